@@ -1,0 +1,57 @@
+"""Attention without paging: the reference the paged backend is proven against.
+
+    cache   [num_rows, max_len, kv_heads, head_dim]      row r owns region r;  slot = r * max_len + position
+
+A token's place follows from its row and position alone, so no block table can be wrong here. Everything after loading
+is the very function the paged backend calls.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from octavo.attention.backend import AttentionSpec, QKNorm, Rope, refuse_unsupported
+from octavo.attention.cpu import attend_group, norm_and_rotate
+from octavo.attention.forward_batch import ForwardBatch
+from octavo.attention.row_groups import RowGroup, group_rows
+from octavo.kernels.reference.attention import load_regions, store
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    token_rows: Tensor  # [T] the row of each token
+    groups: list[RowGroup]
+
+
+class ContiguousBackend:
+    name: ClassVar[str] = "contiguous"
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
+    layout: ClassVar[Literal["paged", "contiguous"]] = "contiguous"
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        refuse_unsupported(self.name, spec, supported=("window",))
+        self.spec = spec
+
+    @staticmethod
+    def prepare(batch: ForwardBatch) -> Prepared:
+        return Prepared(batch.rows.repeat_interleave(batch.query_start.diff()), group_rows(batch))
+
+    def write(
+        self, q: Tensor, k: Tensor, v: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch
+    ) -> Tensor:
+        positions = batch.positions[0]
+        q, k = norm_and_rotate(q, k, norms, rope, positions)
+        max_len = cache["k"].shape[1]
+        slots = batch.attention.token_rows * max_len + positions
+        store(cache["k"], k, slots)
+        store(cache["v"], v, slots)
+        return q
+
+    def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
+        for group in batch.attention.groups:
+            rows, length = batch.rows[group.index], group.num_blocks * batch.block_size
+            k = load_regions(cache["k"], rows, length)
+            v = load_regions(cache["v"], rows, length)
+            attend_group(q, k, v, group, self.spec, out)
+        return out

@@ -1,0 +1,74 @@
+"""Paged attention on a CPU. A sequence's keys and values lie in blocks anywhere in the pool; its table says where.
+
+    block_size 4, a row of 10 tokens
+
+    table  [ 7 | 2 | 5 ]                     pool     block 0   the null block, padding may write here
+             |   |   |                                block 1   (another row's)
+             |   |   +------ tokens 8..9  ->          block 5   t8 t9  .  .    the last block is part filled
+             |   +---------- tokens 4..7  ->          block 2   t4 t5 t6 t7
+             +-------------- tokens 0..3  ->          block 7   t0 t1 t2 t3
+
+    slot of token 9 = block * block_size + offset = table[9 // 4] * 4 + 9 % 4 = 5 * 4 + 1 = 21
+
+`write` puts each new token at its slot. `attend` gathers whole blocks through the table, which lines a row's tokens up
+again, and from there on it is attention as anywhere else. A block never moves and two tables may name the same one:
+that is all a shared prefix is.
+"""
+
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from octavo.attention.backend import AttentionSpec, QKNorm, Rope, refuse_unsupported
+from octavo.attention.forward_batch import ForwardBatch
+from octavo.attention.row_groups import RowGroup, group_rows
+from octavo.kernels.reference.attention import attend, load_blocks, store, zero_tail
+from octavo.kernels.reference.norm import rms_norm
+from octavo.kernels.reference.rotary import rotate
+
+
+class CpuBackend:
+    name: ClassVar[str] = "cpu"
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
+    layout: ClassVar[Literal["paged", "contiguous"]] = "paged"
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        refuse_unsupported(self.name, spec, supported=("window",))
+        self.spec = spec
+
+    @staticmethod
+    def prepare(batch: ForwardBatch) -> list[tuple[RowGroup, Tensor]]:
+        """Groups of rows, each with the blocks to gather for it [rows * num_blocks]."""
+        return [(group, batch.tables[group.index, : group.num_blocks].flatten()) for group in group_rows(batch)]
+
+    def write(
+        self, q: Tensor, k: Tensor, v: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch
+    ) -> Tensor:
+        q, k = norm_and_rotate(q, k, norms, rope, batch.positions[0])
+        store(cache["k"], k, batch.slots)
+        store(cache["v"], v, batch.slots)
+        return q
+
+    def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
+        for group, blocks in batch.attention:
+            k = load_blocks(cache["k"], blocks, len(group.index))
+            v = load_blocks(cache["v"], blocks, len(group.index))
+            attend_group(q, k, v, group, self.spec, out)
+        return out
+
+
+def norm_and_rotate(q: Tensor, k: Tensor, norms: QKNorm | None, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
+    if norms is not None:
+        q = rms_norm(q, norms.q_weight, norms.eps)
+        k = rms_norm(k, norms.k_weight, norms.eps)
+    cos, sin = rope.cos.index_select(0, positions), rope.sin.index_select(0, positions)  # [T, head_dim / 2]
+    return rotate(q, cos, sin), rotate(k, cos, sin)
+
+
+def attend_group(q: Tensor, k: Tensor, v: Tensor, group: RowGroup, spec: AttentionSpec, out: Tensor) -> None:
+    """Attention of a group's queries over its loaded k and v [rows, tokens, kv_heads, head_dim]; fills their part of out."""
+    queries = q.index_select(0, group.tokens).view(-1, group.num_query, *q.shape[1:])  # [rows, num_query, heads, head_dim]
+    k = zero_tail(k, group.tail)[:, : group.length]
+    v = zero_tail(v, group.tail)[:, : group.length]
+    mask, causal = group.mask(spec.window, q.dtype)
+    out.index_copy_(0, group.tokens, attend(queries, k, v, mask, causal, spec.scale).flatten(0, 1))

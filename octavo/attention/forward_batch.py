@@ -1,0 +1,30 @@
+"""`ForwardBatch`: one step as tensors. The model sees nothing else; it is an argument, never a global.
+
+    plan entries    row 3: 1 token        row 0: 5 tokens           T = 6 tokens, R = 2 rows
+    token_ids       [ 911 |  17  4  88 23  9 ]                      [T]
+    positions       [  40 |   0  1   2  3  4 ]                      [1, T]
+    query_start     [   0     1                6 ]                  [R+1]
+    context_len     [  41     5 ]   keys a row may read             [R]
+    slots           block * block_size + offset of each token       [T]
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [1, T] int64
+    rows: Tensor  # [R] int64, row of the request table
+    query_start: Tensor  # [R+1] int64
+    context_len: Tensor  # [R] int64, tokens in the cache once this step's are written
+    tables: Tensor  # [R, B] int64, block tables, padded with the null block 0
+    slots: Tensor  # [T] int64, where each token's k and v go
+    sample_index: Tensor  # [S] int64, tokens whose logits are wanted
+    sample_row: Tensor  # [S] int64, the rows they belong to
+    caches: list[dict[str, Tensor]]  # per layer, by buffer name, [num_blocks, block_size, *shape]
+    block_size: int
+    attention: Any = field(default=None)  # what the backend prepared for this step

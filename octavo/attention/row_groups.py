@@ -1,0 +1,76 @@
+"""Rows that are computed together: the same number of query tokens, and pasts of similar length.
+
+All decode rows have one query token, so a batch of them falls into very few groups; so do prompts that arrived
+together. Each row of a group is padded to the longest one, and no row by more than half its length (and a little).
+
+    context_len   640 600 590 | 180 171        two groups of decode rows, five rows, two calls a layer
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from octavo.attention.forward_batch import ForwardBatch
+from octavo.kernels.reference.attention import causal_mask
+
+# Rows this much shorter (in tokens) than 2/3 of the longest still join its group: a call costs more than the padding.
+SLACK = 64
+
+
+@dataclass(slots=True)
+class RowGroup:
+    index: Tensor  # [rows] int64, which rows of the batch these are
+    tokens: Tensor  # [rows * num_query] int64, which tokens of the batch they ask for
+    context_len: Tensor  # [rows]
+    num_query: int
+    length: int  # keys of the longest row
+    num_blocks: int  # blocks of the longest row
+    tail: Tensor  # padding in what is loaded, as row * num_blocks * block_size + position
+    even: bool  # all rows have `length` keys
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
+        """(mask, causal): a mask only where none of the quicker ways says the same. Layers share it."""
+        if window is not None and window >= self.length:
+            window = None
+        if window is None and self.even and self.num_query in (1, self.length):
+            return None, self.num_query > 1
+        if window not in self._masks:
+            self._masks[window] = causal_mask(self.context_len, self.num_query, self.length, window, dtype)
+        return self._masks[window], False
+
+
+def group_rows(batch: ForwardBatch) -> list[RowGroup]:
+    queries: list[int] = batch.query_start.diff().tolist()
+    contexts: list[int] = batch.context_len.tolist()
+    groups: list[list[int]] = []
+    for row in sorted(range(len(queries)), key=lambda row: (queries[row], contexts[row]), reverse=True):
+        if groups and _joins(queries[row], contexts[row], queries[groups[-1][0]], contexts[groups[-1][0]]):
+            groups[-1].append(row)
+        elif queries[row]:
+            groups.append([row])
+    return [_row_group(batch, rows, queries[rows[0]], contexts[rows[0]]) for rows in groups]
+
+
+def _joins(query: int, context: int, group_query: int, longest: int) -> bool:
+    return query == group_query and context * 3 // 2 + SLACK >= longest
+
+
+def _row_group(batch: ForwardBatch, rows: list[int], num_query: int, length: int) -> RowGroup:
+    index = torch.tensor(rows)
+    context_len = batch.context_len[index]
+    num_blocks = -(-length // batch.block_size)
+    position = torch.arange(num_blocks * batch.block_size)
+    # Nothing past `length` is read by any row, so only what lies below it is listed.
+    tail = (position >= context_len[:, None]) & (position < length)  # [rows, num_blocks * block_size]
+    return RowGroup(
+        index=index,
+        tokens=(batch.query_start[index, None] + torch.arange(num_query)).flatten(),
+        context_len=context_len,
+        num_query=num_query,
+        length=length,
+        num_blocks=num_blocks,
+        tail=tail.flatten().nonzero().flatten(),
+        even=length * len(rows) == int(context_len.sum()),
+    )

@@ -1,0 +1,128 @@
+"""Settings, all frozen: nothing is written back, what start-up discovers is returned.
+
+`EngineConfig` is what a user sets (each field is a flag and a keyword of `LLM`), `Debug` what a test switches on
+through `OCTAVO_DEBUG`. What a model is stands in `model_config.py`. The environment is read here and nowhere else.
+"""
+
+import os
+import re
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from octavo.errors import ConfigError
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+
+
+def _flag(default: Any, text: str) -> Any:
+    """A field with its help text; the command line is built from these."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    model: str | None = _flag(None, "a model folder or a .gguf file; without one, the default model")
+    dtype: Dtype = _flag("auto", "float32 or bfloat16; auto takes what this CPU is fast at")
+    load_format: Literal["auto", "dummy"] = _flag("auto", "dummy: random weights, for trying out shapes")
+    max_model_len: int | None = _flag(None, "longest sequence, prompt and answer (4096, 32k, auto)")
+    block_size: int = _flag(16, "tokens in a block, a power of two from 1 to 256")
+    kv_cache_memory_bytes: int | None = _flag(None, "memory for the KV pool (512m, 4g); default: a quarter of memory, at most 4 GiB")
+    num_gpu_blocks_override: int | None = _flag(None, "exact number of blocks in the KV pool")
+    max_num_seqs: int = _flag(256, "most sequences that run at once (rows)")
+    max_num_batched_tokens: int = _flag(2048, "most tokens one step computes")
+    enable_prefix_caching: bool = _flag(True, "reuse blocks of earlier prompts and answers")
+    scheduling_policy: SchedulingPolicy = _flag("fcfs", "fcfs: by arrival; priority: lower number first")
+    attention_backend: str = _flag("auto", "auto, cpu (paged) or contiguous (the reference)")
+    pipeline_depth: int = _flag(1, "steps in flight, 1 or 2")
+    max_logprobs: int = _flag(20, "most logprobs one request may ask for")
+    chat_template: str | None = _flag(None, "a .jinja file to use instead of the model's own template")
+    skip_tokenizer_init: bool = _flag(False, "token ids in, token ids out; no tokenizer is loaded")
+    seed: int = _flag(0, "seed of requests that bring none, and of dummy weights")
+
+    def __post_init__(self) -> None:
+        size = self.block_size
+        if not 1 <= size <= 256 or size & (size - 1):
+            raise ConfigError(f"block_size must be a power of two from 1 to 256, got {size}")
+        if self.max_num_seqs < 1:
+            raise ConfigError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs {self.max_num_seqs}: "
+                "a step must hold one token of every running sequence; raise the first or lower the second"
+            )
+        if self.pipeline_depth not in (1, 2):
+            raise ConfigError(f"pipeline_depth must be 1 or 2, got {self.pipeline_depth}")
+        if self.num_gpu_blocks_override is not None and self.num_gpu_blocks_override < 2:
+            raise ConfigError(f"num_gpu_blocks_override must be at least 2 (block 0 is the null block), got {self.num_gpu_blocks_override}")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(f"max_model_len must be at least 2, got {self.max_model_len}")
+        for name in ("dtype", "load_format", "scheduling_policy"):
+            choices = _CHOICES[name]
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        if not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed must be from 0 to 2^64 - 1, got {self.seed}")
+
+
+_CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16"),
+    "load_format": ("auto", "dummy"),
+    "scheduling_policy": ("fcfs", "priority"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Debug:
+    """Switches for tests, from `OCTAVO_DEBUG=check=1,preempt.every=3,forward.raise@7`."""
+
+    check: bool = False  # assert every invariant after every step, fill free blocks with NaN
+    runner: Literal["model", "fake"] = "model"  # fake: FakeKV instead of a model
+    preempt_every: int = 0  # preempt the last running sequence every k steps
+    forward_raise: int = 0  # raise in forward at this step
+    forward_nan: int = 0  # make the first planned row of this step not finite
+    sample_bad_id: int = 0  # sample an id outside the vocabulary at this step
+    cache_force_miss: bool = False  # every prefix lookup misses
+
+    @staticmethod
+    def parse(text: str) -> "Debug":
+        known = {f.name: f for f in fields(Debug)}
+        values: dict[str, Any] = {}
+        for item in filter(None, (part.strip() for part in text.split(","))):
+            key, _, value = re.sub("@", "=", item, count=1).partition("=")
+            name = key.replace(".", "_")
+            if name not in known:
+                raise ConfigError(f"OCTAVO_DEBUG has no switch {key!r}; known: {', '.join(sorted(known))}")
+            values[name] = _debug_value(name, value)
+        return Debug(**values)
+
+
+def _debug_value(name: str, value: str) -> bool | int | str:
+    if name == "runner":
+        if value not in ("model", "fake"):
+            raise ConfigError(f"OCTAVO_DEBUG runner must be model or fake, got {value!r}")
+        return value
+    if not value.isdigit():
+        raise ConfigError(f"OCTAVO_DEBUG {name} must be a number, got {value!r}")
+    return bool(int(value)) if name in ("check", "cache_force_miss") else int(value)
+
+
+def debug_from_environment() -> Debug:
+    return Debug.parse(os.environ.get("OCTAVO_DEBUG", ""))
+
+
+def log_level(default: str) -> str:
+    level = os.environ.get("OCTAVO_LOG_LEVEL", default).upper()
+    if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise ConfigError(f"OCTAVO_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR, got {level!r}")
+    return level
+
+
+def thread_limit() -> int | None:
+    """OMP_NUM_THREADS, where set."""
+    value = os.environ.get("OMP_NUM_THREADS", "")
+    return int(value) if value.isdigit() and int(value) > 0 else None
+
+
+def no_color() -> bool:
+    return bool(os.environ.get("NO_COLOR"))

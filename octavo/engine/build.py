@@ -1,0 +1,86 @@
+"""Puts an engine together: worker, pool, manager, scheduler, core. The one place that knows all the parts."""
+
+import secrets
+from dataclasses import dataclass
+
+from octavo.config import Debug, EngineConfig
+from octavo.engine.core import EngineCore
+from octavo.loading.resolve import ModelSource, open_checkpoint
+from octavo.log import Stopwatch, logger
+from octavo.model_config import ModelConfig
+from octavo.policy.block_pool import BlockPool, Event, OnEvent
+from octavo.policy.cache_spec import CacheGeometry
+from octavo.policy.door import Limits
+from octavo.policy.kv_manager import KVManager
+from octavo.policy.scheduler import Scheduler
+from octavo.worker.executor import Inproc, Runner
+from octavo.worker.fake_runner import FakeRunner
+from octavo.worker.faults import Faults
+from octavo.worker.kv_store import PagedStore
+from octavo.worker.worker import Worker
+
+
+@dataclass(slots=True)
+class Engine:
+    core: EngineCore
+    geometry: CacheGeometry
+    runner: Runner
+
+
+def build_engine(
+    config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, runner: Runner | None = None, on_event: OnEvent | None = None
+) -> Engine:
+    """An engine that is ready. `runner` and `on_event` are for those who watch it, such as `octavo verify`."""
+    watch = Stopwatch()
+    runner = runner or _make_runner(config, source, model, debug)
+    executor = Inproc(lambda: runner)
+    geometry = executor.start()
+    pool = BlockPool(geometry.num_blocks, on_event or _poison_taken(runner, debug))
+    kv = KVManager(
+        pool,
+        geometry.block_size,
+        caching=config.enable_prefix_caching,
+        key=secrets.token_bytes(32),
+        identity=_identity(config, source, runner, geometry),
+        force_miss=debug.cache_force_miss,
+    )
+    limits = Limits(
+        config.max_num_seqs, config.max_num_batched_tokens, geometry.max_model_len, model.vocab_size, geometry.num_blocks, geometry.block_size
+    )
+    scheduler = Scheduler(
+        kv,
+        limits,
+        by_priority=config.scheduling_policy == "priority",
+        end_ids=model.eos_token_ids,
+        seed=config.seed,
+        preempt_every=debug.preempt_every,
+    )
+    logger.info("init engine took %.2f seconds", watch.total())
+    return Engine(EngineCore(scheduler, executor, config.pipeline_depth, debug.check), geometry, runner)
+
+
+def _make_runner(config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug) -> Runner:
+    worker = Worker(config, source, model, debug)
+    if debug.runner == "model":
+        return worker
+    return FakeRunner(worker.plan_cache(), model.vocab_size, Faults(debug))
+
+
+def _identity(config: EngineConfig, source: ModelSource, runner: Runner, geometry: CacheGeometry) -> bytes:
+    """What must be equal for two caches to hold the same bytes for the same tokens."""
+    dtype = runner.dtype if isinstance(runner, Worker) else "fake"
+    weights = b"dummy%d" % config.seed if config.load_format == "dummy" else open_checkpoint(source).fingerprint()
+    return b"\0".join([source.name.encode(), weights, dtype.encode(), str(geometry.block_size).encode()])
+
+
+def _poison_taken(runner: Runner, debug: Debug) -> OnEvent | None:
+    """In debug mode a block handed out is full of NaN until it is written."""
+    if not debug.check or not isinstance(runner, Worker) or not isinstance(runner.store, PagedStore):
+        return None
+    store = runner.store
+
+    def on_event(event: Event, block: int, digest: bytes | None) -> None:
+        if event == "take":
+            store.poison(block)
+
+    return on_event

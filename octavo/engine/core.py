@@ -1,0 +1,65 @@
+"""`EngineCore`: the step loop. Pipeline depth is a number, not a second code path.
+
+    depth 1    schedule k   forward k   sample k   result k   update k
+    depth 2    schedule k   forward k   result k-1   update k-1   sample k
+
+At depth 2 the result of a step is taken in only after the next one was launched, so the host plans while the device works.
+"""
+
+from collections import deque
+from concurrent.futures import Future
+
+from octavo.log import logger
+from octavo.messages import AddRequest, Delta, StepPlan, StepResult
+from octavo.policy import invariants
+from octavo.policy.scheduler import Scheduler
+from octavo.worker.executor import Executor
+
+
+class EngineCore:
+    def __init__(self, scheduler: Scheduler, executor: Executor, depth: int, check: bool = False) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self._depth = depth
+        self._check = check
+        self._launched: deque[tuple[StepPlan, Future[StepResult]]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.requests or self._launched)
+
+    def add(self, request: AddRequest) -> None:
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str, index: int | None = None) -> list[Delta]:
+        return self.scheduler.abort(request_id, index)
+
+    def step(self) -> list[Delta]:
+        """One step; the news it brought."""
+        plan = self.scheduler.schedule()
+        deltas: list[Delta] = []
+        try:
+            if plan.is_empty:
+                deltas += self._settle() + self.scheduler.update(plan, StepResult(plan.step, []))
+            else:
+                self.executor.forward(plan)
+                deltas += self._settle()
+                self._launched.append((plan, self.executor.sample(plan.step)))
+        except BaseException as error:  # also Ctrl-C: the plan was not carried out, whoever is in it ends here
+            deltas += self._settle() + self.scheduler.fail(plan, f"the engine failed in this step: {error}")
+            if not isinstance(error, Exception):
+                raise
+            logger.error("step %d failed, its %d sequences end with an error: %s", plan.step, len(plan.row), error, exc_info=True)
+        if self._depth == 1:
+            deltas += self._settle()
+        if self._check:
+            invariants.check(self.scheduler)
+        return deltas
+
+    def _settle(self) -> list[Delta]:
+        """Take in every launched step's result."""
+        deltas: list[Delta] = []
+        while self._launched:
+            plan, future = self._launched.popleft()
+            deltas += self.scheduler.update(plan, future.result())
+        return deltas

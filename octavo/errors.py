@@ -1,0 +1,38 @@
+"""Every exception a user can meet, in one place.
+
+All of them derive from `OctavoError`, so a caller can catch the family; each also derives from the built-in a Python
+programmer would expect (ValueError for a bad value, and so on). Messages name the thing, the number and the knob.
+"""
+
+
+class OctavoError(Exception):
+    """The family: anything Octavo itself reports."""
+
+
+class ConfigError(OctavoError, ValueError):
+    """A setting is wrong or does not fit this machine or model."""
+
+
+class LoadError(OctavoError, ValueError):
+    """A model, tokenizer or template file is missing, damaged or of a kind we do not read."""
+
+
+class TemplateError(OctavoError, ValueError):
+    """A chat template failed on a conversation, or ran past its limits."""
+
+
+class RequestError(OctavoError, ValueError):
+    """A request cannot be served; `param` names the field at fault, `code` is machine-readable."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class EngineError(OctavoError, RuntimeError):
+    """The engine failed while it worked on a request."""
+
+
+class VerifyError(OctavoError, AssertionError):
+    """A proof failed: the paged cache and the contiguous one differ."""

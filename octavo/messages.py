@@ -1,0 +1,143 @@
+"""What crosses a step: the plan down to the worker, the result back, the deltas up to the text side.
+
+All of it is plain data (ids and numbers, never live objects), so that it can cross a process.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Literal
+
+from octavo.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+HitReason = Literal["end", "short", "differs", "evicted", "cold", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseKey:
+    """Where a sequence's sampling noise comes from: the same key and position give the same noise anywhere."""
+
+    key: tuple[int, int]
+    stream: int
+    high: int
+
+
+@dataclass(slots=True)
+class RowWrite:
+    """A sequence moves into a row: all the worker ever learns of it."""
+
+    row: int
+    seq_id: int
+    token_ids: "array[int]"
+    num_prompt: int
+    start: int  # positions already in the cache (the prefix hit)
+    table: list[int]  # the blocks of that hit
+    params: SamplingParams
+    end_ids: tuple[int, ...]  # ids that end it, held back until min_tokens
+    noise: NoiseKey
+    root: bytes  # start of its digest chain; sequences with different roots share nothing
+
+
+@dataclass(slots=True)
+class RowFork:
+    """A sample leaves its parent: `row` starts as a copy of `source`."""
+
+    row: int
+    source: int
+    seq_id: int
+    noise: NoiseKey
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step does. Entry i of the five parallel lists is one planned sequence."""
+
+    step: int
+    row: list[int] = field(default_factory=list)
+    seq_id: list[int] = field(default_factory=list)
+    start: list[int] = field(default_factory=list)  # first position computed
+    num_query: list[int] = field(default_factory=list)  # how many
+    samples: list[bool] = field(default_factory=list)  # whether a token is sampled after the last of them
+    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # (row, index in its table, block)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (source block, fresh block)
+    row_writes: list[RowWrite] = field(default_factory=list)
+    row_forks: list[RowFork] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing for a worker to do."""
+        return not (self.row or self.row_writes or self.row_forks)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One sampled token: its logprob and rank, and the best alternatives, best first."""
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What came of a plan; lists run along the plan's entries."""
+
+    step: int
+    tokens: list[list[int]]  # [] where nothing was sampled
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # entry -> where asked for
+    bad_rows: list[int] = field(default_factory=list)  # entries whose hidden states were not finite
+
+
+@dataclass(slots=True)
+class LifeRecord:
+    """What happened to a request; times in seconds of the engine's monotonic clock, None until it happened."""
+
+    queued: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    cached_tokens: int = 0
+    hit_reason: HitReason | None = None
+
+
+@dataclass(slots=True)
+class Delta:
+    """News of one sample: tokens since the last delta, and how it ended if it did."""
+
+    request_id: str
+    index: int  # which of the n samples
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    life: LifeRecord | None = None  # with the first token and at the end
+
+
+@dataclass(slots=True)
+class AddRequest:
+    """A request on its way into the engine: text is already token ids."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """A snapshot for the log line and for tests."""
+
+    running: int
+    waiting: int
+    free_blocks: int
+    num_blocks: int
+    preemptions: int
+    prefix_queries: int  # prompt tokens looked up
+    prefix_hits: int  # of which found
+    prompt_tokens: int  # computed
+    generation_tokens: int

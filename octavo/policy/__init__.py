@@ -1,0 +1,1 @@
+"""The policy room: who holds which block and what each step does. No torch here."""

@@ -1,0 +1,126 @@
+"""`BlockPool`: who holds which block, and which content can be found again.
+
+    null          block 0: padding reads and writes it, nobody owns it
+    free          ref 0, in `free`, next to be taken first:   [ unsealed .. | sealed, least recently used .. most ]
+    held          ref > 0: that many block tables contain it
+    sealed        its content is final and `index` finds it by digest, held or free; taking it from `free` evicts it
+
+Everything is O(1) per block. The pool knows nothing of tokens or sequences.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+NULL_BLOCK = 0
+EVICTED_RING = 8192  # digests remembered after eviction, to tell "evicted" from "never seen"
+
+Event = Literal["take", "share", "release", "seal", "evict"]
+OnEvent = Callable[[Event, int, bytes | None], None]
+
+
+@dataclass(slots=True)
+class PoolCounts:
+    taken: int = 0
+    shared: int = 0
+    sealed: int = 0
+    evicted: int = 0
+
+
+def _ignore(event: Event, block: int, digest: bytes | None) -> None:
+    """Nobody watches."""
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int, on_event: OnEvent | None = None) -> None:
+        assert num_blocks >= 2, "block 0 is the null block; a pool needs at least one more"
+        self.num_blocks = num_blocks
+        self.ref = [0] * num_blocks
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self.index: dict[bytes, int] = {}  # digest -> block
+        self.digest_of: list[bytes | None] = [None] * num_blocks
+        self.evicted: OrderedDict[bytes, None] = OrderedDict()
+        self.counts = PoolCounts()
+        self._emit = on_event or _ignore
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free)
+
+    def lookup(self, digest: bytes) -> int | None:
+        return self.index.get(digest)
+
+    def take(self, count: int) -> list[int]:
+        """`count` blocks at ref 1, contents undefined; evicts what they held. The caller has made sure there are enough."""
+        assert count <= len(self.free), f"{count} blocks wanted, {len(self.free)} free"
+        blocks = []
+        for _ in range(count):
+            block = self.free.popitem(last=False)[0]
+            if self.digest_of[block] is not None:
+                self._evict(block)
+            self.ref[block] = 1
+            self._emit("take", block, None)
+            blocks.append(block)
+        self.counts.taken += count
+        return blocks
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """One more holder for each."""
+        for block in blocks:
+            if self.ref[block] == 0:
+                del self.free[block]
+            self.ref[block] += 1
+            self._emit("share", block, self.digest_of[block])
+        self.counts.shared += len(blocks)
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One holder less for each, given in table order. Tails are freed first, so that prefixes live longest."""
+        for block in reversed(list(blocks)):
+            self.ref[block] -= 1
+            assert self.ref[block] >= 0, f"block {block} released once too often"
+            self._emit("release", block, None)
+            if self.ref[block] == 0:
+                self.free[block] = None
+                if self.digest_of[block] is None:
+                    self.free.move_to_end(block, last=False)
+
+    def seal(self, block: int, digest: bytes) -> None:
+        """The block's content is final and may be found. Content already cached elsewhere stays a private duplicate."""
+        assert self.ref[block] > 0, f"block {block} sealed while free"
+        if digest in self.index:
+            return
+        assert self.digest_of[block] is None, f"block {block} sealed twice"
+        self.index[digest] = block
+        self.digest_of[block] = digest
+        self.counts.sealed += 1
+        self._emit("seal", block, digest)
+
+    def writable(self, block: int) -> bool:
+        return self.ref[block] == 1 and self.digest_of[block] is None
+
+    def forget(self) -> None:
+        """Empty the cache: nothing is found any more. Holders keep their blocks."""
+        for block in list(self.index.values()):
+            self._evict(block)
+        self.evicted.clear()
+
+    def _evict(self, block: int) -> None:
+        digest = self.digest_of[block]
+        assert digest is not None
+        del self.index[digest]
+        self.digest_of[block] = None
+        self.evicted[digest] = None
+        if len(self.evicted) > EVICTED_RING:
+            self.evicted.popitem(last=False)
+        self.counts.evicted += 1
+        self._emit("evict", block, digest)
+
+    def check(self) -> None:
+        """Assert that every block is in exactly one state and that index and digests agree."""
+        assert self.ref[NULL_BLOCK] == 0 and NULL_BLOCK not in self.free and self.digest_of[NULL_BLOCK] is None
+        held = sum(count > 0 for count in self.ref)
+        assert len(self.free) + held + 1 == self.num_blocks
+        assert all(self.ref[block] == 0 for block in self.free)
+        sealed = {digest: block for block, digest in enumerate(self.digest_of) if digest is not None}
+        assert sealed == self.index

@@ -1,0 +1,55 @@
+"""The policy room's door: what can never be served is refused here, with the number and the knob."""
+
+from dataclasses import dataclass
+
+from octavo.errors import RequestError
+from octavo.messages import AddRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+
+
+def length_limit(message: AddRequest, limits: Limits) -> int:
+    """Most tokens a sample may have, prompt and output."""
+    wanted, longest = message.params.max_tokens, limits.max_model_len
+    return longest if wanted is None else min(longest, len(message.prompt_token_ids) + wanted)
+
+
+def check_request(message: AddRequest, limits: Limits) -> None:
+    prompt, params = message.prompt_token_ids, message.params
+    if not prompt:
+        raise RequestError("the prompt is empty", "prompt")
+    bad = next((token for token in (*prompt, *params.stop_token_ids) if not 0 <= token < limits.vocab_size), None)
+    if bad is not None:
+        where = "stop_token_ids" if bad in params.stop_token_ids else "prompt"
+        raise RequestError(f"token id {bad} in {where} is out of vocabulary, which has {limits.vocab_size} ids", where)
+    if params.n > limits.max_num_seqs:
+        raise RequestError(f"n is {params.n}, max_num_seqs is {limits.max_num_seqs}: every sample needs a row", "n")
+    _check_length(message, limits)
+
+
+def _check_length(message: AddRequest, limits: Limits) -> None:
+    prompt, params = message.prompt_token_ids, message.params
+    if len(prompt) + (params.max_tokens or 1) > limits.max_model_len:
+        asked = f"{len(prompt)} in the prompt" + (f" and {params.max_tokens} in the answer" if params.max_tokens else "")
+        raise RequestError(
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested {asked}; "
+            "shorten the prompt, lower max_tokens or raise max_model_len",
+            "max_tokens" if len(prompt) < limits.max_model_len else "prompt",
+            "context_length_exceeded",
+        )
+    needed = -(-(length_limit(message, limits) - 1) // limits.block_size)
+    if needed > limits.num_blocks - 1:
+        raise RequestError(
+            f"the request may grow to {needed} blocks of {limits.block_size} tokens, the KV pool has {limits.num_blocks - 1}; "
+            "lower max_tokens or enlarge the pool (kv_cache_memory_bytes, num_gpu_blocks_override)",
+            "max_tokens",
+            "context_length_exceeded",
+        )

@@ -1,0 +1,127 @@
+"""`Request` is what a user asked for; `Sequence` is one sample of it: its tokens and how far they have got.
+
+    token_ids     t0 t1 t2 t3 t4 t5 t6 | t7          host knows 7, one more (t7) is being sampled on the device
+                  ^-----------^                      num_computed = 4: their plan was updated; what sealing reads
+                  ^-----------------------^          num_planned = 7: given to plans; what schedule reads
+                  num_tokens = 7, in_flight = 1      planning may reach num_tokens + in_flight, never past stop_at
+
+A request with n samples starts as one sequence that plans its prompt up to the last token; there it is forked, and every
+sample computes that last token itself.
+"""
+
+from array import array
+from enum import Enum
+
+from octavo.messages import LifeRecord, NoiseKey
+from octavo.sampling_params import SamplingParams
+
+LOW32 = 0xFFFFFFFF
+UNSEEDED = 1 << 31  # keeps the streams of unseeded requests apart from seeded ones
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Request:
+    __slots__ = (
+        "aborted",
+        "arrival",
+        "end_ids",
+        "engine_seed",
+        "life",
+        "num_prompt",
+        "params",
+        "priority",
+        "request_id",
+        "root",
+        "sequences",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: str,
+        params: SamplingParams,
+        num_prompt: int,
+        arrival: int,
+        priority: int,
+        root: bytes,
+        end_ids: frozenset[int],
+        engine_seed: int,
+        queued: float,
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.num_prompt = num_prompt
+        self.arrival = arrival
+        self.priority = priority
+        self.root = root  # where its digest chain starts: model, settings and salt
+        self.end_ids = end_ids  # ids that end a sample
+        self.engine_seed = engine_seed
+        self.life = LifeRecord(queued)
+        self.sequences: list[Sequence] = []  # the live ones
+        self.aborted: set[int] = set()  # samples aborted before the fork that would have made them
+
+    def noise(self, index: int) -> NoiseKey:
+        """With a seed: (seed, sample index). Without one: (engine seed, arrival number), the sample in the stream."""
+        if self.params.seed is not None:
+            return NoiseKey((self.params.seed & LOW32, index), 0, self.params.seed >> 32)
+        return NoiseKey((self.engine_seed & LOW32, self.arrival & LOW32), UNSEEDED | index, self.engine_seed >> 32)
+
+
+class Sequence:
+    __slots__ = (
+        "digests", "in_flight", "index", "key", "limit", "lost", "num_computed", "num_planned", "num_sealed", "num_tokens",
+        "pending", "preemptions", "request", "reserved", "row", "seq_id", "status", "steps_passed", "stop_at", "table", "token_ids",
+        "waits_for",
+    )  # fmt: skip
+
+    def __init__(self, seq_id: int, request: Request, index: int, token_ids: "array[int]", limit: int, by_priority: bool) -> None:
+        self.seq_id = seq_id
+        self.request = request
+        self.index = index  # which of the n samples
+        self.token_ids = token_ids
+        self.num_tokens = len(token_ids)  # ids the host knows
+        self.num_planned = 0  # positions given to plans
+        self.num_computed = 0  # positions whose plan was updated
+        self.in_flight = 0  # sampled tokens the host has not seen
+        self.limit = limit  # most tokens it may ever have: max_tokens and max_model_len
+        self.stop_at = limit - 1  # planning stops here: the last token is never computed
+        self.table: list[int] = []  # its blocks, append-only
+        self.digests: list[bytes] = []  # of its full blocks, as far as anyone asked
+        self.num_sealed = 0  # blocks already offered to the cache
+        self.pending: list[bytes] = []  # digests it has announced and not yet sealed
+        self.waits_for = b""  # a digest somebody else is computing
+        self.row = -1
+        self.reserved: list[int] = []  # rows held for samples not forked yet
+        self.status = Status.WAITING
+        self.preemptions = 0
+        self.lost = 0  # positions the last preemption threw away
+        self.steps_passed = 0  # steps in which others were admitted past it
+        self.key = (request.priority if by_priority else 0, request.arrival, index)
+
+    @property
+    def unforked(self) -> bool:
+        """Still stands for several samples."""
+        return self.stop_at < self.request.num_prompt
+
+    @property
+    def rows_needed(self) -> int:
+        return self.request.params.n if self.unforked else 1
+
+    @property
+    def target(self) -> int:
+        """Positions that can be planned now."""
+        return min(self.num_tokens + self.in_flight, self.stop_at)
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - self.request.num_prompt
+
+    def append(self, tokens: list[int]) -> None:
+        """Sampled tokens arrive on the host."""
+        self.token_ids.extend(tokens)
+        self.num_tokens += len(tokens)
+        self.in_flight -= len(tokens)

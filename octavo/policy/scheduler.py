@@ -1,0 +1,390 @@
+"""`Scheduler`: who gets which tokens of the next step. It owns every id; what it decides is data (`StepPlan`).
+
+There are no phases. A step has one token budget; sequences draw from it until each has caught up with its own tokens.
+
+    schedule    fork what reached its last prompt token -> walk `running` in policy order, decode never starved,
+                victims from the end -> admit from `waiting` whole sequences that fit, unless somebody was preempted
+    update      append sampled tokens, seal full blocks, finish what ended; a preempted sequence keeps its token only
+
+Plans run in order on one stream, so blocks and rows freed here are reusable at once.
+"""
+
+import time
+from array import array
+from bisect import insort
+from collections.abc import Callable
+
+from octavo.errors import RequestError
+from octavo.messages import AddRequest, Delta, FinishReason, RowFork, RowWrite, SchedulerStats, StepPlan, StepResult, TokenLogprobs
+from octavo.policy.door import Limits, check_request, length_limit
+from octavo.policy.kv_manager import KVManager, PrefixHit
+from octavo.policy.request import Request, Sequence, Status
+
+MAX_PASSES = 16  # steps a request that does not fit may be passed by others
+SCAN_LIMIT = 32  # requests looked at behind one that does not fit
+COMEBACK_TOKENS = 32  # room a sequence preempted k times wants for more output: this times 2^k
+
+
+def _policy_key(seq: Sequence) -> tuple[int, int, int]:
+    return seq.key
+
+
+class Scheduler:
+    def __init__(
+        self,
+        kv: KVManager,
+        limits: Limits,
+        by_priority: bool = False,
+        end_ids: tuple[int, ...] = (),
+        seed: int = 0,
+        preempt_every: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.kv = kv
+        self.limits = limits
+        self.by_priority = by_priority
+        self.end_ids = frozenset(end_ids)
+        self.seed = seed
+        self.preempt_every = preempt_every
+        self.clock = clock
+        self.step = 0
+        self.waiting: list[Sequence] = []  # both in policy order
+        self.running: list[Sequence] = []
+        self.requests: dict[str, Request] = {}  # the live ones
+        self.free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
+        self.stats = SchedulerStats(0, 0, 0, kv.pool.num_blocks, 0, 0, 0, 0, 0)
+        self._planned: dict[int, list[Sequence]] = {}  # step -> its sequences, until its update
+        self._unforked: list[Sequence] = []  # running sequences that stand for several samples
+        self._arrivals = 0
+        self._seq_ids = 0
+
+    # --- requests in and out ---------------------------------------------------------------------------------------
+
+    def add(self, message: AddRequest) -> None:
+        """Queue a request, or refuse what can never be served."""
+        if message.request_id in self.requests:
+            raise RequestError(f"request id {message.request_id!r} is already in use", "request_id")
+        check_request(message, self.limits)
+        params, prompt = message.params, message.prompt_token_ids
+        request = Request(
+            request_id=message.request_id,
+            params=params,
+            num_prompt=len(prompt),
+            arrival=self._arrivals,
+            priority=message.priority,
+            root=self.kv.root(message.cache_salt),
+            end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids),
+            engine_seed=self.seed,
+            queued=self.clock(),
+        )
+        self._arrivals += 1
+        seq = self._new_sequence(request, 0, array("i", prompt), length_limit(message, self.limits))
+        if params.n > 1:
+            seq.stop_at = request.num_prompt - 1
+        self.requests[request.request_id] = request
+        insort(self.waiting, seq, key=_policy_key)
+
+    def _new_sequence(self, request: Request, index: int, token_ids: "array[int]", limit: int) -> Sequence:
+        seq = Sequence(self._seq_ids, request, index, token_ids, limit, self.by_priority)
+        self._seq_ids += 1
+        request.sequences.append(seq)
+        return seq
+
+    def abort(self, request_id: str, index: int | None = None) -> list[Delta]:
+        """End a request, or one sample of it, wherever it is. Unknown or ended ones are ignored."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return []
+        seqs = [seq for seq in request.sequences if index is None or (seq.index == index and not seq.unforked)]
+        if seqs:
+            return [delta for seq in seqs for delta in self._finish(seq, "abort")]
+        parent = next((seq for seq in request.sequences if seq.unforked), None)
+        if parent is None or index is None or index >= request.params.n or index in request.aborted:
+            return []
+        if len(request.aborted) + 1 == request.params.n:
+            return self._finish(parent, "abort")
+        request.aborted.add(index)
+        return [Delta(request_id, index, [], finish_reason="abort", life=request.life)]
+
+    # --- planning --------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """What the next step does. A plan may be empty while results are awaited."""
+        self.step += 1
+        plan = StepPlan(self.step)
+        planned: list[Sequence] = []
+        self._planned[plan.step] = planned
+        preempted = self._preempt_on_schedule()
+        for parent in self._unforked.copy():
+            if parent.num_planned == parent.stop_at:
+                self._fork(parent, plan)
+        budget, starved = self._plan_running(plan, planned)
+        if self.waiting and not (preempted or starved):
+            self._admit_waiting(plan, planned, budget)
+        return plan
+
+    def _plan_running(self, plan: StepPlan, planned: list[Sequence]) -> tuple[int, bool]:
+        """Tokens for running sequences. Returns the budget left, and whether somebody was preempted."""
+        running, kv, is_running = self.running, self.kv, Status.RUNNING
+        budget = self.limits.max_num_batched_tokens
+        prefill_budget = self._prefill_budget(budget)
+        preempted = False
+        after = len(running)
+        for seq in running.copy():
+            after -= 1
+            if seq.status is not is_running:
+                break  # preempted for one before it, and so are all behind it
+            count = min(seq.num_tokens + seq.in_flight, seq.stop_at) - seq.num_planned
+            if count > 1:
+                count = max(0, min(count, budget - after, prefill_budget))
+                prefill_budget -= count
+            if count == 0:
+                continue  # awaits its result, or its turn
+            while not (kv.has_room(seq, count) or kv.allocate(seq, count, plan)):
+                victim = running[-1]
+                self._preempt(victim)
+                preempted = True
+                if victim is seq:
+                    break
+            if seq.status is is_running:
+                self._plan(seq, count, plan, planned)
+                budget -= count
+        return budget, preempted
+
+    def _prefill_budget(self, budget: int) -> int:
+        """While anything waits for a row that is free, running prefills leave it half of what decode leaves."""
+        if not self.waiting or not self.free_rows:
+            return budget
+        decoding = sum(seq.target - seq.num_planned == 1 for seq in self.running)
+        return (budget - decoding) // 2
+
+    def _plan(self, seq: Sequence, count: int, plan: StepPlan, planned: list[Sequence]) -> None:
+        start = seq.num_planned
+        end = start + count
+        samples = end == seq.num_tokens + seq.in_flight
+        plan.row.append(seq.row)
+        plan.seq_id.append(seq.seq_id)
+        plan.start.append(start)
+        plan.num_query.append(count)
+        plan.samples.append(samples)
+        planned.append(seq)
+        seq.num_planned = end
+        if samples:
+            seq.in_flight += 1
+
+    def _admit_waiting(self, plan: StepPlan, planned: list[Sequence], budget: int) -> None:
+        """Admit in policy order; a head that does not fit may be passed, but not for ever."""
+        head: Sequence | None = None
+        passed = False
+        scanned = position = 0
+        while position < len(self.waiting) and budget > 0 and self.free_rows:
+            seq = self.waiting[position]
+            if seq.waits_for in self.kv.pending or seq.in_flight:
+                position += 1  # its prefix is being computed, or its last token is still on the way
+                continue
+            count = self._admit(seq, plan, budget)
+            if count is not None:
+                del self.waiting[position]
+                if count:
+                    self._plan(seq, count, plan, planned)
+                budget -= count
+                passed = head is not None
+                continue
+            position += 1
+            if seq.waits_for:
+                continue
+            head = head or seq
+            scanned += 1
+            if head.steps_passed >= MAX_PASSES or scanned >= SCAN_LIMIT:
+                break
+        if head is not None and passed:
+            head.steps_passed += 1
+
+    def _admit(self, seq: Sequence, plan: StepPlan, budget: int) -> int | None:
+        """Match, count, allocate, all or nothing: tokens planned for it now, or None if it has to wait."""
+        kv = self.kv
+        hit = kv.match(seq)
+        seq.waits_for = hit.missed if hit.missed in kv.pending else b""
+        if seq.waits_for or seq.rows_needed > len(self.free_rows):
+            return None
+        if kv.blocks_needed(seq, hit) + self._margin(seq) > kv.pool.num_free:
+            return None
+        count = min(seq.target - hit.num_tokens, budget)
+        kv.admit(seq, hit)
+        self._take_rows(seq)
+        plan.row_writes.append(self._row_write(seq, hit.num_tokens))
+        fits = kv.allocate(seq, count, plan)
+        assert fits, "admission counted too few blocks"
+        seq.status = Status.RUNNING
+        insort(self.running, seq, key=_policy_key)
+        self._note_admission(seq, hit)
+        return count
+
+    def _margin(self, seq: Sequence) -> int:
+        """Blocks that must stay free beside it: one per running sequence, and room to come back to stay."""
+        if not self.running:
+            return 0
+        margin = len(self.running)
+        if seq.preemptions:
+            comeback = min(seq.limit - seq.num_tokens, COMEBACK_TOKENS << seq.preemptions)
+            margin += -(-comeback // self.kv.block_size)
+        return margin
+
+    def _note_admission(self, seq: Sequence, hit: PrefixHit) -> None:
+        life = seq.request.life
+        life.recomputed_tokens += max(0, seq.lost - hit.num_tokens)
+        if life.first_scheduled is None:
+            life.first_scheduled = self.clock()
+            life.hit_reason = hit.reason
+            life.cached_tokens = hit.num_tokens
+            self.stats.prefix_queries += seq.num_tokens
+            self.stats.prefix_hits += hit.num_tokens
+
+    def _take_rows(self, seq: Sequence) -> None:
+        seq.row = self.free_rows.pop()
+        if seq.unforked:
+            seq.reserved = [self.free_rows.pop() for _ in range(seq.rows_needed - 1)]
+            self._unforked.append(seq)
+
+    def _row_write(self, seq: Sequence, start: int) -> RowWrite:
+        request = seq.request
+        return RowWrite(
+            row=seq.row,
+            seq_id=seq.seq_id,
+            token_ids=array("i", seq.token_ids),
+            num_prompt=request.num_prompt,
+            start=start,
+            table=list(seq.table),
+            params=request.params,
+            end_ids=tuple(sorted(request.end_ids)),
+            noise=request.noise(seq.index),
+            root=request.root,
+        )
+
+    def _fork(self, parent: Sequence, plan: StepPlan) -> None:
+        """The prompt is planned but for its last token: from here on each sample lives alone."""
+        self._unforked.remove(parent)
+        parent.stop_at = parent.limit - 1
+        request = parent.request
+        for index in range(1, request.params.n):
+            child = self._new_sequence(request, index, array("i", parent.token_ids), parent.limit)
+            child.row = parent.reserved.pop()
+            child.status = Status.RUNNING
+            self.kv.fork(parent, child)
+            insort(self.running, child, key=_policy_key)
+            plan.row_forks.append(RowFork(child.row, parent.row, child.seq_id, request.noise(index)))
+        for seq in [seq for seq in request.sequences if seq.index in request.aborted]:
+            self._remove(seq)
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Take everything back; it will be computed again. A token still in flight is kept when it arrives."""
+        self.running.remove(seq)
+        seq.lost = seq.num_planned
+        self._free(seq)
+        seq.status = Status.WAITING
+        seq.preemptions += 1
+        seq.waits_for = b""
+        seq.request.life.preemptions += 1
+        self.stats.preemptions += 1
+        insort(self.waiting, seq, key=_policy_key)
+
+    def _preempt_on_schedule(self) -> bool:
+        """For tests: every k steps the last sequence goes, if it got further than last time (else it might never end)."""
+        due = self.preempt_every and self.step % self.preempt_every == 0 and self.running
+        if not due or self.running[-1].num_planned <= self.running[-1].lost:
+            return False
+        self._preempt(self.running[-1])
+        return True
+
+    def _free(self, seq: Sequence) -> None:
+        self.kv.release(seq)
+        self.free_rows.append(seq.row)
+        self.free_rows.extend(seq.reserved)
+        seq.row, seq.reserved = -1, []
+        if seq in self._unforked:
+            self._unforked.remove(seq)
+
+    # --- results ---------------------------------------------------------------------------------------------------
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[Delta]:
+        """Take in what a plan brought. Plans are updated in the order they were made."""
+        deltas: list[Delta] = []
+        size, is_finished, is_running = self.kv.block_size, Status.FINISHED, Status.RUNNING
+        bad = set(result.bad_rows)
+        for entry, seq in enumerate(self._planned.pop(plan.step)):
+            if seq.status is is_finished:
+                continue
+            if entry in bad:
+                deltas += self._fail(seq.request, "numerical_error: the model produced values that are not finite")
+                continue
+            tokens = result.tokens[entry]
+            if seq.status is is_running:  # else it was preempted meanwhile: nothing it computed is left, but the token is good
+                seq.num_computed = plan.start[entry] + plan.num_query[entry]
+            if tokens:
+                seq.append(tokens)
+            if seq.num_computed // size > seq.num_sealed:
+                self.kv.seal(seq)
+            if tokens:
+                deltas.append(self._deliver(seq, tokens, result.logprobs.get(entry)))
+        self.stats.prompt_tokens += sum(plan.num_query) - len(deltas)
+        self.stats.generation_tokens += len(deltas)
+        return deltas
+
+    def _deliver(self, seq: Sequence, tokens: list[int], logprobs: TokenLogprobs | None) -> Delta:
+        """The delta of freshly appended tokens; finishes the sequence if they end it."""
+        request = seq.request
+        delta = Delta(request.request_id, seq.index, tokens, None if logprobs is None else [logprobs])
+        if request.life.first_token is None:
+            request.life.first_token = self.clock()
+            delta.life = request.life
+        token = tokens[-1]
+        if token in request.end_ids:
+            delta.finish_reason = "stop"
+            delta.stop_reason = token if token in request.params.stop_token_ids else None
+        elif seq.num_tokens >= seq.limit:
+            delta.finish_reason = "length"
+        else:
+            return delta
+        self._remove(seq)
+        delta.life = request.life
+        return delta
+
+    def fail(self, plan: StepPlan, message: str) -> list[Delta]:
+        """The plan was not carried out: every request it touched ends with an error."""
+        self._planned.pop(plan.step)
+        touched = {*plan.seq_id, *(write.seq_id for write in plan.row_writes), *(fork.seq_id for fork in plan.row_forks)}
+        hurt = [request for request in self.requests.values() if any(seq.seq_id in touched for seq in request.sequences)]
+        return [delta for request in hurt for delta in self._fail(request, message)]
+
+    def _fail(self, request: Request, message: str) -> list[Delta]:
+        """All samples of a request end: they may share what went wrong."""
+        return [delta for seq in request.sequences.copy() for delta in self._finish(seq, "error", message)]
+
+    def _finish(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> list[Delta]:
+        request = seq.request
+        indices = [seq.index]
+        if seq.unforked:
+            indices = [index for index in range(request.params.n) if index not in request.aborted]
+        self._remove(seq)
+        return [Delta(request.request_id, index, [], finish_reason=reason, error=error, life=request.life) for index in indices]
+
+    def _remove(self, seq: Sequence) -> None:
+        """Out of the engine, from wherever it is."""
+        if seq.status is Status.RUNNING:
+            self.running.remove(seq)
+            self._free(seq)
+        else:
+            self.waiting.remove(seq)
+        seq.status = Status.FINISHED
+        request = seq.request
+        request.sequences.remove(seq)
+        if not request.sequences:
+            request.life.finished = self.clock()
+            del self.requests[request.request_id]
+
+    def snapshot(self) -> SchedulerStats:
+        """The counters and gauges of this moment."""
+        self.stats.running = len(self.running)
+        self.stats.waiting = len(self.waiting)
+        self.stats.free_blocks = self.kv.pool.num_free
+        return self.stats

@@ -1,0 +1,98 @@
+"""How the next token is chosen: `SamplingParams`, checked once at construction.
+
+Checks are about type, finiteness and meaning only. What depends on a model (vocabulary, context) or on a server's
+caps is checked at the door that knows it. An unknown keyword is a TypeError, as for any dataclass.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from octavo.errors import RequestError
+
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    n: int = 1
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()  # a str, a list or None are taken too
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: to the end of the context
+    min_tokens: int = 0
+    logprobs: int | None = None  # how many alternatives to report beside the chosen token
+    greedy: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        set_(self, "stop", _strings("stop", self.stop))
+        set_(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        _integer("n", self.n, 1)
+        _number("temperature", self.temperature, 0.0)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _integer("top_k", self.top_k, -1, 2**31 - 1)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, open_low=True)
+        if type(self.ignore_eos) is not bool:
+            raise _bad("ignore_eos", self.ignore_eos, "true or false")
+        if self.seed is not None:
+            _integer("seed", self.seed, 0, MAX_SEED)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", "min_tokens")
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0)
+        set_(self, "greedy", self.temperature == 0.0)
+
+
+def _bad(name: str, value: object, wanted: str) -> RequestError:
+    return RequestError(f"{name} must be {wanted}, got {_show(value)}", name)
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _integer(name: str, value: object, low: int, high: int | None = None) -> None:
+    if type(value) is not int or value < low or (high is not None and value > high):
+        bounds = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+        raise _bad(name, value, bounds)
+
+
+def _number(name: str, value: object, low: float, high: float = math.inf, open_low: bool = False) -> None:
+    wanted = f"a finite number {'above' if open_low else 'of at least'} {low:g}"
+    wanted += "" if high == math.inf else f" and at most {high:g}"
+    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+        raise _bad(name, value, wanted)
+    if value < low or value > high or (open_low and value == low):  # type: ignore[operator]
+        raise _bad(name, value, wanted)
+
+
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    items = (value,) if isinstance(value, str) else value
+    if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) and item for item in items):
+        raise _bad(name, value, "a non-empty string or a list of them")
+    return tuple(items)
+
+
+def _ids(name: str, value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)) or not all(type(item) is int and item >= 0 for item in value):
+        raise _bad(name, value, "a list of token ids")
+    return tuple(value)

@@ -1,0 +1,127 @@
+"""FakeKV: a runner without weights in which any paging mistake changes the text.
+
+    slot of position i:   h[i] = mix(h[i-1] read through the block table, token i, i),   h[-1] from the digest root
+    next token:           a hash over every h read through the table, and the noise key
+
+A wrong block, a stale block, a wrong parent, a lost token or a slip at a block edge gives another text at once. `expected`
+computes the same over a plain list. Slots start, and poisoned rows leave, `None`: reading one makes the row bad, as NaN would.
+"""
+
+from array import array
+
+from octavo.errors import EngineError
+from octavo.messages import NoiseKey, StepPlan, StepResult
+from octavo.policy.cache_spec import CacheGeometry
+from octavo.worker.faults import Faults
+
+MASK = (1 << 61) - 1
+Slot = int | None
+
+
+def _mix(previous: int, token: int, position: int) -> int:
+    return (previous * 6364136223846793005 + token * 1442695040888963407 + position + 1) & MASK
+
+
+def _root(root: bytes) -> int:
+    return int.from_bytes(root[:7], "little")
+
+
+def _next_token(entries: list[int], noise: NoiseKey, vocab_size: int) -> int:
+    return hash((noise.key, noise.stream, noise.high, *entries)) % vocab_size
+
+
+def expected(prompt: list[int], count: int, root: bytes, noise: NoiseKey, vocab_size: int) -> list[int]:
+    """`count` tokens after `prompt`, without blocks."""
+    entries: list[int] = []
+    previous, tokens = _root(root), list(prompt)
+    while len(tokens) < len(prompt) + count:
+        for position in range(len(entries), len(tokens)):
+            previous = _mix(previous, tokens[position], position)
+            entries.append(previous)
+        tokens.append(_next_token(entries, noise, vocab_size))
+    return tokens[len(prompt) :]
+
+
+class _Row:
+    __slots__ = ("noise", "root", "table", "tokens")
+
+    def __init__(self, tokens: "array[int]", table: list[int], root: int, noise: NoiseKey) -> None:
+        self.tokens = array("i", tokens)
+        self.table = list(table)
+        self.root = root
+        self.noise = noise
+
+
+class FakeRunner:
+    def __init__(self, geometry: CacheGeometry, vocab_size: int, faults: Faults) -> None:
+        self.geometry = geometry
+        self.vocab_size = vocab_size
+        self.faults = faults
+        self.blocks: list[list[Slot]] = [[None] * geometry.block_size for _ in range(geometry.num_blocks)]
+        self.rows: dict[int, _Row] = {}
+        self.num_computed = 0  # positions, over all steps
+        self._result = StepResult(0, [])
+
+    def start(self) -> CacheGeometry:
+        return self.geometry
+
+    def stop(self) -> None:
+        self.blocks, self.rows = [], {}
+
+    def forward(self, plan: StepPlan) -> None:
+        self.faults.before_forward(plan.step)
+        copied = [list(self.blocks[source]) for source, _ in plan.copies]  # all reads before any write
+        for (_, target), content in zip(plan.copies, copied, strict=True):
+            self.blocks[target] = content
+        self._apply_rows(plan)
+        self._result = StepResult(plan.step, [])
+        for entry, row_id in enumerate(plan.row):
+            row = self.rows[row_id]
+            entries = self._compute(row, plan.start[entry], plan.num_query[entry])
+            if self.faults.poisons(plan.step, entry):
+                self._poison(row, plan.start[entry], plan.num_query[entry])
+                entries = None
+            tokens: list[int] = []
+            if entries is None:
+                self._result.bad_rows.append(entry)
+            if plan.samples[entry]:
+                token = 0 if entries is None else _next_token(entries, row.noise, self.vocab_size)
+                row.tokens.append(token)
+                tokens = [token]
+            self._result.tokens.append(tokens)
+
+    def sample(self) -> StepResult:
+        return self._result
+
+    def _apply_rows(self, plan: StepPlan) -> None:
+        for fork in plan.row_forks:
+            source = self.rows[fork.source]
+            self.rows[fork.row] = _Row(source.tokens, source.table, source.root, fork.noise)
+        for write in plan.row_writes:
+            self.rows[write.row] = _Row(write.token_ids, write.table, _root(write.root), write.noise)
+        for row_id, index, block in plan.new_blocks:
+            table = self.rows[row_id].table
+            if index < len(table):
+                table[index] = block
+            elif index == len(table):
+                table.append(block)
+            else:
+                raise EngineError(f"row {row_id}: block for index {index}, table has {len(table)}")
+
+    def _compute(self, row: _Row, start: int, count: int) -> list[int] | None:
+        """Write the new entries; every entry of the row, or None if one of them was never written."""
+        size, blocks, table = self.geometry.block_size, self.blocks, row.table
+        self.num_computed += count
+        previous: Slot = row.root if start == 0 else blocks[table[(start - 1) // size]][(start - 1) % size]
+        for position in range(start, start + count):
+            if previous is not None:
+                previous = _mix(previous, row.tokens[position], position)
+            blocks[table[position // size]][position % size] = previous
+        read = [slot for block in table for slot in blocks[block]]
+        entries = [slot for slot in read[: start + count] if slot is not None]
+        return entries if len(entries) == start + count else None
+
+    def _poison(self, row: _Row, start: int, count: int) -> None:
+        size = self.geometry.block_size
+        for position in range(start, start + count):
+            self.blocks[row.table[position // size]][position % size] = None

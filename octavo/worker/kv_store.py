@@ -1,0 +1,64 @@
+"""The bytes of the cache: named buffers per layer, laid out as a backend likes them. It chooses no id; plans do.
+
+    paged         [num_blocks, block_size, *token]     copies move whole blocks, all reads before any write
+    contiguous    [num_rows, max_len, *token]          a fork copies its parent's row
+
+Memory is reserved but not touched: a large pool costs nothing until it is used.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.messages import StepPlan
+from octavo.policy.cache_spec import LayerCacheSpec
+
+Caches = list[dict[str, Tensor]]  # per layer, by buffer name
+
+
+class KVStore(Protocol):
+    caches: Caches
+
+    def apply(self, plan: StepPlan) -> None:
+        """What a plan moves inside the cache, before its forward."""
+
+
+def _allocate(specs: list[LayerCacheSpec], places: int, tokens: int) -> Caches:
+    return [
+        {
+            name: torch.empty(places, tokens, *buffer.shape, dtype=getattr(torch, buffer.dtype))  # [places, tokens, *token]
+            for name, buffer in spec.buffers.items()
+        }
+        for spec in specs
+    ]
+
+
+class PagedStore:
+    def __init__(self, specs: list[LayerCacheSpec], num_blocks: int, block_size: int) -> None:
+        self.caches = _allocate(specs, num_blocks, block_size)
+
+    def apply(self, plan: StepPlan) -> None:
+        if not plan.copies:
+            return
+        sources, targets = torch.tensor(plan.copies).unbind(1)
+        for cache in self.caches:
+            for buffer in cache.values():
+                buffer[targets] = buffer[sources]
+
+    def poison(self, block: int) -> None:
+        """Fill a block with NaN: whoever reads it before writing it shows at once."""
+        for cache in self.caches:
+            for buffer in cache.values():
+                buffer[block] = torch.nan
+
+
+class ContiguousStore:
+    def __init__(self, specs: list[LayerCacheSpec], num_rows: int, max_len: int) -> None:
+        self.caches = _allocate(specs, num_rows, max_len)
+
+    def apply(self, plan: StepPlan) -> None:
+        for fork in plan.row_forks:
+            for cache in self.caches:
+                for buffer in cache.values():
+                    buffer[fork.row] = buffer[fork.source]

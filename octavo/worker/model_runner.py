@@ -1,0 +1,113 @@
+"""`ModelRunner`: carries out a plan with a model. Order: copies, row writes, forward, sample.
+
+    plan (ids) -> rows and cache brought up to date -> ForwardBatch (tensors) -> hidden -> logits of sampled rows -> ids
+
+New ids go into the device rows at once; the host learns them from the result.
+"""
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from octavo.attention.forward_batch import ForwardBatch
+from octavo.messages import StepPlan, StepResult
+from octavo.models.decoder import Decoder
+from octavo.worker.faults import Faults
+from octavo.worker.kv_store import KVStore
+from octavo.worker.program import Program
+from octavo.worker.request_table import RequestTable
+from octavo.worker.sampler import sample
+
+
+class ModelRunner:
+    def __init__(self, model: Decoder, program: Program, store: KVStore, table: RequestTable, block_size: int, faults: Faults) -> None:
+        self.model = model
+        self.program = program
+        self.store = store
+        self.table = table
+        self.block_size = block_size
+        self.faults = faults
+        self._plan = StepPlan(0)
+        self._rows = self._logits = torch.empty(0)
+        self._bad: list[int] = []
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> None:
+        self.faults.before_forward(plan.step)
+        self.store.apply(plan)
+        self.table.apply(plan)
+        self._plan, self._bad = plan, []
+        if not plan.row:
+            return
+        batch = gather(plan, self.table, self.store, self.block_size)
+        hidden = self.program.run(batch)  # [T, hidden]
+        self._poison(hidden, batch)
+        self._bad = _rows_not_finite(hidden, batch)
+        self._rows = batch.sample_row
+        self._logits = self.model.logits(hidden[batch.sample_index])  # [S, vocab]
+
+    @torch.inference_mode()
+    def sample(self) -> StepResult:
+        plan = self._plan
+        tokens: list[list[int]] = [[] for _ in plan.row]
+        result = StepResult(plan.step, tokens, bad_rows=self._bad)
+        entries = [entry for entry, samples in enumerate(plan.samples) if samples]
+        if not entries:
+            return result
+        sampled = sample(self._logits, self._rows, self.table)
+        ids = self._valid_ids(sampled.ids, entries)
+        self.table.append(self._rows, ids)
+        for entry, token in zip(entries, ids.tolist(), strict=True):
+            tokens[entry].append(token)
+        result.logprobs = {entries[index]: found for index, found in sampled.logprobs.items()}
+        return result
+
+    def _valid_ids(self, ids: Tensor, entries: list[int]) -> Tensor:
+        """An id outside the vocabulary must never be fed back: its row is bad."""
+        for index in range(len(entries)):
+            if self.faults.spoils_id(self._plan.step, index):
+                ids[index] = self._logits.shape[1]
+        outside = (ids < 0) | (ids >= self._logits.shape[1])
+        if bool(outside.any()):
+            self._bad += [entries[index] for index in outside.nonzero().flatten().tolist() if entries[index] not in self._bad]
+            ids = ids.masked_fill(outside, 0)
+        return ids
+
+    def _poison(self, hidden: Tensor, batch: ForwardBatch) -> None:
+        for entry in range(len(self._plan.row)):
+            if self.faults.poisons(self._plan.step, entry):
+                hidden[int(batch.query_start[entry]) : int(batch.query_start[entry + 1])] = torch.nan
+
+
+def gather(plan: StepPlan, table: RequestTable, store: KVStore, block_size: int) -> ForwardBatch:
+    """The plan as tensors, read out of the device rows."""
+    rows, starts, counts = torch.tensor(plan.row), torch.tensor(plan.start), torch.tensor(plan.num_query)
+    query_start = torch.tensor([0, *accumulate(plan.num_query)])
+    token_rows = rows.repeat_interleave(counts)  # [T]
+    positions = torch.arange(len(token_rows)) + (starts - query_start[:-1]).repeat_interleave(counts)
+    context_len = starts + counts
+    num_blocks = -(-int(context_len.max()) // block_size)
+    samples = torch.tensor(plan.samples)
+    return ForwardBatch(
+        token_ids=table.token_ids[token_rows, positions],
+        positions=positions[None],
+        rows=rows,
+        query_start=query_start,
+        context_len=context_len,
+        tables=table.tables[rows, :num_blocks],
+        slots=table.tables[token_rows, positions // block_size] * block_size + positions % block_size,
+        sample_index=query_start[1:][samples] - 1,
+        sample_row=rows[samples],
+        caches=store.caches,
+        block_size=block_size,
+    )
+
+
+def _rows_not_finite(hidden: Tensor, batch: ForwardBatch) -> list[int]:
+    """Plan entries with a hidden state, of any planned token, that is not finite."""
+    finite = hidden.isfinite().all(dim=1)
+    if bool(finite.all()):
+        return []
+    tokens = (~finite).nonzero().flatten()
+    return sorted(set((torch.searchsorted(batch.query_start, tokens, right=True) - 1).tolist()))

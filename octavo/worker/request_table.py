@@ -1,0 +1,80 @@
+"""`RequestTable`: what the worker knows of each running sequence, in stable rows on the device.
+
+    row   token_ids                 num_tokens   table            sampling
+     0    [ 12  7 99  4 .. ]             4       [ 5  9  0 .. ]   temperature, top_p, noise key, ...
+     1    [ 12  7 31 .. ]                3       [ 5  2  0 .. ]
+
+A step sends only what changed: rows written at admission, rows forked, blocks appended. A sampled id goes straight into
+its row, so the next step can be planned and launched before the host has seen it. A freed row needs no message: whoever
+gets it next overwrites it.
+"""
+
+import torch
+from torch import Tensor
+
+from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
+from octavo.sampling_params import SamplingParams
+
+NULL_BLOCK = 0
+
+# columns of `values`, the float parameters of a row
+TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(6)
+
+
+class RequestTable:
+    def __init__(self, num_rows: int, max_len: int, max_blocks: int) -> None:
+        self.token_ids = torch.zeros(num_rows, max_len, dtype=torch.int64)  # [rows, positions]
+        self.num_tokens = torch.zeros(num_rows, dtype=torch.int64)
+        self.num_prompt = torch.zeros(num_rows, dtype=torch.int64)
+        self.tables = torch.zeros(num_rows, max_blocks, dtype=torch.int64)  # [rows, blocks], null block past the end
+        self.values = torch.zeros(num_rows, 6)
+        self.top_k = torch.zeros(num_rows, dtype=torch.int64)
+        self.noise = torch.zeros(num_rows, 4, dtype=torch.int64)  # key, key, stream, high
+        self.params: list[SamplingParams] = [SamplingParams()] * num_rows
+        self.end_ids: list[tuple[int, ...]] = [()] * num_rows
+
+    def apply(self, plan: StepPlan) -> None:
+        """Everything a plan changes in the rows, in the order it was decided."""
+        for fork in plan.row_forks:
+            self._fork(fork)
+        for write in plan.row_writes:
+            self._write(write)
+        if plan.new_blocks:
+            rows, index, blocks = torch.tensor(plan.new_blocks).unbind(1)
+            self.tables[rows, index] = blocks
+
+    def append(self, rows: Tensor, ids: Tensor) -> None:
+        """Sampled ids join their rows. rows and ids: [S]"""
+        ends = self.num_tokens[rows]
+        self.token_ids[rows, ends] = ids
+        self.num_tokens[rows] = ends + 1
+
+    def _write(self, write: RowWrite) -> None:
+        row, count = write.row, len(write.token_ids)
+        self.token_ids[row, :count] = torch.tensor(write.token_ids, dtype=torch.int64)
+        self.num_tokens[row] = count
+        self.num_prompt[row] = write.num_prompt
+        self.tables[row] = NULL_BLOCK
+        self.tables[row, : len(write.table)] = torch.tensor(write.table, dtype=torch.int64)
+        self._write_params(row, write.params, write.end_ids, write.noise)
+
+    def _write_params(self, row: int, params: SamplingParams, end_ids: tuple[int, ...], noise: NoiseKey) -> None:
+        self.params[row] = params
+        self.end_ids[row] = end_ids
+        self.values[row] = torch.tensor(
+            [
+                params.temperature,
+                params.top_p,
+                params.min_p,
+                params.presence_penalty,
+                params.frequency_penalty,
+                params.repetition_penalty,
+            ]
+        )
+        self.top_k[row] = max(params.top_k, 0)
+        self.noise[row] = torch.tensor([*noise.key, noise.stream, noise.high])
+
+    def _fork(self, fork: RowFork) -> None:
+        for tensor in (self.token_ids, self.num_tokens, self.num_prompt, self.tables):
+            tensor[fork.row] = tensor[fork.source]
+        self._write_params(fork.row, self.params[fork.source], self.end_ids[fork.source], fork.noise)

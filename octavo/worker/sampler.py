@@ -1,0 +1,98 @@
+"""The sampler: from logits to the next id of each sampled row. The order is that of vLLM V1:
+
+    raw logits -> logprobs to report
+               -> end ids held back until min_tokens -> repetition, frequency, presence penalties
+               -> greedy rows: argmax
+               -> others: temperature, min-p, top-k, top-p, Gumbel noise, argmax
+
+Penalties read the row's own ids, so forks, preemption and steps in flight need no counts kept beside them. Noise is
+keyed by (seed, sample) and counted by (token, position). A row's result therefore depends on its logits, ids, parameters
+and key alone, never on its neighbours, its row number or its place in the batch. Equal scores go to the lower id. A row
+of logits that are not finite still yields some valid id, and disturbs no other.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.reference.sampling import ONE, Draws, distances, draw, mass, nearest
+from octavo.messages import TokenLogprobs
+from octavo.sampling_params import SamplingParams
+from octavo.worker.request_table import MIN_P, TEMPERATURE, TOP_P, RequestTable
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    ids: Tensor  # [S] int64
+    logprobs: dict[int, TokenLogprobs]  # index into ids -> where asked for
+
+
+def sample(logits: Tensor, rows: Tensor, table: RequestTable) -> Sampled:
+    """The id that follows each row. logits: [S, V] float32, left as they are; rows: [S], rows of the table"""
+    row_list = rows.tolist()
+    params = [table.params[row] for row in row_list]
+    scores = _adjusted(logits, row_list, table)
+    ids = scores.argmax(-1)  # the first of equals
+    random = torch.tensor([i for i, p in enumerate(params) if not p.greedy], dtype=torch.int64)
+    if len(random):
+        ids[random] = draw(scores[random], _draws(rows[random], table))
+    logprobs = {i: _logprobs(logits[i], int(ids[i]), p.logprobs) for i, p in enumerate(params) if p.logprobs is not None}
+    return Sampled(ids, logprobs)
+
+
+def _draws(rows: Tensor, table: RequestTable) -> Draws:
+    values = table.values[rows]
+    return Draws(
+        temperature=values[:, TEMPERATURE],
+        top_k=table.top_k[rows],
+        top_p=values[:, TOP_P],
+        min_p=values[:, MIN_P],
+        noise=table.noise[rows],
+        positions=table.num_tokens[rows],  # the place the new id will take
+    )
+
+
+def _adjusted(logits: Tensor, row_list: list[int], table: RequestTable) -> Tensor:
+    """Logits after minimum lengths and penalties: a copy if any row needs them, else the logits themselves. [S, V]"""
+    scores = logits
+    for i, row in enumerate(row_list):
+        params = table.params[row]
+        if not (params.min_tokens or _penalised(params)):
+            continue
+        scores = logits.clone() if scores is logits else scores
+        ids = table.token_ids[row, : int(table.num_tokens[row])]
+        output = ids[int(table.num_prompt[row]) :]
+        if len(output) < params.min_tokens:
+            scores[i, list(table.end_ids[row])] = -torch.inf
+        if _penalised(params):
+            _penalise(scores[i], ids, output, params)
+    return scores
+
+
+def _penalised(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+
+
+def _penalise(scores: Tensor, ids: Tensor, output: Tensor, params: SamplingParams) -> None:
+    """Makes ids of the row less likely, in place. scores: [V]; ids: prompt and output; output: its end alone"""
+    repetition = params.repetition_penalty
+    seen = scores[ids]
+    scores[ids] = torch.where(seen > 0, seen / repetition, seen * repetition)  # an id met twice is written twice, alike
+    counts = torch.bincount(output, minlength=len(scores))
+    scores -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+
+
+def _logprobs(logits: Tensor, chosen: int, count: int) -> TokenLogprobs:
+    """The chosen token and the `count` best. logits: [V], raw"""
+    distance = distances(logits.unsqueeze(0), torch.ones(1))  # [1, V]
+    total = int(mass(distance).sum())
+    log_total = math.log(total / ONE) if total > 0 else math.nan  # not above 0: the logits are not finite
+    near, top_ids = nearest(distance, min(count, len(logits)))
+    return TokenLogprobs(
+        logprob=-float(distance[0, chosen]) - log_total,
+        rank=int((distance < distance[0, chosen]).sum()) + 1,
+        top_ids=top_ids[0].tolist(),
+        top_logprobs=[-d - log_total for d in near[0].tolist()],
+    )

@@ -1,0 +1,106 @@
+"""`Worker`: from a model's files to a runner that is ready: dtype, backend, weights, cache, in that order.
+
+It implements the runner seam of the executor and hands every plan on to `ModelRunner`.
+"""
+
+import torch
+
+from octavo.attention.backend import AttentionBackend, choose_backend
+from octavo.config import Debug, EngineConfig
+from octavo.errors import ConfigError
+from octavo.layers.comm import NullComm
+from octavo.loading.loader import fill_dummy, load_weights
+from octavo.loading.resolve import ModelSource, open_checkpoint
+from octavo.log import Stopwatch, logger
+from octavo.messages import StepPlan, StepResult
+from octavo.model_config import ModelConfig
+from octavo.models.decoder import Decoder
+from octavo.models.registry import build_model, cache_specs
+from octavo.policy.cache_spec import CacheGeometry
+from octavo.policy.memory_plan import plan_cache
+from octavo.worker.faults import Faults
+from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
+from octavo.worker.machine import fast_dtype, memory_bytes, num_threads
+from octavo.worker.model_runner import ModelRunner
+from octavo.worker.program import Eager
+from octavo.worker.request_table import RequestTable
+
+GIB = 2**30
+
+
+class Worker:
+    def __init__(self, config: EngineConfig, source: ModelSource, model_config: ModelConfig, debug: Debug) -> None:
+        self.config = config
+        self.source = source
+        self.model_config = model_config
+        self.faults = Faults(debug)
+        self.dtype = resolve_dtype(config, model_config)
+        self.backend = choose_backend(config.attention_backend, self.dtype)
+        if self.backend.layout == "contiguous" and config.enable_prefix_caching:
+            raise ConfigError(f"attention backend {self.backend.name} shares no blocks: add --no-enable-prefix-caching")
+
+    def start(self) -> CacheGeometry:
+        torch.set_num_threads(num_threads())
+        geometry = self.plan_cache()
+        model = self._load(geometry.max_model_len)
+        self._log(geometry)
+        self.store: KVStore = self._make_store(geometry)
+        blocks = -(-geometry.max_model_len // geometry.block_size)
+        self.table = RequestTable(self.config.max_num_seqs, geometry.max_model_len, blocks)
+        program = Eager(model, self.backend)
+        self.runner = ModelRunner(model, program, self.store, self.table, geometry.block_size, self.faults)
+        return geometry
+
+    def forward(self, plan: StepPlan) -> None:
+        self.runner.forward(plan)
+
+    def sample(self) -> StepResult:
+        return self.runner.sample()
+
+    def stop(self) -> None:
+        """Drop every reference, so that all memory goes."""
+        for name in ("runner", "store", "table"):
+            if name in self.__dict__:
+                delattr(self, name)
+
+    def plan_cache(self) -> CacheGeometry:
+        specs = cache_specs(self.model_config, self.dtype)
+        return plan_cache(specs, self.config, memory_bytes(), self.model_config.max_position)
+
+    def _make_store(self, geometry: CacheGeometry) -> KVStore:
+        specs = cache_specs(self.model_config, self.dtype)
+        if self.backend.layout == "paged":
+            return PagedStore(specs, geometry.num_blocks, geometry.block_size)
+        blocks = -(-geometry.max_model_len // geometry.block_size)
+        return ContiguousStore(specs, self.config.max_num_seqs, blocks * geometry.block_size)
+
+    def _load(self, max_len: int) -> Decoder:
+        watch = Stopwatch()
+        backend: type[AttentionBackend] = self.backend
+        with torch.inference_mode():
+            model = build_model(self.model_config, getattr(torch, self.dtype), backend, NullComm(), max_len)
+            if self.config.load_format == "dummy":
+                fill_dummy(model, self.config.seed)
+            else:
+                load_weights(model, open_checkpoint(self.source))
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        logger.info("Model loading took %.2f GiB and %.2f seconds", size / GIB, watch.total())
+        return model
+
+    def _log(self, geometry: CacheGeometry) -> None:
+        tokens = (geometry.num_blocks - 1) * geometry.block_size
+        logger.info("Available KV cache memory: %.2f GiB", tokens * geometry.bytes_per_token / GIB)
+        logger.info(
+            "KV cache size: %s tokens (%s blocks of %d), maximum concurrency for %s tokens per request: %.2fx",
+            f"{tokens:,}", f"{geometry.num_blocks - 1:,}", geometry.block_size, f"{geometry.max_model_len:,}",
+            tokens / geometry.max_model_len,
+        )  # fmt: skip
+        logger.info("Longest sequence: %s tokens (the model's own maximum is %s)", f"{geometry.max_model_len:,}",
+                    f"{self.model_config.max_position:,}")  # fmt: skip
+
+
+def resolve_dtype(config: EngineConfig, model_config: ModelConfig) -> str:
+    """`auto`: float32 checkpoints stay float32, all others take what this CPU is fast at."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if model_config.dtype == "float32" else fast_dtype()
