@@ -1,3 +1,28 @@
-"""Octavo: a paged LLM inference engine that shows and proves what its pages do."""
+"""Octavo: a paged LLM inference engine that shows and proves what its pages do.
+
+    from octavo import LLM, SamplingParams
+"""
+
+from typing import TYPE_CHECKING
+
+from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.llm import LLM
+    from octavo.outputs import CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    """The rest loads when first used: it needs torch, and `import octavo` should not."""
+    if name == "LLM":
+        from octavo.llm import LLM
+
+        return LLM
+    if name in ("CompletionOutput", "RequestOutput"):
+        from octavo import outputs
+
+        return getattr(outputs, name)
+    raise AttributeError(f"module 'octavo' has no attribute {name!r}")

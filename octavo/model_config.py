@@ -5,7 +5,7 @@ Only what the dense families need; every value is checked here, so that the mode
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from octavo.errors import LoadError
 
@@ -171,7 +171,7 @@ class _Reader:
             key: inner.number(key, 1.0) for key in ("attention_factor", "mscale", "mscale_all_dim") if scaling.get(key) is not None
         }
         return RopeConfig(
-            kind=kind,
+            kind=cast(RopeKind, kind),
             theta=inner.number("rope_theta", self.number("rope_theta", 10000.0)),
             factor=inner.number("factor", 1.0),
             original_max_position=inner.integer(

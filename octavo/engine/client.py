@@ -1,0 +1,56 @@
+"""The client seam: how the text side talks to an engine. In-process, a step is a call.
+
+    add   abort   step -> deltas   reset_prefix_cache   stats   close
+"""
+
+from typing import Protocol
+
+from octavo.config import Debug, EngineConfig
+from octavo.loading.resolve import ModelSource
+from octavo.messages import AddRequest, Delta, SchedulerStats
+from octavo.model_config import ModelConfig
+from octavo.policy.cache_spec import CacheGeometry
+
+
+class EngineClient(Protocol):
+    geometry: CacheGeometry
+
+    def add(self, request: AddRequest) -> None: ...
+
+    def abort(self, request_id: str, index: int | None = None) -> None: ...
+
+    def step(self) -> list[Delta]:
+        """Wait for news; empty when there is nothing to wait for."""
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def stats(self) -> SchedulerStats: ...
+
+    def close(self) -> None: ...
+
+
+class InprocClient:
+    def __init__(self, config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug) -> None:
+        from octavo.engine.build import build_engine  # torch loads here, not with the module
+
+        engine = build_engine(config, source, model, debug)
+        self._core = engine.core
+        self.geometry = engine.geometry
+
+    def add(self, request: AddRequest) -> None:
+        self._core.add(request)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        self._core.abort(request_id, index)
+
+    def step(self) -> list[Delta]:
+        return self._core.step() if self._core.has_work else []
+
+    def reset_prefix_cache(self) -> None:
+        self._core.scheduler.kv.pool.forget()
+
+    def stats(self) -> SchedulerStats:
+        return self._core.scheduler.snapshot()
+
+    def close(self) -> None:
+        self._core.executor.stop()

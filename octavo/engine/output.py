@@ -1,0 +1,150 @@
+"""From token deltas to text: detokenising, stop strings, usage. Stop strings are decided here and nowhere else.
+
+    held back:  "...the end\nUs"     stop "\nUser": the tail "\nUs" may become a match, so it is not shown yet
+    matched:    text is cut before the match, tokens count up to the one that completed it, the engine is told to abort
+"""
+
+from dataclasses import dataclass, field
+
+from octavo.messages import AddRequest, Delta, LifeRecord, TokenLogprobs
+from octavo.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta, TokenChoices
+from octavo.text.detokenizer import IncrementalDetokenizer
+from octavo.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Processed:
+    """News for clients, requests that are complete, and samples the engine should abort."""
+
+    deltas: list[TextDelta] = field(default_factory=list)
+    finished: list[RequestOutput] = field(default_factory=list)
+    aborts: list[tuple[str, int]] = field(default_factory=list)
+
+
+class OutputProcessor:
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._requests: dict[str, _RequestState] = {}
+
+    def add(self, request: AddRequest, prompt: str | None) -> None:
+        self._requests[request.request_id] = _RequestState(request, prompt, self._tokenizer)
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request whose output nobody wants any more."""
+        self._requests.pop(request_id, None)
+
+    def process(self, deltas: list[Delta]) -> Processed:
+        processed = Processed()
+        for delta in deltas:
+            state = self._requests.get(delta.request_id)
+            if state is None:
+                continue
+            state.life = delta.life or state.life
+            sample = state.samples[delta.index]
+            if sample.output.finish_reason is not None:
+                continue  # it matched a stop string before the engine heard of it
+            processed.deltas.append(sample.take(delta))
+            if sample.output.finish_reason is None:
+                continue
+            if delta.finish_reason is None:
+                processed.aborts.append((delta.request_id, delta.index))
+            if state.finished:
+                processed.finished.append(state.output())
+                del self._requests[delta.request_id]
+        return processed
+
+
+class _RequestState:
+    def __init__(self, request: AddRequest, prompt: str | None, tokenizer: Tokenizer | None) -> None:
+        self.request = request
+        self.prompt = prompt
+        self.life = LifeRecord(0.0)
+        self.samples = [_Sample(index, request, tokenizer) for index in range(request.params.n)]
+
+    @property
+    def finished(self) -> bool:
+        return all(sample.output.finish_reason is not None for sample in self.samples)
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=[sample.output for sample in self.samples],
+            finished=self.finished,
+            num_cached_tokens=self.life.cached_tokens,
+            metrics=self.life,
+        )
+
+
+class _Sample:
+    """The text of one sample so far."""
+
+    def __init__(self, index: int, request: AddRequest, tokenizer: Tokenizer | None) -> None:
+        self.request_id = request.request_id
+        self.stops = request.params.stop
+        self.longest_stop = max(map(len, self.stops), default=0)
+        self.tokenizer = tokenizer
+        self.detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer)
+        self.output = CompletionOutput(index)
+        if request.params.logprobs is not None:
+            self.output.logprobs, self.output.cumulative_logprob = [], 0.0
+        self.shown = 0  # characters already given out
+
+    def take(self, delta: Delta) -> TextDelta:
+        """Append a delta's tokens, up to one that completes a stop string, and say what is new."""
+        before = len(self.output.token_ids)
+        for position, token in enumerate(delta.token_ids):
+            last = position == len(delta.token_ids) - 1
+            ends_here = last and delta.finish_reason == "stop"  # an end id is counted, but it is no text
+            self.output.token_ids.append(token)
+            if delta.logprobs is not None:
+                self._add_logprobs(token, delta.logprobs[position])
+            if self.detokenizer is not None and not ends_here and self._add_text(self.detokenizer.push([token])):
+                return self._news(before)
+        if delta.finish_reason is not None:
+            self.output.finish_reason = delta.finish_reason
+            self.output.stop_reason = delta.stop_reason if delta.error is None else delta.error
+            if self.detokenizer is not None:
+                self._add_text(self.detokenizer.flush())
+        return self._news(before)
+
+    def _news(self, before: int) -> TextDelta:
+        output = self.output
+        end = len(output.text) if output.finish_reason is not None else len(output.text) - self._held_back()
+        text, self.shown = output.text[self.shown : end], max(self.shown, end)
+        return TextDelta(self.request_id, output.index, text, output.token_ids[before:], output.finish_reason, output.stop_reason)
+
+    def _add_text(self, text: str) -> bool:
+        """Whether the text now holds a stop string; then it is cut there and the sample is finished."""
+        output = self.output
+        start = max(0, len(output.text) - self.longest_stop + 1)
+        output.text += text
+        found = [(place, stop) for stop in self.stops if (place := output.text.find(stop, start)) >= 0]
+        if not found:
+            return False
+        place, stop = min(found)
+        output.text = output.text[:place]
+        output.finish_reason, output.stop_reason = "stop", stop
+        return True
+
+    def _held_back(self) -> int:
+        """Length of the longest tail that a stop string starts with."""
+        text = self.output.text
+        for length in range(min(self.longest_stop - 1, len(text)), 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) for stop in self.stops):
+                return length
+        return 0
+
+    def _add_logprobs(self, token: int, found: TokenLogprobs) -> None:
+        choices: TokenChoices = {token: self._logprob(token, found.logprob, found.rank)}
+        for rank, (other, logprob) in enumerate(zip(found.top_ids, found.top_logprobs, strict=True), start=1):
+            choices.setdefault(other, self._logprob(other, logprob, rank))
+        assert self.output.logprobs is not None and self.output.cumulative_logprob is not None
+        self.output.logprobs.append(choices)
+        self.output.cumulative_logprob += found.logprob
+
+    def _logprob(self, token: int, logprob: float, rank: int) -> Logprob:
+        text = None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
+        return Logprob(logprob, rank, text)

@@ -1,0 +1,1 @@
+"""Kernels; every fast one has a plain torch twin in reference/."""

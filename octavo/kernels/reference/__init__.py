@@ -1,0 +1,1 @@
+"""Plain torch twins: the oracles and the fallback."""

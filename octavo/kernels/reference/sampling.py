@@ -1,0 +1,128 @@
+"""Drawing a token: argmax of scaled logits plus Gumbel noise, over what min-p, top-k and top-p leave.
+
+Each row is seen as distances from its best token, d = (max - logit) / temperature, and one order: (d, id). Every filter
+keeps a beginning of that order, so no filter needs more than the few best tokens, and where it cuts, equal logits go to
+the lower id:
+
+    d       0.0   0.3   0.3   1.2   4.0  ...        min-p   exp(-d) >= min_p
+    id       17     4    90     2    33  ...        top-k   the first k of those
+    kept    |<---------------->|                    top-p   of those, tokens with less than top_p of the mass before them
+
+The `NARROW` best tokens settle almost every row; a row whose cut lies beyond them is ordered as a whole. Masses are
+summed as integers, so the sum does not depend on shape, threads or device. The result for a row is a pure function of
+that row's arguments.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.kernels.reference.philox import LOW32, uniform, uniform_at
+
+NARROW = 1024
+ONE = 2**40  # the fixed-point mass of the best token; a vocabulary of 2^22 still sums below 2^63
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What decides the draw of each row beside its logits, as tensors of length S."""
+
+    temperature: Tensor  # above 0
+    top_k: Tensor  # 0 = off
+    top_p: Tensor  # 1 = off
+    min_p: Tensor  # 0 = off
+    noise: Tensor  # [S, 4]: key, key, stream, high
+    positions: Tensor  # the absolute position the drawn token will have
+
+    def take(self, index: Tensor) -> "Draws":
+        return Draws(
+            self.temperature[index], self.top_k[index], self.top_p[index], self.min_p[index], self.noise[index], self.positions[index]
+        )
+
+
+def draw(logits: Tensor, draws: Draws) -> Tensor:
+    """One id a row. logits: [S, V] float32; returns [S] int64"""
+    vocab = logits.shape[1]
+    distance = distances(logits, draws.temperature)
+    plain = (draws.top_k == 0) & (draws.top_p >= 1) & (draws.min_p <= 0)
+    narrow = ~plain & (draws.top_k <= NARROW)
+    ids = torch.full_like(plain, -1, dtype=torch.int64)  # -1: not drawn yet
+    if plain.any():
+        ids[plain] = _draw_plain(distance[plain], draws.take(plain))
+    if narrow.any():
+        ids[narrow] = _draw_ordered(distance[narrow], draws.take(narrow), min(NARROW, vocab))
+    rest = ids < 0
+    if rest.any():
+        ids[rest] = _draw_ordered(distance[rest], draws.take(rest), vocab)
+    return ids
+
+
+def distances(logits: Tensor, temperature: Tensor) -> Tensor:
+    """How far each token lies below the best of its row: 0 or more, so no temperature can overflow the best one. [S, V]"""
+    limits = torch.finfo(torch.float32)
+    scale = temperature.clamp(limits.tiny, limits.max).unsqueeze(-1)
+    return (logits.amax(-1, keepdim=True) - logits).div_(scale)
+
+
+def nearest(distance: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The best tokens in the order (distance, id), lowest first: (distances, ids), each [S, count].
+
+    The bits of a float that is not negative order like the float; with the id below them, no two keys are equal.
+    """
+    ids = torch.arange(distance.shape[1])
+    keys = ((distance.view(torch.int32).to(torch.int64) << 32) | ids).numpy()  # [S, V]
+    if count < keys.shape[1]:
+        keys = np.partition(keys, count, axis=-1)[:, :count]  # numpy orders integers several times faster than torch
+    best = torch.from_numpy(np.sort(keys, axis=-1))
+    return (best >> 32).to(torch.int32).view(torch.float32), best & LOW32
+
+
+def mass(distance: Tensor) -> Tensor:
+    """exp(-distance) in fixed point, int64."""
+    return (torch.exp(-distance) * ONE).to(torch.int64)
+
+
+def _draw_plain(distance: Tensor, draws: Draws) -> Tensor:
+    noise = _gumbel(uniform(draws.noise, draws.positions, distance.shape[1]))
+    return noise.sub_(distance).argmax(-1)  # the first of equals is the lower id
+
+
+def _draw_ordered(distance: Tensor, draws: Draws, width: int) -> Tensor:
+    """Draws among the `width` best; -1 for a row whose cut may lie beyond them."""
+    near, ids = nearest(distance, width)
+    keep = _kept(near, distance, draws)
+    vocab = distance.shape[1]
+    settled = ~keep[:, -1] | (draws.top_k > 0) | (width == vocab)
+    reach = max(int(keep.sum(-1).amax()), 1)
+    near, ids, keep = near[:, :reach], ids[:, :reach], keep[:, :reach]
+    if reach > vocab // 4:  # four tokens share a counter: with this many, the whole vocabulary costs less
+        noise = uniform(draws.noise, draws.positions, vocab).gather(1, ids)
+    else:
+        noise = uniform_at(draws.noise, draws.positions, ids)
+    score = _gumbel(noise).sub_(near).masked_fill_(~keep, -torch.inf)
+    best = torch.where(score == score.amax(-1, keepdim=True), ids, vocab - 1).amin(-1)  # the lower id of equals
+    return torch.where(settled, best, -1)
+
+
+def _kept(near: Tensor, distance: Tensor, draws: Draws) -> Tensor:
+    """Which of the ordered tokens pass the filters. near: [S, width]; returns bool [S, width]"""
+    floor = (draws.min_p.double() * ONE).to(torch.int64).unsqueeze(-1)
+    top_k, top_p = draws.top_k.unsqueeze(-1), draws.top_p.double().unsqueeze(-1)
+    masses = mass(near)
+    keep = (masses >= floor) & ((torch.arange(near.shape[1]) < top_k) | (top_k == 0))
+    masses *= keep
+    total = masses.sum(-1, keepdim=True)
+    unseen = (draws.top_k == 0) & (draws.top_p < 1)  # the mass of these rows may reach past the tokens at hand
+    if near.shape[1] < distance.shape[1] and unseen.any():
+        everything = mass(distance[unseen])
+        total[unseen] = (everything * (everything >= floor[unseen])).sum(-1, keepdim=True)
+    before = masses.cumsum(-1) - masses
+    keep &= (before < top_p * total) | (top_p >= 1)
+    keep[:, 0] = True
+    return keep
+
+
+def _gumbel(noise: Tensor) -> Tensor:
+    return noise.log_().neg_().log_().neg_()

@@ -1,0 +1,1 @@
+"""The layers models are built from; each takes the batch as an argument."""

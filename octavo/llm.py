@@ -1,0 +1,242 @@
+"""`LLM`: the offline API. Text becomes ids here, the engine works on ids, and ids become text here again."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Literal, TypeVar
+
+from octavo import log
+from octavo.config import Dtype, EngineConfig, SchedulingPolicy, debug_from_environment, log_level
+from octavo.engine.client import EngineClient, InprocClient
+from octavo.engine.output import OutputProcessor
+from octavo.errors import RequestError
+from octavo.interrupt import DeferredInterrupt
+from octavo.loading.resolve import ModelSource, load_model_config, resolve_model
+from octavo.messages import AddRequest, SchedulerStats
+from octavo.outputs import RequestOutput, TextDelta
+from octavo.progress import GenerateProgress
+from octavo.sampling_params import SamplingParams
+from octavo.text.prompt import Message, Prompt, PromptEncoder
+from octavo.text.tokenizer import Tokenizer
+
+Conversation = Sequence[Message]
+Item = TypeVar("Item")
+
+
+class LLM:
+    """A model, ready to generate. Without `model` it is the default one. Use it in a `with` block, or `close` it."""
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        dtype: Dtype = "auto",
+        load_format: Literal["auto", "dummy"] = "auto",
+        max_model_len: int | None = None,
+        block_size: int = 16,
+        kv_cache_memory_bytes: int | None = None,
+        num_gpu_blocks_override: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        enable_prefix_caching: bool = True,
+        scheduling_policy: SchedulingPolicy = "fcfs",
+        attention_backend: str = "auto",
+        pipeline_depth: int = 1,
+        max_logprobs: int = 20,
+        chat_template: str | None = None,
+        skip_tokenizer_init: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self._open(
+            EngineConfig(
+                model=model,
+                dtype=dtype,
+                load_format=load_format,
+                max_model_len=max_model_len,
+                block_size=block_size,
+                kv_cache_memory_bytes=kv_cache_memory_bytes,
+                num_gpu_blocks_override=num_gpu_blocks_override,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                enable_prefix_caching=enable_prefix_caching,
+                scheduling_policy=scheduling_policy,
+                attention_backend=attention_backend,
+                pipeline_depth=pipeline_depth,
+                max_logprobs=max_logprobs,
+                chat_template=chat_template,
+                skip_tokenizer_init=skip_tokenizer_init,
+                seed=seed,
+            )
+        )
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> "LLM":
+        llm = cls.__new__(cls)
+        llm._open(config)
+        return llm
+
+    def _open(self, config: EngineConfig) -> None:
+        log.setup(log_level("WARNING"))
+        debug = debug_from_environment()
+        self.config = config
+        source = resolve_model(config.model)
+        model = load_model_config(source)
+        self.model_name = source.name
+        self._tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source)
+        if self._tokenizer is not None:
+            model = replace(model, eos_token_ids=tuple(dict.fromkeys(model.eos_token_ids + self._tokenizer.eos_token_ids)))
+        self._encoder = PromptEncoder(self._tokenizer, config.chat_template)
+        self._client: EngineClient = InprocClient(config, source, model, debug)
+        self._processor = OutputProcessor(self._tokenizer)
+        self._streams: dict[str, deque[TextDelta]] = {}
+        self._finished: dict[str, RequestOutput] = {}
+        self._count = 0
+
+    # --- what users call ---------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; one `params` for all, or one for each. Results come in the order of the prompts."""
+        encoded = [self._encoder.encode(prompt) for prompt in _as_prompts(prompts)]
+        return self._run(encoded, _spread(params, SamplingParams(), len(encoded)), use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several. Without `params`, up to the rest of the context."""
+        encoded = [self._encoder.encode_chat(conversation) for conversation in _as_conversations(messages)]
+        return self._run(encoded, _spread(params, SamplingParams(max_tokens=None), len(encoded)), use_tqdm)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
+        """Complete one prompt and yield news as it comes; leaving the loop early aborts the request."""
+        return self._stream(self._encoder.encode(prompt), params or SamplingParams())
+
+    def stream_chat(self, messages: Conversation, params: SamplingParams | None = None) -> Iterator[TextDelta]:
+        """Answer one conversation and yield news as it comes."""
+        return self._stream(self._encoder.encode_chat(messages), params or SamplingParams(max_tokens=None))
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError("there is no tokenizer: skip_tokenizer_init is set", "skip_tokenizer_init")
+        return self._tokenizer
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block that nobody holds, and find none of the others again."""
+        self._client.reset_prefix_cache()
+
+    def stats(self) -> SchedulerStats:
+        return self._client.stats()
+
+    def close(self) -> None:
+        """Free all memory. Closing twice is harmless."""
+        if "_client" in self.__dict__:
+            self._client.close()
+            del self._client
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # --- how it works ------------------------------------------------------------------------------------------------
+
+    def _add(self, encoded: tuple[str | None, list[int]], params: SamplingParams) -> str:
+        if params.logprobs is not None and params.logprobs > self.config.max_logprobs:
+            raise RequestError(f"logprobs is {params.logprobs}, max_logprobs is {self.config.max_logprobs}", "logprobs")
+        if params.stop and self._tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and skip_tokenizer_init is set; use stop_token_ids", "stop")
+        request = AddRequest(str(self._count), encoded[1], params)
+        self._client.add(request)
+        self._count += 1
+        self._processor.add(request, encoded[0])
+        return request.request_id
+
+    def _run(
+        self, encoded: Sequence[tuple[str | None, list[int]]], params: Sequence[SamplingParams], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        ids: list[str] = []
+        try:
+            for prompt, one in zip(encoded, params, strict=True):
+                ids.append(self._add(prompt, one))
+            with DeferredInterrupt() as interrupt, GenerateProgress(len(ids), use_tqdm) as progress:
+                while any(request_id not in self._finished for request_id in ids):
+                    self._pump(progress)
+                    interrupt.check()
+            return [self._finished.pop(request_id) for request_id in ids]
+        finally:
+            for request_id in ids:
+                self._drop(request_id)
+
+    def _stream(self, encoded: tuple[str | None, list[int]], params: SamplingParams) -> Iterator[TextDelta]:
+        request_id = self._add(encoded, params)
+        queue = self._streams[request_id] = deque()
+        try:
+            while queue or request_id not in self._finished:
+                if not queue:
+                    with DeferredInterrupt() as interrupt:
+                        self._pump(None)
+                        interrupt.check()
+                while queue:
+                    yield queue.popleft()
+        finally:
+            self._drop(request_id)
+
+    def _pump(self, progress: GenerateProgress | None) -> None:
+        """One step; its news go to whoever waits for them, also to streams that rest while something else runs."""
+        processed = self._processor.process(self._client.step())
+        for request_id, index in processed.aborts:
+            self._client.abort(request_id, index)
+        for delta in processed.deltas:
+            if delta.request_id in self._streams:
+                self._streams[delta.request_id].append(delta)
+        for output in processed.finished:
+            self._finished[output.request_id] = output
+        if progress is not None:
+            tokens_in = sum(len(output.prompt_token_ids) for output in processed.finished)
+            progress.update(len(processed.finished), tokens_in, sum(len(delta.token_ids) for delta in processed.deltas))
+
+    def _drop(self, request_id: str) -> None:
+        """End a request, in whatever state it is, and forget it."""
+        if "_client" in self.__dict__:
+            self._client.abort(request_id)
+        self._processor.drop(request_id)
+        self._finished.pop(request_id, None)
+        self._streams.pop(request_id, None)
+
+
+def load_tokenizer(source: ModelSource) -> Tokenizer:
+    if source.kind == "gguf":
+        return Tokenizer.from_gguf(source.gguf.metadata, str(source.path))
+    return Tokenizer.from_folder(source.path)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt or many; a flat list of ints is one."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def _as_conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:
+    if messages and isinstance(messages[0], Mapping):
+        return [messages]  # type: ignore[list-item]
+    return messages  # type: ignore[return-value]
+
+
+def _spread(params: SamplingParams | Sequence[SamplingParams] | None, default: SamplingParams, count: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or default] * count
+    if len(params) != count:
+        raise RequestError(f"{count} prompts, but {len(params)} sampling params", "params")
+    return params

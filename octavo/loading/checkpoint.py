@@ -1,0 +1,236 @@
+"""Weights by name, wherever they are stored: a folder of safetensors or a GGUF file behind one small protocol.
+
+Names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`). Files are mapped, and a tensor is read when asked for;
+everything that can be known from the headers is checked when the checkpoint is opened.
+"""
+
+import re
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from octavo.errors import LoadError
+from octavo.kernels.reference.dequant import DENSE, SUPPORTED_KINDS, dequantize
+from octavo.loading.files import fingerprint, read_json_object
+from octavo.loading.gguf import GGUFFile, GGUFTensor
+from octavo.loading.gguf_config import config_dict, gguf_architecture
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Checkpoint(Protocol):
+    source: str
+
+    def names(self) -> list[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str) -> Tensor:
+        """A dense tensor: in the float type it is stored in, or float32 if it was quantised. It may be a view of the file."""
+        ...
+
+    def fingerprint(self) -> bytes: ...
+
+
+def _listed(names: set[str]) -> str:
+    """Names for a message: the first few, and how many more."""
+    first = ", ".join(sorted(names)[:5])
+    return first if len(names) <= 5 else f"{first} and {len(names) - 5} more"
+
+
+class SafetensorsCheckpoint:
+    """A Hugging Face folder: one model.safetensors, or shards and the index that says which weight is in which."""
+
+    def __init__(self, folder: Path) -> None:
+        self.source = str(folder)
+        if (folder / INDEX).exists():
+            self._files = self._open_shards(folder)
+        elif (folder / SINGLE).exists():
+            self._files = [_SafetensorsFile(_inside(folder, SINGLE))]
+        elif any(path.suffix in (".bin", ".pt", ".pth") for path in folder.iterdir()):
+            raise LoadError(f"{folder}: has only pickled weights, which can run code; convert them to {SINGLE} (save_pretrained does)")
+        else:
+            raise LoadError(f"{folder}: has no {SINGLE} and no {INDEX}")
+        self._file_of = {name: file for file in self._files for name in file.shapes}
+
+    @staticmethod
+    def _open_shards(folder: Path) -> list["_SafetensorsFile"]:
+        index = folder / INDEX
+        weight_map = read_json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise LoadError(f"{index}: weight_map must give a file name for each weight")
+        files = []
+        paths = {shard: _inside(folder, shard) for shard in sorted(set(weight_map.values()))}
+        for shard, path in paths.items():
+            file = _SafetensorsFile(path)
+            promised = {name for name, home in weight_map.items() if home == shard}
+            if missing := promised - file.shapes.keys():
+                raise LoadError(f"{file.path}: lacks weights that {INDEX} promises: {_listed(missing)}")
+            if extra := file.shapes.keys() - promised:
+                raise LoadError(f"{file.path}: has weights that {INDEX} does not place there: {_listed(extra)}")
+            files.append(file)
+        return files
+
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file_of[name].shapes[name]
+
+    def read(self, name: str) -> Tensor:
+        return self._file_of[name].read(name)
+
+    def fingerprint(self) -> bytes:
+        return fingerprint([(file.path, file.header_bytes) for file in self._files])
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The weight file `name` of `folder`: a plain name that leads, also through links, to a file within the model."""
+    path = folder / name
+    homes = [folder.resolve()]
+    if homes[0].parent.name == "snapshots":  # a hub cache: snapshots/<revision>/<name> links to blobs/<digest>
+        homes.append(homes[0].parent.parent / "blobs")
+    if not name or Path(name).name != name or not any(path.resolve().is_relative_to(home) for home in homes):
+        raise LoadError(f"{folder}: weight file {name[:80]!r} leads out of the model folder")
+    if not path.is_file():
+        raise LoadError(f"{path}: not found")
+    return path
+
+
+def _map(path: Path) -> Any:  # the library is not annotated
+    return safe_open(path, framework="pt", device="cpu")
+
+
+class _SafetensorsFile:
+    """One mapped file. The library checks the header (sizes, overlaps, kinds); its complaints come out as `LoadError`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._open = _map(path)
+            views = {name: self._open.get_slice(name) for name in self._open.offset_keys()}
+            with path.open("rb") as file:
+                self.header_bytes = 8 + int.from_bytes(file.read(8), "little")
+        except (SafetensorError, OSError) as error:
+            raise LoadError(f"{path}: not a valid safetensors file ({error})") from error
+        for name, view in views.items():
+            if view.get_dtype() not in DENSE:
+                raise LoadError(f"{path}: weight {name[:80]} is stored as {view.get_dtype()}; supported: {', '.join(DENSE)}")
+        self.shapes: dict[str, tuple[int, ...]] = {name: tuple(view.get_shape()) for name, view in views.items()}
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._open.get_tensor(name)
+        return tensor
+
+
+# GGUF's names and Hugging Face's
+_TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_NAME = re.compile(r"blk\.([0-9]+)\.([a-z_]+)\.(weight|bias)")
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+def _hf_name(name: str) -> str | None:
+    if name in _TOP:
+        return _TOP[name]
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None or match[2] not in _IN_LAYER:
+        return None
+    return f"model.layers.{match[1]}.{_IN_LAYER[match[2]]}.{match[3]}"
+
+
+def _part(tensor: GGUFTensor) -> str:
+    """attn_q of blk.0.attn_q.weight"""
+    return tensor.name.split(".")[-2]
+
+
+class GGUFCheckpoint:
+    """A GGUF file under Hugging Face names. Without `output.weight` the model's output is tied to its embedding."""
+
+    def __init__(self, gguf: GGUFFile) -> None:
+        self.source = str(gguf.path)
+        self._gguf = gguf
+        self._data = torch.from_numpy(np.memmap(gguf.path, np.uint8, mode="c"))  # private pages: nothing can be written back
+        self._tensor_of = self._by_hf_name()
+        self._interleaved_heads = self._find_interleaved_heads()
+        self._check_rope_factors()
+
+    def _by_hf_name(self) -> dict[str, GGUFTensor]:
+        found: dict[str, GGUFTensor] = {}
+        unknown = set()
+        for tensor in self._gguf.tensors.values():
+            if tensor.kind not in SUPPORTED_KINDS:
+                supported = ", ".join(SUPPORTED_KINDS)
+                raise LoadError(f"{self.source}: tensor {tensor.name[:80]!r} is of kind {tensor.kind}; supported: {supported}")
+            name = _hf_name(tensor.name)
+            if name is not None:
+                found[name] = tensor
+            elif tensor.name != ROPE_FACTORS:
+                unknown.add(repr(tensor.name[:80]))
+        if unknown:
+            raise LoadError(f"{self.source}: has tensors that no dense model has: {_listed(unknown)}")
+        return found
+
+    def _find_interleaved_heads(self) -> dict[str, int]:
+        """How many heads share the rows of the projections (by their GGUF name) that are stored in interleaved rotary order."""
+        config = config_dict(self._gguf.metadata, self._gguf.tensors, self.source)
+        if gguf_architecture(self._gguf.metadata, self.source) != "llama":
+            return {}
+        heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+        for tensor in self._tensor_of.values():
+            rows, sharers = tensor.shape[0], heads.get(_part(tensor))
+            if sharers and rows % (2 * sharers):
+                raise LoadError(f"{self.source}: {tensor.name} has {rows} rows, not an even number for each of {sharers} heads")
+        return heads
+
+    def _check_rope_factors(self) -> None:
+        """Llama 3.1 and later files scale each rotary frequency by a factor of its own."""
+        factors = self._gguf.tensors.get(ROPE_FACTORS)
+        if factors is not None and not bool((self._dense(factors) == 1).all()):
+            raise LoadError(f"{self.source}: {ROPE_FACTORS} scales single rotary frequencies, which is not supported for GGUF files")
+
+    def names(self) -> list[str]:
+        return list(self._tensor_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensor_of[name].shape
+
+    def read(self, name: str) -> Tensor:
+        tensor = self._tensor_of[name]
+        dense = self._dense(tensor)
+        heads = self._interleaved_heads.get(_part(tensor))
+        return dense if heads is None else half_split(dense, heads)
+
+    def _dense(self, tensor: GGUFTensor) -> Tensor:
+        raw = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
+        if tensor.kind in DENSE:
+            return raw.view(DENSE[tensor.kind]).view(tensor.shape)
+        return dequantize(raw, tensor.kind, tensor.shape)
+
+    def fingerprint(self) -> bytes:
+        return fingerprint([(self._gguf.path, self._gguf.header_bytes)])
+
+
+def half_split(rows: Tensor, heads: int) -> Tensor:
+    """Rows of a query or key projection from interleaved rotary order to Hugging Face's.
+
+    A head of width d rotates pairs of rows. Interleaved, a pair is (2i, 2i + 1); half-split, it is (i, i + d/2).
+    """
+    pairs = rows.view(heads, rows.shape[0] // heads // 2, 2, -1)  # [heads, d/2, 2, columns]
+    return pairs.transpose(1, 2).reshape(rows.shape)

@@ -1,0 +1,119 @@
+"""Weights into a model, by its RULES, and completely: a name nobody wants or a parameter nobody fills is an error.
+
+    checkpoint  model.layers.3.self_attn.k_proj.weight
+    rule        model.layers.*.self_attn.k_proj          ->  (layers.*.attention.qkv, part k)
+    target      rows `parts["k"]` of layers.3.attention.qkv.weight
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import LoadError
+from octavo.layers.linear import Linear, MergedLinear
+from octavo.layers.norm import RMSNorm
+from octavo.loading.checkpoint import Checkpoint
+from octavo.models.decoder import Decoder
+
+DUMMY_STD = 0.02
+DUMMY_POOL = 4_000_037  # values drawn for dummy weights; a prime, so that repeats never line up with the rows of a matrix
+NAMES_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    label: str  # parameter, and part where there is one: `layers.0.attention.qkv.weight[q]`
+    values: Tensor  # a view of the parameter
+
+
+def load_weights(model: Decoder, checkpoint: Checkpoint) -> None:
+    targets = _targets(model)
+    filled: set[str] = set()
+    unknown, twice = [], []
+    for name in checkpoint.names():
+        target = targets.get(name)
+        if target is None:
+            if not _redundant(name, model):
+                unknown.append(name)
+        elif target.label in filled:
+            twice.append(name)
+        else:
+            _fill(target, name, checkpoint)
+            filled.add(target.label)
+    missing = [f"{name} (for {target.label})" for name, target in targets.items() if target.label not in filled]
+    _complain(checkpoint.source, {"unknown to this model": unknown, "given twice": twice, "missing": missing})
+    _finalize(model)
+
+
+def _targets(model: Decoder) -> dict[str, Target]:
+    """Checkpoint name -> where it goes, for every parameter (part) of the model exactly once."""
+    sources: dict[tuple[str, str | None], str] = {place: source for source, place in model.RULES.items()}
+    targets = {}
+    for parameter_name, parameter in model.named_parameters():  # a tied head is not listed: the embedding is
+        module_name, _, leaf = parameter_name.rpartition(".")
+        pattern, number = re.sub(r"\.(\d+)\.", ".*.", module_name, count=1), re.search(r"\.(\d+)\.", module_name)
+        for part, rows in _parts(model.get_submodule(module_name)):
+            source = sources[pattern, part].replace("*", number[1] if number else "")
+            label = parameter_name if part is None else f"{parameter_name}[{part}]"
+            targets[f"{source}.{leaf}"] = Target(label, parameter.data[rows])
+    return targets
+
+
+def _parts(module: nn.Module) -> Iterable[tuple[str | None, slice]]:
+    return module.parts.items() if isinstance(module, MergedLinear) else [(None, slice(None))]
+
+
+def _redundant(name: str, model: Decoder) -> bool:
+    """What old checkpoints carry although it follows from the rest."""
+    return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and model.config.tie_embeddings)
+
+
+def _fill(target: Target, name: str, checkpoint: Checkpoint) -> None:
+    shape, wanted = tuple(checkpoint.shape(name)), tuple(target.values.shape)
+    if shape != wanted:
+        raise LoadError(f"{checkpoint.source}: {name} has shape {list(shape)}, this model wants {list(wanted)}")
+    target.values.copy_(checkpoint.read(name))
+
+
+def _complain(source: str, problems: dict[str, list[str]]) -> None:
+    found = [f"{len(names)} {what}: {_shown(names)}" for what, names in problems.items() if names]
+    if found:
+        raise LoadError(f"{source}: weights do not match the model: {'; '.join(found)}")
+
+
+def _shown(names: list[str]) -> str:
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def fill_dummy(model: Decoder, seed: int) -> None:
+    """Random weights of a plausible size: the same for the same seed, and as quick as memory allows."""
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    pool = torch.randn(DUMMY_POOL, generator=generator).mul_(DUMMY_STD)
+    start = 0
+    for name, parameter in model.named_parameters():
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), RMSNorm):
+            parameter.data.fill_(1.0)
+        else:
+            start = _repeat_into(parameter.data.view(-1), pool, start)
+    _finalize(model)
+
+
+def _repeat_into(values: Tensor, pool: Tensor, start: int) -> int:
+    """Copies the pool over `values` again and again, from `start` on; returns where it stopped."""
+    done = 0
+    while done < len(values):
+        size = min(len(values) - done, len(pool) - start)
+        values[done : done + size] = pool[start : start + size]
+        done += size
+        start = (start + size) % len(pool)
+    return start
+
+
+def _finalize(model: Decoder) -> None:
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.finalize()

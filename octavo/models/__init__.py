@@ -1,0 +1,1 @@
+"""The model families, each by lazy name."""

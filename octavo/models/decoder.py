@@ -1,0 +1,43 @@
+"""The shell every decoder shares: embed, layers over a residual stream, final norm, logits.
+
+A layer is called as `layer(x, residual, batch) -> (x, residual)`: x is what the last sub-layer adds to the stream, and is
+added by the next norm.
+"""
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from octavo.attention.forward_batch import ForwardBatch
+from octavo.layers.comm import Comm
+from octavo.layers.embedding import Embedding, LMHead
+from octavo.layers.norm import RMSNorm
+from octavo.model_config import ModelConfig
+
+
+class Decoder(nn.Module):
+    # Module of the checkpoint -> (module here, named part of it); `*` is the number of a layer.
+    RULES: ClassVar[dict[str, tuple[str, str | None]]]
+
+    def __init__(self, config: ModelConfig, layers: Iterable[nn.Module], dtype: torch.dtype, comm: Comm) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        self.head = LMHead(self.embed, config.tie_embeddings, comm)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        x = self.embed(batch.token_ids)
+        residual = torch.zeros_like(x)
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch)
+        hidden: Tensor = self.norm(x, residual)[0]
+        return hidden  # [T, hidden]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states of the tokens to sample from [S, hidden] -> [S, vocab] float32."""
+        logits: Tensor = self.head(hidden)
+        return logits.float()

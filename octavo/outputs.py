@@ -1,0 +1,49 @@
+"""What a user gets back: `RequestOutput` with one `CompletionOutput` per sample, or `TextDelta`s while it streams."""
+
+from dataclasses import dataclass, field
+
+from octavo.messages import FinishReason, LifeRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    logprob: float
+    rank: int | None = None  # 1 is the most likely
+    decoded_token: str | None = None
+
+
+TokenChoices = dict[int, Logprob]  # token id -> its logprob: the chosen token and the alternatives asked for
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenChoices] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop id or string that matched; after an error, what went wrong
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int
+    metrics: LifeRecord
+
+
+@dataclass(slots=True)
+class TextDelta:
+    """What is new of one sample."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None

@@ -1,0 +1,1 @@
+"""How a linear layer keeps and applies its weights."""

@@ -1,0 +1,36 @@
+"""Token ids to text, a few at a time, for streams.
+
+A token's bytes may end inside a character; they are held back until the rest arrives, so no delta ever ends in half a
+character and no U+FFFD stands where later tokens complete one. The deltas joined, `flush` included, are exactly
+`tokenizer.decode` of all the ids; the cost of a push does not depend on what came before.
+"""
+
+import codecs
+from collections.abc import Sequence
+
+from octavo.text.tokenizer import Tokenizer
+
+OPEN_CHARACTER_BYTES = 3  # at most, of UTF-8: so many tokens back at most did an unfinished character begin
+
+
+class IncrementalDetokenizer:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
+        """With `prompt_ids` the deltas continue that text: a first space is part of it, an open character is completed."""
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        shown = [token_id for token_id in prompt_ids if token_id not in tokenizer.special_ids]
+        self._strip_next = tokenizer.strips_leading_space and not any(map(tokenizer.token_bytes, shown))
+        self.push(shown[-OPEN_CHARACTER_BYTES:])
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take the next ids, return the text that is now certain."""
+        special, token_bytes = self._tokenizer.special_ids, self._tokenizer.token_bytes
+        data = b"".join([token_bytes(token_id) for token_id in ids if token_id not in special])
+        if self._strip_next and data:
+            data = data.removeprefix(b" ")
+            self._strip_next = False
+        return self._decoder.decode(data)
+
+    def flush(self) -> str:
+        """The end: what is still held back becomes U+FFFD, for no token will complete it."""
+        return self._decoder.decode(b"", final=True)

@@ -1,0 +1,41 @@
+"""What holds for every test: how Hypothesis draws, and that CI hides nothing.
+
+Where CI=true, a skip is a failure unless the test is marked `gpu`: a suite that skips is a suite that proves less than
+it says. A module that skips itself while it is imported fails too, mark or no mark.
+"""
+
+import os
+from collections.abc import Generator
+
+import pytest
+from hypothesis import settings
+
+IN_CI = os.environ.get("CI") == "true"
+
+# In CI the same examples every time, so that a red run means a changed program; by hand, new ones on every run.
+# A failure prints the blob that replays it.
+settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
+settings.register_profile("dev", deadline=None, print_blob=True)
+settings.load_profile("ci" if IN_CI else "dev")
+
+
+def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if IN_CI and report.outcome == "skipped" and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"{report.nodeid} was skipped in CI, where only tests marked gpu may be: {reason}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if item.get_closest_marker("gpu") is None:
+        _fail_if_skipped(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _fail_if_skipped(report)
+    return report

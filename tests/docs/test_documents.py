@@ -1,0 +1,83 @@
+"""Every code block of the README, CONTRIBUTING and docs/ does what it says: it runs, in an empty folder, within a minute."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import Block, code_blocks, targets_of
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [block for path in DOCUMENTS if path.exists() for block in code_blocks(path.relative_to(ROOT).as_posix(), path.read_text())]
+SECONDS = 60
+
+
+def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a block in `folder`, with this interpreter's commands first on the path and nothing on stdin."""
+    if block.language == "python":
+        command = [sys.executable, "-c", block.text]
+    else:
+        command = ["bash", "-euo", "pipefail", "-c", block.script]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS)
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if not b.reason], ids=lambda block: block.name)
+def test_block_runs(block: Block, tmp_path: Path) -> None:
+    if block.language == "bash":
+        assert block.unknown_commands == [], "not run here; add <!-- no-run: reason --> above the block"
+    result = run(block, tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "bash"], ids=lambda block: block.name)
+def test_make_targets_exist(block: Block) -> None:
+    assert set(block.make_targets) <= targets_of((ROOT / "Makefile").read_text())
+
+
+def test_readme_shows_runnable_python_and_shell() -> None:
+    shown = {block.language for block in BLOCKS if block.name.startswith("README.md") and not block.reason}
+    assert shown == {"python", "bash"}
+
+
+SAMPLE = """
+```python
+print("runs")
+```
+<!-- no-run: needs a network -->
+```bash
+git clone somewhere
+make chat  # a target
+```
+<!-- no-run: -->
+```bash
+echo one \\
+  two; ls
+WORKERS=4 make test
+rm -rf octavo
+```
+```
+for the eye
+```
+"""
+
+
+def test_blocks_are_read_as_they_stand() -> None:
+    first, cloned, mixed = code_blocks("a.md", SAMPLE)
+    assert (first.name, first.text, first.reason) == ("a.md:2", 'print("runs")\n', "")
+    assert (cloned.reason, cloned.make_targets) == ("needs a network", ["chat"])
+    assert mixed.reason == ""  # an opt-out without a reason is none
+    assert mixed.commands[0] == "echo one two; ls"
+    assert mixed.make_targets == ["test"]
+    assert mixed.unknown_commands == ["rm -rf octavo"]
+
+
+def test_a_block_that_fails_is_seen(tmp_path: Path) -> None:
+    assert run(Block("a.md:1", "python", "import octavo.attic", ""), tmp_path).returncode != 0
+    assert run(Block("a.md:1", "bash", "python -c 'import sys; sys.exit(3)' | cat\npython --version", ""), tmp_path).returncode == 3
+    assert run(Block("a.md:1", "bash", "python -c 'import octavo, os; open(\"made\", \"w\")'", ""), tmp_path).returncode == 0
+    assert (tmp_path / "made").exists()  # in the empty folder, not in the tree

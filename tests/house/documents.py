@@ -1,0 +1,70 @@
+"""The house rules for documents: three lines a decision, a test behind every `done`, no path of anybody's machine."""
+
+import ast
+import re
+from collections.abc import Callable
+
+# Spelled in two pieces, so that this file does not offend against itself.
+MACHINE_PATH = re.compile(r"(?<![\w.~}>])/" + r"(work|root|home/\w+|Users/\w+|tmp/\w+_jobs)(/|\b)")
+
+PARTS = ("- Context: ", "- Choice: ", "- Cost: ")
+ROW = re.compile(r"^\| (?P<promise>.+) \| (?P<status>[^|]+) \|$")
+NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+
+
+def machine_path_offences(name: str, text: str) -> list[str]:
+    return [
+        f"{name}:{number}: path of a machine: {found.group()}"
+        for number, line in enumerate(text.splitlines(), 1)
+        if (found := MACHINE_PATH.search(line))
+    ]
+
+
+def decision_offences(text: str) -> list[str]:
+    """Every `## ` entry is numbered in order and has exactly the three lines."""
+    offences = []
+    for number, entry in enumerate(re.split(r"^## ", text, flags=re.MULTILINE)[1:], 1):
+        title, *lines = [line for line in entry.splitlines() if line.strip()]
+        if not title.startswith(f"{number}. "):
+            offences.append(f"{title!r} should be number {number}")
+        if len(lines) != len(PARTS) or any(not line.startswith(part) for line, part in zip(lines, PARTS)):
+            offences.append(f"{title!r} wants three lines: context, choice, cost")
+    return offences
+
+
+def promises(text: str) -> dict[str, list[tuple[str, str]]]:
+    """Section -> [(promise, status)] of docs/status.md."""
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for line in text.splitlines():
+        if line.startswith("## "):
+            sections[line[3:]] = []
+        elif (row := ROW.match(line)) and row["promise"] != "promise":
+            sections[list(sections)[-1]].append((row["promise"], row["status"]))
+    return sections
+
+
+def status_offences(text: str, source_of: Callable[[str], str | None]) -> list[str]:
+    """Rows that are neither `not yet` nor `done` with tests that exist; `source_of` gives a test file's text."""
+    offences = []
+    for promise, status in (row for rows in promises(text).values() for row in rows):
+        tests = NAMED_TEST.findall(status)
+        if status == "not yet":
+            continue
+        if not re.fullmatch(r"done \(`[^`]+`(, `[^`]+`)*\)", status) or len(tests) != status.count("`") // 2:
+            offences.append(f"{promise}: {status!r} is neither `not yet` nor `done` with its tests")
+        for path, name in tests:
+            source = source_of(path)
+            if source is None or name not in defined_names(source):
+                offences.append(f"{promise}: there is no {path}::{name}")
+    return offences
+
+
+def defined_names(source: str) -> set[str]:
+    """Tests a file defines: functions, methods, classes, and classes made by assignment (state machines)."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names

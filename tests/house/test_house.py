@@ -1,0 +1,168 @@
+"""The house rules, applied to the house."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.house import documents, rules
+from tests.house.rules import Module
+
+ROOT = Path(__file__).resolve().parents[2]
+SKIPPED_FOLDERS = {"__pycache__", "build", "dist", "out"}
+
+# (path, module it imports upwards inside a function) -> why it must.
+LAZY_IMPORTS: dict[tuple[str, str], str] = {}
+
+# "path", "path::function" or "folder/" -> why it may be longer than the rest of the house.
+LONGER: dict[str, str] = {
+    "octavo/kernels/": "a kernel is one long thought; cutting it up hides the data flow",
+    "octavo/models/": "a model reads best beside its own weight rules",
+}
+
+
+def files(suffix: str = "") -> Iterator[Path]:
+    """Everything in the tree that is ours: no hidden folder but .ci, nothing built, no third-party data."""
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [f for f in folders if f == ".ci" or not (f.startswith(".") or f.endswith(".egg-info") or f in SKIPPED_FOLDERS)]
+        yield from (Path(folder) / name for name in sorted(names) if name.endswith(suffix))
+
+
+def modules(*folders: str) -> list[Module]:
+    paths = [p.relative_to(ROOT).as_posix() for p in files(".py")]
+    found = [Module(path, (ROOT / path).read_text()) for path in paths if path.startswith(folders)]
+    assert found
+    return found
+
+
+ENGINE = modules("octavo/")
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        rules.head_offences,
+        rules.banned_offences,
+        rules.environment_offences,
+        rules.config_getattr_offences,
+        rules.kwargs_offences,
+        rules.word_offences,
+    ],
+    ids=lambda rule: rule.__name__.removesuffix("_offences"),
+)
+def test_engine_keeps_the_rule(rule: Callable[[Module], list[str]]) -> None:
+    assert [offence for module in ENGINE for offence in rule(module)] == []
+
+
+def test_imports_point_down_only() -> None:
+    assert [offence for module in ENGINE for offence in rules.layer_offences(module, LAZY_IMPORTS)] == []
+
+
+def test_files_and_functions_are_short() -> None:
+    assert [offence for module in ENGINE for offence in rules.size_offences(module, LONGER)] == []
+
+
+def test_exceptions_are_needed() -> None:
+    """An exception outlives its cause easily; folders are standing permissions."""
+    too_long = {offence.rpartition(": ")[0] for module in ENGINE for offence in rules.size_offences(module, {})}
+    assert [name for name in LONGER if not name.endswith("/") and name not in too_long] == []
+    upward = {(m.path, full) for m in ENGINE if rules.layer_offences(m, {}) for _, full, _ in m.imports()}
+    assert [key for key in LAZY_IMPORTS if not any(key[0] == path and full.startswith(key[1]) for path, full in upward)] == []
+
+
+def test_inheritance_is_flat() -> None:
+    assert rules.inheritance_offences(ENGINE) == []
+
+
+def test_nothing_outside_the_engine_is_banned_either() -> None:
+    others = modules("tests/", "examples/", "bench/")
+    assert [offence for module in others for offence in rules.banned_offences(module)] == []
+
+
+def test_no_path_of_a_machine_is_mentioned() -> None:
+    offences = []
+    for path in files():
+        name = path.relative_to(ROOT).as_posix()
+        if name.startswith("tests/data/") and path.suffix != ".md":
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        offences += documents.machine_path_offences(name, text)
+    assert offences == []
+
+
+def test_decisions_have_three_lines() -> None:
+    text = (ROOT / "docs/decisions.md").read_text()
+    assert "## 1. " in text
+    assert documents.decision_offences(text) == []
+
+
+def test_every_done_promise_names_its_test() -> None:
+    text = (ROOT / "docs/status.md").read_text()
+    sections = documents.promises(text)
+    assert list(sections) == ["Command line", "Python", "Start-up and running", "HTTP", "Metrics", "What nobody has yet"]
+    assert all(sections.values())
+    assert documents.status_offences(text, lambda path: (ROOT / path).read_text() if (ROOT / path).is_file() else None) == []
+
+
+def python(code: str) -> str:
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def module_name(module: Module) -> str:
+    return module.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+@pytest.mark.parametrize("room", ["base", "policy", "text"])
+def test_room_is_free_of_torch(room: str) -> None:
+    wanted = rules.BASE if room == "base" else {room}
+    names = [module_name(module) for module in ENGINE if module.room in wanted]
+    code = f"import importlib, json, sys\nfor name in {names}: importlib.import_module(name)\nprint(json.dumps('torch' in sys.modules))"
+    assert json.loads(python(code)) is False
+
+
+def least_seconds(code: str, enough: float, tries: int = 5) -> float:
+    """The best of a few runs, since a busy machine only ever makes them slower; stops at the first that is good enough."""
+    best = float("inf")
+    for _ in range(tries):
+        best = min(best, float(python(code)))
+        if best < enough:
+            break
+    return best
+
+
+def test_import_octavo_takes_under_0_3_s() -> None:
+    code = "import time; start = time.perf_counter(); import octavo; print(time.perf_counter() - start)"
+    assert least_seconds(code, 0.3) < 0.3
+
+
+HELP = """
+import contextlib, io, runpy, sys
+sys.argv = ["octavo", "--help"]
+with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
+    runpy.run_module("octavo", run_name="__main__")
+print("chat" in text.getvalue() and "torch" not in sys.modules)
+"""
+
+TIMED_HELP = """
+import subprocess, sys, time
+start = time.perf_counter()
+subprocess.run([sys.executable, "-m", "octavo", "--help"], check=True, stdout=subprocess.DEVNULL)
+print(time.perf_counter() - start)
+"""
+
+
+def test_help_names_the_commands_without_torch() -> None:
+    assert python(HELP) == "True\n"
+
+
+def test_help_takes_under_0_5_s() -> None:
+    assert least_seconds(TIMED_HELP, 0.5) < 0.5

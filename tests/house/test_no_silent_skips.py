@@ -1,0 +1,63 @@
+"""In CI only a test marked `gpu` may skip: the real conftest is run over a small suite of every kind of skip."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
+
+ALLOWED = """
+import pytest
+
+def test_passes(): pass
+
+@pytest.mark.gpu
+@pytest.mark.skip(reason="no GPU")
+def test_gpu(): pass
+
+@pytest.mark.xfail
+def test_known_bug(): assert False
+"""
+
+FORBIDDEN = """
+import pytest
+
+@pytest.mark.skip(reason="later")
+def test_by_mark(): pass
+
+@pytest.mark.skipif(True, reason="later")
+def test_by_condition(): pass
+
+def test_in_the_body(): pytest.importorskip("no_such_module")
+"""
+
+WHOLE_MODULE = "import pytest\npytest.skip('later', allow_module_level=True)\n"
+
+
+def run_suite(folder: Path, ci: str, files: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "conftest.py").write_text(CONFTEST.read_text())
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a GPU\n")
+    for name, source in files.items():
+        (folder / name).write_text(source)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--continue-on-collection-errors", *options, str(folder)]
+    return subprocess.run(command, cwd=folder, env={**os.environ, "CI": ci}, capture_output=True, text=True, timeout=120)
+
+
+def test_every_kind_of_skip_fails_in_ci_but_that_of_a_gpu_test(tmp_path: Path) -> None:
+    run = run_suite(tmp_path, "true", {"test_a.py": ALLOWED, "test_b.py": FORBIDDEN, "test_c.py": WHOLE_MODULE})
+    assert "1 failed, 1 passed, 1 skipped, 1 xfailed, 3 errors" in run.stdout
+    assert "only tests marked gpu may be: Skipped: later" in run.stdout
+    assert run.returncode == 1
+
+
+def test_a_skip_in_a_worker_process_fails_in_ci(tmp_path: Path) -> None:
+    run = run_suite(tmp_path, "true", {"test_b.py": FORBIDDEN}, "-n", "1")
+    assert "1 failed, 2 errors" in run.stdout
+    assert run.returncode == 1
+
+
+def test_a_skip_is_no_failure_outside_ci(tmp_path: Path) -> None:
+    run = run_suite(tmp_path, "", {"test_a.py": ALLOWED, "test_b.py": FORBIDDEN, "test_c.py": WHOLE_MODULE})
+    assert "1 passed, 5 skipped, 1 xfailed" in run.stdout
+    assert run.returncode == 0

@@ -1,0 +1,153 @@
+"""Both attention backends over random block tables and mixes of rows, with NaN in every slot nothing was written to."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.attention.backend import AttentionBackend, AttentionSpec, QKNorm, Rope, choose_backend
+from octavo.attention.contiguous import ContiguousBackend
+from octavo.attention.cpu import CpuBackend
+from octavo.attention.row_groups import SLACK, group_rows
+from octavo.errors import ConfigError
+from tests.support.batches import Pool
+
+HEADS, KV_HEADS, HEAD_DIM, MAX_LEN = 6, 2, 16, 128
+SPEC = AttentionSpec(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, scale=HEAD_DIM**-0.5)
+ANGLE = torch.outer(torch.arange(MAX_LEN).float(), 10000.0 ** -(torch.arange(HEAD_DIM // 2) / 8))
+ROPE = Rope(ANGLE.cos(), ANGLE.sin())
+
+Steps = list[dict[int, int]]  # per step: row -> new tokens
+
+
+def lengths_around_a_block(size: int) -> Steps:
+    """Prompts that end one before, at, and after the end of a block, decode over each edge, chunks over a past, and a late row."""
+    return [
+        {3: max(size - 1, 1), 0: size, 2: size + 1},
+        {1: 2 * size - 1, 0: 1, 3: 1, 2: size},
+        {0: 1, 1: 1, 2: 1, 3: 1},
+        {3: 2 * size, 1: 1, 2: 3, 0: 1},
+        {2: 1, 3: 1, 1: 2},
+    ]
+
+
+def projections(count: int, seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(count, heads, HEAD_DIM, generator=generator).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    return q, k, v
+
+
+def run(backend: type[AttentionBackend], pool: Pool, steps: Steps, spec: AttentionSpec, norms: QKNorm | None = None) -> list[Tensor]:
+    outputs = []
+    layer = backend(spec)
+    with torch.inference_mode():
+        for seed, counts in enumerate(steps):
+            tokens = {row: [0] * count for row, count in counts.items()}
+            batch = pool.batch(backend, tokens)
+            q, k, v = projections(len(batch.token_ids), seed, pool.dtype)
+            q = layer.write(q, k, v, norms, ROPE, batch.caches[0], batch)
+            outputs.append(layer.attend(q, batch.caches[0], batch, torch.empty_like(q)))
+            pool.advance(tokens)
+    return outputs
+
+
+def naive(steps: Steps, dtype: torch.dtype, window: int | None, norms: QKNorm | None = None) -> list[Tensor]:
+    """Token by token and head by head in float64, over plain lists instead of caches."""
+    past: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    outputs = []
+    for seed, counts in enumerate(steps):
+        q, k, v = (x.double() for x in projections(sum(counts.values()), seed, dtype))
+        if norms is not None:
+            q = q / (q.square().mean(-1, keepdim=True) + norms.eps).sqrt() * norms.q_weight.double()
+            k = k / (k.square().mean(-1, keepdim=True) + norms.eps).sqrt() * norms.k_weight.double()
+        result = []
+        for i, row in enumerate(row for row, count in counts.items() for _ in range(count)):
+            seen = past.setdefault(row, [])
+            angle = ANGLE[len(seen)].double()
+            seen.append((turn(k[i], angle), v[i]))
+            keys, values = (torch.stack(part) for part in zip(*seen[-(window or MAX_LEN) :]))
+            for head, query in enumerate(turn(q[i], angle)):
+                kv = head // (HEADS // KV_HEADS)
+                weights = torch.softmax(keys[:, kv] @ query * HEAD_DIM**-0.5, 0)
+                result.append(weights @ values[:, kv])
+        outputs.append(torch.stack(result).view(-1, HEADS, HEAD_DIM))
+    return outputs
+
+
+def turn(x: Tensor, angle: Tensor) -> Tensor:
+    half = HEAD_DIM // 2
+    points = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones(half).double(), angle)
+    return torch.cat([points.real, points.imag], dim=-1)
+
+
+def new_pool(size: int, dtype: torch.dtype = torch.float32) -> Pool:
+    return Pool(1, KV_HEADS, HEAD_DIM, block_size=size, max_len=MAX_LEN, dtype=dtype, seed=size)
+
+
+@pytest.mark.parametrize("window", [None, 5, 17])
+@pytest.mark.parametrize("size", [1, 2, 16])
+@pytest.mark.parametrize("backend", [CpuBackend, ContiguousBackend])
+def test_attention_agrees_with_naive_float64(backend: type[AttentionBackend], size: int, window: int | None) -> None:
+    steps = lengths_around_a_block(size)
+    got = run(backend, new_pool(size), steps, replace(SPEC, window=window))
+    for ours, exact in zip(got, naive(steps, torch.float32, window), strict=True):
+        torch.testing.assert_close(ours.double(), exact, atol=2e-6, rtol=1e-5)
+
+
+def test_heads_are_normalised_before_they_are_rotated() -> None:
+    weights = torch.linspace(0.5, 2, HEAD_DIM)
+    norms = QKNorm(weights, weights.flip(0), 1e-6)
+    steps = lengths_around_a_block(2)
+    got = run(CpuBackend, new_pool(2), steps, SPEC, norms)
+    for ours, exact in zip(got, naive(steps, torch.float32, None, norms), strict=True):
+        torch.testing.assert_close(ours.double(), exact, atol=3e-6, rtol=1e-5)
+
+
+def test_bfloat16_stays_near_the_exact_result() -> None:
+    steps = lengths_around_a_block(16)
+    got = run(CpuBackend, new_pool(16, torch.bfloat16), steps, SPEC)
+    for ours, exact in zip(got, naive(steps, torch.bfloat16, None), strict=True):
+        torch.testing.assert_close(ours.double(), exact, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("size", [1, 2, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_paged_and_contiguous_are_equal_bit_for_bit(dtype: torch.dtype, size: int, window: int | None) -> None:
+    spec, steps = replace(SPEC, window=window), lengths_around_a_block(size)
+    paged = run(CpuBackend, new_pool(size, dtype), steps, spec)
+    contiguous = run(ContiguousBackend, new_pool(size, dtype), steps, spec)
+    for step, (ours, theirs) in enumerate(zip(paged, contiguous, strict=True)):
+        assert torch.equal(ours, theirs), f"step {step} differs"
+
+
+def test_a_row_does_not_feel_its_neighbours() -> None:
+    together = run(CpuBackend, new_pool(16), [{0: 40, 1: 33, 2: 90}, {0: 1, 1: 1, 2: 1}], SPEC)[1]
+    pool = new_pool(16)
+    run(CpuBackend, pool, [{0: 40, 1: 33, 2: 90}], SPEC)
+    layer = CpuBackend(SPEC)
+    batch = pool.batch(CpuBackend, {1: [0]})
+    q, k, v = (x[1:2] for x in projections(3, 1, torch.float32))
+    alone = layer.attend(layer.write(q, k, v, None, ROPE, batch.caches[0], batch), batch.caches[0], batch, torch.empty_like(q))
+    torch.testing.assert_close(alone[0], together[1], atol=1e-6, rtol=1e-6)
+
+
+def test_groups_hold_each_row_once_and_pad_no_row_by_much_more_than_half() -> None:
+    pool = Pool(1, 1, 2, num_rows=40, max_len=2048)
+    contexts = torch.randint(0, 2000, (40,), generator=torch.Generator().manual_seed(5)).tolist()
+    pool.lengths = dict(enumerate(contexts))
+    batch = pool.batch(CpuBackend, {row: [0] * (1 if row % 4 else 7) for row in range(40)})
+    groups = group_rows(batch)
+    assert sorted(token for group in groups for token in group.tokens.tolist()) == list(range(len(batch.token_ids)))
+    assert len(groups) <= 12
+    for group in groups:
+        assert group.length == group.context_len.max() <= group.context_len.min() * 1.5 + SLACK
+
+
+@pytest.mark.parametrize("field", [{"soft_cap": 30.0}, {"sinks": True}, {"alibi": True}, {"kind": "encoder"}])
+@pytest.mark.parametrize("name", ["cpu", "contiguous"])
+def test_what_a_backend_lacks_is_refused_by_name(name: str, field: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.*{next(iter(field))}"):
+        choose_backend(name, "float32")(replace(SPEC, **field))

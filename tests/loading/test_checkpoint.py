@@ -1,0 +1,203 @@
+"""Checkpoints: every weight comes back under its Hugging Face name, and a damaged folder or file is refused by name."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from octavo.errors import LoadError
+from octavo.loading.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint
+from octavo.loading.gguf import read_gguf
+from octavo.loading.resolve import load_model_config, resolve_model
+from tests.support.models import tiny_model, to_gguf
+
+ARCHITECTURES = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+
+
+def all_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    weights = {name: checkpoint.read(name) for name in checkpoint.names()}
+    assert all(checkpoint.shape(name) == weight.shape for name, weight in weights.items())
+    return weights
+
+
+def assert_equal(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == expected.keys()
+    for name, weight in ours.items():
+        assert torch.equal(weight, expected[name]), name
+
+
+# -- GGUF
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("tie", [False, True])
+def test_gguf_gives_back_the_weights_and_the_config_it_was_made_of(tmp_path: Path, architecture: str, tie: bool) -> None:
+    folder = tiny_model(tmp_path / "hf", architecture, seed=3, tie=tie)
+    path = to_gguf(folder, tmp_path / "m.gguf", "F32")
+    assert_equal(all_weights(GGUFCheckpoint(read_gguf(path))), load_file(folder / "model.safetensors"))
+    from_folder, from_gguf = (load_model_config(resolve_model(str(source))) for source in (folder, path))
+    for field in from_folder.__slots__:
+        if field not in ("dtype", "norm_eps"):
+            assert getattr(from_folder, field) == getattr(from_gguf, field), field
+    assert from_gguf.norm_eps == pytest.approx(from_folder.norm_eps) and from_gguf.dtype is None
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F16", torch.float16), ("BF16", torch.bfloat16), ("Q8_0", None), ("Q4_1", None)])
+def test_gguf_of_every_kind_is_near_the_original(tmp_path: Path, kind: str, dtype: torch.dtype | None) -> None:
+    folder = tiny_model(tmp_path / "hf", "LlamaForCausalLM", seed=4)
+    original = load_file(folder / "model.safetensors")
+    for name, weight in all_weights(GGUFCheckpoint(read_gguf(to_gguf(folder, tmp_path / "m.gguf", kind)))).items():
+        expected = original[name]
+        if expected.dim() == 1:
+            assert torch.equal(weight, expected)
+        elif dtype is not None:
+            assert torch.equal(weight, expected.to(dtype))
+        else:
+            assert weight.dtype == torch.float32
+            assert (weight - expected).abs().max() < expected.abs().max() * (0.01 if kind == "Q8_0" else 0.15)
+
+
+def test_gguf_llama_biases_are_put_in_order_too(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "hf", "LlamaForCausalLM", seed=5)
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(2):
+        for part, width in (("q_proj", 64), ("k_proj", 32), ("v_proj", 32), ("o_proj", 64)):
+            weights[f"model.layers.{layer}.self_attn.{part}.bias"] = torch.randn(width)
+    save_file(weights, folder / "model.safetensors")
+    path = to_gguf(folder, tmp_path / "m.gguf", "F32")
+    assert_equal(all_weights(GGUFCheckpoint(read_gguf(path))), weights)
+    config = load_model_config(resolve_model(str(path)))
+    assert config.qkv_bias and config.output_bias and not config.mlp_bias
+
+
+def test_gguf_tensors_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "hf", "LlamaForCausalLM", seed=6)
+
+    def open_with(name: str, weight: torch.Tensor) -> GGUFCheckpoint:
+        return GGUFCheckpoint(read_gguf(to_gguf(folder, tmp_path / "m.gguf", "F32", extra={name: weight})))
+
+    assert "rope" not in "".join(open_with("rope_freqs.weight", torch.ones(8)).names())
+    with pytest.raises(LoadError, match=r"rope_freqs\.weight"):
+        open_with("rope_freqs.weight", torch.tensor([1.0, 8.0]))
+    with pytest.raises(LoadError, match=r"blk\.0\.ffn_gate_exps\.weight"):
+        open_with("blk.0.ffn_gate_exps.weight", torch.ones(4, 4))
+    path = to_gguf(folder, tmp_path / "m.gguf", "Q8_0")
+    raw = path.read_bytes()
+    entry = b"output.weight" + struct.pack("<IQQ", 2, 64, 320)
+    path.write_bytes(raw.replace(entry + struct.pack("<I", 8), entry + struct.pack("<I", 20)))  # IQ4_NL: smaller, so it still fits
+    with pytest.raises(LoadError, match=r"'output\.weight' is of kind IQ4_NL; supported: F32, F16, BF16, Q4_1, Q8_0"):
+        GGUFCheckpoint(read_gguf(path))
+
+
+# -- safetensors
+
+WEIGHTS = {f"w{i}": torch.full((4, 8), float(i)) for i in range(4)}
+
+
+def sharded(folder: Path, **weight_map: str) -> Path:
+    """w0, w1 in a.safetensors and w2, w3 in b.safetensors, under an index that says `weight_map` of them."""
+    folder.mkdir(exist_ok=True)
+    for shard, names in (("a", ("w0", "w1")), ("b", ("w2", "w3"))):
+        save_file({name: WEIGHTS[name] for name in names}, folder / f"{shard}.safetensors")
+    right = {"w0": "a.safetensors", "w1": "a.safetensors", "w2": "b.safetensors", "w3": "b.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": right | weight_map}))
+    return folder
+
+
+def test_shards_are_read_as_one_checkpoint(tmp_path: Path) -> None:
+    checkpoint = SafetensorsCheckpoint(sharded(tmp_path))
+    assert_equal(all_weights(checkpoint), WEIGHTS)
+    assert checkpoint.fingerprint() == SafetensorsCheckpoint(tmp_path).fingerprint()
+
+
+def test_shards_that_transformers_wrote(tmp_path: Path) -> None:
+    whole = tiny_model(tmp_path / "whole", "Qwen2ForCausalLM", seed=7)
+    parts = tiny_model(tmp_path / "parts", "Qwen2ForCausalLM", seed=7, max_shard_size="100KB")
+    assert len(list(parts.glob("*.safetensors"))) > 1
+    assert_equal(all_weights(SafetensorsCheckpoint(parts)), all_weights(SafetensorsCheckpoint(whole)))
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "reason"),
+    [
+        ({"w9": "absent.safetensors"}, r"absent\.safetensors: not found"),
+        ({"w9": "a.safetensors"}, r"a\.safetensors: lacks .*w9"),
+        ({"w0": "b.safetensors"}, r"a\.safetensors: has .*w0"),
+        ({"w0": "../a.safetensors"}, "out of the model folder"),
+        ({"w0": "sub/../a.safetensors"}, "out of the model folder"),
+        ({"w0": "/etc/passwd"}, "out of the model folder"),
+        ({"w0": "link.safetensors"}, "out of the model folder"),
+        ({"w0": ""}, "out of the model folder"),
+        ({"w0": 3}, "weight_map"),
+    ],
+)
+def test_index_that_does_not_fit_its_shards_is_refused(tmp_path: Path, weight_map: dict[str, Any], reason: str) -> None:
+    save_file({"w0": WEIGHTS["w0"]}, tmp_path / "outside.safetensors")
+    folder = sharded(tmp_path / "m", **weight_map)
+    (folder / "link.safetensors").symlink_to(tmp_path / "outside.safetensors")
+    with pytest.raises(LoadError, match=reason):
+        SafetensorsCheckpoint(folder)
+
+
+def test_links_of_a_hub_cache_are_followed(tmp_path: Path) -> None:
+    snapshot = sharded(tmp_path / "snapshots").rename(tmp_path / "files")
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshots" / "abc").mkdir(parents=True)
+    for file in snapshot.iterdir():
+        file.rename(tmp_path / "blobs" / f"digest-{file.name}")
+        (tmp_path / "snapshots" / "abc" / file.name).symlink_to(f"../../blobs/digest-{file.name}")
+    assert_equal(all_weights(SafetensorsCheckpoint(tmp_path / "snapshots" / "abc")), WEIGHTS)
+
+
+def safetensors_bytes(header: str, data: bytes = b"", length: int | None = None) -> bytes:
+    return struct.pack("<Q", len(header) if length is None else length) + header.encode() + data
+
+
+def entry(dtype: str = "F32", start: int = 0, end: int = 16, count: int = 4) -> str:
+    return json.dumps({"dtype": dtype, "shape": [count], "data_offsets": [start, end]})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\1\2",
+        safetensors_bytes("{}", length=2**40),
+        safetensors_bytes("{}", length=2**64 - 1),
+        safetensors_bytes("{]"),
+        safetensors_bytes("[" * 100000),
+        safetensors_bytes(f'{{"w": {entry()}}}', bytes(15)),
+        safetensors_bytes(f'{{"w": {entry()}}}', bytes(17)),
+        safetensors_bytes(f'{{"w": {entry(count=5)}}}', bytes(16)),
+        safetensors_bytes(f'{{"w": {entry()}, "v": {entry(start=8, end=24)}}}', bytes(24)),
+        safetensors_bytes(f'{{"w": {entry(end=2**63)}}}', bytes(16)),
+        safetensors_bytes(f'{{"w": {entry(dtype="X9")}}}', bytes(16)),
+        safetensors_bytes(f'{{"w": {entry(dtype="I32")}}}', bytes(16)),
+    ],
+)
+def test_damaged_safetensors_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(LoadError, match=r"model\.safetensors: ") as caught:
+        SafetensorsCheckpoint(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match=r"has no model\.safetensors"):
+        SafetensorsCheckpoint(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(LoadError, match="convert"):
+        SafetensorsCheckpoint(tmp_path)
+
+
+def test_fingerprint_tells_weights_names_and_shapes_apart(tmp_path: Path) -> None:
+    seen = set()
+    variants = [{"w": torch.zeros(64, 64)}, {"w": torch.ones(64, 64)}, {"v": torch.ones(64, 64)}, {"w": torch.ones(32, 128)}]
+    for weights in variants:
+        save_file(weights, tmp_path / "model.safetensors")
+        seen.add(SafetensorsCheckpoint(tmp_path).fingerprint())
+    assert len(seen) == len(variants)

@@ -1,0 +1,228 @@
+"""A whole engine on FakeKV for tests: the real `EngineCore` and `Scheduler` over a runner in which any paging mistake shows.
+
+`FakeEngine` keeps what every request was given and when, and checks, at every step, what must hold between scheduler and
+worker: a plan writes only blocks its sequence has to itself, sealed content never changes, both hold the same tables.
+Work can be let in at two points inside a step: `before_forward` (scheduled, not computed) and `after_forward` (computed,
+not updated). The clock counts steps.
+"""
+
+from collections.abc import Callable
+
+from octavo.config import Debug
+from octavo.engine.core import EngineCore
+from octavo.errors import EngineError
+from octavo.messages import AddRequest, Delta, FinishReason, StepPlan
+from octavo.policy import invariants
+from octavo.policy.block_pool import BlockPool, Event
+from octavo.policy.cache_spec import CacheGeometry
+from octavo.policy.kv_manager import KVManager
+from octavo.policy.request import Request
+from octavo.policy.scheduler import Limits, Scheduler
+from octavo.sampling_params import SamplingParams
+from octavo.worker.executor import Inproc
+from octavo.worker.fake_runner import FakeRunner, Slot, expected
+from octavo.worker.faults import Faults
+
+VOCAB = 50
+Hook = Callable[[], None]
+
+
+def sampling(count: int | None = 4, n: int = 1, seed: int | None = None, stop: tuple[int, ...] = ()) -> SamplingParams:
+    return SamplingParams(max_tokens=count, n=n, seed=seed, stop_token_ids=stop)
+
+
+class ChosenFaults(Faults):
+    """Faults for the next plan that is carried out: entries to poison, and the entry at which to raise (-1: before all)."""
+
+    def __init__(self) -> None:
+        super().__init__(Debug())
+        self.poison: set[int] = set()
+        self.raise_at: int | None = None
+
+    def before_forward(self, step: int) -> None:
+        if self.raise_at == -1:
+            raise EngineError("planted: before forward")
+
+    def poisons(self, step: int, entry: int) -> bool:
+        if self.raise_at == entry:
+            raise EngineError(f"planted: at entry {entry}")
+        return entry in self.poison
+
+
+class WatchedExecutor(Inproc):
+    """Runs in the caller's thread, with hooks around the forward pass."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        super().__init__(lambda: runner)
+        self.plans: list[StepPlan] = []
+        self.on_plan: Callable[[StepPlan], None] = self.plans.append
+        self.before_forward: list[Hook] = []
+        self.after_forward: list[Hook] = []
+
+    def forward(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        self.on_plan(plan)
+        _drain(self.before_forward)
+        super().forward(plan)
+        _drain(self.after_forward)
+
+
+def _drain(hooks: list[Hook]) -> None:
+    while hooks:
+        hooks.pop(0)()
+
+
+class FakeEngine:
+    def __init__(
+        self,
+        *,
+        block_size: int = 4,
+        num_blocks: int = 64,
+        rows: int = 8,
+        budget: int = 64,
+        max_len: int | None = None,
+        depth: int = 1,
+        caching: bool = True,
+        by_priority: bool = False,
+        preempt_every: int = 0,
+        end_ids: tuple[int, ...] = (),
+        check: bool = True,
+    ) -> None:
+        self.max_len = max_len or (num_blocks - 1) * block_size + 1
+        self.pool = BlockPool(num_blocks, self._on_event)
+        self.kv = KVManager(self.pool, block_size, caching, b"k" * 16, b"model")
+        limits = Limits(rows, budget, self.max_len, VOCAB, num_blocks, block_size)
+        self.scheduler = Scheduler(
+            self.kv, limits, by_priority, end_ids, seed=5, preempt_every=preempt_every, clock=lambda: float(self.scheduler.step)
+        )
+        self.faults = ChosenFaults()
+        self.runner = FakeRunner(CacheGeometry(num_blocks, block_size, self.max_len, 1), VOCAB, self.faults)
+        self.executor = WatchedExecutor(self.runner)
+        self.executor.on_plan = self._check_writes
+        self.core = EngineCore(self.scheduler, self.executor, depth, check)
+        self.check = check
+        self.asked: dict[str, tuple[AddRequest, Request]] = {}
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.token_steps: dict[tuple[str, int], list[int]] = {}  # the step each token came out of
+        self.ends: dict[tuple[str, int], Delta] = {}
+        self.sealed: dict[bytes, list[Slot]] = {}  # digest -> content, for ever
+
+    # --- driving -----------------------------------------------------------------------------------------------------
+
+    def add(self, name: str, prompt: list[int], params: SamplingParams | None = None, priority: int = 0, salt: str = "") -> Request:
+        message = AddRequest(name, list(prompt), params or sampling(), priority, salt)
+        self.core.add(message)
+        request = self.scheduler.requests[name]
+        self.asked[name] = (message, request)
+        for index in range(message.params.n):
+            self.tokens[name, index], self.token_steps[name, index] = [], []
+        return request
+
+    def abort(self, name: str, index: int | None = None) -> list[Delta]:
+        deltas = self.core.abort(name, index)
+        self._record(deltas)
+        if self.check:
+            invariants.check(self.scheduler)
+        return deltas
+
+    def step(self) -> list[Delta]:
+        deltas = self.core.step()
+        self._record(deltas)
+        self.faults.poison, self.faults.raise_at = set(), None
+        _drain(self.executor.before_forward)  # an empty plan reaches no worker
+        _drain(self.executor.after_forward)
+        if self.check:
+            self._check_worker()
+        return deltas
+
+    def preempt_last(self) -> None:
+        """The last running sequence is preempted at the start of the next step."""
+        every, self.scheduler.preempt_every = self.scheduler.preempt_every, 1
+        self.executor.before_forward.append(lambda: setattr(self.scheduler, "preempt_every", every))
+
+    def run(self, most_steps: int = 5000) -> int:
+        """Step until nothing is left; how many steps that took."""
+        for count in range(most_steps):
+            if not self.core.has_work:
+                return count
+            self.step()
+        raise AssertionError(f"still at work after {most_steps} steps: {self.scheduler.snapshot()}")
+
+    # --- what came of it ---------------------------------------------------------------------------------------------
+
+    def expected(self, name: str, index: int = 0) -> tuple[list[int], FinishReason]:
+        """What a sample gives if nothing disturbs it."""
+        message, request = self.asked[name]
+        prompt, params = message.prompt_token_ids, message.params
+        count = self.max_len - len(prompt) if params.max_tokens is None else params.max_tokens
+        text = expected(prompt, count, request.root, request.noise(index), VOCAB)
+        end = next((at for at, token in enumerate(text) if token in request.end_ids), None)
+        return (text, "length") if end is None else (text[: end + 1], "stop")
+
+    def reason(self, name: str, index: int = 0) -> FinishReason | None:
+        return self.ends[name, index].finish_reason
+
+    def assert_exact(self, disturbed: set[str] | None = None) -> None:
+        """Every sample ended, with its whole text; those of `disturbed` requests perhaps early, with what they had."""
+        for (name, index), tokens in self.tokens.items():
+            text, reason = self.expected(name, index)
+            if self.reason(name, index) in ("abort", "error"):
+                assert disturbed is not None and name in disturbed, f"{name}/{index} ended with {self.ends[name, index]}"
+                assert tokens == text[: len(tokens)], f"{name}/{index} is wrong"
+            else:
+                assert (tokens, self.reason(name, index)) == (text, reason), f"{name}/{index} is wrong"
+
+    def assert_idle(self) -> None:
+        """As after start, but for what is cached."""
+        assert not self.core.has_work and not self.scheduler.waiting and not self.scheduler.running
+        assert self.pool.num_free == self.pool.num_blocks - 1 and not any(self.pool.ref)
+        assert sorted(self.scheduler.free_rows) == list(range(self.scheduler.limits.max_num_seqs))
+        assert not self.kv.pending and not self.scheduler._planned and not self.scheduler._unforked
+        invariants.check(self.scheduler)
+
+    @property
+    def copies(self) -> int:
+        return sum(len(plan.copies) for plan in self.executor.plans)
+
+    def _record(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            key = (delta.request_id, delta.index)
+            assert key not in self.ends, f"news of {key} after its end: {delta}"
+            self.tokens[key] += delta.token_ids
+            self.token_steps[key] += [self.scheduler.step] * len(delta.token_ids)
+            if delta.finish_reason is not None:
+                self.ends[key] = delta
+
+    # --- what must hold ----------------------------------------------------------------------------------------------
+
+    def _check_writes(self, plan: StepPlan) -> None:
+        """Just scheduled: each entry computes something, within the budget, into blocks its sequence has to itself."""
+        if not self.check:
+            return
+        invariants.check(self.scheduler)
+        size = self.kv.block_size
+        running = {seq.seq_id: seq for seq in self.scheduler.running}
+        assert sum(plan.num_query) <= self.scheduler.limits.max_num_batched_tokens
+        assert len(set(plan.row)) == len(plan.row)
+        for seq_id, row, start, count in zip(plan.seq_id, plan.row, plan.start, plan.num_query):
+            seq = running[seq_id]
+            assert seq.row == row and count > 0 and seq.num_planned == start + count
+            for block in seq.table[start // size : (start + count - 1) // size + 1]:
+                assert self.pool.writable(block), f"block {block} is written while shared or sealed"
+
+    def _check_worker(self) -> None:
+        """Between steps: the worker's rows are the scheduler's sequences, and sealed blocks hold what was sealed."""
+        invariants.check(self.scheduler)
+        for seq in self.scheduler.running:
+            row = self.runner.rows[seq.row]
+            assert row.table == seq.table, "scheduler and worker hold different tables"
+            assert row.tokens[: seq.num_tokens] == seq.token_ids and len(row.tokens) == seq.num_tokens + seq.in_flight
+        for digest, block in self.pool.index.items():
+            assert self.runner.blocks[block] == self.sealed[digest], f"sealed block {block} was written"
+
+    def _on_event(self, event: Event, block: int, digest: bytes | None) -> None:
+        if event == "seal":
+            assert digest is not None
+            content = list(self.runner.blocks[block])
+            assert None not in content, f"block {block} sealed with slots never written"
+            assert self.sealed.setdefault(digest, content) == content, "one digest, two contents"
