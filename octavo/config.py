@@ -7,6 +7,7 @@ through `OCTAVO_DEBUG`. What a model is stands in `model_config.py`. The environ
 import os
 import re
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from octavo.errors import ConfigError
@@ -126,3 +127,8 @@ def thread_limit() -> int | None:
 
 def no_color() -> bool:
     return bool(os.environ.get("NO_COLOR"))
+
+
+def state_dir() -> Path:
+    """Where small things live from one run to the next, such as the history of a chat."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "octavo"

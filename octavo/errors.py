@@ -28,6 +28,7 @@ class RequestError(OctavoError, ValueError):
         super().__init__(message)
         self.param = param
         self.code = code
+        self.index: int | None = None  # of the prompt at fault, where several came in one call
 
 
 class EngineError(OctavoError, RuntimeError):

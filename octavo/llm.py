@@ -1,7 +1,7 @@
 """`LLM`: the offline API. Text becomes ids here, the engine works on ids, and ids become text here again."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Literal, TypeVar
@@ -115,11 +115,11 @@ class LLM:
         encoded = [self._encoder.encode_chat(conversation) for conversation in _as_conversations(messages)]
         return self._run(encoded, _spread(params, SamplingParams(max_tokens=None), len(encoded)), use_tqdm)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
         """Complete one prompt and yield news as it comes; leaving the loop early aborts the request."""
         return self._stream(self._encoder.encode(prompt), params or SamplingParams())
 
-    def stream_chat(self, messages: Conversation, params: SamplingParams | None = None) -> Iterator[TextDelta]:
+    def stream_chat(self, messages: Conversation, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
         """Answer one conversation and yield news as it comes."""
         return self._stream(self._encoder.encode_chat(messages), params or SamplingParams(max_tokens=None))
 
@@ -127,6 +127,11 @@ class LLM:
         if self._tokenizer is None:
             raise RequestError("there is no tokenizer: skip_tokenizer_init is set", "skip_tokenizer_init")
         return self._tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence, prompt and answer: the one asked for, or what start-up found to fit."""
+        return self._client.geometry.max_model_len
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block that nobody holds, and find none of the others again."""
@@ -165,8 +170,12 @@ class LLM:
     ) -> list[RequestOutput]:
         ids: list[str] = []
         try:
-            for prompt, one in zip(encoded, params, strict=True):
-                ids.append(self._add(prompt, one))
+            for index, (prompt, one) in enumerate(zip(encoded, params, strict=True)):
+                try:
+                    ids.append(self._add(prompt, one))
+                except RequestError as error:
+                    error.index = index
+                    raise
             with DeferredInterrupt() as interrupt, GenerateProgress(len(ids), use_tqdm) as progress:
                 while any(request_id not in self._finished for request_id in ids):
                     self._pump(progress)
@@ -176,7 +185,7 @@ class LLM:
             for request_id in ids:
                 self._drop(request_id)
 
-    def _stream(self, encoded: tuple[str | None, list[int]], params: SamplingParams) -> Iterator[TextDelta]:
+    def _stream(self, encoded: tuple[str | None, list[int]], params: SamplingParams) -> Generator[TextDelta, None, None]:
         request_id = self._add(encoded, params)
         queue = self._streams[request_id] = deque()
         try:

@@ -152,9 +152,10 @@ class _Reader:
         window = self.integer("sliding_window")
         types = self.raw.get("layer_types")
         if types is None:
-            first = self.raw.get("max_window_layers", 28)
+            first = self.integer("max_window_layers", 28)
             types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-        if not isinstance(types, list) or len(types) != layers or set(types) - {"sliding_attention", "full_attention"}:
+        known = ("sliding_attention", "full_attention")
+        if not isinstance(types, list) or len(types) != layers or not all(kind in known for kind in types):
             raise self.fail("layer_types", f"{layers} of full_attention or sliding_attention")
         return tuple(window if kind == "sliding_attention" else None for kind in types)
 

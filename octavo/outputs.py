@@ -47,3 +47,4 @@ class TextDelta:
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    life: LifeRecord | None = None  # with the first token and at the end

@@ -9,6 +9,7 @@ At depth 2 the result of a step is taken in only after the next one was launched
 from collections import deque
 from concurrent.futures import Future
 
+from octavo.errors import VerifyError
 from octavo.log import logger
 from octavo.messages import AddRequest, Delta, StepPlan, StepResult
 from octavo.policy import invariants
@@ -47,7 +48,7 @@ class EngineCore:
                 self._launched.append((plan, self.executor.sample(plan.step)))
         except BaseException as error:  # also Ctrl-C: the plan was not carried out, whoever is in it ends here
             deltas += self._settle() + self.scheduler.fail(plan, f"the engine failed in this step: {error}")
-            if not isinstance(error, Exception):
+            if isinstance(error, VerifyError) or not isinstance(error, Exception):
                 raise
             logger.error("step %d failed, its %d sequences end with an error: %s", plan.step, len(plan.row), error, exc_info=True)
         if self._depth == 1:

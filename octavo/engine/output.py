@@ -43,8 +43,11 @@ class OutputProcessor:
             sample = state.samples[delta.index]
             if sample.output.finish_reason is not None:
                 continue  # it matched a stop string before the engine heard of it
-            processed.deltas.append(sample.take(delta))
-            if sample.output.finish_reason is None:
+            news = sample.take(delta)
+            processed.deltas.append(news)
+            if delta.life or news.finish_reason is not None:
+                news.life = state.life
+            if news.finish_reason is None:
                 continue
             if delta.finish_reason is None:
                 processed.aborts.append((delta.request_id, delta.index))

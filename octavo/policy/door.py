@@ -28,7 +28,7 @@ def check_request(message: AddRequest, limits: Limits) -> None:
         raise RequestError("the prompt is empty", "prompt")
     bad = next((token for token in (*prompt, *params.stop_token_ids) if not 0 <= token < limits.vocab_size), None)
     if bad is not None:
-        where = "stop_token_ids" if bad in params.stop_token_ids else "prompt"
+        where = "prompt" if bad in prompt else "stop_token_ids"
         raise RequestError(f"token id {bad} in {where} is out of vocabulary, which has {limits.vocab_size} ids", where)
     if params.n > limits.max_num_seqs:
         raise RequestError(f"n is {params.n}, max_num_seqs is {limits.max_num_seqs}: every sample needs a row", "n")

@@ -99,7 +99,7 @@ class Scheduler:
         if seqs:
             return [delta for seq in seqs for delta in self._finish(seq, "abort")]
         parent = next((seq for seq in request.sequences if seq.unforked), None)
-        if parent is None or index is None or index >= request.params.n or index in request.aborted:
+        if parent is None or index is None or not 0 <= index < request.params.n or index in request.aborted:
             return []
         if len(request.aborted) + 1 == request.params.n:
             return self._finish(parent, "abort")
@@ -128,6 +128,7 @@ class Scheduler:
         running, kv, is_running = self.running, self.kv, Status.RUNNING
         budget = self.limits.max_num_batched_tokens
         prefill_budget = self._prefill_budget(budget)
+        lacking: int | None = None  # tokens wanted by prefills from here on; not asked before there is one
         preempted = False
         after = len(running)
         for seq in running.copy():
@@ -136,7 +137,8 @@ class Scheduler:
                 break  # preempted for one before it, and so are all behind it
             count = min(seq.num_tokens + seq.in_flight, seq.stop_at) - seq.num_planned
             if count > 1:
-                count = max(0, min(count, budget - after, prefill_budget))
+                lacking = (self._prefill_lack() if lacking is None else lacking) - count  # by those behind: leave it, at most half
+                count = max(0, min(count, budget - after, max(prefill_budget - lacking, (prefill_budget + 1) // 2)))
                 prefill_budget -= count
             if count == 0:
                 continue  # awaits its result, or its turn
@@ -157,6 +159,10 @@ class Scheduler:
             return budget
         decoding = sum(seq.target - seq.num_planned == 1 for seq in self.running)
         return (budget - decoding) // 2
+
+    def _prefill_lack(self) -> int:
+        """Tokens that running prefills want, together."""
+        return sum(lack for seq in self.running if (lack := seq.target - seq.num_planned) > 1)
 
     def _plan(self, seq: Sequence, count: int, plan: StepPlan, planned: list[Sequence]) -> None:
         start = seq.num_planned
@@ -310,9 +316,10 @@ class Scheduler:
         """Take in what a plan brought. Plans are updated in the order they were made."""
         deltas: list[Delta] = []
         size, is_finished, is_running = self.kv.block_size, Status.FINISHED, Status.RUNNING
-        bad = set(result.bad_rows)
+        bad, computed = set(result.bad_rows), sum(plan.num_query)
         for entry, seq in enumerate(self._planned.pop(plan.step)):
             if seq.status is is_finished:
+                computed -= plan.num_query[entry]
                 continue
             if entry in bad:
                 deltas += self._fail(seq.request, "numerical_error: the model produced values that are not finite")
@@ -326,8 +333,9 @@ class Scheduler:
                 self.kv.seal(seq)
             if tokens:
                 deltas.append(self._deliver(seq, tokens, result.logprobs.get(entry)))
-        self.stats.prompt_tokens += sum(plan.num_query) - len(deltas)
-        self.stats.generation_tokens += len(deltas)
+        generated = sum([len(delta.token_ids) for delta in deltas])
+        self.stats.prompt_tokens += computed - generated
+        self.stats.generation_tokens += generated
         return deltas
 
     def _deliver(self, seq: Sequence, tokens: list[int], logprobs: TokenLogprobs | None) -> Delta:
@@ -337,6 +345,7 @@ class Scheduler:
         if request.life.first_token is None:
             request.life.first_token = self.clock()
             delta.life = request.life
+            self.stats.prompt_tokens += 1  # what it was sampled after: the last prompt token, no generated one
         token = tokens[-1]
         if token in request.end_ids:
             delta.finish_reason = "stop"

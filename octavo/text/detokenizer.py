@@ -18,8 +18,8 @@ class IncrementalDetokenizer:
         """With `prompt_ids` the deltas continue that text: a first space is part of it, an open character is completed."""
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip_next = tokenizer.strips_leading_space
         shown = [token_id for token_id in prompt_ids if token_id not in tokenizer.special_ids]
-        self._strip_next = tokenizer.strips_leading_space and not any(map(tokenizer.token_bytes, shown))
         self.push(shown[-OPEN_CHARACTER_BYTES:])
 
     def push(self, ids: Sequence[int]) -> str:

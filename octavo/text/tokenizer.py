@@ -72,9 +72,10 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            text.encode()  # the library would only say that this is no str
         except UnicodeEncodeError as error:
             raise RequestError(f"text holds an unpaired surrogate at character {error.start}, so it is not valid Unicode") from None
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         hidden: frozenset[int] = self.special_ids if skip_special_tokens else frozenset()

@@ -89,7 +89,7 @@ def _logprobs(logits: Tensor, chosen: int, count: int) -> TokenLogprobs:
     distance = distances(logits.unsqueeze(0), torch.ones(1))  # [1, V]
     total = int(mass(distance).sum())
     log_total = math.log(total / ONE) if total > 0 else math.nan  # not above 0: the logits are not finite
-    near, top_ids = nearest(distance, min(count, len(logits)))
+    near, top_ids = nearest(distance, count)
     return TokenLogprobs(
         logprob=-float(distance[0, chosen]) - log_total,
         rank=int((distance < distance[0, chosen]).sum()) + 1,

@@ -24,16 +24,19 @@ from octavo.worker.machine import fast_dtype, memory_bytes, num_threads
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.program import Eager
 from octavo.worker.request_table import RequestTable
+from octavo.worker.shadow import Shadow, ShadowedStore, shadowed
 
 GIB = 2**30
 
 
 class Worker:
-    def __init__(self, config: EngineConfig, source: ModelSource, model_config: ModelConfig, debug: Debug) -> None:
+    def __init__(self, config: EngineConfig, source: ModelSource, model_config: ModelConfig, debug: Debug, shadow: bool = False) -> None:
+        """With `shadow`, every step is proven against a contiguous cache: slow, and exact."""
         self.config = config
         self.source = source
         self.model_config = model_config
         self.faults = Faults(debug)
+        self._shadow_wanted = shadow
         self.dtype = resolve_dtype(config, model_config)
         self.backend = choose_backend(config.attention_backend, self.dtype)
         if self.backend.layout == "contiguous" and config.enable_prefix_caching:
@@ -42,9 +45,11 @@ class Worker:
     def start(self) -> CacheGeometry:
         torch.set_num_threads(num_threads())
         geometry = self.plan_cache()
+        self.store: KVStore = self._make_store(geometry)
+        if self._shadow_wanted:
+            self._add_shadow(geometry)
         model = self._load(geometry.max_model_len)
         self._log(geometry)
-        self.store: KVStore = self._make_store(geometry)
         blocks = -(-geometry.max_model_len // geometry.block_size)
         self.table = RequestTable(self.config.max_num_seqs, geometry.max_model_len, blocks)
         program = Eager(model, self.backend)
@@ -59,7 +64,7 @@ class Worker:
 
     def stop(self) -> None:
         """Drop every reference, so that all memory goes."""
-        for name in ("runner", "store", "table"):
+        for name in ("runner", "store", "table", "shadow"):
             if name in self.__dict__:
                 delattr(self, name)
 
@@ -73,6 +78,12 @@ class Worker:
             return PagedStore(specs, geometry.num_blocks, geometry.block_size)
         blocks = -(-geometry.max_model_len // geometry.block_size)
         return ContiguousStore(specs, self.config.max_num_seqs, blocks * geometry.block_size)
+
+    def _add_shadow(self, geometry: CacheGeometry) -> None:
+        specs = cache_specs(self.model_config, self.dtype)
+        self.shadow = Shadow(specs, self.config.max_num_seqs, geometry.max_model_len, geometry.block_size)
+        self.store = ShadowedStore(self.store, self.shadow)
+        self.backend = shadowed(self.backend, self.shadow)
 
     def _load(self, max_len: int) -> Decoder:
         watch = Stopwatch()

@@ -41,7 +41,7 @@ def test_known_answers(counter: list[int], key: list[int], answer: list[int]) ->
 
 @settings(max_examples=40)
 @given(
-    rows=st.lists(st.tuples(word32, word32, word32, word32, st.integers(0, 2**20)), min_size=1, max_size=4),
+    rows=st.lists(st.tuples(word32, word32, word32, word32, st.integers(0, 2**20)), min_size=1, max_size=12),
     vocab=st.integers(1, 40),
     data=st.data(),
 )

@@ -15,9 +15,10 @@ from octavo.messages import AddRequest, Delta, FinishReason, StepPlan
 from octavo.policy import invariants
 from octavo.policy.block_pool import BlockPool, Event
 from octavo.policy.cache_spec import CacheGeometry
+from octavo.policy.door import Limits
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.request import Request
-from octavo.policy.scheduler import Limits, Scheduler
+from octavo.policy.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
 from octavo.worker.executor import Inproc
 from octavo.worker.fake_runner import FakeRunner, Slot, expected
@@ -52,10 +53,10 @@ class ChosenFaults(Faults):
 class WatchedExecutor(Inproc):
     """Runs in the caller's thread, with hooks around the forward pass."""
 
-    def __init__(self, runner: FakeRunner) -> None:
+    def __init__(self, runner: FakeRunner, on_plan: Callable[[StepPlan], None]) -> None:
         super().__init__(lambda: runner)
         self.plans: list[StepPlan] = []
-        self.on_plan: Callable[[StepPlan], None] = self.plans.append
+        self.on_plan = on_plan
         self.before_forward: list[Hook] = []
         self.after_forward: list[Hook] = []
 
@@ -97,8 +98,7 @@ class FakeEngine:
         )
         self.faults = ChosenFaults()
         self.runner = FakeRunner(CacheGeometry(num_blocks, block_size, self.max_len, 1), VOCAB, self.faults)
-        self.executor = WatchedExecutor(self.runner)
-        self.executor.on_plan = self._check_writes
+        self.executor = WatchedExecutor(self.runner, self._check_writes)
         self.core = EngineCore(self.scheduler, self.executor, depth, check)
         self.check = check
         self.asked: dict[str, tuple[AddRequest, Request]] = {}

@@ -4,8 +4,8 @@
     Q4_1: 32 numbers in 20 bytes    scale f16 | offset f16 | 16 code pairs   x = scale * code + offset
           the low halves of the 16 bytes are numbers 0..15, the high halves 16..31
 
-F32, F16 and BF16 are numbers as they stand. Multiply and add stay two operations: a fused one rounds differently, and the
-result must not depend on which the machine has.
+F32, F16 and BF16 are numbers as they stand. A scale has 11 significant bits and a code at most 8, so their product is exact
+in float32 and the result has the same bits wherever it is computed, with a fused multiply-add or without.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,10 @@ def _q8_0(raw: Tensor) -> Tensor:
 def _q4_1(raw: Tensor) -> Tensor:
     groups = raw.view(-1, 20)  # [groups, 20]
     scale, offset = groups[:, :4].view(torch.float16).float().unsqueeze(-1).unbind(1)  # [groups, 1] each
-    pairs = groups[:, 4:]  # [groups, 16]
+    low, high = groups & 15, groups >> 4  # of the scales too: a pass over contiguous bytes is faster than one that skips four in twenty
     out = torch.empty(groups.shape[0], 32)
-    out[:, :16] = pairs & 15
-    out[:, 16:] = pairs >> 4
+    out[:, :16] = low[:, 4:]
+    out[:, 16:] = high[:, 4:]
     return out.mul_(scale).add_(offset)
 
 

@@ -17,6 +17,7 @@ MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 LOW32 = 0xFFFFFFFF
 LANES = 4
+ROWS_AT_ONCE = 8  # so that the words of a large vocabulary stay in the cache through the rounds
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -41,8 +42,10 @@ def uniform(noise: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """
     quads = torch.arange((vocab + LANES - 1) // LANES, device=noise.device).unsqueeze(0)  # [1, quads]
     out = torch.empty(len(noise), quads.shape[1], LANES, device=noise.device)  # [S, quads, lanes]
-    for lane, word in enumerate(_words(noise, positions, quads)):
-        out[:, :, lane] = word >> 9
+    for start in range(0, len(noise), ROWS_AT_ONCE):
+        some = slice(start, start + ROWS_AT_ONCE)
+        for lane, word in enumerate(_words(noise[some], positions[some], quads)):
+            out[some, :, lane] = word >> 9
     return _open_unit(out).flatten(1)[:, :vocab]
 
 

@@ -63,19 +63,19 @@ def distances(logits: Tensor, temperature: Tensor) -> Tensor:
     """How far each token lies below the best of its row: 0 or more, so no temperature can overflow the best one. [S, V]"""
     limits = torch.finfo(torch.float32)
     scale = temperature.clamp(limits.tiny, limits.max).unsqueeze(-1)
-    return (logits.amax(-1, keepdim=True) - logits).div_(scale)
+    return (logits.amax(-1, keepdim=True) - logits).div_(scale).abs_()  # zeros of two signs can leave a -0.0
 
 
 def nearest(distance: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The best tokens in the order (distance, id), lowest first: (distances, ids), each [S, count].
+    """The best tokens in the order (distance, id), lowest first: (distances, ids), each [S, count], or [S, V] if that is less.
 
     The bits of a float that is not negative order like the float; with the id below them, no two keys are equal.
     """
     ids = torch.arange(distance.shape[1])
-    keys = ((distance.view(torch.int32).to(torch.int64) << 32) | ids).numpy()  # [S, V]
+    keys = distance.view(torch.int32).to(torch.int64).bitwise_left_shift_(32).bitwise_or_(ids).numpy()  # [S, V]
     if count < keys.shape[1]:
-        keys = np.partition(keys, count, axis=-1)[:, :count]  # numpy orders integers several times faster than torch
-    best = torch.from_numpy(np.sort(keys, axis=-1))
+        keys.partition(count, axis=-1)  # numpy orders integers several times faster than torch
+    best = torch.from_numpy(np.sort(keys[:, :count], axis=-1))
     return (best >> 32).to(torch.int32).view(torch.float32), best & LOW32
 
 

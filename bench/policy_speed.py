@@ -1,0 +1,81 @@
+"""How fast the policy room plans: `python bench/policy_speed.py`.
+
+256 sequences decode; a step is `schedule` plus `update`, with made-up tokens in place of a runner. Aligned, all sequences
+cross a block edge in the same step, where each seals a block and takes a new one: the worst case. Spread, a sixteenth of
+them does in every step. Figures are medians over runs; the slowest step is the slowest of one run.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from octavo.messages import AddRequest, StepPlan, StepResult
+from octavo.policy.block_pool import BlockPool
+from octavo.policy.door import Limits
+from octavo.policy.kv_manager import KVManager
+from octavo.policy.scheduler import Scheduler
+from octavo.sampling_params import SamplingParams
+
+ROWS, BLOCK, MAX_LEN = 256, 16, 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    per_second: float  # sequence-steps
+    slowest_ms: float
+    median_ms: float
+
+
+def _scheduler(aligned: bool) -> Scheduler:
+    num_blocks = ROWS * MAX_LEN // BLOCK
+    kv = KVManager(BlockPool(num_blocks), BLOCK, caching=True, key=b"bench", identity=b"bench")
+    scheduler = Scheduler(kv, Limits(ROWS, ROWS * 4 * BLOCK, MAX_LEN, 50_000, num_blocks, BLOCK))
+    for number in range(ROWS):
+        length = 2 * BLOCK if aligned else BLOCK + number % BLOCK
+        scheduler.add(AddRequest(str(number), [number] * length, SamplingParams(max_tokens=1024, ignore_eos=True)))
+    return scheduler
+
+
+def measure(aligned: bool, depth: int, steps: int = 400, clock: Callable[[], float] = time.perf_counter) -> Speed:
+    """Seconds of `steps` full decode steps; at depth 2 a plan is updated after the next one was made."""
+    scheduler = _scheduler(aligned)
+    launched: list[StepPlan] = []
+    seconds: list[float] = []
+    while len(seconds) < steps:
+        start = clock()
+        launched.append(scheduler.schedule())
+        took = clock() - start
+        if len(launched) < depth:
+            continue
+        plan = launched.pop(0)
+        result = StepResult(plan.step, [[plan.step % 1000 + 7] if samples else [] for samples in plan.samples])
+        start = clock()
+        scheduler.update(plan, result)
+        took += clock() - start
+        if len(plan.row) == ROWS == sum(plan.num_query):
+            seconds.append(took)
+    return Speed(ROWS * steps / sum(seconds), max(seconds) * 1e3, statistics.median(seconds) * 1e3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="sequence-steps a second of the policy room, runner excluded")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--cpu-time", action="store_true", help="count this thread's CPU time, for a machine with other work")
+    options = parser.parse_args()
+    clock = time.thread_time if options.cpu_time else time.perf_counter
+    print(f"{ROWS} sequences, blocks of {BLOCK}, {options.steps} steps, medians over {options.runs} runs")
+    print(f"{'edges':8} {'depth':>5} {'sequence-steps/s':>17} {'median step':>12} {'slowest step':>13}")
+    for aligned in (False, True):
+        for depth in (1, 2):
+            runs = [measure(aligned, depth, options.steps, clock) for _ in range(options.runs)]
+            rate, slowest, median = (
+                statistics.median(getattr(run, name) for run in runs) for name in ("per_second", "slowest_ms", "median_ms")
+            )
+            print(f"{'aligned' if aligned else 'spread':8} {depth:5} {rate:17,.0f} {median:9.2f} ms {slowest:10.2f} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Flags out of dataclasses: every field of `EngineConfig` is a flag, with the field's own help, type and default.
+
+A flag that is not given is absent from the parsed arguments, so the defaults stand in one place: the dataclass.
+
+    --max-model-len 32k      int | None: a size (k, m, g are powers of 1024) or auto
+    --dtype float32          Literal: a choice
+    --no-enable-prefix-caching       bool: the flag and its --no- twin
+"""
+
+import argparse
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, fields
+from typing import Any, Literal, NoReturn, get_args, get_origin
+
+from octavo.config import EngineConfig
+from octavo.sampling_params import SamplingParams
+
+UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+NOT_FLAGS = ("model", "skip_tokenizer_init")  # each command has its own word for a model; commands speak text
+
+SAMPLING_FLAGS: dict[str, tuple[Callable[[str], object], str]] = {
+    "temperature": (float, "0 takes the likeliest token, higher is more varied"),
+    "top_p": (float, "sample among the likeliest tokens that make up this much probability"),
+    "top_k": (int, "sample among this many likeliest tokens; 0 is off"),
+    "min_p": (float, "leave out tokens below this share of the likeliest one's probability"),
+    "repetition_penalty": (float, "above 1: less of what is already there, prompt included"),
+    "presence_penalty": (float, "from -2 to 2: less of what the answer already holds"),
+    "frequency_penalty": (float, "the same, growing with every repetition"),
+    "max_tokens": (int, "longest answer"),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, with the nearest name, and takes options and words in any order."""
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        args, unknown = self.parse_known_intermixed_args(argv)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            known = re.findall(r"(?<!\w)--?\w[\w-]*", self.format_help())
+            self.error(f"unknown option {name}{nearest(name, known)}")
+        return args
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\nsee: {self.prog} --help\n")
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument("--model", metavar="MODEL", help=_field_help("model"))
+    for field in fields(EngineConfig):
+        if field.name not in NOT_FLAGS:
+            _add_field(group, field)
+
+
+def engine_config(args: argparse.Namespace, model: str | None = None) -> EngineConfig:
+    """`model`: the one a command found among its words; without it, that of `--model`."""
+    given = {name: value for name, value in vars(args).items() if name in EngineConfig.__dataclass_fields__}
+    return EngineConfig(**given if model is None else {**given, "model": model})
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, defaults: Mapping[str, object]) -> None:
+    """`defaults`: what this command takes where SamplingParams has something else."""
+    group = parser.add_argument_group("sampling")
+    own = {field.name: field.default for field in fields(SamplingParams)}
+    for name, (convert, text) in SAMPLING_FLAGS.items():
+        default = {**own, **defaults}[name]
+        text += f" (default: {'to the end of the context' if default is None else default})"
+        group.add_argument(_flag(name), type=convert, metavar=_metavar(convert), default=argparse.SUPPRESS, help=text)
+    text = "end the answer before this text; may be repeated"
+    group.add_argument("--stop", action="append", metavar="TEXT", default=argparse.SUPPRESS, help=text)
+
+
+def sampling_values(args: argparse.Namespace, defaults: Mapping[str, object]) -> dict[str, Any]:
+    """Fields of SamplingParams: the command's defaults under what was given."""
+    names = {*SAMPLING_FLAGS, "stop", "n"}
+    return {**defaults, **{name: value for name, value in vars(args).items() if name in names}}
+
+
+def size(text: str) -> int | None:
+    """4096, 32k, 512m, 4g; auto is None."""
+    found = re.fullmatch(r"(\d+)([kmg]?)", text.lower())
+    if found is None and text.lower() != "auto":
+        raise argparse.ArgumentTypeError(f"wanted a size like 4096, 32k, 512m, 4g or auto, got {text!r}")
+    return None if found is None else int(found[1]) * UNITS[found[2]]
+
+
+def _add_field(group: argparse._ArgumentGroup, field: Field[Any]) -> None:
+    flag, text = _flag(field.name), _field_help(field.name)
+    if field.type is bool:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+    elif get_origin(field.type) is Literal:
+        group.add_argument(flag, choices=get_args(field.type), default=argparse.SUPPRESS, help=text)
+    else:
+        convert: Callable[[str], object] = size if field.type == int | None else int if field.type is int else str
+        group.add_argument(flag, type=convert, metavar=_metavar(convert), default=argparse.SUPPRESS, help=text)
+
+
+def _field_help(name: str) -> str:
+    field = EngineConfig.__dataclass_fields__[name]
+    default = "" if field.default is None else f" (default: {str(field.default).lower()})"
+    return f"{field.metadata['help']}{default}"
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _metavar(convert: Callable[[str], object]) -> str:
+    return {int: "N", float: "X", size: "SIZE"}.get(convert, "TEXT")

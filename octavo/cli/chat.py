@@ -1,0 +1,176 @@
+"""`octavo chat`: a conversation at the terminal, or one answer for a script.
+
+    octavo chat                              talk to the default model
+    octavo chat MODEL "question"             one answer, text alone on stdout
+    echo question | octavo chat              the same
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from octavo.cli.args import add_engine_flags, add_sampling_flags, engine_config, nearest, sampling_values
+from octavo.cli.opening import opened
+from octavo.errors import OctavoError, RequestError
+from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.cli.chat_session import ChatSession
+    from octavo.cli.terminal import Terminal
+
+CHAT_DEFAULTS: dict[str, object] = {"temperature": 0.2, "top_p": 0.9, "max_tokens": None}
+
+COMMANDS = {
+    "/help": "what there is",
+    "/system [TEXT]": "show the system prompt, or set it; - removes it",
+    "/clear": "forget the conversation; the system prompt stays",
+    "/retry": "ask the last question again",
+    "/save FILE": "write the conversation as JSON",
+    "/stats": "speed and cache use of the last answer",
+}
+KEYS = 'Ctrl-C stops an answer, Ctrl-D leaves, """ opens and closes a message of several lines'
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "octavo chat [options] [MODEL] [QUESTION]"
+    parser.epilog = "In the chat: " + ", ".join(COMMANDS) + f"; {KEYS}."
+    text = (
+        "a model folder or .gguf file (default: the default model), and a question to answer once. "
+        "One word alone is the model if it is a folder, ends in .gguf or is written like a path (a/b, no spaces), else the question"
+    )
+    parser.add_argument("words", nargs="*", metavar="MODEL QUESTION", help=text)
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    add_sampling_flags(parser, CHAT_DEFAULTS)
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    model, question = _model_and_question(args)
+    config = engine_config(args, model)
+    params = SamplingParams(**sampling_values(args, CHAT_DEFAULTS))
+    if question is None and not sys.stdin.isatty():
+        question = sys.stdin.read()
+    if question is not None and not question.strip():
+        raise RequestError("the question is empty", "question")
+    with opened(config) as llm:
+        from octavo.cli.chat_session import ChatSession
+        from octavo.cli.terminal import Terminal
+
+        terminal = Terminal()
+        session = ChatSession(llm, params, args.system, terminal.say)
+        if question is None:
+            return ChatLoop(session, terminal).run()
+        for piece in session.ask(question.strip()):
+            terminal.write(piece)
+        print()
+    return 0
+
+
+def _model_and_question(args: argparse.Namespace) -> tuple[str | None, str | None]:
+    words, model = args.words, args.model
+    if model is None and len(words) == 2:
+        return words[0], words[1]
+    if model is None and len(words) == 1 and looks_like_model(words[0]):
+        return words[0], None
+    if len(words) > 1:
+        wanted = "QUESTION" if model is not None else "MODEL and QUESTION"
+        args.fail(f"{len(words)} words where {wanted} may stand; put the question in quotes")
+    return model, words[0] if words else None
+
+
+def looks_like_model(word: str) -> bool:
+    if word.endswith(".gguf") or (re.search(r"[\s?]", word) is None and ("/" in word or "\\" in word)):
+        return True
+    try:
+        return word != "" and Path(word).is_dir()
+    except OSError:  # too long for a name
+        return False
+
+
+class ChatLoop:
+    """Reads a line, obeys or answers it, until Ctrl-D."""
+
+    def __init__(self, session: "ChatSession", terminal: "Terminal") -> None:
+        from octavo.cli.terminal import LineReader
+
+        self._session = session
+        self._terminal = terminal
+        self._say = terminal.say
+        self._reader = LineReader()
+
+    def run(self) -> int:
+        self._say(f"{self._session.llm.model_name}, context of {self._session.llm.max_model_len} tokens; /help for help, Ctrl-D to leave")
+        while True:
+            try:
+                if message := self._reader.message():
+                    self._take(message)
+            except EOFError:
+                print()
+                return 0
+            except KeyboardInterrupt:  # while typing: a fresh line
+                print()
+            except UnicodeDecodeError as error:
+                self._say(f"error: that line is not {error.encoding}")
+            except OctavoError as error:
+                self._say(f"error: {error}")
+
+    def _take(self, message: str) -> None:
+        first, _, rest = message.partition(" ")
+        if re.fullmatch(r"/\w+", first):
+            self._obey(first, rest.strip())
+        else:
+            self._answer(message)
+
+    def _answer(self, question: str) -> None:
+        pieces = self._session.ask(question)
+        try:
+            for piece in pieces:
+                self._terminal.write(piece)
+            print()
+        except KeyboardInterrupt:
+            pieces.close()
+            print()
+            self._say("stopped")
+
+    def _obey(self, command: str, rest: str) -> None:
+        names = [name.split()[0] for name in COMMANDS]
+        match command:
+            case "/help":
+                self._say("\n".join([*(f"{name:16}{text}" for name, text in COMMANDS.items()), KEYS]))
+            case "/system":
+                self._system(rest)
+            case "/clear":
+                self._session.turns.clear()
+                self._say("the conversation is forgotten")
+            case "/retry":
+                question = self._session.take_back()
+                if question is None:
+                    self._say("there is nothing to ask again")
+                else:
+                    self._answer(question)
+            case "/save":
+                self._save(rest)
+            case "/stats":
+                stats = self._session.stats
+                self._say("no answer yet" if stats is None else "\n".join(stats.lines()))
+            case _:
+                self._say(f"there is no command {command}{nearest(command, names)}")
+
+    def _system(self, text: str) -> None:
+        if text:
+            self._session.system = None if text == "-" else text
+        self._say("there is no system prompt" if self._session.system is None else f"system prompt: {self._session.system}")
+
+    def _save(self, name: str) -> None:
+        if not name:
+            self._say("say where: /save FILE")
+            return
+        try:
+            with Path(name).open("x", encoding="utf-8") as file:  # never over something else
+                file.write(json.dumps({"messages": self._session.messages()}, ensure_ascii=False) + "\n")
+            self._say(f"saved {len(self._session.turns)} turns to {name}")
+        except OSError as error:
+            self._say(f"error: {name}: {error.strerror}")

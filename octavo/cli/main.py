@@ -1,0 +1,77 @@
+"""The `octavo` command: finds the sub-command, runs it, and turns whatever goes wrong into one line and an exit code.
+
+    0  done      1  an error, in one line      2  used wrongly      130  Ctrl-C      141  nobody reads our output any more
+
+A sub-command is a module with `add_arguments(parser)` and `run(args) -> int`. Only the one that is asked for is imported,
+and it imports the engine only in `run`: help must not wait for torch.
+"""
+
+import importlib
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from octavo import __version__
+from octavo.cli.args import Parser, nearest
+from octavo.config import log_level
+from octavo.errors import ConfigError, OctavoError
+
+COMMANDS = {
+    "chat": "talk to a model, or ask it one question",
+    "generate": "complete prompts, from the command line or a file",
+    "verify": "prove that paging is invisible, bit for bit",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a narrow terminal encoding is no reason to lose an answer
+    if not words or words[0] not in COMMANDS:
+        _top(words or ["--help"])
+    try:
+        code = _run(words[0], words[1:])
+        sys.stdout.flush()  # here, where a reader that has gone is handled
+        return code
+    except OctavoError as error:
+        if _debugging():
+            traceback.print_exc()
+        print(f"octavo: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more as it leaves
+        return 141
+
+
+def _run(name: str, words: Sequence[str]) -> int:
+    command = importlib.import_module(f"octavo.cli.{name}")
+    parser = Parser(prog=f"octavo {name}", description=f"{COMMANDS[name]}.", allow_abbrev=False)
+    parser.set_defaults(fail=parser.error)
+    command.add_arguments(parser)
+    return int(command.run(parser.parse(words)))
+
+
+def _top(words: Sequence[str]) -> NoReturn:
+    """Everything that is no sub-command: help, the version, and mistakes."""
+    parser = Parser(prog="octavo", description="A paged LLM inference engine.", allow_abbrev=False)
+    parser.epilog = "octavo COMMAND --help says more."
+    parser.add_argument("--version", action="version", version=f"octavo {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        commands.add_parser(name, help=summary)
+    kind = "option" if words[0].startswith("-") else "command"
+    if kind == "option":
+        parser.parse_known_args(words[:1])  # --help and --version end here
+    parser.error(f"unknown {kind} {words[0]}{nearest(words[0], [*COMMANDS, '--help', '--version'])}")
+
+
+def _debugging() -> bool:
+    try:
+        return log_level("WARNING") == "DEBUG"
+    except ConfigError:  # a wrong level is reported like any error, and asks for nothing
+        return False

@@ -1,0 +1,62 @@
+"""The user's side of a chat: lines typed in, with history, and text written out, dim where it is not the answer."""
+
+import contextlib
+import sys
+
+from octavo.cli.thinking import Piece
+from octavo.config import no_color, state_dir
+
+QUOTES = '"""'
+HISTORY_LINES = 1000
+ESCAPE = {0x1B: "\N{SYMBOL FOR ESCAPE}"}  # a model's text must not steer the terminal
+
+
+class Terminal:
+    def __init__(self) -> None:
+        self._looks_on = sys.stdout.isatty()
+        self._colour = self._looks_on and not no_color()
+
+    def write(self, piece: Piece) -> None:
+        text = piece.text.translate(ESCAPE) if self._looks_on else piece.text
+        print(self._dim(text) if piece.thinking else text, end="", flush=True)
+
+    def say(self, note: str) -> None:
+        """A line that is not the model's."""
+        print(self._dim(note), flush=True)
+
+    def _dim(self, text: str) -> str:
+        return f"\033[2m{text}\033[0m" if self._colour else text
+
+
+class LineReader:
+    """`input` with editing and a history that survives; without readline or a place to write, it is `input` alone."""
+
+    def __init__(self) -> None:
+        self._file = state_dir() / "history"
+        try:
+            import readline
+        except ImportError:  # a Python built without it
+            self._readline = None
+            return
+        self._readline = readline
+        readline.set_history_length(HISTORY_LINES)
+        with contextlib.suppress(OSError):
+            readline.read_history_file(self._file)
+
+    def message(self) -> str:
+        """One line, or several between triple quotes."""
+        line = self._line(">>> ")
+        if not line.startswith(QUOTES):
+            return line.strip()
+        lines = [line.removeprefix(QUOTES)]
+        while not lines[-1].rstrip().endswith(QUOTES):
+            lines.append(self._line("... "))
+        return "\n".join(lines).rstrip().removesuffix(QUOTES).strip()
+
+    def _line(self, prompt: str) -> str:
+        line = input(prompt)
+        if self._readline is not None:
+            with contextlib.suppress(OSError):
+                self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._readline.write_history_file(self._file)
+        return line

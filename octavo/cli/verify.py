@@ -1,0 +1,52 @@
+"""`octavo verify`: prove that paging is invisible, on the model at hand, and say what was compared."""
+
+import argparse
+import sys
+
+DEFAULT_REQUESTS = 40
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, default=DEFAULT_REQUESTS, help=f"requests in the stress schedule (default {DEFAULT_REQUESTS})")
+
+
+def run(args: argparse.Namespace) -> int:
+    from octavo.cli.args import engine_config
+    from octavo.engine.verify import Verified, verify
+    from octavo.errors import VerifyError
+    from octavo.loading.resolve import load_model_config, resolve_model
+
+    config = engine_config(args)
+    source = resolve_model(config.model)
+    model = load_model_config(source)
+    results: list[Verified] = []
+    for depth in (1, 2):
+        print(f"verifying {source.name}, pipeline depth {depth} ...", file=sys.stderr)
+        try:
+            results.append(verify(config, source, model, depth, args.requests))
+        except VerifyError as error:
+            print(f"NOT VERIFIED at pipeline depth {depth}: {error}")
+            return 1
+    print(_table(source.name, config.block_size, results))
+    return 0
+
+
+def _table(name: str, block_size: int, results: list["Verified"]) -> str:  # type: ignore[name-defined]  # noqa: F821
+    rows = [
+        ("requests", [r.requests for r in results]),
+        ("steps compared", [r.compared.steps for r in results]),
+        ("rows compared (all layers)", [r.compared.rows for r in results]),
+        ("cache values, bit for bit", [r.compared.cache_values for r in results]),
+        ("attention outputs, bit for bit", [r.compared.output_values for r in results]),
+        ("prompt tokens from the cache", [r.cached_tokens for r in results]),
+        ("preemptions", [r.preemptions for r in results]),
+        ("samples forked", [r.compared.forks for r in results]),
+        ("blocks allocated", [r.pool.taken for r in results]),
+        ("blocks shared", [r.pool.shared for r in results]),
+        ("blocks copied on write", [r.compared.copies for r in results]),
+        ("blocks evicted", [r.pool.evicted for r in results]),
+    ]
+    head = f"{name}, {results[0].dtype}, blocks of {block_size}: paged and contiguous caches agree bit for bit"
+    lines = [head, f"{'':32}" + "".join(f"{f'depth {r.depth}':>16}" for r in results)]
+    lines += [f"{label:32}" + "".join(f"{value:>16,}" for value in values) for label, values in rows]
+    return "\n".join(lines)

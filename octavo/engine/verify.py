@@ -1,0 +1,115 @@
+"""`octavo verify`: a stress schedule on a real model, with the shadow comparing every step bit for bit.
+
+A tiny pool forces preemption and eviction; prompts share prefixes, come again, split into samples at every kind of block
+edge, and are computed in chunks. A run in which one of these did not happen proves nothing, and fails too.
+"""
+
+from dataclasses import dataclass, replace
+from random import Random
+
+from octavo.config import Debug, EngineConfig
+from octavo.engine.build import Engine, build_engine
+from octavo.errors import EngineError, VerifyError
+from octavo.loading.resolve import ModelSource
+from octavo.messages import AddRequest
+from octavo.model_config import ModelConfig
+from octavo.policy.block_pool import Event, PoolCounts
+from octavo.sampling_params import SamplingParams
+from octavo.worker.shadow import Compared
+from octavo.worker.worker import Worker
+
+BLOCKS_FOR_LONGEST = 8  # blocks the longest request may fill
+NUM_ROWS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    depth: int
+    compared: Compared
+    pool: PoolCounts
+    preemptions: int
+    cached_tokens: int
+    requests: int
+    dtype: str
+
+
+def stress_config(config: EngineConfig, depth: int) -> EngineConfig:
+    """The user's model, dtype and block size, with everything else made tight."""
+    size = config.block_size
+    return replace(
+        config,
+        max_model_len=BLOCKS_FOR_LONGEST * size + 1,
+        num_gpu_blocks_override=BLOCKS_FOR_LONGEST * 3 + 1,
+        max_num_seqs=NUM_ROWS,
+        max_num_batched_tokens=max(2 * size, NUM_ROWS),
+        enable_prefix_caching=True,
+        pipeline_depth=depth,
+    )
+
+
+def stress_requests(count: int, block_size: int, vocab_size: int, seed: int) -> list[AddRequest]:
+    """Families of prompts over a few shared prefixes; some come twice, some want several samples."""
+    rng = Random(seed)
+    size = block_size
+    prefixes = [[rng.randrange(vocab_size) for _ in range(3 * size)] for _ in range(3)]
+    requests: list[AddRequest] = []
+    for number in range(count):
+        if number % 5 == 4:
+            prompt = requests[rng.randrange(len(requests))].prompt_token_ids  # the same again: a full hit
+        else:
+            tail = rng.choice([1, 2, size - 1, size, size + 1, 2 * size])
+            prompt = rng.choice(prefixes)[: rng.choice([size, 2 * size, 3 * size])] + [rng.randrange(vocab_size) for _ in range(tail)]
+        room = BLOCKS_FOR_LONGEST * size + 1 - len(prompt)
+        params = SamplingParams(
+            n=rng.choice([1, 1, 2, 3]), temperature=1.0, seed=number, ignore_eos=True, max_tokens=rng.randint(1, min(room, 2 * size + 4))
+        )
+        requests.append(AddRequest(str(number), prompt, params))
+    return requests
+
+
+def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth: int, num_requests: int) -> Verified:
+    """Run the stress schedule at one pipeline depth; raises `VerifyError` at the first difference."""
+    config = stress_config(config, depth)
+    debug = Debug(check=True, preempt_every=11)
+    worker = Worker(config, source, model, debug, shadow=True)
+
+    def on_event(event: Event, block: int, digest: bytes | None) -> None:
+        worker.shadow.on_event(event, block, digest)
+
+    engine = build_engine(config, source, model, debug, worker, on_event)
+    requests = stress_requests(num_requests, config.block_size, model.vocab_size, config.seed)
+    cached = _run(engine, requests)
+    scheduler = engine.core.scheduler
+    verified = Verified(
+        depth, worker.shadow.compared, scheduler.kv.pool.counts, scheduler.stats.preemptions, cached, len(requests), worker.dtype
+    )
+    _demand_stress(verified)
+    return verified
+
+
+def _run(engine: Engine, requests: list[AddRequest]) -> int:
+    """Feed requests in bursts; returns the prompt tokens that came from the cache."""
+    queue, cached = list(reversed(requests)), 0
+    while queue or engine.core.has_work:
+        if queue and engine.core.scheduler.step % 4 == 0:
+            for _ in range(min(4, len(queue))):
+                engine.core.add(queue.pop())
+        for delta in engine.core.step():
+            if delta.finish_reason == "error":
+                raise EngineError(str(delta.error))
+            if delta.finish_reason is not None and delta.index == 0 and delta.life is not None:
+                cached += delta.life.cached_tokens
+    return cached
+
+
+def _demand_stress(verified: Verified) -> None:
+    seen = {
+        "prefix hits": verified.cached_tokens,
+        "forks": verified.compared.forks,
+        "copies on write": verified.compared.copies,
+        "preemptions": verified.preemptions,
+        "evictions": verified.pool.evicted,
+    }
+    missing = [name for name, count in seen.items() if count == 0]
+    if missing:
+        raise VerifyError(f"the stress schedule saw no {', '.join(missing)}, so it proves too little; use more --requests")

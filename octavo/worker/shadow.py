@@ -1,0 +1,174 @@
+"""The proof that paging is invisible: a contiguous cache kept beside the paged one, compared bit for bit at every step.
+
+    paged store         what the engine runs on: blocks, tables, sharing, copies, eviction
+    shadow              one contiguous region per row. It never recomputes: it appends the k, v the forward produced;
+                        at a seal it archives the bytes under the digest; at a hit it copies them from the archive, at a
+                        fork from the parent's row
+
+In every layer of every step each row is gathered through its block table and must equal its region; then the same
+attention function runs over the regions, and must give the same output. The first difference raises `VerifyError`.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from octavo.attention.backend import AttentionBackend, AttentionSpec, QKNorm, Rope
+from octavo.attention.contiguous import ContiguousBackend
+from octavo.attention.forward_batch import ForwardBatch
+from octavo.errors import VerifyError
+from octavo.messages import StepPlan
+from octavo.policy.block_pool import Event
+from octavo.policy.cache_spec import LayerCacheSpec
+from octavo.worker.kv_store import Caches, ContiguousStore, KVStore
+
+
+@dataclass(slots=True)
+class Compared:
+    """How much the proof has looked at."""
+
+    steps: int = 0
+    rows: int = 0
+    cache_values: int = 0
+    output_values: int = 0
+    copies: int = 0
+    forks: int = 0
+
+
+class Shadow:
+    def __init__(self, specs: list[LayerCacheSpec], num_rows: int, max_len: int, block_size: int) -> None:
+        self.regions = ContiguousStore(specs, num_rows, -(-max_len // block_size) * block_size)
+        self.block_size = block_size
+        self.compared = Compared()
+        self.step = 0
+        self._tables: dict[int, list[int]] = {}  # row -> blocks, as the plans say
+        self._rows_of: dict[int, dict[int, int]] = {}  # block -> {row: index in its table}
+        self._digest_of: dict[int, bytes] = {}  # block -> digest, while it is sealed
+        self._archive: dict[bytes, Caches] = {}  # digest -> bytes of that block, per layer and buffer
+
+    def on_event(self, event: Event, block: int, digest: bytes | None) -> None:
+        """Events of the block pool: what is sealed is archived, what is evicted can be hit no more."""
+        if event == "seal":
+            assert digest is not None
+            row, index = next(iter(self._rows_of[block].items()))
+            self._digest_of[block] = digest
+            self._archive[digest] = [
+                {name: buffer[row, self._span(index)].clone() for name, buffer in cache.items()} for cache in self.regions.caches
+            ]
+        elif event == "evict":
+            del self._archive[self._digest_of.pop(block)]
+
+    def apply(self, plan: StepPlan) -> None:
+        """Follow a plan: forks, rows that start from a hit, blocks that change hands."""
+        self.step = plan.step
+        self.compared.steps += 1
+        self.compared.copies += len(plan.copies)
+        self.regions.apply(plan)
+        for fork in plan.row_forks:
+            self._set_table(fork.row, self._tables[fork.source])
+            self.compared.forks += 1
+        for write in plan.row_writes:
+            self._set_table(write.row, write.table)
+            self._restore(write.row, write.table)
+        for row, index, block in plan.new_blocks:
+            table = self._tables[row]
+            for replaced in table[index:]:  # copied on write: the row leaves the shared block
+                self._rows_of[replaced].pop(row)
+            table[index:] = [block]
+            self._rows_of[block] = {row: index}
+
+    def _set_table(self, row: int, table: list[int]) -> None:
+        for block in self._tables.get(row, ()):
+            self._rows_of[block].pop(row, None)
+        self._tables[row] = list(table)
+        for index, block in enumerate(table):
+            self._rows_of[block][row] = index
+
+    def _restore(self, row: int, table: list[int]) -> None:
+        for index, block in enumerate(table):
+            for cache, archived in zip(self.regions.caches, self._archive[self._digest_of[block]], strict=True):
+                for name, buffer in cache.items():
+                    buffer[row, self._span(index)] = archived[name]
+
+    def _span(self, index: int) -> slice:
+        return slice(index * self.block_size, (index + 1) * self.block_size)
+
+    def compare_caches(self, layer: int, cache: dict[str, Tensor], batch: ForwardBatch) -> None:
+        """Every row gathered through its block table must be its region."""
+        rows, lengths = batch.rows.tolist(), batch.context_len.tolist()
+        for entry, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            for name, buffer in cache.items():
+                paged = buffer[batch.tables[entry]].flatten(0, 1)[:length]  # [length, kv_heads, head_dim]
+                plain = self.regions.caches[layer][name][row, :length]
+                if not same_bits(paged, plain):
+                    position = int((_bits(paged) != _bits(plain)).flatten(1).any(1).nonzero()[0])
+                    where = f"step {self.step}, layer {layer}, row {row}, {name} of position {position}"
+                    block = f"block {int(batch.tables[entry, position // self.block_size])}, offset {position % self.block_size}"
+                    raise VerifyError(f"the caches differ: {where} ({block})")
+                self.compared.cache_values += paged.numel()
+        self.compared.rows += len(rows)
+
+    def compare_outputs(self, layer: int, paged: Tensor, plain: Tensor) -> None:
+        if not same_bits(paged, plain):
+            raise VerifyError(f"attention differs over equal caches: step {self.step}, layer {layer}")
+        self.compared.output_values += paged.numel()
+
+
+class ShadowedStore:
+    """A paged store whose plans the shadow follows too."""
+
+    def __init__(self, store: KVStore, shadow: Shadow) -> None:
+        self.caches = store.caches
+        self._store = store
+        self._shadow = shadow
+
+    def apply(self, plan: StepPlan) -> None:
+        self._store.apply(plan)
+        self._shadow.apply(plan)
+
+
+def shadowed(paged_backend: type[AttentionBackend], shadow: Shadow) -> type[AttentionBackend]:
+    """The backend, with the proof in every layer. Layers are built in order, so that counting them names them."""
+    layers = iter(range(len(shadow.regions.caches)))
+
+    class ShadowedBackend:
+        name: ClassVar[str] = paged_backend.name
+        dtypes = paged_backend.dtypes
+        layout = paged_backend.layout
+
+        def __init__(self, spec: AttentionSpec) -> None:
+            self.paged, self.plain = paged_backend(spec), ContiguousBackend(spec)
+            self.layer = next(layers)
+
+        @staticmethod
+        def prepare(batch: ForwardBatch) -> Any:
+            paged = replace(batch, attention=paged_backend.prepare(batch))
+            plain = replace(batch, attention=ContiguousBackend.prepare(batch))
+            return paged, plain
+
+        def write(
+            self, q: Tensor, k: Tensor, v: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch
+        ) -> Tensor:
+            paged, plain = batch.attention
+            self.plain.write(q, k, v, norms, rope, shadow.regions.caches[self.layer], plain)
+            return self.paged.write(q, k, v, norms, rope, cache, paged)
+
+        def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
+            paged, plain = batch.attention
+            shadow.compare_caches(self.layer, cache, batch)
+            reference = self.plain.attend(q, shadow.regions.caches[self.layer], plain, torch.empty_like(out))
+            out = self.paged.attend(q, cache, paged, out)
+            shadow.compare_outputs(self.layer, out, reference)
+            return out
+
+    return ShadowedBackend
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.int16 if values.dtype == torch.bfloat16 else torch.int32)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(_bits(one), _bits(other))

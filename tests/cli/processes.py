@@ -1,0 +1,85 @@
+"""Octavo as a user starts it: a process with pipes, or one behind a terminal that the test types into."""
+
+import fcntl
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from types import TracebackType
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 240  # a busy machine starts torch slowly
+FAKE = {"OCTAVO_DEBUG": "runner=fake"}  # the default model's tokenizer and template, but no weights: starts fast, talks nonsense
+
+
+def environment(extra: dict[str, str]) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("OCTAVO_") and key != "NO_COLOR"}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "dumb", **extra}
+
+
+def octavo(*words: str, stdin: str = "", cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "octavo", *words]
+    return subprocess.run(command, input=stdin, cwd=cwd, env=environment(env or {}), capture_output=True, text=True, timeout=SECONDS)
+
+
+class Typist:
+    """`octavo WORDS` at a terminal. `expect` waits for a pattern and gives all that came before its end."""
+
+    def __init__(self, *words: str, cwd: Path, env: dict[str, str]) -> None:
+        self._master, slave = os.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "octavo", *words],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            cwd=cwd,
+            env=environment(env),
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
+        )
+        os.close(slave)
+        self.transcript = ""
+        self._unread = ""
+
+    def __enter__(self) -> "Typist":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+        os.close(self._master)
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def expect(self, pattern: str) -> str:
+        deadline = time.monotonic() + SECONDS
+        while (found := re.search(pattern, self._unread)) is None:
+            if not select.select([self._master], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise AssertionError(f"no {pattern!r} in time after {self.transcript[-2000:]!r}")
+            self._take()
+        before, self._unread = self._unread[: found.end()], self._unread[found.end() :]
+        return before
+
+    def ask(self, text: str) -> str:
+        """Type a line, wait for the next prompt; what was printed between."""
+        self.type(text + "\r")
+        return self.expect(r">>> \Z").partition("\n")[2].removesuffix(">>> ")
+
+    def leave(self) -> int:
+        self.type("\x04")
+        return self.process.wait(SECONDS)
+
+    def _take(self) -> None:
+        try:
+            text = os.read(self._master, 65536).decode(errors="replace")
+        except OSError as error:  # the process has left, and its terminal with it
+            raise AssertionError(f"it ended: {self.transcript[-2000:]!r}") from error
+        self.transcript += text
+        self._unread += text

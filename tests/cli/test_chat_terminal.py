@@ -1,0 +1,71 @@
+"""`octavo chat` at a terminal: typed into, interrupted, left."""
+
+import json
+import re
+from pathlib import Path
+
+from tests.cli.processes import FAKE, Typist
+
+
+def test_a_conversation_from_banner_to_ctrl_d(tmp_path: Path) -> None:
+    env = {**FAKE, "XDG_STATE_HOME": str(tmp_path / "state")}
+    with Typist("chat", "--max-tokens", "6", "--system", "Be brief.", "--max-model-len", "2k", cwd=tmp_path, env=env) as chat:
+        assert "loading the default model ..." in chat.expect(r"SmolLM2-135M-Instruct, context of 2048 tokens")
+        chat.expect(">>> ")
+        assert "there is nothing to ask again" in chat.ask("/retry")
+        assert chat.ask("Good morning to the whole house, and to everybody in it").strip()
+        first = chat.ask("/stats")
+        assert re.search(r"answer  6 tokens in \d+\.\d\d s: first after \d+\.\d\d s, [\d.]+ tokens/s", first)
+        assert re.search(r"prompt  \d\d tokens, 0 of them cached \(cold\)", first)
+        assert re.search(r"blocks  [1-9] of \d+ in use", first)
+        assert chat.ask("/retry").strip()
+        assert re.search(r"prompt  \d\d tokens, (16|32) of them cached", chat.ask("/stats"))
+        chat.type('"""one\r')
+        chat.expect(r"\.\.\. ")
+        assert chat.ask('  two"""').strip()
+        assert "did you mean /stats?" in chat.ask("/stat")
+        assert "system prompt: Be loud." in chat.ask("/system Be loud.")
+        assert "saved 2 turns" in chat.ask("/save talk.json")
+        assert "talk.json: File exists" in chat.ask("/save talk.json")
+        chat.ask("/clear")
+        assert "there is nothing to ask again" in chat.ask("/retry")
+        assert "\x1b[2m" in chat.transcript  # notes are dim
+        assert chat.leave() == 0
+    messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert messages[0]["content"] == "Be loud."
+    assert messages[3]["content"] == "one\n  two"
+    assert "/save talk.json" in (tmp_path / "state/octavo/history").read_text().splitlines()
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(tmp_path: Path) -> None:
+    (tmp_path / "octavo").mkdir()
+    (tmp_path / "octavo/history").write_text("asked in an earlier run\n")
+    with Typist("chat", cwd=tmp_path, env={**FAKE, "XDG_STATE_HOME": str(tmp_path), "NO_COLOR": "1"}) as chat:
+        chat.expect(">>> ")
+        chat.type("half a line\x03")
+        chat.expect(">>> ")
+        chat.type("Talk until the context is full\r")
+        chat.expect(r"full\r\n.+")  # it streams: the first words are here, thousands are to come
+        chat.type("\x03")
+        assert "stopped" in chat.expect(r">>> \Z")
+        count = re.search(r"answer  (\d+) tokens", chat.ask("/stats"))
+        assert count and 1 <= int(count[1]) < 8000
+        assert "\x1b[2m" not in chat.transcript
+        chat.type("\x1b[A" * 3)  # what was typed in the earlier run is two answers up
+        chat.expect("asked in an earlier run")
+        chat.type("\x03")
+        chat.expect(r">>> \Z")
+        assert chat.leave() == 0
+
+
+def test_a_full_context_leaves_out_the_oldest_turns_and_says_so(tmp_path: Path) -> None:
+    words = ("--max-tokens", "8", "--max-model-len", "160")
+    with Typist("chat", *words, cwd=tmp_path, env={**FAKE, "XDG_STATE_HOME": str(tmp_path)}) as chat:
+        chat.expect(">>> ")
+        said = [chat.ask(f"Number {number}, please") for number in range(8)]
+        assert any("the context of 160 tokens is full: the oldest turn is left out" in text for text in said)
+        assert not any("error" in text for text in said)
+        assert "maximum context length is 160 tokens" in chat.ask("far too long " * 200)
+        assert "error" not in chat.ask("And a short one")
+        assert chat.leave() == 0

@@ -1,0 +1,147 @@
+"""The commands as scripts use them: text on stdout, one line on stderr, an exit code."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo.cli.main import COMMANDS
+from tests.cli.processes import FAKE, ROOT, SECONDS, environment, octavo
+
+
+def test_help_lists_the_commands_that_exist_and_no_others() -> None:
+    run = octavo("--help")
+    listed = [line.split()[0] for line in run.stdout.partition("commands:")[2].splitlines() if line.startswith("    ")]
+    assert run.returncode == 0
+    assert listed == list(COMMANDS)
+    for name in COMMANDS:
+        assert octavo(name, "--help").returncode == 0
+
+
+def test_the_default_model_answers_once_with_text_alone() -> None:
+    run = octavo("chat", "What is the capital of France?", "--temperature", "0", "--max-tokens", "8")
+    assert (run.stdout, run.stderr, run.returncode) == ("The capital of France is Paris.\n", "", 0)
+
+
+def test_a_question_on_stdin_is_answered_once() -> None:
+    run = octavo("chat", "--max-tokens", "4", stdin="What is it?\n", env=FAKE)
+    assert run.stdout.strip() and run.stdout.endswith("\n")
+    assert (run.stderr, run.returncode) == ("", 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--versoin"], 2, "octavo: error: unknown option --versoin; did you mean --version?"),
+        (["generat"], 2, "octavo: error: unknown command generat; did you mean generate?"),
+        (["chat", "--max-modle-len", "4k", "Hi"], 2, "octavo chat: error: unknown option --max-modle-len; did you mean --max-model-len?"),
+        (["chat", "--gpu-memory-utilization=0.5"], 2, "octavo chat: error: unknown option --gpu-memory-utilization"),
+        (["chat", "--kv-cache-memory-bytes", "4q"], 2, "wanted a size like 4096, 32k, 512m, 4g or auto, got '4q'"),
+        (["chat", "--scheduling-policy", "lifo"], 2, "invalid choice: 'lifo'"),
+        (["chat", "what", "is", "it?"], 2, "put the question in quotes"),
+        (["generate"], 2, "prompts come as words or with --file"),
+        (["generate", "--file", "p.txt", "Hello"], 2, "prompts come as words or with --file"),
+        (["chat", "models/absent.gguf", "Hello?"], 1, "octavo: error: 'models/absent.gguf' not found"),
+        (["chat", "--temperature", "-1", "Hello"], 1, "octavo: error: temperature must be a finite number of at least 0, got -1.0"),
+        (["generate", "-n", "0", "Hello"], 1, "octavo: error: n must be an integer of at least 1, got 0"),
+        (["chat", "--block-size", "12", "Hello"], 1, "octavo: error: block_size must be a power of two from 1 to 256, got 12"),
+        (["generate", "--file", "absent.txt"], 1, "octavo: error: absent.txt: No such file or directory"),
+        (["generate", "Hello", "--output", "absent/out.jsonl"], 1, "octavo: error: --output absent/out.jsonl cannot be written"),
+        (["chat"], 1, "octavo: error: the question is empty"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_an_exit_code(words: list[str], code: int, said: str) -> None:
+    run = octavo(*words)
+    assert run.returncode == code
+    assert run.stdout == ""
+    assert said in run.stderr.splitlines()[0]
+    assert len(run.stderr.splitlines()) == code  # a mistake of usage is followed by where to read more
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": "a"', "not valid JSON"),
+        ('["a"]', 'wanted an object with "prompt" or "messages"'),
+        ('{"prompt": "a", "messages": []}', 'wanted an object with "prompt" or "messages"'),
+        ('{"prompt": "a", "max_token": 4}', "unknown field 'max_token'; did you mean max_tokens?"),
+        ('{"prompt": "a", "top_p": 1.5}', "top_p must be a finite number above 0 and at most 1, got 1.5"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+    (tmp_path / "p.jsonl").write_text(f'{{"prompt": "fine"}}\n\n{line}\n')
+    run = octavo("generate", "--file", "p.jsonl", cwd=tmp_path)
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr.startswith("octavo: error: p.jsonl line 3: ") and said in run.stderr
+
+
+def test_a_prompt_too_long_for_the_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("fine\n" + "word " * 200 + "\n")
+    run = octavo("generate", "--file", "p.txt", "--max-model-len", "64", cwd=tmp_path, env=FAKE)
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr.startswith("octavo: error: p.txt line 2: This model's maximum context length is 64 tokens")
+    assert len(run.stderr.splitlines()) == 1
+
+
+def test_a_file_of_prompts_becomes_a_file_of_outputs(tmp_path: Path) -> None:
+    shared = "The same long beginning of two quite different prompts, which is longer than one block of sixteen tokens, "
+    lines = [
+        {"prompt": shared + "and then this", "n": 2},
+        {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "temperature": 0},
+        {"prompt": shared + "or that", "seed": 7},
+    ]
+    (tmp_path / "in.jsonl").write_text("\n\n".join(json.dumps(line) for line in lines))
+    run = octavo("generate", "--file", "in.jsonl", "--output", "out.jsonl", "--max-tokens", "5", cwd=tmp_path, env=FAKE)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    for line, record in zip(lines, records, strict=True):
+        assert {key: record[key] for key in ("prompt", "messages") if key in record}.items() <= line.items()
+    assert [[sample["tokens"] for sample in record["outputs"]] for record in records] == [[5, 5], [3], [5]]
+    assert [record["usage"]["completion_tokens"] for record in records] == [10, 3, 5]
+    assert records[2]["usage"]["cached_tokens"] == 16 < records[2]["usage"]["prompt_tokens"]
+    assert all(sample["finish_reason"] == "length" and sample["text"] for record in records for sample in record["outputs"])
+
+
+def test_texts_go_to_stdout_apart_from_each_other() -> None:
+    run = octavo("generate", "--max-tokens", "4", "--file", "-", stdin="One\nTwo\n\nThree\n", env=FAKE)
+    assert run.returncode == 0
+    assert run.stdout.count("\n---\n") == 2
+
+
+def test_a_failing_engine_is_an_error_of_the_command() -> None:
+    run = octavo("chat", "Hello", env={"OCTAVO_DEBUG": "runner=fake,forward.raise@3", "OCTAVO_LOG_LEVEL": "ERROR"})
+    assert run.returncode == 1
+    assert run.stderr.splitlines()[-1].startswith("octavo: error: the engine failed in this step")
+
+
+def test_a_traceback_comes_only_when_asked_for() -> None:
+    words = ("chat", "--block-size", "12", "Hello")
+    assert "Traceback" not in octavo(*words).stderr
+    assert "Traceback" in octavo(*words, env={"OCTAVO_LOG_LEVEL": "DEBUG"}).stderr
+
+
+def test_ctrl_c_ends_a_script_quietly() -> None:
+    command = [sys.executable, "-m", "octavo", "chat", "Talk on and on"]
+    with subprocess.Popen(command, env=environment(FAKE), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=SECONDS)[1] == b""
+        assert process.returncode == 130
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = f"{sys.executable} -m octavo chat 'Talk on and on' | head -c 20; code=${{PIPESTATUS[0]}}; echo; echo $code"
+    run = subprocess.run(["bash", "-c", command], env=environment(FAKE), capture_output=True, text=True, timeout=SECONDS)
+    assert run.stdout.splitlines()[-1] == "141"
+    assert run.stderr == ""
+
+
+def test_the_demo_shows_the_shared_prefix_in_the_cache() -> None:
+    command = [sys.executable, str(ROOT / "examples/demo.py")]
+    run = subprocess.run(command, env=environment(FAKE), capture_output=True, text=True, timeout=SECONDS)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count(" 176  differs") == 7
+    assert "1280 of 1731 prompt tokens came from the cache" in run.stdout

@@ -1,0 +1,191 @@
+"""The parts of the command line that need no process: flags, words, thinking, the conversation."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.cli.args import Parser, add_engine_flags, engine_config
+from octavo.cli.chat import looks_like_model
+from octavo.cli.chat_session import ChatSession
+from octavo.cli.prompt_rows import Row
+from octavo.cli.thinking import Piece, ThinkingSplitter
+from octavo.config import EngineConfig
+from octavo.errors import RequestError
+from octavo.llm import LLM, load_tokenizer
+from octavo.loading.resolve import resolve_model
+from octavo.outputs import TextDelta
+from octavo.sampling_params import SamplingParams
+from octavo.text.prompt import PromptEncoder
+
+
+def engine_parser() -> Parser:
+    parser = Parser(prog="octavo try", allow_abbrev=False)
+    parser.add_argument("words", nargs="*")
+    add_engine_flags(parser)
+    return parser
+
+
+def test_every_engine_setting_is_a_flag_and_none_given_is_the_default() -> None:
+    parser = engine_parser()
+    shown = parser.format_help()
+    without = [field.name for field in fields(EngineConfig) if not re.search(rf"--{field.name.replace('_', '-')}[ ,]", shown)]
+    assert without == ["skip_tokenizer_init"]  # commands speak text
+    assert engine_config(parser.parse([])) == EngineConfig()
+
+
+def test_flags_become_settings_wherever_they_stand() -> None:
+    args = engine_parser().parse(
+        ["one", "--max-model-len", "32k", "--kv-cache-memory-bytes", "512m", "two", "--no-enable-prefix-caching", "--dtype", "float32"]
+        + ["--seed", "7", "--model", "folder", "--num-gpu-blocks-override=100", "three", "-"]
+    )
+    assert args.words == ["one", "two", "three", "-"]
+    expected = EngineConfig(
+        model="folder",
+        max_model_len=32768,
+        kv_cache_memory_bytes=512 * 2**20,
+        enable_prefix_caching=False,
+        dtype="float32",
+        seed=7,
+        num_gpu_blocks_override=100,
+    )
+    assert engine_config(args) == expected
+    assert engine_config(args, "other").model == "other"
+    assert engine_config(engine_parser().parse(["--max-model-len", "auto"])).max_model_len is None
+
+
+def test_one_word_is_a_model_or_a_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "SmolLM2").mkdir()
+    assert all(map(looks_like_model, ["SmolLM2", "gone.gguf", "owner/name", "./a", str(tmp_path)]))
+    assert not any(map(looks_like_model, ["Hello", "Is it a/b?", "either/or?", "what is /etc", "", "x" * 5000]))
+
+
+TAGGED = st.lists(st.sampled_from(["<think>", "</thi", "nk>", "<", "a", " ", "\n"]), max_size=8).map("".join)
+
+
+@given(TAGGED, TAGGED, st.lists(st.integers(1, 5)), st.booleans())
+def test_thinking_is_told_from_the_answer_however_it_is_cut(thought: str, answer: str, cuts: list[int], opened: bool) -> None:
+    thought = thought.replace("</think>", "")
+    text = ("" if opened else " \n<think>") + thought + "</think>" + answer
+    splitter = ThinkingSplitter("...assistant\n<think>\n" if opened else "...assistant\n")
+    pieces: list[Piece] = []
+    start = 0
+    for length in [*cuts, len(text)]:
+        pieces += splitter.push(text[start : start + length])
+        start += length
+    pieces += splitter.flush()
+    assert "".join(piece.text for piece in pieces if piece.thinking) == text.partition("</think>")[0] + "</think>"
+    assert "".join(piece.text for piece in pieces if not piece.thinking) == text.partition("</think>")[2]
+    assert all(piece.text for piece in pieces)
+
+
+def test_a_tag_inside_an_answer_is_text() -> None:
+    splitter = ThinkingSplitter("")
+    assert splitter.push("<thi") == []
+    assert splitter.push("s> <think>no</think>") == [Piece("<this> <think>no</think>")]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"messages": [{"role": "wizard", "content": "Hello"}]}, r"messages\[0\].role is 'wizard'"),
+        ({"messages": []}, "at least one message"),
+        ({"prompt": "half a character \ud83d"}, "unpaired surrogate"),
+        ({"prompt": 5}, "a prompt is a str, a list of token ids"),
+    ],
+)
+def test_a_line_no_model_can_take_is_named(given: dict[str, object], said: str) -> None:
+    encoder = PromptEncoder(load_tokenizer(resolve_model(None)), None)
+    with pytest.raises(RequestError, match=f"p.jsonl line 2: .*{said}"):
+        Row("p.jsonl line 2", given, SamplingParams()).encode(encoder, as_chat=False)
+
+
+class Scripted:
+    """Stands for an LLM whose answers are known."""
+
+    def __init__(self, *answers: str, max_model_len: int = 8192) -> None:
+        self.answers = iter(answers)
+        self.prompts: list[str] = []
+        self.max_model_len = max_model_len
+        self.config = EngineConfig()
+        self.tokenizer = load_tokenizer(resolve_model(None))
+
+    def get_tokenizer(self) -> object:
+        return self.tokenizer
+
+    def stats(self) -> object:
+        return SimpleNamespace(num_blocks=10, free_blocks=7)
+
+    def stream(self, ids: list[int], params: SamplingParams) -> Iterator[TextDelta]:
+        if len(ids) + (params.max_tokens or 1) > self.max_model_len:
+            raise RequestError("too long", "prompt", "context_length_exceeded")
+        self.prompts.append(self.tokenizer.decode(ids, skip_special_tokens=False))
+        for character in next(self.answers):
+            yield TextDelta("0", 0, character, [1])
+        yield TextDelta("0", 0, "", [2], "stop")
+
+
+def session_of(llm: Scripted, notes: list[str], max_tokens: int | None = 16) -> ChatSession:
+    return ChatSession(cast(LLM, llm), SamplingParams(max_tokens=max_tokens), "Be kind.", notes.append)
+
+
+def test_thinking_is_left_out_of_the_next_turn() -> None:
+    llm = Scripted("<think>secret</think>\n\nForty-two.", "Yes.")
+    session = session_of(llm, [])
+    assert "".join(piece.text for piece in session.ask("What is it?")) == "<think>secret</think>\n\nForty-two."
+    list(session.ask("Are you sure?"))
+    assert "secret" not in llm.prompts[1]
+    assert "What is it?<|im_end|>\n<|im_start|>assistant\nForty-two.<|im_end|>" in llm.prompts[1]
+
+
+def test_an_answer_left_early_stays_and_one_never_begun_does_not() -> None:
+    llm = Scripted("Long answer", "Never seen", "Good.")
+    session = session_of(llm, [])
+    answer = session.ask("First?")
+    for _ in range(4):
+        next(answer)
+    answer.close()
+    never = session.ask("Second?")
+    next(never)
+    never.close()
+    session.turns[-1].answer = ""
+    list(session.ask("Third?"))
+    assert "assistant\nLong<|im_end|>" in llm.prompts[2] and "Second?" not in llm.prompts[2]
+
+
+def test_the_oldest_turns_go_and_the_system_prompt_stays() -> None:
+    notes: list[str] = []
+    llm = Scripted(*["Fine."] * 20, max_model_len=120)
+    session = session_of(llm, notes)
+    for number in range(20):
+        list(session.ask(f"Question {number}?"))
+    assert notes and set(notes) == {"the context of 120 tokens is full: the oldest turn is left out"}
+    assert "Be kind." in llm.prompts[-1] and "Question 18?" in llm.prompts[-1] and "Question 0?" not in llm.prompts[-1]
+    assert session.turns[-1].question == "Question 19?"
+
+
+def test_a_question_too_long_for_the_context_costs_no_turns() -> None:
+    notes: list[str] = []
+    session = session_of(Scripted("One.", "Two.", max_model_len=120), notes)
+    list(session.ask("First?"))
+    with pytest.raises(RequestError, match="too long"):
+        list(session.ask("word " * 200))
+    assert [turn.question for turn in session.turns] == ["First?"]
+    assert notes == []
+
+
+def test_room_is_kept_for_an_answer_of_no_stated_length() -> None:
+    notes: list[str] = []
+    llm = Scripted(*["Fine."] * 20, max_model_len=160)
+    session = session_of(llm, notes, max_tokens=None)
+    for number in range(20):
+        list(session.ask(f"Question {number}?"))
+        assert session.stats is not None and session.stats.prompt_tokens <= 120
+    assert notes

@@ -1,0 +1,97 @@
+"""The same request gives the same greedy text in float32, whatever happens around it."""
+
+from pathlib import Path
+
+import pytest
+
+from octavo import LLM, RequestOutput, SamplingParams
+from tests.support.greedy import same_greedy_text
+from tests.support.models import tiny_model
+
+PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=4)
+TARGETS = [list(range(3, 3 + length)) for length in (1, 15, 16, 17, 50)]
+CROWD = [[(7 * number + position * number) % 300 for position in range(5 + 3 * number)] for number in range(31)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("tiny") / "model", "Qwen3ForCausalLM", seed=5))
+
+
+def engine(folder: str, rows: int = 64, batched: int = 2048, blocks: int = 400, depth: int = 1) -> LLM:
+    return LLM(
+        folder, dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=blocks,
+        max_num_seqs=rows, max_num_batched_tokens=batched, pipeline_depth=depth,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(folder: str) -> list[RequestOutput]:
+    """Each target by itself, with nothing cached."""
+    outputs = []
+    with engine(folder) as llm:
+        for target in TARGETS:
+            outputs += llm.generate([target], PARAMS, use_tqdm=False)
+            llm.reset_prefix_cache()
+    return outputs
+
+
+def agree(alone: list[RequestOutput], others: list[RequestOutput]) -> bool:
+    return all(same_greedy_text(one, other) for one, other in zip(alone, others, strict=True))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_among_32(folder: str, alone: list[RequestOutput], depth: int) -> None:
+    with engine(folder, depth=depth) as llm:
+        for number, target in enumerate(TARGETS):
+            outputs = llm.generate([*CROWD[:16], target, *CROWD[16:]], PARAMS, use_tqdm=False)
+            assert same_greedy_text(alone[number], outputs[16])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_chunked_at_16_tokens(folder: str, alone: list[RequestOutput], depth: int) -> None:
+    with engine(folder, rows=8, batched=16, depth=depth) as llm:
+        assert agree(alone, llm.generate(TARGETS, PARAMS, use_tqdm=False))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_after_a_prefix_hit(folder: str, alone: list[RequestOutput], depth: int) -> None:
+    with engine(folder, depth=depth) as llm:
+        llm.generate(TARGETS, PARAMS, use_tqdm=False)
+        again = llm.generate(TARGETS, PARAMS, use_tqdm=False)
+    assert [output.num_cached_tokens for output in again] == [0, 0, 0, 16, 48]
+    assert agree(alone, again)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_preempted_every_3_steps(folder: str, alone: list[RequestOutput], depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_DEBUG", "check=1,preempt.every=3")
+    with engine(folder, depth=depth) as llm:
+        outputs = llm.generate(TARGETS, PARAMS, use_tqdm=False)
+    assert sum(output.metrics.preemptions for output in outputs) > 10
+    assert sum(output.metrics.recomputed_tokens for output in outputs) > 0
+    assert agree(alone, outputs)
+
+
+def test_in_a_pool_too_small_for_all(folder: str, alone: list[RequestOutput]) -> None:
+    with engine(folder, blocks=9) as llm:
+        outputs = llm.generate(TARGETS, PARAMS, use_tqdm=False)
+        assert llm.stats().preemptions > 0
+    assert agree(alone, outputs)
+
+
+def test_without_blocks_at_all(folder: str, alone: list[RequestOutput]) -> None:
+    with LLM(
+        folder, dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=400, max_num_seqs=8,
+        attention_backend="contiguous", enable_prefix_caching=False,
+    ) as llm:  # fmt: skip
+        assert agree(alone, llm.generate(TARGETS, PARAMS, use_tqdm=False))
+
+
+def test_samples_of_one_seed_do_not_depend_on_the_batch(folder: str) -> None:
+    params = SamplingParams(temperature=0.9, top_p=0.9, n=3, seed=11, max_tokens=24, ignore_eos=True)
+    with engine(folder) as llm:
+        (one,) = llm.generate([TARGETS[4]], params, use_tqdm=False)
+        crowd = llm.generate([*CROWD, TARGETS[4]], params, use_tqdm=False)[-1]
+        assert [sample.token_ids for sample in one.outputs] == [sample.token_ids for sample in crowd.outputs]
+        assert len({tuple(sample.token_ids) for sample in one.outputs}) == 3

@@ -1,0 +1,181 @@
+"""The whole engine on FakeKV under anything a user, a full pool or a fault can do, at any point of a step.
+
+Every finished text must be exact, every sample must end once with one reason, and idle must equal the start; `FakeEngine`
+checks the invariants inside every step, `check` after every rule.
+"""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from octavo.messages import StepPlan
+from octavo.policy import invariants
+from octavo.sampling_params import SamplingParams
+from tests.policy.machine_settings import SOAK, machine_settings
+from tests.support.fake import VOCAB, FakeEngine
+
+BASE = [(7 * i + i * i // 3) % VOCAB for i in range(80)]  # what prompts have in common
+MOST_TOKENS = 80
+
+anyone = st.tuples(st.integers(0, 30), st.none() | st.integers(0, 4))  # a request (perhaps ended or unknown), a sample or all
+points = st.sampled_from(["before_forward", "after_forward"])
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4, 16]),
+        num_blocks=st.integers(4, 24),
+        rows=st.integers(1, 6),
+        spare=st.sampled_from([0, 1, 5, 40]),
+        depth=st.sampled_from([1, 2]),
+        caching=st.sampled_from([True, True, True, False]),
+        by_priority=st.booleans(),
+        preempt_every=st.sampled_from([0, 0, 0, 3, 7]),
+        end_ids=st.sampled_from([(), (3,), (1, 2, 3, 4)]),
+    )
+    def start(
+        self,
+        block_size: int,
+        num_blocks: int,
+        rows: int,
+        spare: int,
+        depth: int,
+        caching: bool,
+        by_priority: bool,
+        preempt_every: int,
+        end_ids: tuple[int, ...],
+    ) -> None:
+        self.engine = FakeEngine(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            rows=rows,
+            budget=rows + spare,
+            max_len=min(MOST_TOKENS, (num_blocks - 1) * block_size + 1),
+            depth=depth,
+            caching=caching,
+            by_priority=by_priority,
+            preempt_every=preempt_every,
+            end_ids=end_ids,
+        )
+        self.rows = rows
+        self.disturbed: set[str] = set()  # ended early on purpose, or in reach of a fault
+
+    @rule(
+        shared=st.integers(0, 70),
+        tail=st.lists(st.integers(0, VOCAB - 1), max_size=8),
+        n=st.integers(1, 4),
+        count=st.none() | st.integers(1, 24),
+        seed=st.none() | st.integers(0, 2),
+        ignore_eos=st.booleans(),
+        stop=st.sampled_from([(), (), (9,)]),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from(["", "", "", "other"]),
+    )
+    def add(
+        self,
+        shared: int,
+        tail: list[int],
+        n: int,
+        count: int | None,
+        seed: int | None,
+        ignore_eos: bool,
+        stop: tuple[int, ...],
+        priority: int,
+        salt: str,
+    ) -> None:
+        engine = self.engine
+        prompt = (BASE[:shared] + tail or [0])[: engine.max_len - 1]
+        if count is not None:
+            count = min(count, engine.max_len - len(prompt))
+        params = SamplingParams(n=min(n, self.rows), max_tokens=count, seed=seed, ignore_eos=ignore_eos, stop_token_ids=stop)
+        engine.add(f"r{len(engine.asked)}", prompt, params, priority, salt)
+
+    def _abort(self, whom: tuple[int, int | None]) -> None:
+        number, index = whom
+        name = f"r{number}"
+        live = {index for at, index in self.engine.tokens if at == name and (name, index) not in self.engine.ends}
+        deltas = self.engine.abort(name, index)
+        assert {delta.index for delta in deltas} == (live if index is None else live & {index})
+        assert all(delta.finish_reason == "abort" for delta in deltas)
+        self.disturbed.add(name)
+        assert self.engine.abort(name, index) == [], "aborted twice"
+
+    @rule(whom=anyone)
+    def abort(self, whom: tuple[int, int | None]) -> None:
+        self._abort(whom)
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step()
+
+    @rule(whom=anyone, point=points)
+    def step_with_abort_inside(self, whom: tuple[int, int | None], point: str) -> None:
+        hooks = self.engine.executor.before_forward if point == "before_forward" else self.engine.executor.after_forward
+        hooks.append(lambda: self._abort(whom))
+        self.engine.step()
+
+    @rule(point=points)
+    def step_with_reset_inside(self, point: str) -> None:
+        hooks = self.engine.executor.before_forward if point == "before_forward" else self.engine.executor.after_forward
+        hooks.append(self.engine.pool.forget)
+        self.engine.step()
+
+    @rule()
+    def reset(self) -> None:
+        self.engine.pool.forget()
+        assert not self.engine.pool.index
+
+    @rule()
+    def preempt(self) -> None:
+        self.engine.preempt_last()
+        self.engine.step()
+
+    @rule(entries=st.sets(st.integers(0, 5), min_size=1, max_size=2))
+    def step_with_nan_rows(self, entries: set[int]) -> None:
+        self.engine.faults.poison = entries
+        self._faulty_step(lambda plan: {seq_id for at, seq_id in enumerate(plan.seq_id) if at in entries})
+
+    @rule(entry=st.integers(-1, 3))
+    def step_with_failing_forward(self, entry: int) -> None:
+        self.engine.faults.raise_at = entry
+        self._faulty_step(
+            lambda plan: {*plan.seq_id, *(write.seq_id for write in plan.row_writes), *(fork.seq_id for fork in plan.row_forks)}
+        )
+
+    def _faulty_step(self, hurt: Callable[[StepPlan], set[int]]) -> None:
+        """A step with a fault that may end the requests of the sequences `hurt` names, and no others."""
+        engine = self.engine
+
+        def note_owners() -> None:
+            plans = [plan for plan in engine.executor.plans[-1:] if plan.step == engine.scheduler.step]  # none if it was empty
+            sequences = {seq_id for plan in plans for seq_id in hurt(plan)}
+            requests = engine.scheduler.requests.values()
+            self.disturbed |= {request.request_id for request in requests for seq in request.sequences if seq.seq_id in sequences}
+
+        engine.executor.before_forward.append(note_owners)
+        engine.step()
+
+    @invariant()
+    def sound(self) -> None:
+        if hasattr(self, "engine"):
+            invariants.check(self.engine.scheduler)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.engine.run()
+        self.engine.assert_idle()
+        assert set(self.engine.ends) == set(self.engine.tokens), "somebody never ended"
+        self.engine.assert_exact(self.disturbed)
+
+
+def test_engine_survives_anything_with_exact_texts() -> None:
+    run_state_machine_as_test(EngineMachine, settings=machine_settings(150, 30))
+
+
+@pytest.mark.soak
+def test_engine_survives_anything_with_exact_texts_for_long() -> None:
+    run_state_machine_as_test(EngineMachine, settings=machine_settings(500, 100, SOAK))

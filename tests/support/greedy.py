@@ -1,0 +1,72 @@
+"""Comparing greedy texts: equal tokens, except where the reference's best two are as good as equal.
+
+Every sequence an engine made is fed to the reference once (teacher-forced): if each token is the reference's argmax over
+the same beginning, the reference would have made the same text by itself. A token may differ only where the reference's
+top two logits are within `TIE`; such places are counted, and there may be one in `TIES_ALLOWED` tokens at most.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo import RequestOutput
+
+TIE = 1e-4
+TIES_ALLOWED = 5000
+LOGIT_TOLERANCE = 1e-3
+
+
+@dataclass
+class Comparison:
+    tokens: int = 0
+    ties: int = 0
+    largest_difference: float = 0.0  # of logprobs
+
+    def accept(self) -> None:
+        print(f"{self.tokens} tokens compared, {self.ties} ties, logprobs within {self.largest_difference:.1e}")
+        assert self.ties <= -(-self.tokens // TIES_ALLOWED)
+        assert self.largest_difference <= LOGIT_TOLERANCE
+
+
+@torch.inference_mode()
+def compare_with_reference(outputs: list[RequestOutput], model: Any, batch_size: int = 20) -> Comparison:
+    """`outputs` of one completion each, with logprobs, against a transformers model."""
+    comparison = Comparison()
+    outputs = sorted(outputs, key=lambda output: len(output.prompt_token_ids))
+    for start in range(0, len(outputs), batch_size):
+        batch = outputs[start : start + batch_size]
+        sequences = [torch.tensor(output.prompt_token_ids + output.outputs[0].token_ids) for output in batch]
+        padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)  # the tail is masked by causality
+        logits = model(padded, use_cache=False).logits.float()
+        for output, rows in zip(batch, logits, strict=True):
+            _compare_one(output, rows, comparison)
+    return comparison
+
+
+def _compare_one(output: RequestOutput, logits: Tensor, comparison: Comparison) -> None:
+    completion, first = output.outputs[0], len(output.prompt_token_ids) - 1
+    assert completion.logprobs is not None
+    for position, (token, choices) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True), start=first):
+        row = logits[position]
+        best = row.topk(2)
+        if int(best.indices[0]) != token:
+            gap = float(best.values[0] - row[token])
+            assert gap <= TIE, f"request {output.request_id}, position {position}: {token} for {int(best.indices[0])}, {gap:.2e} behind"
+            comparison.ties += 1
+        reference = row.log_softmax(0)
+        for other, found in choices.items():
+            comparison.largest_difference = max(comparison.largest_difference, abs(float(reference[other]) - found.logprob))
+        comparison.tokens += 1
+
+
+def same_greedy_text(one: RequestOutput, other: RequestOutput) -> bool:
+    """Whether two runs of an engine agree under the same rule: they may part only where the best two were a tie."""
+    a, b = one.outputs[0], other.outputs[0]
+    assert a.logprobs is not None
+    for token, twin, choices in zip(a.token_ids, b.token_ids, a.logprobs, strict=True):
+        if token != twin:
+            best = sorted((choice.logprob for choice in choices.values()), reverse=True)
+            return twin in choices and best[0] - choices[twin].logprob <= TIE
+    return a.text == b.text

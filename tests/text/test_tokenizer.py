@@ -1,0 +1,287 @@
+"""Text to ids and back: published vectors, plain re-tellings of the algorithms as oracles, and damaged files."""
+
+import json
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.errors import LoadError, RequestError
+from octavo.text.tokenizer import Tokenizer
+from tests.support.tokenizers import (
+    DATA,
+    gpt2_metadata,
+    qwen_folder,
+    qwen_metadata,
+    smollm2_metadata,
+    stories_metadata,
+    vectors,
+)
+
+SMOLLM2 = Tokenizer.from_gguf(smollm2_metadata(), "smollm2.gguf")
+STORIES = Tokenizer.from_gguf(stories_metadata(), "stories.gguf")
+
+# Words, numbers, spaces and scripts mixed, so that every rule of a pre-tokenizer meets every other.
+snippets = st.sampled_from(
+    ["Hello", " world", "'ll", "'S", "don't", "  ", "\n", "\t\n ", "\r\n", "2024", " 7", "½", "x9y", "!?.", "<s>"]
+    + ["ß", "Ελλάδα", "日本語", "🦙", "e\u0301"]
+)
+texts = st.lists(snippets | st.text(max_size=6), max_size=12).map("".join)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return qwen_folder(tmp_path_factory.mktemp("qwen"))
+
+
+def test_gpt2_vectors() -> None:
+    tokenizer = Tokenizer.from_gguf(gpt2_metadata(), "gpt-2.gguf")
+    assert [tokenizer.encode(text) for text, _ in vectors("gpt-2")] == [ids for _, ids in vectors("gpt-2")]
+    assert [tokenizer.decode(ids) for _, ids in vectors("gpt-2")] == [text for text, _ in vectors("gpt-2")]
+
+
+def test_qwen2_vectors_from_a_folder_and_from_gguf(qwen: Path) -> None:
+    from_folder = Tokenizer.from_folder(qwen)
+    from_gguf = Tokenizer.from_gguf(qwen_metadata((qwen / "tokenizer.json").read_text(encoding="utf-8")), "qwen.gguf")
+    expected = [ids for _, ids in vectors("qwen2")]
+    assert from_gguf.encode("it'Stop, we'LLama") == from_folder.encode("it'Stop, we'LLama")
+    for tokenizer in (from_folder, from_gguf):
+        assert [tokenizer.encode(text) for text, _ in vectors("qwen2")] == expected
+        assert tokenizer.eos_token == "<|im_end|>" and tokenizer.vocab_size == 151_665
+
+    @settings(max_examples=60)
+    @given(texts)
+    def check(text: str) -> None:
+        assert from_gguf.encode(text) == from_folder.encode(text)
+
+    check()
+    assert from_folder.chat_template is not None and "<|im_start|>" in from_folder.chat_template
+
+
+GPT2_PATTERN = regex.compile(r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+
+
+def smollm2_oracle(metadata: dict[str, object]) -> Callable[[str], list[int]]:
+    """Single digits apart, GPT-2's words, then merge the lowest-ranked pair until none is left."""
+    tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
+    assert isinstance(tokens, list) and isinstance(merges, list)
+    ids = {token: token_id for token_id, token in enumerate(tokens)}
+    rank = {tuple(merge.split(" ")): order for order, merge in enumerate(merges)}
+    spelling = {SMOLLM2.token_bytes(token_id): tokens[token_id] for token_id in range(17, 300) if len(tokens[token_id]) == 1}
+
+    def word_ids(word: str) -> list[int]:
+        # A byte the vocabulary lacks is dropped, as the published tokenizer does.
+        parts = [spelling[bytes([byte])] for byte in word.encode() if bytes([byte]) in spelling]
+        while pairs := [pair for pair in pairwise(parts) if pair in rank]:
+            best = min(pairs, key=rank.__getitem__)
+            merged, at = [], 0
+            while at < len(parts):
+                joined = tuple(parts[at : at + 2]) == best
+                merged.append("".join(best) if joined else parts[at])
+                at += 2 if joined else 1
+            parts = merged
+        return [ids[part] for part in parts]
+
+    def encode(text: str) -> list[int]:
+        pieces = [piece for piece in regex.split(r"(\p{N})", text) if piece]
+        return [token_id for piece in pieces for word in GPT2_PATTERN.findall(piece) for token_id in word_ids(word)]
+
+    return encode
+
+
+SMOLLM2_ORACLE = smollm2_oracle(smollm2_metadata())
+
+
+@settings(max_examples=300)
+@given(texts)
+def test_smollm2_encodes_as_plain_bpe_over_digits_and_words(text: str) -> None:
+    assert SMOLLM2.encode(text) == SMOLLM2_ORACLE(text)
+
+
+@settings(max_examples=300)
+@given(st.text(st.characters(max_codepoint=0x3FFFF, exclude_categories=["Cs", "Cc"]), max_size=60))
+def test_smollm2_text_survives_the_round_trip(text: str) -> None:
+    assert SMOLLM2.decode(SMOLLM2.encode(text)) == text
+
+
+def test_control_tokens_are_single_ids_that_decoding_hides() -> None:
+    ids = SMOLLM2.encode("<|im_start|>user\nHi<|im_end|>")
+    assert (ids[0], ids[-1]) == (1, 2)
+    assert SMOLLM2.decode(ids) == "user\nHi"
+    assert SMOLLM2.decode(ids, skip_special_tokens=False) == "<|im_start|>user\nHi<|im_end|>"
+    assert (SMOLLM2.eos_token_ids, SMOLLM2.bos_token_id, SMOLLM2.vocab_size) == ((2,), 1, 49_152)
+    assert SMOLLM2.chat_template is not None
+
+
+def test_smollm2_is_built_in_a_third_of_a_second() -> None:
+    metadata = smollm2_metadata()
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        Tokenizer.from_gguf(metadata, "smollm2.gguf")
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.35
+
+
+def llama2c_encode(text: str) -> list[int]:
+    """What llama2.c does: a space in front, characters or their bytes, then the best-scoring neighbours joined, leftmost first."""
+    metadata = stories_metadata()
+    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
+    assert isinstance(tokens, list) and isinstance(scores, list)
+    ids = {token: token_id for token_id, token in enumerate(tokens) if token_id >= 3}
+    parts: list[int] = []
+    for char in (" " + text if text else "").replace(" ", "▁"):
+        parts += [ids[char]] if char in ids else [byte + 3 for byte in char.encode()]
+    while True:
+        neighbours = [tokens[left] + tokens[right] for left, right in pairwise(parts)]
+        joins = [(-scores[ids[both]], at, ids[both]) for at, both in enumerate(neighbours) if both in ids]
+        if not joins:
+            return [1, *parts]
+        _, at, token_id = min(joins)
+        parts[at : at + 2] = [token_id]
+
+
+story_words = st.sampled_from(["Once upon", " a time", "  ", "\n", "Lily", "é", "🦙", "aaaa", "the", "T"])
+
+
+@settings(max_examples=200)
+@given(st.lists(story_words | st.text(max_size=4), max_size=8).map("".join))
+def test_sentencepiece_encodes_as_llama2c_and_survives_the_round_trip(text: str) -> None:
+    # The names of control tokens are read as those tokens, which llama2.c does not do.
+    text = text.replace("<", "").replace("▁", "")
+    assert STORIES.encode(text) == llama2c_encode(text)
+    assert STORIES.decode(STORIES.encode(text)) == text
+
+
+def test_stories_reference_ids_are_the_reference_text() -> None:
+    text = json.loads((DATA / "refs" / "stories260K_expected.json").read_text())["expected_text"]
+    ids = np.load(DATA / "refs" / "stories260K_greedy_ref.npz")["ids"].tolist()
+    assert STORIES.decode(ids) == text
+    assert STORIES.encode(text) == ids
+    assert STORIES.encode(text, add_special_tokens=False) == ids[1:]
+
+
+def tiny_metadata(pre: str) -> dict[str, object]:
+    tokens = [*"0123456789", "12", "123", "1234", "12345", "<end>", "<noté>"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * 14 + [3, 4],
+        "tokenizer.ggml.merges": ["1 2", "12 3", "123 4", "1234 5"],
+        "tokenizer.ggml.bos_token_id": 14,
+        "tokenizer.ggml.eos_token_id": 14,
+        "tokenizer.ggml.eot_token_id": 15,
+        "tokenizer.chat_template": "{{ messages }}",
+    }
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["12345"]),
+        ("default", ["12345"]),
+        ("smollm", ["1", "2", "3", "4", "5"]),
+        ("qwen2", ["1", "2", "3", "4", "5"]),
+        ("llama-bpe", ["<end>", "123", "4", "5"]),  # llama 3 begins every text with its BOS
+        ("llama3", ["<end>", "123", "4", "5"]),
+    ],
+)
+def test_each_pre_tokenizer_splits_numbers_its_own_way(pre: str, pieces: list[str]) -> None:
+    tokenizer = Tokenizer.from_gguf(tiny_metadata(pre), "tiny.gguf")
+    assert [tokenizer.token(token_id) for token_id in tokenizer.encode("12345")] == pieces
+    assert tokenizer.decode(tokenizer.encode("1<noté>2<end>")) == "1<noté>2"  # user-defined is text, control is not
+    assert tokenizer.eos_token_ids == (14, 15)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ggml.model", "bert"),
+        ("ggml.model", None),
+        ("ggml.pre", "tekken"),
+        ("ggml.tokens", None),
+        ("ggml.tokens", "abc"),
+        ("ggml.tokens", [*"0123456789", "12", "123", "1234", "12345", "<end>", 7]),
+        ("ggml.tokens", [*"0123456789", "12", "123", "1234", "12345", "<end>", "0"]),
+        ("ggml.token_type", [1] * 15),
+        ("ggml.token_type", ["x"] * 16),
+        ("ggml.merges", ["1 2 3"]),
+        ("ggml.merges", ["1 x"]),
+        ("ggml.merges", [7]),
+        ("ggml.bos_token_id", 16),
+        ("ggml.eos_token_id", -1),
+        ("ggml.add_bos_token", 3),
+        ("chat_template", b"x"),
+    ],
+)
+def test_damaged_gguf_metadata_is_refused_by_its_key(key: str, value: object) -> None:
+    with pytest.raises(LoadError, match=rf"^tiny\.gguf: tokenizer\.{key}\b"):
+        Tokenizer.from_gguf(tiny_metadata("gpt-2") | {f"tokenizer.{key}": value}, "tiny.gguf")
+
+
+def test_scores_must_fit_and_an_end_must_exist() -> None:
+    with pytest.raises(LoadError, match="scores has 2 items for 512 tokens"):
+        Tokenizer.from_gguf(stories_metadata() | {"tokenizer.ggml.scores": [1.0, 2.0]}, "s.gguf")
+    with pytest.raises(LoadError, match=r"scores holds a wrong item: nan"):
+        Tokenizer.from_gguf(stories_metadata() | {"tokenizer.ggml.scores": [float("nan")] * 512}, "s.gguf")
+    metadata = stories_metadata()
+    del metadata["tokenizer.ggml.eos_token_id"]
+    with pytest.raises(LoadError, match="eos_token_id is missing"):
+        Tokenizer.from_gguf(metadata, "s.gguf")
+
+
+def write_folder(folder: Path, config: object) -> Path:
+    stored = Tokenizer.from_gguf(tiny_metadata("gpt-2"), "tiny.gguf")._backend.to_str()
+    (folder / "tokenizer.json").write_text(stored, encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def test_folder_gives_template_and_ends_in_every_spelling(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    config = {"chat_template": named, "eos_token": {"content": "<end>"}, "bos_token": None}
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, config))
+    assert (tokenizer.chat_template, tokenizer.eos_token_ids, tokenizer.bos_token_id, tokenizer.bos_token) == ("D", (14,), None, "")
+    (tmp_path / "chat_template.jinja").write_text("own file")
+    assert Tokenizer.from_folder(tmp_path).chat_template == "own file"
+
+
+def test_broken_folder_is_refused_by_the_file(tmp_path: Path) -> None:
+    def refused(match: str) -> None:
+        with pytest.raises(LoadError, match=match):
+            Tokenizer.from_folder(tmp_path)
+
+    refused(r"tokenizer\.json is missing")
+    write_folder(tmp_path, {"eos_token": "<nowhere>"})
+    refused(r"tokenizer_config\.json: eos_token is '<nowhere>'")
+    write_folder(tmp_path, ["no object"])
+    refused(r"tokenizer_config\.json must hold a JSON object, not list")
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    refused(r"tokenizer_config\.json is not valid JSON")
+    (tmp_path / "tokenizer_config.json").unlink()
+    refused(r"tokenizer_config\.json is missing")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    refused(r"tokenizer\.json is not a tokenizer")
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff")
+    refused(r"tokenizer\.json cannot be read")
+
+
+def test_a_decoder_of_another_kind_is_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path, {})
+    stored = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    stored["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored), encoding="utf-8")
+    with pytest.raises(LoadError, match="neither byte-level nor sentencepiece-like"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_text_that_is_no_unicode_is_a_request_error() -> None:
+    with pytest.raises(RequestError, match="unpaired surrogate at character 2"):
+        SMOLLM2.encode("ab\ud800")
