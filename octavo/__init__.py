@@ -5,6 +5,7 @@
 
 from typing import TYPE_CHECKING
 
+from octavo.config import calm_threads
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+calm_threads()
 
 
 def __getattr__(name: str) -> object:

@@ -42,34 +42,43 @@ class EngineConfig:
     seed: int = _flag(0, "seed of requests that bring none, and of dummy weights")
 
     def __post_init__(self) -> None:
-        size = self.block_size
-        if not 1 <= size <= 256 or size & (size - 1):
-            raise ConfigError(f"block_size must be a power of two from 1 to 256, got {size}")
-        if self.max_num_seqs < 1:
-            raise ConfigError(f"max_num_seqs must be at least 1, got {self.max_num_seqs}")
+        for name, (low, high) in _INTEGERS.items():
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if type(value) is not int or not low <= value <= high:
+                raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}")
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size must be a power of two from 1 to 256, got {self.block_size}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs {self.max_num_seqs}: "
                 "a step must hold one token of every running sequence; raise the first or lower the second"
             )
-        if self.pipeline_depth not in (1, 2):
-            raise ConfigError(f"pipeline_depth must be 1 or 2, got {self.pipeline_depth}")
-        if self.num_gpu_blocks_override is not None and self.num_gpu_blocks_override < 2:
-            raise ConfigError(f"num_gpu_blocks_override must be at least 2 (block 0 is the null block), got {self.num_gpu_blocks_override}")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ConfigError(f"max_model_len must be at least 2, got {self.max_model_len}")
-        for name in ("dtype", "load_format", "scheduling_policy"):
-            choices = _CHOICES[name]
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        if not 0 <= self.seed < 2**64:
-            raise ConfigError(f"seed must be from 0 to 2^64 - 1, got {self.seed}")
 
 
-_CHOICES = {
+_MANY = 2**31 - 1
+_INTEGERS = {  # least and most
+    "max_model_len": (2, _MANY),
+    "block_size": (1, 256),
+    "kv_cache_memory_bytes": (1, 2**63 - 1),
+    "num_gpu_blocks_override": (2, _MANY),  # block 0 is the null block
+    "max_num_seqs": (1, _MANY),
+    "max_num_batched_tokens": (1, _MANY),
+    "pipeline_depth": (1, 2),
+    "max_logprobs": (0, _MANY),
+    "seed": (0, 2**64 - 1),
+}
+_OPTIONAL = ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override")
+_CHOICES: dict[str, tuple[str | bool, ...]] = {
     "dtype": ("auto", "float32", "bfloat16"),
     "load_format": ("auto", "dummy"),
     "scheduling_policy": ("fcfs", "priority"),
+    "enable_prefix_caching": (True, False),
+    "skip_tokenizer_init": (True, False),
 }
 
 
@@ -84,6 +93,11 @@ class Debug:
     forward_nan: int = 0  # make the first planned row of this step not finite
     sample_bad_id: int = 0  # sample an id outside the vocabulary at this step
     cache_force_miss: bool = False  # every prefix lookup misses
+
+    @property
+    def switched_on(self) -> list[str]:
+        """The switches that are not at rest, to be told to whoever reads the log."""
+        return [f"{f.name}={value}" for f in fields(self) if (value := getattr(self, f.name)) != f.default]
 
     @staticmethod
     def parse(text: str) -> "Debug":
@@ -123,6 +137,16 @@ def thread_limit() -> int | None:
     """OMP_NUM_THREADS, where set."""
     value = os.environ.get("OMP_NUM_THREADS", "")
     return int(value) if value.isdigit() and int(value) > 0 else None
+
+
+def calm_threads() -> None:
+    """Let torch's threads spin only briefly before they sleep; works only before torch is imported.
+
+    A thread that spins at a barrier keeps a busy core from the very thread it waits for: with one other process running,
+    a decode step was eight times slower.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def no_color() -> bool:

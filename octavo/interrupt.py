@@ -2,11 +2,11 @@
 
 import signal
 import threading
-from types import FrameType
+from types import FrameType, TracebackType
 
 
 class DeferredInterrupt:
-    """While entered (in the main thread, with Python's own handler), Ctrl-C waits for `check`; a second one does not wait."""
+    """While entered (in the main thread, with Python's own handler), Ctrl-C waits for `check` or the end; a second one does not."""
 
     def __init__(self) -> None:
         self._pending = False
@@ -19,10 +19,12 @@ class DeferredInterrupt:
             self._installed = True
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         if self._installed:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._installed = False
+        if kind is None:
+            self.check()
 
     def check(self) -> None:
         if self._pending:

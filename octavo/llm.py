@@ -1,7 +1,8 @@
 """`LLM`: the offline API. Text becomes ids here, the engine works on ids, and ids become text here again."""
 
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Literal, TypeVar
@@ -10,7 +11,7 @@ from octavo import log
 from octavo.config import Dtype, EngineConfig, SchedulingPolicy, debug_from_environment, log_level
 from octavo.engine.client import EngineClient, InprocClient
 from octavo.engine.output import OutputProcessor
-from octavo.errors import RequestError
+from octavo.errors import EngineError, RequestError
 from octavo.interrupt import DeferredInterrupt
 from octavo.loading.resolve import ModelSource, load_model_config, resolve_model
 from octavo.messages import AddRequest, SchedulerStats
@@ -21,6 +22,7 @@ from octavo.text.prompt import Message, Prompt, PromptEncoder
 from octavo.text.tokenizer import Tokenizer
 
 Conversation = Sequence[Message]
+Encoded = tuple[str | None, list[int]]  # a prompt's text, where it has one, and its ids
 Item = TypeVar("Item")
 
 
@@ -79,6 +81,8 @@ class LLM:
     def _open(self, config: EngineConfig) -> None:
         log.setup(log_level("WARNING"))
         debug = debug_from_environment()
+        if debug.switched_on:
+            log.logger.warning("OCTAVO_DEBUG is set, for tests only: %s", ", ".join(debug.switched_on))
         self.config = config
         source = resolve_model(config.model)
         model = load_model_config(source)
@@ -87,7 +91,7 @@ class LLM:
         if self._tokenizer is not None:
             model = replace(model, eos_token_ids=tuple(dict.fromkeys(model.eos_token_ids + self._tokenizer.eos_token_ids)))
         self._encoder = PromptEncoder(self._tokenizer, config.chat_template)
-        self._client: EngineClient = InprocClient(config, source, model, debug)
+        self._engine: EngineClient | None = InprocClient(config, source, model, debug)
         self._processor = OutputProcessor(self._tokenizer)
         self._streams: dict[str, deque[TextDelta]] = {}
         self._finished: dict[str, RequestOutput] = {}
@@ -102,7 +106,7 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete each prompt; one `params` for all, or one for each. Results come in the order of the prompts."""
-        encoded = [self._encoder.encode(prompt) for prompt in _as_prompts(prompts)]
+        encoded = _each(self._encoder.encode, _as_prompts(prompts))
         return self._run(encoded, _spread(params, SamplingParams(), len(encoded)), use_tqdm)
 
     def chat(
@@ -112,7 +116,7 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several. Without `params`, up to the rest of the context."""
-        encoded = [self._encoder.encode_chat(conversation) for conversation in _as_conversations(messages)]
+        encoded = _each(self._encoder.encode_chat, _as_conversations(messages))
         return self._run(encoded, _spread(params, SamplingParams(max_tokens=None), len(encoded)), use_tqdm)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
@@ -142,9 +146,9 @@ class LLM:
 
     def close(self) -> None:
         """Free all memory. Closing twice is harmless."""
-        if "_client" in self.__dict__:
-            self._client.close()
-            del self._client
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
     def __enter__(self) -> "LLM":
         return self
@@ -154,46 +158,50 @@ class LLM:
 
     # --- how it works ------------------------------------------------------------------------------------------------
 
-    def _add(self, encoded: tuple[str | None, list[int]], params: SamplingParams) -> str:
+    @property
+    def _client(self) -> EngineClient:
+        if self._engine is None:
+            raise EngineError("this LLM is closed")
+        return self._engine
+
+    def _new_id(self) -> str:
+        self._count += 1
+        return str(self._count - 1)
+
+    def _add(self, request_id: str, encoded: Encoded, params: SamplingParams) -> None:
         if params.logprobs is not None and params.logprobs > self.config.max_logprobs:
             raise RequestError(f"logprobs is {params.logprobs}, max_logprobs is {self.config.max_logprobs}", "logprobs")
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and skip_tokenizer_init is set; use stop_token_ids", "stop")
-        request = AddRequest(str(self._count), encoded[1], params)
+        request = AddRequest(request_id, encoded[1], params)
         self._client.add(request)
-        self._count += 1
         self._processor.add(request, encoded[0])
-        return request.request_id
 
-    def _run(
-        self, encoded: Sequence[tuple[str | None, list[int]]], params: Sequence[SamplingParams], use_tqdm: bool
-    ) -> list[RequestOutput]:
-        ids: list[str] = []
-        try:
-            for index, (prompt, one) in enumerate(zip(encoded, params, strict=True)):
-                try:
-                    ids.append(self._add(prompt, one))
-                except RequestError as error:
-                    error.index = index
-                    raise
-            with DeferredInterrupt() as interrupt, GenerateProgress(len(ids), use_tqdm) as progress:
+    def _run(self, encoded: Sequence[Encoded], params: Sequence[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+        ids = [self._new_id() for _ in encoded]
+        with DeferredInterrupt() as interrupt, GenerateProgress(len(ids), use_tqdm) as progress:
+            try:
+                for index, request_id in enumerate(ids):
+                    with _prompt_named(index):
+                        self._add(request_id, encoded[index], params[index])
                 while any(request_id not in self._finished for request_id in ids):
                     self._pump(progress)
                     interrupt.check()
-            return [self._finished.pop(request_id) for request_id in ids]
-        finally:
-            for request_id in ids:
-                self._drop(request_id)
+                return [self._finished.pop(request_id) for request_id in ids]
+            finally:
+                for request_id in ids:
+                    self._drop(request_id)
 
-    def _stream(self, encoded: tuple[str | None, list[int]], params: SamplingParams) -> Generator[TextDelta, None, None]:
-        request_id = self._add(encoded, params)
+    def _stream(self, encoded: Encoded, params: SamplingParams) -> Generator[TextDelta, None, None]:
+        request_id = self._new_id()
         queue = self._streams[request_id] = deque()
         try:
+            with DeferredInterrupt():
+                self._add(request_id, encoded, params)
             while queue or request_id not in self._finished:
                 if not queue:
-                    with DeferredInterrupt() as interrupt:
+                    with DeferredInterrupt():
                         self._pump(None)
-                        interrupt.check()
                 while queue:
                     yield queue.popleft()
         finally:
@@ -215,8 +223,8 @@ class LLM:
 
     def _drop(self, request_id: str) -> None:
         """End a request, in whatever state it is, and forget it."""
-        if "_client" in self.__dict__:
-            self._client.abort(request_id)
+        if self._engine is not None:
+            self._engine.abort(request_id)
         self._processor.drop(request_id)
         self._finished.pop(request_id, None)
         self._streams.pop(request_id, None)
@@ -228,17 +236,40 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
     return Tokenizer.from_folder(source.path)
 
 
+@contextmanager
+def _prompt_named(index: int) -> Iterator[None]:
+    """A refusal in here is of the prompt at `index`."""
+    try:
+        yield
+    except RequestError as error:
+        error.index = index
+        raise
+
+
+def _each(encode: Callable[[Item], Encoded], items: Sequence[Item]) -> list[Encoded]:
+    encoded = []
+    for index, item in enumerate(items):
+        with _prompt_named(index):
+            encoded.append(encode(item))
+    return encoded
+
+
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One prompt or many; a flat list of ints is one."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts must be one prompt or a list of them, not {type(prompts).__name__}", "prompts")
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
 
 
 def _as_conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:
-    if messages and isinstance(messages[0], Mapping):
+    """One conversation or many; an empty list is a conversation without messages, which the template refuses."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise RequestError(f"messages must be a list of messages or of such lists, not {type(messages).__name__}", "messages")
+    if not messages or isinstance(messages[0], Mapping):
         return [messages]  # type: ignore[list-item]
     return messages  # type: ignore[return-value]
 
@@ -246,6 +277,8 @@ def _as_conversations(messages: Conversation | Sequence[Conversation]) -> Sequen
 def _spread(params: SamplingParams | Sequence[SamplingParams] | None, default: SamplingParams, count: int) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or default] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise RequestError("params must be SamplingParams, or a list of them, one for each prompt", "params")
     if len(params) != count:
         raise RequestError(f"{count} prompts, but {len(params)} sampling params", "params")
     return params

@@ -52,11 +52,12 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+def add_engine_flags(parser: argparse.ArgumentParser, only: Sequence[str] | None = None) -> None:
+    """A flag for each field, or for those in `only`: a command that sets the others itself does not offer them."""
     group = parser.add_argument_group("engine")
     group.add_argument("--model", metavar="MODEL", help=_field_help("model"))
     for field in fields(EngineConfig):
-        if field.name not in NOT_FLAGS:
+        if field.name not in NOT_FLAGS and (only is None or field.name in only):
             _add_field(group, field)
 
 

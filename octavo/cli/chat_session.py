@@ -99,7 +99,7 @@ class ChatSession:
     def _fit(self, question: str) -> tuple[str, Sequence[int]]:
         """The prompt with as many turns as leave room for an answer; the others are dropped for good."""
         limit = self.llm.max_model_len
-        room = self._params.max_tokens or 1
+        room = self._params.max_tokens or min(ROOM, limit // 4)
         for left_out in range(len(self.turns) + 1):
             prompt, ids = self._encoder.encode_chat(self.messages(question, left_out))
             if len(ids) + room <= limit:

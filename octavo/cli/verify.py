@@ -2,21 +2,29 @@
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
+
+from octavo.cli.args import add_engine_flags, engine_config
+
+if TYPE_CHECKING:
+    from octavo.engine.verify import Verified
 
 DEFAULT_REQUESTS = 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=DEFAULT_REQUESTS, help=f"requests in the stress schedule (default {DEFAULT_REQUESTS})")
+    parser.add_argument("words", metavar="MODEL", nargs="?", help="a model folder or a .gguf file; without one, the default model")
+    text = f"requests in the stress schedule (default: {DEFAULT_REQUESTS})"
+    parser.add_argument("--requests", type=int, metavar="N", default=DEFAULT_REQUESTS, help=text)
+    add_engine_flags(parser, only=("dtype", "load_format", "block_size", "seed"))  # the schedule sets the rest
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo.cli.args import engine_config
-    from octavo.engine.verify import Verified, verify
+    from octavo.engine.verify import verify
     from octavo.errors import VerifyError
     from octavo.loading.resolve import load_model_config, resolve_model
 
-    config = engine_config(args)
+    config = engine_config(args, args.words)
     source = resolve_model(config.model)
     model = load_model_config(source)
     results: list[Verified] = []
@@ -31,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _table(name: str, block_size: int, results: list["Verified"]) -> str:  # type: ignore[name-defined]  # noqa: F821
+def _table(name: str, block_size: int, results: "list[Verified]") -> str:
     rows = [
         ("requests", [r.requests for r in results]),
         ("steps compared", [r.compared.steps for r in results]),

@@ -28,7 +28,12 @@ class Engine:
 
 
 def build_engine(
-    config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, runner: Runner | None = None, on_event: OnEvent | None = None
+    config: EngineConfig,
+    source: ModelSource,
+    model: ModelConfig,
+    debug: Debug,
+    runner: Runner | None = None,
+    on_event: OnEvent | None = None,
 ) -> Engine:
     """An engine that is ready. `runner` and `on_event` are for those who watch it, such as `octavo verify`."""
     watch = Stopwatch()
@@ -45,13 +50,18 @@ def build_engine(
         force_miss=debug.cache_force_miss,
     )
     limits = Limits(
-        config.max_num_seqs, config.max_num_batched_tokens, geometry.max_model_len, model.vocab_size, geometry.num_blocks, geometry.block_size
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=geometry.max_model_len,
+        vocab_size=model.vocab_size,
+        num_blocks=geometry.num_blocks,
+        block_size=geometry.block_size,
     )
     scheduler = Scheduler(
         kv,
         limits,
         by_priority=config.scheduling_policy == "priority",
-        end_ids=model.eos_token_ids,
+        end_ids=tuple(token for token in model.eos_token_ids if token < model.vocab_size),
         seed=config.seed,
         preempt_every=debug.preempt_every,
     )

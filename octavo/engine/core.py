@@ -24,10 +24,11 @@ class EngineCore:
         self._depth = depth
         self._check = check
         self._launched: deque[tuple[StepPlan, Future[StepResult]]] = deque()
+        self._news: list[Delta] = []  # not yet given out
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.requests or self._launched)
+        return bool(self.scheduler.requests or self._launched or self._news)
 
     def add(self, request: AddRequest) -> None:
         self.scheduler.add(request)
@@ -36,31 +37,31 @@ class EngineCore:
         return self.scheduler.abort(request_id, index)
 
     def step(self) -> list[Delta]:
-        """One step; the news it brought."""
+        """One step; the news it brought. Those of a step that raised come with the next one."""
         plan = self.scheduler.schedule()
-        deltas: list[Delta] = []
         try:
             if plan.is_empty:
-                deltas += self._settle() + self.scheduler.update(plan, StepResult(plan.step, []))
+                self._settle()
+                self._news += self.scheduler.update(plan, StepResult(plan.step, []))
             else:
                 self.executor.forward(plan)
-                deltas += self._settle()
+                self._settle()
                 self._launched.append((plan, self.executor.sample(plan.step)))
         except BaseException as error:  # also Ctrl-C: the plan was not carried out, whoever is in it ends here
-            deltas += self._settle() + self.scheduler.fail(plan, f"the engine failed in this step: {error}")
+            self._settle()
+            self._news += self.scheduler.fail(plan, f"the engine failed in this step: {error}")
             if isinstance(error, VerifyError) or not isinstance(error, Exception):
                 raise
             logger.error("step %d failed, its %d sequences end with an error: %s", plan.step, len(plan.row), error, exc_info=True)
         if self._depth == 1:
-            deltas += self._settle()
+            self._settle()
         if self._check:
             invariants.check(self.scheduler)
-        return deltas
+        news, self._news = self._news, []
+        return news
 
-    def _settle(self) -> list[Delta]:
+    def _settle(self) -> None:
         """Take in every launched step's result."""
-        deltas: list[Delta] = []
         while self._launched:
             plan, future = self._launched.popleft()
-            deltas += self.scheduler.update(plan, future.result())
-        return deltas
+            self._news += self.scheduler.update(plan, future.result())

@@ -88,7 +88,7 @@ class _Sample:
         self.stops = request.params.stop
         self.longest_stop = max(map(len, self.stops), default=0)
         self.tokenizer = tokenizer
-        self.detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer)
+        self.detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, request.prompt_token_ids)
         self.output = CompletionOutput(index)
         if request.params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
@@ -149,5 +149,5 @@ class _Sample:
         self.output.cumulative_logprob += found.logprob
 
     def _logprob(self, token: int, logprob: float, rank: int) -> Logprob:
-        text = None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
+        text = None if self.tokenizer is None else self.tokenizer.token_bytes(token).decode("utf-8", "replace")
         return Logprob(logprob, rank, text)

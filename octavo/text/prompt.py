@@ -18,6 +18,8 @@ class PromptEncoder:
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text, where it has one, and its ids."""
+        if prompt == "":  # some tokenizers would make a BOS of it; whoever wants just that can ask for it by id
+            raise RequestError("the prompt is empty", "prompt")
         if isinstance(prompt, str):
             return prompt, self._need_tokenizer("a text prompt").encode(prompt)
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
@@ -40,7 +42,7 @@ class PromptEncoder:
 
 
 def _load_template(tokenizer: Tokenizer, template_file: str | None) -> ChatTemplate | None:
-    source, name = tokenizer.chat_template, "the model's chat template"
+    source, name = tokenizer.chat_template, tokenizer.source
     if template_file is not None:
         try:
             source, name = Path(template_file).read_text(encoding="utf-8"), template_file

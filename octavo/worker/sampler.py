@@ -37,7 +37,8 @@ def sample(logits: Tensor, rows: Tensor, table: RequestTable) -> Sampled:
     ids = scores.argmax(-1)  # the first of equals
     random = torch.tensor([i for i, p in enumerate(params) if not p.greedy], dtype=torch.int64)
     if len(random):
-        ids[random] = draw(scores[random], _draws(rows[random], table))
+        mixed = len(random) < len(ids)
+        ids[random] = draw(scores[random] if mixed else scores, _draws(rows[random], table))
     logprobs = {i: _logprobs(logits[i], int(ids[i]), p.logprobs) for i, p in enumerate(params) if p.logprobs is not None}
     return Sampled(ids, logprobs)
 

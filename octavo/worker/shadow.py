@@ -10,7 +10,7 @@ attention function runs over the regions, and must give the same output. The fir
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -135,8 +135,8 @@ def shadowed(paged_backend: type[AttentionBackend], shadow: Shadow) -> type[Atte
 
     class ShadowedBackend:
         name: ClassVar[str] = paged_backend.name
-        dtypes = paged_backend.dtypes
-        layout = paged_backend.layout
+        dtypes: ClassVar[tuple[str, ...]] = paged_backend.dtypes
+        layout: ClassVar[Literal["paged", "contiguous"]] = paged_backend.layout
 
         def __init__(self, spec: AttentionSpec) -> None:
             self.paged, self.plain = paged_backend(spec), ContiguousBackend(spec)

@@ -1,5 +1,6 @@
 """Octavo as a user starts it: a process with pipes, or one behind a terminal that the test types into."""
 
+import contextlib
 import fcntl
 import os
 import re
@@ -13,8 +14,9 @@ from pathlib import Path
 from types import TracebackType
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 240  # a busy machine starts torch slowly
-FAKE = {"OCTAVO_DEBUG": "runner=fake"}  # the default model's tokenizer and template, but no weights: starts fast, talks nonsense
+SECONDS = 120  # a busy machine starts torch slowly
+# The default model's tokenizer and template, but no weights: starts fast, talks nonsense. Without the warning that says so.
+FAKE = {"OCTAVO_DEBUG": "runner=fake", "OCTAVO_LOG_LEVEL": "ERROR"}
 
 
 def environment(extra: dict[str, str]) -> dict[str, str]:
@@ -25,6 +27,10 @@ def environment(extra: dict[str, str]) -> dict[str, str]:
 def octavo(*words: str, stdin: str = "", cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "octavo", *words]
     return subprocess.run(command, input=stdin, cwd=cwd, env=environment(env or {}), capture_output=True, text=True, timeout=SECONDS)
+
+
+class TimedOut(AssertionError):
+    """What was expected did not come."""
 
 
 class Typist:
@@ -58,11 +64,11 @@ class Typist:
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
 
-    def expect(self, pattern: str) -> str:
-        deadline = time.monotonic() + SECONDS
+    def expect(self, pattern: str, seconds: float = SECONDS) -> str:
+        deadline = time.monotonic() + seconds
         while (found := re.search(pattern, self._unread)) is None:
             if not select.select([self._master], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise AssertionError(f"no {pattern!r} in time after {self.transcript[-2000:]!r}")
+                raise TimedOut(f"no {pattern!r} in time after {self.transcript[-2000:]!r}")
             self._take()
         before, self._unread = self._unread[: found.end()], self._unread[found.end() :]
         return before
@@ -71,6 +77,14 @@ class Typist:
         """Type a line, wait for the next prompt; what was printed between."""
         self.type(text + "\r")
         return self.expect(r">>> \Z").partition("\n")[2].removesuffix(">>> ")
+
+    def interrupt(self) -> str:
+        """Ctrl-C until the prompt is back: one that comes just before the terminal is read stays unseen until the next key."""
+        for _ in range(SECONDS // 10):
+            self.type("\x03")
+            with contextlib.suppress(TimedOut):
+                return self.expect(r">>> \Z", seconds=10)
+        raise TimedOut(f"no prompt after Ctrl-C: {self.transcript[-2000:]!r}")
 
     def leave(self) -> int:
         self.type("\x04")

@@ -43,19 +43,18 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(tmp_path: Path) -> None:
     (tmp_path / "octavo/history").write_text("asked in an earlier run\n")
     with Typist("chat", cwd=tmp_path, env={**FAKE, "XDG_STATE_HOME": str(tmp_path), "NO_COLOR": "1"}) as chat:
         chat.expect(">>> ")
-        chat.type("half a line\x03")
-        chat.expect(">>> ")
+        chat.type("half a line")
+        chat.expect("half a line")
+        chat.interrupt()
         chat.type("Talk until the context is full\r")
         chat.expect(r"full\r\n.+")  # it streams: the first words are here, thousands are to come
-        chat.type("\x03")
-        assert "stopped" in chat.expect(r">>> \Z")
+        assert "stopped" in chat.interrupt()
         count = re.search(r"answer  (\d+) tokens", chat.ask("/stats"))
         assert count and 1 <= int(count[1]) < 8000
         assert "\x1b[2m" not in chat.transcript
         chat.type("\x1b[A" * 3)  # what was typed in the earlier run is two answers up
         chat.expect("asked in an earlier run")
-        chat.type("\x03")
-        chat.expect(r">>> \Z")
+        chat.interrupt()
         assert chat.leave() == 0
 
 

@@ -1,6 +1,5 @@
 """The same request gives the same greedy text in float32, whatever happens around it."""
 
-from pathlib import Path
 
 import pytest
 

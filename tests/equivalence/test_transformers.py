@@ -10,6 +10,7 @@ from octavo import LLM, RequestOutput, SamplingParams
 from octavo.loading.resolve import resolve_model
 from tests.support.greedy import compare_with_reference
 from tests.support.models import tiny_model
+from tests.support.smollm2 import reference_smollm2
 
 PROMPTS, TOKENS = 200, 64
 
@@ -38,14 +39,11 @@ def test_tiny_models_give_the_tokens_transformers_gives(architecture: str, tmp_p
 
 
 def test_smollm2_gives_the_tokens_transformers_gives() -> None:
-    from transformers import AutoModelForCausalLM
-
-    source = resolve_model(None)
     prompts = [line for line in Path("tests/data/prompts/questions.txt").read_text().splitlines() if line]
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=4)
     with LLM(dtype="float32") as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
-    reference = AutoModelForCausalLM.from_pretrained(source.path.parent, gguf_file=source.path.name, dtype=torch.float32)
+    reference = reference_smollm2(resolve_model(None).path)
     comparison = compare_with_reference(outputs, reference, batch_size=10)
     assert comparison.tokens == 40 * TOKENS
     comparison.accept()

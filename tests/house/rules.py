@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
 
-BASE = frozenset({"errors", "log", "config", "model_config", "sampling_params", "messages"})
+BASE = frozenset({"errors", "log", "config", "model_config", "sampling_params", "messages", "outputs", "interrupt", "progress"})
 
 # room -> the rooms it may import; a room may always import itself and BASE.
 MAY_IMPORT: Mapping[str, frozenset[str]] = {

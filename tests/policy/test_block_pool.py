@@ -12,6 +12,10 @@ def _digest(number: int) -> bytes:
     return number.to_bytes(32, "little")
 
 
+def _some(blocks: list[int]) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.sampled_from(blocks), min_size=1, unique=True)
+
+
 class PoolMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(2, 12))
     def start(self, num_blocks: int) -> None:
@@ -24,46 +28,51 @@ class PoolMachine(RuleBasedStateMachine):
     def _held(self) -> list[int]:
         return [block for block, count in self.ref.items() if count]
 
+    def _unsealed(self) -> list[int]:
+        return [block for block in self._held() if block not in self.cached.values()]
+
+    @precondition(lambda self: bool(self.order))
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
-        count = data.draw(st.integers(0, len(self.order)))
+        count = data.draw(st.integers(1, len(self.order)))
         wanted, self.order = self.order[:count], self.order[count:]
         assert self.pool.take(count) == wanted
         self.ref.update(dict.fromkeys(wanted, 1))
         self.cached = {digest: block for digest, block in self.cached.items() if block not in wanted}
 
+    @precondition(lambda self: bool(self._held() or self.cached))
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
         """Held blocks and cached ones can get another holder."""
-        eligible = sorted({*self._held(), *self.cached.values()})
-        blocks = data.draw(st.lists(st.sampled_from(eligible), unique=True)) if eligible else []
+        blocks = data.draw(_some(sorted({*self._held(), *self.cached.values()})))
         self.pool.share(blocks)
         for block in blocks:
             self.ref[block] += 1
         self.order = [block for block in self.order if block not in blocks]
 
+    @precondition(lambda self: bool(self._held()))
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        held = self._held()
-        blocks = data.draw(st.lists(st.sampled_from(held), unique=True)) if held else []
+        blocks = data.draw(_some(self._held()))
         self.pool.release(blocks)
         for block in reversed(blocks):
             self.ref[block] -= 1
             if self.ref[block] == 0:
                 self.order.insert(len(self.order) if block in self.cached.values() else 0, block)
 
-    @precondition(lambda self: bool(set(self._held()) - set(self.cached.values())))
-    @rule(data=st.data(), number=st.integers(0, 15))
-    def seal(self, data: st.DataObject, number: int) -> None:
-        block = data.draw(st.sampled_from(sorted(set(self._held()) - set(self.cached.values()))))
-        self.pool.seal(block, _digest(number))
-        self.cached.setdefault(_digest(number), block)
+    @precondition(lambda self: bool(self._unsealed()))
+    @rule(data=st.data(), first=st.integers(0, 15))
+    def seal(self, data: st.DataObject, first: int) -> None:
+        for number, block in enumerate(data.draw(_some(self._unsealed())), first):
+            self.pool.seal(block, _digest(number % 16))
+            self.cached.setdefault(_digest(number % 16), block)
 
-    @rule()
-    def forget(self) -> None:
-        self.pool.forget()
-        self.cached = {}
-        assert not self.pool.evicted
+    @rule(sure=st.sampled_from([False] * 7 + [True]))
+    def forget(self, sure: bool) -> None:
+        if sure:
+            self.pool.forget()
+            self.cached = {}
+            assert not self.pool.evicted
 
     @invariant()
     def equals_model(self) -> None:
@@ -91,7 +100,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 def test_pool_equals_its_model_under_any_calls() -> None:
-    run_state_machine_as_test(PoolMachine, settings=machine_settings(80, 50))
+    run_state_machine_as_test(PoolMachine, settings=machine_settings(150, 60))
 
 
 @pytest.mark.soak

@@ -80,6 +80,18 @@ def test_a_failing_forward_ends_the_requests_of_its_plan_only(moment: int, entry
     assert "planted" in (engine.ends["a", 0].error or "")
 
 
+def test_a_failing_forward_ends_a_request_that_only_moved_into_its_rows() -> None:
+    """Its hit ends right before its last token: the plan that failed computed nothing for it, but should have written its row."""
+    engine = FakeEngine(block_size=4)
+    engine.add("warm", PROMPT[:9])
+    engine.run()
+    engine.add("forks", PROMPT[:9], sampling(4, n=2))
+    engine.faults.raise_at = -1
+    engine.step()
+    assert not engine.executor.plans[-1].row and engine.reason("forks", 0) == engine.reason("forks", 1) == "error"
+    engine.assert_idle()
+
+
 def test_a_step_in_flight_is_taken_in_before_the_next_one_fails() -> None:
     engine = FakeEngine(depth=2)
     engine.add("one token", PROMPT, sampling(1))

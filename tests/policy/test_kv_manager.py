@@ -50,8 +50,13 @@ class KVMachine(RuleBasedStateMachine):
         self.ids += 1
         return seq
 
-    @rule(shared=st.integers(0, 10), tail=st.lists(st.integers(0, 1), max_size=6), salt=st.sampled_from(["", "", "", "b"]))
-    def admit(self, shared: int, tail: list[int], salt: str) -> None:
+    @rule(
+        shared=st.sampled_from([0, 3, 8, 8, 9, 10]),
+        tail=st.lists(st.integers(0, 1), max_size=6),
+        salt=st.sampled_from(["", "", "", "b"]),
+        seal=st.booleans(),
+    )
+    def admit(self, shared: int, tail: list[int], salt: str, seal: bool) -> None:
         seq = self._sequence(array("i", [7] * shared + tail or [7]), salt)
         hit = self.kv.match(seq)
         wanted = 0
@@ -64,6 +69,8 @@ class KVMachine(RuleBasedStateMachine):
         self.kv.admit(seq, hit)
         self.live.append(seq)
         self._allocate(seq, seq.num_tokens - hit.num_tokens, must_fit=True)
+        if seal:
+            self._seal(seq)
 
     @precondition(lambda self: self.live)
     @rule(pick=st.integers(0, 99), new=st.lists(st.integers(0, 1), min_size=1, max_size=5))
@@ -96,11 +103,13 @@ class KVMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(pick=st.integers(0, 99))
     def seal(self, pick: int) -> None:
-        seq = self.live[pick % len(self.live)]
-        seq.num_computed = seq.num_planned
+        self._seal(self.live[pick % len(self.live)])
+
+    def _seal(self, seq: Sequence) -> None:
+        before, seq.num_computed = seq.num_sealed, seq.num_planned
         self.kv.seal(seq)
-        if self.kv.caching and self.kv.match(seq).num_tokens < (seq.num_tokens - 1) // self.size * self.size:
-            assert self.kv.match(seq).reason in ("evicted", "cold", "differs")  # only what was forgotten is not found
+        newly = range(before, seq.num_computed // self.size)
+        assert not self.kv.caching or all(self._prefix(seq, (at + 1) * self.size) in self.findable for at in newly)
 
     @precondition(lambda self: self.live)
     @rule(pick=st.integers(0, 99))
@@ -117,9 +126,10 @@ class KVMachine(RuleBasedStateMachine):
         self.kv.release(seq)
         assert not seq.table and not seq.pending
 
-    @rule()
-    def forget(self) -> None:
-        self.pool.forget()
+    @rule(sure=st.sampled_from([False] * 7 + [True]))
+    def forget(self, sure: bool) -> None:
+        if sure:
+            self.pool.forget()
 
     @invariant()
     def every_table_reads_back_its_own_tokens(self) -> None:
@@ -138,7 +148,7 @@ class KVMachine(RuleBasedStateMachine):
 
 
 def test_tables_read_back_their_own_tokens_under_any_calls() -> None:
-    run_state_machine_as_test(KVMachine, settings=machine_settings(60, 40))
+    run_state_machine_as_test(KVMachine, settings=machine_settings(150, 60))
 
 
 @pytest.mark.soak

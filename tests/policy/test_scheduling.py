@@ -23,19 +23,22 @@ def _tokens_of_step(engine: FakeEngine) -> dict[str, int]:
 
 
 @DEPTHS
-def test_decode_gets_a_token_every_step_while_prefills_run(depth: int) -> None:
+def test_decode_gets_a_token_every_step_while_older_and_newer_prefills_run(depth: int) -> None:
     engine = FakeEngine(block_size=16, num_blocks=600, rows=8, budget=32, depth=depth)
+    engine.add("old prefill", _prompt(1500, 9), sampling(2))
+    engine.step()
     for number in range(3):
-        engine.add(f"decode {number}", _prompt(4, number), sampling(60))
+        engine.add(f"decode {number}", _prompt(4, number), sampling(40))
     for _ in range(4):
         engine.step()
-    for number in range(5):
+    for number in range(4):
         engine.add(f"prefill {number}", _prompt(300, 10 + number), sampling(2))
     engine.run()
     engine.assert_exact()
     for number in range(3):
         steps = engine.token_steps[f"decode {number}", 0]
         assert all(later - earlier == 1 for earlier, later in pairwise(steps))
+    assert engine.token_steps["decode 2", 0][-1] < engine.token_steps["old prefill", 0][0], "decode did not run beside the prefill"
 
 
 def test_running_prefills_leave_half_of_what_decode_leaves_to_those_who_wait() -> None:
@@ -105,6 +108,23 @@ def test_requests_that_fill_the_pool_alone_finish_without_thrashing(caching: boo
     engine.assert_idle()
     assert engine.runner.num_computed < 4 * 32 * (prompt + count - 1)
     assert max(request.life.preemptions for request in requests) <= 8
+
+
+def test_a_preempted_request_comes_back_only_with_room_to_go_on() -> None:
+    """It would fit as it is, but both together outgrow the pool: it waits for the other's end instead of being preempted again."""
+    engine = FakeEngine(block_size=4, num_blocks=18, rows=2)
+    engine.add("stays", _prompt(20, 1), sampling(20))
+    life = engine.add("leaves", _prompt(20, 2), sampling(20)).life
+    engine.step()
+    engine.preempt_last()
+    engine.step()
+    assert engine.pool.num_free >= 6 + 2, "it would fit"
+    while ("stays", 0) not in engine.ends:
+        engine.step()
+        assert len(engine.scheduler.running) < 2
+    engine.run()
+    engine.assert_exact()
+    assert life.preemptions == 1
 
 
 def test_a_head_that_does_not_fit_is_passed_for_sixteen_steps_and_no_more() -> None:

@@ -17,7 +17,7 @@ MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 LOW32 = 0xFFFFFFFF
 LANES = 4
-ROWS_AT_ONCE = 8  # so that the words of a large vocabulary stay in the cache through the rounds
+COUNTERS_AT_ONCE = 100_000  # few enough that their words stay in the cache through the rounds
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -42,8 +42,9 @@ def uniform(noise: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """
     quads = torch.arange((vocab + LANES - 1) // LANES, device=noise.device).unsqueeze(0)  # [1, quads]
     out = torch.empty(len(noise), quads.shape[1], LANES, device=noise.device)  # [S, quads, lanes]
-    for start in range(0, len(noise), ROWS_AT_ONCE):
-        some = slice(start, start + ROWS_AT_ONCE)
+    rows_at_once = max(COUNTERS_AT_ONCE // quads.shape[1], 1)
+    for start in range(0, len(noise), rows_at_once):
+        some = slice(start, start + rows_at_once)
         for lane, word in enumerate(_words(noise[some], positions[some], quads)):
             out[some, :, lane] = word >> 9
     return _open_unit(out).flatten(1)[:, :vocab]

@@ -1,0 +1,16 @@
+"""Story models for the engine's tests: real text, 260,000 parameters, open in a moment."""
+
+import pytest
+
+from tests.support.story_folder import story_folder
+
+
+@pytest.fixture(scope="session")
+def stories(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(story_folder(tmp_path_factory.mktemp("stories") / "stories"))
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same model, which nothing ends but its length."""
+    return str(story_folder(tmp_path_factory.mktemp("endless") / "endless", end_ids=[]))

@@ -1,0 +1,44 @@
+"""The step loop when a step is cut short from outside: nothing it had learned is lost, and everything in it ends."""
+
+import pytest
+
+from octavo.errors import VerifyError
+from tests.support.fake import FakeEngine, sampling
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("moment", [1, 2, 5])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, VerifyError])
+@pytest.mark.parametrize("hook", ["before_forward", "after_forward"])
+def test_a_forward_that_is_cut_short_ends_its_requests_and_the_news_come_with_the_next_step(
+    hook: str, error: type[BaseException], moment: int, depth: int
+) -> None:
+    engine = FakeEngine(block_size=4, rows=2, depth=depth)
+    for name in ("a", "b", "queued"):
+        engine.add(name, [*range(9), ord(name[0]) % 50], sampling(8))
+
+    def cut() -> None:
+        raise error("planted")
+
+    for _ in range(moment - 1):
+        engine.step()
+    getattr(engine.executor, hook).append(cut)
+    with pytest.raises(error):
+        engine.step()
+    assert engine.core.has_work, "there is news to give out"
+    engine.run()
+    assert [engine.reason(name) for name in ("a", "b", "queued")] == ["error", "error", "length"]
+    assert [len(engine.tokens[name, 0]) for name in ("a", "b")] == [moment - 1] * 2, "what earlier steps brought is given out"
+    engine.assert_exact({"a", "b"})
+    engine.assert_idle()
+
+
+def test_news_of_a_cut_step_arrive_even_if_nothing_else_is_left() -> None:
+    engine = FakeEngine()
+    engine.add("only", [1, 2, 3])
+    engine.executor.before_forward.append(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert [delta.finish_reason for delta in engine.step()] == ["error"]
+    assert not engine.core.has_work
+    engine.assert_idle()

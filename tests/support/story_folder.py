@@ -1,0 +1,25 @@
+"""stories260K with its tokenizer and a chat template, as a Hugging Face folder: a real model that opens in a moment."""
+
+import json
+from pathlib import Path
+
+from octavo.text.tokenizer import Tokenizer
+from tests.support.models import stories260k
+from tests.support.tokenizers import stories_metadata
+
+TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+def story_folder(folder: Path, end_ids: list[int] | None = None) -> Path:
+    """With `end_ids`, these end a story instead of the model's own."""
+    stories260k(folder)
+    Tokenizer.from_gguf(stories_metadata(), "tok512.bin")._backend.save(str(folder / "tokenizer.json"))
+    special = {"bos_token": "<s>"}
+    if end_ids is None:
+        special["eos_token"] = "</s>"
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": end_ids}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
