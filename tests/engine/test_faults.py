@@ -1,7 +1,6 @@
 """Planted faults in a real model's steps: they end whom they hit, change nobody else's tokens, and leave the engine whole."""
 
 import pytest
-import torch
 
 from octavo import LLM, RequestOutput, SamplingParams
 
@@ -68,10 +67,10 @@ def test_a_stream_tells_of_a_fault_and_ends(stories: str, clean: list[list[int]]
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_blocks_full_of_nan_until_they_are_written_change_nothing(stories: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = [SamplingParams(n=3, seed=number, max_tokens=30, ignore_eos=True) for number in range(4)]
+    params = [SamplingParams(n=3, seed=number, max_tokens=16, ignore_eos=True) for number in range(4)]
 
     def run() -> tuple[list[list[int]], bool]:
-        with opened(stories, depth, rows=8, blocks=16) as llm:
+        with opened(stories, depth, rows=8, blocks=13) as llm:
             outputs = llm.generate(PROMPTS, params) + llm.generate(PROMPTS, params)
             assert llm.stats().preemptions > 0 and llm.stats().prefix_hits > 0
             store = llm._client._core.executor._runner.store  # type: ignore[attr-defined]
@@ -93,7 +92,3 @@ def test_preemption_and_forced_misses_change_no_token(
         outputs = llm.generate(PROMPTS, PARAMS) + llm.generate(PROMPTS, PARAMS)
         assert llm.stats().preemptions > 4 and llm.stats().prefix_hits == 0
     assert tokens(outputs) == clean * 2
-
-
-def test_threads_are_those_the_process_may_use() -> None:
-    assert torch.get_num_threads() >= 1

@@ -4,16 +4,19 @@ import codecs
 from functools import cache
 from itertools import pairwise
 
-from hypothesis import example, given
+import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.engine.output import OutputProcessor
-from octavo.messages import AddRequest, Delta, LifeRecord
+from octavo.messages import AddRequest, Delta, FinishReason, LifeRecord
+from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.text.tokenizer import Tokenizer
 from tests.support.tokenizers import smollm2_metadata
 
 WORDS = ["a", "b", "ab", " ", "\n", "User", "\nUser:", "é", "e\u0301", "日本", "🙂", "👩‍👩‍👧", "\ufffd", "the end"]
+REASONS: list[FinishReason] = ["length", "stop", "abort"]
 texts = st.lists(st.sampled_from(WORDS), min_size=1, max_size=25).map("".join)
 
 
@@ -33,14 +36,46 @@ def certain_texts(ids: list[int]) -> list[str]:
 
 
 def expected(ids: list[int], stops: list[str]) -> tuple[str, int, str | None]:
-    """Text, tokens counted and stop string: by looking at the whole beginning again after each token."""
-    texts_so_far = certain_texts(ids)
-    for count, text in enumerate(texts_so_far, start=1):
+    """Text, tokens counted and stop string: by looking at the whole beginning again after each token, and at the end."""
+    text = ""
+    for count, text in enumerate(certain_texts(ids), start=1):
         found = [(text.find(stop), stop) for stop in stops if stop in text]
         if found:
             place, stop = min(found)
-            return text[:place], min(count, len(ids)), stop
-    return texts_so_far[-1], len(ids), None
+            return text[:place], count, stop
+    return text, len(ids) + 1, None
+
+
+def check(ids: list[int], stops: list[str], cuts: list[int], reason: FinishReason) -> None:
+    """Feed ids, cut into deltas, to a processor; `reason` is how the engine ends them."""
+    text, count, matched = expected(ids, stops)
+    end_ids = [tokenizer().eos_token_ids[0]] if reason == "stop" else []
+    processor = OutputProcessor(tokenizer())
+    processor.add(AddRequest("r", [504], SamplingParams(max_tokens=None, stop=tuple(stops))), None)
+    bounds = sorted({0, len(ids), *cuts})
+    shown, tokens = "", list[int]()
+    finished, aborts = list[RequestOutput](), list[tuple[str, int]]()
+    for start, end in pairwise(bounds):
+        last = end == len(ids)
+        part = ids[start:end] + (end_ids if last else [])
+        news = processor.process([Delta("r", 0, part, finish_reason=reason if last else None, life=LifeRecord(1.0))])
+        assert len(news.deltas) == (not finished), "one piece of news for each delta, and none after the end"
+        finished += news.finished
+        aborts += news.aborts
+        shown += "".join(delta.text for delta in news.deltas)
+        tokens += [token for delta in news.deltas for token in delta.token_ids]
+        assert text.startswith(shown), "something was shown that does not belong to the text"
+        longest = max(map(len, stops), default=1)
+        if not finished:
+            assert len(certain_texts(ids[:end])[-2]) - len(shown) < longest, "more was held back than may become a stop string"
+    (output,) = finished
+    completion = output.outputs[0]
+    assert shown == completion.text == text
+    assert tokens == completion.token_ids == (ids + end_ids)[:count]
+    assert (completion.finish_reason, completion.stop_reason) == (("stop", matched) if matched is not None else (reason, None))
+    known = count > bounds[-2]  # the last delta told how the engine ended it
+    assert aborts == ([] if known else [("r", 0)]), "the engine is told to abort what it does not know has ended"
+    assert not processor._requests
 
 
 @st.composite
@@ -51,45 +86,32 @@ def cases(draw: st.DrawFn) -> tuple[list[int], list[str], list[int]]:
     whole = tokenizer().decode(ids) or "x"
     cut = st.tuples(st.integers(0, len(whole) - 1), st.integers(1, 8)).map(lambda at: whole[at[0] : at[0] + at[1]])
     stops = draw(st.lists(st.one_of(cut, cut.map(lambda stop: stop + "#"), st.sampled_from(WORDS)), max_size=3))
-    return ids, stops, draw(st.lists(st.integers(0, len(ids)), max_size=len(ids)))
+    return ids, stops, draw(st.lists(st.integers(1, len(ids)), max_size=len(ids)))
 
 
-@given(cases(), st.sampled_from(["length", "stop", "abort"]))
-@example(([504, 260, 905, 198, 11126], ["\nUser"], [1, 2, 3, 4]), "length")
-@example((tokenizer().encode("🙂🙂"), ["🙂🙂"], list(range(8))), "length")
+@given(cases(), st.sampled_from(REASONS))
 def test_text_is_cut_before_the_earliest_stop_string_and_no_part_of_one_is_ever_shown(
-    case: tuple[list[int], list[str], list[int]], reason: str
+    case: tuple[list[int], list[str], list[int]], reason: FinishReason
 ) -> None:
-    ids, stops, cuts = case
-    text, count, matched = expected(ids, stops)
-    end_ids = [tokenizer().eos_token_ids[0]] if reason == "stop" else []
-    processor = OutputProcessor(tokenizer())
-    processor.add(AddRequest("r", [504], SamplingParams(max_tokens=None, stop=tuple(stops))), None)
-    bounds = sorted({0, len(ids), *cuts})
-    shown, tokens, finished, aborts = "", [], [], []
-    for start, end in pairwise(bounds):
-        last = end == len(ids)
-        part = ids[start:end] + (end_ids if last else [])
-        delta = Delta("r", 0, part, finish_reason=reason if last else None, life=LifeRecord(1.0))  # type: ignore[arg-type]
-        news = processor.process([delta])
-        finished += news.finished
-        aborts += news.aborts
-        assert len(news.deltas) == (not finished or bool(news.finished)), "news after the end"
-        for one in news.deltas:
-            shown += one.text
-            tokens += one.token_ids
-            assert text.startswith(shown), "something was shown that does not belong to the text"
-        if not finished:
-            longest = max(map(len, stops), default=1)
-            assert len(certain_texts(ids[:end])[-2]) - len(shown) < longest, "held back more than may become a stop string"
-    (output,) = finished
-    completion = output.outputs[0]
-    assert shown == completion.text == text
-    assert tokens == completion.token_ids == ids[:count] + ([] if matched is not None else end_ids)
-    assert (completion.finish_reason, completion.stop_reason) == (("stop", matched) if matched is not None else (reason, None))
-    ended_early = matched is not None and count <= bounds[-2]
-    assert aborts == ([("r", 0)] if ended_early else []), "the engine is told to abort what it does not know has ended"
-    assert not processor._requests and output.finished
+    check(*case, reason)
+
+
+@pytest.mark.parametrize("reason", REASONS)
+@pytest.mark.parametrize(
+    ("text", "stops"),
+    [
+        ("the end\nUser: hi", ["\nUser"]),
+        ("the end\nUs", ["\nUser"]),  # held back to the last, then shown
+        ("🙂🙂🙂", ["🙂🙂"]),  # characters of several tokens
+        ("aabaabaaab", ["aaab", "baaa"]),
+        ("abcabd", ["abd", "cabd"]),
+        ("plain", []),
+    ],
+)
+def test_known_texts_token_by_token_and_all_at_once(text: str, stops: list[str], reason: FinishReason) -> None:
+    ids = tokenizer().encode(text)
+    check(ids, stops, list(range(len(ids))), reason)
+    check(ids, stops, [], reason)
 
 
 def test_a_dropped_or_unknown_request_is_ignored() -> None:
