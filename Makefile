@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup chat demo test check
+.PHONY: help setup chat demo test check soak
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -48,3 +48,6 @@ check: setup ## the fast checks: ruff, mypy, house rules, policy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(PYTEST) tests/house tests/policy
+
+soak: setup ## the long runs, by hand: state machines over millions of operations
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -n $(WORKERS)

@@ -146,7 +146,7 @@ def calm_threads() -> None:
     a decode step was eight times slower.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def no_color() -> bool:

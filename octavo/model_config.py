@@ -3,7 +3,7 @@
 Only what the dense families need; every value is checked here, so that the model code may trust it.
 """
 
-import math
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -70,22 +70,23 @@ class _Reader:
         shown = repr(self.raw.get(key, "(missing)"))[:60]
         return LoadError(f"{self.source}: {key} must be {wanted}, got {shown}")
 
-    def integer(self, key: str, default: int | None = None, high: int = 2**31) -> int:
+    def integer(self, key: str, default: int | None = None, high: int = 2**31, low: int = 1) -> int:
         value = self.raw.get(key)
         value = default if value is None else value
-        if type(value) is not int or not 1 <= value <= high:
-            raise self.fail(key, f"an integer from 1 to {high}")
+        if type(value) is not int or not low <= value <= high:
+            raise self.fail(key, f"an integer from {low} to {high}")
         return value
 
     def number(self, key: str, default: float) -> float:
         value = self.raw.get(key)
         value = default if value is None else value
-        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise self.fail(key, "a finite number above 0")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self.raw.get(key, default)
+        value = self.raw.get(key)
+        value = default if value is None else value
         if type(value) is not bool:
             raise self.fail(key, "true or false")
         return value
@@ -140,19 +141,25 @@ class _Reader:
             mlp_bias=self.flag("mlp_bias", False),
             qk_norm=architecture == "Qwen3ForCausalLM",
             windows=self.windows(layers),
-            dtype=self.raw.get("dtype") or self.raw.get("torch_dtype"),
+            dtype=self.dtype(),
             eos_token_ids=eos,
             bos_token_id=bos[0] if bos else None,
         )
 
+    def dtype(self) -> str | None:
+        name = self.raw.get("dtype") or self.raw.get("torch_dtype")
+        if name is not None and not isinstance(name, str):
+            raise self.fail("dtype", "a name such as bfloat16")
+        return name
+
     def windows(self, layers: int) -> tuple[int | None, ...]:
         """Qwen2 and Qwen3 may slide: `layer_types` says which layers, older files give `max_window_layers`."""
-        if self.raw.get("sliding_window") is None or not self.raw.get("use_sliding_window", False):
+        if not self.flag("use_sliding_window", False) or self.raw.get("sliding_window") is None:
             return (None,) * layers
         window = self.integer("sliding_window")
         types = self.raw.get("layer_types")
         if types is None:
-            first = self.integer("max_window_layers", 28)
+            first = self.integer("max_window_layers", 28, low=0)
             types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
         known = ("sliding_attention", "full_attention")
         if not isinstance(types, list) or len(types) != layers or not all(kind in known for kind in types):

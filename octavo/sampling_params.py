@@ -5,6 +5,7 @@ caps is checked at the door that knows it. An unknown keyword is a TypeError, as
 """
 
 import math
+import sys
 from dataclasses import dataclass, field
 
 from octavo.errors import RequestError
@@ -75,7 +76,7 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> Non
 def _number(name: str, value: object, low: float, high: float = math.inf, open_low: bool = False) -> None:
     wanted = f"a finite number {'above' if open_low else 'of at least'} {low:g}"
     wanted += "" if high == math.inf else f" and at most {high:g}"
-    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:  # type: ignore[arg-type]  # false for NaN
         raise _bad(name, value, wanted)
     if value < low or value > high or (open_low and value == low):  # type: ignore[operator]
         raise _bad(name, value, wanted)

@@ -53,5 +53,5 @@ class ContiguousBackend:
             rows, length = batch.rows[group.index], group.num_blocks * batch.block_size
             k = load_regions(cache["k"], rows, length)
             v = load_regions(cache["v"], rows, length)
-            attend_group(q, k, v, group, self.spec, out)
+            attend_group(q, k, v, group.tail, group, self.spec, out)
         return out

@@ -2,7 +2,7 @@
 
     block_size 4, a row of 10 tokens
 
-    table  [ 7 | 2 | 5 ]                     pool     block 0   the null block, padding may write here
+    table  [ 7 | 2 | 5 ]                     pool     block 0   the null block: padding, always zero
              |   |   |                                block 1   (another row's)
              |   |   +------ tokens 8..9  ->          block 5   t8 t9  .  .    the last block is part filled
              |   +---------- tokens 4..7  ->          block 2   t4 t5 t6 t7
@@ -53,7 +53,7 @@ class CpuBackend:
         for group, blocks in batch.attention:
             k = load_blocks(cache["k"], blocks, len(group.index))
             v = load_blocks(cache["v"], blocks, len(group.index))
-            attend_group(q, k, v, group, self.spec, out)
+            attend_group(q, k, v, group.edge, group, self.spec, out)
         return out
 
 
@@ -65,10 +65,13 @@ def norm_and_rotate(q: Tensor, k: Tensor, norms: QKNorm | None, rope: Rope, posi
     return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
-def attend_group(q: Tensor, k: Tensor, v: Tensor, group: RowGroup, spec: AttentionSpec, out: Tensor) -> None:
-    """Attention of a group's queries over its loaded k and v [rows, tokens, kv_heads, head_dim]; fills their part of out."""
+def attend_group(q: Tensor, k: Tensor, v: Tensor, tail: Tensor, group: RowGroup, spec: AttentionSpec, out: Tensor) -> None:
+    """Attention of a group's queries over its loaded k and v [rows, tokens, kv_heads, head_dim]; fills their part of out.
+
+    `tail` lists what in k and v was never written by these rows and is not known to be zero.
+    """
     queries = q.index_select(0, group.tokens).view(-1, group.num_query, *q.shape[1:])  # [rows, num_query, heads, head_dim]
-    k = zero_tail(k, group.tail)[:, : group.length]
-    v = zero_tail(v, group.tail)[:, : group.length]
+    k = zero_tail(k, tail)[:, : group.length]
+    v = zero_tail(v, tail)[:, : group.length]
     mask, causal = group.mask(spec.window, q.dtype)
     out.index_copy_(0, group.tokens, attend(queries, k, v, mask, causal, spec.scale).flatten(0, 1))

@@ -27,6 +27,7 @@ class RowGroup:
     length: int  # keys of the longest row
     num_blocks: int  # blocks of the longest row
     tail: Tensor  # padding in what is loaded, as row * num_blocks * block_size + position
+    edge: Tensor  # the part of it in a row's own last block; the rest of the padding is null blocks
     even: bool  # all rows have `length` keys
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
@@ -64,6 +65,7 @@ def _row_group(batch: ForwardBatch, rows: list[int], num_query: int, length: int
     position = torch.arange(num_blocks * batch.block_size)
     # Nothing past `length` is read by any row, so only what lies below it is listed.
     tail = (position >= context_len[:, None]) & (position < length)  # [rows, num_blocks * block_size]
+    own = position // batch.block_size == context_len[:, None] // batch.block_size  # the block that holds the row's end
     return RowGroup(
         index=index,
         tokens=(batch.query_start[index, None] + torch.arange(num_query)).flatten(),
@@ -72,5 +74,6 @@ def _row_group(batch: ForwardBatch, rows: list[int], num_query: int, length: int
         length=length,
         num_blocks=num_blocks,
         tail=tail.flatten().nonzero().flatten(),
+        edge=(tail & own & (context_len % batch.block_size > 0)[:, None]).flatten().nonzero().flatten(),
         even=length * len(rows) == int(context_len.sum()),
     )

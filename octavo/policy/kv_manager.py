@@ -36,7 +36,9 @@ class KVManager:
 
     def root(self, salt: str) -> bytes:
         """Start of a digest chain; no lookup crosses identities or salts."""
-        return self._digest(self._identity + b"\0" + salt.encode())
+        state = self._hash.copy()
+        state.update(self._identity + b"\0" + salt.encode())
+        return state.digest()
 
     def match(self, seq: Sequence) -> PrefixHit:
         """The longest cached prefix in whole blocks, short of the last token: that one is always computed."""
@@ -108,9 +110,8 @@ class KVManager:
         if self.caching:
             self._extend_digests(seq, full)
             for index in range(seq.num_sealed, full):
-                digest = seq.digests[index]
-                self.pool.seal(seq.table[index], digest)
-                self.pending.pop(digest, None)
+                self.pool.seal(seq.table[index], seq.digests[index])
+                self.pending.pop(seq.digests[index], None)
         seq.num_sealed = full
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -132,12 +133,10 @@ class KVManager:
 
     def _extend_digests(self, seq: Sequence, count: int) -> None:
         digests, size = seq.digests, self.block_size
-        while len(digests) < count:
-            parent = digests[-1] if digests else seq.request.root
-            start = len(digests) * size
-            digests.append(self._digest(parent + seq.token_ids[start : start + size].tobytes()))
-
-    def _digest(self, content: bytes) -> bytes:
-        state = self._hash.copy()
-        state.update(content)
-        return state.digest()
+        parent = digests[-1] if digests else seq.request.root
+        for start in range(len(digests) * size, count * size, size):
+            state = self._hash.copy()
+            state.update(parent)
+            state.update(seq.token_ids[start : start + size])
+            parent = state.digest()
+            digests.append(parent)

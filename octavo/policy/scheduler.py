@@ -22,6 +22,7 @@ from octavo.policy.request import Request, Sequence, Status
 
 MAX_PASSES = 16  # steps a request that does not fit may be passed by others
 SCAN_LIMIT = 32  # requests looked at behind one that does not fit
+MAX_SEALS = 64  # sequences sealed in one update; when all cross a block edge together, the others follow in the next ones
 COMEBACK_TOKENS = 32  # room a sequence preempted k times wants for more output: this times 2^k
 
 
@@ -57,8 +58,6 @@ class Scheduler:
         self._unforked: list[Sequence] = []  # running sequences that stand for several samples
         self._arrivals = 0
         self._seq_ids = 0
-
-    # --- requests in and out ---------------------------------------------------------------------------------------
 
     def add(self, message: AddRequest) -> None:
         """Queue a request, or refuse what can never be served."""
@@ -105,8 +104,6 @@ class Scheduler:
             return self._finish(parent, "abort")
         request.aborted.add(index)
         return [Delta(request_id, index, [], finish_reason="abort", life=request.life)]
-
-    # --- planning --------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
         """What the next step does. A plan may be empty while results are awaited."""
@@ -310,27 +307,26 @@ class Scheduler:
         if seq in self._unforked:
             self._unforked.remove(seq)
 
-    # --- results ---------------------------------------------------------------------------------------------------
-
     def update(self, plan: StepPlan, result: StepResult) -> list[Delta]:
         """Take in what a plan brought. Plans are updated in the order they were made."""
         deltas: list[Delta] = []
         size, is_finished, is_running = self.kv.block_size, Status.FINISHED, Status.RUNNING
+        seals_left = MAX_SEALS
         bad, computed = set(result.bad_rows), sum(plan.num_query)
         for entry, seq in enumerate(self._planned.pop(plan.step)):
+            if entry in bad:  # also where this sample has ended: its siblings may share what went wrong
+                deltas += self._fail(seq.request, "numerical_error: the model produced values that are not finite")
             if seq.status is is_finished:
                 computed -= plan.num_query[entry]
-                continue
-            if entry in bad:
-                deltas += self._fail(seq.request, "numerical_error: the model produced values that are not finite")
                 continue
             tokens = result.tokens[entry]
             if seq.status is is_running:  # else it was preempted meanwhile: nothing it computed is left, but the token is good
                 seq.num_computed = plan.start[entry] + plan.num_query[entry]
             if tokens:
                 seq.append(tokens)
-            if seq.num_computed // size > seq.num_sealed:
+            if seals_left and seq.num_computed // size > seq.num_sealed:
                 self.kv.seal(seq)
+                seals_left -= 1
             if tokens:
                 deltas.append(self._deliver(seq, tokens, result.logprobs.get(entry)))
         generated = sum([len(delta.token_ids) for delta in deltas])
@@ -354,6 +350,7 @@ class Scheduler:
             delta.finish_reason = "length"
         else:
             return delta
+        self.kv.seal(seq)
         self._remove(seq)
         delta.life = request.life
         return delta

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.messages import StepPlan
+from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.cache_spec import LayerCacheSpec
 
 Caches = list[dict[str, Tensor]]  # per layer, by buffer name
@@ -37,6 +38,9 @@ def _allocate(specs: list[LayerCacheSpec], places: int, tokens: int) -> Caches:
 class PagedStore:
     def __init__(self, specs: list[LayerCacheSpec], num_blocks: int, block_size: int) -> None:
         self.caches = _allocate(specs, num_blocks, block_size)
+        for cache in self.caches:
+            for buffer in cache.values():
+                buffer[NULL_BLOCK] = 0  # tables are padded with it
 
     def apply(self, plan: StepPlan) -> None:
         if not plan.copies:

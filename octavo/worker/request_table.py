@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
+from octavo.policy.block_pool import NULL_BLOCK
 from octavo.sampling_params import SamplingParams
-
-NULL_BLOCK = 0
 
 # columns of `values`, the float parameters of a row
 TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(6)

@@ -1,10 +1,10 @@
-"""`octavo chat` at a terminal: typed into, interrupted, left."""
+"""The commands at a terminal: a chat typed into, interrupted, left; a batch with its progress line."""
 
 import json
 import re
 from pathlib import Path
 
-from tests.cli.processes import FAKE, Typist
+from tests.cli.processes import FAKE, SECONDS, Typist
 
 
 def test_a_conversation_from_banner_to_ctrl_d(tmp_path: Path) -> None:
@@ -12,6 +12,8 @@ def test_a_conversation_from_banner_to_ctrl_d(tmp_path: Path) -> None:
     with Typist("chat", "--max-tokens", "6", "--system", "Be brief.", "--max-model-len", "2k", cwd=tmp_path, env=env) as chat:
         assert "loading the default model ..." in chat.expect(r"SmolLM2-135M-Instruct, context of 2048 tokens")
         chat.expect(">>> ")
+        listed = re.findall(r"^(?:\x1b\[2m)?(/\w+)", chat.ask("/help"), re.MULTILINE)
+        assert listed == ["/help", "/system", "/clear", "/retry", "/save", "/stats"]
         assert "there is nothing to ask again" in chat.ask("/retry")
         assert chat.ask("Good morning to the whole house, and to everybody in it").strip()
         first = chat.ask("/stats")
@@ -68,3 +70,13 @@ def test_a_full_context_leaves_out_the_oldest_turns_and_says_so(tmp_path: Path) 
         assert "maximum context length is 160 tokens" in chat.ask("far too long " * 200)
         assert "error" not in chat.ask("And a short one")
         assert chat.leave() == 0
+
+
+def test_generate_at_a_terminal_shows_one_line_at_a_time_and_clears_it(tmp_path: Path) -> None:
+    with Typist("generate", "One", "Two", "--max-tokens", "600", cwd=tmp_path, env={**FAKE, "TERM": "xterm"}) as batch:
+        assert batch.expect(r"\r\x1b\[K") == "loading the default model ...\r\x1b[K"
+        assert "\n" not in batch.expect(r"generating [^\r]*\d/2[^\r]* in \d+ tok/s, out [1-9]\d* tok/s")
+        batch.expect(r"\x1b\[1A\x1b\[2K")  # up and gone: what follows is text
+        assert "tok/s" not in batch.expect(r"\n---\r\n")
+        batch.expect(r"\r\n")
+        assert batch.process.wait(SECONDS) == 0

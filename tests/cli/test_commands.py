@@ -10,6 +10,7 @@ import pytest
 
 from octavo.cli.main import COMMANDS
 from tests.cli.processes import FAKE, ROOT, SECONDS, environment, octavo
+from tests.support.story_folder import story_folder
 
 
 def test_help_lists_the_commands_that_exist_and_no_others() -> None:
@@ -24,6 +25,15 @@ def test_help_lists_the_commands_that_exist_and_no_others() -> None:
 def test_the_default_model_answers_once_with_text_alone() -> None:
     run = octavo("chat", "What is the capital of France?", "--temperature", "0", "--max-tokens", "8")
     assert (run.stdout, run.stderr, run.returncode) == ("The capital of France is Paris.\n", "", 0)
+
+
+def test_a_named_model_answers_once_to_the_end_of_its_context(tmp_path: Path) -> None:
+    words = ("chat", str(story_folder(tmp_path / "stories", end_ids=[])), "Once upon a time", "--temperature", "0", "--max-model-len", "64")
+    run = octavo(*words, env={"OCTAVO_LOG_LEVEL": "INFO"})
+    assert run.returncode == 0
+    assert run.stdout.startswith(", there was a little girl named Lily. She loved to play outside") and run.stdout.endswith("\n")
+    assert len(run.stdout) > 120  # 58 tokens: far more than the 16 that a completion gets
+    assert "INFO" not in run.stdout and "init engine took" in run.stderr  # logs are on stderr
 
 
 def test_a_question_on_stdin_is_answered_once() -> None:
@@ -109,6 +119,13 @@ def test_texts_go_to_stdout_apart_from_each_other() -> None:
     run = octavo("generate", "--max-tokens", "4", "--file", "-", stdin="One\nTwo\n\nThree\n", env=FAKE)
     assert run.returncode == 0
     assert run.stdout.count("\n---\n") == 2
+
+
+def test_prompts_may_be_words_and_what_is_wrong_with_the_environment_is_said_on_stderr() -> None:
+    run = octavo("generate", "One", "--max-tokens", "4", "Two", env={"OCTAVO_DEBUG": "runner=fake"})
+    assert run.returncode == 0
+    assert run.stdout.count("\n---\n") == 1 and "OCTAVO_DEBUG" not in run.stdout
+    assert len(run.stderr.splitlines()) == 1 and run.stderr.endswith("WARNING OCTAVO_DEBUG is set, for tests only: runner=fake\n")
 
 
 def test_a_failing_engine_is_an_error_of_the_command() -> None:

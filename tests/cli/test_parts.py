@@ -15,6 +15,7 @@ from octavo.cli.args import Parser, add_engine_flags, engine_config
 from octavo.cli.chat import looks_like_model
 from octavo.cli.chat_session import ChatSession
 from octavo.cli.prompt_rows import Row
+from octavo.cli.terminal import Terminal
 from octavo.cli.thinking import Piece, ThinkingSplitter
 from octavo.config import EngineConfig
 from octavo.errors import RequestError
@@ -105,6 +106,21 @@ def test_a_line_no_model_can_take_is_named(given: dict[str, object], said: str) 
     encoder = PromptEncoder(load_tokenizer(resolve_model(None)), None)
     with pytest.raises(RequestError, match=f"p.jsonl line 2: .*{said}"):
         Row("p.jsonl line 2", given, SamplingParams()).encode(encoder, as_chat=False)
+
+
+def test_thinking_is_dim_at_a_terminal_and_plain_in_a_pipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def written() -> str:
+        terminal = Terminal()
+        terminal.write(Piece("hm", thinking=True))
+        terminal.write(Piece("Yes."))
+        return capsys.readouterr().out
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert written() == "hmYes."
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert written() == "\x1b[2mhm\x1b[0mYes."
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert written() == "hmYes."
 
 
 class Scripted:

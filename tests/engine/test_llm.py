@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,7 +58,7 @@ def joined(deltas: list[TextDelta], index: int = 0) -> tuple[str, list[int]]:
 
 def test_every_form_of_a_prompt_gives_the_same_text(llm: LLM) -> None:
     ids = llm.get_tokenizer().encode(LONG)
-    forms = [LONG, ids, tuple(ids), {"prompt_token_ids": ids}]
+    forms: list[Any] = [LONG, ids, tuple(ids), {"prompt_token_ids": ids}]
     outputs = [output for form in forms for output in llm.generate(form, GREEDY)] + llm.generate(forms, GREEDY)
     assert {text_of(output) for output in outputs} == {" outside in the park. One day, she saw a big, red ball."}
     assert [output.prompt for output in outputs] == [LONG, None, None, None] * 2
@@ -210,7 +211,7 @@ def test_an_unknown_keyword_is_a_type_error_that_names_it() -> None:
 
 # --- refusals --------------------------------------------------------------------------------------------------------
 
-OPTION_ERRORS = [
+REFUSED = [
     ("", None, "the prompt is empty", "prompt", None),
     ([], None, "the prompt is empty", "prompt", None),
     ([1, 512], None, "token id 512 in prompt is out of vocabulary, which has 512 ids", "prompt", None),
@@ -223,25 +224,25 @@ OPTION_ERRORS = [
     ({"prompt": "Hi"}, None, "a prompt is a str, a list of token ids", "prompt", None),
     (None, None, "a prompt is a str, a list of token ids", "prompt", None),
     ("a\ud83d", None, "unpaired surrogate at character 1", None, None),
-    ([1] * 512, SamplingParams(max_tokens=1), "maximum context length is 512 tokens.*512 in the prompt", "prompt", "context_length_exceeded"),
+    ([1] * 512, SamplingParams(max_tokens=1), "context length is 512 tokens.*512 in the prompt", "prompt", "context_length_exceeded"),
     ([1] * 500, SamplingParams(max_tokens=13), "500 in the prompt and 13 in the answer", "max_tokens", "context_length_exceeded"),
     ([1], SamplingParams(n=9), "n is 9, max_num_seqs is 8", "n", None),
     ([1], SamplingParams(logprobs=21), "logprobs is 21, max_logprobs is 20", "logprobs", None),
-    ([1], SamplingParams(stop_token_ids=[512]), "token id 512 in stop_token_ids is out of vocabulary", "stop_token_ids", None),
+    ([1], SamplingParams(stop_token_ids=(512,)), "token id 512 in stop_token_ids is out of vocabulary", "stop_token_ids", None),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("prompt", "params", "said", "param", "code"), OPTION_ERRORS)
+@pytest.mark.parametrize(("prompt", "params", "said", "param", "code"), REFUSED)
 def test_one_bad_request_refuses_the_call_by_name_and_number(
-    llm: LLM, prompt: object, params: SamplingParams | None, said: str, param: str | None, code: str | None
+    llm: LLM, prompt: Any, params: SamplingParams | None, said: str, param: str | None, code: str | None
 ) -> None:
     params = params or GREEDY
     with pytest.raises(RequestError, match=said) as refusal:
-        llm.generate([PROMPT, LONG, prompt, PROMPT], [GREEDY, GREEDY, params, GREEDY])  # type: ignore[list-item]
+        llm.generate([PROMPT, LONG, prompt, PROMPT], [GREEDY, GREEDY, params, GREEDY])
     assert isinstance(refusal.value, ValueError)
     assert (refusal.value.param, refusal.value.code, refusal.value.index) == (param, code, 2)
     with pytest.raises(RequestError, match=said):
-        next(llm.stream(prompt, params))  # type: ignore[arg-type]
+        next(llm.stream(prompt, params))
 
 
 def test_a_call_of_the_wrong_shape_is_refused(llm: LLM) -> None:
@@ -252,9 +253,10 @@ def test_a_call_of_the_wrong_shape_is_refused(llm: LLM) -> None:
     for prompts in (None, 5):
         with pytest.raises(RequestError, match="prompts must be one prompt or a list of them, not"):
             llm.generate(prompts)  # type: ignore[arg-type]
-    for messages in ([], "Hi", None, {"role": "user", "content": "Hi"}, [[]], ["Hi"], [{"role": "boss", "content": "Hi"}]):
+    chats: list[Any] = [[], "Hi", None, {"role": "user", "content": "Hi"}, [[]], ["Hi"], [{"role": "boss", "content": "Hi"}]]
+    for messages in chats:
         with pytest.raises(RequestError, match="messages"):
-            llm.chat(messages)  # type: ignore[arg-type]
+            llm.chat(messages)
 
 
 def test_without_a_tokenizer_ids_go_in_and_out_and_text_is_refused(stories: str) -> None:
@@ -262,8 +264,8 @@ def test_without_a_tokenizer_ids_go_in_and_out_and_text_is_refused(stories: str)
         (output,) = llm.generate([1, 403, 407, 261, 378], SamplingParams(temperature=0, max_tokens=3, logprobs=1))
         assert output.outputs[0].token_ids == [432, 383, 286] and output.outputs[0].text == ""
         assert output.outputs[0].logprobs is not None and output.outputs[0].logprobs[0][432].decoded_token is None
-        with pytest.raises(RequestError, match="stop strings need a tokenizer.*stop_token_ids"):
-            llm.generate([1], SamplingParams(stop="x"))
+        with pytest.raises(RequestError, match=r"stop strings need a tokenizer.*stop_token_ids"):
+            llm.generate([1], SamplingParams(stop=("x",)))
         with pytest.raises(RequestError, match="a text prompt needs a tokenizer"):
             llm.generate(PROMPT)
         with pytest.raises(RequestError, match="chat needs a tokenizer"):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -67,6 +68,21 @@ def test_without_a_seed_requests_differ_and_the_engine_seed_repeats_them_all(sto
 
 def test_greedy_samples_are_all_equal(llm: LLM) -> None:
     assert samples(llm, SamplingParams(n=3, temperature=0, max_tokens=10)) == samples(llm, greedy(10)) * 3
+
+
+@pytest.mark.parametrize(
+    ("params", "is_greedy"),
+    [
+        (SamplingParams(temperature=5e-324), True), (SamplingParams(temperature=1e-7), True), (SamplingParams(top_p=1e-300), True),
+        (SamplingParams(top_k=1), True), (SamplingParams(min_p=1), True), (SamplingParams(temperature=1.7e308), False),
+        (SamplingParams(repetition_penalty=5e-324), False), (SamplingParams(repetition_penalty=1.7e308), False),
+        (SamplingParams(presence_penalty=-2, frequency_penalty=-2), False), (SamplingParams(top_k=2**31 - 1, min_p=1e-300), False),
+    ],
+)  # fmt: skip
+def test_values_at_the_edge_of_a_float_still_give_a_text(llm: LLM, params: SamplingParams, is_greedy: bool) -> None:
+    completion = complete(llm, replace(params, seed=1, max_tokens=8, ignore_eos=True))
+    assert completion.finish_reason == "length"
+    assert (completion.token_ids == complete(llm, greedy(8)).token_ids) == is_greedy
 
 
 # --- logprobs --------------------------------------------------------------------------------------------------------
@@ -148,7 +164,7 @@ def test_a_stop_string_ends_the_text_just_before_it(llm: LLM, stopped: list[tupl
 
 def test_each_sample_stops_by_itself(llm: LLM) -> None:
     plain = llm.generate(PROMPT, SamplingParams(n=4, seed=5, max_tokens=40, ignore_eos=True))[0].outputs
-    (output,) = llm.generate(PROMPT, SamplingParams(n=4, seed=5, max_tokens=40, ignore_eos=True, stop=["She", "day,"]))
+    (output,) = llm.generate(PROMPT, SamplingParams(n=4, seed=5, max_tokens=40, ignore_eos=True, stop=("She", "day,")))
     ended = [min((place for stop in ("She", "day,") if (place := sample.text.find(stop)) >= 0), default=None) for sample in plain]
     assert len(set(ended)) > 1, "choose a seed whose samples end in different places"
     assert [sample.text for sample in output.outputs] == [sample.text[:place] for sample, place in zip(plain, ended)]
@@ -215,7 +231,7 @@ def test_both_depths_give_the_same_tokens(stories: str) -> None:
         SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
         SamplingParams(seed=1, n=3, max_tokens=25, top_p=0.9, ignore_eos=True),
         SamplingParams(seed=2, max_tokens=40, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.1, min_tokens=12),
-        SamplingParams(seed=3, max_tokens=40, top_k=5, min_p=0.05, stop=["She", "."]),
+        SamplingParams(seed=3, max_tokens=40, top_k=5, min_p=0.05, stop=("She", ".")),
         SamplingParams(max_tokens=33, logprobs=2),
     ]
     seen = []

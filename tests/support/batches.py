@@ -29,6 +29,9 @@ class Pool:
         order = torch.randperm(self.num_rows * blocks_per_row, generator=torch.Generator().manual_seed(self.seed)) + 1
         self.tables = order.view(self.num_rows, blocks_per_row)
         self.paged = self._caches(len(order) + 1, self.block_size)
+        for cache in self.paged:
+            for buffer in cache.values():
+                buffer[0] = 0  # the null block
         self.contiguous = self._caches(self.num_rows, blocks_per_row * self.block_size)
 
     def _caches(self, *shape: int) -> list[dict[str, Tensor]]:

@@ -1,0 +1,78 @@
+"""Settings: what is wrong is refused by name and number before anything starts; switches for tests are parsed strictly."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.config import Debug, EngineConfig, log_level, no_color, state_dir
+from octavo.errors import ConfigError
+
+NO_INTEGERS: list[Any] = [1.5, "16", True, -1]
+BAD: dict[str, list[Any]] = {
+    "dtype": ["float16", "", None, 5],
+    "load_format": ["pt", None],
+    "max_model_len": [0, 1, *NO_INTEGERS],
+    "block_size": [0, 3, 12, 512, None, *NO_INTEGERS],
+    "kv_cache_memory_bytes": [0, *NO_INTEGERS],
+    "num_gpu_blocks_override": [0, 1, *NO_INTEGERS],
+    "max_num_seqs": [0, 2**40, None, *NO_INTEGERS],
+    "max_num_batched_tokens": [0, 255, None, *NO_INTEGERS],
+    "enable_prefix_caching": ["false", None, 2],
+    "scheduling_policy": ["lifo", None],
+    "pipeline_depth": [0, 3, None, *NO_INTEGERS],
+    "max_logprobs": [None, *NO_INTEGERS],
+    "skip_tokenizer_init": ["no", None],
+    "seed": [2**64, None, *NO_INTEGERS],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values], ids=repr)
+def test_a_setting_without_meaning_is_refused_by_name_and_value(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} (must be|is) .*{re.escape(str(value))}"):
+        EngineConfig(**{name: value})
+
+
+def test_what_is_not_checked_here_is_a_path_or_a_name_that_another_door_knows() -> None:
+    assert set(EngineConfig.__dataclass_fields__) - set(BAD) == {"model", "attention_backend", "chat_template"}
+
+
+def test_a_step_must_hold_one_token_of_every_sequence() -> None:
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 31, below max_num_seqs 32.*raise the first or lower the second"):
+        EngineConfig(max_num_seqs=32, max_num_batched_tokens=31)
+    EngineConfig(max_num_seqs=32, max_num_batched_tokens=32)
+    for size in (1, 2, 64, 256):
+        EngineConfig(block_size=size)
+
+
+def test_nothing_is_written_back() -> None:
+    with pytest.raises(AttributeError):
+        EngineConfig().block_size = 32  # type: ignore[misc]
+
+
+def test_debug_switches_are_parsed_strictly() -> None:
+    text = " check=1,preempt.every=3 ,forward.raise@7,forward.nan@8,sample.bad_id@9,cache.force_miss=1,runner=fake,"
+    assert Debug.parse(text) == Debug(
+        check=True, preempt_every=3, forward_raise=7, forward_nan=8, sample_bad_id=9, cache_force_miss=True, runner="fake"
+    )
+    assert Debug.parse("") == Debug.parse("check=0") == Debug()
+    assert Debug.parse("").switched_on == [] and Debug.parse(text).switched_on[:2] == ["check=True", "runner=fake"]
+    for bad in ("forward", "forward.raise=@7", "check", "check=-1", "check=yes", "preempt.every@@3", "=1"):
+        with pytest.raises(ConfigError, match="OCTAVO_DEBUG"):
+            Debug.parse(bad)
+
+
+def test_the_environment_is_read_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OCTAVO_LOG_LEVEL", raising=False)
+    assert log_level("WARNING") == "WARNING"
+    monkeypatch.setenv("OCTAVO_LOG_LEVEL", "debug")
+    assert log_level("WARNING") == "DEBUG"
+    monkeypatch.setenv("XDG_STATE_HOME", "elsewhere")
+    assert state_dir() == Path("elsewhere/octavo")
+    monkeypatch.setenv("XDG_STATE_HOME", "")
+    assert state_dir() == Path.home() / ".local/state/octavo"
+    monkeypatch.setenv("NO_COLOR", "")
+    assert not no_color()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert no_color()

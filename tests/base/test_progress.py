@@ -1,0 +1,49 @@
+"""Progress of long work: a line now and then where no terminal looks on, and nothing where nobody asked."""
+
+import sys
+import time
+
+import pytest
+
+from octavo import progress
+from octavo.progress import GenerateProgress
+
+
+def test_plain_lines_come_every_few_seconds_with_rates(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    with GenerateProgress(3, enabled=True) as shown:
+        for now in (1.0, 4.0, 6.0, 7.0, 10.0, 12.0):
+            shown.update(1 if now in (4.0, 12.0) else 0, tokens_in=20 if now == 4.0 else 0, tokens_out=5)
+    assert capsys.readouterr() == (
+        "",
+        "1/3 requests, in 3 tok/s, out 2 tok/s\n2/3 requests, in 2 tok/s, out 2 tok/s\n",
+    )
+
+
+def test_nothing_is_shown_when_it_is_switched_off(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with GenerateProgress(3, enabled=False) as shown:
+        now = 100.0
+        shown.update(1, 1, 1)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_a_terminal_sees_a_bar_if_rich_is_installed(
+    rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(progress, "LINE_EVERY", -1.0)
+    monkeypatch.setenv("TERM", "xterm")
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    with GenerateProgress(4, enabled=True) as shown:
+        shown.update(3, 100, 50)
+        if rich:
+            assert shown._bar is not None
+            assert shown._bar.tasks[0].completed == 3 and "tok/s" in shown._bar.tasks[0].fields["rates"]
+    out, err = capsys.readouterr()
+    assert out == "" and ("generating" in err) == rich and ("3/4" in err)

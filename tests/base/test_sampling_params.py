@@ -1,0 +1,97 @@
+"""`SamplingParams`: what makes no sense is refused by the name of the field, whatever way Python is started."""
+
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from octavo.errors import RequestError
+from octavo.sampling_params import SamplingParams
+from tests.cli.processes import ROOT, environment
+
+NAN, INF = math.nan, math.inf
+NO_NUMBERS: list[Any] = [NAN, INF, -INF, "1", True, None, [1.0]]
+NO_INTEGERS: list[Any] = [1.5, 2.0, "5", True, NAN, [1]]
+
+BAD: dict[str, list[Any]] = {
+    "n": [0, -1, None, *NO_INTEGERS],
+    "temperature": [-0.1, 10**400, *NO_NUMBERS],
+    "top_p": [0, -1, 1.01, *NO_NUMBERS],
+    "top_k": [-2, 2**63, None, *NO_INTEGERS],
+    "min_p": [-0.1, 1.1, *NO_NUMBERS],
+    "seed": [-1, 2**64, *NO_INTEGERS],
+    "presence_penalty": [-2.1, 2.1, *NO_NUMBERS],
+    "frequency_penalty": [-2.1, 2.1, *NO_NUMBERS],
+    "repetition_penalty": [0, -1, *NO_NUMBERS],
+    "stop": ["", ["a", ""], [1], 5, {"a": 1}, [["a"]], b"a"],
+    "stop_token_ids": [[-1], [1.5], ["1"], [True], 5, "12", {1}],
+    "ignore_eos": [1, "false", None],
+    "max_tokens": [0, -1, 2**63, *NO_INTEGERS],
+    "min_tokens": [-1, 17, 2**63, None, *NO_INTEGERS],
+    "logprobs": [-1, -2, "x", 1.0, True],
+}
+CASES = [(name, value) for name, values in BAD.items() for value in values]
+
+
+@pytest.mark.parametrize(("name", "value"), CASES, ids=lambda value: repr(value)[:20])
+def test_a_value_without_meaning_is_refused_by_the_name_of_its_field(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"^{name} (must be|is)") as refusal:
+        SamplingParams(**{name: value})
+    assert refusal.value.param == name and isinstance(refusal.value, ValueError)
+    assert len(str(refusal.value)) < 200, "a huge value is not repeated"
+
+
+def test_every_field_a_user_can_set_is_checked() -> None:
+    settable = {name for name in SamplingParams.__dataclass_fields__ if name != "greedy"}
+    assert set(BAD) == settable
+
+
+UNDER_O = """
+import sys
+from tests.base.test_sampling_params import CASES
+from octavo.sampling_params import SamplingParams
+assert False, "this line must be off"
+for name, value in CASES:
+    try:
+        SamplingParams(**{name: value})
+    except ValueError as error:
+        if error.param != name:
+            sys.exit(f"{name}={value!r}: {error}")
+    else:
+        sys.exit(f"{name}={value!r} was taken")
+print(len(CASES))
+"""
+
+
+def test_the_same_is_refused_where_asserts_are_off() -> None:
+    run = subprocess.run([sys.executable, "-O", "-c", UNDER_O], cwd=ROOT, env=environment({}), capture_output=True, text=True, timeout=60)
+    assert (run.stdout, run.stderr) == (f"{len(CASES)}\n", "")
+
+
+def test_values_at_the_edges_are_taken() -> None:
+    taken: dict[str, list[Any]] = {
+        "n": [1, 128], "temperature": [0, 0.0, 1e-9, 100], "top_p": [1, 1.0, 1e-9], "top_k": [-1, 0, 1, 2**31 - 1], "min_p": [0, 1],
+        "seed": [None, 0, 2**64 - 1], "presence_penalty": [-2, 2], "frequency_penalty": [-2.0, 2.0], "repetition_penalty": [1e-3, 50],
+        "max_tokens": [None, 1, 2**31 - 1], "min_tokens": [0, 16], "logprobs": [None, 0, 10**6], "stop_token_ids": [None, [], [0, 2**40]],
+    }  # fmt: skip
+    for name, values in taken.items():
+        for value in values:
+            SamplingParams(**{name: value})
+
+
+def test_stops_come_in_several_forms_and_are_kept_as_tuples() -> None:
+    stops: list[Any] = [None, "ab", ["ab", "c"], ("ab",), []]
+    assert [SamplingParams(stop=stop).stop for stop in stops] == [(), ("ab",), ("ab", "c"), ("ab",), ()]
+    assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)  # type: ignore[arg-type]
+
+
+def test_only_a_temperature_of_zero_is_greedy() -> None:
+    assert [SamplingParams(temperature=value).greedy for value in (0, 0.0, -0.0, 1e-9, 1)] == [True, True, True, False, False]
+
+
+def test_a_minimum_above_the_maximum_is_refused_with_both_numbers() -> None:
+    with pytest.raises(RequestError, match="min_tokens is 9, above max_tokens 8"):
+        SamplingParams(min_tokens=9, max_tokens=8)
+    SamplingParams(min_tokens=10**6, max_tokens=None)

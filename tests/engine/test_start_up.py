@@ -1,0 +1,156 @@
+"""Start-up: the lines people grep for, what is refused before anything loads, and memory that comes back."""
+
+import json
+import logging
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.log import logger
+from tests.cli.processes import ROOT, SECONDS, environment
+
+PROMPT = [1, 403, 407, 261, 378]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+# What `close` gives back to the allocator, `malloc_trim` gives back to the machine. A first model pays what stays for good.
+OPEN_AND_CLOSE = """
+import ctypes, json, sys
+from octavo import LLM
+
+def resident():
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 / 2**20
+
+with LLM(sys.argv[1], num_gpu_blocks_override=50) as llm:
+    llm.generate("Once")
+before = resident()
+print("the default model", file=sys.stderr, flush=True)
+llm = LLM()
+llm.generate("Hello")
+opened = resident()
+llm.close()
+print(json.dumps([before, opened, resident()]))
+"""
+
+LINES = [
+    r"Model loading took \d+\.\d\d GiB and \d+\.\d\d seconds",
+    r"Available KV cache memory: \d+\.\d\d GiB",
+    r"KV cache size: [\d,]+ tokens \([\d,]+ blocks of 16\), maximum concurrency for 8,192 tokens per request: \d+\.\d\dx",
+    r"Longest sequence: 8,192 tokens \(the model's own maximum is 8,192\)",
+    r"init engine took \d+\.\d\d seconds",
+]
+
+
+def test_the_default_model_logs_the_lines_people_grep_for_and_closing_gives_its_memory_back(stories: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", OPEN_AND_CLOSE, stories],
+        cwd=ROOT, env=environment({"OCTAVO_LOG_LEVEL": "INFO"}), capture_output=True, text=True, timeout=SECONDS,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    log = run.stderr.partition("the default model\n")[2]
+    assert [line for line in log.splitlines() if not re.match(r"\d\d:\d\d:\d\d INFO ", line)] == []
+    messages = [line.split(" ", 2)[2] for line in log.splitlines()]
+    places = [next((at for at, message in enumerate(messages) if re.fullmatch(line, message)), None) for line in LINES]
+    assert None not in places and places == sorted(places, key=lambda at: at or 0), messages
+    tokens, blocks, times = re.findall(r"size: ([\d,]+) tokens \(([\d,]+) blocks.*: ([\d.]+)x", log)[0]
+    assert int(tokens.replace(",", "")) == 16 * int(blocks.replace(",", ""))
+    assert float(times) == pytest.approx(int(tokens.replace(",", "")) / 8192, abs=0.006)
+    before, opened, closed = json.loads(run.stdout)
+    assert opened - before > 200, "the model is 135 million parameters"
+    assert closed - before < 60, f"{before:.0f} MiB before, {opened:.0f} open, {closed:.0f} closed"
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    handler = Kept()
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+def test_debug_switches_are_announced_in_the_first_log_line(stories: str, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_LOG_LEVEL", "INFO")
+    LLM(stories, num_gpu_blocks_override=20).close()
+    assert kept.records and not any("OCTAVO_DEBUG" in record.getMessage() for record in kept.records)
+    kept.records.clear()
+    monkeypatch.setenv("OCTAVO_DEBUG", "check=1, preempt.every=3")
+    LLM(stories, num_gpu_blocks_override=20).close()
+    first = kept.records[0]
+    assert first.levelname == "WARNING"
+    assert first.getMessage() == "OCTAVO_DEBUG is set, for tests only: check=True, preempt_every=3"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("OCTAVO_DEBUG", "chekc=1", "OCTAVO_DEBUG has no switch 'chekc'; known: cache_force_miss, check"),
+        ("OCTAVO_DEBUG", "runner=real", "runner must be model or fake, got 'real'"),
+        ("OCTAVO_DEBUG", "preempt.every=often", "preempt_every must be a number, got 'often'"),
+        ("OCTAVO_DEBUG", "forward.raise", "forward_raise must be a number, got ''"),
+        ("OCTAVO_LOG_LEVEL", "loud", "OCTAVO_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR, got 'LOUD'"),
+    ],
+)
+def test_a_switch_that_does_not_exist_is_refused(name: str, value: str, said: str, stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        LLM(stories)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (EngineConfig(attention_backend="contiguous"), "backend contiguous shares no blocks: add --no-enable-prefix-caching"),
+        (EngineConfig(attention_backend="flash"), "attention_backend 'flash' is not known; there are auto, cpu, contiguous"),
+        (EngineConfig(max_model_len=513), "max_model_len is 513, the model's own maximum is 512"),
+        (EngineConfig(kv_cache_memory_bytes=100), "raise kv_cache_memory_bytes to 40960 or more"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_weights_load(config: EngineConfig, said: str, stories: str, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(stories) / name, tmp_path / name)  # no weights: loading them would be another error
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        LLM.from_config(replace(config, model=str(tmp_path)))
+
+
+def test_dummy_weights_need_only_a_config_and_follow_the_seed(stories: str, tmp_path: Path) -> None:
+    shutil.copy(Path(stories) / "config.json", tmp_path / "config.json")
+
+    def likelihood(seed: int) -> float | None:
+        with LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, seed=seed, num_gpu_blocks_override=20) as llm:
+            return llm.generate(PROMPT, replace(GREEDY, logprobs=0))[0].outputs[0].cumulative_logprob
+
+    assert likelihood(1) == likelihood(1) != likelihood(2)
+
+
+@pytest.mark.parametrize(("dtype", "element"), [("auto", 4), ("float32", 4), ("bfloat16", 2)])
+def test_a_float32_checkpoint_stays_float32_unless_told_otherwise(stories: str, dtype: str, element: int) -> None:
+    with LLM(stories, dtype=dtype, num_gpu_blocks_override=20) as llm:  # type: ignore[arg-type]
+        store = llm._client._core.executor._runner.store  # type: ignore[attr-defined]
+        assert {buffer.element_size() for cache in store.caches for buffer in cache.values()} == {element}
+        assert {buffer.shape[:2] for cache in store.caches for buffer in cache.values()} == {(20, 16)}
+        assert llm.generate(PROMPT, GREEDY)[0].outputs[0].text.startswith(", there was a little girl")
+
+
+def test_without_a_length_asked_for_it_is_the_longest_that_fits(stories: str) -> None:
+    for blocks, longest in ((5, 65), (40, 512)):
+        with LLM(stories, num_gpu_blocks_override=blocks) as llm:
+            assert llm.max_model_len == longest

@@ -1,0 +1,44 @@
+"""What the process may use: the machine's, the cgroup's, the affinity mask's and the user's limits, whichever is lowest."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from octavo.worker import machine
+
+
+@pytest.fixture
+def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("quota", "asked", "threads"),
+    [(None, "", 8), ("max 100000", "", 8), ("250000 100000", "", 3), ("50000 100000", "", 1), ("9900000 100000", "", 8),
+     ("400000 100000", "2", 2), (None, "64", 8), (None, "0", 8), (None, "many", 8), ("nonsense", "", 8)],
+)  # fmt: skip
+def test_threads_are_within_affinity_quota_and_wish(
+    cgroup: Path, monkeypatch: pytest.MonkeyPatch, quota: str | None, asked: str, threads: int
+) -> None:
+    if quota is not None:
+        (cgroup / "cpu.max").write_text(quota + "\n")
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    assert machine.num_threads() == threads
+
+
+def test_memory_is_the_lowest_limit(cgroup: Path) -> None:
+    whole = machine.memory_bytes()
+    assert whole == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    (cgroup / "memory.max").write_text("max\n")
+    assert machine.memory_bytes() == whole
+    (cgroup / "memory.max").write_text("1073741824\n")
+    assert machine.memory_bytes() == 2**30
+    (cgroup / "memory").mkdir()
+    (cgroup / "memory" / "memory.limit_in_bytes").write_text("536870912\n")
+    assert machine.memory_bytes() == 2**29
+    (cgroup / "memory" / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")  # no limit, in the old words
+    assert machine.memory_bytes() == 2**30
