@@ -155,4 +155,4 @@ def no_color() -> bool:
 
 def state_dir() -> Path:
     """Where small things live from one run to the next, such as the history of a chat."""
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "octavo"
+    return Path("~/.local/state/octavo").expanduser()

@@ -104,20 +104,26 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
-        """Complete each prompt; one `params` for all, or one for each. Results come in the order of the prompts."""
+        """Complete each prompt; one `params` for all, or one for each. Results come in the order of the prompts.
+
+        `priority`: lower runs first, where scheduling_policy is priority.
+        """
         encoded = _each(self._encoder.encode, _as_prompts(prompts))
-        return self._run(encoded, _spread(params, SamplingParams(), len(encoded)), use_tqdm)
+        return self._run(encoded, _spread(params, len(encoded)), use_tqdm, _spread_priority(priority, len(encoded)))
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or several. Without `params`, up to the rest of the context."""
+        """Answer a conversation, or several. Without `max_tokens` in `params`, up to the rest of the context."""
         encoded = _each(self._encoder.encode_chat, _as_conversations(messages))
-        return self._run(encoded, _spread(params, SamplingParams(max_tokens=None), len(encoded)), use_tqdm)
+        wanted = [one.for_chat() for one in _spread(params, len(encoded))]
+        return self._run(encoded, wanted, use_tqdm, _spread_priority(priority, len(encoded)))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
         """Complete one prompt and yield news as it comes; leaving the loop early aborts the request."""
@@ -125,7 +131,7 @@ class LLM:
 
     def stream_chat(self, messages: Conversation, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
         """Answer one conversation and yield news as it comes."""
-        return self._stream(self._encoder.encode_chat(messages), params or SamplingParams(max_tokens=None))
+        return self._stream(self._encoder.encode_chat(messages), (params or SamplingParams()).for_chat())
 
     def get_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -168,22 +174,24 @@ class LLM:
         self._count += 1
         return str(self._count - 1)
 
-    def _add(self, request_id: str, encoded: Encoded, params: SamplingParams) -> None:
+    def _add(self, request_id: str, encoded: Encoded, params: SamplingParams, priority: int = 0) -> None:
         if params.logprobs is not None and params.logprobs > self.config.max_logprobs:
             raise RequestError(f"logprobs is {params.logprobs}, max_logprobs is {self.config.max_logprobs}", "logprobs")
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and skip_tokenizer_init is set; use stop_token_ids", "stop")
-        request = AddRequest(request_id, encoded[1], params)
+        request = AddRequest(request_id, encoded[1], params, priority)
         self._client.add(request)
         self._processor.add(request, encoded[0])
 
-    def _run(self, encoded: Sequence[Encoded], params: Sequence[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(
+        self, encoded: Sequence[Encoded], params: Sequence[SamplingParams], use_tqdm: bool, priority: Sequence[int]
+    ) -> list[RequestOutput]:
         ids = [self._new_id() for _ in encoded]
         with DeferredInterrupt() as interrupt, GenerateProgress(len(ids), use_tqdm) as progress:
             try:
                 for index, request_id in enumerate(ids):
                     with _prompt_named(index):
-                        self._add(request_id, encoded[index], params[index])
+                        self._add(request_id, encoded[index], params[index], priority[index])
                 while any(request_id not in self._finished for request_id in ids):
                     self._pump(progress)
                     interrupt.check()
@@ -274,11 +282,19 @@ def _as_conversations(messages: Conversation | Sequence[Conversation]) -> Sequen
     return messages  # type: ignore[return-value]
 
 
-def _spread(params: SamplingParams | Sequence[SamplingParams] | None, default: SamplingParams, count: int) -> Sequence[SamplingParams]:
+def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
-        return [params or default] * count
+        return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
         raise RequestError("params must be SamplingParams, or a list of them, one for each prompt", "params")
     if len(params) != count:
         raise RequestError(f"{count} prompts, but {len(params)} sampling params", "params")
     return params
+
+
+def _spread_priority(priority: int | Sequence[int], count: int) -> Sequence[int]:
+    each = [priority] * count if isinstance(priority, int) else priority
+    if len(each) != count or not all(type(one) is int and abs(one) < 2**31 for one in each):
+        raise RequestError("priority must be an integer below 2^31, or a list of them, one for each prompt", "priority")
+    return each
+

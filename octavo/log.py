@@ -3,8 +3,6 @@
 import logging
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 logger = logging.getLogger("octavo")
 
@@ -20,23 +18,10 @@ def setup(level: str) -> None:
 
 
 class Stopwatch:
-    """Seconds since it was made, or since `lap` was last called."""
+    """Seconds since it was made."""
 
     def __init__(self) -> None:
-        self._start = self._lap = time.perf_counter()
+        self._start = time.perf_counter()
 
     def total(self) -> float:
         return time.perf_counter() - self._start
-
-    def lap(self) -> float:
-        now = time.perf_counter()
-        seconds, self._lap = now - self._lap, now
-        return seconds
-
-
-@contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Log how long a start-up phase took."""
-    watch = Stopwatch()
-    yield
-    logger.info("%s took %.2f seconds", name, watch.total())

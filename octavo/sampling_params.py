@@ -6,11 +6,18 @@ caps is checked at the door that knows it. An unknown keyword is a TypeError, as
 
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from octavo.errors import RequestError
 
 MAX_SEED = 2**64 - 1
+
+
+class _Unset(int):
+    """A default that can be told from the same number given by the user."""
+
+
+DEFAULT_MAX_TOKENS = _Unset(16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +34,17 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # a str, a list or None are taken too
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    max_tokens: int | None = 16  # None: to the end of the context
+    max_tokens: int | None = DEFAULT_MAX_TOKENS  # None: to the end of the context
     min_tokens: int = 0
     logprobs: int | None = None  # how many alternatives to report beside the chosen token
     greedy: bool = field(init=False, default=False)
+    max_tokens_unset: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
+        if self.max_tokens is DEFAULT_MAX_TOKENS:
+            set_(self, "max_tokens", int(DEFAULT_MAX_TOKENS))
+            set_(self, "max_tokens_unset", True)
         set_(self, "stop", _strings("stop", self.stop))
         set_(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         _integer("n", self.n, 1)
@@ -56,6 +67,10 @@ class SamplingParams:
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0)
         set_(self, "greedy", self.temperature == 0.0)
+
+    def for_chat(self) -> "SamplingParams":
+        """The same, but an answer of no stated length may take the rest of the context."""
+        return replace(self, max_tokens=None) if self.max_tokens_unset else self
 
 
 def _bad(name: str, value: object, wanted: str) -> RequestError:

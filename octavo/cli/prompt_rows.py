@@ -54,7 +54,8 @@ def rows_of_file(name: str, flags: Mapping[str, Any]) -> list[Row]:
             with named(place):
                 given = _parse(line) if as_json else {"prompt": line.rstrip("\r")}
                 settings = {key: given.pop(key) for key in list(given) if key in LINE_SETTINGS}
-                rows.append(Row(place, given, SamplingParams(**{**flags, **settings})))
+                params = SamplingParams(**{**flags, **settings})
+                rows.append(Row(place, given, params.for_chat() if "messages" in given else params))
     if not rows:
         raise RequestError(f"{shown} holds no prompt", "file")
     return rows

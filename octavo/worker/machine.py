@@ -9,12 +9,14 @@ import torch
 from octavo.config import thread_limit
 
 CGROUP = Path("/sys/fs/cgroup")
+OWN_GROUP = Path("/proc/self/cgroup")
 
 
 def memory_bytes() -> int:
     """Memory the process may use: the machine's, or its cgroup's limit where that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [_read_number(CGROUP / "memory.max"), _read_number(CGROUP / "memory/memory.limit_in_bytes")]
+    limits = [_read_number(group / "memory.max") for group in _groups()]
+    limits.append(_read_number(CGROUP / "memory/memory.limit_in_bytes"))  # cgroup v1
     return min([total, *(limit for limit in limits if limit)])
 
 
@@ -29,12 +31,27 @@ def fast_dtype() -> str:
     return "bfloat16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "float32"
 
 
-def _cgroup_cpus() -> int | None:
+def _groups() -> list[Path]:
+    """This process's cgroup and all above it (v2): each may set a limit, and all of them hold."""
     try:
-        quota, period = (CGROUP / "cpu.max").read_text().split()
+        own = next((line[3:] for line in OWN_GROUP.read_text().splitlines() if line.startswith("0::")), "")
+    except OSError:
+        own = ""
+    parts = [part for part in own.split("/") if part]
+    return [CGROUP.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
+
+
+def _cgroup_cpus() -> int | None:
+    quotas = [quota for group in _groups() if (quota := _read_quota(group / "cpu.max")) is not None]
+    return min(quotas, default=None)
+
+
+def _read_quota(path: Path) -> int | None:
+    try:
+        quota, period = path.read_text().split()
         return math.ceil(int(quota) / int(period))
     except (OSError, ValueError):
-        return None  # no cgroup v2, or "max"
+        return None  # no such limit, or "max"
 
 
 def _read_number(path: Path) -> int | None:

@@ -68,9 +68,6 @@ def test_the_environment_is_read_where_it_is_asked_for(monkeypatch: pytest.Monke
     assert log_level("WARNING") == "WARNING"
     monkeypatch.setenv("OCTAVO_LOG_LEVEL", "debug")
     assert log_level("WARNING") == "DEBUG"
-    monkeypatch.setenv("XDG_STATE_HOME", "elsewhere")
-    assert state_dir() == Path("elsewhere/octavo")
-    monkeypatch.setenv("XDG_STATE_HOME", "")
     assert state_dir() == Path.home() / ".local/state/octavo"
     monkeypatch.setenv("NO_COLOR", "")
     assert not no_color()

@@ -1,8 +1,7 @@
-"""The log: one handler however often it is set up, and seconds for every phase."""
+"""The log: one handler however often it is set up."""
 
 import logging
 import re
-import time
 
 import pytest
 
@@ -18,10 +17,3 @@ def test_a_second_set_up_changes_the_level_alone(monkeypatch: pytest.MonkeyPatch
     log.setup("WARNING")
     assert len(log.logger.handlers) == 1 and log.logger.level == logging.WARNING
     assert re.fullmatch(r"\d\d:\d\d:\d\d INFO shown once\n", capsys.readouterr().err)
-
-
-def test_a_stopwatch_tells_laps_and_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([10.0, 12.0, 15.0, 16.0])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
-    watch = log.Stopwatch()
-    assert (watch.lap(), watch.lap(), watch.total()) == (2.0, 3.0, 6.0)

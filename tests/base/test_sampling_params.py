@@ -44,7 +44,7 @@ def test_a_value_without_meaning_is_refused_by_the_name_of_its_field(name: str, 
 
 
 def test_every_field_a_user_can_set_is_checked() -> None:
-    settable = {name for name in SamplingParams.__dataclass_fields__ if name != "greedy"}
+    settable = {name for name, field in SamplingParams.__dataclass_fields__.items() if field.init}
     assert set(BAD) == settable
 
 
@@ -95,3 +95,10 @@ def test_a_minimum_above_the_maximum_is_refused_with_both_numbers() -> None:
     with pytest.raises(RequestError, match="min_tokens is 9, above max_tokens 8"):
         SamplingParams(min_tokens=9, max_tokens=8)
     SamplingParams(min_tokens=10**6, max_tokens=None)
+
+
+def test_chat_takes_the_rest_of_the_context_unless_a_length_was_given() -> None:
+    assert SamplingParams().max_tokens == 16 and type(SamplingParams().max_tokens) is int
+    assert SamplingParams(temperature=0.5).for_chat().max_tokens is None
+    assert SamplingParams(max_tokens=16).for_chat().max_tokens == 16
+    assert SamplingParams(max_tokens=None).for_chat().max_tokens is None

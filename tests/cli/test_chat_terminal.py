@@ -8,7 +8,7 @@ from tests.cli.processes import FAKE, SECONDS, Typist
 
 
 def test_a_conversation_from_banner_to_ctrl_d(tmp_path: Path) -> None:
-    env = {**FAKE, "XDG_STATE_HOME": str(tmp_path / "state")}
+    env = {**FAKE, "HOME": str(tmp_path)}
     with Typist("chat", "--max-tokens", "6", "--system", "Be brief.", "--max-model-len", "2k", cwd=tmp_path, env=env) as chat:
         assert "loading the default model ..." in chat.expect(r"SmolLM2-135M-Instruct, context of 2048 tokens")
         chat.expect(">>> ")
@@ -37,13 +37,14 @@ def test_a_conversation_from_banner_to_ctrl_d(tmp_path: Path) -> None:
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
     assert messages[0]["content"] == "Be loud."
     assert messages[3]["content"] == "one\n  two"
-    assert "/save talk.json" in (tmp_path / "state/octavo/history").read_text().splitlines()
+    assert "/save talk.json" in (tmp_path / ".local/state/octavo/history").read_text().splitlines()
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(tmp_path: Path) -> None:
-    (tmp_path / "octavo").mkdir()
-    (tmp_path / "octavo/history").write_text("asked in an earlier run\n")
-    with Typist("chat", cwd=tmp_path, env={**FAKE, "XDG_STATE_HOME": str(tmp_path), "NO_COLOR": "1"}) as chat:
+    history = tmp_path / ".local/state/octavo/history"
+    history.parent.mkdir(parents=True)
+    history.write_text("asked in an earlier run\n")
+    with Typist("chat", cwd=tmp_path, env={**FAKE, "HOME": str(tmp_path), "NO_COLOR": "1"}) as chat:
         chat.expect(">>> ")
         chat.type("half a line")
         chat.expect("half a line")
@@ -62,7 +63,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(tmp_path: Path) -> None:
 
 def test_a_full_context_leaves_out_the_oldest_turns_and_says_so(tmp_path: Path) -> None:
     words = ("--max-tokens", "8", "--max-model-len", "160")
-    with Typist("chat", *words, cwd=tmp_path, env={**FAKE, "XDG_STATE_HOME": str(tmp_path)}) as chat:
+    with Typist("chat", *words, cwd=tmp_path, env={**FAKE, "HOME": str(tmp_path)}) as chat:
         chat.expect(">>> ")
         said = [chat.ask(f"Number {number}, please") for number in range(8)]
         assert any("the context of 160 tokens is full: the oldest turn is left out" in text for text in said)

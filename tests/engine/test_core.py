@@ -39,6 +39,7 @@ def test_news_of_a_cut_step_arrive_even_if_nothing_else_is_left() -> None:
     engine.executor.before_forward.append(lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         engine.step()
+    assert engine.core.has_work, "a client that asks whether to step would never hear of it"
     assert [delta.finish_reason for delta in engine.step()] == ["error"]
     assert not engine.core.has_work
     engine.assert_idle()

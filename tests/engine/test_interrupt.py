@@ -10,6 +10,8 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.interrupt import DeferredInterrupt
+from octavo.outputs import TextDelta
+from octavo.policy import scheduler
 
 PROMPT = "Once upon a time"
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -38,18 +40,27 @@ def assert_usable(llm: LLM) -> None:
     assert llm.generate(PROMPT, GREEDY)[0].outputs[0].text.startswith(", there was a little girl named Lily.")
 
 
-def ctrl_c_at_call(count: int, function: Callable[..., object]) -> Callable[..., object]:
-    """`function`, with Ctrl-C pressed in the middle of its `count`th call."""
-    calls = 0
+class CtrlC:
+    """Presses Ctrl-C in the middle of the `count`th call of a function: before its work, or after it."""
 
-    def wrapped(*arguments: object) -> object:
-        nonlocal calls
-        calls += 1
-        if calls == count:
+    def __init__(self, function: Callable[..., object], count: int, after: bool = False) -> None:
+        self.function, self.count, self.after = function, count, after
+        self.calls = 0
+
+    def __call__(self, *arguments: object, **options: object) -> object:
+        self.calls += 1
+        if self.calls == self.count and not self.after:
             signal.raise_signal(signal.SIGINT)
-        return function(*arguments)
+        result = self.function(*arguments, **options)
+        if self.calls == self.count and self.after:
+            signal.raise_signal(signal.SIGINT)
+        return result
 
-    return wrapped
+
+def start_stream(llm: LLM) -> tuple[Iterator[TextDelta], str]:
+    """A stream that rests after its first token."""
+    stream = llm.stream(PROMPT, GREEDY)
+    return stream, next(stream).text
 
 
 def test_ctrl_c_from_outside_stops_a_long_generate(llm: LLM) -> None:
@@ -62,36 +73,44 @@ def test_ctrl_c_from_outside_stops_a_long_generate(llm: LLM) -> None:
     assert_usable(llm)
 
 
-@pytest.mark.parametrize(("method", "count"), [("add", 1), ("add", 3), ("step", 1), ("step", 2), ("step", 9)])
-def test_ctrl_c_in_generate_aborts_its_requests_and_no_others(
-    llm: LLM, method: str, count: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stream_it", [False, True], ids=["generate", "stream"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_ctrl_c_in_a_step_ends_the_call_at_once_and_takes_nothing_from_others(
+    llm: LLM, count: int, after: bool, stream_it: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream = llm.stream(PROMPT, GREEDY)
-    shown = next(stream).text
+    resting, shown = start_stream(llm)
     with monkeypatch.context() as patch:
-        patch.setattr(llm._client, method, ctrl_c_at_call(count, getattr(llm._client, method)))
+        step = CtrlC(llm._client.step, count, after)
+        patch.setattr(llm._client, "step", step)
         with pytest.raises(KeyboardInterrupt):
-            llm.generate([PROMPT, "One day", "Tim"], LONG)
-    shown += "".join(delta.text for delta in stream)
+            list(llm.stream(PROMPT, LONG)) if stream_it else llm.generate([PROMPT, "One day", "Tim"], LONG)
+    assert step.calls == count, "it worked on"
+    shown += "".join(delta.text for delta in resting)
     assert shown == llm.generate(PROMPT, GREEDY)[0].outputs[0].text, "the stream that rested meanwhile lost or gained something"
     assert_usable(llm)
 
 
-@pytest.mark.parametrize(("method", "count"), [("add", 1), ("step", 1), ("step", 4)])
-def test_ctrl_c_in_a_stream_aborts_it(llm: LLM, method: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stream_it", [False, True], ids=["generate", "stream"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_ctrl_c_while_a_request_is_added_leaves_no_part_of_it(
+    llm: LLM, after: bool, stream_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resting, shown = start_stream(llm)
     with monkeypatch.context() as patch:
-        patch.setattr(llm._client, method, ctrl_c_at_call(count, getattr(llm._client, method)))
+        patch.setattr(scheduler, "insort", CtrlC(scheduler.insort, 1, after))  # type: ignore[attr-defined]
         with pytest.raises(KeyboardInterrupt):
-            list(llm.stream(PROMPT, LONG))
+            list(llm.stream(PROMPT, LONG)) if stream_it else llm.generate([PROMPT, "One day", "Tim"], LONG)
+    shown += "".join(delta.text for delta in resting)
+    assert shown == llm.generate(PROMPT, GREEDY)[0].outputs[0].text
     assert_usable(llm)
 
 
-def test_ctrl_c_during_the_last_step_is_not_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = SamplingParams(max_tokens=1)
+def test_ctrl_c_after_the_last_step_is_not_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(llm._processor, "drop", ctrl_c_at_call(1, llm._processor.drop))
+        patch.setattr(llm._processor, "drop", CtrlC(llm._processor.drop, 1))
         with pytest.raises(KeyboardInterrupt):
-            llm.generate(PROMPT, one)
+            llm.generate(PROMPT, SamplingParams(max_tokens=1))
     assert_usable(llm)
 
 
@@ -107,13 +126,11 @@ def test_a_second_ctrl_c_cuts_a_step_short_and_a_resting_stream_ends_instead_of_
             signal.raise_signal(signal.SIGINT)
         return run(batch)
 
-    stream = llm.stream(PROMPT, GREEDY)
-    deltas = [next(stream)]
+    stream, _ = start_stream(llm)
     runner.program.run = impatient
     with pytest.raises(KeyboardInterrupt):
         llm.generate([PROMPT], LONG)
-    deltas += stream
-    assert deltas[-1].finish_reason == "error"
+    assert list(stream)[-1].finish_reason == "error"
     assert_usable(llm)
 
 

@@ -114,6 +114,22 @@ def test_known_texts_token_by_token_and_all_at_once(text: str, stops: list[str],
     check(ids, stops, [], reason)
 
 
+def test_news_of_a_sample_that_has_stopped_are_ignored_while_another_goes_on() -> None:
+    """At depth 2 a token may be on the way when a stop string is found."""
+    ids = tokenizer().encode("the end")
+    processor = OutputProcessor(tokenizer())
+    processor.add(AddRequest("r", [504], SamplingParams(n=2, stop=(" end",))), None)
+    first = processor.process([Delta("r", 0, ids), Delta("r", 1, ids[:1])])
+    assert [delta.text for delta in first.deltas] == ["the", "the"] and first.aborts == [("r", 0)]
+    late = processor.process([Delta("r", 0, ids), Delta("r", 0, [], finish_reason="abort")])
+    assert not (late.deltas or late.finished or late.aborts)
+    last = processor.process([Delta("r", 1, ids[:1], finish_reason="length")])
+    assert [(sample.text, sample.stop_reason, len(sample.token_ids)) for sample in last.finished[0].outputs] == [
+        ("the", " end", len(ids)),
+        ("thethe", None, 2),
+    ]
+
+
 def test_a_dropped_or_unknown_request_is_ignored() -> None:
     processor = OutputProcessor(None)
     processor.add(AddRequest("r", [1], SamplingParams()), None)

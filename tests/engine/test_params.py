@@ -133,7 +133,7 @@ STOPS = [
     (["nowhere", "ball", "One"], "One"),  # the earliest, not the first named
     (["ball. S", "ball"], "ball"),  # done before the longer one can be
     (["a big, red", " big"], " big"),
-    (["red ball", "d ball"], "red ball"),  # both done at once: the one that starts first
+    (["d ball", "red ball"], "red ball"),  # both done at once: the one that starts first
     (["big, red ballet", "wanted"], "wanted"),  # held back, and given out after all
 ]
 
@@ -160,6 +160,13 @@ def test_a_stop_string_ends_the_text_just_before_it(llm: LLM, stopped: list[tupl
     assert "".join(delta.text for delta in deltas) == completion.text
     assert [token for delta in deltas for token in delta.token_ids] == completion.token_ids
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", matched)
+
+
+def test_a_sample_that_has_stopped_is_computed_no_further(llm: LLM) -> None:
+    before = llm.stats().generation_tokens
+    short, long = llm.generate([PROMPT, PROMPT], [greedy(stop=["park"]), greedy(ignore_eos=True)])
+    needed = len(short.outputs[0].token_ids) + len(long.outputs[0].token_ids)
+    assert needed < 70 and llm.stats().generation_tokens - before <= needed + 1, "one may be on the way"
 
 
 def test_each_sample_stops_by_itself(llm: LLM) -> None:

@@ -11,6 +11,7 @@ from octavo.worker import machine
 @pytest.fixture
 def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    monkeypatch.setattr(machine, "OWN_GROUP", tmp_path / "own")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return tmp_path
@@ -42,3 +43,15 @@ def test_memory_is_the_lowest_limit(cgroup: Path) -> None:
     assert machine.memory_bytes() == 2**29
     (cgroup / "memory" / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")  # no limit, in the old words
     assert machine.memory_bytes() == 2**30
+
+
+def test_limits_of_every_group_above_count(cgroup: Path) -> None:
+    (cgroup / "own").write_text("1:name=old:/elsewhere\n0::/user.slice/octavo.service\n")
+    inner = cgroup / "user.slice" / "octavo.service"
+    inner.mkdir(parents=True)
+    (inner / "memory.max").write_text("max\n")
+    (inner.parent / "memory.max").write_text(f"{2**28}\n")
+    (inner / "cpu.max").write_text("300000 100000\n")
+    (inner.parent / "cpu.max").write_text("500000 100000\n")
+    assert machine.memory_bytes() == 2**28
+    assert machine.num_threads() == 3
