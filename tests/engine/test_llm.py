@@ -91,12 +91,14 @@ def test_defaults_are_sixteen_tokens_for_generate_and_the_rest_of_the_context_fo
         (completed,) = llm.generate(PROMPT)
         (answered,) = llm.chat(messages)
         streamed = joined(list(llm.stream_chat(messages)))
-        (capped,) = llm.chat(messages, SamplingParams())
+        (unsaid,) = llm.chat(messages, SamplingParams(seed=1))
+        (capped,) = llm.chat(messages, SamplingParams(max_tokens=16))
     assert len(completed.outputs[0].token_ids) == len(capped.outputs[0].token_ids) == 16
     assert answered.prompt_token_ids == completed.prompt_token_ids, "the template writes BOS, so the tokenizer must not"
     assert answered.prompt == "<s>" + PROMPT
     assert len(answered.prompt_token_ids) + len(answered.outputs[0].token_ids) == 64 and answered.outputs[0].finish_reason == "length"
     assert len(answered.prompt_token_ids) + len(streamed[1]) == 64
+    assert len(answered.prompt_token_ids) + len(unsaid.outputs[0].token_ids) == 64, "params without a length leave it open"
 
 
 def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
