@@ -6,6 +6,7 @@ caps is checked at the door that knows it. An unknown keyword is a TypeError, as
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from octavo.errors import RequestError
@@ -31,8 +32,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    stop: tuple[str, ...] = ()  # a str, a list or None are taken too
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()  # one string or several; kept as a tuple
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     max_tokens: int | None = DEFAULT_MAX_TOKENS  # None: to the end of the context
     min_tokens: int = 0

@@ -92,6 +92,8 @@ class _Sample:
         self.output = CompletionOutput(index)
         if request.params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
+        self.min_tokens = request.params.min_tokens
+        self.search_from = 0  # a stop string may begin here or later: not in the first min_tokens tokens
         self.shown = 0  # characters already given out
 
     def take(self, delta: Delta) -> TextDelta:
@@ -121,8 +123,11 @@ class _Sample:
     def _add_text(self, text: str) -> bool:
         """Whether the text now holds a stop string; then it is cut there and the sample is finished."""
         output = self.output
-        start = max(0, len(output.text) - self.longest_stop + 1)
+        start = max(self.search_from, len(output.text) - self.longest_stop + 1)
         output.text += text
+        if len(output.token_ids) <= self.min_tokens:
+            self.search_from = len(output.text)
+            return False
         found = [(place, stop) for stop in self.stops if (place := output.text.find(stop, start)) >= 0]
         if not found:
             return False
@@ -134,7 +139,7 @@ class _Sample:
     def _held_back(self) -> int:
         """Length of the longest tail that a stop string starts with."""
         text = self.output.text
-        for length in range(min(self.longest_stop - 1, len(text)), 0, -1):
+        for length in range(min(self.longest_stop - 1, len(text) - self.search_from), 0, -1):
             tail = text[-length:]
             if any(stop.startswith(tail) for stop in self.stops):
                 return length

@@ -52,16 +52,18 @@ def stress_requests(count: int, block_size: int, vocab_size: int, seed: int) -> 
     rng = Random(seed)
     size = block_size
     prefixes = [[rng.randrange(vocab_size) for _ in range(3 * size)] for _ in range(3)]
+    tails = [1, 2, size - 1, size, size + 1, 2 * size]  # a sample forks at the last token: at, after and before a block edge
+    samples = [1, 3, 1, 2, 1]
     requests: list[AddRequest] = []
     for number in range(count):
         if number % 5 == 4:
             prompt = requests[rng.randrange(len(requests))].prompt_token_ids  # the same again: a full hit
         else:
-            tail = rng.choice([1, 2, size - 1, size, size + 1, 2 * size])
-            prompt = rng.choice(prefixes)[: rng.choice([size, 2 * size, 3 * size])] + [rng.randrange(vocab_size) for _ in range(tail)]
+            tail = [rng.randrange(vocab_size) for _ in range(tails[number % len(tails)])]
+            prompt = rng.choice(prefixes)[: rng.choice([size, 2 * size, 3 * size])] + tail
         room = BLOCKS_FOR_LONGEST * size + 1 - len(prompt)
         params = SamplingParams(
-            n=rng.choice([1, 1, 2, 3]), temperature=1.0, seed=number, ignore_eos=True, max_tokens=rng.randint(1, min(room, 2 * size + 4))
+            n=samples[number % len(samples)], seed=number, ignore_eos=True, max_tokens=rng.randint(1, min(room, 2 * size + 4))
         )
         requests.append(AddRequest(str(number), prompt, params))
     return requests

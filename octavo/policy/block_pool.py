@@ -53,10 +53,11 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         """`count` blocks at ref 1, contents undefined; evicts what they held. The caller has made sure there are enough."""
-        assert count <= len(self.free), f"{count} blocks wanted, {len(self.free)} free"
+        free = self.free
+        assert count <= len(free), f"{count} blocks wanted, {len(free)} free"
         blocks = []
         for _ in range(count):
-            block = self.free.popitem(last=False)[0]
+            block, _ = free.popitem(last=False)
             if self.digest_of[block] is not None:
                 self._evict(block)
             self.ref[block] = 1

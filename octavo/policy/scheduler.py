@@ -22,7 +22,7 @@ from octavo.policy.request import Request, Sequence, Status
 
 MAX_PASSES = 16  # steps a request that does not fit may be passed by others
 SCAN_LIMIT = 32  # requests looked at behind one that does not fit
-MAX_SEALS = 64  # sequences sealed in one update; when all cross a block edge together, the others follow in the next ones
+SEALS_PER_STEP = 32  # larger batches take turns at sealing: when all cross a block edge together, no step pays for all
 COMEBACK_TOKENS = 32  # room a sequence preempted k times wants for more output: this times 2^k
 
 
@@ -311,11 +311,12 @@ class Scheduler:
         """Take in what a plan brought. Plans are updated in the order they were made."""
         deltas: list[Delta] = []
         size, is_finished, is_running = self.kv.block_size, Status.FINISHED, Status.RUNNING
-        seals_left = MAX_SEALS
+        planned = self._planned.pop(plan.step)
+        turns = max(1, len(planned) // SEALS_PER_STEP)
         bad, computed = set(result.bad_rows), sum(plan.num_query)
-        for entry, seq in enumerate(self._planned.pop(plan.step)):
+        for entry, seq in enumerate(planned):
             if entry in bad:  # also where this sample has ended: its siblings may share what went wrong
-                deltas += self._fail(seq.request, "numerical_error: the model produced values that are not finite")
+                deltas += self._fail(seq.request, "numerical_error: values that are not finite, or an id outside the vocabulary")
             if seq.status is is_finished:
                 computed -= plan.num_query[entry]
                 continue
@@ -324,9 +325,8 @@ class Scheduler:
                 seq.num_computed = plan.start[entry] + plan.num_query[entry]
             if tokens:
                 seq.append(tokens)
-            if seals_left and seq.num_computed // size > seq.num_sealed:
+            if seq.num_computed // size > seq.num_sealed and (seq.seq_id + plan.step) % turns == 0:
                 self.kv.seal(seq)
-                seals_left -= 1
             if tokens:
                 deltas.append(self._deliver(seq, tokens, result.logprobs.get(entry)))
         generated = sum([len(delta.token_ids) for delta in deltas])

@@ -101,6 +101,16 @@ def test_defaults_are_sixteen_tokens_for_generate_and_the_rest_of_the_context_fo
     assert len(answered.prompt_token_ids) + len(unsaid.outputs[0].token_ids) == 64, "params without a length leave it open"
 
 
+def test_lower_priority_numbers_run_first(endless: str) -> None:
+    with LLM(endless, scheduling_policy="priority", max_num_seqs=1, kv_cache_memory_bytes=2**24) as llm:
+        prompts, params = ["One", "Two", "Three"], SamplingParams(temperature=0, max_tokens=4)
+        outputs = llm.generate(prompts, params, use_tqdm=False, priority=[5, 0, -3])
+        started = [output.metrics.first_scheduled or 0.0 for output in outputs]
+        assert started[2] < started[1] < started[0]
+        with pytest.raises(RequestError, match="priority"):
+            llm.generate(prompts, params, use_tqdm=False, priority=[1, 2])
+
+
 def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
     one, other = ([{"role": "user", "content": text}] for text in (PROMPT, LONG))
     expected = [text_of(output) for output in llm.generate([PROMPT, LONG], GREEDY)]

@@ -137,3 +137,13 @@ def test_a_dropped_or_unknown_request_is_ignored() -> None:
     processor.drop("r")
     news = processor.process([Delta("r", 0, [5]), Delta("never", 0, [5])])
     assert not (news.deltas or news.finished or news.aborts)
+
+
+def test_a_stop_string_counts_only_after_min_tokens() -> None:
+    ids = tokenizer().encode("a stop b stop c")
+    processor = OutputProcessor(tokenizer())
+    processor.add(AddRequest("r", [504], SamplingParams(max_tokens=None, min_tokens=2, stop=" stop")), None)
+    news = [processor.process([Delta("r", 0, [token])]) for token in ids]
+    (output,) = [finished for one in news for finished in one.finished]
+    assert output.outputs[0].text == "a stop b" == "".join(delta.text for one in news for delta in one.deltas)
+    assert len(output.outputs[0].token_ids) == 4

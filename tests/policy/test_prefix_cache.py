@@ -141,3 +141,22 @@ def test_a_reset_while_requests_run_changes_no_text() -> None:
         engine.step()
     engine.assert_exact()
     engine.assert_idle()
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_a_large_batch_takes_turns_at_sealing_and_nobody_falls_far_behind(block_size: int) -> None:
+    engine = FakeEngine(block_size=block_size, num_blocks=128 * 80, rows=128, budget=128 * 40, max_len=64, check=False)
+    for number in range(128):
+        engine.add(str(number), [number % 50, number // 50] + [7] * 30, sampling(24))
+    pool, sealed = engine.scheduler.kv.pool, []
+    for _ in range(20):
+        before = pool.counts.sealed
+        engine.step()
+        sealed.append(pool.counts.sealed - before)
+        lag = max(seq.num_computed // block_size - seq.num_sealed for seq in engine.scheduler.running)
+        assert lag <= max(1, 4 // block_size) or engine.scheduler.step < 5, "some sequence never has its turn"
+    if block_size == 16:
+        crossing = sealed[16:]  # all 128 cross position 48 together
+        assert max(crossing) < 64, "one step paid for all"
+    engine.run()
+    engine.assert_exact()
