@@ -49,10 +49,10 @@ class EngineCore:
                 self._launched.append((plan, self.executor.sample(plan.step)))
         except BaseException as error:  # also Ctrl-C: the plan was not carried out, whoever is in it ends here
             self._settle()
-            self._news += self.scheduler.fail(plan, f"the engine failed in this step: {error}")
             if isinstance(error, VerifyError) or not isinstance(error, Exception):
+                self._news += self.scheduler.fail(plan, f"the step was cut short: {error!r}")
                 raise
-            logger.error("step %d failed, its %d sequences end with an error: %s", plan.step, len(plan.row), error, exc_info=True)
+            self._fail(plan, error)
         if self._depth == 1:
             self._settle()
         if self._check:
@@ -64,4 +64,13 @@ class EngineCore:
         """Take in every launched step's result."""
         while self._launched:
             plan, future = self._launched.popleft()
-            self._news += self.scheduler.update(plan, future.result())
+            try:
+                result = future.result()
+            except Exception as error:  # it failed after it was launched
+                self._fail(plan, error)
+            else:
+                self._news += self.scheduler.update(plan, result)
+
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
+        logger.error("step %d failed, its %d sequences end with an error: %s", plan.step, len(plan.row), error, exc_info=error)
+        self._news += self.scheduler.fail(plan, f"the engine failed in this step: {error}")

@@ -1,8 +1,11 @@
 """The step loop when a step is cut short from outside: nothing it had learned is lost, and everything in it ends."""
 
+from concurrent.futures import Future
+
 import pytest
 
 from octavo.errors import VerifyError
+from octavo.messages import StepResult
 from tests.support.fake import FakeEngine, sampling
 
 
@@ -42,4 +45,25 @@ def test_news_of_a_cut_step_arrive_even_if_nothing_else_is_left() -> None:
     assert engine.core.has_work, "a client that asks whether to step would never hear of it"
     assert [delta.finish_reason for delta in engine.step()] == ["error"]
     assert not engine.core.has_work
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_that_fails_after_it_was_launched_ends_its_own_requests_alone(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(block_size=4, rows=2, depth=depth)
+    for name in ("a", "b", "queued"):
+        engine.add(name, [ord(name[0]) % 50, *range(9)], sampling(8))
+    sample = engine.executor.sample
+
+    def sample_or_fail(step: int) -> "Future[StepResult]":
+        future = sample(step)
+        if step == 3:
+            future = Future()
+            future.set_exception(RuntimeError("the device is gone"))
+        return future
+
+    monkeypatch.setattr(engine.executor, "sample", sample_or_fail)
+    engine.run()
+    assert [engine.reason(name) for name in ("a", "b", "queued")] == ["error", "error", "length"]
+    engine.assert_exact({"a", "b"})
     engine.assert_idle()
