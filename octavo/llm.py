@@ -73,13 +73,14 @@ class LLM:
         )
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> "LLM":
+    def from_config(cls, config: EngineConfig, log_default: str = "INFO") -> "LLM":
+        """`log_default`: how much is logged where OCTAVO_LOG_LEVEL does not say."""
         llm = cls.__new__(cls)
-        llm._open(config)
+        llm._open(config, log_default)
         return llm
 
-    def _open(self, config: EngineConfig) -> None:
-        log.setup(log_level("WARNING"))
+    def _open(self, config: EngineConfig, log_default: str = "INFO") -> None:
+        log.setup(log_level(log_default))
         debug = debug_from_environment()
         if debug.switched_on:
             log.logger.warning("OCTAVO_DEBUG is set, for tests only: %s", ", ".join(debug.switched_on))

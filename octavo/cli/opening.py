@@ -18,7 +18,7 @@ def opened(config: EngineConfig) -> Iterator["LLM"]:
     with _status_line(f"loading {name} ..."):
         from octavo.llm import LLM  # torch loads here: the line is there before
 
-        llm = LLM.from_config(config)
+        llm = LLM.from_config(config, log_default="WARNING")
     with llm:
         yield llm
 

@@ -162,3 +162,10 @@ def test_the_demo_shows_the_shared_prefix_in_the_cache() -> None:
     assert run.returncode == 0, run.stderr
     assert run.stdout.count(" 176  differs") == 7
     assert "1280 of 1731 prompt tokens came from the cache" in run.stdout
+
+
+def test_commands_log_warnings_alone_unless_asked_for_more() -> None:
+    words = ("generate", "Hello", "--max-tokens", "2")
+    quiet, loud = octavo(*words), octavo(*words, env={"OCTAVO_LOG_LEVEL": "INFO"})
+    assert (quiet.returncode, loud.returncode) == (0, 0)
+    assert quiet.stderr == "" and "KV cache size" in loud.stderr

@@ -54,7 +54,7 @@ LINES = [
 def test_the_default_model_logs_the_lines_people_grep_for_and_closing_gives_its_memory_back(stories: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", OPEN_AND_CLOSE, stories],
-        cwd=ROOT, env=environment({"OCTAVO_LOG_LEVEL": "INFO"}), capture_output=True, text=True, timeout=SECONDS,
+        cwd=ROOT, env=environment({}), capture_output=True, text=True, timeout=SECONDS,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     log = run.stderr.partition("the default model\n")[2]
