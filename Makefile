@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup chat demo test check soak
+.PHONY: help setup chat demo lint test check soak
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -41,12 +41,14 @@ chat: setup ## talk to the default model
 demo: setup ## a batch of prompts, some sharing a prefix: texts, tokens/s, cache hits
 	@$(BIN)/python examples/demo.py
 
-test: setup ## the whole CPU suite (WORKERS=2)
-	$(PYTEST)
-
-check: setup ## the fast checks: ruff, mypy, house rules, policy
+lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+test: lint ## the whole CPU suite, lint first (WORKERS=2)
+	$(PYTEST)
+
+check: lint ## the fast checks: lint, house rules, policy
 	$(PYTEST) tests/house tests/policy
 
 soak: setup ## the long runs, by hand: state machines over millions of operations
