@@ -42,6 +42,8 @@ class EngineConfig:
     seed: int = _flag(0, "seed of requests that bring none, and of dummy weights")
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, (str, os.PathLike, type(None))):
+            raise ConfigError(f"model must be a path, got {self.model!r}")
         for name, (low, high) in _INTEGERS.items():
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:

@@ -158,6 +158,7 @@ class LLM:
             self._engine = None
 
     def __enter__(self) -> "LLM":
+        _ = self._client  # a closed one says so
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
@@ -294,7 +295,7 @@ def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int
 
 
 def _spread_priority(priority: int | Sequence[int], count: int) -> Sequence[int]:
-    each = [priority] * count if isinstance(priority, int) else priority
+    each = priority if isinstance(priority, Sequence) else [priority] * count
     if len(each) != count or not all(type(one) is int and abs(one) < 2**31 for one in each):
         raise RequestError("priority must be an integer below 2^31, or a list of them, one for each prompt", "priority")
     return each

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from octavo.cli.args import add_engine_flags, add_sampling_flags, engine_config, nearest, sampling_values
 from octavo.cli.opening import opened
+from octavo.cli.prompt_rows import read_stdin
 from octavo.errors import OctavoError, RequestError
 from octavo.sampling_params import SamplingParams
 
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args, model)
     params = SamplingParams(**sampling_values(args, CHAT_DEFAULTS))
     if question is None and not sys.stdin.isatty():
-        question = sys.stdin.read()
+        question = read_stdin()
     if question is not None and not question.strip():
         raise RequestError("the question is empty", "question")
     with opened(config) as llm:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from octavo.cli.args import add_engine_flags, add_sampling_flags, engine_config, sampling_values
 from octavo.cli.chat import CHAT_DEFAULTS
 from octavo.cli.opening import opened
-from octavo.cli.prompt_rows import Row, named, rows_of_file, rows_of_words
+from octavo.cli.prompt_rows import Row, named, read_stdin, rows_of_file, rows_of_words
 from octavo.errors import ConfigError, RequestError
 from octavo.text.prompt import PromptEncoder
 
@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
     flags = sampling_values(args, CHAT_DEFAULTS if args.chat else {})
     if bool(args.words) == (args.file is not None):
         args.fail("prompts come as words or with --file, one of the two")
-    rows = rows_of_file(args.file, flags) if args.file else rows_of_words([sys.stdin.read() if w == "-" else w for w in args.words], flags)
+    words = [read_stdin() if word == "-" else word for word in args.words]
+    rows = rows_of_file(args.file, flags) if args.file else rows_of_words(words, flags)
     if args.output not in (None, "-"):
         _check_writable(Path(args.output))
     with opened(config) as llm:

@@ -83,10 +83,17 @@ def _parse(line: str) -> dict[str, Any]:
     return given
 
 
+def read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"stdin is not UTF-8 text (byte {error.start})", "stdin") from error
+
+
 def _read(name: str) -> str:
     try:
         if name == "-":
-            return sys.stdin.read()
+            return read_stdin()
         if not name.endswith((".txt", ".jsonl")):
             raise RequestError(f"{name}: a file of prompts ends in .txt (one a line) or .jsonl", "file")
         return Path(name).read_text(encoding="utf-8")

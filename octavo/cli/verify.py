@@ -10,13 +10,20 @@ if TYPE_CHECKING:
     from octavo.engine.verify import Verified
 
 DEFAULT_REQUESTS = 40
+MOST_REQUESTS = 100_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", metavar="MODEL", nargs="?", help="a model folder or a .gguf file; without one, the default model")
     text = f"requests in the stress schedule (default: {DEFAULT_REQUESTS})"
-    parser.add_argument("--requests", type=int, metavar="N", default=DEFAULT_REQUESTS, help=text)
+    parser.add_argument("--requests", type=_count, metavar="N", default=DEFAULT_REQUESTS, help=text)
     add_engine_flags(parser, only=("dtype", "load_format", "block_size", "seed"))  # the schedule sets the rest
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= MOST_REQUESTS:
+        raise argparse.ArgumentTypeError(f"wanted a number from 1 to {MOST_REQUESTS}, got {text!r}")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from octavo.policy.scheduler import Scheduler
 from octavo.worker.executor import Inproc, Runner
 from octavo.worker.fake_runner import FakeRunner
 from octavo.worker.faults import Faults
-from octavo.worker.kv_store import PagedStore
+from octavo.worker.kv_store import PagedStore, poison
 from octavo.worker.worker import Worker
 
 
@@ -87,10 +87,10 @@ def _poison_taken(runner: Runner, debug: Debug) -> OnEvent | None:
     """In debug mode a block handed out is full of NaN until it is written."""
     if not debug.check or not isinstance(runner, Worker) or not isinstance(runner.store, PagedStore):
         return None
-    store = runner.store
+    caches = runner.store.caches
 
     def on_event(event: Event, block: int, digest: bytes | None) -> None:
         if event == "take":
-            store.poison(block)
+            poison(caches, block)
 
     return on_event

@@ -9,12 +9,13 @@ from random import Random
 
 from octavo.config import Debug, EngineConfig
 from octavo.engine.build import Engine, build_engine
-from octavo.errors import EngineError, VerifyError
+from octavo.errors import ConfigError, EngineError, VerifyError
 from octavo.loading.resolve import ModelSource
 from octavo.messages import AddRequest
 from octavo.model_config import ModelConfig
 from octavo.policy.block_pool import Event, PoolCounts
 from octavo.sampling_params import SamplingParams
+from octavo.worker.kv_store import poison
 from octavo.worker.shadow import Compared
 from octavo.worker.worker import Worker
 
@@ -71,12 +72,19 @@ def stress_requests(count: int, block_size: int, vocab_size: int, seed: int) -> 
 
 def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth: int, num_requests: int) -> Verified:
     """Run the stress schedule at one pipeline depth; raises `VerifyError` at the first difference."""
+    longest = BLOCKS_FOR_LONGEST * config.block_size + 1
+    if model.max_position < longest:
+        raise ConfigError(
+            f"verify wants a context of {BLOCKS_FOR_LONGEST} blocks, {longest} tokens, the model has {model.max_position}: lower block_size"
+        )
     config = stress_config(config, depth)
     debug = Debug(check=True, preempt_every=11)
     worker = Worker(config, source, model, debug, shadow=True)
 
     def on_event(event: Event, block: int, digest: bytes | None) -> None:
         worker.shadow.on_event(event, block, digest)
+        if event == "take":
+            poison(worker.store.caches, block)
 
     engine = build_engine(config, source, model, debug, worker, on_event)
     requests = stress_requests(num_requests, config.block_size, model.vocab_size, config.seed)
@@ -85,7 +93,7 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
     verified = Verified(
         depth, worker.shadow.compared, scheduler.kv.pool.counts, scheduler.stats.preemptions, cached, len(requests), worker.dtype
     )
-    _demand_stress(verified)
+    _demand_stress(verified, config.block_size)
     return verified
 
 
@@ -104,7 +112,7 @@ def _run(engine: Engine, requests: list[AddRequest]) -> int:
     return cached
 
 
-def _demand_stress(verified: Verified) -> None:
+def _demand_stress(verified: Verified, block_size: int) -> None:
     seen = {
         "prefix hits": verified.cached_tokens,
         "forks": verified.compared.forks,
@@ -112,6 +120,8 @@ def _demand_stress(verified: Verified) -> None:
         "preemptions": verified.preemptions,
         "evictions": verified.pool.evicted,
     }
+    if block_size == 1:
+        del seen["copies on write"]  # a block of one token is never part filled, so it is never copied
     missing = [name for name, count in seen.items() if count == 0]
     if missing:
         raise VerifyError(f"the stress schedule saw no {', '.join(missing)}, so it proves too little; use more --requests")

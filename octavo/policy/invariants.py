@@ -39,6 +39,9 @@ def _check_sequence(seq: Sequence, scheduler: Scheduler) -> None:
     assert len(seq.table) == -(-seq.num_planned // size), "table and progress disagree"
     assert len(seq.token_ids) == seq.num_tokens <= seq.limit
     assert 0 not in seq.table and len(set(seq.table)) == len(seq.table)
+    if seq.num_computed >= seq.request.num_prompt:  # before that, samples may share what their parent has in flight
+        in_flight = {seq.table[position // size] for position in range(seq.num_computed, seq.num_planned)}
+        assert all(kv.pool.writable(block) for block in in_flight), "a shared or sealed block is being written"
     for index, block in enumerate(seq.table):
         if (index + 1) * size > seq.num_computed:
             assert kv.pool.digest_of[block] is None or (index + 1) * size <= seq.num_planned, "sealed before it was computed"

@@ -19,6 +19,12 @@ def plan_cache(specs: list[LayerCacheSpec], config: EngineConfig, memory_bytes: 
     per_token = sum(spec.bytes_per_token for spec in specs)
     pool_bytes = config.kv_cache_memory_bytes or default_pool_bytes(memory_bytes)
     num_blocks = config.num_gpu_blocks_override or pool_bytes // (per_token * size)
+    needed = num_blocks * size * per_token
+    if needed > memory_bytes:
+        raise ConfigError(
+            f"a KV pool of {num_blocks:,} blocks of {size} tokens takes {needed / GIB:.1f} GiB, this process may use "
+            f"{memory_bytes / GIB:.1f} GiB in all; lower kv_cache_memory_bytes or num_gpu_blocks_override"
+        )
     longest = min(model_max_len, (num_blocks - 1) * size + 1)  # the last token is never computed
     if num_blocks < 2 or longest < 2:
         raise ConfigError(

@@ -116,10 +116,6 @@ class Sequence:
         """Positions that can be planned now."""
         return min(self.num_tokens + self.in_flight, self.stop_at)
 
-    @property
-    def num_output(self) -> int:
-        return self.num_tokens - self.request.num_prompt
-
     def append(self, tokens: list[int]) -> None:
         """Sampled tokens arrive on the host."""
         self.token_ids.extend(tokens)

@@ -357,9 +357,9 @@ class Scheduler:
 
     def fail(self, plan: StepPlan, message: str) -> list[Delta]:
         """The plan was not carried out: every request it touched ends with an error."""
-        self._planned.pop(plan.step)
-        touched = {*plan.seq_id, *(write.seq_id for write in plan.row_writes), *(fork.seq_id for fork in plan.row_forks)}
-        hurt = [request for request in self.requests.values() if any(seq.seq_id in touched for seq in request.sequences)]
+        hurt = [seq.request for seq in self._planned.pop(plan.step)]  # also of a sample that has ended: others share what it computed
+        moved = {*(write.seq_id for write in plan.row_writes), *(fork.seq_id for fork in plan.row_forks)}
+        hurt += [request for request in self.requests.values() if any(seq.seq_id in moved for seq in request.sequences)]
         return [delta for request in hurt for delta in self._fail(request, message)]
 
     def _fail(self, request: Request, message: str) -> list[Delta]:

@@ -67,7 +67,7 @@ class ChatTemplate:
 
 def check_messages(messages: object) -> list[dict[str, object]]:
     """The conversation as plain messages, text parts joined; a RequestError names the message at fault."""
-    if not isinstance(messages, list) or not messages:
+    if not isinstance(messages, (list, tuple)) or not messages:
         raise RequestError("messages must be a list of at least one message", param="messages")
     return [_check_message(message, f"messages[{position}]") for position, message in enumerate(messages)]
 

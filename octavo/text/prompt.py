@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from octavo.errors import LoadError, RequestError
+from octavo.errors import ConfigError, LoadError, RequestError
 from octavo.text.chat_template import ChatTemplate, check_messages
 from octavo.text.tokenizer import Tokenizer
 
@@ -13,14 +13,16 @@ Message = Mapping[str, object]
 
 class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer | None, template_file: str | None) -> None:
+        if tokenizer is None and template_file is not None:
+            raise ConfigError("chat_template is set, but so is skip_tokenizer_init: without a tokenizer there is no chat")
         self._tokenizer = tokenizer
         self._template = None if tokenizer is None else _load_template(tokenizer, template_file)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The prompt's text, where it has one, and its ids."""
-        if prompt == "":  # some tokenizers would make a BOS of it; whoever wants just that can ask for it by id
-            raise RequestError("the prompt is empty", "prompt")
         if isinstance(prompt, str):
+            if not prompt:  # some tokenizers would make a BOS of it; whoever wants just that can ask for it by id
+                raise RequestError("the prompt is empty", "prompt")
             return prompt, self._need_tokenizer("a text prompt").encode(prompt)
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
         if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes)) or not all(type(token) is int for token in ids):
@@ -32,7 +34,7 @@ class PromptEncoder:
         tokenizer = self._need_tokenizer("chat")
         if self._template is None:
             raise RequestError("the model has no chat template; give one with chat_template", "messages")
-        text = self._template.render(check_messages(list(messages)))
+        text = self._template.render(check_messages(messages))
         return text, tokenizer.encode(text, add_special_tokens=False)
 
     def _need_tokenizer(self, what: str) -> Tokenizer:

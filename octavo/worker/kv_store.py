@@ -35,6 +35,13 @@ def _allocate(specs: list[LayerCacheSpec], places: int, tokens: int) -> Caches:
     ]
 
 
+def poison(caches: Caches, block: int) -> None:
+    """Fill a block with NaN: whoever reads it before writing it shows at once."""
+    for cache in caches:
+        for buffer in cache.values():
+            buffer[block] = torch.nan
+
+
 class PagedStore:
     def __init__(self, specs: list[LayerCacheSpec], num_blocks: int, block_size: int) -> None:
         self.caches = _allocate(specs, num_blocks, block_size)
@@ -49,12 +56,6 @@ class PagedStore:
         for cache in self.caches:
             for buffer in cache.values():
                 buffer[targets] = buffer[sources]
-
-    def poison(self, block: int) -> None:
-        """Fill a block with NaN: whoever reads it before writing it shows at once."""
-        for cache in self.caches:
-            for buffer in cache.values():
-                buffer[block] = torch.nan
 
 
 class ContiguousStore:

@@ -16,8 +16,8 @@ from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.policy.block_pool import NULL_BLOCK
 from octavo.sampling_params import SamplingParams
 
-# columns of `values`, the float parameters of a row
-TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(6)
+# columns of `values`, the float parameters a batch of rows is drawn with
+TEMPERATURE, TOP_P, MIN_P = range(3)
 
 
 class RequestTable:
@@ -26,7 +26,7 @@ class RequestTable:
         self.num_tokens = torch.zeros(num_rows, dtype=torch.int64)
         self.num_prompt = torch.zeros(num_rows, dtype=torch.int64)
         self.tables = torch.zeros(num_rows, max_blocks, dtype=torch.int64)  # [rows, blocks], null block past the end
-        self.values = torch.zeros(num_rows, 6)
+        self.values = torch.zeros(num_rows, 3)
         self.top_k = torch.zeros(num_rows, dtype=torch.int64)
         self.noise = torch.zeros(num_rows, 4, dtype=torch.int64)  # key, key, stream, high
         self.params: list[SamplingParams] = [SamplingParams()] * num_rows
@@ -60,16 +60,7 @@ class RequestTable:
     def _write_params(self, row: int, params: SamplingParams, end_ids: tuple[int, ...], noise: NoiseKey) -> None:
         self.params[row] = params
         self.end_ids[row] = end_ids
-        self.values[row] = torch.tensor(
-            [
-                params.temperature,
-                params.top_p,
-                params.min_p,
-                params.presence_penalty,
-                params.frequency_penalty,
-                params.repetition_penalty,
-            ]
-        )
+        self.values[row] = torch.tensor([params.temperature, params.top_p, params.min_p])
         self.top_k[row] = max(params.top_k, 0)
         self.noise[row] = torch.tensor([*noise.key, noise.stream, noise.high])
 

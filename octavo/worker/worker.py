@@ -40,11 +40,14 @@ class Worker:
         self.dtype = resolve_dtype(config, model_config)
         self.backend = choose_backend(config.attention_backend, self.dtype)
         if self.backend.layout == "contiguous" and config.enable_prefix_caching:
-            raise ConfigError(f"attention backend {self.backend.name} shares no blocks: add --no-enable-prefix-caching")
+            raise ConfigError(
+                f"attention backend {self.backend.name} shares no blocks: set enable_prefix_caching=False (--no-enable-prefix-caching)"
+            )
 
     def start(self) -> CacheGeometry:
         torch.set_num_threads(num_threads())
         geometry = self.plan_cache()
+        self._check_rows(geometry)
         self.store: KVStore = self._make_store(geometry)
         if self._shadow_wanted:
             self._add_shadow(geometry)
@@ -71,6 +74,16 @@ class Worker:
     def plan_cache(self) -> CacheGeometry:
         specs = cache_specs(self.model_config, self.dtype)
         return plan_cache(specs, self.config, memory_bytes(), self.model_config.max_position)
+
+    def _check_rows(self, geometry: CacheGeometry) -> None:
+        """Rows cost memory too: token ids and tables of each, and with a contiguous cache its whole region."""
+        per_token = 16 + (geometry.bytes_per_token if self.backend.layout == "contiguous" else 0)
+        needed, most = self.config.max_num_seqs * geometry.max_model_len * per_token, memory_bytes()
+        if needed > most:
+            raise ConfigError(
+                f"max_num_seqs {self.config.max_num_seqs:,} rows of {geometry.max_model_len:,} tokens take {needed / GIB:.1f} GiB, "
+                f"this process may use {most / GIB:.1f} GiB in all; lower max_num_seqs or max_model_len"
+            )
 
     def _make_store(self, geometry: CacheGeometry) -> KVStore:
         specs = cache_specs(self.model_config, self.dtype)

@@ -169,3 +169,12 @@ def test_commands_log_warnings_alone_unless_asked_for_more() -> None:
     quiet, loud = octavo(*words), octavo(*words, env={"OCTAVO_LOG_LEVEL": "INFO"})
     assert (quiet.returncode, loud.returncode) == (0, 0)
     assert quiet.stderr == "" and "KV cache size" in loud.stderr
+
+
+def test_input_that_is_not_utf8_and_counts_without_meaning_are_refused_in_a_line() -> None:
+    command = [sys.executable, "-m", "octavo", "chat"]
+    done = subprocess.run(command, input=b"\xff\xfe", cwd=ROOT, env=environment(FAKE), capture_output=True, timeout=SECONDS)
+    assert (done.returncode, done.stderr) == (1, b"octavo: error: stdin is not UTF-8 text (byte 0)\n")
+    for count in ("0", "-5", "10000000000000", "many"):
+        refused = octavo("verify", f"--requests={count}")
+        assert refused.returncode == 2 and "wanted a number from 1 to 100000" in refused.stderr

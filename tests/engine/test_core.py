@@ -67,3 +67,25 @@ def test_a_step_that_fails_after_it_was_launched_ends_its_own_requests_alone(dep
     assert [engine.reason(name) for name in ("a", "b", "queued")] == ["error", "error", "length"]
     engine.assert_exact({"a", "b"})
     engine.assert_idle()
+
+
+def test_samples_forked_from_a_step_that_failed_later_end_with_it() -> None:
+    """Sample 0, the only one in the failed plan, was aborted before the fork; the others share what it never computed."""
+    engine = FakeEngine(block_size=4, rows=4, depth=2)
+    engine.add("a", list(range(13)), sampling(6, n=3))
+    sample = engine.executor.sample
+
+    def fail_first(step: int) -> "Future[StepResult]":
+        future = sample(step)
+        if step == 1:
+            future = Future()
+            future.set_exception(RuntimeError("the device is gone"))
+        return future
+
+    engine.executor.sample = fail_first  # type: ignore[method-assign]
+    engine.step()
+    engine.abort("a", 0)
+    engine.run()
+    assert [engine.reason("a", index) for index in range(3)] == ["abort", "error", "error"]
+    assert not engine.scheduler.kv.pool.index, "blocks that were never computed can be found"
+    engine.assert_idle()

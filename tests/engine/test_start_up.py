@@ -118,7 +118,7 @@ def test_a_switch_that_does_not_exist_is_refused(name: str, value: str, said: st
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (EngineConfig(attention_backend="contiguous"), "backend contiguous shares no blocks: add --no-enable-prefix-caching"),
+        (EngineConfig(attention_backend="contiguous"), "backend contiguous shares no blocks: set enable_prefix_caching=False"),
         (EngineConfig(attention_backend="flash"), "attention_backend 'flash' is not known; there are auto, cpu, contiguous"),
         (EngineConfig(max_model_len=513), "max_model_len is 513, the model's own maximum is 512"),
         (EngineConfig(kv_cache_memory_bytes=100), "raise kv_cache_memory_bytes to 40960 or more"),
@@ -154,3 +154,12 @@ def test_without_a_length_asked_for_it_is_the_longest_that_fits(stories: str) ->
     for blocks, longest in ((5, 65), (40, 512)):
         with LLM(stories, num_gpu_blocks_override=blocks) as llm:
             assert llm.max_model_len == longest
+
+
+def test_rows_that_do_not_fit_memory_are_refused_with_the_numbers(stories: str) -> None:
+    with pytest.raises(ConfigError, match=r"max_num_seqs 1,000,000,000 rows of \d+ tokens take [\d.]+ GiB, .*lower max_num_seqs"):
+        LLM(stories, max_num_seqs=10**9, max_num_batched_tokens=10**9, num_gpu_blocks_override=50)
+    with pytest.raises(ConfigError, match="without a tokenizer there is no chat"):
+        LLM(stories, skip_tokenizer_init=True, chat_template="nope.jinja")
+    with pytest.raises(ConfigError, match="model must be a path, got 5"):
+        LLM(5)  # type: ignore[arg-type]

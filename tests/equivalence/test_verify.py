@@ -10,7 +10,7 @@ import torch
 
 from octavo.config import EngineConfig
 from octavo.engine.verify import Verified, verify
-from octavo.errors import VerifyError
+from octavo.errors import ConfigError, VerifyError
 from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.messages import StepPlan
 from octavo.worker.kv_store import PagedStore
@@ -103,3 +103,12 @@ def test_comparison_is_of_bits_not_values() -> None:
 
     assert same_bits(torch.tensor([torch.nan]), torch.tensor([torch.nan]))
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+
+
+def test_blocks_of_one_token_are_never_copied_and_agree_all_the_same(folder: str) -> None:
+    assert run(folder, block_size=1).compared.copies == 0
+
+
+def test_a_context_too_short_for_the_schedule_is_refused(folder: str) -> None:
+    with pytest.raises(ConfigError, match="wants a context of 8 blocks, 2049 tokens"):
+        run(folder, block_size=256)

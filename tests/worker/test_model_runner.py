@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
 from octavo.sampling_params import SamplingParams
-from octavo.worker.kv_store import ContiguousStore, PagedStore
+from octavo.worker.kv_store import ContiguousStore, PagedStore, poison
 from octavo.worker.model_runner import _rows_not_finite, gather
 from octavo.worker.request_table import RequestTable
 
@@ -87,7 +87,7 @@ def test_a_forked_row_is_a_copy_with_noise_of_its_own() -> None:
     assert table.token_ids[2, :3].tolist() == [5, 6, 7]
     assert table.num_tokens.tolist()[:3] == [3, 0, 3] and table.num_prompt.tolist()[:3] == [1, 0, 1]
     assert table.tables[2].tolist() == [3, 5, 0, 0, 0, 0] and table.tables[0].tolist() == [3, 4, 0, 0, 0, 0]
-    assert table.values[2].tolist() == table.values[0].tolist() == [0.5, 0.25, 0.125, 1, 2, 1.5]
+    assert table.values[2].tolist() == table.values[0].tolist() == [0.5, 0.25, 0.125]
     assert table.params[2] is params and table.end_ids[2] == (9,) and table.top_k[2] == 7
     assert table.noise[2].tolist() == [70, 71, 2**31, 73] and table.noise[0].tolist() == [0, 1, 2, 3]
     table.append(torch.tensor([2]), torch.tensor([11]))
@@ -153,7 +153,7 @@ def test_a_fork_copies_a_contiguous_row() -> None:
 def test_poison_fills_one_block_and_no_other() -> None:
     store = filled(PagedStore(SPECS, 4, 2))
     assert isinstance(store, PagedStore)
-    store.poison(2)
+    poison(store.caches, 2)
     for cache in store.caches:
         for buffer in cache.values():
             assert buffer.flatten(1).isnan().all(1).tolist() == [False, False, True, False]
