@@ -5,13 +5,15 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from octavo.errors import LoadError
+from octavo.kernels.reference.dequant import SUPPORTED_KINDS
 from octavo.loading.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint
-from octavo.loading.gguf import read_gguf
+from octavo.loading.gguf import KINDS, read_gguf
 from octavo.loading.resolve import load_model_config, resolve_model
 from tests.support.models import tiny_model, to_gguf
 
@@ -46,19 +48,45 @@ def test_gguf_gives_back_the_weights_and_the_config_it_was_made_of(tmp_path: Pat
     assert from_gguf.norm_eps == pytest.approx(from_folder.norm_eps) and from_gguf.dtype is None
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("F16", torch.float16), ("BF16", torch.bfloat16), ("Q8_0", None), ("Q4_1", None)])
-def test_gguf_of_every_kind_is_near_the_original(tmp_path: Path, kind: str, dtype: torch.dtype | None) -> None:
+# Kind, and the dtype it is or the part of the largest weight that it may be off
+STORED: list[tuple[str, torch.dtype | float]] = [
+    ("F16", torch.float16), ("BF16", torch.bfloat16), ("Q8_0", 0.01), ("Q5_1", 0.08), ("Q5_0", 0.08), ("Q4_1", 0.15), ("Q4_0", 0.15),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "stored"), STORED)
+def test_gguf_of_every_kind_is_near_the_original(tmp_path: Path, kind: str, stored: torch.dtype | float) -> None:
     folder = tiny_model(tmp_path / "hf", "LlamaForCausalLM", seed=4)
     original = load_file(folder / "model.safetensors")
     for name, weight in all_weights(GGUFCheckpoint(read_gguf(to_gguf(folder, tmp_path / "m.gguf", kind)))).items():
         expected = original[name]
         if expected.dim() == 1:
             assert torch.equal(weight, expected)
-        elif dtype is not None:
-            assert torch.equal(weight, expected.to(dtype))
+        elif isinstance(stored, torch.dtype):
+            assert torch.equal(weight, expected.to(stored))
         else:
             assert weight.dtype == torch.float32
-            assert (weight - expected).abs().max() < expected.abs().max() * (0.01 if kind == "Q8_0" else 0.15)
+            assert (weight - expected).abs().max() < expected.abs().max() * stored
+
+
+def random_rows(kind: str, rows: int, groups: int) -> np.ndarray:
+    group_bytes = next(num_bytes for name, _, num_bytes in KINDS.values() if name == kind)
+    return np.random.default_rng(rows).integers(0, 256, (rows, groups * group_bytes), dtype=np.uint8)
+
+
+def test_gguf_of_mixed_kinds_gives_each_tensor_its_own_numbers(tmp_path: Path) -> None:
+    import gguf
+
+    folder = tiny_model(tmp_path / "hf", "LlamaForCausalLM", seed=8)
+    packed = {layer: (kind, random_rows(kind, 3 + layer, 2)) for layer, kind in enumerate(SUPPORTED_KINDS, 2) if kind.startswith("Q")}
+    extra = {f"blk.{layer}.ffn_down.weight": stored for layer, stored in packed.items()}
+    checkpoint = GGUFCheckpoint(read_gguf(to_gguf(folder, tmp_path / "m.gguf", "Q8_0", packed=extra)))
+    for layer, (kind, rows) in packed.items():
+        with np.errstate(all="ignore"):  # some of the random scales are infinite
+            expected = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
+        name = f"model.layers.{layer}.mlp.down_proj.weight"
+        assert checkpoint.shape(name) == expected.shape
+        assert np.array_equal(checkpoint.read(name).numpy(), expected, equal_nan=True), kind
 
 
 def test_gguf_llama_biases_are_put_in_order_too(tmp_path: Path) -> None:
@@ -85,12 +113,16 @@ def test_gguf_tensors_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         open_with("rope_freqs.weight", torch.tensor([1.0, 8.0]))
     with pytest.raises(LoadError, match=r"blk\.0\.ffn_gate_exps\.weight"):
         open_with("blk.0.ffn_gate_exps.weight", torch.ones(4, 4))
-    path = to_gguf(folder, tmp_path / "m.gguf", "Q8_0")
-    raw = path.read_bytes()
-    entry = b"output.weight" + struct.pack("<IQQ", 2, 64, 320)
-    path.write_bytes(raw.replace(entry + struct.pack("<I", 8), entry + struct.pack("<I", 20)))  # IQ4_NL: smaller, so it still fits
-    with pytest.raises(LoadError, match=r"'output\.weight' is of kind IQ4_NL; supported: F32, F16, BF16, Q4_1, Q8_0"):
+
+
+@pytest.mark.parametrize("kind", sorted({name for name, _, _ in KINDS.values()} - set(SUPPORTED_KINDS)))
+def test_gguf_kinds_that_are_not_supported_are_named(tmp_path: Path, kind: str) -> None:
+    folder = tiny_model(tmp_path / "hf", "LlamaForCausalLM", seed=6)
+    path = to_gguf(folder, tmp_path / "m.gguf", "F32", packed={"blk.1.ffn_up.bias": (kind, random_rows(kind, 4, 1))})
+    with pytest.raises(LoadError) as refusal:
         GGUFCheckpoint(read_gguf(path))
+    supported = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K"
+    assert str(refusal.value).endswith(f"tensor 'blk.1.ffn_up.bias' is of kind {kind}; supported: {supported}")
 
 
 # -- safetensors

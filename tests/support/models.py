@@ -113,8 +113,17 @@ def _spread(name: str, noise: Tensor) -> Tensor:
     return noise / noise.shape[1] ** 0.5
 
 
-def to_gguf(folder: Path, path: Path, kind: str, extra: dict[str, Tensor] | None = None) -> Path:
-    """The folder's model as llama.cpp's converter would write it; matrices as `kind`, vectors as F32. `extra` adds tensors."""
+def to_gguf(
+    folder: Path,
+    path: Path,
+    kind: str,
+    extra: dict[str, Tensor] | None = None,
+    packed: dict[str, tuple[str, np.ndarray]] | None = None,
+) -> Path:
+    """The folder's model as llama.cpp's converter would write it; matrices as `kind`, vectors as F32.
+
+    `extra` adds tensors as F32, `packed` adds bytes (uint8, in rows) as they stand, under the kind they are said to be.
+    """
     import gguf
 
     config = json.loads((folder / "config.json").read_text())
@@ -130,6 +139,8 @@ def to_gguf(folder: Path, path: Path, kind: str, extra: dict[str, Tensor] | None
         _write_tensor(writer, target, weight, kind)
     for target, weight in (extra or {}).items():
         _write_tensor(writer, target, weight, "F32")
+    for target, (said, rows) in (packed or {}).items():
+        writer.add_tensor(target, rows, raw_dtype=gguf.GGMLQuantizationType[said])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,11 +1,16 @@
-"""GGML's groups of quantised numbers, back to float32.
+"""GGML's groups of quantised numbers, back to float32. Here the kinds in groups of 32; the K kinds are in `dequant_k`.
 
-    Q8_0: 32 numbers in 34 bytes    scale f16 | 32 codes i8                  x = scale * code
-    Q4_1: 32 numbers in 20 bytes    scale f16 | offset f16 | 16 code pairs   x = scale * code + offset
-          the low halves of the 16 bytes are numbers 0..15, the high halves 16..31
+    Q4_0: 18 bytes    scale f16 | 16 code pairs                          x = scale * (code - 8)
+    Q4_1: 20 bytes    scale f16 | offset f16 | 16 code pairs             x = scale * code + offset
+    Q5_0: 22 bytes    scale f16 | 32 top bits | 16 code pairs            x = scale * (code - 16)
+    Q5_1: 24 bytes    scale f16 | offset f16 | 32 top bits | 16 pairs    x = scale * code + offset
+    Q8_0: 34 bytes    scale f16 | 32 codes i8                            x = scale * code
 
-F32, F16 and BF16 are numbers as they stand. A scale has 11 significant bits and a code at most 8, so their product is exact
-in float32 and the result has the same bits wherever it is computed, with a fused multiply-add or without.
+The low halves of the 16 bytes of pairs are numbers 0..15, the high halves 16..31; the top bits are in the order of the
+numbers, the lowest bit of a byte first. F32, F16 and BF16 are numbers as they stand.
+
+A scale has 11 significant bits and a code at most 8, so their product is exact in float32 and the result has the same bits
+wherever it is computed, with a fused multiply-add or without.
 """
 
 from collections.abc import Callable
@@ -13,26 +18,59 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from octavo.kernels.reference.dequant_k import K_KINDS
+
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def _q8_0(raw: Tensor) -> Tensor:
-    groups = raw.view(-1, 34)  # [groups, 34]
-    scale = groups[:, :2].view(torch.float16).float()  # [groups, 1]
+def _halves(groups: Tensor, count: int) -> tuple[Tensor, ...]:
+    """The first `count` float16 numbers of each group."""
+    return groups[:, : 2 * count].view(torch.float16).float().unsqueeze(-1).unbind(1)  # [groups, 1] each
+
+
+def _pairs(groups: Tensor) -> Tensor:
+    """The codes in the last 16 bytes of each group."""
+    low, high = groups & 15, groups >> 4  # of the scales too: a pass over contiguous bytes is faster than one that skips some
+    return torch.cat([low[:, -16:], high[:, -16:]], dim=-1)  # [groups, 32]
+
+
+def _pairs_and_top_bits(groups: Tensor) -> Tensor:
+    """Codes of 5 bits: 4 in the last 16 bytes of each group, the top one in the 4 bytes before them."""
+    spread = (torch.arange(256).unsqueeze(-1) >> torch.arange(8) & 1).to(torch.uint8) << 4  # [256, 8]: by byte, its 8 bits, each as a 16
+    spread = spread.view(torch.int64).squeeze(-1)  # [256]: 8 codes are looked up at once
+    top = spread[groups[:, -20:-16].int()].view(torch.uint8)  # [groups, 32]
+    return top.bitwise_or_(_pairs(groups))
+
+
+def _q4_0(groups: Tensor) -> Tensor:
+    (scale,) = _halves(groups, 1)
+    return _pairs(groups).view(torch.int8).sub_(8).float().mul_(scale)
+
+
+def _q4_1(groups: Tensor) -> Tensor:
+    scale, offset = _halves(groups, 2)
+    return _pairs(groups).float().mul_(scale).add_(offset)
+
+
+def _q5_0(groups: Tensor) -> Tensor:
+    (scale,) = _halves(groups, 1)
+    return _pairs_and_top_bits(groups).view(torch.int8).sub_(16).float().mul_(scale)
+
+
+def _q5_1(groups: Tensor) -> Tensor:
+    scale, offset = _halves(groups, 2)
+    return _pairs_and_top_bits(groups).float().mul_(scale).add_(offset)
+
+
+def _q8_0(groups: Tensor) -> Tensor:
+    (scale,) = _halves(groups, 1)
     return groups[:, 2:].view(torch.int8).float().mul_(scale)
 
 
-def _q4_1(raw: Tensor) -> Tensor:
-    groups = raw.view(-1, 20)  # [groups, 20]
-    scale, offset = groups[:, :4].view(torch.float16).float().unsqueeze(-1).unbind(1)  # [groups, 1] each
-    low, high = groups & 15, groups >> 4  # of the scales too: a pass over contiguous bytes is faster than one that skips four in twenty
-    out = torch.empty(groups.shape[0], 32)
-    out[:, :16] = low[:, 4:]
-    out[:, 16:] = high[:, 4:]
-    return out.mul_(scale).add_(offset)
-
-
-QUANTISED: dict[str, Callable[[Tensor], Tensor]] = {"Q4_1": _q4_1, "Q8_0": _q8_0}
+# By kind: bytes a group, and groups [groups, bytes] to numbers [groups, ...]
+QUANTISED: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
+    "Q4_0": (18, _q4_0), "Q4_1": (20, _q4_1), "Q5_0": (22, _q5_0), "Q5_1": (24, _q5_1), "Q8_0": (34, _q8_0), **K_KINDS,
+}  # fmt: skip
 SUPPORTED_KINDS = (*DENSE, *QUANTISED)
 
 
@@ -40,4 +78,5 @@ def dequantize(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Tensor:
     """The float32 tensor of `shape` that the bytes `raw` (uint8, contiguous) hold as `kind`."""
     if kind in DENSE:
         return raw.view(DENSE[kind]).float().view(shape)
-    return QUANTISED[kind](raw).view(shape)
+    group_bytes, numbers = QUANTISED[kind]
+    return numbers(raw.view(-1, group_bytes)).view(shape)
