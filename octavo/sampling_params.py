@@ -6,7 +6,7 @@ caps is checked at the door that knows it. An unknown keyword is a TypeError, as
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from octavo.errors import RequestError
@@ -37,6 +37,11 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int | None = DEFAULT_MAX_TOKENS  # None: to the end of the context
     min_tokens: int = 0
+    logit_bias: Mapping[int, float] | None = None  # token id -> added to its logit
+    allowed_token_ids: Sequence[int] | None = None  # no other id is ever sampled
+    detokenize: bool = True  # False: token ids alone, no text
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False  # keep the stop string, or the text of the end id
     logprobs: int | None = None  # how many alternatives to report beside the chosen token
     greedy: bool = field(init=False, default=False)
     max_tokens_unset: bool = field(init=False, default=False)
@@ -56,8 +61,17 @@ class SamplingParams:
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, open_low=True)
-        if type(self.ignore_eos) is not bool:
-            raise _bad("ignore_eos", self.ignore_eos, "true or false")
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
+            if type(getattr(self, name)) is not bool:
+                raise _bad(name, getattr(self, name), "true or false")
+        if self.logit_bias is not None:
+            set_(self, "logit_bias", _bias("logit_bias", self.logit_bias))
+        if self.allowed_token_ids is not None:
+            set_(self, "allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise _bad("allowed_token_ids", self.allowed_token_ids, "at least one token id")
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings are found in text, and detokenize is false; use stop_token_ids", "stop")
         if self.seed is not None:
             _integer("seed", self.seed, 0, MAX_SEED)
         if self.max_tokens is not None:
@@ -110,6 +124,21 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
 def _ids(name: str, value: object) -> tuple[int, ...]:
     if value is None:
         return ()
-    if not isinstance(value, (list, tuple)) or not all(type(item) is int and item >= 0 for item in value):
+    if not isinstance(value, (list, tuple, range)) or not all(type(item) is int and item >= 0 for item in value):
         raise _bad(name, value, "a list of token ids")
     return tuple(value)
+
+
+def _bias(name: str, value: object) -> dict[int, float]:
+    """Keys may be text, as JSON has them."""
+    wanted = "token ids, each with a finite number"
+    if not isinstance(value, Mapping):
+        raise _bad(name, value, wanted)
+    bias = {}
+    for key, amount in value.items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 12 else key
+        if type(token) is not int or token < 0:
+            raise _bad(name, key, wanted)
+        _number(name, amount, -math.inf)
+        bias[token] = float(amount)
+    return bias

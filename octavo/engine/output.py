@@ -88,11 +88,13 @@ class _Sample:
         self.stops = request.params.stop
         self.longest_stop = max(map(len, self.stops), default=0)
         self.tokenizer = tokenizer
-        self.detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, request.prompt_token_ids)
+        self.params = request.params
+        self.detokenizer: IncrementalDetokenizer | None = None
+        if tokenizer is not None and request.params.detokenize:
+            self.detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, request.params.skip_special_tokens)
         self.output = CompletionOutput(index)
         if request.params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
-        self.min_tokens = request.params.min_tokens
         self.search_from = 0  # a stop string may begin here or later: not in the first min_tokens tokens
         self.shown = 0  # characters already given out
 
@@ -101,7 +103,8 @@ class _Sample:
         before = len(self.output.token_ids)
         for position, token in enumerate(delta.token_ids):
             last = position == len(delta.token_ids) - 1
-            ends_here = last and delta.finish_reason == "stop"  # an end id is counted, but it is no text
+            # an end id is counted, but it is no text unless that is asked for
+            ends_here = last and delta.finish_reason == "stop" and not self.params.include_stop_str_in_output
             self.output.token_ids.append(token)
             if delta.logprobs is not None:
                 self._add_logprobs(token, delta.logprobs[position])
@@ -125,14 +128,14 @@ class _Sample:
         output = self.output
         start = max(self.search_from, len(output.text) - self.longest_stop + 1)
         output.text += text
-        if len(output.token_ids) <= self.min_tokens:
+        if len(output.token_ids) <= self.params.min_tokens:
             self.search_from = len(output.text)
             return False
         found = [(place, stop) for stop in self.stops if (place := output.text.find(stop, start)) >= 0]
         if not found:
             return False
         place, stop = min(found)
-        output.text = output.text[:place]
+        output.text = output.text[: place + len(stop) if self.params.include_stop_str_in_output else place]
         output.finish_reason, output.stop_reason = "stop", stop
         return True
 

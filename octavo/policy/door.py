@@ -1,5 +1,6 @@
 """The policy room's door: what can never be served is refused here, with the number and the knob."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from octavo.errors import RequestError
@@ -26,13 +27,19 @@ def check_request(message: AddRequest, limits: Limits) -> None:
     prompt, params = message.prompt_token_ids, message.params
     if not prompt:
         raise RequestError("the prompt is empty", "prompt")
-    bad = next((token for token in (*prompt, *params.stop_token_ids) if not 0 <= token < limits.vocab_size), None)
-    if bad is not None:
-        where = "prompt" if bad in prompt else "stop_token_ids"
-        raise RequestError(f"token id {bad} in {where} is out of vocabulary, which has {limits.vocab_size} ids", where)
+    _check_ids("prompt", prompt, limits)
+    _check_ids("stop_token_ids", params.stop_token_ids, limits)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), limits)
+    _check_ids("logit_bias", params.logit_bias or (), limits)
     if params.n > limits.max_num_seqs:
         raise RequestError(f"n is {params.n}, max_num_seqs is {limits.max_num_seqs}: every sample needs a row", "n")
     _check_length(message, limits)
+
+
+def _check_ids(name: str, ids: Iterable[int], limits: Limits) -> None:
+    bad = next((token for token in ids if not 0 <= token < limits.vocab_size), None)
+    if bad is not None:
+        raise RequestError(f"token id {bad} in {name} is out of vocabulary, which has {limits.vocab_size} ids", name)
 
 
 def _check_length(message: AddRequest, limits: Limits) -> None:

@@ -14,9 +14,10 @@ OPEN_CHARACTER_BYTES = 3  # at most, of UTF-8: so many tokens back at most did a
 
 
 class IncrementalDetokenizer:
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
         """With `prompt_ids` the deltas continue that text: a first space is part of it, an open character is completed."""
         self._tokenizer = tokenizer
+        self._hidden: frozenset[int] = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip_next = tokenizer.strips_leading_space
         shown = [token_id for token_id in prompt_ids if token_id not in tokenizer.special_ids]
@@ -24,8 +25,8 @@ class IncrementalDetokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """Take the next ids, return the text that is now certain."""
-        special, token_bytes = self._tokenizer.special_ids, self._tokenizer.token_bytes
-        data = b"".join([token_bytes(token_id) for token_id in ids if token_id not in special])
+        hidden, token_bytes = self._hidden, self._tokenizer.token_bytes
+        data = b"".join([token_bytes(token_id) for token_id in ids if token_id not in hidden])
         if self._strip_next and data:
             data = data.removeprefix(b" ")
             self._strip_next = False

@@ -1,7 +1,7 @@
 """The sampler: from logits to the next id of each sampled row. The order is that of vLLM V1:
 
     raw logits -> logprobs to report
-               -> end ids held back until min_tokens -> repetition, frequency, presence penalties
+               -> allowed ids -> end ids held back until min_tokens -> bias -> repetition, frequency, presence penalties
                -> greedy rows: argmax
                -> others: temperature, min-p, top-k, top-p, Gumbel noise, argmax
 
@@ -60,16 +60,28 @@ def _adjusted(logits: Tensor, row_list: list[int], table: RequestTable) -> Tenso
     scores = logits
     for i, row in enumerate(row_list):
         params = table.params[row]
-        if not (params.min_tokens or _penalised(params)):
+        if not (params.min_tokens or _penalised(params) or params.logit_bias or params.allowed_token_ids):
             continue
         scores = logits.clone() if scores is logits else scores
         ids = table.token_ids[row, : int(table.num_tokens[row])]
         output = ids[int(table.num_prompt[row]) :]
-        if len(output) < params.min_tokens:
+        if params.allowed_token_ids:
+            allowed = list(params.allowed_token_ids)
+            kept = scores[i, allowed]
+            scores[i] = -torch.inf
+            scores[i, allowed] = kept
+        if len(output) < params.min_tokens and not _only_ends(params, table.end_ids[row]):
             scores[i, list(table.end_ids[row])] = -torch.inf
+        if params.logit_bias:
+            scores[i, list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()))
         if _penalised(params):
             _penalise(scores[i], ids, output, params)
     return scores
+
+
+def _only_ends(params: SamplingParams, end_ids: tuple[int, ...]) -> bool:
+    """Whether nothing would be left to sample if end ids were held back."""
+    return params.allowed_token_ids is not None and set(params.allowed_token_ids) <= set(end_ids)
 
 
 def _penalised(params: SamplingParams) -> bool:

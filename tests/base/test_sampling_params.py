@@ -28,6 +28,11 @@ BAD: dict[str, list[Any]] = {
     "stop": ["", ["a", ""], [1], 5, {"a": 1}, [["a"]], b"a"],
     "stop_token_ids": [[-1], [1.5], ["1"], [True], 5, "12", {1}],
     "ignore_eos": [1, "false", None],
+    "logit_bias": [5, [1], {"abc": 1.0}, {-1: 1.0}, {1.5: 1.0}, {True: 1.0}, {"-1": 1.0}, {1: NAN}, {1: INF}, {1: "2"}, {"9" * 400: 1.0}],
+    "allowed_token_ids": [[], [-1], [1.5], ["1"], [True], 5, "12"],
+    "detokenize": [1, "false", None],
+    "skip_special_tokens": [0, "true", None],
+    "include_stop_str_in_output": [1, "false", None],
     "max_tokens": [0, -1, 2**63, *NO_INTEGERS],
     "min_tokens": [-1, 17, 2**63, None, *NO_INTEGERS],
     "logprobs": [-1, -2, "x", 1.0, True],
@@ -102,3 +107,12 @@ def test_chat_takes_the_rest_of_the_context_unless_a_length_was_given() -> None:
     assert SamplingParams(temperature=0.5).for_chat().max_tokens is None
     assert SamplingParams(max_tokens=16).for_chat().max_tokens == 16
     assert SamplingParams(max_tokens=None).for_chat().max_tokens is None
+
+
+def test_a_bias_may_have_text_keys_as_json_has_them() -> None:
+    assert SamplingParams(logit_bias={"12": 3, 7: -0.5}).logit_bias == {12: 3.0, 7: -0.5}
+
+
+def test_stop_strings_without_text_are_refused() -> None:
+    with pytest.raises(RequestError, match="detokenize is false; use stop_token_ids"):
+        SamplingParams(stop="x", detokenize=False)

@@ -147,3 +147,33 @@ def test_a_stop_string_counts_only_after_min_tokens() -> None:
     (output,) = [finished for one in news for finished in one.finished]
     assert output.outputs[0].text == "a stop b" == "".join(delta.text for one in news for delta in one.deltas)
     assert len(output.outputs[0].token_ids) == 4
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "the"), (True, "the end")])
+def test_a_stop_string_stays_in_the_text_where_asked_for(include: bool, text: str) -> None:
+    ids = tokenizer().encode("the end of it")
+    processor = OutputProcessor(tokenizer())
+    params = SamplingParams(stop=" end", include_stop_str_in_output=include, max_tokens=None)
+    processor.add(AddRequest("r", [504], params), None)
+    news = [processor.process([Delta("r", 0, [token])]) for token in ids]
+    assert "".join(delta.text for one in news for delta in one.deltas) == text
+    (output,) = [finished.outputs[0] for one in news for finished in one.finished]
+    assert (output.text, output.stop_reason) == (text, " end")
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({}, "Hi"),
+        ({"skip_special_tokens": False}, "<|im_start|>Hi"),
+        ({"skip_special_tokens": False, "include_stop_str_in_output": True}, "<|im_start|>Hi<|im_end|>"),
+        ({"detokenize": False}, ""),
+    ],
+)
+def test_special_tokens_and_ends_are_text_only_where_asked_for(settings: dict[str, bool], text: str) -> None:
+    ids = tokenizer().encode("<|im_start|>Hi<|im_end|>")
+    processor = OutputProcessor(tokenizer())
+    processor.add(AddRequest("r", [504], SamplingParams(max_tokens=None, **settings)), None)  # type: ignore[arg-type]
+    news = processor.process([Delta("r", 0, ids, finish_reason="stop", life=LifeRecord(1.0))])
+    assert news.deltas[0].text == news.finished[0].outputs[0].text == text
+    assert news.finished[0].outputs[0].token_ids == ids

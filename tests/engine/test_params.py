@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from octavo import LLM, SamplingParams
+from octavo.errors import RequestError
 from octavo.outputs import CompletionOutput, TextDelta
 from tests.support.story_folder import story_folder
 
@@ -247,3 +248,32 @@ def test_both_depths_give_the_same_tokens(stories: str) -> None:
             outputs = llm.generate([PROMPT] * 5, params)
             seen.append([(sample.token_ids, sample.text, sample.stop_reason) for output in outputs for sample in output.outputs])
     assert seen[0] == seen[1]
+
+
+def test_allowed_ids_and_bias_decide_what_can_be_sampled(llm: LLM) -> None:
+    allowed = [300, 301, 302]
+    only = complete(llm, SamplingParams(temperature=1.5, seed=4, max_tokens=40, allowed_token_ids=allowed))
+    assert set(only.token_ids) <= set(allowed) and len(set(only.token_ids)) > 1
+    pushed = complete(llm, SamplingParams(temperature=0, max_tokens=5, logit_bias={321: 1000.0}, logprobs=0))
+    assert pushed.token_ids == [321] * 5
+    assert pushed.logprobs is not None and pushed.logprobs[0][321].logprob < -1, "logprobs are those of the raw logits"
+    first = complete(llm, SamplingParams(temperature=0, max_tokens=1)).token_ids[0]
+    other = complete(llm, SamplingParams(temperature=0, max_tokens=1, logit_bias={first: -1000.0})).token_ids[0]
+    assert other != first
+    plain = complete(llm, SamplingParams(temperature=0, max_tokens=12))
+    assert complete(llm, SamplingParams(temperature=0, max_tokens=12, logit_bias={}, allowed_token_ids=range(512))) == plain
+
+
+def test_ids_a_request_names_must_be_in_the_vocabulary(llm: LLM) -> None:
+    for field, params in {
+        "allowed_token_ids": SamplingParams(allowed_token_ids=[1, 512]),
+        "logit_bias": SamplingParams(logit_bias={512: 1.0}),
+        "stop_token_ids": SamplingParams(stop_token_ids=[512]),
+    }.items():
+        with pytest.raises(RequestError, match=f"token id 512 in {field} is out of vocabulary, which has 512 ids"):
+            llm.generate(PROMPT, params, use_tqdm=False)
+
+
+def test_a_minimum_length_does_not_forbid_the_only_ids_allowed(llm: LLM) -> None:
+    output = complete(llm, SamplingParams(temperature=0, max_tokens=8, min_tokens=4, allowed_token_ids=[7], stop_token_ids=[7]))
+    assert output.token_ids == [7]

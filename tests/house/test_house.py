@@ -29,7 +29,7 @@ def files(suffix: str = "") -> Iterator[Path]:
     """Everything in the tree that is ours: no hidden folder but .ci, nothing built, no third-party data."""
     for folder, folders, names in os.walk(ROOT):
         folders[:] = [f for f in folders if f == ".ci" or not (f.startswith(".") or f.endswith(".egg-info") or f in SKIPPED_FOLDERS)]
-        yield from (Path(folder) / name for name in sorted(names) if name.endswith(suffix))
+        yield from (Path(folder) / name for name in sorted(names) if name.endswith(suffix) and name != ".git")
 
 
 def modules(*folders: str) -> list[Module]:
