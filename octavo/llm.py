@@ -91,7 +91,7 @@ class LLM:
         self._tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source)
         if self._tokenizer is not None:
             model = replace(model, eos_token_ids=tuple(dict.fromkeys(model.eos_token_ids + self._tokenizer.eos_token_ids)))
-        self._encoder = PromptEncoder(self._tokenizer, config.chat_template)
+        self.encoder = PromptEncoder(self._tokenizer, config.chat_template)
         self._engine: EngineClient | None = InprocClient(config, source, model, debug)
         self._processor = OutputProcessor(self._tokenizer)
         self._streams: dict[str, deque[TextDelta]] = {}
@@ -111,7 +111,7 @@ class LLM:
 
         `priority`: lower runs first, where scheduling_policy is priority.
         """
-        encoded = _each(self._encoder.encode, _as_prompts(prompts))
+        encoded = _each(self.encoder.encode, _as_prompts(prompts))
         return self._run(encoded, _spread(params, len(encoded)), use_tqdm, _spread_priority(priority, len(encoded)))
 
     def chat(
@@ -122,17 +122,17 @@ class LLM:
         priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several. Without `max_tokens` in `params`, up to the rest of the context."""
-        encoded = _each(self._encoder.encode_chat, _as_conversations(messages))
+        encoded = _each(self.encoder.encode_chat, _as_conversations(messages))
         wanted = [one.for_chat() for one in _spread(params, len(encoded))]
         return self._run(encoded, wanted, use_tqdm, _spread_priority(priority, len(encoded)))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
         """Complete one prompt and yield news as it comes; leaving the loop early aborts the request."""
-        return self._stream(self._encoder.encode(prompt), params or SamplingParams())
+        return self._stream(self.encoder.encode(prompt), params or SamplingParams())
 
     def stream_chat(self, messages: Conversation, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
         """Answer one conversation and yield news as it comes."""
-        return self._stream(self._encoder.encode_chat(messages), (params or SamplingParams()).for_chat())
+        return self._stream(self.encoder.encode_chat(messages), (params or SamplingParams()).for_chat())
 
     def get_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:

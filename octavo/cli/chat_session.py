@@ -15,7 +15,7 @@ from octavo.llm import LLM
 from octavo.messages import LifeRecord
 from octavo.outputs import TextDelta
 from octavo.sampling_params import SamplingParams
-from octavo.text.prompt import Message, PromptEncoder
+from octavo.text.prompt import Message
 
 ROOM = 256  # tokens kept free for an answer of no stated length, where the context is not tiny
 
@@ -62,7 +62,6 @@ class ChatSession:
         self.llm = llm
         self._params = params
         self._say = say
-        self._encoder = PromptEncoder(llm.get_tokenizer(), llm.config.chat_template)
 
     def ask(self, question: str) -> Generator[Piece, None, None]:
         """Stream the answer. Left early, what has come of it stays in the conversation; after an error, nothing does."""
@@ -101,7 +100,7 @@ class ChatSession:
         limit = self.llm.max_model_len
         room = self._params.max_tokens or min(ROOM, limit // 4)
         for left_out in range(len(self.turns) + 1):
-            prompt, ids = self._encoder.encode_chat(self.messages(question, left_out))
+            prompt, ids = self.llm.encoder.encode_chat(self.messages(question, left_out))
             if len(ids) + room <= limit:
                 break
         else:

@@ -17,7 +17,6 @@ from octavo.cli.chat import CHAT_DEFAULTS
 from octavo.cli.opening import opened
 from octavo.cli.prompt_rows import Row, named, read_stdin, rows_of_file, rows_of_words
 from octavo.errors import ConfigError, RequestError
-from octavo.text.prompt import PromptEncoder
 
 if TYPE_CHECKING:
     from octavo.outputs import RequestOutput
@@ -48,8 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output not in (None, "-"):
         _check_writable(Path(args.output))
     with opened(config) as llm:
-        encoder = PromptEncoder(llm.get_tokenizer(), config.chat_template)
-        prompts = [{"prompt_token_ids": row.encode(encoder, args.chat)} for row in rows]
+        prompts = [{"prompt_token_ids": row.encode(llm.encoder, args.chat)} for row in rows]
         try:
             outputs = llm.generate(prompts, [row.params for row in rows])
         except RequestError as error:

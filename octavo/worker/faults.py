@@ -16,6 +16,6 @@ class Faults:
         """Whether this plan entry is to come out not finite."""
         return step == self._debug.forward_nan and entry == 0
 
-    def spoils_id(self, step: int, sample: int) -> bool:
-        """Whether this sample of the step is to be an id outside the vocabulary."""
-        return step == self._debug.sample_bad_id and sample == 0
+    def spoils_id(self, step: int) -> bool:
+        """Whether the first sample of the step is to be an id outside the vocabulary."""
+        return step == self._debug.sample_bad_id

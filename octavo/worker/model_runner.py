@@ -42,7 +42,8 @@ class ModelRunner:
             return
         batch = gather(plan, self.table, self.store, self.block_size)
         hidden = self.program.run(batch)  # [T, hidden]
-        self._poison(hidden, batch)
+        if self.faults.poisons(plan.step, 0):
+            hidden[: plan.num_query[0]] = torch.nan
         self._bad = _rows_not_finite(hidden, batch)
         self._rows = batch.sample_row
         self._logits = self.model.logits(hidden[batch.sample_index])  # [S, vocab]
@@ -65,19 +66,13 @@ class ModelRunner:
 
     def _valid_ids(self, ids: Tensor, entries: list[int]) -> Tensor:
         """An id outside the vocabulary must never be fed back: its row is bad."""
-        for index in range(len(entries)):
-            if self.faults.spoils_id(self._plan.step, index):
-                ids[index] = self._logits.shape[1]
+        if self.faults.spoils_id(self._plan.step):
+            ids[0] = self._logits.shape[1]
         outside = (ids < 0) | (ids >= self._logits.shape[1])
         if bool(outside.any()):
             self._bad += [entries[index] for index in outside.nonzero().flatten().tolist() if entries[index] not in self._bad]
             ids = ids.masked_fill(outside, 0)
         return ids
-
-    def _poison(self, hidden: Tensor, batch: ForwardBatch) -> None:
-        for entry in range(len(self._plan.row)):
-            if self.faults.poisons(self._plan.step, entry):
-                hidden[int(batch.query_start[entry]) : int(batch.query_start[entry + 1])] = torch.nan
 
 
 def gather(plan: StepPlan, table: RequestTable, store: KVStore, block_size: int) -> ForwardBatch:

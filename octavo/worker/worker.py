@@ -38,6 +38,7 @@ class Worker:
         self.faults = Faults(debug)
         self._shadow_wanted = shadow
         self.dtype = resolve_dtype(config, model_config)
+        self.specs = cache_specs(model_config, self.dtype)
         self.backend = choose_backend(config.attention_backend, self.dtype)
         if self.backend.layout == "contiguous" and config.enable_prefix_caching:
             raise ConfigError(
@@ -72,8 +73,7 @@ class Worker:
                 delattr(self, name)
 
     def plan_cache(self) -> CacheGeometry:
-        specs = cache_specs(self.model_config, self.dtype)
-        return plan_cache(specs, self.config, memory_bytes(), self.model_config.max_position)
+        return plan_cache(self.specs, self.config, memory_bytes(), self.model_config.max_position)
 
     def _check_rows(self, geometry: CacheGeometry) -> None:
         """Rows cost memory too: token ids and tables of each, and with a contiguous cache its whole region."""
@@ -86,15 +86,13 @@ class Worker:
             )
 
     def _make_store(self, geometry: CacheGeometry) -> KVStore:
-        specs = cache_specs(self.model_config, self.dtype)
         if self.backend.layout == "paged":
-            return PagedStore(specs, geometry.num_blocks, geometry.block_size)
+            return PagedStore(self.specs, geometry.num_blocks, geometry.block_size)
         blocks = -(-geometry.max_model_len // geometry.block_size)
-        return ContiguousStore(specs, self.config.max_num_seqs, blocks * geometry.block_size)
+        return ContiguousStore(self.specs, self.config.max_num_seqs, blocks * geometry.block_size)
 
     def _add_shadow(self, geometry: CacheGeometry) -> None:
-        specs = cache_specs(self.model_config, self.dtype)
-        self.shadow = Shadow(specs, self.config.max_num_seqs, geometry.max_model_len, geometry.block_size)
+        self.shadow = Shadow(self.specs, self.config.max_num_seqs, geometry.max_model_len, geometry.block_size)
         self.store = ShadowedStore(self.store, self.shadow)
         self.backend = shadowed(self.backend, self.shadow)
 

@@ -130,11 +130,8 @@ class Scripted:
         self.answers = iter(answers)
         self.prompts: list[str] = []
         self.max_model_len = max_model_len
-        self.config = EngineConfig()
         self.tokenizer = load_tokenizer(resolve_model(None))
-
-    def get_tokenizer(self) -> object:
-        return self.tokenizer
+        self.encoder = PromptEncoder(self.tokenizer, None)
 
     def stats(self) -> object:
         return SimpleNamespace(num_blocks=10, free_blocks=7)

@@ -48,41 +48,37 @@ def test_news_of_a_cut_step_arrive_even_if_nothing_else_is_left() -> None:
     engine.assert_idle()
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_step_that_fails_after_it_was_launched_ends_its_own_requests_alone(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = FakeEngine(block_size=4, rows=2, depth=depth)
-    for name in ("a", "b", "queued"):
-        engine.add(name, [ord(name[0]) % 50, *range(9)], sampling(8))
+def fail_after_launch(engine: FakeEngine, failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result of step `failing` never comes: its future raises, as that of a lost device would."""
     sample = engine.executor.sample
 
     def sample_or_fail(step: int) -> "Future[StepResult]":
         future = sample(step)
-        if step == 3:
+        if step == failing:
             future = Future()
             future.set_exception(RuntimeError("the device is gone"))
         return future
 
     monkeypatch.setattr(engine.executor, "sample", sample_or_fail)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_that_fails_after_it_was_launched_ends_its_own_requests_alone(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(block_size=4, rows=2, depth=depth)
+    for name in ("a", "b", "queued"):
+        engine.add(name, [ord(name[0]) % 50, *range(9)], sampling(8))
+    fail_after_launch(engine, 3, monkeypatch)
     engine.run()
     assert [engine.reason(name) for name in ("a", "b", "queued")] == ["error", "error", "length"]
     engine.assert_exact({"a", "b"})
     engine.assert_idle()
 
 
-def test_samples_forked_from_a_step_that_failed_later_end_with_it() -> None:
+def test_samples_forked_from_a_step_that_failed_later_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sample 0, the only one in the failed plan, was aborted before the fork; the others share what it never computed."""
     engine = FakeEngine(block_size=4, rows=4, depth=2)
     engine.add("a", list(range(13)), sampling(6, n=3))
-    sample = engine.executor.sample
-
-    def fail_first(step: int) -> "Future[StepResult]":
-        future = sample(step)
-        if step == 1:
-            future = Future()
-            future.set_exception(RuntimeError("the device is gone"))
-        return future
-
-    engine.executor.sample = fail_first  # type: ignore[method-assign]
+    fail_after_launch(engine, 1, monkeypatch)
     engine.step()
     engine.abort("a", 0)
     engine.run()
