@@ -37,6 +37,7 @@ class EngineConfig:
     attention_backend: str = _flag("auto", "auto, cpu (paged) or contiguous (the reference)")
     pipeline_depth: int = _flag(1, "steps in flight, 1 or 2")
     max_logprobs: int = _flag(20, "most logprobs one request may ask for")
+    generation_config: Literal["auto", "none"] = _flag("auto", "none: do not sample as the model's generation_config.json recommends")
     chat_template: str | None = _flag(None, "a .jinja file to use instead of the model's own template")
     skip_tokenizer_init: bool = _flag(False, "token ids in, token ids out; no tokenizer is loaded")
     seed: int = _flag(0, "seed of requests that bring none, and of dummy weights")
@@ -78,6 +79,7 @@ _OPTIONAL = ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override"
 _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "dtype": ("auto", "float32", "bfloat16"),
     "load_format": ("auto", "dummy"),
+    "generation_config": ("auto", "none"),
     "scheduling_policy": ("fcfs", "priority"),
     "enable_prefix_caching": (True, False),
     "skip_tokenizer_init": (True, False),

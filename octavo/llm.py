@@ -13,6 +13,7 @@ from octavo.engine.client import EngineClient, InprocClient
 from octavo.engine.output import OutputProcessor
 from octavo.errors import EngineError, RequestError
 from octavo.interrupt import DeferredInterrupt
+from octavo.loading.generation_config import read_generation_config
 from octavo.loading.resolve import ModelSource, load_model_config, resolve_model
 from octavo.messages import AddRequest, SchedulerStats
 from octavo.outputs import RequestOutput, TextDelta
@@ -46,6 +47,7 @@ class LLM:
         attention_backend: str = "auto",
         pipeline_depth: int = 1,
         max_logprobs: int = 20,
+        generation_config: Literal["auto", "none"] = "auto",
         chat_template: str | None = None,
         skip_tokenizer_init: bool = False,
         seed: int = 0,
@@ -66,6 +68,7 @@ class LLM:
                 attention_backend=attention_backend,
                 pipeline_depth=pipeline_depth,
                 max_logprobs=max_logprobs,
+                generation_config=generation_config,
                 chat_template=chat_template,
                 skip_tokenizer_init=skip_tokenizer_init,
                 seed=seed,
@@ -91,6 +94,7 @@ class LLM:
         self._tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source)
         if self._tokenizer is not None:
             model = replace(model, eos_token_ids=tuple(dict.fromkeys(model.eos_token_ids + self._tokenizer.eos_token_ids)))
+        self.sampling_defaults = _sampling_defaults(config, source)
         self.encoder = PromptEncoder(self._tokenizer, config.chat_template)
         self._engine: EngineClient | None = InprocClient(config, source, model, debug)
         self._processor = OutputProcessor(self._tokenizer)
@@ -109,10 +113,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt; one `params` for all, or one for each. Results come in the order of the prompts.
 
+        Without `params`, as the model's generation_config.json recommends.
+
         `priority`: lower runs first, where scheduling_policy is priority.
         """
         encoded = _each(self.encoder.encode, _as_prompts(prompts))
-        return self._run(encoded, _spread(params, len(encoded)), use_tqdm, _spread_priority(priority, len(encoded)))
+        wanted = _spread(self._own_params if params is None else params, len(encoded))
+        return self._run(encoded, wanted, use_tqdm, _spread_priority(priority, len(encoded)))
 
     def chat(
         self,
@@ -121,18 +128,21 @@ class LLM:
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or several. Without `max_tokens` in `params`, up to the rest of the context."""
+        """Answer a conversation, or several.
+
+        What `params` leaves open is as the model's generation_config.json recommends, the length up to the rest of the context.
+        """
         encoded = _each(self.encoder.encode_chat, _as_conversations(messages))
-        wanted = [one.for_chat() for one in _spread(params, len(encoded))]
+        wanted = [self._for_chat(one) for one in _spread(params or SamplingParams(), len(encoded))]
         return self._run(encoded, wanted, use_tqdm, _spread_priority(priority, len(encoded)))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
         """Complete one prompt and yield news as it comes; leaving the loop early aborts the request."""
-        return self._stream(self.encoder.encode(prompt), params or SamplingParams())
+        return self._stream(self.encoder.encode(prompt), params or self._own_params)
 
     def stream_chat(self, messages: Conversation, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
         """Answer one conversation and yield news as it comes."""
-        return self._stream(self.encoder.encode_chat(messages), (params or SamplingParams()).for_chat())
+        return self._stream(self.encoder.encode_chat(messages), self._for_chat(params or SamplingParams()))
 
     def get_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -172,16 +182,25 @@ class LLM:
             raise EngineError("this LLM is closed")
         return self._engine
 
+    @property
+    def _own_params(self) -> SamplingParams:
+        return SamplingParams().with_defaults(self.sampling_defaults)
+
+    def _for_chat(self, params: SamplingParams) -> SamplingParams:
+        return params.with_defaults(self.sampling_defaults).for_chat()
+
     def _new_id(self) -> str:
         self._count += 1
         return str(self._count - 1)
 
     def _add(self, request_id: str, encoded: Encoded, params: SamplingParams, priority: int = 0) -> None:
-        if params.logprobs is not None and params.logprobs > self.config.max_logprobs:
-            raise RequestError(f"logprobs is {params.logprobs}, max_logprobs is {self.config.max_logprobs}", "logprobs")
+        for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if value is not None and value > self.config.max_logprobs:
+                raise RequestError(f"{name} is {value}, max_logprobs is {self.config.max_logprobs}", name)
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and skip_tokenizer_init is set; use stop_token_ids", "stop")
-        request = AddRequest(request_id, encoded[1], params, priority)
+        bad_words = self.encoder.spellings(params.bad_words)
+        request = AddRequest(request_id, encoded[1], params, priority, bad_words=bad_words)
         self._client.add(request)
         self._processor.add(request, encoded[0])
 
@@ -246,6 +265,17 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
     return Tokenizer.from_folder(source.path)
 
 
+def _sampling_defaults(config: EngineConfig, source: ModelSource) -> Mapping[str, object]:
+    """What the model's makers recommend, unless the user wants none of it."""
+    if config.generation_config == "none" or source.kind == "gguf":
+        return {}
+    sampling = read_generation_config(source.path).sampling
+    if sampling:
+        shown = ", ".join(f"{name}={value}" for name, value in sampling.items())
+        log.logger.info("Sampling defaults from generation_config.json: %s (generation_config=none turns them off)", shown)
+    return sampling
+
+
 @contextmanager
 def _prompt_named(index: int) -> Iterator[None]:
     """A refusal in here is of the prompt at `index`."""
@@ -284,9 +314,9 @@ def _as_conversations(messages: Conversation | Sequence[Conversation]) -> Sequen
     return messages  # type: ignore[return-value]
 
 
-def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+def _spread(params: SamplingParams | Sequence[SamplingParams], count: int) -> Sequence[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
     if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
         raise RequestError("params must be SamplingParams, or a list of them, one for each prompt", "params")
     if len(params) != count:

@@ -34,6 +34,7 @@ class RowWrite:
     table: list[int]  # the blocks of that hit
     params: SamplingParams
     end_ids: tuple[int, ...]  # ids that end it, held back until min_tokens
+    bad_words: list[list[int]]  # ids that must not follow each other in its output
     noise: NoiseKey
     root: bytes  # start of its digest chain; sequences with different roots share nothing
 
@@ -71,12 +72,15 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One sampled token: its logprob and rank, and the best alternatives, best first."""
+    """One token, sampled or of a prompt: its logprob and rank, and the best alternatives, best first."""
 
     logprob: float
     rank: int
     top_ids: list[int]
     top_logprobs: list[float]
+
+
+PromptPiece = tuple[int, list[TokenLogprobs]]  # logprobs of a prompt's tokens from this position on
 
 
 @dataclass(slots=True)
@@ -86,6 +90,7 @@ class StepResult:
     step: int
     tokens: list[list[int]]  # [] where nothing was sampled
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # entry -> where asked for
+    prompt_logprobs: dict[int, PromptPiece] = field(default_factory=dict)  # entry -> where asked for
     bad_rows: list[int] = field(default_factory=list)  # entries whose hidden states were not finite
 
 
@@ -105,7 +110,7 @@ class LifeRecord:
 
 @dataclass(slots=True)
 class Delta:
-    """News of one sample: tokens since the last delta, and how it ended if it did."""
+    """News of one sample: tokens since the last delta, and how it ended if it did; or a piece of the prompt's logprobs alone."""
 
     request_id: str
     index: int  # which of the n samples
@@ -115,6 +120,7 @@ class Delta:
     stop_reason: int | str | None = None
     error: str | None = None
     life: LifeRecord | None = None  # with the first token and at the end
+    prompt_logprobs: PromptPiece | None = None
 
 
 @dataclass(slots=True)
@@ -126,6 +132,7 @@ class AddRequest:
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    bad_words: list[list[int]] = field(default_factory=list)  # params.bad_words as token ids
 
 
 @dataclass(slots=True)

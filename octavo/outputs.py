@@ -31,6 +31,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenChoices | None] | None  # where asked for; None for the first token, which follows nothing
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int

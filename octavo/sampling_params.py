@@ -14,43 +14,47 @@ from octavo.errors import RequestError
 MAX_SEED = 2**64 - 1
 
 
-class _Unset(int):
-    """A default that can be told from the same number given by the user."""
+class _UnsetInt(int):
+    """A default that can be told from the same number given by the user: a model's own defaults may take its place."""
 
 
-DEFAULT_MAX_TOKENS = _Unset(16)
+class _UnsetFloat(float):
+    """The same for a fraction."""
+
+
+def is_unset(value: object) -> bool:
+    return isinstance(value, (_UnsetInt, _UnsetFloat))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     n: int = 1
-    temperature: float = 1.0  # 0 = greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0 or -1: off
-    min_p: float = 0.0
+    temperature: float = _UnsetFloat(1.0)  # 0 = greedy
+    top_p: float = _UnsetFloat(1.0)
+    top_k: int = _UnsetInt(0)  # 0 or -1: off
+    min_p: float = _UnsetFloat(0.0)
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = _UnsetFloat(1.0)
     stop: Sequence[str] = ()  # one string or several; kept as a tuple
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    max_tokens: int | None = DEFAULT_MAX_TOKENS  # None: to the end of the context
+    max_tokens: int | None = _UnsetInt(16)  # None: to the end of the context
     min_tokens: int = 0
     logit_bias: Mapping[int, float] | None = None  # token id -> added to its logit
     allowed_token_ids: Sequence[int] | None = None  # no other id is ever sampled
+    bad_words: Sequence[str] = ()  # never completed in the answer, as the tokens that usually spell them
     detokenize: bool = True  # False: token ids alone, no text
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False  # keep the stop string, or the text of the end id
     logprobs: int | None = None  # how many alternatives to report beside the chosen token
+    prompt_logprobs: int | None = None  # the same for every token of the prompt but its first; reads no cache
     greedy: bool = field(init=False, default=False)
-    max_tokens_unset: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
-        if self.max_tokens is DEFAULT_MAX_TOKENS:
-            set_(self, "max_tokens", int(DEFAULT_MAX_TOKENS))
-            set_(self, "max_tokens_unset", True)
+        set_(self, "bad_words", _strings("bad_words", self.bad_words))
         set_(self, "stop", _strings("stop", self.stop))
         set_(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         _integer("n", self.n, 1)
@@ -79,13 +83,19 @@ class SamplingParams:
         _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", "min_tokens")
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0)
         set_(self, "greedy", self.temperature == 0.0)
 
     def for_chat(self) -> "SamplingParams":
         """The same, but an answer of no stated length may take the rest of the context."""
-        return replace(self, max_tokens=None) if self.max_tokens_unset else self
+        return self.with_defaults({"max_tokens": None})
+
+    def with_defaults(self, values: Mapping[str, object]) -> "SamplingParams":
+        """The same, with `values` in the fields that nobody has set."""
+        wanted = {name: value for name, value in values.items() if is_unset(getattr(self, name))}
+        return replace(self, **wanted) if wanted else self  # type: ignore[arg-type]
 
 
 def _bad(name: str, value: object, wanted: str) -> RequestError:
@@ -98,7 +108,7 @@ def _show(value: object) -> str:
 
 
 def _integer(name: str, value: object, low: int, high: int | None = None) -> None:
-    if type(value) is not int or value < low or (high is not None and value > high):
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
         bounds = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
         raise _bad(name, value, bounds)
 
@@ -106,9 +116,9 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> Non
 def _number(name: str, value: object, low: float, high: float = math.inf, open_low: bool = False) -> None:
     wanted = f"a finite number {'above' if open_low else 'of at least'} {low:g}"
     wanted += "" if high == math.inf else f" and at most {high:g}"
-    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:  # type: ignore[arg-type]  # false for NaN
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:  # false for NaN
         raise _bad(name, value, wanted)
-    if value < low or value > high or (open_low and value == low):  # type: ignore[operator]
+    if value < low or value > high or (open_low and value == low):
         raise _bad(name, value, wanted)
 
 

@@ -15,7 +15,7 @@ from dataclasses import Field, fields
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from octavo.config import EngineConfig
-from octavo.sampling_params import SamplingParams
+from octavo.sampling_params import SamplingParams, is_unset
 
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 NOT_FLAGS = ("model", "skip_tokenizer_init")  # each command has its own word for a model; commands speak text
@@ -68,21 +68,21 @@ def engine_config(args: argparse.Namespace, model: str | None = None) -> EngineC
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, defaults: Mapping[str, object]) -> None:
-    """`defaults`: what this command takes where SamplingParams has something else."""
+    """`defaults`: what this command takes where neither a flag nor the model says, and SamplingParams has something else."""
     group = parser.add_argument_group("sampling")
     own = {field.name: field.default for field in fields(SamplingParams)}
     for name, (convert, text) in SAMPLING_FLAGS.items():
         default = {**own, **defaults}[name]
-        text += f" (default: {'to the end of the context' if default is None else default})"
+        default = "the rest of the context" if default is None else default
+        text += f" (default: {'as the model recommends, else ' if is_unset(own[name]) else ''}{default})"
         group.add_argument(_flag(name), type=convert, metavar=_metavar(convert), default=argparse.SUPPRESS, help=text)
     text = "end the answer before this text; may be repeated"
     group.add_argument("--stop", action="append", metavar="TEXT", default=argparse.SUPPRESS, help=text)
 
 
-def sampling_values(args: argparse.Namespace, defaults: Mapping[str, object]) -> dict[str, Any]:
-    """Fields of SamplingParams: the command's defaults under what was given."""
-    names = {*SAMPLING_FLAGS, "stop", "n"}
-    return {**defaults, **{name: value for name, value in vars(args).items() if name in names}}
+def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of SamplingParams that were given."""
+    return {name: value for name, value in vars(args).items() if name in {*SAMPLING_FLAGS, "stop", "n"}}
 
 
 def size(text: str) -> int | None:

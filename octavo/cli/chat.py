@@ -21,6 +21,7 @@ from octavo.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from octavo.cli.chat_session import ChatSession
     from octavo.cli.terminal import Terminal
+    from octavo.llm import LLM
 
 CHAT_DEFAULTS: dict[str, object] = {"temperature": 0.2, "top_p": 0.9, "max_tokens": None}
 
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     model, question = _model_and_question(args)
     config = engine_config(args, model)
-    params = SamplingParams(**sampling_values(args, CHAT_DEFAULTS))
+    params = SamplingParams(**sampling_values(args))
     if question is None and not sys.stdin.isatty():
         question = read_stdin()
     if question is not None and not question.strip():
@@ -61,13 +62,18 @@ def run(args: argparse.Namespace) -> int:
         from octavo.cli.terminal import Terminal
 
         terminal = Terminal()
-        session = ChatSession(llm, params, args.system, terminal.say)
+        session = ChatSession(llm, chat_params(llm, params), args.system, terminal.say)
         if question is None:
             return ChatLoop(session, terminal).run()
         for piece in session.ask(question.strip()):
             terminal.write(piece)
         print()
     return 0
+
+
+def chat_params(llm: "LLM", params: SamplingParams) -> SamplingParams:
+    """What was not set is the model's own; for models that have no opinion, ours."""
+    return params.with_defaults(llm.sampling_defaults or CHAT_DEFAULTS).for_chat()
 
 
 def _model_and_question(args: argparse.Namespace) -> tuple[str | None, str | None]:

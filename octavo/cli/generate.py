@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.cli.args import add_engine_flags, add_sampling_flags, engine_config, sampling_values
-from octavo.cli.chat import CHAT_DEFAULTS
+from octavo.cli.chat import chat_params
 from octavo.cli.opening import opened
 from octavo.cli.prompt_rows import Row, named, read_stdin, rows_of_file, rows_of_words
 from octavo.errors import ConfigError, RequestError
+from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from octavo.llm import LLM
     from octavo.outputs import RequestOutput
 
 SEPARATOR = "---"
@@ -39,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
-    flags = sampling_values(args, CHAT_DEFAULTS if args.chat else {})
+    flags = sampling_values(args)
     if bool(args.words) == (args.file is not None):
         args.fail("prompts come as words or with --file, one of the two")
     words = [read_stdin() if word == "-" else word for word in args.words]
@@ -49,12 +51,17 @@ def run(args: argparse.Namespace) -> int:
     with opened(config) as llm:
         prompts = [{"prompt_token_ids": row.encode(llm.encoder, args.chat)} for row in rows]
         try:
-            outputs = llm.generate(prompts, [row.params for row in rows])
+            outputs = llm.generate(prompts, [_params(llm, row, args.chat) for row in rows])
         except RequestError as error:
             with named("" if error.index is None else rows[error.index].place):
                 raise
     _write(args.output, rows, outputs)
     return _report_errors(rows, outputs)
+
+
+def _params(llm: "LLM", row: Row, as_chat: bool) -> SamplingParams:
+    """What neither a flag nor the line sets is the model's own."""
+    return chat_params(llm, row.params) if as_chat or "messages" in row.given else row.params.with_defaults(llm.sampling_defaults)
 
 
 def _check_writable(path: Path) -> None:

@@ -21,7 +21,8 @@ from octavo.errors import OctavoError, RequestError
 from octavo.sampling_params import SamplingParams
 from octavo.text.prompt import PromptEncoder
 
-LINE_SETTINGS = [field.name for field in fields(SamplingParams) if field.init and field.name != "logprobs"]  # none are written out
+NOT_WRITTEN = ("logprobs", "prompt_logprobs")
+LINE_SETTINGS = [field.name for field in fields(SamplingParams) if field.init and field.name not in NOT_WRITTEN]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,7 @@ def rows_of_file(name: str, flags: Mapping[str, Any]) -> list[Row]:
             with named(place):
                 given = _parse(line) if as_json else {"prompt": line.rstrip("\r")}
                 settings = {key: given.pop(key) for key in list(given) if key in LINE_SETTINGS}
-                params = SamplingParams(**{**flags, **settings})
-                rows.append(Row(place, given, params.for_chat() if "messages" in given else params))
+                rows.append(Row(place, given, SamplingParams(**{**flags, **settings})))
     if not rows:
         raise RequestError(f"{shown} holds no prompt", "file")
     return rows

@@ -6,7 +6,7 @@
 
 from dataclasses import dataclass, field
 
-from octavo.messages import AddRequest, Delta, LifeRecord, TokenLogprobs
+from octavo.messages import AddRequest, Delta, LifeRecord, PromptPiece, TokenLogprobs
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta, TokenChoices
 from octavo.text.detokenizer import IncrementalDetokenizer
 from octavo.text.tokenizer import Tokenizer
@@ -39,6 +39,9 @@ class OutputProcessor:
             state = self._requests.get(delta.request_id)
             if state is None:
                 continue
+            if delta.prompt_logprobs is not None:
+                state.add_prompt_logprobs(delta.prompt_logprobs)
+                continue
             state.life = delta.life or state.life
             sample = state.samples[delta.index]
             if sample.output.finish_reason is not None:
@@ -61,18 +64,30 @@ class _RequestState:
     def __init__(self, request: AddRequest, prompt: str | None, tokenizer: Tokenizer | None) -> None:
         self.request = request
         self.prompt = prompt
+        self.tokenizer = tokenizer
         self.life = LifeRecord(0.0)
+        self.prompt_logprobs: list[TokenChoices | None] | None = None
+        if request.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(request.prompt_token_ids)
         self.samples = [_Sample(index, request, tokenizer) for index in range(request.params.n)]
 
     @property
     def finished(self) -> bool:
         return all(sample.output.finish_reason is not None for sample in self.samples)
 
+    def add_prompt_logprobs(self, piece: PromptPiece) -> None:
+        """A piece may come twice: what a preemption threw away is computed again."""
+        start, found = piece
+        assert self.prompt_logprobs is not None
+        for position, logprobs in enumerate(found, start):
+            self.prompt_logprobs[position] = _choices(self.request.prompt_token_ids[position], logprobs, self.tokenizer)
+
     def output(self) -> RequestOutput:
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.request.prompt_token_ids,
+            prompt_logprobs=self.prompt_logprobs,
             outputs=[sample.output for sample in self.samples],
             finished=self.finished,
             num_cached_tokens=self.life.cached_tokens,
@@ -149,13 +164,19 @@ class _Sample:
         return 0
 
     def _add_logprobs(self, token: int, found: TokenLogprobs) -> None:
-        choices: TokenChoices = {token: self._logprob(token, found.logprob, found.rank)}
-        for rank, (other, logprob) in enumerate(zip(found.top_ids, found.top_logprobs, strict=True), start=1):
-            choices.setdefault(other, self._logprob(other, logprob, rank))
         assert self.output.logprobs is not None and self.output.cumulative_logprob is not None
-        self.output.logprobs.append(choices)
+        self.output.logprobs.append(_choices(token, found, self.tokenizer))
         self.output.cumulative_logprob += found.logprob
 
-    def _logprob(self, token: int, logprob: float, rank: int) -> Logprob:
-        text = None if self.tokenizer is None else self.tokenizer.token_bytes(token).decode("utf-8", "replace")
-        return Logprob(logprob, rank, text)
+
+def _choices(token: int, found: TokenLogprobs, tokenizer: Tokenizer | None) -> TokenChoices:
+    """The token first, then the best alternatives."""
+    choices = {token: _logprob(token, found.logprob, found.rank, tokenizer)}
+    for rank, (other, logprob) in enumerate(zip(found.top_ids, found.top_logprobs, strict=True), start=1):
+        choices.setdefault(other, _logprob(other, logprob, rank, tokenizer))
+    return choices
+
+
+def _logprob(token: int, logprob: float, rank: int, tokenizer: Tokenizer | None) -> Logprob:
+    text = None if tokenizer is None else tokenizer.token_bytes(token).decode("utf-8", "replace")
+    return Logprob(logprob, rank, text)

@@ -14,6 +14,7 @@ from typing import Literal
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint
 from octavo.loading.files import read_json_object
+from octavo.loading.generation_config import read_generation_config
 from octavo.loading.gguf import GGUFFile, read_gguf
 from octavo.loading.gguf_config import config_dict
 from octavo.model_config import ModelConfig
@@ -76,17 +77,7 @@ def load_model_config(source: ModelSource) -> ModelConfig:
     if not path.exists() and (gguf := next(source.path.glob("*.gguf"), None)):
         raise LoadError(f"{path}: not found; to use the GGUF file there, name it: {gguf}")
     config = ModelConfig.from_dict(read_json_object(path), str(path))
-    return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + _generation_ends(source.path))))
-
-
-def _generation_ends(folder: Path) -> tuple[int, ...]:
-    """End ids that only generation_config.json knows, such as the end of a chat turn."""
-    path = folder / "generation_config.json"
-    ends = read_json_object(path).get("eos_token_id") if path.exists() else None
-    ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if not all(type(item) is int and item >= 0 for item in ids):
-        raise LoadError(f"{path}: eos_token_id must be a token id or a list of them, got {repr(ends)[:60]}")
-    return tuple(ids)
+    return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + read_generation_config(source.path).end_ids)))
 
 
 def open_checkpoint(source: ModelSource) -> Checkpoint:

@@ -42,7 +42,7 @@ class KVManager:
 
     def match(self, seq: Sequence) -> PrefixHit:
         """The longest cached prefix in whole blocks, short of the last token: that one is always computed."""
-        if not self.caching:
+        if not self.caching or not seq.reads_cache:
             return PrefixHit([], 0, "off")
         full = (seq.num_tokens - 1) // self.block_size
         self._extend_digests(seq, full)

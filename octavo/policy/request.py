@@ -29,6 +29,7 @@ class Request:
     __slots__ = (
         "aborted",
         "arrival",
+        "bad_words",
         "end_ids",
         "engine_seed",
         "life",
@@ -51,6 +52,7 @@ class Request:
         end_ids: frozenset[int],
         engine_seed: int,
         queued: float,
+        bad_words: list[list[int]] | None = None,
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -59,6 +61,7 @@ class Request:
         self.priority = priority
         self.root = root  # where its digest chain starts: model, settings and salt
         self.end_ids = end_ids  # ids that end a sample
+        self.bad_words = bad_words or []  # ids that must not follow each other in a sample
         self.engine_seed = engine_seed
         self.life = LifeRecord(queued)
         self.sequences: list[Sequence] = []  # the live ones
@@ -110,6 +113,11 @@ class Sequence:
     @property
     def rows_needed(self) -> int:
         return self.request.params.n if self.unforked else 1
+
+    @property
+    def reads_cache(self) -> bool:
+        """Not while logprobs of its prompt are due: they need every position computed."""
+        return self.request.params.prompt_logprobs is None or self.num_tokens > self.request.num_prompt
 
     @property
     def target(self) -> int:

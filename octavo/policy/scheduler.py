@@ -73,6 +73,7 @@ class Scheduler:
             priority=message.priority,
             root=self.kv.root(message.cache_salt),
             end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids),
+            bad_words=message.bad_words,
             engine_seed=self.seed,
             queued=self.clock(),
         )
@@ -260,6 +261,7 @@ class Scheduler:
             table=list(seq.table),
             params=request.params,
             end_ids=tuple(sorted(request.end_ids)),
+            bad_words=request.bad_words,
             noise=request.noise(seq.index),
             root=request.root,
         )
@@ -323,6 +325,8 @@ class Scheduler:
             tokens = result.tokens[entry]
             if seq.status is is_running:  # else it was preempted meanwhile: nothing it computed is left, but the token is good
                 seq.num_computed = plan.start[entry] + plan.num_query[entry]
+            if entry in result.prompt_logprobs:
+                deltas.append(Delta(seq.request.request_id, seq.index, [], prompt_logprobs=result.prompt_logprobs[entry]))
             if tokens:
                 seq.append(tokens)
             if seq.num_computed // size > seq.num_sealed and (seq.seq_id + plan.step) % turns == 0:

@@ -37,6 +37,14 @@ class PromptEncoder:
         text = self._template.render(check_messages(messages))
         return text, tokenizer.encode(text, add_special_tokens=False)
 
+    def spellings(self, words: Sequence[str]) -> list[list[int]]:
+        """Token ids of each word, as it stands at the start of a text and behind a space."""
+        if not words:
+            return []
+        tokenizer = self._need_tokenizer("bad_words")
+        texts = [text for word in words for text in (word, " " + word.lstrip())]
+        return [ids for ids in (tokenizer.encode(text, add_special_tokens=False) for text in dict.fromkeys(texts)) if ids]
+
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self._tokenizer is None:
             raise RequestError(f"{what} needs a tokenizer, and skip_tokenizer_init is set; pass token ids", "prompt")

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from octavo.attention.forward_batch import ForwardBatch
-from octavo.messages import StepPlan, StepResult
+from octavo.messages import PromptPiece, StepPlan, StepResult
 from octavo.models.decoder import Decoder
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import KVStore
 from octavo.worker.program import Program
+from octavo.worker.prompt_logprobs import prompt_logprobs
 from octavo.worker.request_table import RequestTable
 from octavo.worker.sampler import sample
 
@@ -31,13 +32,14 @@ class ModelRunner:
         self._plan = StepPlan(0)
         self._rows = self._logits = torch.empty(0)
         self._bad: list[int] = []
+        self._prompt_logprobs: dict[int, PromptPiece] = {}
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:
         self.faults.before_forward(plan.step)
         self.store.apply(plan)
         self.table.apply(plan)
-        self._plan, self._bad = plan, []
+        self._plan, self._bad, self._prompt_logprobs = plan, [], {}
         if not plan.row:
             return
         batch = gather(plan, self.table, self.store, self.block_size)
@@ -45,6 +47,7 @@ class ModelRunner:
         if self.faults.poisons(plan.step, 0):
             hidden[: plan.num_query[0]] = torch.nan
         self._bad = _rows_not_finite(hidden, batch)
+        self._prompt_logprobs = prompt_logprobs(hidden, plan, self.table, self.model)
         self._rows = batch.sample_row
         self._logits = self.model.logits(hidden[batch.sample_index])  # [S, vocab]
 
@@ -52,7 +55,7 @@ class ModelRunner:
     def sample(self) -> StepResult:
         plan = self._plan
         tokens: list[list[int]] = [[] for _ in plan.row]
-        result = StepResult(plan.step, tokens, bad_rows=self._bad)
+        result = StepResult(plan.step, tokens, prompt_logprobs=self._prompt_logprobs, bad_rows=self._bad)
         entries = [entry for entry, samples in enumerate(plan.samples) if samples]
         if not entries:
             return result

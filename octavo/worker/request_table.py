@@ -31,6 +31,7 @@ class RequestTable:
         self.noise = torch.zeros(num_rows, 4, dtype=torch.int64)  # key, key, stream, high
         self.params: list[SamplingParams] = [SamplingParams()] * num_rows
         self.end_ids: list[tuple[int, ...]] = [()] * num_rows
+        self.bad_words: list[list[list[int]]] = [[]] * num_rows
 
     def apply(self, plan: StepPlan) -> None:
         """Everything a plan changes in the rows, in the order it was decided."""
@@ -55,11 +56,12 @@ class RequestTable:
         self.num_prompt[row] = write.num_prompt
         self.tables[row] = NULL_BLOCK
         self.tables[row, : len(write.table)] = torch.tensor(write.table, dtype=torch.int64)
-        self._write_params(row, write.params, write.end_ids, write.noise)
+        self.end_ids[row] = write.end_ids
+        self.bad_words[row] = write.bad_words
+        self._write_params(row, write.params, write.noise)
 
-    def _write_params(self, row: int, params: SamplingParams, end_ids: tuple[int, ...], noise: NoiseKey) -> None:
+    def _write_params(self, row: int, params: SamplingParams, noise: NoiseKey) -> None:
         self.params[row] = params
-        self.end_ids[row] = end_ids
         self.values[row] = torch.tensor([params.temperature, params.top_p, params.min_p])
         self.top_k[row] = max(params.top_k, 0)
         self.noise[row] = torch.tensor([*noise.key, noise.stream, noise.high])
@@ -67,4 +69,5 @@ class RequestTable:
     def _fork(self, fork: RowFork) -> None:
         for tensor in (self.token_ids, self.num_tokens, self.num_prompt, self.tables):
             tensor[fork.row] = tensor[fork.source]
-        self._write_params(fork.row, self.params[fork.source], self.end_ids[fork.source], fork.noise)
+        self.end_ids[fork.row], self.bad_words[fork.row] = self.end_ids[fork.source], self.bad_words[fork.source]
+        self._write_params(fork.row, self.params[fork.source], fork.noise)

@@ -1,7 +1,7 @@
 """The sampler: from logits to the next id of each sampled row. The order is that of vLLM V1:
 
     raw logits -> logprobs to report
-               -> allowed ids -> end ids held back until min_tokens -> bias -> repetition, frequency, presence penalties
+               -> allowed ids -> bad words, end ids until min_tokens -> bias -> repetition, frequency, presence penalties
                -> greedy rows: argmax
                -> others: temperature, min-p, top-k, top-p, Gumbel noise, argmax
 
@@ -39,7 +39,7 @@ def sample(logits: Tensor, rows: Tensor, table: RequestTable) -> Sampled:
     if len(random):
         mixed = len(random) < len(ids)
         ids[random] = draw(scores[random] if mixed else scores, _draws(rows[random], table))
-    logprobs = {i: _logprobs(logits[i], int(ids[i]), p.logprobs) for i, p in enumerate(params) if p.logprobs is not None}
+    logprobs = {i: token_logprobs(logits[i : i + 1], ids[i : i + 1], p.logprobs)[0] for i, p in enumerate(params) if p.logprobs is not None}
     return Sampled(ids, logprobs)
 
 
@@ -60,7 +60,7 @@ def _adjusted(logits: Tensor, row_list: list[int], table: RequestTable) -> Tenso
     scores = logits
     for i, row in enumerate(row_list):
         params = table.params[row]
-        if not (params.min_tokens or _penalised(params) or params.logit_bias or params.allowed_token_ids):
+        if not (params.min_tokens or _penalised(params) or params.logit_bias or params.allowed_token_ids or params.bad_words):
             continue
         scores = logits.clone() if scores is logits else scores
         ids = table.token_ids[row, : int(table.num_tokens[row])]
@@ -70,8 +70,11 @@ def _adjusted(logits: Tensor, row_list: list[int], table: RequestTable) -> Tenso
             kept = scores[i, allowed]
             scores[i] = -torch.inf
             scores[i, allowed] = kept
-        if len(output) < params.min_tokens and not _only_ends(params, table.end_ids[row]):
-            scores[i, list(table.end_ids[row])] = -torch.inf
+        banned = _word_ends(table.bad_words[row], output)
+        if len(output) < params.min_tokens:
+            banned.update(table.end_ids[row])
+        if params.allowed_token_ids is None or not banned.issuperset(params.allowed_token_ids):  # else nothing would be left
+            scores[i, list(banned)] = -torch.inf
         if params.logit_bias:
             scores[i, list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()))
         if _penalised(params):
@@ -79,9 +82,11 @@ def _adjusted(logits: Tensor, row_list: list[int], table: RequestTable) -> Tenso
     return scores
 
 
-def _only_ends(params: SamplingParams, end_ids: tuple[int, ...]) -> bool:
-    """Whether nothing would be left to sample if end ids were held back."""
-    return params.allowed_token_ids is not None and set(params.allowed_token_ids) <= set(end_ids)
+def _word_ends(bad_words: list[list[int]], output: Tensor) -> set[int]:
+    """Ids that would complete a bad word: all but its last stand at the end of the output."""
+    longest = max(map(len, bad_words), default=1) - 1
+    tail = output[len(output) - min(longest, len(output)) :].tolist()
+    return {word[-1] for word in bad_words if len(word) <= len(tail) + 1 and tail[len(tail) - len(word) + 1 :] == word[:-1]}
 
 
 def _penalised(params: SamplingParams) -> bool:
@@ -97,15 +102,22 @@ def _penalise(scores: Tensor, ids: Tensor, output: Tensor, params: SamplingParam
     scores -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
 
 
-def _logprobs(logits: Tensor, chosen: int, count: int) -> TokenLogprobs:
-    """The chosen token and the `count` best. logits: [V], raw"""
-    distance = distances(logits.unsqueeze(0), torch.ones(1))  # [1, V]
-    total = int(mass(distance).sum())
-    log_total = math.log(total / ONE) if total > 0 else math.nan  # not above 0: the logits are not finite
+def token_logprobs(logits: Tensor, ids: Tensor, count: int) -> list[TokenLogprobs]:
+    """Of each row's id, and the row's `count` best. logits: [S, V], raw; ids: [S]"""
+    distance = distances(logits, torch.ones(len(ids)))  # [S, V]
+    chosen = distance.gather(1, ids[:, None])  # [S, 1]
+    ranks = (distance < chosen).sum(1) + 1
     near, top_ids = nearest(distance, count)
-    return TokenLogprobs(
-        logprob=-float(distance[0, chosen]) - log_total,
-        rank=int((distance < distance[0, chosen]).sum()) + 1,
-        top_ids=top_ids[0].tolist(),
-        top_logprobs=[-d - log_total for d in near[0].tolist()],
-    )
+    totals = mass(distance).sum(1)
+    return [
+        _with_total(total, rank, [d, *others], best)
+        for total, rank, (d,), others, best in zip(
+            totals.tolist(), ranks.tolist(), chosen.tolist(), near.tolist(), top_ids.tolist(), strict=True
+        )
+    ]
+
+
+def _with_total(total: int, rank: int, distances_: list[float], top_ids: list[int]) -> TokenLogprobs:
+    log_total = math.log(total / ONE) if total > 0 else math.nan  # not above 0: the logits are not finite
+    logprob, *top = [-distance - log_total for distance in distances_]
+    return TokenLogprobs(logprob, rank, top_ids, top)

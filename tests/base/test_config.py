@@ -13,6 +13,7 @@ NO_INTEGERS: list[Any] = [1.5, "16", True, -1]
 BAD: dict[str, list[Any]] = {
     "dtype": ["float16", "", None, 5],
     "load_format": ["pt", None],
+    "generation_config": ["vllm", None],
     "max_model_len": [0, 1, *NO_INTEGERS],
     "block_size": [0, 3, 12, 512, None, *NO_INTEGERS],
     "kv_cache_memory_bytes": [0, *NO_INTEGERS],

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,12 +31,14 @@ BAD: dict[str, list[Any]] = {
     "ignore_eos": [1, "false", None],
     "logit_bias": [5, [1], {"abc": 1.0}, {-1: 1.0}, {1.5: 1.0}, {True: 1.0}, {"-1": 1.0}, {1: NAN}, {1: INF}, {1: "2"}, {"9" * 400: 1.0}],
     "allowed_token_ids": [[], [-1], [1.5], ["1"], [True], 5, "12"],
+    "bad_words": ["", ["a", ""], [1], 5, {"a": 1}, [["a"]], b"a"],
     "detokenize": [1, "false", None],
     "skip_special_tokens": [0, "true", None],
     "include_stop_str_in_output": [1, "false", None],
     "max_tokens": [0, -1, 2**63, *NO_INTEGERS],
     "min_tokens": [-1, 17, 2**63, None, *NO_INTEGERS],
     "logprobs": [-1, -2, "x", 1.0, True],
+    "prompt_logprobs": [-1, -2, "x", 1.0, True],
 }
 CASES = [(name, value) for name, values in BAD.items() for value in values]
 
@@ -103,9 +106,10 @@ def test_a_minimum_above_the_maximum_is_refused_with_both_numbers() -> None:
 
 
 def test_chat_takes_the_rest_of_the_context_unless_a_length_was_given() -> None:
-    assert SamplingParams().max_tokens == 16 and type(SamplingParams().max_tokens) is int
+    assert SamplingParams().max_tokens == 16
     assert SamplingParams(temperature=0.5).for_chat().max_tokens is None
     assert SamplingParams(max_tokens=16).for_chat().max_tokens == 16
+    assert replace(SamplingParams(), n=2).for_chat().max_tokens is None, "a copy knows what was not set"
     assert SamplingParams(max_tokens=None).for_chat().max_tokens is None
 
 

@@ -19,7 +19,7 @@ ROWS, MAX_LEN = 6, 96
 
 
 def write(row: int, tokens: list[int], table: list[int], params: SamplingParams | None = None, end_ids: tuple[int, ...] = ()) -> RowWrite:
-    return RowWrite(row, row, array("i", tokens), 1, 0, table, params or SamplingParams(), end_ids, NoiseKey((row, 1), 2, 3), b"")
+    return RowWrite(row, row, array("i", tokens), 1, 0, table, params or SamplingParams(), end_ids, [], NoiseKey((row, 1), 2, 3), b"")
 
 
 def new_table(block_size: int = 16) -> RequestTable:

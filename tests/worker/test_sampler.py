@@ -46,6 +46,7 @@ def table_of(cases: list[Case], rows: list[int]) -> RequestTable:
             table=[],
             params=c.params,
             end_ids=c.end_ids,
+            bad_words=[],
             noise=c.noise,
             root=b"",
         )
