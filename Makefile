@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup chat demo lint test check soak
+.PHONY: help setup chat demo lint test check package soak
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -50,6 +50,9 @@ test: lint ## the whole CPU suite, lint first (WORKERS=2)
 
 check: lint ## the fast checks: lint, house rules, policy
 	$(PYTEST) tests/house tests/policy
+
+package: setup ## build sdist and wheel, install the wheel into an empty environment, use it there
+	@.ci/package
 
 soak: setup ## the long runs, by hand: state machines over millions of operations
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -n $(WORKERS)

@@ -1,6 +1,7 @@
 """stories260K with its tokenizer and a chat template, as a Hugging Face folder: a real model that opens in a moment."""
 
 import json
+import sys
 from pathlib import Path
 
 from octavo.text.tokenizer import Tokenizer
@@ -23,3 +24,7 @@ def story_folder(folder: Path, end_ids: list[int] | None = None) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
+
+
+if __name__ == "__main__":
+    print(story_folder(Path(sys.argv[1])))
