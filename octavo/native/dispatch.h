@@ -1,0 +1,19 @@
+// The kernels in use, and how they are run on all threads.
+#pragma once
+#include <functional>
+
+#include "levels.h"
+
+namespace octavo {
+
+const Kernels &kernels();
+void together(const std::function<void(int)> &body);  // on every thread of the pool, tiles set up
+void *scratch(int thread);
+void make_scratch(int threads);
+void unpack_row(const Matrix &matrix, int64_t row, float *to);
+
+void run_step(const Model &model, const Step &step);
+void multiply_all(const Matrix &matrix, const float *x, float *y, int64_t rows, bool gated);
+void attend_all(const Model &model, int layer, const Step &step, const float *qkv, float *out);
+
+}  // namespace octavo

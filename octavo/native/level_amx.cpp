@@ -1,0 +1,105 @@
+// AMX: a tile is 16 rows of 64 bytes, and one instruction multiplies 16 x 32 by 32 x 16 numbers of bfloat16. For many rows.
+//
+//     rows of x    A: 16 rows x 32 k              C0 += A0 B0   C1 += A0 B1      four tiles of results for every four that are
+//     panel        B: 16 pairs of k x 16 n        C2 += A1 B0   C3 += A1 B1      loaded: 32 rows times two panels
+#include "avx512.h"
+
+namespace octavo {
+namespace {
+
+const int64_t TILE = 16, BLOCK = 2 * TILE;      // rows of a tile; rows of x that two of them hold
+const size_t UNPACKED_BYTES = SCRATCH_BYTES / 2; // weights unpacked at a time: they should stay in the second-level cache
+const int64_t AT_LEAST = 9;                      // rows: fewer are quicker one by one
+
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+// 32 rows of x times two panels. sums: [2 panels][32][16]
+inline void multiply_tiles(const uint16_t *x, int64_t stride, const uint16_t *first, const uint16_t *second, float *sums) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < stride; k += 32) {
+        _tile_loadd(4, x + k, stride * 2);
+        _tile_loadd(6, first + k * P, 64);
+        _tile_loadd(7, second + k * P, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, x + TILE * stride + k, stride * 2);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, sums, 64);
+    _tile_stored(2, sums + TILE * P, 64);
+    _tile_stored(1, sums + BLOCK * P, 64);
+    _tile_stored(3, sums + BLOCK * P + TILE * P, 64);
+}
+
+// All rows times panels [panel, end), two at a time: take(row, count, panel, sums of the first, sums of the second).
+template <class Take> void by_tiles(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, void *scratch, Take take) {
+    alignas(64) float sums[2 * BLOCK * P];
+    const int64_t size = rows.stride * P, at_once = std::max<int64_t>(2, int64_t(UNPACKED_BYTES / (size * 2)) / 2 * 2);
+    for (; panel < end; panel += at_once) {
+        int64_t count = std::min(at_once, end - panel);
+        const uint16_t *weights = (const uint16_t *)scratch;
+        if (matrix.kind == OCTAVO_BF16) weights = (const uint16_t *)matrix.data + panel * size;
+        else
+            for (int64_t i = 0; i < count; i++) unpack_panel(matrix, rows.stride, panel + i, (uint16_t *)scratch + i * size);
+        for (int64_t row = 0; row < rows.rows; row += BLOCK)
+            for (int64_t i = 0; i < count; i += 2) {
+                const uint16_t *first = weights + i * size, *second = i + 1 < count ? first + size : first;
+                multiply_tiles(rows.halves + row * rows.stride, rows.stride, first, second, sums);
+                take(row, std::min(BLOCK, rows.rows - row), panel + i, sums, sums + BLOCK * P);
+            }
+    }
+}
+
+void product_amx(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, float *y, int64_t stride, void *scratch) {
+    if (rows.form != Form::BF16 || rows.rows < AT_LEAST) return product_avx512(matrix, rows, panel, end, y, stride, scratch);
+    by_tiles(matrix, rows, panel, end, scratch, [&](int64_t row, int64_t count, int64_t at, const float *first, const float *second) {
+        for (int64_t p = at; p < std::min(at + 2, end); p++) {
+            __m512 bias = bias512(matrix, p);
+            const float *sums = p == at ? first : second;
+            for (int64_t r = 0; r < count; r++)
+                store512(_mm512_add_ps(_mm512_load_ps(sums + r * P), bias), y + (row + r) * stride + p * P, matrix.n - p * P);
+        }
+    });
+}
+
+void gate_up_amx(const Matrix &matrix, const Rows &rows, int64_t pair, int64_t end, float *y, int64_t stride, void *scratch) {
+    if (rows.form != Form::BF16 || rows.rows < AT_LEAST) return gate_up_avx512(matrix, rows, pair, end, y, stride, scratch);
+    by_tiles(matrix, rows, 2 * pair, 2 * end, scratch, [&](int64_t row, int64_t count, int64_t at, const float *gate, const float *up) {
+        __m512 gate_bias = bias512(matrix, at), up_bias = bias512(matrix, at + 1);
+        for (int64_t r = 0; r < count; r++) {
+            __m512 gated = silu512(_mm512_add_ps(_mm512_load_ps(gate + r * P), gate_bias));
+            __m512 value = _mm512_mul_ps(gated, _mm512_add_ps(_mm512_load_ps(up + r * P), up_bias));
+            store512(value, y + (row + r) * stride + at / 2 * P, matrix.n / 2 - at / 2 * P);
+        }
+    });
+}
+
+}  // namespace
+
+void fill_amx(Kernels &kernels) {
+    kernels.name = "amx";
+    kernels.amx = 1;
+    kernels.product = product_amx;
+    kernels.gate_up = gate_up_amx;
+}
+
+void start_tiles() {
+    TileConfig config;
+    for (int tile = 0; tile < 8; tile++) {
+        config.rows[tile] = TILE;
+        config.bytes[tile] = 64;
+    }
+    asm volatile("" ::: "memory");  // the compiler must not move the tiles' use before their set-up
+    _tile_loadconfig(&config);
+    asm volatile("" ::: "memory");
+}
+
+}  // namespace octavo

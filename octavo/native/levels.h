@@ -1,0 +1,63 @@
+// What a level of the CPU brings: a table of kernels. Each level starts from the one below and replaces what it does better.
+//
+// Rows of x are prepared once for a product, in the form its kernel wants, and then read by all threads:
+//
+//     FLOAT     as they are, padded with zeros
+//     BF16      rounded to bfloat16
+//     INT8      codes of one byte, with a scale for each group of k that shares one in the weights
+#pragma once
+#include <cstddef>
+
+#include "octavo.h"
+
+namespace octavo {
+
+enum class Form { FLOAT, BF16, INT8 };
+
+struct Rows {                // prepared rows of x: [rows][stride]
+    Form form;
+    int64_t rows, stride;    // stride: k padded
+    float *values;           // FLOAT
+    uint16_t *halves;        // BF16
+    int8_t *codes;           // INT8
+    float *scale, *sum;      // INT8, [rows][stride / group]: x = scale * code; sum = scale * (sum of codes in the group)
+};
+
+struct Task {                // attention of one kv head for some queries of one row, over a part of its context
+    int64_t row, token, queries;      // the first token and how many
+    int64_t kv_head;
+    int64_t begin, end;               // positions of the context
+    int64_t partial;                  // where its unfinished result goes, or -1: it is the whole
+};
+
+struct Kernels {
+    const char *name;
+    int amx;                                                                        // tiles have to be set up in each thread
+    Form (*form)(const Matrix &matrix, int64_t rows);                               // the form a product of so many rows wants
+    void (*prepare)(const Matrix &matrix, const float *x, int64_t size, int64_t begin, int64_t end, Rows &rows);
+    void (*product)(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, float *y, int64_t stride, void *scratch);
+    void (*gate_up)(const Matrix &matrix, const Rows &rows, int64_t pair, int64_t end, float *y, int64_t stride, void *scratch);
+    void (*add_rms_norm)(float *stream, const float *x, const float *weight, float eps, float *y, int64_t size);
+    void (*write)(const Model &model, const Layer &layer, const Step &step, float *qkv, int64_t token);
+    void (*attend)(const Model &model, const Layer &layer, const Step &step, const float *qkv, float *out, float *partials, const Task &task,
+                   void *scratch);
+    int64_t (*argmax)(const float *values, int64_t count);
+};
+
+const size_t SCRATCH_BYTES = 4 << 20;  // of each thread: weights unpacked for many rows, tiles of scores
+
+void fill_portable(Kernels &kernels);
+void fill_avx2(Kernels &kernels);
+void fill_avx512(Kernels &kernels);
+void fill_amx(Kernels &kernels);
+
+int highest_level();          // that the CPU and the operating system offer
+void start_tiles();           // in each thread, before AMX is used
+
+inline int64_t padded(const Matrix &matrix) {
+    int64_t unit = matrix.kind >= OCTAVO_Q8 && matrix.group > OCTAVO_K_PAD ? matrix.group : OCTAVO_K_PAD;
+    return (matrix.k + unit - 1) / unit * unit;
+}
+inline int64_t panels(int64_t n) { return (n + OCTAVO_PANEL - 1) / OCTAVO_PANEL; }
+
+}  // namespace octavo

@@ -1,0 +1,100 @@
+// The C ABI of Octavo's CPU kernels: plain structs of numbers and raw pointers, filled by octavo/kernels/cpu/native.py.
+//
+//     Matrix        one product's weights, packed into panels of 16 output rows
+//     Layer, Model  what a decoder is: descriptors made once, when the weights are loaded
+//     Step          what one step computes: the batch's arrays and where results go
+//
+// Every function returns nothing and cannot fail: what could is checked in Python, before the call.
+//
+// Panels. y[m][n] = sum_k x[m][k] * w[n][k]. 16 rows n lie side by side, so that a vector register holds one k, a pair or
+// a quad of k for all 16, and K is padded with zeros to a multiple of 64, and of the group:
+//
+//     F32    [panel][k][16]                  one k
+//     BF16   [panel][k / 2][16][2]           a pair: what dpbf16 and an AMX tile of weights want
+//     Q8     [panel][k / 4][16][4]           a quad of codes, one byte each: what dpbusd wants
+//     Q4     [panel][k / 8][16][4]           two quads in one register: the first in the low nibbles, the second in the high
+//
+// Codes are unsigned: w = (scale * code + offset) * factor, with one scale and offset (float16) for each of 16 rows and each
+// group of k: [panel][k / group][16].
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { OCTAVO_PANEL = 16, OCTAVO_K_PAD = 64 };
+enum { OCTAVO_F32 = 0, OCTAVO_BF16 = 1, OCTAVO_Q8 = 2, OCTAVO_Q4 = 3 };  // kinds of weights
+enum { OCTAVO_PORTABLE = 0, OCTAVO_AVX2 = 1, OCTAVO_AVX512 = 2, OCTAVO_AMX = 3 };  // levels, each with all of those below
+
+typedef struct {
+    int32_t kind;
+    int32_t group;           // k's that share a scale: 16, 32, 64 or 128; Q8 and Q4 only
+    int64_t n, k;            // as the model has them; panels are padded
+    const void *data;
+    const uint16_t *scale;   // float16
+    const uint16_t *offset;  // float16
+    float factor;
+    const float *bias;       // [n] or null
+    const int32_t *order;    // [k] or null: which input column each column of codes belongs to
+} Matrix;
+
+typedef struct {
+    const float *attention_norm, *mlp_norm;  // [hidden]
+    const float *q_norm, *k_norm;            // [head_dim] or null
+    Matrix qkv;                              // rows: all q heads, all k heads, all v heads
+    Matrix output;
+    Matrix gate_up;                          // rows: 16 of gate, 16 of up, in turn
+    Matrix down;
+    void *k_cache, *v_cache;                 // [blocks][block_size][kv_heads][head_dim]
+    float *k_scale, *v_scale;                // int8 cache only: [blocks][block_size][kv_heads]
+    int32_t window;                          // 0: sees everything
+} Layer;
+
+typedef struct {
+    int32_t num_layers, hidden, heads, kv_heads, head_dim, intermediate;
+    int32_t vocab, block_size;
+    int32_t cache_kind;      // OCTAVO_F32, OCTAVO_BF16 or OCTAVO_Q8 (int8 with a scale per token and head)
+    int32_t embed_kind;      // OCTAVO_F32 or OCTAVO_BF16: rows of `embed`; OCTAVO_Q8: rows are read out of `head`'s panels
+    float eps, attention_scale;
+    const Layer *layers;
+    const void *embed;       // [vocab][hidden]
+    const float *norm;       // [hidden]
+    const float *cos, *sin;  // [max_len][head_dim / 2]
+    Matrix head;
+} Model;
+
+typedef struct {
+    int32_t num_tokens, num_rows, table_width, num_samples;
+    const int64_t *token_ids, *positions, *slots;      // [tokens]
+    const int64_t *query_start;                        // [rows + 1]
+    const int64_t *context_len;                        // [rows]
+    const int64_t *tables;                             // [rows][table_width]
+    const int64_t *sample_index;                       // [samples], into tokens
+    float *hidden;                                     // [tokens][hidden] after the final norm
+    float *logits;                                     // [samples][vocab]
+    int64_t *best;                                     // [samples]: argmax, the lower id of equals
+} Step;
+
+int octavo_cpu_level(void);                  // the highest level this machine runs
+void octavo_set_level(int level);            // at most that; what every later call uses
+int octavo_level(void);
+void octavo_set_threads(int threads);        // starts and stops workers; the caller is one of them
+int octavo_threads(void);
+
+void octavo_step(const Model *model, const Step *step);
+
+// The parts of a step, for the layer-by-layer path and for tests against the torch twins.
+void octavo_matmul(const Matrix *matrix, const float *x, float *y, int64_t rows);                       // y: [rows][n]
+void octavo_gate_up(const Matrix *matrix, const float *x, float *y, int64_t rows);                      // y: [rows][n / 2]
+void octavo_add_rms_norm(float *stream, const float *x, const float *weight, float eps, float *y, int64_t rows, int64_t size);
+void octavo_write(const Model *model, int layer, const Step *step, float *qkv);                         // norms, rotates, stores
+void octavo_attend(const Model *model, int layer, const Step *step, const float *qkv, float *out);      // out: [tokens][heads * head_dim]
+
+// Packing, once at load. Sources are row major; `data`, `scale` and `offset` of the matrix are written.
+void octavo_pack_float(Matrix *matrix, const float *weights);                                           // F32 and BF16: [n][k]
+void octavo_pack_codes(Matrix *matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset);  // [n][k], [n][k / group]
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,51 @@
+// Numbers one at a time: float16 and bfloat16, and an exp that compilers can vectorise. Included by every level, so all of it
+// is static: code compiled for one level must never serve another.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+static inline float bits_to_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+static inline uint32_t float_to_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+static inline float bf16_to_float(uint16_t half) { return bits_to_float(uint32_t(half) << 16); }
+
+static inline uint16_t float_to_bf16(float value) {  // to nearest, ties to even; NaN stays NaN
+    uint32_t bits = float_to_bits(value);
+    if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t((bits >> 16) | 0x40);
+    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+static inline float f16_to_float(uint16_t half) {
+    uint32_t sign = uint32_t(half & 0x8000) << 16, magnitude = half & 0x7fff;
+    if (magnitude >= 0x7c00) return bits_to_float(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+    // As a float with the exponent in the wrong place; one product moves it, and makes subnormals right too.
+    return bits_to_float(sign | float_to_bits(bits_to_float(magnitude << 13) * 0x1p112f));
+}
+
+// Relative error below 2e-7 on the range where exp is finite; 0 below it.
+static inline float fast_exp(float x) {
+    float clamped = x < -87.3f ? -87.3f : x > 88.0f ? 88.0f : x;
+    float turns = nearbyintf(clamped * 1.44269504088896341f);
+    float rest = clamped - turns * 0.693359375f;
+    rest -= turns * -2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * rest + 1.3981999507e-3f;
+    p = p * rest + 8.3334519073e-3f;
+    p = p * rest + 4.1665795894e-2f;
+    p = p * rest + 1.6666665459e-1f;
+    p = p * rest + 5.0000001201e-1f;
+    p = p * rest * rest + rest + 1.0f;
+    float result = p * bits_to_float(uint32_t(int32_t(turns) + 127) << 23);
+    return x < -87.3f ? 0.0f : result;
+}
+
+static inline float silu(float x) { return x / (1.0f + fast_exp(-x)); }
