@@ -35,13 +35,15 @@ def fetch_model(name: HubName, weights: bool = True, hub: Hub | None = None) -> 
                 raise
             log.logger.warning("%s: %s cannot be asked; using the copy in %s", name.shown, shown_address(hub.endpoint), cached)
             return cached
-        return _Download(hub, name, listing).model(weights)
+        return Download(hub, name, listing).model(weights)
     except Exception as error:  # whatever it is, it ends in one line
         raise explained(error, name, hub) from error
 
 
 @dataclass(frozen=True, slots=True)
-class _Download:
+class Download:
+    """A model on its way: the files of one repository, at one commit, into the cache."""
+
     hub: Hub
     name: HubName
     listing: Listing

@@ -107,7 +107,7 @@ def _no_single_model(name: HubName, files: list[str], labels: list[str], split: 
     if split:
         return f"has only GGUF files split into parts ({', '.join(sorted(split))}), which are not read; {JOIN}"
     if any(file.endswith(PICKLED) for file in files):
-        return f"has only pickled weights, which can run code; look for a safetensors or GGUF copy, or convert it (save_pretrained does)"
+        return "has only pickled weights, which can run code; look for a safetensors or GGUF copy, or convert it (save_pretrained does)"
     return f"has no {SINGLE}, no {INDEX} and no GGUF file, so it is no model that can be loaded"
 
 
