@@ -6,6 +6,7 @@
     The ref of a revision is written last: where it leads, a model was complete. Without the hub, the cache answers.
 """
 
+import contextlib
 import os
 import shutil
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ def fetch_model(name: HubName, weights: bool = True, hub: Hub | None = None) -> 
             log.logger.warning("%s: %s cannot be asked; using the copy in %s", name.shown, shown_address(hub.endpoint), cached)
             return cached
         return Download(hub, name, listing).model(weights)
+    except LoadError:
+        raise
     except Exception as error:  # whatever it is, it ends in one line
         raise explained(error, name, hub) from error
 
@@ -92,10 +95,11 @@ def _keep_ref(folder: Path, revision: str, commit: str) -> None:
     ref = folder / "refs" / revision
     if revision == commit or (ref.is_file() and ref.read_text() == commit):
         return
-    ref.parent.mkdir(parents=True, exist_ok=True)
-    fresh = ref.with_name(f"{ref.name}.{os.getpid()}.new")
-    fresh.write_text(commit)
-    fresh.replace(ref)
+    with contextlib.suppress(OSError):  # a model in a cache that cannot be written is as good
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        fresh = ref.with_name(f"{ref.name}.{os.getpid()}.new")
+        fresh.write_text(commit)
+        fresh.replace(ref)
 
 
 def cached_model(hub: Hub, name: HubName, weights: bool = True) -> Path | None:
@@ -109,10 +113,9 @@ def cached_model(hub: Hub, name: HubName, weights: bool = True) -> Path | None:
     try:
         if not weights and name.quant is None and CONFIG in files:
             return snapshot
-        gguf = choose_gguf(name, files)
-        if gguf is None and CONFIG in files:
-            shards = choose_weights(name.repo, files, read_weight_map(snapshot / INDEX) if INDEX in files else None)
-            return snapshot if set(shards) <= set(files) else None
-        return None if gguf is None else snapshot / gguf
+        if (gguf := choose_gguf(name, files)) is not None:
+            return snapshot / gguf
+        choose_weights(name.repo, files, read_weight_map(snapshot / INDEX) if INDEX in files else None)
+        return snapshot
     except LoadError:  # what is there does not make up a model
         return None

@@ -24,7 +24,7 @@ def status_of(error: BaseException) -> int | None:
 
 def is_transient(error: BaseException) -> bool:
     """Worth another try: the connection broke, nobody answered in time, or the hub said "later"."""
-    from httpx2 import TransportError
+    from httpx2 import TransportError  # the library's own client
 
     return isinstance(error, TransportError) or status_of(error) in TRANSIENT
 
@@ -42,8 +42,6 @@ def explained(error: Exception, name: HubName, hub: Hub) -> LoadError:
 
     while isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # the library wraps what happened
-    if isinstance(error, LoadError):
-        return error
     host = shown_address(hub.endpoint)
     if isinstance(error, errors.OfflineModeIsEnabled):
         return LoadError(f"{name.shown}: not complete in the cache {hub.cache}, and HF_HUB_OFFLINE is set: unset it to download")

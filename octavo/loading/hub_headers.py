@@ -48,6 +48,8 @@ def fetch_headers(name: HubName, hub: Hub | None = None) -> Headers:
         download = Download(hub, name, hub.listing(name))
         gguf = choose_gguf(name, download.listing.files)
         return _folder_headers(download) if gguf is None else _gguf_headers(download, download.listing.files[gguf])
+    except LoadError:
+        raise
     except Exception as error:  # whatever it is, it ends in one line
         raise explained(error, name, hub) from error
 

@@ -90,8 +90,29 @@ def test_a_gguf_file_comes_alone_and_a_revision_is_its_own(server: FakeHub, hub:
 
 
 def test_without_weights_the_rest_of_a_folder_comes(server: FakeHub, hub: Hub) -> None:
-    server.repos["octo/tiny"].files["pytorch_model.bin"] = b"never"
-    assert contents(fetch_model(NAME, weights=False, hub=hub)).keys() == {"config.json", "tokenizer.json"}
+    wanted = {"config.json": b"{}", "tokenizer.json": b"[]"}
+    for weights in ("model.safetensors", "pytorch_model.bin"):
+        server.repos["octo/tiny"].files = wanted | {weights: b"never"}
+        assert contents(fetch_model(NAME, weights=False, hub=hub)) == wanted
+
+
+def test_the_token_stays_with_the_hub_where_bytes_come_from_elsewhere(server: FakeHub, hub: Hub) -> None:
+    with FakeHub(server.repos) as storage:
+        server.elsewhere = storage.url
+        storage.cuts["model.safetensors"] = [1000]
+        assert contents(fetch_model(NAME, hub=hub)) == FOLDER
+    assert {request.token for request in server.requests} == {SECRET} and {request.token for request in storage.requests} == {None}
+    assert storage.downloads()[-2:] == [("model.safetensors", None), ("model.safetensors", "bytes=1000-")]
+
+
+def test_a_cache_that_cannot_be_written_serves_what_it_has(server: FakeHub, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = fetch_model(NAME, hub=hub)
+
+    def refuse(path: Path, text: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    assert fetch_model(replace(NAME, revision="v1"), hub=hub) == folder
 
 
 # -- trouble on the way
@@ -186,6 +207,16 @@ def test_without_the_hub_the_cache_answers_with_one_warning(
     assert fetch_model(NAME, weights=False, hub=cut_off) == folder
 
 
+def test_shards_that_are_not_all_there_are_no_model_without_the_hub(server: FakeHub, hub: Hub) -> None:
+    index = json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}).encode()
+    files = {"config.json": b"{}", "model.safetensors.index.json": index, "1.safetensors": b"1", "2.safetensors": b"2"}
+    server.repos["octo/tiny"].files = files
+    folder, cut_off = fetch_model(NAME, hub=hub), replace(hub, endpoint=nobody())
+    assert fetch_model(NAME, hub=cut_off) == folder
+    (folder / "2.safetensors").unlink()
+    assert "no connection" in refusal(NAME, cut_off)
+
+
 def test_an_interrupted_update_leaves_the_old_model_to_use_without_the_hub(server: FakeHub, hub: Hub) -> None:
     old = fetch_model(NAME, hub=hub)
     server.repos["octo/tiny"] = Repo(FOLDER | {"model.safetensors": b"new" * 1000}, commit="d" * 40)
@@ -238,8 +269,10 @@ def test_a_refusing_hub_is_quoted_by_its_number(status: int, reason: str, server
 
 
 def test_silence_and_absence_of_the_hub_are_told_apart(server: FakeHub, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.wait = 0.5
-    assert f"{server.url} did not answer in 0.1 s: try again; HF_HUB_DOWNLOAD_TIMEOUT" in refusal(NAME, replace(hub, timeout=0.1))
+    for path in ("/api/models/octo/tiny", f"/octo/tiny/resolve/{'c' * 40}/config.json"):
+        server.wait = (path, 0.5)
+        assert f"{server.url} did not answer in 0.1 s: try again; HF_HUB_DOWNLOAD_TIMEOUT" in refusal(NAME, replace(hub, timeout=0.1))
+        assert server.requests[-1].path == path
     gone = nobody().replace("//", "//user:secret@")
     message = refusal(NAME, replace(hub, endpoint=gone))
     assert f"no connection to {gone.replace('user:secret@', '')}, and not complete in the cache {hub.cache}: check the network" in message

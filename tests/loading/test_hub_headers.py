@@ -15,6 +15,7 @@ from octavo.loading.hub_files import HubName
 from octavo.loading.hub_headers import fetch_headers
 from octavo.loading.resolve import load_model_config, open_checkpoint, resolve_model
 from octavo.model_config import ModelConfig
+from tests.support.gguf_bytes import f32, gguf_bytes, string, tensor, u32
 from tests.support.hub import FakeHub, Repo
 from tests.support.models import stories260k, to_gguf
 
@@ -87,6 +88,20 @@ def test_a_gguf_file_is_told_from_its_header_however_it_is_cut(
     assert ModelConfig.from_dict(headers.config, headers.source) == load_model_config(resolve_model(str(gguf_file)))
     fetched = sum(int(wanted[6:].split("-")[1]) - int(wanted[6:].split("-")[0]) + 1 for _, wanted in server.downloads() if wanted)
     assert fetched < 6 * max(first_bytes, whole.header_bytes)
+
+
+def test_a_header_cut_anywhere_is_read_on(server: FakeHub, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"block_count": 1, "context_length": 64, "embedding_length": 32, "feed_forward_length": 64, "attention.head_count": 2}
+    keys = [string("general.architecture", "llama"), f32("llama.attention.layer_norm_rms_epsilon", 1e-5)]
+    keys += [u32(f"llama.{name}", value) for name, value in sizes.items()]
+    embedding = tensor("token_embd.weight", (32, 8), kind=8)  # Q8_0; what is cut off reads as zeros, and kind 0 is F32
+    server.repos["octo/tiny"] = Repo({"t.gguf": gguf_bytes(keys, [embedding], bytes(32 * 8 * 4))})
+    whole = fetch_headers(NAME, hub)
+    assert (whole.tensors, whole.weight_bytes) == ({"token_embd.weight": ("Q8_0", (8, 32))}, 8 * 34)
+    end = len(gguf_bytes(keys, [embedding], alignment=1))
+    for cut in [*range(24, end, 37), *range(end - 13, end)]:
+        monkeypatch.setattr(hub_headers, "GGUF_FIRST_BYTES", cut)
+        assert fetch_headers(NAME, hub) == whole
 
 
 def test_headers_that_are_damaged_name_the_file(folder: Path, server: FakeHub, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

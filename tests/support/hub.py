@@ -58,10 +58,11 @@ class FakeHub:
         self.cuts: dict[str, list[int]] = defaultdict(list)  # file -> bytes after which each of its next answers breaks off
         self.refusals: list[int] = []  # statuses of the next answers to requests for bytes
         self.status: int | None = None  # for all requests
-        self.wait = 0.0  # seconds before an answer
+        self.wait = ("", 0.0)  # part of a path, and the seconds before its answers
         self.pause: dict[str, float] = {}  # file -> seconds between pieces of it
         self.served: dict[str, bytes] = {}  # file -> bytes that come instead of its own
         self.ranges = True
+        self.elsewhere: str | None = None  # another server, that requests for bytes are sent on to
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -97,7 +98,8 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             address = urlsplit(self.path)
             path, token = unquote(address.path), (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
             hub.requests.append(Request(self.command, path, self.headers.get("Range"), token))
-            time.sleep(hub.wait)
+            if hub.wait[0] in path:
+                time.sleep(hub.wait[1])
             if hub.refusals and self.command == "GET" and "/resolve/" in path:
                 return self.fail(hub.refusals.pop(0))
             if hub.status is not None:
@@ -145,6 +147,9 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 return self.fail(403, x_error_code="GatedRepo")
             if file not in repo.files:
                 return self.fail(404, x_error_code="EntryNotFound")
+            if hub.elsewhere is not None:
+                there = {"Location": hub.elsewhere + self.path, "X-Linked-Etag": f'"{digest(file, repo.files[file])}"'}
+                return self.fail(302, **there, X_Linked_Size=str(len(repo.files[file])), X_Repo_Commit=repo.commit)
             content = hub.served.get(file, repo.files[file])
             first, last = self.wanted(len(content))
             if first >= len(content) > 0:
