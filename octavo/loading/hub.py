@@ -28,18 +28,13 @@ def fetch_model(name: HubName, weights: bool = True, hub: Hub | None = None) -> 
     """The model's folder or GGUF file in the cache, downloaded as far as it is not there. Without `weights`, only the rest of a folder."""
     hub = hub or Hub.from_environment()
     try:
-        try:
-            listing = hub.listing(name)
-        except Exception as error:
-            cached = cached_model(hub, name, weights) if is_unreachable(error) else None
-            if cached is None:
-                raise
-            log.logger.warning("%s: %s cannot be asked; using the copy in %s", name.shown, shown_address(hub.endpoint), cached)
-            return cached
-        return Download(hub, name, listing).model(weights)
+        return Download(hub, name, hub.listing(name)).model(weights)
     except LoadError:
         raise
     except Exception as error:  # whatever it is, it ends in one line
+        if is_unreachable(error) and (cached := cached_model(hub, name, weights)) is not None:
+            log.logger.warning("%s: %s cannot be asked; using the copy in %s", name.shown, shown_address(hub.endpoint), cached)
+            return cached
         raise explained(error, name, hub) from error
 
 

@@ -58,6 +58,8 @@ def _size(path: Path) -> int:
 
 def _fill(hub: Hub, repo: str, commit: str, file: RemoteFile, part: Path, progress: DownloadProgress) -> None:
     """Append to `part` until it is complete. A broken connection is taken up again; several in a row without a byte are an error."""
+    if _size(part) > file.size:
+        part.unlink()
     progress.update(_size(part))
     tries = 0
     while (before := _size(part)) != file.size or not part.exists():

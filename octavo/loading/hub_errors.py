@@ -15,33 +15,42 @@ RATE_LIMITED = 429
 TRANSIENT = (408, RATE_LIMITED, 500, 502, 503, 504)
 
 
-def status_of(error: BaseException) -> int | None:
+def status_of(error: Exception) -> int | None:
     """The HTTP status behind an error, where there was an answer at all."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return error.response.status_code if isinstance(error, HfHubHTTPError) else None
 
 
-def is_transient(error: BaseException) -> bool:
+def is_transient(error: Exception) -> bool:
     """Worth another try: the connection broke, nobody answered in time, or the hub said "later"."""
     from httpx2 import TransportError  # the library's own client
 
     return isinstance(error, TransportError) or status_of(error) in TRANSIENT
 
 
-def is_unreachable(error: BaseException) -> bool:
+def is_unreachable(error: Exception) -> bool:
     """The hub could not be asked, so that a copy in the cache is the best there is."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
+    error = _unwrapped(error)
     return isinstance(error, OfflineModeIsEnabled) or is_transient(error)
+
+
+def _unwrapped(error: Exception) -> Exception:
+    """What happened, where the library only says that a file is not there."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    while isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return error
 
 
 def explained(error: Exception, name: HubName, hub: Hub) -> LoadError:
     """The error in a user's words."""
     from huggingface_hub import errors
 
-    while isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # the library wraps what happened
+    error = _unwrapped(error)
     host = shown_address(hub.endpoint)
     if isinstance(error, errors.OfflineModeIsEnabled):
         return LoadError(f"{name.shown}: not complete in the cache {hub.cache}, and HF_HUB_OFFLINE is set: unset it to download")

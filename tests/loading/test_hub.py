@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import httpx2
 import pytest
 import torch
 from safetensors.torch import save
@@ -26,7 +27,7 @@ from octavo.loading.hub import fetch_model
 from octavo.loading.hub_client import Hub
 from octavo.loading.hub_files import HubName
 from octavo.loading.resolve import resolve_model
-from tests.support.hub import FakeHub, Repo
+from tests.support.hub import FakeHub, Repo, digest
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = HubName("octo/tiny")
@@ -125,6 +126,13 @@ def test_a_broken_connection_is_taken_up_where_it_broke(server: FakeHub, hub: Hu
     assert starts == [0, 100_000, 100_000, 500_000, 500_001]
 
 
+def test_a_part_that_is_too_long_is_begun_again(server: FakeHub, hub: Hub) -> None:
+    blob = hub.folder("octo/tiny") / "blobs" / digest("model.safetensors", WEIGHTS)
+    blob.parent.mkdir(parents=True)
+    blob.with_name(f"{blob.name}.incomplete").write_bytes(WEIGHTS + b"more")
+    assert contents(fetch_model(NAME, hub=hub)) == FOLDER
+
+
 def test_a_server_without_ranges_sends_all_of_it_again(server: FakeHub, hub: Hub) -> None:
     server.cuts["model.safetensors"], server.ranges = [100_000], False
     assert (fetch_model(NAME, hub=hub) / "model.safetensors").read_bytes() == WEIGHTS
@@ -217,13 +225,26 @@ def test_shards_that_are_not_all_there_are_no_model_without_the_hub(server: Fake
     assert "no connection" in refusal(NAME, cut_off)
 
 
-def test_an_interrupted_update_leaves_the_old_model_to_use_without_the_hub(server: FakeHub, hub: Hub) -> None:
+def test_an_interrupted_update_leaves_the_old_model_to_use_and_is_taken_up_later(server: FakeHub, hub: Hub) -> None:
     old = fetch_model(NAME, hub=hub)
-    server.repos["octo/tiny"] = Repo(FOLDER | {"model.safetensors": b"new" * 1000}, commit="d" * 40)
-    server.cuts["model.safetensors"] = [10, 0, 0, 0]
-    with pytest.raises(LoadError, match="no connection"):
-        fetch_model(NAME, hub=hub)
+    files = FOLDER | {"model.safetensors": b"new" * 1000}
+    server.repos["octo/tiny"] = Repo(files, commit="d" * 40)
+    server.cuts["model.safetensors"] = [10, 0, 0]
+    assert fetch_model(NAME, hub=hub) == old and server.cuts["model.safetensors"] == []
     assert fetch_model(NAME, hub=replace(hub, endpoint=nobody())) == old
+    new = fetch_model(NAME, hub=hub)
+    assert contents(new) == files and server.downloads()[-1] == ("model.safetensors", "bytes=10-")
+    assert fetch_model(NAME, hub=replace(hub, endpoint=nobody())) == new
+
+
+def test_a_connection_that_goes_at_the_last_step_is_told(server: FakeHub, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def unreachable(*args: object, **settings: object) -> None:  # as the library tells it
+        raise LocalEntryNotFoundError("An error happened while trying to locate the file on the Hub") from httpx2.ConnectError("refused")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    assert "no connection to" in refusal(NAME, hub)
 
 
 # -- refusals
@@ -341,17 +362,19 @@ def test_what_is_here_comes_before_the_hub_and_has_no_revision(tmp_path: Path, m
         resolve_model("o/n@v1", "v2")
 
 
-def test_without_the_library_it_is_named_and_local_models_load(tmp_path: Path) -> None:
-    code = f"""
+def test_without_the_library_it_is_named_and_local_models_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
 import sys
 sys.modules["huggingface_hub"] = sys.modules["httpx2"] = None
-from octavo.loading.resolve import resolve_model
-print(resolve_model({str(tmp_path)!r}).kind, resolve_model(None).kind)
-try:
-    resolve_model("o/n")
-except ValueError as error:
-    print(error)
+from octavo.loading import hub, hub_headers, hub_files
+for fetch in (hub.fetch_model, hub_headers.fetch_headers):
+    try:
+        fetch(hub_files.parse_hub_name("o/n"))
+    except ValueError as error:
+        print(error)
 """
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    wanted = ["folder gguf", "models of the hub need the package huggingface_hub: pip install huggingface_hub"]
-    assert run.stdout.splitlines() == wanted, run.stderr
+    assert run.stdout.splitlines() == ["models of the hub need the package huggingface_hub: pip install huggingface_hub"] * 2, run.stderr
+    for module in ("huggingface_hub", "httpx2"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert (resolve_model(str(tmp_path)).kind, resolve_model(None).kind) == ("folder", "gguf")
