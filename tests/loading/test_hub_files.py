@@ -27,7 +27,7 @@ def test_names_are_read(text: str, name: HubName) -> None:
     "text",
     ["", "n", "a/b/c", "/o/n", "./n", "../n", "~/n", "o/", "o/n@", "o/n:", "o/n:a/b", "o/n@a@b", "o/n:a:b", "o/n:Q8_0@main", "o/n m",
      "o--x/n", "o/..", "o/n..m", "-o/n", "o/n.git", "https://huggingface.co/o/n", "models/m.gguf", "o/n@../../x", "o/n@/x", "o/n@a//b",
-     "o/n\n", "ö/n"],
+     "o/n\n", "ö/n", "o/n@a/../../x", "o/n@" + 201 * "x"],
 )  # fmt: skip
 def test_what_is_no_name_is_none(text: str) -> None:
     assert parse_hub_name(text) is None
