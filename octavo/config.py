@@ -23,7 +23,8 @@ def _flag(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    model: str | None = _flag(None, "a model folder or a .gguf file; without one, the default model")
+    model: str | None = _flag(None, "a folder, a .gguf file, or owner/name[@revision][:QUANT] on the hub; without one, the default model")
+    revision: str | None = _flag(None, "branch, tag or commit of a model on the hub")
     dtype: Dtype = _flag("auto", "float32 or bfloat16; auto takes what this CPU is fast at")
     load_format: Literal["auto", "dummy"] = _flag("auto", "dummy: random weights, for trying out shapes")
     max_model_len: int | None = _flag(None, "longest sequence, prompt and answer (4096, 32k, auto)")
@@ -44,7 +45,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, (str, os.PathLike, type(None))):
-            raise ConfigError(f"model must be a path, got {self.model!r}")
+            raise ConfigError(f"model must be a path or a name, got {self.model!r}")
+        if not isinstance(self.revision, (str, type(None))):
+            raise ConfigError(f"revision must be a branch, a tag or a commit, got {self.revision!r}")
         for name, (low, high) in _INTEGERS.items():
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:

@@ -34,6 +34,7 @@ class LLM:
         self,
         model: str | None = None,
         *,
+        revision: str | None = None,
         dtype: Dtype = "auto",
         load_format: Literal["auto", "dummy"] = "auto",
         max_model_len: int | None = None,
@@ -55,6 +56,7 @@ class LLM:
         self._open(
             EngineConfig(
                 model=model,
+                revision=revision,
                 dtype=dtype,
                 load_format=load_format,
                 max_model_len=max_model_len,
@@ -88,7 +90,7 @@ class LLM:
         if debug.switched_on:
             log.logger.warning("OCTAVO_DEBUG is set, for tests only: %s", ", ".join(debug.switched_on))
         self.config = config
-        source = resolve_model(config.model)
+        source = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
         model = load_model_config(source)
         self.model_name = source.name
         self._tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source)

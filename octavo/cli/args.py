@@ -55,7 +55,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
 def add_engine_flags(parser: argparse.ArgumentParser, only: Sequence[str] | None = None) -> None:
     """A flag for each field, or for those in `only`: a command that sets the others itself does not offer them."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--model", metavar="MODEL", help=_field_help("model"))
+    group.add_argument("--model", metavar="MODEL", help=field_help("model"))
     for field in fields(EngineConfig):
         if field.name not in NOT_FLAGS and (only is None or field.name in only):
             _add_field(group, field)
@@ -94,7 +94,7 @@ def size(text: str) -> int | None:
 
 
 def _add_field(group: argparse._ArgumentGroup, field: Field[Any]) -> None:
-    flag, text = _flag(field.name), _field_help(field.name)
+    flag, text = _flag(field.name), field_help(field.name)
     if field.type is bool:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
     elif get_origin(field.type) is Literal:
@@ -104,7 +104,7 @@ def _add_field(group: argparse._ArgumentGroup, field: Field[Any]) -> None:
         group.add_argument(flag, type=convert, metavar=_metavar(convert), default=argparse.SUPPRESS, help=text)
 
 
-def _field_help(name: str) -> str:
+def field_help(name: str) -> str:
     field = EngineConfig.__dataclass_fields__[name]
     default = "" if field.default is None else f" (default: {str(field.default).lower()})"
     return f"{field.metadata['help']}{default}"

@@ -161,5 +161,5 @@ def test_rows_that_do_not_fit_memory_are_refused_with_the_numbers(stories: str) 
         LLM(stories, max_num_seqs=10**9, max_num_batched_tokens=10**9, num_gpu_blocks_override=50)
     with pytest.raises(ConfigError, match="without a tokenizer there is no chat"):
         LLM(stories, skip_tokenizer_init=True, chat_template="nope.jinja")
-    with pytest.raises(ConfigError, match="model must be a path, got 5"):
+    with pytest.raises(ConfigError, match="model must be a path or a name, got 5"):
         LLM(5)  # type: ignore[arg-type]

@@ -69,8 +69,8 @@ def test_folder_and_file_are_found_and_named(tmp_path: Path) -> None:
     [
         ("", "not found"),
         ("mdel", "did you mean .*model"),
-        ("nothing/like/it", "not found: a model is a folder or a .gguf file$"),
-        ("notes.txt", "is neither: a model is a folder or a .gguf file"),
+        ("nothing/like/it", "not found: a model is a folder, a .gguf file, or owner/name.* on the hub$"),
+        ("notes.txt", "is none: a model is a folder, a .gguf file, or owner/name"),
         ("nul\0byte", "not found"),
         ("x" * 5000, "cannot be read|not found"),
     ],
