@@ -106,6 +106,13 @@ def test_a_mistake_is_named_with_its_file(tmp_path: Path, text: str, said: str) 
     assert str(caught.value).startswith(f"{file}: {said}") and "\n" not in str(caught.value)
 
 
+def test_a_command_takes_of_a_file_what_it_has_flags_for(tmp_path: Path) -> None:
+    (tmp_path / "o.toml").write_text('model = "a/b"\nseed = 5\nblock_size = 32\n')
+    parser = Parser(prog="octavo try", allow_abbrev=False)
+    add_engine_flags(parser, only=("seed", "dtype"))
+    assert engine_config(parser.parse(["--config", str(tmp_path / "o.toml")])) == EngineConfig(model="a/b", seed=5)
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^--config absent.toml: No such file or directory$"):
         engine_config(parsed("--config", "absent.toml"))

@@ -78,9 +78,8 @@ def test_the_default_model_logs_the_lines_people_grep_for_and_closing_gives_its_
     assert float(times) == pytest.approx(int(tokens.replace(",", "")) / 8192, abs=0.006)
     before, opened, closed, seconds = json.loads(run.stdout)
     phases = {message.split(" took ")[0]: float(message.split()[-2]) for message in messages if " took " in message}
-    total = phases.pop("init engine")  # the sum of those that follow the imports
-    assert total < sum(phases.values()) < seconds + 0.05
-    assert seconds - sum(phases.values()) < 0.1 * seconds + 0.05, f"{seconds} seconds, of which the log tells {phases}"
+    del phases["init engine"]  # a sum of others
+    assert abs(seconds - sum(phases.values())) < 0.1 * seconds + 0.05, f"{seconds} seconds, of which the log tells {phases}"
     imports = re.findall(r"Importing torch and the engine took ([\d.]+) seconds", run.stderr)
     assert float(imports[0]) > 0.2 > float(imports[1])  # it happens once
     assert opened - before > 200, "the model is 135 million parameters"
