@@ -143,7 +143,7 @@ def log_level(default: str) -> str:
     return level
 
 
-# All that is read of the environment, here or by a library in our name.
+# What matters of the environment: read here, or by a library on our behalf.
 VARIABLES = ("HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "NO_COLOR", "OCTAVO_DEBUG", "OCTAVO_LOG_LEVEL", "OMP_NUM_THREADS")
 
 
@@ -157,7 +157,7 @@ def _shown(name: str, value: str) -> str:
     """On one line, without secrets: a token, what we do not know, a password inside an address."""
     if name not in VARIABLES or "TOKEN" in name:
         return "(set)"
-    return re.sub(r"//[^/@]*@", "//(set)@", " ".join(value.split()))[:200]
+    return re.sub(r"//[^/]*@", "//(set)@", " ".join(value.split()))[:200]
 
 
 def model_cache() -> Path:

@@ -71,8 +71,8 @@ def engine_config(args: argparse.Namespace, model: str | None = None) -> EngineC
     """`model`: the one a command found among its words; without it, that of `--model`. Ends here if asked to show it."""
     from octavo.cli.config_file import read_settings, settings_table  # reads sizes with this module
 
-    # of a file that serves several commands, each takes what it knows
-    filed = {name: value for name, value in (read_settings(args.config) if args.config else {}).items() if name in args.settings}
+    filed = read_settings(args.config) if args.config else {}
+    filed = {name: value for name, value in filed.items() if name in args.settings}  # one file may serve several commands
     flags = {name: value for name, value in vars(args).items() if name in args.settings}
     if args.model is None:
         del flags["model"]

@@ -87,7 +87,7 @@ def test_what_is_shown_of_the_environment_is_on_one_line_and_has_no_secret(monke
     for name in [name for name in os.environ if name.startswith(("OCTAVO_", "HF_")) or name in VARIABLES]:
         monkeypatch.delenv(name)
     assert environment() == {}
-    given = {"HF_TOKEN": "hf_secret", "HF_ENDPOINT": "https://me:secret@hub.example/x", "OCTAVO_K": "secret", "HF_HOME": "a\n b"}
+    given = {"HF_TOKEN": "hf_secret", "HF_ENDPOINT": "https://me:sec@ret@hub.example/x", "OCTAVO_K": "secret", "HF_HOME": "a\n b"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     shown = {"HF_ENDPOINT": "https://(set)@hub.example/x", "HF_HOME": "a b", "HF_TOKEN": "(set)", "OCTAVO_K": "(set)"}
