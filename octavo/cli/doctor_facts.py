@@ -17,9 +17,9 @@ from octavo.loading.default_model import default_model
 from octavo.worker import machine
 from octavo.worker.device import TorchBuild, nvidia_gpu, torch_build
 
-# name -> oldest version that works; the engine does not run without these, and does without those of OPTIONAL
+# name -> the oldest version that works, and name -> what is lost without it
 REQUIRED = {"torch": "2.11", "numpy": "", "safetensors": "", "tokenizers": "", "jinja2": ""}
-OPTIONAL = ("rich",)
+OPTIONAL = {"rich": "terminals show plain lines without it"}
 
 
 @dataclass(frozen=True, slots=True)

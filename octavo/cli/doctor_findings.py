@@ -31,8 +31,8 @@ def _libraries(facts: Facts) -> Iterator[Finding]:
         name, oldest = library.name, REQUIRED.get(library.name, "")
         wanted = f"'{name}>={oldest}'" if oldest else name
         if library.version is None and library.error is not None:
-            without = "; terminals show plain lines without it" if name in OPTIONAL else ""
-            yield Finding(f"{name} is not installed{without}", f"pip install {wanted}", must=name in REQUIRED)
+            lost = f"; {OPTIONAL[name]}" if name in OPTIONAL else ""
+            yield Finding(f"{name} is not installed{lost}", f"pip install {wanted}", must=name in REQUIRED)
         elif library.error is not None:
             yield Finding(f"{name} {library.version} cannot be imported: {library.error}", f"pip install --force-reinstall {wanted}")
         elif oldest and _older(library, oldest):
