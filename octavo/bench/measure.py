@@ -60,8 +60,8 @@ def measure(llm: LLM, workload: Workload, rounds: int, temperature: float = 0.0)
     warm_up(llm, workload)
     done = []
     for number in range(1, rounds + 1):
-        say(f"{workload.name}: round {number} of {rounds}")
         done.append(_round(llm, workload, temperature))
+        say(f"{workload.name}: round {number} of {rounds}, {done[-1].seconds:.2f} s")
     facts = {
         "requests": len(workload.requests),
         "input_tokens": workload.input_tokens,

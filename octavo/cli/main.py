@@ -2,7 +2,7 @@
 
     0  done      1  an error, in one line      2  used wrongly      130  Ctrl-C      141  nobody reads our output any more
 
-A sub-command is a module with `add_arguments(parser)` and `run(args) -> int`, or a package with COMMANDS of its own. Only
+A sub-command is a module with `add_arguments(parser)` and `run(args) -> int`, or a package with SUBCOMMANDS. Only
 the one that is asked for is imported, and it imports the engine only in `run`: help must not wait for torch.
 """
 
@@ -53,8 +53,8 @@ def _run(program: str, summary: str, package: str, commands: Mapping[str, str], 
         _no_command(program, summary, commands, words or ["--help"])
     name, rest = words[0], words[1:]
     command = importlib.import_module(f"{package}.{name}")
-    if hasattr(command, "COMMANDS"):
-        return _run(f"{program} {name}", commands[name], command.__name__, command.COMMANDS, rest)
+    if hasattr(command, "SUBCOMMANDS"):
+        return _run(f"{program} {name}", commands[name], command.__name__, command.SUBCOMMANDS, rest)
     parser = Parser(prog=f"{program} {name}", description=f"{commands[name]}.", allow_abbrev=False)
     parser.set_defaults(fail=parser.error, typed=shlex.join([*program.split(), *words]))
     command.add_arguments(parser)

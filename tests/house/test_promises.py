@@ -23,8 +23,8 @@ def named(section: str, row: str, name: str, done: bool) -> set[str]:
 
 def offered(command: str) -> set[str]:
     module = importlib.import_module(f"octavo.cli.{command}")
-    if hasattr(module, "COMMANDS"):
-        return set().union(*(offered(f"{command}.{name}") for name in module.COMMANDS))
+    if hasattr(module, "SUBCOMMANDS"):
+        return set().union(*(offered(f"{command}.{name}") for name in module.SUBCOMMANDS))
     parser = Parser(prog=command, allow_abbrev=False)
     module.add_arguments(parser)
     return set(re.findall(r"(?<!\w)--?\w[\w-]*", parser.format_help()))
