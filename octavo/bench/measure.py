@@ -100,8 +100,8 @@ def figures_of(workload: Workload, rounds: list[Round]) -> dict[str, Figure]:
         "cache_hit_rate": each_round("%", lambda one: 100 * sum(o.num_cached_tokens for o in one.outputs) / workload.input_tokens),
         "preemptions": each_round("", lambda one: sum(output.metrics.preemptions for output in one.outputs)),
     }
-    if rounds[0].first_token_alone is not None:
-        figures["decode_throughput"] = each_round("tokens/s", lambda one: _decode_rate(workload, one))
+    if rates := _decode_rates(workload, rounds):
+        figures["decode_throughput"] = Figure("tokens/s", rates)
     figures |= _times([output for one in rounds for output in one.outputs])
     return figures | {"peak_memory": Figure("MiB", [peak_memory() / MIB])}
 
@@ -111,9 +111,10 @@ def _running(one: Round) -> float:
     return sum(_between(output.metrics.first_scheduled, output.metrics.finished) for output in one.outputs) / one.seconds
 
 
-def _decode_rate(workload: Workload, one: Round) -> float:
-    """One stream's tokens after the first, over the time they took: prefill does not count."""
-    return (workload.output_tokens - 1) / max(one.seconds - (one.first_token_alone or 0.0), 1e-9)
+def _decode_rates(workload: Workload, rounds: list[Round]) -> list[float]:
+    """One stream's tokens after the first over the time they took. A round so short that noise hid that time says nothing."""
+    alone = [(one.seconds, one.first_token_alone) for one in rounds if one.first_token_alone is not None]
+    return [(workload.output_tokens - 1) / (seconds - first) for seconds, first in alone if seconds > first]
 
 
 def _times(outputs: list[RequestOutput]) -> dict[str, Figure]:

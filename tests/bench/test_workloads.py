@@ -77,7 +77,7 @@ def test_equal_hash_ids_of_a_mooncake_trace_are_equal_tokens() -> None:
     requests = [Traced(1100, 1, (5, 6, 7)), Traced(1100, 1, (5, 6, 8)), Traced(600, 1, (9, 6))]
     (first, second, third), _ = zip(*traced("t", requests, 512, 4096, seed=0).requests, strict=True)
     assert first[: 2 * HASHED] == second[: 2 * HASHED] and first[2 * HASHED :] != second[2 * HASHED :]
-    assert third[:HASHED] != first[:HASHED] and third[HASHED:] == first[HASHED:600]
+    assert third[:HASHED] != first[:HASHED] != first[HASHED : 2 * HASHED] and third[HASHED:] == first[HASHED:600]
     assert [len(first), len(second), len(third)] == [1100, 1100, 600]
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +27,7 @@ def add_common_flags(parser: argparse.ArgumentParser, rounds: int) -> None:
 
 
 def count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MOST and len(text) < 9):
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= MOST:
         raise argparse.ArgumentTypeError(f"wanted a number from 1 to {MOST}, got {text!r:.40}")
     return int(text)
 
