@@ -95,7 +95,7 @@ class LLM:
         watch = log.Stopwatch()
         source = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
         model = load_model_config(source)
-        log.logger.info("Finding %s and reading its config took %.2f seconds", source.name, watch.total())
+        log.logger.info("Reading the config took %.2f seconds (%s)", watch.total(), source.name)
         self.model_name = source.name
         self._tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source)
         if self._tokenizer is not None:
