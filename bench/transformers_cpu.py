@@ -18,31 +18,18 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from bench.loads import cpu  # noqa: E402
-from octavo import LLM, SamplingParams  # noqa: E402
+from octavo import LLM  # noqa: E402
+from octavo.bench.measure import run_round  # noqa: E402
+from octavo.bench.text import text_ids  # noqa: E402
+from octavo.bench.workload import TEXT_LOADS, Workload, text_loads  # noqa: E402
 from octavo.loading.resolve import resolve_model  # noqa: E402
 from tests.support.smollm2 import reference_smollm2  # noqa: E402
 
-Load = list[tuple[list[int], int]]
-
-
-def long_text() -> str:
-    """English text of over 20,000 tokens, out of files every clone has."""
-    files = [ROOT / "LICENSE", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "octavo").rglob("*.py"))]
-    return "\n".join(path.read_text(encoding="utf-8") for path in files)
-
-
-def run_octavo(llm: LLM, load: Load) -> float:
-    llm.reset_prefix_cache()
-    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for _, count in load]
-    start = time.perf_counter()
-    llm.generate([ids for ids, _ in load], params, use_tqdm=False)
-    return time.perf_counter() - start
-
 
 @torch.inference_mode()
-def run_transformers(model: Any, load: Load) -> float:
+def run_transformers(model: Any, workload: Workload) -> float:
     """One left-padded batch, as its users run it; each request is cut at its own length afterwards, so only useful tokens count."""
+    load = workload.requests
     longest, count = max(len(ids) for ids, _ in load), max(count for _, count in load)
     padded = torch.tensor([[0] * (longest - len(ids)) + ids for ids, _ in load])
     mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids, _ in load])
@@ -53,21 +40,22 @@ def run_transformers(model: Any, load: Load) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--loads", nargs="+", default=["batch32"], choices=["single", "prefill", "batch32", "shared32"])
+    parser.add_argument("--loads", nargs="+", default=["batch32"], choices=TEXT_LOADS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     args = parser.parse_args()
     with LLM(dtype=args.dtype) as llm:
-        loads = cpu(llm.get_tokenizer().encode(long_text()))
+        loads = text_loads(text_ids(llm.get_tokenizer()))
+        warm_up = Workload("warm-up", [(loads["batch32"].requests[0][0][:64], 4)])
         model = reference_smollm2(resolve_model(None).path).to(getattr(torch, args.dtype))
-        run_octavo(llm, [(loads["batch32"][0][0][:64], 4)])
-        run_transformers(model, [(loads["batch32"][0][0][:64], 4)])
+        run_round(llm, warm_up)
+        run_transformers(model, warm_up)
         print(f"{args.dtype}, {torch.get_num_threads()} threads, medians of {args.rounds}; output tokens/s (prefill: input tokens/s)")
         print(f"{'load':12}{'octavo':>12}{'transformers':>16}{'ratio':>10}")
         for name in args.loads:
             load = loads[name]
-            tokens = len(load[0][0]) if name == "prefill" else sum(count for _, count in load)
-            pairs = [(tokens / run_octavo(llm, load), tokens / run_transformers(model, load)) for _ in range(args.rounds)]
+            tokens = load.input_tokens if name == "prefill" else load.output_tokens
+            pairs = [(tokens / run_round(llm, load).seconds, tokens / run_transformers(model, load)) for _ in range(args.rounds)]
             ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
             ratio = statistics.median(a / b for a, b in pairs)
             print(f"{name:12}{ours:>12.1f}{theirs:>16.1f}{ratio:>9.2f}x", flush=True)

@@ -13,18 +13,21 @@ from typing import Any, Literal
 from octavo.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+Device = Literal["auto", "cpu"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 
-def _flag(default: Any, text: str) -> Any:
-    """A field with its help text; the command line is built from these."""
-    return field(default=default, metadata={"help": text})
+def _flag(default: Any, text: str, choices_because: str = "") -> Any:
+    """A field with its help text; the command line is built from these. `choices_because`: why there are no other choices."""
+    return field(default=default, metadata={"help": text, "because": choices_because})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    model: str | None = _flag(None, "a model folder or a .gguf file; without one, the default model")
+    model: str | None = _flag(None, "a folder, a .gguf file, or owner/name[@revision][:QUANT] on the hub; without one, the default model")
+    revision: str | None = _flag(None, "branch, tag or commit of a model on the hub")
     dtype: Dtype = _flag("auto", "float32 or bfloat16; auto takes what this CPU is fast at")
+    device: Device = _flag("auto", "where to compute; this version does on the CPU", "this version computes on the CPU")
     load_format: Literal["auto", "dummy"] = _flag("auto", "dummy: random weights, for trying out shapes")
     max_model_len: int | None = _flag(None, "longest sequence, prompt and answer (4096, 32k, auto)")
     block_size: int = _flag(16, "tokens in a block, a power of two from 1 to 256")
@@ -43,24 +46,31 @@ class EngineConfig:
     seed: int = _flag(0, "seed of requests that bring none, and of dummy weights")
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, (str, os.PathLike, type(None))):
-            raise ConfigError(f"model must be a path, got {self.model!r}")
-        for name, (low, high) in _INTEGERS.items():
-            value = getattr(self, name)
-            if value is None and name in _OPTIONAL:
-                continue
-            if type(value) is not int or not low <= value <= high:
-                raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} must be one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}")
-        if self.block_size & (self.block_size - 1):
-            raise ConfigError(f"block_size must be a power of two from 1 to 256, got {self.block_size}")
+        for each in fields(self):
+            check_setting(each.name, getattr(self, each.name))
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs {self.max_num_seqs}: "
                 "a step must hold one token of every running sequence; raise the first or lower the second"
             )
+
+
+def check_setting(name: str, value: object) -> None:
+    """One field by itself; what two of them must agree on is checked when all are known."""
+    if name == "model" and not isinstance(value, (str, os.PathLike, type(None))):
+        raise ConfigError(f"model must be a path or a name, got {value!r}")
+    if name == "revision" and not isinstance(value, (str, type(None))):
+        raise ConfigError(f"revision must be a branch, a tag or a commit, got {value!r}")
+    if name in _INTEGERS and not (value is None and name in _OPTIONAL):
+        low, high = _INTEGERS[name]
+        if type(value) is not int or not low <= value <= high:
+            raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
+        if name == "block_size" and value & (value - 1):
+            raise ConfigError(f"block_size must be a power of two from 1 to 256, got {value}")
+    if name in _CHOICES and not any(type(value) is type(choice) and value == choice for choice in _CHOICES[name]):
+        because = EngineConfig.__dataclass_fields__[name].metadata["because"]
+        choices = ", ".join(map(str, _CHOICES[name]))
+        raise ConfigError(f"{name} must be one of {choices}, got {value!r}" + (f": {because}" if because else ""))
 
 
 _MANY = 2**31 - 1
@@ -78,6 +88,7 @@ _INTEGERS = {  # least and most
 _OPTIONAL = ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override")
 _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "dtype": ("auto", "float32", "bfloat16"),
+    "device": ("auto", "cpu"),
     "load_format": ("auto", "dummy"),
     "generation_config": ("auto", "none"),
     "scheduling_policy": ("fcfs", "priority"),
@@ -135,6 +146,28 @@ def log_level(default: str) -> str:
     if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise ConfigError(f"OCTAVO_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR, got {level!r}")
     return level
+
+
+# What matters of the environment: read here, or by a library on our behalf.
+VARIABLES = ("HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "NO_COLOR", "OCTAVO_DEBUG", "OCTAVO_LOG_LEVEL", "OMP_NUM_THREADS")
+
+
+def environment() -> dict[str, str]:
+    """The variables above that are set, and any other called OCTAVO_*, fit to be shown to anybody."""
+    names = sorted({*VARIABLES, *(name for name in os.environ if name.startswith("OCTAVO_"))})
+    return {name: _shown(name, value) for name in names if (value := os.environ.get(name))}
+
+
+def _shown(name: str, value: str) -> str:
+    """On one line, without secrets: a token, what we do not know, a password inside an address."""
+    if name not in VARIABLES or "TOKEN" in name:
+        return "(set)"
+    return re.sub(r"//[^/]*@", "//(set)@", " ".join(value.split()))[:200]
+
+
+def model_cache() -> Path:
+    """Where models of the hub are kept."""
+    return Path(os.path.expanduser(os.environ.get("HF_HOME") or "~/.cache/huggingface"), "hub")
 
 
 def thread_limit() -> int | None:

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Literal, TypeVar
 
 from octavo import log
-from octavo.config import Dtype, EngineConfig, SchedulingPolicy, debug_from_environment, log_level
+from octavo.config import Device, Dtype, EngineConfig, SchedulingPolicy, debug_from_environment, log_level
 from octavo.engine.client import EngineClient, InprocClient
 from octavo.engine.output import OutputProcessor
 from octavo.errors import EngineError, RequestError
@@ -34,7 +34,9 @@ class LLM:
         self,
         model: str | None = None,
         *,
+        revision: str | None = None,
         dtype: Dtype = "auto",
+        device: Device = "auto",
         load_format: Literal["auto", "dummy"] = "auto",
         max_model_len: int | None = None,
         block_size: int = 16,
@@ -55,7 +57,9 @@ class LLM:
         self._open(
             EngineConfig(
                 model=model,
+                revision=revision,
                 dtype=dtype,
+                device=device,
                 load_format=load_format,
                 max_model_len=max_model_len,
                 block_size=block_size,
@@ -88,8 +92,10 @@ class LLM:
         if debug.switched_on:
             log.logger.warning("OCTAVO_DEBUG is set, for tests only: %s", ", ".join(debug.switched_on))
         self.config = config
-        source = resolve_model(config.model)
+        watch = log.Stopwatch()
+        source = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
         model = load_model_config(source)
+        log.logger.info("Reading the config took %.2f seconds (%s)", watch.total(), source.name)
         self.model_name = source.name
         self._tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source)
         if self._tokenizer is not None:
@@ -260,9 +266,13 @@ class LLM:
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer:
+    watch = log.Stopwatch()
     if source.kind == "gguf":
-        return Tokenizer.from_gguf(source.gguf.metadata, str(source.path))
-    return Tokenizer.from_folder(source.path)
+        tokenizer = Tokenizer.from_gguf(source.gguf.metadata, str(source.path))
+    else:
+        tokenizer = Tokenizer.from_folder(source.path)
+    log.logger.info("Tokenizer loading took %.2f seconds", watch.total())
+    return tokenizer
 
 
 def _sampling_defaults(config: EngineConfig, source: ModelSource) -> Mapping[str, object]:

@@ -1,10 +1,12 @@
-"""Progress of long work on stderr: a bar where rich is installed and a terminal looks on, else a plain line now and then."""
+"""Progress of long work on stderr: a bar or a line that goes away where a terminal looks on, else a plain line now and then."""
 
 import sys
 import time
 from types import TracebackType
 
 LINE_EVERY = 5.0  # seconds between plain lines
+DOWNLOAD_LINE_EVERY = 10.0
+REDRAW_EVERY = 0.2
 
 
 class GenerateProgress:
@@ -52,3 +54,46 @@ def _bar(total: int):  # type: ignore[no-untyped-def]  # rich may be absent, and
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
     bar.add_task("generating", total=total, rates="")
     return bar
+
+
+def in_units(num_bytes: float) -> str:
+    """94 MB, 2.3 GB"""
+    for unit, size in (("GB", 10**9), ("MB", 10**6)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.{1 if num_bytes < 10 * size else 0}f} {unit}"
+    return f"{num_bytes / 1000:.0f} kB"
+
+
+class DownloadProgress:
+    """Bytes that came, of how many: one line that goes away on a terminal, else a plain line now and then."""
+
+    def __init__(self, name: str, total: int, enabled: bool = True) -> None:
+        self._name = name
+        self._total = total
+        self._done = 0
+        self._start = self._last_line = time.perf_counter()
+        self._enabled = enabled
+        self._at_terminal = sys.stderr.isatty()
+
+    def __enter__(self) -> "DownloadProgress":
+        self._show(f"downloading {self._name}, {in_units(self._total)}")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._at_terminal:
+            self._show("")
+        elif kind is None:
+            self._show(f"downloaded {self._name} in {time.perf_counter() - self._start:.0f} s")
+
+    def update(self, num_bytes: int) -> None:
+        """What came on top since the last call; below zero where it has to come again."""
+        self._done += num_bytes
+        now = time.perf_counter()
+        if now - self._last_line > (REDRAW_EVERY if self._at_terminal else DOWNLOAD_LINE_EVERY):
+            self._last_line = now
+            percent = 100 * self._done // max(self._total, 1)
+            self._show(f"downloading {self._name}, {percent} % of {in_units(self._total)}")
+
+    def _show(self, text: str) -> None:
+        if self._enabled:
+            print(f"\r\033[K{text}" if self._at_terminal else text, end="" if self._at_terminal else "\n", file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
 """Flags out of dataclasses: every field of `EngineConfig` is a flag, with the field's own help, type and default.
 
-A flag that is not given is absent from the parsed arguments, so the defaults stand in one place: the dataclass.
+A flag that is not given is absent from the parsed arguments, so the defaults stand in one place: the dataclass. A file given
+with --config stands between the two, and --show-config says which of the three each value came from.
 
     --max-model-len 32k      int | None: a size (k, m, g are powers of 1024) or auto
     --dtype float32          Literal: a choice
@@ -18,7 +19,7 @@ from octavo.config import EngineConfig
 from octavo.sampling_params import SamplingParams, is_unset
 
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
-NOT_FLAGS = ("model", "skip_tokenizer_init")  # each command has its own word for a model; commands speak text
+SETTINGS = tuple(field.name for field in fields(EngineConfig) if field.name != "skip_tokenizer_init")  # commands speak text
 
 SAMPLING_FLAGS: dict[str, tuple[Callable[[str], object], str]] = {
     "temperature": (float, "0 takes the likeliest token, higher is more varied"),
@@ -55,16 +56,33 @@ def nearest(name: str, known: Sequence[str]) -> str:
 def add_engine_flags(parser: argparse.ArgumentParser, only: Sequence[str] | None = None) -> None:
     """A flag for each field, or for those in `only`: a command that sets the others itself does not offer them."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--model", metavar="MODEL", help=_field_help("model"))
+    group.add_argument("--model", metavar="MODEL", help=field_help("model"))
+    offered = SETTINGS if only is None else ("model", *only)
     for field in fields(EngineConfig):
-        if field.name not in NOT_FLAGS and (only is None or field.name in only):
+        if field.name in offered and field.name != "model":
             _add_field(group, field)
+    text = "a TOML file with these settings, under the same names; flags win over it, paths are relative to the current folder"
+    group.add_argument("--config", metavar="FILE", help=text)
+    group.add_argument("--show-config", action="store_true", help="print each setting and where it came from, and do nothing else")
+    parser.set_defaults(settings=frozenset(offered))
 
 
 def engine_config(args: argparse.Namespace, model: str | None = None) -> EngineConfig:
-    """`model`: the one a command found among its words; without it, that of `--model`."""
-    given = {name: value for name, value in vars(args).items() if name in EngineConfig.__dataclass_fields__}
-    return EngineConfig(**given if model is None else {**given, "model": model})
+    """`model`: the one a command found among its words; without it, that of `--model`. Ends here if asked to show it."""
+    from octavo.cli.config_file import read_settings, settings_table  # reads sizes with this module
+
+    filed = read_settings(args.config) if args.config else {}
+    filed = {name: value for name, value in filed.items() if name in args.settings}  # one file may serve several commands
+    flags = {name: value for name, value in vars(args).items() if name in args.settings}
+    if args.model is None:
+        del flags["model"]
+    words = {} if model in (None, args.model) else {"model": model}
+    config = EngineConfig(**{**filed, **flags, **words})
+    if args.show_config:
+        origins = {**dict.fromkeys(filed, f"file {args.config}"), **dict.fromkeys(flags, "flag"), **dict.fromkeys(words, "command line")}
+        print(settings_table(config, args.settings, origins), flush=True)
+        raise SystemExit(0)
+    return config
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, defaults: Mapping[str, object]) -> None:
@@ -94,17 +112,31 @@ def size(text: str) -> int | None:
 
 
 def _add_field(group: argparse._ArgumentGroup, field: Field[Any]) -> None:
-    flag, text = _flag(field.name), _field_help(field.name)
+    flag, text = _flag(field.name), field_help(field.name)
     if field.type is bool:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
     elif get_origin(field.type) is Literal:
-        group.add_argument(flag, choices=get_args(field.type), default=argparse.SUPPRESS, help=text)
+        choices = "{" + ",".join(get_args(field.type)) + "}"
+        group.add_argument(flag, type=_choice(field), metavar=choices, default=argparse.SUPPRESS, help=text)
     else:
         convert: Callable[[str], object] = size if field.type == int | None else int if field.type is int else str
         group.add_argument(flag, type=convert, metavar=_metavar(convert), default=argparse.SUPPRESS, help=text)
 
 
-def _field_help(name: str) -> str:
+def _choice(field: Field[Any]) -> Callable[[str], str]:
+    """argparse's own `choices`, which also says why there are no others."""
+    choices, because = get_args(field.type), field.metadata["because"]
+
+    def convert(text: str) -> str:
+        if text not in choices:
+            said = f"invalid choice: {text!r} (choose from {', '.join(choices)})"
+            raise argparse.ArgumentTypeError(said + (f": {because}" if because else ""))
+        return text
+
+    return convert
+
+
+def field_help(name: str) -> str:
     field = EngineConfig.__dataclass_fields__[name]
     default = "" if field.default is None else f" (default: {str(field.default).lower()})"
     return f"{field.metadata['help']}{default}"

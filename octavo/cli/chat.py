@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "octavo chat [options] [MODEL] [QUESTION]"
     parser.epilog = "In the chat: " + ", ".join(COMMANDS) + f"; {KEYS}."
     text = (
-        "a model folder or .gguf file (default: the default model), and a question to answer once. "
+        "a model folder, a .gguf file or a name on the hub (default: the default model), and a question to answer once. "
         "One word alone is the model if it is a folder, ends in .gguf or is written like a path (a/b, no spaces), else the question"
     )
     parser.add_argument("words", nargs="*", metavar="MODEL QUESTION", help=text)

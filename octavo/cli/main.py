@@ -2,44 +2,55 @@
 
     0  done      1  an error, in one line      2  used wrongly      130  Ctrl-C      141  nobody reads our output any more
 
-A sub-command is a module with `add_arguments(parser)` and `run(args) -> int`. Only the one that is asked for is imported,
-and it imports the engine only in `run`: help must not wait for torch.
+A sub-command is a module with `add_arguments(parser)` and `run(args) -> int`, or a package with SUBCOMMANDS. Only
+the one that is asked for is imported, and it imports the engine only in `run`: help must not wait for torch.
 """
 
 import importlib
 import io
 import os
+import platform
+import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from octavo import __version__
 from octavo.cli.args import Parser, nearest
 from octavo.config import log_level
 from octavo.errors import ConfigError, OctavoError
+from octavo.worker.device import platform_refusal
 
 COMMANDS = {
     "chat": "talk to a model, or ask it one question",
     "generate": "complete prompts, from the command line or a file",
+    "bench": "measure throughput, latency or start-up",
     "verify": "prove that paging is invisible, bit for bit",
+    "doctor": "say what is here, what is missing and what to fix",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if refusal := platform_refusal(platform.system()):
+        print(f"octavo: error: {refusal}", file=sys.stderr)
+        return 1
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a narrow terminal encoding is no reason to lose an answer
-    if not words or words[0] not in COMMANDS:
-        _top(words or ["--help"])
     try:
-        code = _run(words[0], words[1:])
+        code = _run("octavo", "A paged LLM inference engine", "octavo.cli", COMMANDS, words)
         sys.stdout.flush()  # here, where a reader that has gone is handled
         return code
     except OctavoError as error:
         if _debugging():
             traceback.print_exc()
         print(f"octavo: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except ImportError as error:
+        if _debugging():
+            traceback.print_exc()
+        print(f"octavo: error: {' '.join(str(error).split())[:300]}; `octavo doctor` says what helps", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -48,26 +59,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _run(name: str, words: Sequence[str]) -> int:
-    command = importlib.import_module(f"octavo.cli.{name}")
-    parser = Parser(prog=f"octavo {name}", description=f"{COMMANDS[name]}.", allow_abbrev=False)
-    parser.set_defaults(fail=parser.error)
+def _run(program: str, summary: str, package: str, commands: Mapping[str, str], words: Sequence[str]) -> int:
+    if not words or words[0] not in commands:
+        _no_command(program, summary, commands, words or ["--help"])
+    name, rest = words[0], words[1:]
+    command = importlib.import_module(f"{package}.{name}")
+    if hasattr(command, "SUBCOMMANDS"):
+        return _run(f"{program} {name}", commands[name], command.__name__, command.SUBCOMMANDS, rest)
+    parser = Parser(prog=f"{program} {name}", description=f"{commands[name]}.", allow_abbrev=False)
+    parser.set_defaults(fail=parser.error, typed=shlex.join([*program.split(), *words]))
     command.add_arguments(parser)
-    return int(command.run(parser.parse(words)))
+    return int(command.run(parser.parse(rest)))
 
 
-def _top(words: Sequence[str]) -> NoReturn:
+def _no_command(program: str, summary: str, commands: Mapping[str, str], words: Sequence[str]) -> NoReturn:
     """Everything that is no sub-command: help, the version, and mistakes."""
-    parser = Parser(prog="octavo", description="A paged LLM inference engine.", allow_abbrev=False)
-    parser.epilog = "octavo COMMAND --help says more."
+    parser = Parser(prog=program, description=f"{summary}.", allow_abbrev=False)
+    parser.epilog = f"{program} COMMAND --help says more."
     parser.add_argument("--version", action="version", version=f"octavo {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name, summary in COMMANDS.items():
-        commands.add_parser(name, help=summary)
+    listed = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, summary in commands.items():
+        listed.add_parser(name, help=summary)
     kind = "option" if words[0].startswith("-") else "command"
     if kind == "option":
         parser.parse_known_args(words[:1])  # --help and --version end here
-    parser.error(f"unknown {kind} {words[0]}{nearest(words[0], [*COMMANDS, '--help', '--version'])}")
+    parser.error(f"unknown {kind} {words[0]}{nearest(words[0], [*commands, '--help', '--version'])}")
 
 
 def _debugging() -> bool:

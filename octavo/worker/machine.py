@@ -1,57 +1,92 @@
-"""What this process may use of the machine: memory and CPUs, cgroup limits counted, and what the CPU is fast at."""
+"""What this process may use of the machine: memory and CPUs, cgroup limits counted, and what the CPU is fast at.
+
+It must answer where torch cannot be imported, too: `octavo doctor` asks.
+"""
 
 import math
 import os
+import platform
 from pathlib import Path
-
-import torch
 
 from octavo.config import thread_limit
 
 CGROUP = Path("/sys/fs/cgroup")
 OWN_GROUP = Path("/proc/self/cgroup")
+CPU_INFO = Path("/proc/cpuinfo")
+MEMORY_INFO = Path("/proc/meminfo")
+
+
+def total_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def memory_bytes() -> int:
     """Memory the process may use: the machine's, or its cgroup's limit where that is lower."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [_read_number(group / "memory.max") for group in _groups()]
-    limits.append(_read_number(CGROUP / "memory/memory.limit_in_bytes"))  # cgroup v1
-    return min([total, *(limit for limit in limits if limit)])
+    limits = [_read_number(group / name) for group in _groups("memory") for name in ("memory.max", "memory.limit_in_bytes")]
+    return min([total_bytes(), *(limit for limit in limits if limit)])
+
+
+def available_bytes() -> int | None:
+    """Memory that nobody on this machine uses now; None where the system does not say."""
+    found = _fields(MEMORY_INFO).get("MemAvailable", "").removesuffix(" kB")
+    return int(found) * 1024 if found.isdigit() else None
 
 
 def num_threads() -> int:
     """CPUs in the affinity mask, within the cgroup's quota and OMP_NUM_THREADS."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cpus, _cgroup_cpus() or cpus, thread_limit() or cpus))
+    cpus = allowed_cpus()
+    return max(1, min(cpus, quota_cpus() or cpus, thread_limit() or cpus))
+
+
+def allowed_cpus() -> int:
+    """CPUs in the affinity mask."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def quota_cpus() -> int | None:
+    """CPUs the cgroup's quota amounts to, rounded up; None without a quota."""
+    quotas = [quota for group in _groups("cpu") if (quota := _read_quota(group)) is not None]
+    return min(quotas, default=None)
+
+
+def cpu_model() -> str:
+    return _fields(CPU_INFO).get("model name") or platform.processor() or platform.machine()
+
+
+def cpu_flags() -> frozenset[str]:
+    """What the CPU has and the kernel lets us use, in the kernel's words."""
+    found = _fields(CPU_INFO)
+    return frozenset((found.get("flags") or found.get("Features") or "").split())  # x86 or ARM
 
 
 def fast_dtype() -> str:
     """bfloat16 where the CPU multiplies it natively, else float32."""
+    import torch
+
     return "bfloat16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "float32"
 
 
-def _groups() -> list[Path]:
-    """This process's cgroup and all above it (v2): each may set a limit, and all of them hold."""
+def _groups(controller: str) -> list[Path]:
+    """This process's cgroup and all above it: each may set a limit, and all of them hold. v1 has a tree for each controller."""
+    own = {"": "/", controller: "/"}
     try:
-        own = next((line[3:] for line in OWN_GROUP.read_text().splitlines() if line.startswith("0::")), "")
+        lines = OWN_GROUP.read_text().splitlines()
     except OSError:
-        own = ""
-    parts = [part for part in own.split("/") if part]
-    return [CGROUP.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
+        lines = []
+    for line in lines:
+        _, names, path = line.split(":", 2)
+        own |= {name: path for name in names.split(",") if name in own}
+    trees = {name: [part for part in path.split("/") if part] for name, path in own.items()}
+    return [CGROUP.joinpath(name, *parts[:depth]) for name, parts in trees.items() for depth in range(len(parts) + 1)]
 
 
-def _cgroup_cpus() -> int | None:
-    quotas = [quota for group in _groups() if (quota := _read_quota(group / "cpu.max")) is not None]
-    return min(quotas, default=None)
-
-
-def _read_quota(path: Path) -> int | None:
+def _read_quota(group: Path) -> int | None:
     try:
-        quota, period = path.read_text().split()
+        quota, period = (group / "cpu.max").read_text().split()
         return math.ceil(int(quota) / int(period))
-    except (OSError, ValueError):
-        return None  # no such limit, or "max"
+    except (OSError, ValueError):  # no such limit, or "max"
+        quota_us, period_us = _read_number(group / "cpu.cfs_quota_us"), _read_number(group / "cpu.cfs_period_us")
+        return math.ceil(quota_us / period_us) if quota_us and period_us and quota_us > 0 else None  # -1: none
 
 
 def _read_number(path: Path) -> int | None:
@@ -59,3 +94,12 @@ def _read_number(path: Path) -> int | None:
         return int(path.read_text())
     except (OSError, ValueError):
         return None
+
+
+def _fields(path: Path) -> dict[str, str]:
+    """The first `name : value` of each name in a file of /proc."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}

@@ -1,7 +1,9 @@
-"""`Worker`: from a model's files to a runner that is ready: dtype, backend, weights, cache, in that order.
+"""`Worker`: from a model's files to a runner that is ready: device, dtype, backend, cache, weights, warm-up, in that order.
 
 It implements the runner seam of the executor and hands every plan on to `ModelRunner`.
 """
+
+import platform
 
 import torch
 
@@ -18,6 +20,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model, cache_specs
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.memory_plan import plan_cache
+from octavo.worker.device import platform_refusal, start_lines, torch_build, torch_refusal
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
 from octavo.worker.machine import fast_dtype, memory_bytes, num_threads
@@ -25,6 +28,7 @@ from octavo.worker.model_runner import ModelRunner
 from octavo.worker.program import Eager
 from octavo.worker.request_table import RequestTable
 from octavo.worker.shadow import Shadow, ShadowedStore, shadowed
+from octavo.worker.warm_up import warm_up
 
 GIB = 2**30
 
@@ -37,6 +41,7 @@ class Worker:
         self.model_config = model_config
         self.faults = Faults(debug)
         self._shadow_wanted = shadow
+        self._check_device()
         self.dtype = resolve_dtype(config, model_config)
         self.specs = cache_specs(model_config, self.dtype)
         self.backend = choose_backend(config.attention_backend, self.dtype)
@@ -49,7 +54,9 @@ class Worker:
         torch.set_num_threads(num_threads())
         geometry = self.plan_cache()
         self._check_rows(geometry)
+        watch = Stopwatch()
         self.store: KVStore = self._make_store(geometry)
+        logger.info("Reserving the KV cache took %.2f seconds", watch.total())
         if self._shadow_wanted:
             self._add_shadow(geometry)
         model = self._load(geometry.max_model_len)
@@ -58,6 +65,10 @@ class Worker:
         self.table = RequestTable(self.config.max_num_seqs, geometry.max_model_len, blocks)
         program = Eager(model, self.backend)
         self.runner = ModelRunner(model, program, self.store, self.table, geometry.block_size, self.faults)
+        if not self._shadow_wanted:  # it would compare the warm-up with a cache that has not seen it
+            watch = Stopwatch()
+            warm_up(model, program, self.specs, geometry, self.backend.layout)
+            logger.info("Warm-up took %.2f seconds", watch.total())
         return geometry
 
     def forward(self, plan: StepPlan) -> None:
@@ -74,6 +85,13 @@ class Worker:
 
     def plan_cache(self) -> CacheGeometry:
         return plan_cache(self.specs, self.config, memory_bytes(), self.model_config.max_position)
+
+    def _check_device(self) -> None:
+        build = torch_build()
+        if refusal := platform_refusal(platform.system()) or torch_refusal(build):
+            raise ConfigError(refusal)
+        for line in start_lines(self.config.device, build):
+            logger.info(line)
 
     def _check_rows(self, geometry: CacheGeometry) -> None:
         """Rows cost memory too: token ids and tables of each, and with a contiguous cache its whole region."""

@@ -1,17 +1,20 @@
 """Settings: what is wrong is refused by name and number before anything starts; switches for tests are parsed strictly."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from octavo.config import Debug, EngineConfig, log_level, no_color, state_dir
+from octavo.config import VARIABLES, Debug, EngineConfig, environment, log_level, no_color, state_dir
 from octavo.errors import ConfigError
 
 NO_INTEGERS: list[Any] = [1.5, "16", True, -1]
 BAD: dict[str, list[Any]] = {
+    "revision": [5, b"main"],
     "dtype": ["float16", "", None, 5],
+    "device": ["cuda", "mps", "", None, 5],
     "load_format": ["pt", None],
     "generation_config": ["vllm", None],
     "max_model_len": [0, 1, *NO_INTEGERS],
@@ -20,7 +23,7 @@ BAD: dict[str, list[Any]] = {
     "num_gpu_blocks_override": [0, 1, *NO_INTEGERS],
     "max_num_seqs": [0, 2**40, None, *NO_INTEGERS],
     "max_num_batched_tokens": [0, 255, None, *NO_INTEGERS],
-    "enable_prefix_caching": ["false", None, 2],
+    "enable_prefix_caching": ["false", None, 2, 1],
     "scheduling_policy": ["lifo", None],
     "pipeline_depth": [0, 3, None, *NO_INTEGERS],
     "max_logprobs": [None, *NO_INTEGERS],
@@ -37,6 +40,12 @@ def test_a_setting_without_meaning_is_refused_by_name_and_value(name: str, value
 
 def test_what_is_not_checked_here_is_a_path_or_a_name_that_another_door_knows() -> None:
     assert set(EngineConfig.__dataclass_fields__) - set(BAD) == {"model", "attention_backend", "chat_template"}
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+def test_a_device_that_is_not_built_is_refused_with_the_reason(device: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^device must be one of auto, cpu, got '{device}': this version computes on the CPU$"):
+        EngineConfig(device=device)
 
 
 def test_a_step_must_hold_one_token_of_every_sequence() -> None:
@@ -74,3 +83,14 @@ def test_the_environment_is_read_where_it_is_asked_for(monkeypatch: pytest.Monke
     assert not no_color()
     monkeypatch.setenv("NO_COLOR", "1")
     assert no_color()
+
+
+def test_what_is_shown_of_the_environment_is_on_one_line_and_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("OCTAVO_", "HF_")) or name in VARIABLES]:
+        monkeypatch.delenv(name)
+    assert environment() == {}
+    given = {"HF_TOKEN": "hf_secret", "HF_ENDPOINT": "https://me:sec@ret@hub.example/x", "OCTAVO_K": "secret", "HF_HOME": "a\n b"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    shown = {"HF_ENDPOINT": "https://(set)@hub.example/x", "HF_HOME": "a b", "HF_TOKEN": "(set)", "OCTAVO_K": "(set)"}
+    assert environment() == shown

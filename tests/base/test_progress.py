@@ -6,7 +6,7 @@ import time
 import pytest
 
 from octavo import progress
-from octavo.progress import GenerateProgress
+from octavo.progress import DownloadProgress, GenerateProgress
 
 
 def test_plain_lines_come_every_few_seconds_with_rates(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,6 +19,28 @@ def test_plain_lines_come_every_few_seconds_with_rates(monkeypatch: pytest.Monke
         "",
         "1/3 requests, in 3 tok/s, out 2 tok/s\n2/3 requests, in 2 tok/s, out 2 tok/s\n",
     )
+
+
+def test_a_download_says_its_size_and_how_far_it_is_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    with DownloadProgress("o/n", 2_340_000_000) as shown:
+        for now in (1.0, 9.0, 11.0, 12.0, 20.0, 22.0):
+            shown.update(390_000_000 if now < 22 else 0)
+    with DownloadProgress("o/n", 94_300_000, enabled=False) as shown:
+        now = 99.0
+        shown.update(1)
+    with pytest.raises(ZeroDivisionError), DownloadProgress("o/n", 94_300_000):
+        raise ZeroDivisionError
+    assert capsys.readouterr().err.splitlines() == [
+        "downloading o/n, 2.3 GB",
+        "downloading o/n, 50 % of 2.3 GB",
+        "downloading o/n, 83 % of 2.3 GB",
+        "downloaded o/n in 22 s",
+        "downloading o/n, 94 MB",
+    ]
 
 
 def test_nothing_is_shown_when_it_is_switched_off(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bench.loads import cpu
 from octavo import LLM, RequestOutput, SamplingParams
+from octavo.bench.loads import cpu
 from octavo.errors import EngineError, RequestError
 from octavo.outputs import TextDelta
 from tests.support.story_folder import TEMPLATE

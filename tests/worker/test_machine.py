@@ -55,3 +55,27 @@ def test_limits_of_every_group_above_count(cgroup: Path) -> None:
     (inner.parent / "cpu.max").write_text("500000 100000\n")
     assert machine.memory_bytes() == 2**28
     assert machine.num_threads() == 3
+
+
+def test_limits_of_old_cgroups_count_in_the_tree_of_their_controller(cgroup: Path) -> None:
+    (cgroup / "own").write_text("7:memory:/box/inner\n3:cpu,cpuacct:/box\n0::/\n")
+    for place, limit in (("memory/box/inner/memory.limit_in_bytes", 2**40), ("memory/box/memory.limit_in_bytes", 2**28)):
+        (cgroup / place).parent.mkdir(parents=True, exist_ok=True)
+        (cgroup / place).write_text(f"{limit}\n")
+    (cgroup / "cpu" / "box").mkdir(parents=True)
+    for place, quota in (("cpu", -1), ("cpu/box", 250000)):
+        (cgroup / place / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        (cgroup / place / "cpu.cfs_period_us").write_text("100000\n")
+    assert machine.memory_bytes() == 2**28
+    assert (machine.quota_cpus(), machine.num_threads()) == (3, 3)
+
+
+def test_memory_at_hand_and_the_cpu_are_read_from_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "MEMORY_INFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "cpuinfo")
+    assert (machine.available_bytes(), machine.cpu_flags()) == (None, frozenset()) and machine.cpu_model()
+    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:    2048 kB\n")
+    (tmp_path / "cpuinfo").write_text("model name\t: First: one\nflags\t: avx2 avx512f\n\nmodel name\t: Second\nflags\t: avx2\n")
+    assert (machine.available_bytes(), machine.cpu_model(), machine.cpu_flags()) == (2**21, "First: one", {"avx2", "avx512f"})
+    (tmp_path / "cpuinfo").write_text("Features\t: asimd sve\n")
+    assert machine.cpu_flags() == {"asimd", "sve"}

@@ -1,0 +1,1 @@
+"""The benchmarks behind `octavo bench`: workloads, how they are measured, and how the figures are shown."""

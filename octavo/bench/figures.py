@@ -1,0 +1,49 @@
+"""`Figure`: one measured quantity, over the rounds or requests it was seen in; `Result`: the figures of one workload."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+STATISTICS = {"median": 50, "min": 0, "max": 100, "p10": 10, "p90": 90, "p99": 99}  # each is a percentile
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    unit: str
+    samples: Sequence[float]
+
+    def statistic(self, name: str) -> float:
+        """One of STATISTICS."""
+        return self.at(STATISTICS[name])
+
+    def at(self, percent: float) -> float:
+        """The percentile, straight lines between samples (numpy's default)."""
+        ordered = sorted(self.samples)
+        place = (len(ordered) - 1) * percent / 100
+        below = int(place)
+        above = min(below + 1, len(ordered) - 1)
+        return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+    def as_json(self) -> dict[str, object]:
+        return {"unit": self.unit, **{name: self.statistic(name) for name in STATISTICS}, "samples": list(self.samples)}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    name: str
+    facts: dict[str, int]  # what was run: requests, tokens, rounds
+    figures: dict[str, Figure]
+
+    def as_json(self) -> dict[str, object]:
+        return {"name": self.name, **self.facts, "figures": {name: figure.as_json() for name, figure in self.figures.items()}}
+
+
+def words(name: str) -> str:
+    """first_token -> first token"""
+    return name.replace("_", " ")
+
+
+def number(value: float) -> str:
+    """For people: three digits or so."""
+    if abs(value) >= 1000 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"

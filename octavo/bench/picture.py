@@ -1,0 +1,96 @@
+"""The figures as a picture: a small SVG of horizontal bars, written by hand, readable on light and on dark.
+
+    panel title, unit
+      label  ██████████████├──┤  12.3        the thin line runs from the least to the most that was seen
+    small print: the command and the machine
+
+Every number in it also stands in its description, for those who cannot see the bars.
+"""
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+from octavo.bench.figures import Figure, number, words
+
+WIDTH, MARGIN, LEFT, RIGHT = 760, 24, 220, 70  # of the picture, its edge, labels, numbers
+ROW, HEAD, SMALL = 26, 44, 16  # heights of a bar's row, a panel's title, a line of small print
+LONGEST_LABEL = 28  # characters
+
+STYLE = """
+  svg { color-scheme: light dark; font-family: system-ui, sans-serif; }
+  .back { fill: #ffffff; } text { fill: #1b1f24; font-size: 13px; } .title { font-size: 17px; font-weight: 600; }
+  .head { font-weight: 600; } .small { fill: #57606a; font-size: 11px; }
+  .bar { fill: #2f6f9f; } .seen { stroke: #1b1f24; stroke-width: 1.5; }
+  @media (prefers-color-scheme: dark) {
+    .back { fill: #15181d; } text { fill: #e6e8eb; } .small { fill: #9aa4ae; } .bar { fill: #4d94c8; } .seen { stroke: #e6e8eb; }
+  }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    label: str
+    value: float
+    low: float  # the thin line, from here
+    high: float  # to here
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    title: str
+    bars: list[Bar]
+
+
+def bar(label: str, figure: Figure) -> Bar:
+    """The median, and the range that was seen."""
+    return Bar(label, *(figure.statistic(name) for name in ("median", "min", "max")))
+
+
+def heading(name: str, figure: Figure) -> str:
+    return f"{words(name)}, {figure.unit}"
+
+
+def draw(title: str, panels: Sequence[Panel], small_print: Sequence[str]) -> str:
+    body, y = [_text(MARGIN, 36, title, "title")], 48
+    for panel in panels:
+        body += _panel(panel, y)
+        y += HEAD + ROW * len(panel.bars)
+    lines = [line for text in small_print for line in textwrap.wrap(text, 120, break_on_hyphens=False)]
+    body += [_text(MARGIN, y + 20 + SMALL * index, line, "small") for index, line in enumerate(lines)]
+    height = y + 20 + SMALL * len(lines)
+    said = "; ".join(f"{panel.title}: " + ", ".join(f"{bar.label} {number(bar.value)}" for bar in panel.bars) for panel in panels)
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+        'role="img" aria-labelledby="title description">',
+        f'<title id="title">{escape(title)}</title>',
+        f'<desc id="description">{escape(said)}</desc>',
+        f"<style>{STYLE}</style>",
+        f'<rect class="back" width="{WIDTH}" height="{height}"/>',
+        *body,
+        "</svg>\n",
+    ])  # fmt: skip
+
+
+def _panel(panel: Panel, y: int) -> list[str]:
+    most = max((max(bar.value, bar.high) for bar in panel.bars), default=0.0) or 1.0
+    scale = (WIDTH - MARGIN - LEFT - RIGHT) / most
+    parts = [_text(MARGIN, y + HEAD - 14, panel.title, "head")]
+    for index, bar in enumerate(panel.bars):
+        top = y + HEAD + ROW * index
+        low, high = LEFT + bar.low * scale, LEFT + bar.high * scale
+        parts.append(_text(LEFT - 10, top + 13, _short(bar.label), "label", anchor="end"))
+        parts.append(f'<rect class="bar" x="{LEFT}" y="{top}" width="{max(bar.value * scale, 1):.1f}" height="18" rx="2"/>')
+        if high - low > 1:
+            parts.append(f'<line class="seen" x1="{low:.1f}" x2="{high:.1f}" y1="{top + 9}" y2="{top + 9}"/>')
+        parts.append(_text(LEFT + max(bar.value, bar.high) * scale + 8, top + 13, number(bar.value), "value"))
+    return parts
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= LONGEST_LABEL else label[: LONGEST_LABEL - 1] + "…"
+
+
+def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

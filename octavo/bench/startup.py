@@ -1,0 +1,53 @@
+"""Start-up, measured from outside: a fresh process each round, its milestones timed from the moment it was started.
+
+Phases come from the log lines that end in "took S seconds", whichever the engine writes.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import asdict
+
+from octavo.bench.figures import Figure, Result
+from octavo.config import EngineConfig
+from octavo.errors import EngineError
+
+MILESTONES = ("import", "ready", "first_token")
+PHASE = re.compile(r"INFO (?P<name>[\w -]+) took (?:[\d.]+ GiB and )?(?P<seconds>[\d.]+) seconds")
+MIB = 2**20
+
+
+def measure_startup(config: EngineConfig, name: str, rounds: int) -> Result:
+    samples: dict[str, list[float]] = defaultdict(list)
+    for number in range(1, rounds + 1):
+        seconds = _start(config)
+        print(f"round {number} of {rounds}: {seconds['first_token']:.2f} s to the first token", file=sys.stderr, flush=True)
+        for key, value in seconds.items():
+            samples[key].append(value)
+    figures = {key: Figure("MiB" if key == "peak_memory" else "s", values) for key, values in samples.items()}
+    return Result(name, {"rounds": rounds}, figures)
+
+
+def _start(config: EngineConfig) -> dict[str, float]:
+    """Seconds from starting a process to each milestone, its phases, and its peak memory."""
+    command = [sys.executable, "-m", "octavo.bench.cold_start", json.dumps(asdict(config))]
+    found: dict[str, float] = {}
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        start = time.perf_counter()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                milestone, _, value = line.strip().partition(" ")
+                found[milestone] = int(value) / MIB if value else time.perf_counter() - start
+        log.seek(0)
+        lines = log.read().splitlines()
+    missing = [name for name in MILESTONES if name not in found]
+    if missing or process.returncode:
+        last = lines[-1] if lines else f"exit code {process.returncode}"
+        raise EngineError(f"the process that was started did not reach {missing[0] if missing else 'its end'}: {last}")
+    phases = (PHASE.search(line) for line in lines)
+    return found | {phase["name"].lower().replace(" ", "_"): float(phase["seconds"]) for phase in phases if phase}

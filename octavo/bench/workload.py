@@ -1,0 +1,80 @@
+"""`Workload`: what a benchmark sends in: prompts as token ids, and how many tokens each wants back.
+
+    named    the published loads of loads.py, by name; those of the CPU set are cut from a text, the others drawn at random
+    drawn    lengths of the user's choice, ids drawn at random
+    traced   the lengths and shared beginnings that a real service recorded (traces.py)
+
+The same model, choice and seed give the same workload.
+"""
+
+from dataclasses import dataclass
+from random import Random
+
+from octavo.bench import loads
+from octavo.errors import ConfigError
+
+Ids = list[int]
+
+TEXT_LOADS = ("single", "prefill", "batch32", "shared32")
+RANDOM_LOADS = {f"gpu-{name}" if name in TEXT_LOADS else name: make for name, make in loads.GPU.items()}
+INSTEAD = "choose other lengths with --input-len and --output-len"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    name: str
+    requests: list[tuple[Ids, int]]  # prompt, tokens wanted back
+    is_text: bool = False  # cut from a text: then answers are made text too; else it is ids in, ids out
+    clipped: int = 0  # requests cut to the model's context
+
+    @property
+    def input_tokens(self) -> int:
+        return sum(len(ids) for ids, _ in self.requests)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(count for _, count in self.requests)
+
+    @property
+    def longest(self) -> int:
+        return max(len(ids) + count for ids, count in self.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Lengths from `low` to `high`, both included."""
+
+    low: int
+    high: int
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
+
+
+def text_loads(text: Ids) -> dict[str, Workload]:
+    return {name: Workload(name, requests, is_text=True) for name, requests in loads.cpu(text).items()}
+
+
+def random_load(name: str, vocab_size: int) -> Workload:
+    workload = Workload(name, RANDOM_LOADS[name]())
+    highest = max(max(ids) for ids, _ in workload.requests)
+    if highest >= vocab_size:
+        raise ConfigError(f"load {name} draws token ids up to {highest:,}, this model's vocabulary has {vocab_size:,}; {INSTEAD}")
+    return workload
+
+
+def drawn(inputs: Lengths, outputs: Lengths, count: int, vocab_size: int, max_model_len: int, seed: int) -> Workload:
+    name, rng = f"{inputs} in, {outputs} out", Random(seed)
+    check_fits(name, inputs.high + outputs.high, max_model_len)
+    lengths = [(rng.randint(inputs.low, inputs.high), rng.randint(outputs.low, outputs.high)) for _ in range(count)]
+    return Workload(name, [(random_ids(rng, length, vocab_size), wanted) for length, wanted in lengths])
+
+
+def random_ids(rng: Random, count: int, vocab_size: int) -> Ids:
+    return rng.choices(range(vocab_size), k=count)
+
+
+def check_fits(name: str, tokens: int, max_model_len: int) -> None:
+    """A load is run as it is or not at all: cut to fit, its figure would mean something else."""
+    if tokens > max_model_len:
+        raise ConfigError(f"{name}: a sequence may grow to {tokens:,} tokens, max_model_len is {max_model_len:,}; {INSTEAD}")

@@ -1,0 +1,49 @@
+"""`octavo bench latency`: one batch of requests at a time: how long to the first token, per token, to the end."""
+
+import argparse
+from dataclasses import replace
+
+from octavo.bench.picture import Bar, Panel, heading
+from octavo.bench.table import by_statistic
+from octavo.bench.workload import Lengths, drawn
+from octavo.cli.args import add_engine_flags, engine_config
+from octavo.cli.bench.output import add_common_flags, check_targets, count, publish
+from octavo.cli.opening import opened
+
+DEFAULT_BATCH, DEFAULT_INPUT, DEFAULT_OUTPUT, DEFAULT_ROUNDS = 1, 128, 64, 10
+SHOWN = ("first_token", "per_output_token", "end_to_end")
+STATISTICS = ("p10", "median", "p90", "p99")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_common_flags(parser, DEFAULT_ROUNDS)
+    group = parser.add_argument_group("batch")
+    text = f"requests that arrive together (default: {DEFAULT_BATCH})"
+    group.add_argument("--batch-size", type=count, metavar="N", default=DEFAULT_BATCH, help=text)
+    text = f"tokens of a prompt, ids drawn at random (default: {DEFAULT_INPUT})"
+    group.add_argument("--input-len", type=count, metavar="N", default=DEFAULT_INPUT, help=text)
+    group.add_argument("--output-len", type=count, metavar="N", default=DEFAULT_OUTPUT, help=f"tokens after it (default: {DEFAULT_OUTPUT})")
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_targets(args)
+    from octavo.bench.machine import describe
+    from octavo.bench.measure import measure
+    from octavo.loading.resolve import load_model_config, resolve_model
+
+    config = replace(engine_config(args, args.words), skip_tokenizer_init=True)
+    source = resolve_model(config.model)
+    model = load_model_config(source)
+    inputs, outputs = Lengths(args.input_len, args.input_len), Lengths(args.output_len, args.output_len)
+    with opened(config) as llm:
+        workload = drawn(inputs, outputs, args.batch_size, model.vocab_size, llm.max_model_len, config.seed)
+        result = measure(llm, replace(workload, name=f"batch of {args.batch_size}, {workload.name}"), args.rounds)
+    figures = {name: result.figures[name] for name in SHOWN if name in result.figures}
+    table = f"{result.name}; rounds: {args.rounds}\n\n{by_statistic(figures, STATISTICS)}"
+    panels = []
+    for name, figure in figures.items():
+        values = [(statistic, figure.statistic(statistic)) for statistic in STATISTICS]
+        panels.append(Panel(heading(name, figure), [Bar(statistic, value, value, value) for statistic, value in values]))
+    publish(args, "latency", describe(config, source.name, model), [result], table, panels)
+    return 0

@@ -1,0 +1,37 @@
+"""`octavo bench startup`: real processes, timed from their start to `import`, to ready, to the first token."""
+
+import argparse
+from dataclasses import replace
+
+from octavo.bench.figures import words
+from octavo.bench.picture import Panel, bar
+from octavo.bench.startup import measure_startup
+from octavo.bench.table import by_statistic
+from octavo.cli.args import add_engine_flags, engine_config
+from octavo.cli.bench.output import add_common_flags, check_targets, publish
+
+DEFAULT_ROUNDS = 5
+STATISTICS = ("median", "min", "max")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_common_flags(parser, DEFAULT_ROUNDS)
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_targets(args)
+    from octavo.bench.machine import describe
+    from octavo.loading.resolve import load_model_config, resolve_model
+
+    config = engine_config(args, args.words)
+    if config.load_format == "dummy":
+        config = replace(config, skip_tokenizer_init=True)  # shapes alone need no tokenizer
+    source = resolve_model(config.model)
+    machine = describe(config, source.name, load_model_config(source))
+    result = measure_startup(config, source.name, args.rounds)
+    bars = [bar(words(name), figure) for name, figure in result.figures.items() if figure.unit == "s"]
+    head = f"rounds: {args.rounds}, a fresh process each; import, ready and first token count from its start, others are parts of these"
+    table = f"{head}\n\n{by_statistic(result.figures, STATISTICS)}"
+    publish(args, "startup", machine, [result], table, [Panel("seconds", bars)])
+    return 0

@@ -1,0 +1,86 @@
+"""Settings out of a TOML file, and the table that says where each setting came from.
+
+    # octavo.toml: the names of the flags, with - or _; sizes as in flags
+    model = "models/SmolLM2"
+    max-model-len = "32k"
+    enable_prefix_caching = false
+
+A flag wins over the file, the file over the default. The file holds settings of the engine and nothing else; paths in it are
+relative to the current folder, as those of flags are.
+"""
+
+import argparse
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from octavo.cli.args import SETTINGS, nearest, size
+from octavo.config import EngineConfig, check_setting, environment
+from octavo.errors import ConfigError
+
+MOST_BYTES = 2**20
+
+
+def read_settings(path: str) -> dict[str, Any]:
+    """Fields of EngineConfig, each checked by itself."""
+    settings: dict[str, Any] = {}
+    for key, value in _parse(path).items():
+        name = key.replace("-", "_")
+        if name not in SETTINGS:
+            hint = nearest(name, SETTINGS) or "; it takes the engine's settings, which --show-config lists"
+            raise ConfigError(f"{path}: unknown setting {key[:80]!r}{hint}")
+        if name in settings:
+            raise ConfigError(f"{path}: {name} is there twice, with - and with _")
+        settings[name] = _converted(path, name, value)
+    return settings
+
+
+def _parse(path: str) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from error
+    if len(data) > MOST_BYTES:
+        raise ConfigError(f"--config {path}: more than {MOST_BYTES:,} bytes, too many for settings")
+    try:
+        return tomllib.loads(data.decode())
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}: not UTF-8 text (at line {line})") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: nested too deep") from error
+    except ValueError as error:  # it names the line, but where the file ends too soon
+        last = len(data.splitlines())
+        raise ConfigError(f"{path}: not valid TOML: {str(error).replace('at end of document', f'at line {last}, the last')}") from error
+
+
+def _converted(path: str, name: str, value: object) -> object:
+    """What the flag would make of it. TOML has types: 32k needs quotes, and a plain number must have none."""
+    kind = EngineConfig.__dataclass_fields__[name].type
+    try:
+        if kind == int | None and isinstance(value, str):
+            value = size(value)
+        if kind == str | None and not isinstance(value, str):
+            raise ConfigError(f"{name} must be text in quotes, got {value!r}")
+        check_setting(name, value)
+    except (ConfigError, argparse.ArgumentTypeError) as error:
+        said = str(error) if isinstance(error, ConfigError) else f"{name}: {error}"
+        raise ConfigError(f"{path}: {said[:300]}") from error
+    return value
+
+
+def settings_table(config: EngineConfig, names: frozenset[str], origins: Mapping[str, str]) -> str:
+    """Each setting in `names` with its value and origin, then what the environment sets."""
+    rows = [("setting", "value", "from")]
+    rows += [(name, _text(value), origins.get(name, "default")) for name, value in asdict(config).items() if name in names]
+    rows += [(name, value, "environment") for name, value in environment().items()]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "\n".join(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}" for name, value, origin in rows)
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "auto"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,99 @@
+"""`octavo doctor`: one block to paste into a report: what is here, what is missing, what to fix. Exit code 1 if something is.
+
+It must work where little else does: each library may be missing or broken, torch too. No secret and no home folder is shown.
+"""
+
+import argparse
+import os
+import re
+
+from octavo import __version__
+from octavo.cli.doctor_facts import Facts, gather
+from octavo.cli.doctor_findings import Finding, findings
+from octavo.policy.memory_plan import default_pool_bytes
+from octavo.worker.device import device_choice, platform_note
+
+GIB = 2**30
+FEATURES = {  # what a reader looks for -> any of these flags of the kernel
+    "avx2": ("avx2",),
+    "avx512": ("avx512f",),
+    "bf16": ("avx512_bf16", "amx_bf16", "bf16"),
+    "vnni": ("avx512_vnni", "avx_vnni"),
+    "amx": ("amx_tile",),
+    "neon": ("asimd",),
+    "sve": ("sve",),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "Exit code 0: nothing needs fixing. 1: something does."
+
+
+def run(args: argparse.Namespace) -> int:
+    facts = gather()
+    found = findings(facts)
+    print(without_home(report(facts, found), os.path.expanduser("~")))
+    return int(any(finding.must for finding in found))
+
+
+def without_home(text: str, home: str) -> str:
+    """Paths as ~/...: a user's name is nobody's business."""
+    return text if home in ("/", "~") else re.sub(re.escape(home.rstrip("/")) + r"(?![\w.-])", "~", text)
+
+
+def report(facts: Facts, found: list[Finding]) -> str:
+    rows = {
+        "octavo": f"{__version__}, {facts.python}",
+        "platform": f"{facts.system} {facts.release} {facts.machine}, " + ("portable path" if _portable(facts) else "supported"),
+        "torch": _torch(facts),
+        "device": device_choice("auto", facts.gpu, facts.torch.build) if facts.torch else "none without torch",
+        "cpu": _cpu(facts),
+        "threads": _threads(facts),
+        "memory": _memory(facts),
+        "default model": str(facts.default_model or "not installed"),
+        "model cache": f"{facts.cache}: {facts.cache_bytes / GIB:.2f} GiB there, {facts.free_disk / GIB:.1f} GiB of disk free",
+        "libraries": ", ".join(f"{library.name} {library.version or '(missing)'}" for library in facts.libraries),
+        "environment": ", ".join(f"{name}={value}" for name, value in facts.variables.items()) or "nothing of ours is set",
+    }
+    lines = [f"{name:15}{text}" for name, text in rows.items()]
+    for title, must in (("to fix", True), ("good to know", False)):
+        wanted = [finding for finding in found if finding.must == must]
+        if wanted or must:
+            lines.append(f"{title}:" + ("" if wanted else " nothing"))
+        lines += [line for finding in wanted for line in (f"  - {finding.what}", f"    {finding.help}")]
+    return "\n".join(lines)
+
+
+def _portable(facts: Facts) -> bool:
+    return platform_note(facts.system, facts.machine) is not None
+
+
+def _torch(facts: Facts) -> str:
+    if facts.torch is None:
+        return "cannot be imported"
+    build = facts.torch.build
+    kind = f"CUDA {build.cuda}" if build.cuda else f"ROCm {build.hip}" if build.hip else "CPU"
+    return f"{build.version}, {kind} build, mkldnn {'on' if facts.torch.mkldnn else 'off'}"
+
+
+def _cpu(facts: Facts) -> str:
+    offered = [name for name, flags in FEATURES.items() if facts.cpu_flags.intersection(flags)]
+    text = f"{facts.cpu}: {' '.join(offered) or 'no vector instructions known'}"
+    if facts.torch is None:
+        return text
+    refused = ", amx refused by the kernel" if "amx" in offered and not facts.torch.amx else ""
+    return f"{text}{refused}; torch dispatches to {facts.torch.dispatch}, dtype auto is {facts.torch.dtype}"
+
+
+def _threads(facts: Facts) -> str:
+    limits = [f"{facts.allowed_cpus} CPUs allowed", f"cgroup quota {facts.quota_cpus or 'none'}"]
+    limits.append(f"OMP_NUM_THREADS {facts.omp_threads or 'not set'}")
+    load = "" if facts.load is None else f"; load average {facts.load:.1f}"
+    return f"{facts.threads} ({', '.join(limits)}){load}"
+
+
+def _memory(facts: Facts) -> str:
+    limit = f"{facts.memory_bytes / GIB:.1f} GiB" if facts.memory_bytes < facts.total_bytes else "none"
+    available = "unknown" if facts.available_bytes is None else f"{facts.available_bytes / GIB:.1f} GiB"
+    pool = default_pool_bytes(facts.memory_bytes)
+    return f"{facts.total_bytes / GIB:.1f} GiB, available {available}, cgroup limit {limit}; KV pool by default {pool / GIB:.2f} GiB"

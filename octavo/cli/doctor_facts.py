@@ -1,0 +1,142 @@
+"""What `octavo doctor` finds out about this machine. Nothing here may fail: what cannot be known is None, what cannot be imported
+is kept with the reason.
+"""
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.config import debug_from_environment, environment, log_level, model_cache, thread_limit
+from octavo.errors import ConfigError
+from octavo.loading.default_model import default_model
+from octavo.worker import machine
+from octavo.worker.device import TorchBuild, nvidia_gpu, torch_build
+
+# name -> the oldest version that works, and name -> what is lost without it
+REQUIRED = {"torch": "2.11", "numpy": "", "safetensors": "", "tokenizers": "", "jinja2": ""}
+OPTIONAL = {"huggingface_hub": "models of the hub cannot be fetched without it", "rich": "terminals show plain lines without it"}
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    name: str
+    version: str | None  # None: not installed
+    error: str | None  # why it cannot be imported, where it cannot
+
+
+@dataclass(frozen=True, slots=True)
+class Torch:
+    """What an imported torch says of itself."""
+
+    build: TorchBuild
+    mkldnn: bool
+    dispatch: str  # the widest instructions its own kernels use here
+    amx: bool  # asked of the kernel, which may refuse what the CPU has
+    dtype: str  # what `--dtype auto` takes for a checkpoint that is not float32
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    python: str
+    system: str
+    machine: str
+    release: str
+    libraries: tuple[Library, ...]
+    torch: Torch | None
+    gpu: bool
+    cpu: str
+    cpu_flags: frozenset[str]
+    allowed_cpus: int
+    quota_cpus: int | None
+    omp_threads: int | None
+    threads: int
+    load: float | None  # of the last minute
+    total_bytes: int
+    available_bytes: int | None
+    memory_bytes: int  # what this process may use
+    default_model: Path | None
+    cache: Path
+    cache_bytes: int
+    free_disk: int
+    variables: dict[str, str]
+    mistakes: tuple[str, ...]  # variables with a value that will be refused
+
+
+def gather() -> Facts:
+    libraries = tuple(map(_library, (*REQUIRED, *OPTIONAL)))
+    return Facts(
+        python=f"{platform.python_implementation()} {platform.python_version()}",
+        system=platform.system(),
+        machine=platform.machine(),
+        release=platform.release(),
+        libraries=libraries,
+        torch=_torch() if libraries[0].error is None else None,
+        gpu=nvidia_gpu(),
+        cpu=machine.cpu_model(),
+        cpu_flags=machine.cpu_flags(),
+        allowed_cpus=machine.allowed_cpus(),
+        quota_cpus=machine.quota_cpus(),
+        omp_threads=thread_limit(),
+        threads=machine.num_threads(),
+        load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        total_bytes=machine.total_bytes(),
+        available_bytes=machine.available_bytes(),
+        memory_bytes=machine.memory_bytes(),
+        default_model=default_model(),
+        cache=model_cache(),
+        cache_bytes=_size(model_cache()),
+        free_disk=_free(model_cache()),
+        variables=environment(),
+        mistakes=tuple(_mistakes()),
+    )
+
+
+def _library(name: str) -> Library:
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        version = None
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # a broken installation raises anything
+        return Library(name, version, " ".join(str(error).split())[:200] or type(error).__name__)
+    return Library(name, version, None)
+
+
+def _torch() -> Torch:
+    import torch
+
+    build = torch_build()
+    amx = torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
+    return Torch(build, torch.backends.mkldnn.is_available(), torch.backends.cpu.get_cpu_capability(), amx, machine.fast_dtype())
+
+
+def _mistakes() -> Iterator[str]:
+    for check in (lambda: log_level("INFO"), debug_from_environment):
+        try:
+            check()
+        except ConfigError as error:
+            yield str(error)
+
+
+def _size(folder: Path) -> int:
+    """Bytes of all files below; links are not followed, so that what two names share counts once."""
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(root, name)).st_size
+            except OSError:  # gone meanwhile
+                continue
+    return total
+
+
+def _free(folder: Path) -> int:
+    """Free bytes where the folder is, or would be."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    return shutil.disk_usage(existing).free

@@ -1,0 +1,142 @@
+"""Names on the hub, and which files of a repository a model is made of. No network here: names in, names out.
+
+    owner/name                 the safetensors of a repository, with everything a folder needs; or its only GGUF file
+    owner/name@revision        the same at a branch, tag or commit
+    owner/name:Q4_K_M          that GGUF file of a repository; also owner/name@revision:Q4_K_M
+
+What could run code (.bin, .pt, .py) is never chosen, nor what lies in subfolders (original/, onnx/), save a GGUF file.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+from octavo.errors import ConfigError, LoadError
+from octavo.loading.files import INDEX, SINGLE
+
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+JOIN = "join them with `llama-gguf-split --merge` and name the file"
+
+_NAME = re.compile(r"(?P<repo>[^/@:\s]+/[^/@:\s]+)(@(?P<revision>[^@:\s]+))?(:(?P<quant>[^@:/\s]+))?")
+_REPO = re.compile(r"\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b", re.ASCII)
+_REVISION = re.compile(r"\w[\w.+-]*(/[\w.+-]+)*", re.ASCII)
+_QUANT = re.compile(r"[.-]((?:UD-)?I?Q[0-9]\w*|TQ[0-9]\w*|MXFP4\w*|BF16|F16|F32)$", re.IGNORECASE)
+_SPLIT = re.compile(r"-[0-9]{5}-of-([0-9]{5})$")
+_NOT_A_MODEL = ("mmproj", "imatrix")  # GGUF files that stand beside models: image projectors, statistics
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    repo: str
+    revision: str | None = None
+    quant: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """As typed, without the revision."""
+        return self.repo if self.quant is None else f"{self.repo}:{self.quant}"
+
+
+def parse_hub_name(text: str) -> HubName | None:
+    """None where `text` is not of the form of a hub name, such as a path."""
+    match = _NAME.fullmatch(text)
+    if match is None or not _is_repo(match["repo"]) or (match["quant"] is None and text.endswith(".gguf")):
+        return None
+    if match["revision"] is not None and not _is_revision(match["revision"]):
+        return None
+    return HubName(match["repo"], match["revision"], match["quant"])
+
+
+def _is_repo(text: str) -> bool:
+    return bool(_REPO.fullmatch(text)) and "--" not in text and ".." not in text and not text.endswith(".git")
+
+
+def _is_revision(text: str) -> bool:
+    """A revision becomes part of a path in the cache."""
+    return bool(_REVISION.fullmatch(text)) and ".." not in text and len(text) <= 200
+
+
+def at_revision(name: HubName, revision: str | None) -> HubName:
+    """The name with the setting `revision`, which may repeat the one after @ but not contradict it."""
+    if revision is None:
+        return name
+    if not _is_revision(revision):
+        raise ConfigError(f"revision must be a branch, a tag or a commit, got {revision[:80]!r}")
+    if name.revision not in (None, revision):
+        raise ConfigError(f"{name.shown} is asked for at {name.revision!r} and with revision {revision!r}: give one of them")
+    return replace(name, revision=revision)
+
+
+# -- which files
+
+
+def choose_gguf(name: HubName, files: Iterable[str]) -> str | None:
+    """The GGUF file to take of a repository, or None where the model is its safetensors folder; says why it is neither."""
+    files = list(files)
+    whole = {file: _label(file) for file in files if _is_gguf(file) and not _SPLIT.search(PurePosixPath(file).stem)}
+    split = {_label(file) for file in files if _is_gguf(file)} - set(whole.values())
+    if name.quant is None:
+        if SINGLE in files or INDEX in files:
+            return None
+        if len(whole) == 1:
+            return next(iter(whole))
+        raise LoadError(f"{name.repo}: {_no_single_model(name, files, sorted(whole.values()), split)}")
+    wanted = name.quant.lower()
+    matches = [file for file, label in whole.items() if wanted in (label.lower(), PurePosixPath(file).name.lower())]
+    if len(matches) == 1:
+        return matches[0]
+    raise LoadError(f"{name.repo}: {_no_such_quant(name, matches, sorted(whole.values()), split)}")
+
+
+def _is_gguf(file: str) -> bool:
+    return file.endswith(".gguf") and not any(word in PurePosixPath(file).name.lower() for word in _NOT_A_MODEL)
+
+
+def _label(file: str) -> str:
+    """Q4_K_M of Tiny-1B.Q4_K_M.gguf; the whole stem where it names no kind."""
+    stem = _SPLIT.sub("", PurePosixPath(file).stem)
+    found = _QUANT.search(stem)
+    return found[1] if found else stem
+
+
+def _no_single_model(name: HubName, files: list[str], labels: list[str], split: set[str]) -> str:
+    if labels:
+        return f"has {len(labels)} GGUF files: name one, as in {name.repo}:{labels[0]}; there are {', '.join(labels)}"
+    if split:
+        return f"has only GGUF files split into parts ({', '.join(sorted(split))}), which are not read; {JOIN}"
+    if any(file.endswith(PICKLED) for file in files):
+        return "has only pickled weights, which can run code; look for a safetensors or GGUF copy, or convert it (save_pretrained does)"
+    return f"has no {SINGLE}, no {INDEX} and no GGUF file, so it is no model that can be loaded"
+
+
+def _no_such_quant(name: HubName, matches: list[str], labels: list[str], split: set[str]) -> str:
+    quant = name.quant or ""
+    if matches:
+        return f"{quant} could be {' or '.join(sorted(matches))}: name the file, as in {name.repo}:{PurePosixPath(matches[0]).name}"
+    there = f"; there are {', '.join(labels)}" if labels else ""
+    if quant.lower() in (label.lower() for label in split):
+        return f"{quant} is split into parts, which are not read; {JOIN}{there}"
+    if not labels:
+        return f"has no GGUF file; for its safetensors leave :{quant} off"
+    close = difflib.get_close_matches(quant.upper(), [label.upper() for label in labels], n=1, cutoff=0.5)
+    near = next((label for label in labels if [label.upper()] == close), None)
+    return f"has no GGUF file {quant}" + (f"; did you mean {name.repo}:{near}?" if near else "") + there
+
+
+def choose_texts(files: Iterable[str]) -> list[str]:
+    """What a folder needs beside its weights: configs, tokenizer, templates."""
+    named = ("tokenizer.model", "merges.txt")
+    return sorted(file for file in files if "/" not in file and (file.endswith((".json", ".jinja")) or file in named))
+
+
+def choose_weights(repo: str, files: Iterable[str], weight_map: Mapping[str, str] | None) -> list[str]:
+    """The safetensors files of a folder: those that its index names, so never a second copy such as consolidated.safetensors."""
+    if weight_map is None:
+        return [SINGLE]
+    there = {file for file in files if "/" not in file and file.endswith(".safetensors")}
+    shards = sorted(set(weight_map.values()))
+    if missing := [shard for shard in shards if shard not in there]:
+        raise LoadError(f"{repo}: {INDEX} names {missing[0][:80]!r}, which is no weight file of the repository")
+    return shards

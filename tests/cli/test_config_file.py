@@ -1,0 +1,148 @@
+"""Settings from a file: under flags, over defaults, each with its origin; and every mistake in one line that names file and key."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from octavo.cli.args import SETTINGS, Parser, add_engine_flags, engine_config
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from tests.cli.processes import FAKE, ROOT, octavo
+
+# setting -> ways to write it: in TOML, as words of a command line, and what it then is
+WAYS: dict[str, list[tuple[str, list[str], Any]]] = {
+    "model": [('"a/b"', ["--model", "a/b"], "a/b"), ('"c.gguf"', ["--model=c.gguf"], "c.gguf")],
+    "dtype": [('"float32"', ["--dtype", "float32"], "float32"), ('"auto"', ["--dtype", "auto"], "auto")],
+    "device": [('"cpu"', ["--device", "cpu"], "cpu"), ('"auto"', ["--device", "auto"], "auto")],
+    "load_format": [('"dummy"', ["--load-format", "dummy"], "dummy")],
+    "max_model_len": [('"32k"', ["--max-model-len", "32k"], 32768), ("99", ["--max-model-len", "99"], 99),
+                      ('"auto"', ["--max-model-len", "auto"], None)],
+    "block_size": [("32", ["--block-size", "32"], 32)],
+    "kv_cache_memory_bytes": [('"512M"', ["--kv-cache-memory-bytes", "512m"], 2**29)],
+    "num_gpu_blocks_override": [("1_000", ["--num-gpu-blocks-override", "1000"], 1000)],
+    "max_num_seqs": [("8", ["--max-num-seqs", "8"], 8)],
+    "max_num_batched_tokens": [("300", ["--max-num-batched-tokens", "300"], 300)],
+    "enable_prefix_caching": [("false", ["--no-enable-prefix-caching"], False), ("true", ["--enable-prefix-caching"], True)],
+    "scheduling_policy": [('"priority"', ["--scheduling-policy", "priority"], "priority")],
+    "attention_backend": [("'cpu'", ["--attention-backend", "cpu"], "cpu")],
+    "pipeline_depth": [("2", ["--pipeline-depth", "2"], 2)],
+    "max_logprobs": [("0", ["--max-logprobs", "0"], 0)],
+    "generation_config": [('"none"', ["--generation-config", "none"], "none")],
+    "revision": [('"v1"', ["--revision", "v1"], "v1")],
+    "chat_template": [('"t.jinja"', ["--chat-template", "t.jinja"], "t.jinja")],
+    "seed": [("0xff", ["--seed", "255"], 255)],
+}  # fmt: skip
+CHOSEN = st.fixed_dictionaries({}, optional={name: st.sampled_from(ways) for name, ways in WAYS.items()})
+
+
+def parsed(*words: str) -> Any:
+    parser = Parser(prog="octavo try", allow_abbrev=False)
+    add_engine_flags(parser)
+    return parser.parse(words)
+
+
+def test_every_setting_is_tried() -> None:
+    assert set(WAYS) == set(SETTINGS)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(CHOSEN, CHOSEN, st.booleans())
+def test_a_flag_wins_over_the_file_and_the_file_over_the_default(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], filed: dict[str, Any], flags: dict[str, Any], dashes: bool
+) -> None:
+    file = tmp_path / "octavo.toml"
+    file.write_text("".join(f"{name.replace('_', '-') if dashes else name} = {way[0]}\n" for name, way in filed.items()))
+    words = ["--config", str(file), *(word for way in flags.values() for word in way[1])]
+    expected = EngineConfig(**{name: way[2] for name, way in {**filed, **flags}.items()})
+    assert engine_config(parsed(*words)) == expected
+    with pytest.raises(SystemExit) as ended:
+        engine_config(parsed(*words, "--show-config"))
+    assert ended.value.code == 0
+    head, *rows = [re.split(r"  +", line, maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    shown = {name: (value, origin) for name, value, origin in rows if origin != "environment"}
+    assert head == ["setting", "value", "from"] and set(shown) == set(SETTINGS)
+    for name, (value, origin) in shown.items():
+        assert origin == ("flag" if name in flags else f"file {file}" if name in filed else "default")
+        known = expected.__getattribute__(name)
+        assert value == ("auto" if known is None else str(known).lower() if isinstance(known, bool) else str(known))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max-modle-len = 4096", "unknown setting 'max-modle-len'; did you mean max_model_len?"),
+        ("temperature = 1.0", "unknown setting 'temperature'; it takes the engine's settings, which --show-config lists"),
+        ("[sampling]\nseed = 1", "unknown setting 'sampling'"),
+        ("skip_tokenizer_init = true", "unknown setting 'skip_tokenizer_init'"),
+        ("seed = 1\nmax-model-len = 64\nmax_model_len = 64", "max_model_len is there twice, with - and with _"),
+        ("block_size = 12", "block_size must be a power of two from 1 to 256, got 12"),
+        ("block_size = '16'", "block_size must be an integer from 1 to 256, got '16'"),
+        ("block_size = 16.0", "block_size must be an integer from 1 to 256, got 16.0"),
+        ("seed = true", "seed must be an integer from 0 to 18446744073709551615, got True"),
+        ("max_model_len = '4q'", "max_model_len: wanted a size like 4096, 32k"),
+        ("max_model_len = [1]", "max_model_len must be an integer from 2 to 2147483647, got [1]"),
+        ("enable_prefix_caching = 'no'", "enable_prefix_caching must be one of True, False, got 'no'"),
+        ("enable_prefix_caching = 1", "enable_prefix_caching must be one of True, False, got 1"),
+        ("dtype = 'float16'", "dtype must be one of auto, float32, bfloat16, got 'float16'"),
+        ("device = 'cuda'", "device must be one of auto, cpu, got 'cuda': this version computes on the CPU"),
+        ("model = 5", "model must be text in quotes, got 5"),
+        ("chat_template = {a = 1}", "chat_template must be text in quotes, got {'a': 1}"),
+        ("seed = 1\nblock_size 16", "not valid TOML: Expected '=' after a key in a key/value pair (at line 2, column 12)"),
+        ("seed = 1\nmodel = '''x\n", "not valid TOML: Expected \"'''\" (at line 2, the last)"),
+        ("seed = 1\nseed = 2\n", "not valid TOML: Cannot overwrite a value (at line 2, column 9)"),
+        ("seed = " + "1" * 5000, "not valid TOML: Exceeds the limit"),
+        ("seed = " + "[" * 5000, "nested too deep"),
+        ("seed = 1\nmodel = '\udcff'", "not UTF-8 text (at line 2)"),
+    ],
+    ids=lambda text: text[:24],
+)
+def test_a_mistake_is_named_with_its_file(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "octavo.toml"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError) as caught:
+        engine_config(parsed("--config", str(file)))
+    assert str(caught.value).startswith(f"{file}: {said}") and "\n" not in str(caught.value)
+
+
+def test_a_command_takes_of_a_file_what_it_has_flags_for(tmp_path: Path) -> None:
+    (tmp_path / "o.toml").write_text('model = "a/b"\nseed = 5\nblock_size = 32\n')
+    parser = Parser(prog="octavo try", allow_abbrev=False)
+    add_engine_flags(parser, only=("seed", "dtype"))
+    assert engine_config(parser.parse(["--config", str(tmp_path / "o.toml")])) == EngineConfig(model="a/b", seed=5)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--config absent.toml: No such file or directory$"):
+        engine_config(parsed("--config", "absent.toml"))
+    with pytest.raises(ConfigError, match=f"^--config {tmp_path}: Is a directory$"):
+        engine_config(parsed("--config", str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"^--config /dev/zero: more than 1,048,576 bytes"):
+        engine_config(parsed("--config", "/dev/zero"))
+
+
+def test_a_command_runs_with_the_settings_of_its_file(tmp_path: Path) -> None:
+    (tmp_path / "octavo.toml").write_text('max-model-len = 64\nchat_template = "sub/t.jinja"\n')
+    run = octavo("generate", "word " * 100, "--config", "octavo.toml", "--chat-template", "t.jinja", cwd=tmp_path, env=FAKE)
+    assert run.returncode == 1 and "t.jinja" in run.stderr and "sub" not in run.stderr  # the flag wins
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "t.jinja").write_text("{{ messages[0].content }}")
+    run = octavo("generate", "word " * 100, "--config", "octavo.toml", cwd=tmp_path, env=FAKE)  # found from the current folder
+    assert run.returncode == 1 and "This model's maximum context length is 64 tokens" in run.stderr
+
+
+@pytest.mark.parametrize("words", [["chat", "a/model", "why?"], ["generate"], ["verify", "a/model"]], ids=lambda words: words[0])
+def test_settings_are_shown_without_torch_or_a_model(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    (tmp_path / "o.toml").write_text("block-size = 32\nmax_num_seqs = 7\n")
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "HF_TOKEN": "hf_secret"}
+    run = octavo(*words, "--show-config", "--config", "o.toml", "--seed", "3", cwd=tmp_path, env=env)
+    assert (run.returncode, run.stderr) == (0, "")
+    rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in run.stdout.splitlines()}
+    assert rows["model"].split() == (["auto", "default"] if words[0] == "generate" else ["a/model", "command", "line"])
+    assert rows["block_size"].split() == ["32", "file", "o.toml"] and rows["seed"].split() == ["3", "flag"]
+    assert ("max_num_seqs" in rows) == (words[0] != "verify")  # its schedule sets that
+    assert rows["HF_TOKEN"].split() == ["(set)", "environment"] and rows["OMP_NUM_THREADS"].split() == ["1", "environment"]

@@ -1,0 +1,68 @@
+"""A model of the hub as a user meets it: a name on the command line, a download at the terminal, the same text ever after."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.loading.hub_client import Hub
+from tests.cli.processes import Typist, octavo
+from tests.support.hub import FakeHub, Repo
+from tests.support.story_folder import story_folder
+
+PROMPT = "Once upon a time"
+WORDS = ("generate", PROMPT, "--max-tokens", "12", "--temperature", "0", "--dtype", "float32", "--kv-cache-memory-bytes", "8m")
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return story_folder(tmp_path_factory.mktemp("stories"))
+
+
+@pytest.fixture
+def server(stories: Path) -> Iterator[FakeHub]:
+    files = {path.name: path.read_bytes() for path in stories.iterdir()}
+    with FakeHub({"octo/stories": Repo(files, tags=("v1",))}) as served:
+        yield served
+
+
+def test_a_name_is_downloaded_at_the_terminal_and_then_needs_no_hub(stories: Path, server: FakeHub, tmp_path: Path) -> None:
+    with LLM(str(stories), dtype="float32", kv_cache_memory_bytes=2**23) as llm:
+        (expected,) = llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=0), use_tqdm=False)
+    text = expected.outputs[0].text
+    home = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0"}
+    server.pause["model.safetensors"] = 0.03
+    with Typist(*WORDS, "--model", "octo/stories@v1", cwd=tmp_path, env=home) as typist:
+        shown = typist.expect(r"\r\x1b\[Kdownloading octo/stories, 1\.1 MB\r\x1b\[Kdownloading octo/stories, \d+ % of 1\.1 MB")
+        assert shown.startswith("loading stories@v1 ...")
+        shown = typist.expect(text.strip()[:20])
+        assert typist.process.wait(60) == 0
+    assert "\r\x1b[K\r\x1b[K" in shown and "downloaded" not in shown  # both lines have gone
+    server.requests.clear()
+    run = octavo(*WORDS, "--model", "octo/stories", "--revision", "v1", cwd=tmp_path, env=home | {"HF_HUB_OFFLINE": "1"})
+    assert run.returncode == 0 and run.stdout.strip() == text.strip()
+    assert server.requests == []
+    (warning,) = run.stderr.splitlines()
+    snapshot = tmp_path / "hub" / "models--octo--stories" / "snapshots" / ("c" * 40)
+    assert warning.endswith(f"octo/stories: {server.url} cannot be asked; using the copy in {snapshot}")
+
+
+def test_an_llm_takes_a_name_and_a_revision(server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(Hub, "from_environment", lambda: Hub(endpoint=server.url, cache=tmp_path, timeout=5))
+    with LLM("octo/stories", revision="v1", load_format="dummy", kv_cache_memory_bytes=2**23) as llm:
+        assert llm.model_name == "octo/stories"
+        assert llm.generate(PROMPT, SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+    assert server.requests[0].path == "/api/models/octo/stories/revision/v1"
+    assert "model.safetensors" not in [name for name, _ in server.downloads()]  # random weights need none
+
+
+def test_what_is_wrong_is_one_line(server: FakeHub, tmp_path: Path) -> None:
+    home = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0"}
+    run = octavo("chat", "octo/story", "Hello?", cwd=tmp_path, env=home)
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr == (
+        f"octavo: error: octo/story: no folder here, and not found on the hub at {server.url}; did you mean octo/stories? "
+        "(if it is private: `hf auth login`, or set HF_TOKEN)\n"
+    )

@@ -1,0 +1,97 @@
+"""Platforms and devices, each without its machine: what is refused in one line, and what the start line says."""
+
+import logging
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.cli.main import main
+from octavo.config import Debug, EngineConfig
+from octavo.errors import ConfigError
+from octavo.loading.resolve import load_model_config, resolve_model
+from octavo.log import logger
+from octavo.worker import device
+from octavo.worker.device import TorchBuild, device_choice, platform_note, platform_refusal, torch_refusal
+from octavo.worker.worker import Worker
+
+CPU, CUDA, ROCM = TorchBuild("2.13.0+cpu", None, None), TorchBuild("2.13.0", "13.0", None), TorchBuild("2.13.0+rocm7", None, "7.0")
+
+
+def test_the_choice_says_why_and_what_an_idle_gpu_would_need() -> None:
+    assert device_choice("cpu", True, CUDA) == "cpu, as asked for"
+    assert device_choice("auto", False, CUDA) == device_choice("auto", False, CPU) == "cpu: no NVIDIA GPU was found"
+    assert device_choice("auto", True, CUDA) == "cpu: an NVIDIA GPU is there, but this version computes on the CPU"
+    without = device_choice("auto", True, CPU)
+    assert "torch 2.13.0+cpu has no CUDA (pip install --force-reinstall torch)" in without and "computes on the CPU" in without
+
+
+@pytest.mark.parametrize(("system", "refused"), [("Windows", True), ("CYGWIN_NT-10.0", True), ("Linux", False), ("Darwin", False)])
+def test_native_windows_is_pointed_to_wsl2(system: str, refused: bool) -> None:
+    assert ("WSL2" in (platform_refusal(system) or "")) == refused
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "named"),
+    [("Linux", "x86_64", None), ("Linux", "AMD64", None), ("Linux", "aarch64", "Linux on aarch64 runs on the portable path"),
+     ("Darwin", "arm64", "macOS on arm64 runs on the portable path"), ("FreeBSD", "amd64", "FreeBSD on amd64 runs on the portable path")],
+)  # fmt: skip
+def test_other_platforms_than_the_tested_one_are_told(system: str, machine: str, named: str | None) -> None:
+    note = platform_note(system, machine)
+    assert note is None if named is None else note is not None and note.startswith(named)
+
+
+def test_a_rocm_build_of_torch_is_refused_with_the_command_that_helps() -> None:
+    assert torch_refusal(CPU) is torch_refusal(CUDA) is None
+    assert "2.13.0+rocm7 is a ROCm build" in (torch_refusal(ROCM) or "") and "whl/cpu" in (torch_refusal(ROCM) or "")
+
+
+def test_the_command_ends_on_windows_with_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(platform, "system", lambda: "Windows")
+    assert main(["chat", "Hello"]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("octavo: error: Octavo does not run on native Windows") and said.err.count("\n") == 1
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    said: list[str] = []
+    handler, level = Kept(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    yield said
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def worker(config: EngineConfig) -> Worker:
+    source = resolve_model(None)
+    return Worker(config, source, load_model_config(source), Debug())
+
+
+def test_a_worker_says_one_device_line_and_refuses_what_cannot_work(
+    monkeypatch: pytest.MonkeyPatch, messages: list[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(device, "GPU_SIGNS", (tmp_path / "nvidia0",))
+    worker(EngineConfig())
+    (tmp_path / "nvidia0").touch()
+    worker(EngineConfig())
+    worker(EngineConfig(device="cpu"))
+    assert [said for said in messages if said.startswith("Device: cpu")] == messages
+    assert "no NVIDIA GPU" in messages[0] and "NVIDIA GPU is there" in messages[1] and messages[2].endswith("as asked for")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    worker(EngineConfig())
+    assert messages[4].startswith("Platform: Linux on aarch64 runs on the portable path")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(ConfigError, match="is a ROCm build"):
+        worker(EngineConfig())
+    monkeypatch.setattr(platform, "system", lambda: "Windows")
+    with pytest.raises(ConfigError, match="WSL2"):
+        worker(EngineConfig())
