@@ -2,7 +2,7 @@
 //
 //     rows of x    A: 16 rows x 32 k              C0 += A0 B0   C1 += A0 B1      four tiles of results for every four that are
 //     panel        B: 16 pairs of k x 16 n        C2 += A1 B0   C3 += A1 B1      loaded: 32 rows times two panels
-#include "avx512.h"
+#include "attention512.h"
 
 namespace octavo {
 namespace {

@@ -1,5 +1,5 @@
 // AVX-512 with VNNI and BF16: products by hand, the rest compiled for 16 lanes.
-#include "avx512.h"
+#include "attention512.h"
 
 namespace octavo {
 
@@ -10,6 +10,7 @@ void fill_avx512(Kernels &kernels) {
     kernels.prepare = prepare_avx512;
     kernels.product = product_avx512;
     kernels.gate_up = gate_up_avx512;
+    kernels.attend = attend_avx512;
     kernels.argmax = argmax_avx512;
 }
 

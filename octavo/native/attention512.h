@@ -1,0 +1,226 @@
+// Attention with 512-bit registers, for caches of bfloat16 and of codes of 8 bits, heads of a multiple of 32 dimensions.
+//
+// A tile is 64 keys. Keys of bfloat16 are read where they lie; codes are widened to bfloat16 first, which is exact, and their
+// scales are put on the scores and on the weights.
+//
+//     scores    each key times each query, 16 sums at a time folded into one register of 16 scores
+//     weights   online softmax: exp(score - largest so far)
+//     sums      weight times value, two keys at a time
+#pragma once
+#include "avx512.h"
+
+namespace octavo {
+namespace {
+
+const int64_t MOST_DIM = 256;
+
+struct Tile {                     // 64 keys of one kv head
+    const uint16_t *keys[KEYS], *values[KEYS];
+    float key_scale[KEYS], value_scale[KEYS];
+    bool scaled;
+    int64_t count;
+};
+
+inline bool fits_512(const Model &model) {
+    return model.cache_kind != OCTAVO_F32 && model.head_dim % 32 == 0 && model.head_dim <= MOST_DIM;
+}
+
+inline void widen(const int8_t *codes, uint16_t *to, int64_t dim) {
+    for (int64_t d = 0; d < dim; d += 32) {
+        __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(codes + d))));
+        __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(codes + d + 16))));
+        _mm512_storeu_si512(to + d, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+}
+
+// Keys [begin, begin + count) of a row, found through its block table. widened: [2][KEYS][dim]
+inline void load_tile(const Model &model, const Layer &layer, const int64_t *table, int64_t kv_head, int64_t begin, int64_t count, uint16_t *widened,
+                      Tile &tile) {
+    const int64_t dim = model.head_dim;
+    tile.count = count;
+    tile.scaled = model.cache_kind == OCTAVO_Q8;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t position = begin + i, slot = table[position / model.block_size] * model.block_size + position % model.block_size;
+        int64_t head = slot * model.kv_heads + kv_head;
+        if (!tile.scaled) {
+            tile.keys[i] = (const uint16_t *)layer.k_cache + head * dim;
+            tile.values[i] = (const uint16_t *)layer.v_cache + head * dim;
+            continue;
+        }
+        widen((const int8_t *)layer.k_cache + head * dim, widened + i * dim, dim);
+        widen((const int8_t *)layer.v_cache + head * dim, widened + (KEYS + i) * dim, dim);
+        tile.keys[i] = widened + i * dim;
+        tile.values[i] = widened + (KEYS + i) * dim;
+        tile.key_scale[i] = layer.k_scale[head];
+        tile.value_scale[i] = layer.v_scale[head];
+    }
+    for (int64_t i = count; i < KEYS; i++) {  // any key will do: what it gives is masked
+        tile.keys[i] = tile.keys[0];
+        tile.values[i] = tile.values[0];
+        tile.key_scale[i] = tile.value_scale[i] = 0.0f;
+    }
+}
+
+// 16 registers of 16 partial sums -> one register of 16 sums.
+inline __m512 fold16(__m512 *v) {
+    __m512 a[8], b[4], c[2];
+    for (int i = 0; i < 8; i++) a[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+    for (int i = 0; i < 4; i++) {
+        __m512d low = _mm512_castps_pd(a[2 * i]), high = _mm512_castps_pd(a[2 * i + 1]);
+        b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)), _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
+    }  // each quarter of b[i]: sums of keys 4i .. 4i + 3 over a quarter of the lanes
+    for (int i = 0; i < 2; i++)
+        c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88), _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
+}
+
+// Scores of one query against a tile, largest so far and total brought up to date; weights of the tile in `weights`.
+// Returns by how much what was summed before shrinks.
+inline float weigh512(Online &state, __m512 *scores, int64_t low, int64_t high, const Tile &tile, float scale, float *weights) {
+    __m512 largest = _mm512_set1_ps(state.largest);
+    for (int j = 0; j < 4; j++) {
+        __m512i key = _mm512_add_epi32(_mm512_set1_epi32(16 * j), _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
+        __mmask16 seen = _mm512_cmp_epi32_mask(key, _mm512_set1_epi32(int(low)), _MM_CMPINT_NLT) &
+                         _mm512_cmp_epi32_mask(key, _mm512_set1_epi32(int(high)), _MM_CMPINT_LT);
+        __m512 score = _mm512_mul_ps(scores[j], _mm512_set1_ps(scale));
+        if (tile.scaled) score = _mm512_mul_ps(score, _mm512_loadu_ps(tile.key_scale + 16 * j));
+        scores[j] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), score);
+        largest = _mm512_max_ps(largest, scores[j]);
+    }
+    float most = _mm512_reduce_max_ps(largest);
+    if (most == -INFINITY) {
+        for (int j = 0; j < 4; j++) _mm512_storeu_ps(weights + 16 * j, _mm512_setzero_ps());
+        return 1.0f;
+    }
+    __m512 total = _mm512_setzero_ps();
+    for (int j = 0; j < 4; j++) {
+        __m512 weight = exp512(_mm512_sub_ps(scores[j], _mm512_set1_ps(most)));
+        total = _mm512_add_ps(total, weight);
+        if (tile.scaled) weight = _mm512_mul_ps(weight, _mm512_loadu_ps(tile.value_scale + 16 * j));
+        _mm512_storeu_ps(weights + 16 * j, weight);
+    }
+    float shrink = state.largest == -INFINITY ? 0.0f : fast_exp(state.largest - most);
+    state = {most, state.total * shrink + _mm512_reduce_add_ps(total)};
+    return shrink;
+}
+
+// R queries against a tile. q: [R][dim] bfloat16; sums: [R][dim]
+template <int R> void attend_tile(const Tile &tile, const uint16_t *q, int64_t dim, const int64_t *low, const int64_t *high, float scale,
+                                  Online *states, float *sums) {
+    alignas(64) float weights[R][KEYS];
+    float shrink[R];
+    for (int r = 0; r < R; r++) {
+        __m512 scores[4];
+        for (int j = 0; j < 4; j++) {
+            __m512 partial[16];
+            for (int i = 0; i < 16; i++) {
+                const uint16_t *key = tile.keys[16 * j + i];
+                __m512 acc = _mm512_setzero_ps();
+                for (int64_t d = 0; d < dim; d += 32)
+                    acc = _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(key + d), (__m512bh)_mm512_loadu_si512(q + r * dim + d));
+                partial[i] = acc;
+            }
+            scores[j] = fold16(partial);
+        }
+        shrink[r] = weigh512(states[r], scores, low[r], high[r], tile, scale, weights[r]);
+    }
+    for (int64_t d = 0; d < dim; d += 32) {  // R x 32 sums in registers
+        __m512 first[R], second[R];
+        for (int r = 0; r < R; r++) {
+            first[r] = _mm512_mul_ps(_mm512_loadu_ps(sums + r * dim + d), _mm512_set1_ps(shrink[r]));
+            second[r] = _mm512_mul_ps(_mm512_loadu_ps(sums + r * dim + d + 16), _mm512_set1_ps(shrink[r]));
+        }
+        for (int64_t i = 0; i < tile.count; i++) {
+            __m512i value = _mm512_loadu_si512(tile.values[i] + d);
+            __m512 low_half = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(value)), 16));
+            __m512 high_half = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(value, 1)), 16));
+            for (int r = 0; r < R; r++) {
+                first[r] = _mm512_fmadd_ps(_mm512_set1_ps(weights[r][i]), low_half, first[r]);
+                second[r] = _mm512_fmadd_ps(_mm512_set1_ps(weights[r][i]), high_half, second[r]);
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            _mm512_storeu_ps(sums + r * dim + d, first[r]);
+            _mm512_storeu_ps(sums + r * dim + d + 16, second[r]);
+        }
+    }
+}
+
+// The queries of a task as bfloat16, query by query and head by head, and what each may see. Returns how many.
+struct Queries {
+    uint16_t *values;             // [count][dim]
+    float *sums;                  // [count][dim]
+    Online *states;
+    int64_t *first, *last;        // positions each may see: [first, last]
+    int64_t count;
+};
+
+inline Queries load_queries(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Task &task, char *&scratch) {
+    const int64_t dim = model.head_dim, group = model.heads / model.kv_heads, heads = model.heads + 2 * model.kv_heads;
+    Queries queries{};
+    queries.count = task.queries * group;
+    const int64_t room = (queries.count + 15) / 16 * 16;  // whole tiles of 16
+    auto take = [&](int64_t bytes) {
+        char *place = scratch;
+        scratch += (bytes + 63) / 64 * 64;
+        return place;
+    };
+    queries.values = (uint16_t *)take(room * dim * 2);
+    queries.sums = (float *)take(room * dim * 4);
+    queries.states = (Online *)take(room * sizeof(Online));
+    queries.first = (int64_t *)take(room * 8);
+    queries.last = (int64_t *)take(room * 8);
+    memset(queries.sums, 0, size_t(room * dim * 4));
+    for (int64_t i = 0; i < room; i++) {
+        queries.states[i] = {-INFINITY, 0.0f};
+        if (i >= queries.count) {
+            memset(queries.values + i * dim, 0, size_t(dim * 2));
+            queries.first[i] = 0;
+            queries.last[i] = -1;
+            continue;
+        }
+        const float *q = qkv + ((task.token + i / group) * heads + task.kv_head * group + i % group) * dim;
+        for (int64_t d = 0; d < dim; d += 32)
+            _mm512_storeu_si512(queries.values + i * dim + d, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(q + d + 16), _mm512_loadu_ps(q + d)));
+        queries.last[i] = step.positions[task.token + i / group];
+        queries.first[i] = first_seen(layer, queries.last[i]);
+    }
+    return queries;
+}
+
+void attend_avx512(const Model &model, const Layer &layer, const Step &step, const float *qkv, float *out, float *partials, const Task &task,
+                   void *scratch) {
+    if (!fits_512(model)) return attend_generic(model, layer, step, qkv, out, partials, task, scratch);
+    const int64_t dim = model.head_dim, group = model.heads / model.kv_heads;
+    char *place = (char *)scratch;
+    uint16_t *widened = (uint16_t *)place;
+    place += 2 * KEYS * dim * 2;
+    Queries queries = load_queries(model, layer, step, qkv, task, place);
+    const int64_t *table = step.tables + task.row * step.table_width;
+    int64_t begin = std::max(task.begin, queries.first[0]);
+    for (; begin < task.end; begin += KEYS) {
+        Tile tile;
+        load_tile(model, layer, table, task.kv_head, begin, std::min<int64_t>(KEYS, task.end - begin), widened, tile);
+        for (int64_t i = 0; i < queries.count; i += 4) {
+            int64_t low[4], high[4], rows = std::min<int64_t>(4, queries.count - i);
+            for (int64_t r = 0; r < rows; r++) {
+                low[r] = std::max<int64_t>(0, queries.first[i + r] - begin);
+                high[r] = std::min(tile.count, queries.last[i + r] + 1 - begin);
+            }
+            uint16_t *q = queries.values + i * dim;
+            float *sums = queries.sums + i * dim;
+            Online *states = queries.states + i;
+            switch (rows) {
+                case 1: attend_tile<1>(tile, q, dim, low, high, model.attention_scale, states, sums); break;
+                case 2: attend_tile<2>(tile, q, dim, low, high, model.attention_scale, states, sums); break;
+                case 3: attend_tile<3>(tile, q, dim, low, high, model.attention_scale, states, sums); break;
+                default: attend_tile<4>(tile, q, dim, low, high, model.attention_scale, states, sums);
+            }
+        }
+    }
+    for (int64_t i = 0; i < queries.count; i++)
+        finish(model, task, queries.states[i], queries.sums + i * dim, i / group, i % group, out, partials);
+}
+
+}  // namespace
+}  // namespace octavo
