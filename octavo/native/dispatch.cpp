@@ -14,8 +14,9 @@
 
 namespace octavo {
 
+// OCTAVO_WITH_*: which levels the compiler could build, see CMakeLists.txt.
 // AMX state is large, so the kernel gives it only to processes that ask, and best before threads start.
-static bool may_use_tiles() {
+[[maybe_unused]] static bool may_use_tiles() {
 #if defined(__x86_64__) && defined(__linux__)
     const int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
@@ -25,19 +26,24 @@ static bool may_use_tiles() {
 }
 
 int highest_level() {
-#if defined(__x86_64__)
+#if defined(OCTAVO_WITH_AVX2)
     __builtin_cpu_init();
     if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))) return OCTAVO_PORTABLE;
+#if defined(OCTAVO_WITH_AVX512)
     bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
     if (!wide) return OCTAVO_AVX2;
+#if defined(OCTAVO_WITH_AMX)
     unsigned a = 7, b, c = 0, d;
     asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
     bool tiles = (d >> 22 & 1) && (d >> 24 & 1);  // amx-bf16, amx-tile
-    return tiles && may_use_tiles() ? OCTAVO_AMX : OCTAVO_AVX512;
-#else
-    return OCTAVO_PORTABLE;
+    if (tiles && may_use_tiles()) return OCTAVO_AMX;
 #endif
+    return OCTAVO_AVX512;
+#endif
+    return OCTAVO_AVX2;
+#endif
+    return OCTAVO_PORTABLE;
 }
 
 static int level_ = -1;
@@ -48,9 +54,13 @@ const Kernels &kernels() { return kernels_; }
 static void set_level(int level) {
     level_ = std::clamp(level, 0, highest_level());
     fill_portable(kernels_);
-#if defined(__x86_64__)
+#if defined(OCTAVO_WITH_AVX2)
     if (level_ >= OCTAVO_AVX2) fill_avx2(kernels_);
+#endif
+#if defined(OCTAVO_WITH_AVX512)
     if (level_ >= OCTAVO_AVX512) fill_avx512(kernels_);
+#endif
+#if defined(OCTAVO_WITH_AMX)
     if (level_ >= OCTAVO_AMX) fill_amx(kernels_);
 #endif
 }
@@ -59,7 +69,7 @@ void together(const std::function<void(int)> &body) {
     if (level_ < 0) set_level(OCTAVO_AMX);
     make_scratch(pool().threads());
     pool().run([&](int thread) {
-#if defined(__x86_64__)
+#if defined(OCTAVO_WITH_AMX)
         if (kernels_.amx) start_tiles();
 #endif
         body(thread);

@@ -76,6 +76,8 @@ typedef struct {
     int64_t *best;                                     // [samples]: argmax, the lower id of equals
 } Step;
 
+#pragma GCC visibility push(default)  // all else in the library is hidden
+
 int octavo_cpu_level(void);                  // the highest level this machine runs
 void octavo_set_level(int level);            // at most that; what every later call uses
 int octavo_level(void);
@@ -94,6 +96,10 @@ void octavo_attend(const Model *model, int layer, const Step *step, const float 
 // Packing, once at load. Sources are row major; `data`, `scale` and `offset` of the matrix are written.
 void octavo_pack_float(Matrix *matrix, const float *weights);                                           // F32 and BF16: [n][k]
 void octavo_pack_codes(Matrix *matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset);  // [n][k], [n][k / group]
+
+void octavo_struct_sizes(int64_t *sizes);    // [4]: bytes of Matrix, Layer, Model and Step
+
+#pragma GCC visibility pop
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,154 @@
+"""A small piece of attention with everything the native kernels want for it: for the checks at start, and for tests.
+
+    rows ((30, 4), (0, 9), (99, 1))     a chunk of 4 tokens after 30, a prompt of 9, one token after 99
+
+Blocks lie in a random order. What no row has written is NaN (in an 8-bit cache its scale is), so that a kernel that reads a
+slot it should not shows it.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.kernels.cpu.library import BF16, F32, Layer, Model, NativeLibrary, Step, address
+
+Floats = NDArray[np.float32]
+Integers = NDArray[np.int64]
+
+
+def to_bf16(values: Floats) -> NDArray[np.uint16]:
+    """To nearest, ties to even; for finite numbers and plain NaN."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16(halves: NDArray[np.uint16]) -> Floats:
+    return (halves.astype(np.uint32) << 16).view(np.float32)
+
+
+@dataclass
+class Cache:
+    """Keys or values: [blocks, block_size, kv_heads, head_dim] and, of 8 bits, a scale for each token and head."""
+
+    values: NDArray[Any]
+    scale: Floats | None
+
+    @staticmethod
+    def holding(numbers: Floats, kind: int) -> "Cache":
+        if kind == F32:
+            return Cache(numbers.copy(), None)
+        if kind == BF16:
+            return Cache(to_bf16(numbers), None)
+        scale = np.abs(numbers).max(-1) / np.float32(127)
+        codes = np.rint(np.nan_to_num(numbers / np.maximum(scale, np.float32(1e-30))[..., None]))
+        return Cache(codes.astype(np.int8), np.ascontiguousarray(scale))
+
+    def numbers(self) -> Floats:
+        if self.scale is not None:
+            return self.values.astype(np.float32) * self.scale[..., None]
+        return from_bf16(self.values) if self.values.dtype == np.uint16 else self.values.copy()
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    rows: tuple[tuple[int, int], ...]
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    block_size: int = 16
+    cache_kind: int = BF16
+    window: int = 0
+    qk_norm: bool = False
+    seed: int = 0
+
+    @cached_property
+    def random(self) -> np.random.Generator:
+        return np.random.default_rng(self.seed)
+
+    @cached_property
+    def context_len(self) -> Integers:
+        return np.array([past + new for past, new in self.rows])
+
+    @cached_property
+    def query_start(self) -> Integers:
+        return np.cumsum([0] + [new for _, new in self.rows])
+
+    @cached_property
+    def positions(self) -> Integers:
+        return np.concatenate([past + np.arange(new) for past, new in self.rows])
+
+    @cached_property
+    def tables(self) -> Integers:
+        """[rows, blocks of the longest]; no row has block 0, which is what the rest of a table names."""
+        held = -(-self.context_len // self.block_size)
+        blocks = 1 + self.random.permutation(int(held.sum()) + 3)
+        tables = np.zeros((len(self.rows), int(held.max())), np.int64)
+        for row, count in enumerate(held):
+            tables[row, :count], blocks = blocks[:count], blocks[count:]
+        return tables
+
+    @cached_property
+    def token_rows(self) -> Integers:
+        return np.repeat(np.arange(len(self.rows)), [new for _, new in self.rows])
+
+    def slots(self, rows: Integers, positions: Integers) -> Integers:
+        return np.asarray(self.tables[rows, positions // self.block_size] * self.block_size + positions % self.block_size)
+
+    @cached_property
+    def new_slots(self) -> Integers:
+        return self.slots(self.token_rows, self.positions)
+
+    @cached_property
+    def norms(self) -> tuple[Floats, Floats] | None:
+        return (self._normal(self.head_dim), self._normal(self.head_dim)) if self.qk_norm else None
+
+    @cached_property
+    def angles(self) -> Floats:
+        return np.outer(np.arange(self.context_len.max()), 100.0 ** -np.linspace(0, 1, self.head_dim // 2)).astype(np.float32)
+
+    @cached_property
+    def projected(self) -> Floats:
+        """q, k and v of the new tokens, as the product makes them: [tokens, heads + 2 * kv_heads, head_dim]"""
+        return self._normal(len(self.positions), self.heads + 2 * self.kv_heads, self.head_dim)
+
+    def past(self) -> tuple[Cache, Cache]:
+        """Keys and values as they are before the step."""
+        caches = []
+        for seed in (1, 2):
+            blocks = int(self.tables.max()) + 1
+            numbers = np.full((blocks * self.block_size, self.kv_heads, self.head_dim), np.nan, np.float32)
+            for row, (past, _) in enumerate(self.rows):
+                at = self.slots(np.full(past, row), np.arange(past))
+                numbers[at] = np.random.default_rng((self.seed, seed, row)).standard_normal((past, *numbers.shape[1:]), np.float32)
+            caches.append(Cache.holding(numbers.reshape(blocks, self.block_size, *numbers.shape[1:]), self.cache_kind))
+        return caches[0], caches[1]
+
+    def run(self, library: NativeLibrary) -> tuple[Floats, Floats, Cache, Cache]:
+        """q, k and v normed and rotated; what attention makes of them; the caches after it."""
+        k, v = self.past()
+        qkv, out = self.projected.copy(), np.full((len(self.positions), self.heads, self.head_dim), np.nan, np.float32)
+        cos, sin = np.cos(self.angles), np.sin(self.angles)
+        layer = Layer(k_cache=address(k.values), v_cache=address(v.values), k_scale=address(k.scale), v_scale=address(v.scale))
+        layer.window = self.window
+        if self.norms is not None:
+            layer.q_norm, layer.k_norm = address(self.norms[0]), address(self.norms[1])
+        model = Model(
+            num_layers=1, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, block_size=self.block_size,
+            cache_kind=self.cache_kind, eps=1e-6, attention_scale=self.head_dim**-0.5, layers=ctypes.pointer(layer),
+            cos=address(cos), sin=address(sin),
+        )  # fmt: skip
+        step = Step(
+            num_tokens=len(self.positions), num_rows=len(self.rows), table_width=self.tables.shape[1], positions=address(self.positions),
+            slots=address(self.new_slots), query_start=address(self.query_start), context_len=address(self.context_len),
+            tables=address(self.tables),
+        )  # fmt: skip
+        library.call.octavo_write(ctypes.byref(model), 0, ctypes.byref(step), address(qkv))
+        library.call.octavo_attend(ctypes.byref(model), 0, ctypes.byref(step), address(qkv), address(out))
+        return qkv, out, k, v
+
+    def _normal(self, *shape: int) -> Floats:
+        return self.random.standard_normal(shape, np.float32)

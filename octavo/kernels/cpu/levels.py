@@ -1,0 +1,121 @@
+"""Which kernels run: the best level this machine offers, tried against the portable one before it is trusted.
+
+    amx  ->  avx512  ->  avx2  ->  portable      a level whose results differ is dropped for the one below, with a warning
+
+A compiler's mistake, a hypervisor that hides half of an instruction set, or a kernel we got wrong on a CPU we do not have
+would otherwise be a model that talks nonsense. The trial is the same few inputs every time and takes milliseconds.
+"""
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import ConfigError
+from octavo.kernels.cpu.attention_case import AttentionCase
+from octavo.kernels.cpu.library import BF16, F32, LEVELS, Q4, Q8, NativeLibrary, address, find_library
+from octavo.kernels.cpu.packing import Floats, PackedMatrix, pack_codes, pack_float
+from octavo.log import logger
+
+KINDS = {"float32": F32, "bfloat16": BF16, "8-bit": Q8, "4-bit": Q4}
+
+# How far a level may be from the portable one, relative to the largest number of a result. They differ by what they round:
+# where one multiplies codes of 8 bits, another multiplies bfloat16. A mistake is off by a whole product or more.
+EXACT, ROUNDED = 1e-5, 3e-2
+
+
+def open_native(isa: str, threads: int) -> NativeLibrary | None:
+    """The library at the level `isa` ("auto": the best), checked, with so many threads; None, and one warning, where it is absent."""
+    library = find_library()
+    if isinstance(library, str):
+        _say_once(f"Native kernels are off, torch computes alone: {library}")
+        return None
+    if isa not in ("auto", *LEVELS):
+        raise ConfigError(f"cpu_isa must be one of auto, {', '.join(LEVELS)}, got {isa!r}")
+    wanted = library.highest_level if isa == "auto" else isa
+    if LEVELS.index(wanted) > LEVELS.index(library.highest_level):
+        raise ConfigError(f"cpu_isa {isa} is more than this machine offers: {library.highest_level} (cpu_isa auto takes that)")
+    library.set_threads(threads)
+    use_best_level(library, wanted)
+    return library
+
+
+def absence() -> str | None:
+    """Why there is no native library, and what helps; None where there is one."""
+    library = find_library()
+    return library if isinstance(library, str) else None
+
+
+def use_best_level(library: NativeLibrary, wanted: str) -> None:
+    """Sets the level to `wanted`, or to the first below it that gives what the portable one gives."""
+    library.set_level("portable")
+    expected = sample_results(library)
+    for level in reversed(LEVELS[1 : LEVELS.index(wanted) + 1]):
+        library.set_level(level)
+        wrong = first_difference(expected, sample_results(library))
+        if wrong is None:
+            return
+        logger.warning("CPU level %s is not used: its %s differs from the portable kernel's; please report it", level, wrong)
+    library.set_level("portable")
+
+
+def first_difference(expected: dict[str, Floats], got: dict[str, Floats]) -> str | None:
+    """The first kernel whose result is too far off, by name."""
+    for name, good in expected.items():
+        most = (ROUNDED if any(kind in name for kind in KINDS if kind != "float32") else EXACT) * np.abs(good).max()
+        if not np.abs(got[name] - good).max() <= most:  # also where it is NaN
+            return name
+    return None
+
+
+def sample_results(library: NativeLibrary) -> dict[str, Floats]:
+    """What each kernel makes of small inputs, the same ones every time."""
+    random = np.random.default_rng(7)
+    results = {}
+    for kind in KINDS:
+        packed = _sample_matrix(library, random, 64, 200, kind)
+        for rows in (1, 5, 37):  # one, a few, and enough for tiles
+            x = random.standard_normal((rows, 200), np.float32)
+            results[f"{kind} product of {rows} rows"] = matmul(library, packed, x)
+            results[f"{kind} gate and up of {rows} rows"] = gate_up(library, packed, x)
+    stream, x, weight = (random.standard_normal(shape, np.float32) for shape in ((3, 200), (3, 200), (200,)))
+    normed = np.empty_like(stream)
+    library.call.octavo_add_rms_norm(address(stream), address(x), address(weight), 1e-5, address(normed), 3, 200)
+    results["norm"], results["sum before the norm"] = normed, stream
+    for name in ("float32", "bfloat16", "8-bit"):
+        case = AttentionCase(rows=((30, 40), (600, 1)), cache_kind=KINDS[name], qk_norm=True, window=500)
+        qkv, results[f"attention over a {name} cache"], k, v = case.run(library)
+        results[f"rotation for a {name} cache"] = qkv
+        results[f"writing into a {name} cache"] = np.nan_to_num(np.stack((k.numbers(), v.numbers())))
+    return results
+
+
+def matmul(library: NativeLibrary, packed: PackedMatrix, x: Floats) -> Floats:
+    """x [rows, k] -> [rows, n]"""
+    y = np.full((len(x), packed.struct.n), np.nan, np.float32)
+    library.call.octavo_matmul(ctypes.byref(packed.struct), address(x), address(y), len(x))
+    return y
+
+
+def gate_up(library: NativeLibrary, packed: PackedMatrix, x: Floats) -> Floats:
+    """x [rows, k] -> silu(gate) * up [rows, n / 2]; rows of weights are 16 of gate, 16 of up, in turn."""
+    y = np.full((len(x), packed.struct.n // 2), np.nan, np.float32)
+    library.call.octavo_gate_up(ctypes.byref(packed.struct), address(x), address(y), len(x))
+    return y
+
+
+def _sample_matrix(library: NativeLibrary, random: np.random.Generator, n: int, k: int, name: str) -> PackedMatrix:
+    bias = random.standard_normal(n, np.float32)
+    kind, group = KINDS[name], 32
+    if kind in (F32, BF16):
+        return pack_float(library, random.standard_normal((n, k), np.float32), kind, bias)
+    codes: NDArray[Any] = random.integers(0, 256 if kind == Q8 else 16, (n, k), np.uint8)
+    scale = random.uniform(0.5, 1, (n, -(-k // group))).astype(np.float16) / np.float16(128 if kind == Q8 else 8)
+    return pack_codes(library, codes, scale, (-scale * np.float16(128 if kind == Q8 else 8)).astype(np.float16), group, kind, 1.5, bias)
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    logger.warning("%s", line)

@@ -1,0 +1,135 @@
+"""The native library, loaded by ctypes: the structs and functions of `octavo/native/octavo.h`, word for word.
+
+    find_library()    the one of this package, or why there is none: not built, not loadable here, or of another build
+
+The library holds no handle: its level, its threads and its memory between calls belong to the process. So it serves one
+caller at a time, and a forked child must not call it (threads do not survive a fork).
+"""
+
+import ctypes
+import functools
+import sys
+from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+PATH = Path(__file__).parents[2] / "native" / ("liboctavo.dylib" if sys.platform == "darwin" else "liboctavo.so")
+LEVELS = ("portable", "avx2", "avx512", "amx")  # by number; each with all of those below
+PANEL, K_PAD = 16, 64  # rows of a panel, and what k is padded to
+F32, BF16, Q8, Q4 = range(4)  # kinds of weights and, but for Q4, of caches
+
+
+class Matrix(ctypes.Structure):
+    _fields_ = [
+        ("kind", c_int32), ("group", c_int32), ("n", c_int64), ("k", c_int64), ("data", c_void_p),
+        ("scale", c_void_p), ("offset", c_void_p), ("factor", c_float), ("bias", c_void_p), ("order", c_void_p),
+    ]  # fmt: skip
+
+
+class Layer(ctypes.Structure):
+    _fields_ = [
+        ("attention_norm", c_void_p), ("mlp_norm", c_void_p), ("q_norm", c_void_p), ("k_norm", c_void_p),
+        ("qkv", Matrix), ("output", Matrix), ("gate_up", Matrix), ("down", Matrix),
+        ("k_cache", c_void_p), ("v_cache", c_void_p), ("k_scale", c_void_p), ("v_scale", c_void_p), ("window", c_int32),
+    ]  # fmt: skip
+
+
+class Model(ctypes.Structure):
+    _fields_ = [
+        ("num_layers", c_int32), ("hidden", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32),
+        ("intermediate", c_int32), ("vocab", c_int32), ("block_size", c_int32), ("cache_kind", c_int32), ("embed_kind", c_int32),
+        ("eps", c_float), ("attention_scale", c_float), ("layers", POINTER(Layer)), ("embed", c_void_p), ("norm", c_void_p),
+        ("cos", c_void_p), ("sin", c_void_p), ("head", Matrix),
+    ]  # fmt: skip
+
+
+class Step(ctypes.Structure):
+    _fields_ = [
+        ("num_tokens", c_int32), ("num_rows", c_int32), ("table_width", c_int32), ("num_samples", c_int32),
+        ("token_ids", c_void_p), ("positions", c_void_p), ("slots", c_void_p), ("query_start", c_void_p), ("context_len", c_void_p),
+        ("tables", c_void_p), ("sample_index", c_void_p), ("hidden", c_void_p), ("logits", c_void_p), ("best", c_void_p),
+    ]  # fmt: skip
+
+
+STRUCTS = (Matrix, Layer, Model, Step)
+_MATRIX, _MODEL, _STEP = POINTER(Matrix), POINTER(Model), POINTER(Step)
+
+# By name: what it returns, what it takes.
+FUNCTIONS = {
+    "octavo_cpu_level": (c_int, []),
+    "octavo_set_level": (None, [c_int]),
+    "octavo_level": (c_int, []),
+    "octavo_set_threads": (None, [c_int]),
+    "octavo_threads": (c_int, []),
+    "octavo_step": (None, [_MODEL, _STEP]),
+    "octavo_matmul": (None, [_MATRIX, c_void_p, c_void_p, c_int64]),
+    "octavo_gate_up": (None, [_MATRIX, c_void_p, c_void_p, c_int64]),
+    "octavo_add_rms_norm": (None, [c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64]),
+    "octavo_write": (None, [_MODEL, c_int, _STEP, c_void_p]),
+    "octavo_attend": (None, [_MODEL, c_int, _STEP, c_void_p, c_void_p]),
+    "octavo_pack_float": (None, [_MATRIX, c_void_p]),
+    "octavo_pack_codes": (None, [_MATRIX, c_void_p, c_void_p, c_void_p]),
+    "octavo_struct_sizes": (None, [c_void_p]),
+}
+
+
+class NativeLibrary:
+    """`library.call.octavo_matmul(...)` is the function of that name, its arguments checked by ctypes."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError where it cannot be loaded, AttributeError or ValueError where it is not of this package's build."""
+        self.path = path
+        self.call = ctypes.CDLL(str(path))
+        for name, (result, arguments) in FUNCTIONS.items():
+            function = getattr(self.call, name)
+            function.restype, function.argtypes = result, arguments
+        there = np.zeros(len(STRUCTS), np.int64)
+        self.call.octavo_struct_sizes(address(there))
+        for struct, size in zip(STRUCTS, there.tolist()):
+            if size != ctypes.sizeof(struct):
+                raise ValueError(f"{struct.__name__} has {size} bytes there and {ctypes.sizeof(struct)} here")
+
+    @property
+    def highest_level(self) -> str:
+        """The best this machine runs, and the compiler of the library could build."""
+        return LEVELS[self.call.octavo_cpu_level()]
+
+    @property
+    def level(self) -> str:
+        return LEVELS[self.call.octavo_level()]
+
+    def set_level(self, level: str) -> None:
+        self.call.octavo_set_level(LEVELS.index(level))
+
+    @property
+    def threads(self) -> int:
+        return int(self.call.octavo_threads())
+
+    def set_threads(self, threads: int) -> None:
+        """Starts and stops workers; the caller is one of the threads."""
+        self.call.octavo_set_threads(threads)
+
+
+def address(array: NDArray[np.generic] | None) -> int | None:
+    """Where an array begins. Whoever passes it on keeps the array."""
+    if array is None:
+        return None
+    if not array.flags.c_contiguous:
+        raise ValueError(f"an array of shape {array.shape} is not contiguous")
+    return array.ctypes.data
+
+
+@functools.cache
+def find_library() -> NativeLibrary | str:
+    """The library of this package, or in words why it cannot be used and what helps."""
+    again = "run `make native` in a clone, or install the package again"
+    if not PATH.exists():
+        return f"{PATH.name} was not built, since no C++20 compiler was found: install g++ 11 or newer, then {again}"
+    try:
+        return NativeLibrary(PATH)
+    except OSError as error:
+        return f"{PATH.name} cannot be loaded here ({error}): {again}"
+    except (AttributeError, ValueError) as error:
+        return f"{PATH.name} is of another build than this package ({error}): {again}"

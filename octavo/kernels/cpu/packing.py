@@ -1,0 +1,66 @@
+"""Weights as the native products read them: packed once into panels of 16 rows. `octavo/native/octavo.h` draws the layout.
+
+    w [n, k] float             pack_float    F32, or rounded to BF16
+    codes [n, k] and, for each group of k,   Q8 (a byte a code) or Q4 (half a byte);
+    scale and offset [n, groups] float16     pack_codes    w = (scale * code + offset) * factor
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.kernels.cpu.library import BF16, F32, K_PAD, PANEL, Q4, Q8, Matrix, NativeLibrary, address
+
+Floats = NDArray[np.float32]
+_LINE = 64  # bytes of a cache line, and of a register: no load should touch two
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    struct: Matrix
+    arrays: tuple[NDArray[Any], ...]  # what the struct points to
+
+
+def pack_float(
+    library: NativeLibrary, weights: Floats, kind: int = F32, bias: Floats | None = None, order: NDArray[np.int32] | None = None
+) -> PackedMatrix:
+    n, k = weights.shape
+    data = _lines(_up(n, PANEL) * _up(k, K_PAD) * (2 if kind == BF16 else 4))
+    matrix = Matrix(kind=kind, n=n, k=k, data=address(data), factor=1.0, bias=address(bias), order=address(order))
+    library.call.octavo_pack_float(ctypes.byref(matrix), address(weights))
+    return PackedMatrix(matrix, (data, *(array for array in (bias, order) if array is not None)))
+
+
+def pack_codes(
+    library: NativeLibrary,
+    codes: NDArray[np.uint8],
+    scale: NDArray[np.float16],
+    offset: NDArray[np.float16],
+    group: int,
+    kind: int = Q8,
+    factor: float = 1.0,
+    bias: Floats | None = None,
+    order: NDArray[np.int32] | None = None,
+) -> PackedMatrix:
+    n, k = codes.shape
+    rows, columns = _up(n, PANEL), _up(k, max(group, K_PAD))
+    data = _lines(rows * columns // (2 if kind == Q4 else 1))
+    scales, offsets = _lines(rows * columns // group * 2), _lines(rows * columns // group * 2)
+    matrix = Matrix(kind=kind, group=group, n=n, k=k, data=address(data), scale=address(scales), offset=address(offsets), factor=factor)
+    matrix.bias, matrix.order = address(bias), address(order)
+    library.call.octavo_pack_codes(ctypes.byref(matrix), address(codes), address(scale), address(offset))
+    return PackedMatrix(matrix, (data, scales, offsets, *(array for array in (bias, order) if array is not None)))
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def _lines(size: int) -> NDArray[np.uint8]:
+    """Memory from the beginning of a line on; what is cut off to get there lies before it, so that reading past its end shows."""
+    raw = np.empty(size + _LINE, np.uint8)
+    start = _LINE - raw.ctypes.data % _LINE
+    return raw[start : start + size]

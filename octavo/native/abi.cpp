@@ -1,0 +1,9 @@
+// What the structs of octavo.h measure here, so that Python can tell a library that is not of its own build.
+#include "octavo.h"
+
+extern "C" void octavo_struct_sizes(int64_t *sizes) {
+    sizes[0] = sizeof(Matrix);
+    sizes[1] = sizeof(Layer);
+    sizes[2] = sizeof(Model);
+    sizes[3] = sizeof(Step);
+}
