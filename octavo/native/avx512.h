@@ -11,7 +11,7 @@ const int64_t FEW = 8;   // rows that go through codes; more are worth unpacking
 const int64_t MOST = 8;  // rows of one block: their sums stay in registers
 
 inline __m512 exp512(__m512 x) {
-    __m512 clamped = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.3f)), _mm512_set1_ps(88.0f));
+    __m512 clamped = _mm512_min_ps(_mm512_set1_ps(88.0f), _mm512_max_ps(_mm512_set1_ps(-87.3f), x));  // in this order NaN stays NaN
     __m512 turns = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT);
     __m512 rest = _mm512_fnmadd_ps(turns, _mm512_set1_ps(0.693359375f), clamped);
     rest = _mm512_fnmadd_ps(turns, _mm512_set1_ps(-2.12194440e-4f), rest);
@@ -237,9 +237,10 @@ void prepare_avx512(const Matrix &matrix, const float *x, int64_t size, int64_t 
         for (int64_t g = 0; g < groups; g++) {
             const float *values = from + g * matrix.group;
             int8_t *codes = rows.codes + row * rows.stride + g * matrix.group;
-            __m512 largest = _mm512_setzero_ps();
-            for (int64_t i = 0; i < matrix.group; i += 16) largest = _mm512_max_ps(largest, _mm512_abs_ps(_mm512_loadu_ps(values + i)));
-            float most = _mm512_reduce_max_ps(largest);
+            __m512i largest = _mm512_setzero_si512();  // as bits, see largest_of
+            for (int64_t i = 0; i < matrix.group; i += 16)
+                largest = _mm512_max_epu32(largest, _mm512_castps_si512(_mm512_abs_ps(_mm512_loadu_ps(values + i))));
+            float most = bits_to_float(_mm512_reduce_max_epu32(largest));
             __m512 inverse = _mm512_set1_ps(most > 0 ? 127 / most : 0.0f);
             __m512i total = _mm512_setzero_si512();
             for (int64_t i = 0; i < matrix.group; i += 16) {

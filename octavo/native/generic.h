@@ -22,10 +22,17 @@ Form form_generic(const Matrix &matrix, int64_t) {
 
 inline float column(const Matrix &matrix, const float *x, int64_t k) { return x[matrix.order ? matrix.order[k] : k]; }
 
+// The largest of |values|, compared as bits: infinity and NaN, which no code could say, are larger than any number.
+inline float largest_of(const float *values, int64_t count) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < count; i++) largest = std::max(largest, float_to_bits(values[i]) & 0x7fffffff);
+    return bits_to_float(largest);
+}
+
 void quantize_group(const Matrix &matrix, const float *x, int64_t begin, int64_t size, int8_t *codes, float &scale, float &sum) {
-    float values[128], largest = 0;
+    float values[128];
     for (int64_t i = 0; i < matrix.group; i++) values[i] = begin + i < size ? column(matrix, x, begin + i) : 0.0f;
-    for (int64_t i = 0; i < matrix.group; i++) largest = std::max(largest, std::fabs(values[i]));
+    float largest = largest_of(values, matrix.group);
     scale = largest / 127;
     float inverse = largest > 0 ? 127 / largest : 0.0f;
     int total = 0;
@@ -170,8 +177,7 @@ void store_head(const Model &model, const float *head, void *cache, float *scale
     } else if (model.cache_kind == OCTAVO_BF16) {
         for (int64_t i = 0; i < dim; i++) ((uint16_t *)cache)[place + i] = float_to_bf16(head[i]);
     } else {
-        float largest = 0;
-        for (int64_t i = 0; i < dim; i++) largest = std::max(largest, std::fabs(head[i]));
+        float largest = largest_of(head, dim);
         float inverse = largest > 0 ? 127 / largest : 0.0f;
         for (int64_t i = 0; i < dim; i++) ((int8_t *)cache)[place + i] = int8_t(nearbyintf(head[i] * inverse));
         scales[slot * model.kv_heads + kv_head] = largest / 127;

@@ -43,9 +43,9 @@ class Cache:
             return Cache(numbers.copy(), None)
         if kind == BF16:
             return Cache(to_bf16(numbers), None)
-        scale = np.abs(numbers).max(-1) / np.float32(127)
-        codes = np.rint(np.nan_to_num(numbers / np.maximum(scale, np.float32(1e-30))[..., None]))
-        return Cache(codes.astype(np.int8), np.ascontiguousarray(scale))
+        largest = np.abs(numbers).max(-1)
+        codes = np.rint(numbers * (np.float32(127) / np.maximum(largest, np.float32(1e-30)))[..., None])
+        return Cache(np.nan_to_num(codes).astype(np.int8), largest / np.float32(127))
 
     def numbers(self) -> Floats:
         if self.scale is not None:

@@ -126,7 +126,7 @@ def find_library() -> NativeLibrary | str:
     """The library of this package, or in words why it cannot be used and what helps."""
     again = "run `make native` in a clone, or install the package again"
     if not PATH.exists():
-        return f"{PATH.name} was not built, since no C++20 compiler was found: install g++ 11 or newer, then {again}"
+        return f"{PATH.name} was not built: with a C++20 compiler there (g++ 11 or newer), {again}"
     try:
         return NativeLibrary(PATH)
     except OSError as error:

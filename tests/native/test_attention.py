@@ -1,0 +1,158 @@
+"""Writing and attending on every level equal the torch twins: cache kinds, block sizes, groups of heads, head sizes, windows, threads.
+
+What no row has written is NaN in every case, so a slot read by mistake shows, whatever its weight.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.kernels.cpu.attention_case import AttentionCase, Cache
+from octavo.kernels.cpu.library import BF16, F32, Q8, NativeLibrary, address
+from octavo.kernels.cpu.packing import Floats
+from octavo.kernels.reference.attention import attend, causal_mask
+from octavo.kernels.reference.norm import add_rms_norm, rms_norm
+from octavo.kernels.reference.rotary import rotate
+from tests.support.native import error, levels_here, running
+
+CACHES = {"f32": F32, "bf16": BF16, "int8": Q8}
+MIXED = ((0, 37), (30, 1), (7, 70), (65, 1), (0, 1))  # prompts, chunks after a past, single tokens
+LEVELS = levels_here()
+
+
+def written_twin(case: AttentionCase) -> Floats:
+    q, k, v = torch.from_numpy(case.projected.copy()).split([case.heads, case.kv_heads, case.kv_heads], dim=1)
+    if case.norms is not None:
+        q, k = (rms_norm(part, torch.from_numpy(norm), 1e-6) for part, norm in zip((q, k), case.norms))
+    cos, sin = (torch.from_numpy(part[case.positions]) for part in (np.cos(case.angles), np.sin(case.angles)))
+    return torch.cat((rotate(q, cos, sin), rotate(k, cos, sin), v), dim=1).numpy()
+
+
+def attended_twin(case: AttentionCase, qkv: Floats, k: Cache, v: Cache) -> Floats:
+    numbers = [torch.from_numpy(cache.numbers().reshape(-1, case.kv_heads, case.head_dim)) for cache in (k, v)]
+    out = []
+    for row, (past, new) in enumerate(case.rows):
+        slots = case.slots(np.full(past + new, row), np.arange(past + new))
+        keys, values = (part[slots].unsqueeze(0) for part in numbers)
+        queries = torch.from_numpy(qkv[case.token_rows == row, : case.heads]).unsqueeze(0)
+        mask = causal_mask(torch.tensor([past + new]), new, past + new, case.window or None, torch.float32)
+        out.append(attend(queries, keys, values, mask, False, case.head_dim**-0.5)[0])
+    return torch.cat(out).numpy()
+
+
+def check(case: AttentionCase, library: NativeLibrary) -> None:
+    before = case.past()
+    qkv, out, *caches = case.run(library)
+    twin = written_twin(case)
+    assert error(qkv, twin) < 1e-6
+    for cache, old, new in zip(caches, before, (qkv[:, case.heads : -case.kv_heads], qkv[:, -case.kv_heads :])):
+        expected = old.numbers()
+        # The kernel's own k and v are stored, so that only storing is looked at here: it must be exact.
+        expected.reshape(-1, *new.shape[1:])[case.new_slots] = Cache.holding(np.ascontiguousarray(new), case.cache_kind).numbers()
+        assert np.array_equal(cache.numbers(), expected, equal_nan=True)
+    rounded = library.level in ("avx512", "amx") and case.cache_kind != F32  # to bfloat16
+    assert error(out, attended_twin(case, qkv, *caches)) < (5e-3 if rounded else 1e-5)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_block_size_head_size_and_group_of_heads(level: str, cache: str) -> None:
+    base = AttentionCase(rows=MIXED, cache_kind=CACHES[cache])
+    for threads in (1, 2):
+        with running(level, threads) as library:
+            for size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+                check(replace(base, block_size=size, seed=size), library)
+            for dim in (16, 32, 48, 64, 80, 96, 128, 256):
+                check(replace(base, head_dim=dim, qk_norm=dim % 32 == 0, seed=dim), library)
+            for group in range(1, 9):
+                for kv_heads in (1, 3):
+                    check(replace(base, heads=group * kv_heads, kv_heads=kv_heads, qk_norm=kv_heads == 1, seed=group), library)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_windows_hide_what_is_behind_them(level: str, cache: str) -> None:
+    for threads in (1, 2):
+        with running(level, threads) as library:
+            for window in (1, 2, 15, 16, 17, 63, 64, 65, 100, 1000):
+                check(AttentionCase(rows=MIXED, cache_kind=CACHES[cache], window=window, seed=window), library)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_long_contexts_are_split_over_threads_and_merged(level: str, cache: str) -> None:
+    """Few tasks and long contexts: parts, also such that the last parts are short, empty, or wholly behind the window."""
+    for threads in (1, 2, 3):
+        with running(level, threads) as library:
+            for rows in (((511, 1),), ((512, 1),), ((2055, 1),), ((1299, 1), (700, 1)), ((1500, 33),), ((0, 700),)):
+                for window in (0, 300):
+                    check(AttentionCase(rows=rows, heads=2, kv_heads=1, cache_kind=CACHES[cache], window=window, seed=threads), library)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> AttentionCase:
+    kv_heads = draw(st.integers(1, 3))
+    return AttentionCase(
+        rows=tuple(draw(st.lists(st.tuples(st.integers(0, 150), st.integers(1, 70)), min_size=1, max_size=6))),
+        heads=kv_heads * draw(st.integers(1, 8)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from((16, 32, 64, 80, 96, 128, 256))),
+        block_size=2 ** draw(st.integers(0, 8)),
+        cache_kind=draw(st.sampled_from((F32, BF16, Q8))),
+        window=draw(st.one_of(st.just(0), st.integers(1, 200))),
+        qk_norm=draw(st.booleans()),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+@given(cases(), st.sampled_from(LEVELS), st.integers(1, 3))
+def test_any_mix_of_rows(case: AttentionCase, level: str, threads: int) -> None:
+    with running(level, threads) as library:
+        check(case, library)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_scores_of_any_size_are_weighed(level: str) -> None:
+    """Queries so long that almost all weight falls on one key, and so short that all keys weigh the same."""
+    for cache in CACHES.values():
+        for size in (1e-4, 30.0, 1e4):
+            case = AttentionCase(rows=MIXED, cache_kind=cache)
+            case.projected[:, : case.heads] *= np.float32(size)
+            with running(level) as library:
+                qkv, out, *caches = case.run(library)
+                good = attended_twin(case, qkv, *caches)
+                assert np.isfinite(out).all()
+                if size < 1 or cache == F32:  # else rounding of large scores decides between close keys
+                    assert error(out, good) < 5e-3
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_not_finite_is_stored_and_read_as_such(level: str, cache: str) -> None:
+    case = AttentionCase(rows=MIXED, cache_kind=CACHES[cache])
+    case.projected[40, case.heads] = np.nan  # a key of the third row
+    with running(level) as library:
+        _, out, *_ = case.run(library)
+    spoiled = ~np.isfinite(out).all((1, 2))
+    third = case.token_rows == 2
+    assert spoiled[third][-1], "a later query saw the key"
+    assert not spoiled[~third].any()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_stream_is_added_to_and_normed(level: str) -> None:
+    random = np.random.default_rng(5)
+    for threads in (1, 2):
+        for rows, size in ((1, 1), (3, 15), (7, 16), (2, 31), (40, 576)):
+            stream, x = random.standard_normal((2, rows, size), np.float32)
+            weight, y = random.standard_normal(size, np.float32), np.full((rows, size), np.nan, np.float32)
+            for added in (None, x):
+                twin, total = add_rms_norm(*(torch.from_numpy(part.copy()) for part in (x * (added is not None), stream, weight)), 1e-5)
+                got = stream.copy()
+                with running(level, threads) as library:
+                    library.call.octavo_add_rms_norm(address(got), address(added), address(weight), 1e-5, address(y), rows, size)
+                assert np.array_equal(got, total.numpy()) and error(y, twin.numpy()) < 1e-6

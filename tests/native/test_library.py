@@ -1,0 +1,153 @@
+"""The library is there, is what the header says, and its levels are tried before they are trusted."""
+
+import ctypes
+import itertools
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.kernels.cpu import levels
+from octavo.kernels.cpu import library as native
+from octavo.kernels.cpu.levels import Sample, absence, open_native, use_best_level
+from octavo.kernels.cpu.library import FUNCTIONS, LEVELS, STRUCTS, Matrix, NativeLibrary, find_library
+from tests.support.native import levels_here, the_library
+
+HEADER = re.sub(r"//.*", "", (Path(native.__file__).parents[2] / "native/octavo.h").read_text())
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("octavo"), "propagate", True)
+    levels._say_once.cache_clear()
+    return caplog
+
+
+@pytest.fixture
+def finding_again() -> Iterator[None]:
+    """What is found is kept for the process: tests that plant something else look again, before and after."""
+    find_library.cache_clear()
+    yield
+    find_library.cache_clear()
+
+
+def test_the_library_is_there_and_offers_what_the_cpu_has() -> None:
+    flags = Path("/proc/cpuinfo").read_text()
+    offered = [level for level, flag in (("avx2", "avx2"), ("avx512", "avx512_bf16"), ("amx", "amx_bf16")) if f" {flag} " in flags]
+    assert absence() is None
+    assert the_library().highest_level == ["portable", *offered][-1]
+
+
+def test_the_header_and_its_python_copy_agree_word_for_word() -> None:
+    declared = dict(re.findall(r"\b(octavo_\w+)\(([^)]*)\);", HEADER))
+    assert {name: len(arguments.split(",")) if arguments != "void" else 0 for name, arguments in declared.items()} == {
+        name: len(arguments) for name, (_, arguments) in FUNCTIONS.items()
+    }
+    for body, name in re.findall(r"typedef struct \{([^}]*)\} (\w+);", HEADER):
+        fields = [re.sub(r"[\s*]", " ", part).split()[-1] for line in body.split(";") if line.strip() for part in line.split(",")]
+        assert fields == [field[0] for field in {struct.__name__: struct for struct in STRUCTS}[name]._fields_], name
+
+
+@pytest.mark.usefixtures("finding_again")
+@pytest.mark.parametrize("trouble", ["not built", "no library", "another library", "other structs"])
+def test_without_a_usable_library_the_reason_and_what_helps_are_said_once(
+    trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
+) -> None:
+    class LongerMatrix(ctypes.Structure):
+        _fields_ = [*Matrix._fields_, ("more", ctypes.c_int64)]
+
+    if trouble == "not built":
+        monkeypatch.setattr(native, "PATH", tmp_path / "liboctavo.so")
+        reason = "liboctavo.so was not built: with a C++20 compiler there (g++ 11 or newer), run"
+    elif trouble == "no library":
+        monkeypatch.setattr(native, "PATH", tmp_path / "liboctavo.so")
+        (tmp_path / "liboctavo.so").write_text("not a library")
+        reason = "cannot be loaded here"
+    elif trouble == "another library":
+        monkeypatch.setattr(native, "PATH", Path(np._core._multiarray_umath.__file__))
+        reason = "octavo_cpu_level): "
+    else:
+        monkeypatch.setattr(native, "STRUCTS", (LongerMatrix, *STRUCTS[1:]))
+        reason = "is of another build than this package (LongerMatrix has 72 bytes there and 80 here): "
+
+    assert open_native("auto", 1) is None and open_native("auto", 1) is None
+    (line,) = [record.getMessage() for record in warnings.records]
+    assert reason in line and "torch computes alone" in line and "make native" in line
+    assert line.endswith(str(absence()))
+
+
+@pytest.mark.parametrize("asked", ["auto", *LEVELS])
+def test_a_level_is_taken_as_asked_where_the_machine_has_it(asked: str, warnings: pytest.LogCaptureFixture) -> None:
+    here = levels_here()
+    if asked not in ("auto", *here):
+        with pytest.raises(ConfigError, match=f"cpu_isa {asked} is more than this machine offers: {here[-1]}"):
+            open_native(asked, 1)
+        return
+    library = open_native(asked, 2)
+    assert isinstance(library, NativeLibrary)
+    assert library.level == (here[-1] if asked == "auto" else asked)
+    assert library.threads == 2
+    assert warnings.records == []
+
+
+def test_what_is_no_level_or_not_this_machines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="cpu_isa must be one of auto, portable, avx2, avx512, amx, got 'sse9'"):
+        open_native("sse9", 1)
+    monkeypatch.setattr(NativeLibrary, "highest_level", "portable")
+    with pytest.raises(ConfigError, match="cpu_isa avx2 is more than this machine offers: portable"):
+        open_native("avx2", 1)
+
+
+class Broken:
+    """A library whose samples are off at some levels."""
+
+    def __init__(self, bad: tuple[str, ...], kernel: str) -> None:
+        self.bad, self.kernel, self.level = bad, kernel, ""
+
+    def set_level(self, level: str) -> None:
+        self.level = level
+
+    def samples(self) -> list[Sample]:
+        return [self._spoiled(s) if self.level in self.bad and s.kernel == self.kernel else s for s in SAMPLES]
+
+    @staticmethod
+    def _spoiled(sample: Sample) -> Sample:
+        return sample._replace(result=sample.result + 2 * sample.tolerance * np.abs(sample.result).max())
+
+
+SAMPLES = levels.sample_results(the_library())
+
+
+@pytest.mark.parametrize("bad", [bad for size in range(4) for bad in itertools.combinations(LEVELS[1:], size)], ids="+".join)
+def test_a_broken_level_is_dropped_for_the_next_with_a_warning_that_names_the_kernel(
+    bad: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(levels, "sample_results", Broken.samples)
+    for kernel in dict.fromkeys(sample.kernel for sample in SAMPLES):
+        for wanted in LEVELS:
+            warnings.clear()
+            library = Broken(bad, kernel)
+            use_best_level(library, wanted)
+            tried = LEVELS[1 : LEVELS.index(wanted) + 1]
+            good = [level for level in ("portable", *tried) if level not in bad]
+            assert library.level == good[-1]
+            dropped = [level for level in reversed(tried) if LEVELS.index(level) > LEVELS.index(good[-1])]
+            reason = f"is not used: its {kernel} differs from the portable kernel's; please report it"
+            assert [record.getMessage() for record in warnings.records] == [f"CPU level {level} {reason}" for level in dropped]
+
+
+def test_a_result_that_is_not_a_number_is_a_difference_too() -> None:
+    spoiled = [sample._replace(result=np.full_like(sample.result, np.nan)) for sample in SAMPLES]
+    assert levels.first_difference(SAMPLES, SAMPLES) is None
+    assert levels.first_difference(SAMPLES, SAMPLES[:-1] + spoiled[-1:]) == SAMPLES[-1].kernel
+
+
+def test_samples_are_neither_zero_nor_wild() -> None:
+    """A sample that is all zeros, or one huge number among small ones, would let anything pass."""
+    for sample in SAMPLES:
+        size = np.abs(sample.result[sample.result != 0])
+        assert len(size) > 0.03 * sample.result.size and np.median(size) > np.abs(sample.result).max() / 100, sample.kernel

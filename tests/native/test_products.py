@@ -1,0 +1,98 @@
+"""Products on every level the machine has equal plain numpy: all kinds of weights, groups, odd sizes, 1 to 40 rows, 1 and 2 threads."""
+
+import numpy as np
+import pytest
+
+from octavo.kernels.cpu.levels import gate_up, matmul
+from octavo.kernels.cpu.library import BF16, F32, Q4, Q8
+from octavo.kernels.cpu.packing import Floats, pack_float
+from tests.support.native import error, levels_here, running
+from tests.support.native_weights import make_weights
+
+MOST_ROWS = 40
+FEW_ROWS = 8  # up to here levels with bfloat16 instructions use codes too
+KINDS = [(F32, 0), (BF16, 0), *((kind, group) for kind in (Q8, Q4) for group in (16, 32, 64, 128))]
+NAMES = [f"{('f32', 'bf16', 'q8', 'q4')[kind]}-{group}" if group else ("f32", "bf16")[kind] for kind, group in KINDS]
+SIZES = [(1, 1), (17, 7), (32, 63), (16, 64), (33, 65), (48, 100), (100, 257)]  # n, k
+LEVELS = levels_here()
+
+
+def by_halves(level: str, rows: int) -> bool:
+    return level in ("avx512", "amx") and rows > FEW_ROWS
+
+
+@pytest.mark.parametrize("kind, group", KINDS, ids=NAMES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_product_is_what_its_twin_gives(level: str, kind: int, group: int) -> None:
+    random = np.random.default_rng(kind * 1000 + group)
+    for threads in (1, 2):
+        with running(level, threads) as library:
+            for n, k in SIZES:
+                weights = make_weights(library, random, n, k, kind, group, plain=threads == 2)
+                x = random.standard_normal((MOST_ROWS, k), np.float32)
+                expected = {halves: weights.product(x, halves) for halves in (False, True)}
+                for rows in range(1, MOST_ROWS + 1):
+                    got, good = matmul(library, weights.packed, x[:rows].copy()), expected[by_halves(level, rows)][:rows]
+                    assert error(got, good) < 1e-5, (n, k, rows, threads)
+
+
+@pytest.mark.parametrize("kind, group", KINDS, ids=NAMES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_gate_and_up_are_multiplied_in_one_pass(level: str, kind: int, group: int) -> None:
+    random = np.random.default_rng(kind * 1000 + group)
+    for threads in (1, 2):
+        with running(level, threads) as library:
+            for n, k in ((32, 65), (64, 128), (224, 100)):
+                weights = make_weights(library, random, n, k, kind, group)
+                x = random.standard_normal((MOST_ROWS, k), np.float32)
+                for rows in (1, 2, 3, 8, 9, 31, 33, 40):
+                    both = weights.product(x[:rows], by_halves(level, rows)).astype(np.float64).reshape(rows, -1, 2, 16)
+                    gate, up = both[:, :, 0].reshape(rows, -1), both[:, :, 1].reshape(rows, -1)
+                    got = gate_up(library, weights.packed, x[:rows].copy())
+                    assert error(got, (gate / (1 + np.exp(-gate)) * up).astype(np.float32)) < 1e-5, (n, k, rows, threads)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_gate_holds_far_out(level: str) -> None:
+    """silu where exp is tiny, huge, and beyond a float."""
+    gate = np.array([-200, -100, -88, -87, -20, -1e-3, 0, 1e-3, 20, 87, 88, 100, 200, 1e4, -1e4, 1], np.float32)
+    weights = np.zeros((32, 64), np.float32)
+    weights[:16, 0], weights[16:, 0] = gate, 1
+    x = np.zeros((1, 64), np.float32)
+    x[0, 0] = 1
+    with running(level) as library:
+        got = gate_up(library, pack_float(library, weights), x)[0]
+    wide = gate.astype(np.float64)
+    expected = wide / (1 + np.exp(-np.maximum(wide, -300)))
+    assert (np.abs(got - expected) <= 1e-6 * np.abs(expected) + 1e-30).all()
+
+
+@pytest.mark.parametrize("kind, group", KINDS, ids=NAMES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_not_finite_stays_so_in_its_row_and_nowhere_else(level: str, bad: float, kind: int, group: int) -> None:
+    random = np.random.default_rng(1)
+    with running(level) as library:
+        for k in (100, 128):
+            weights = make_weights(library, random, 48, k, kind, group, plain=True)
+            for rows, at in ((1, 0), (3, 1), (40, 17)):
+                x = random.standard_normal((rows, k), np.float32)
+                good = matmul(library, weights.packed, x)
+                x[at, 77] = bad
+                got = matmul(library, weights.packed, x)
+                assert not np.isfinite(got[at]).any(), (k, rows)
+                assert np.array_equal(np.delete(got, at, 0), np.delete(good, at, 0))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_threads_do_not_change_a_bit(level: str) -> None:
+    random = np.random.default_rng(2)
+    results: list[list[Floats]] = []
+    x = random.standard_normal((MOST_ROWS, 200), np.float32)
+    for threads in (1, 2, 3):
+        random = np.random.default_rng(3)
+        with running(level, threads) as library:
+            every = [make_weights(library, random, 96, 200, kind, group) for kind, group in KINDS]
+            results.append([run(library, w.packed, x[:rows].copy()) for w in every for run in (matmul, gate_up) for rows in (1, 7, 40)])
+    for other in results[1:]:
+        assert all(np.array_equal(a, b) for a, b in zip(results[0], other))
