@@ -2,7 +2,7 @@
 //
 //     rows of x    A: 16 rows x 32 k              C0 += A0 B0   C1 += A0 B1      four tiles of results for every four that are
 //     panel        B: 16 pairs of k x 16 n        C2 += A1 B0   C3 += A1 B1      loaded: 32 rows times two panels
-#include "attention512.h"
+#include "attention_amx.h"
 
 namespace octavo {
 namespace {
@@ -89,6 +89,7 @@ void fill_amx(Kernels &kernels) {
     kernels.amx = 1;
     kernels.product = product_amx;
     kernels.gate_up = gate_up_amx;
+    kernels.attend = attend_amx;
 }
 
 void start_tiles() {

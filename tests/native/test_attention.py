@@ -55,7 +55,7 @@ def check(case: AttentionCase, library: NativeLibrary) -> None:
         expected.reshape(-1, *new.shape[1:])[case.new_slots] = Cache.holding(np.ascontiguousarray(new), case.cache_kind).numbers()
         assert np.array_equal(cache.numbers(), expected, equal_nan=True)
     rounded = library.level in ("avx512", "amx") and case.cache_kind != F32  # to bfloat16
-    assert error(out, attended_twin(case, qkv, *caches)) < (5e-3 if rounded else 1e-5)
+    assert error(out, attended_twin(case, qkv, *caches)) < (1e-2 if rounded else 1e-5)
 
 
 @pytest.mark.parametrize("cache", CACHES)
