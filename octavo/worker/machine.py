@@ -4,12 +4,11 @@ import math
 import os
 from pathlib import Path
 
-import torch
-
 from octavo.config import thread_limit
 
 CGROUP = Path("/sys/fs/cgroup")
 OWN_GROUP = Path("/proc/self/cgroup")
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 def memory_bytes() -> int:
@@ -26,9 +25,25 @@ def num_threads() -> int:
     return max(1, min(cpus, _cgroup_cpus() or cpus, thread_limit() or cpus))
 
 
+def cpu_flags() -> frozenset[str]:
+    """What the CPU has and the kernel lets us use, in the kernel's words."""
+    try:
+        lines = CPU_INFO.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
+
+
 def fast_dtype() -> str:
-    """bfloat16 where the CPU multiplies it natively, else float32."""
-    return "bfloat16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "float32"
+    """bfloat16 where the CPU multiplies it natively, else float32. Asked without torch, which a plan does not wait for."""
+    return "bfloat16" if cpu_flags() & {"avx512_bf16", "amx_tile"} else "float32"
+
+
+def resolve_dtype(asked: str, stored: str | None) -> str:
+    """`auto`: float32 checkpoints stay float32, all others take what this CPU is fast at."""
+    if asked != "auto":
+        return asked
+    return "float32" if stored == "float32" else fast_dtype()
 
 
 def _groups() -> list[Path]:

@@ -14,7 +14,8 @@ from octavo.layers.comm import NullComm
 from octavo.loading.loader import fill_dummy, load_weights
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
-from octavo.models.registry import build_model, cache_specs, weight_bytes
+from octavo.models.registry import build_model, cache_specs
+from octavo.policy.model_size import num_parameters, weight_bytes
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
 from tests.support.batches import DictCheckpoint, Pool, run_steps
 

@@ -1,0 +1,85 @@
+"""`ModelShape`: all that a memory plan has to know of a model, read from its config and headers. No weight is read.
+
+    a folder              config.json; the sizes of its safetensors files
+    a .gguf file          its header: metadata, and the kind and shape of every tensor
+    a config.json alone   what a model of this shape would need
+    nothing               the default model
+
+GGUF weights are unpacked at load, one tensor at a time and in the order of the file: what is held at the widest point of
+that is known from the header, too.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from octavo.errors import LoadError
+from octavo.loading.files import read_json_object
+from octavo.loading.gguf import GGUFFile
+from octavo.loading.resolve import ModelSource, load_model_config, resolve_model
+from octavo.model_config import ModelConfig
+from octavo.models.registry import cache_specs
+from octavo.policy.cache_spec import ITEM_BYTES
+from octavo.policy.memory_plan import ModelNeeds
+from octavo.policy.model_size import Quantization, int8_cache_specs, weight_bytes
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PLAIN_KINDS = ("F32", "F16", "BF16")  # of tensors that are copied as they stand
+UNPACKED_BYTES = 6  # a weight takes while it is unpacked: float32, and parts of the way there
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    name: str
+    config: ModelConfig
+    stored_bytes: int | None = None  # of the weights on disk, where there are any
+    tensors: tuple[tuple[str, int], ...] = ()  # (kind, weights) in the order of the file, where they are unpacked at load
+
+    def needs(self, dtype: str, quantization: Quantization = "none", kv_cache_dtype: str = "auto") -> ModelNeeds:
+        """`quantization` and a `kv_cache_dtype` other than auto are what-ifs: no engine runs them yet."""
+        if kv_cache_dtype == "int8":
+            specs = int8_cache_specs(self.config)
+        else:
+            specs = cache_specs(self.config, dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
+        weights = weight_bytes(self.config, dtype, quantization)
+        loading = self._loading_bytes(ITEM_BYTES[dtype]) if quantization == "none" else 0
+        return ModelNeeds(self.config, dtype, weights, specs, loading)
+
+    def _loading_bytes(self, item: int) -> int:
+        filled = most = 0
+        for kind, weights in self.tensors:
+            filled += weights * item  # a parameter takes memory when it is filled
+            most = max(most, filled + (0 if kind in PLAIN_KINDS else weights * UNPACKED_BYTES))
+        return most
+
+
+def model_shape(model: str | None) -> ModelShape:
+    """Of whatever a user may name, and of a config.json by itself."""
+    if model is not None and Path(model).suffix == ".json" and Path(model).is_file():
+        return ModelShape(Path(model).resolve().parent.name, ModelConfig.from_dict(read_json_object(Path(model)), model))
+    source = resolve_model(model)
+    return shape_of(source, load_model_config(source))
+
+
+def shape_of(source: ModelSource, config: ModelConfig) -> ModelShape:
+    if source.kind == "gguf":
+        return ModelShape(source.name, config, *_gguf_weights(source.gguf))
+    return ModelShape(source.name, config, _folder_bytes(source.path))
+
+
+def _gguf_weights(gguf: GGUFFile) -> tuple[int, tuple[tuple[str, int], ...]]:
+    tensors = list(gguf.tensors.values())
+    return sum(tensor.num_bytes for tensor in tensors), tuple((tensor.kind, prod(tensor.shape)) for tensor in tensors)
+
+
+def _folder_bytes(folder: Path) -> int | None:
+    """The size of the folder's weight files; None if it has none."""
+    index = folder / INDEX
+    names = {SINGLE}
+    if index.exists():
+        weight_map = read_json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise LoadError(f"{index}: weight_map must give a file name for each weight")
+        names = set(weight_map.values())
+    sizes = [path.stat().st_size for path in (folder / Path(name).name for name in names) if path.is_file()]
+    return sum(sizes) if len(sizes) == len(names) else None
