@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from octavo.config import EngineConfig
 from octavo.policy.memory_plan import MemoryPlan, ModelNeeds, shown
+from octavo.policy.model_size import num_parameters
 
 if TYPE_CHECKING:
     from octavo.loading.shape import ModelShape
@@ -26,7 +27,7 @@ MARKS = {
 def plan_text(
     shape: "ModelShape", needs: ModelNeeds, config: EngineConfig, plan: MemoryPlan, not_run: list[str], plain: bool, colour: bool
 ) -> str:
-    lines = [f"{shape.name}: {shape.config.architecture}, {needs.dtype}", ""]
+    lines = [f"{shape.name}: {shape.config.architecture}, {num_parameters(shape.config):,} parameters, {needs.dtype}", ""]
     lines += [f"  {name:<17}{value:>12}   {note}".rstrip() for name, value, note in _rows(shape, needs, config, plan)]
     lines += ["", *_bar(plan, plain, colour), ""]
     if not_run:

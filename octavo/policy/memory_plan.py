@@ -22,8 +22,8 @@ from octavo.policy.cache_spec import ITEM_BYTES, CacheGeometry, LayerCacheSpec
 
 MIB, GIB = 2**20, 2**30
 MOST_CPU_POOL = 4 * GIB
-# Measured: Python with torch and the rest imported, and what malloc keeps of the activations' smaller tensors.
-LIBRARIES, MALLOC = 150 * MIB, 40 * MIB
+LIBRARIES = 150 * MIB  # measured: Python with torch and the rest imported
+MOST_KEPT = 64 * MIB  # by malloc, of two fifths of the activations: larger tensors go back to the machine at once
 BYTES_PER_WORD = 600  # of the vocabulary: the tokenizer, and the words in the header of a GGUF file
 BYTES_PER_BLOCK = 270  # the pool's lists, and the index of sealed blocks
 BYTES_PER_ROW = 100  # lengths, sampling parameters, noise key
@@ -146,7 +146,7 @@ class _Planner:
             kv_cache=places * size * needs.bytes_per_token,
             activations=max(step, needs.loading - needs.weights),
             rows=config.max_num_seqs * (8 * (max_len + table_blocks) + BYTES_PER_ROW) + max_len * model.head_dim * FLOAT32,
-            other=LIBRARIES + min(MALLOC, step // 2) + BYTES_PER_WORD * model.vocab_size + BYTES_PER_BLOCK * num_blocks,
+            other=LIBRARIES + min(MOST_KEPT, step * 2 // 5) + BYTES_PER_WORD * model.vocab_size + BYTES_PER_BLOCK * num_blocks,
         )
 
     def plan(self, config: EngineConfig) -> MemoryPlan:
@@ -161,7 +161,7 @@ class _Planner:
             most = default_pool_bytes(self.memory.total) // (per_token * size)
             self._check_blocks(config, most)
             least = 2 if wanted is None else min(most, -(-wanted // size) + 1)
-            blocks = largest(2, most, lambda number: self._holds(config, number, wanted or self._reach(number, size))) or least
+            blocks = self._most_blocks(config, most) or least
             max_len = wanted or self._reach(blocks, size)
         return MemoryPlan(CacheGeometry(blocks, size, max_len, per_token), self.use(config, blocks, max_len), self.memory)
 
@@ -179,6 +179,11 @@ class _Planner:
     def _holds(self, config: EngineConfig, num_blocks: int, max_len: int) -> bool:
         return self.use(config, num_blocks, max_len).total <= self.memory.free
 
+    def _most_blocks(self, config: EngineConfig, most: int) -> int | None:
+        """The largest pool that leaves room for a step over a sequence as long as itself, or as long as asked for."""
+        length, size = config.max_model_len, config.block_size
+        return largest(2, most, lambda blocks: self._holds(config, blocks, length or self._reach(blocks, size)))
+
     def _reach(self, num_blocks: int, block_size: int) -> int:
         """The longest sequence a pool holds: block 0 is the null block, and the last token is never computed."""
         return min(self.most, (num_blocks - 1) * block_size + 1)
@@ -195,42 +200,51 @@ class _Planner:
     # -- what to say
 
     def refusal(self, config: EngineConfig, plan: MemoryPlan) -> str:
-        if plan.use.total <= self.memory.free:
-            return self._too_short(config, plan)
-        return f"{plan.account}: {self._advice(config)}"
-
-    def _too_short(self, config: EngineConfig, plan: MemoryPlan) -> str:
-        """The length asked for is more than the pool holds."""
-        geometry, wanted = plan.geometry, plan.geometry.max_model_len
-        size, per_token = geometry.block_size, geometry.bytes_per_token
-        enough = (-(-wanted // size) + 1) * size * per_token
-        longest = self._most_of(config, "max_model_len", 2, wanted)
-        larger = self.fits(replace(config, kv_cache_memory_bytes=enough))
-        remedy = f"raise kv_cache_memory_bytes to {enough} or more" if larger else "use more memory: there is none for a larger pool"
+        if plan.use.total > self.memory.free:
+            return f"{plan.account}: {self._advice(config)}"
+        size, wanted = config.block_size, plan.geometry.max_model_len
+        enough = (-(-wanted // size) + 1) * size * self.needs.bytes_per_token
+        larger = replace(config, kv_cache_memory_bytes=enough)  # the pool is all that is short
+        if not self.fits(larger):
+            return f"{self.plan(larger).account}: {self._advice(config)}"
         return (
-            f"max_model_len is {wanted}, but the KV pool of {shown(plan.use.kv_cache)} holds {(geometry.num_blocks - 1) * size} tokens "
-            f"({geometry.num_blocks} blocks of {size}, {per_token} bytes a token): the largest max_model_len that fits is {longest}; "
-            f"lower it or {remedy}"
+            f"max_model_len is {wanted}, but the KV pool of {shown(plan.use.kv_cache)} holds {(plan.geometry.num_blocks - 1) * size} "
+            f"tokens ({plan.geometry.num_blocks} blocks of {size}, {self.needs.bytes_per_token} bytes a token): the largest max_model_len "
+            f"that fits is {self._most_of(config, 'max_model_len', 2, wanted)}; lower it or raise kv_cache_memory_bytes to {enough} or more"
         )
 
     def _advice(self, config: EngineConfig) -> str:
         """What to turn and how far, one knob if that is enough, and the longest sequence then."""
-        least_pool = 2 * config.block_size * self.needs.bytes_per_token
-        open_config = replace(config, max_model_len=None, kv_cache_memory_bytes=None, num_gpu_blocks_override=None)
-        for base, also, name, low, asked in (
-            (config, "", "max_model_len", 2, config.max_model_len),
-            (config, "", "kv_cache_memory_bytes", least_pool, config.kv_cache_memory_bytes),
-            (config, "", "num_gpu_blocks_override", 2, config.num_gpu_blocks_override),
-            (config, "", "max_num_seqs", 1, config.max_num_seqs),
-            (config, "", "max_num_batched_tokens", config.max_num_seqs, config.max_num_batched_tokens),
-            (open_config, "max_model_len and ", "kv_cache_memory_bytes", least_pool, config.kv_cache_memory_bytes),
-            (open_config, "max_model_len and ", "num_gpu_blocks_override", 2, config.num_gpu_blocks_override),
-        ):
-            if asked is not None and (value := self._most_of(base, name, low, asked)) is not None:
-                longest = self._most_of(_with(base, name, value), "max_model_len", 2, self.most)
-                return f"lower {also}{name} to {value} or less; the largest max_model_len that fits is then {longest}"
-        smaller = "set dtype to bfloat16, " if self.needs.dtype == "float32" else ""
-        return f"{smaller}take a smaller model or free memory; no max_model_len fits"
+        if config.max_model_len is not None and (longest := self._most_of(config, "max_model_len", 2, config.max_model_len)):
+            rows = self._most_of(config, "max_num_seqs", 1, config.max_num_seqs)
+            other_way = f" or lower max_num_seqs to {rows} or less" if rows else ""
+            return f"the largest max_model_len that fits is {longest}; lower it{other_way}"
+        for base, also in ((config, ""), (replace(config, max_model_len=None), "max_model_len and ")):
+            smaller = self._with_a_smaller_pool(base)
+            if smaller is not None:
+                name, value, turned = smaller
+                return f"lower {also}{name} to {value} or less; {self._longest(turned)}"
+        seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
+        for name, low, asked in (("max_num_seqs", 1, seqs), ("max_num_batched_tokens", seqs, tokens)):
+            if (most := self._most_of(config, name, low, asked)) is not None:
+                return f"lower {name} to {most} or less; {self._longest(_with(config, name, most))}"
+        narrower = "set dtype to bfloat16, " if self.needs.dtype == "float32" else ""
+        return f"{narrower}take a smaller model or free memory; no max_model_len fits"
+
+    def _with_a_smaller_pool(self, config: EngineConfig) -> tuple[str, int, EngineConfig] | None:
+        """The setting that asked for the pool, the most it may be, and the settings with that."""
+        asked = self._asked_blocks(config)
+        blocks = None if asked is None else self._most_blocks(config, asked)
+        if blocks is None:
+            return None
+        name, value = "num_gpu_blocks_override", blocks
+        if config.num_gpu_blocks_override is None:
+            name, value = "kv_cache_memory_bytes", blocks * config.block_size * self.needs.bytes_per_token
+        turned = _with(config, name, value)
+        return (name, value, turned) if self.fits(turned) else None
+
+    def _longest(self, config: EngineConfig) -> str:
+        return f"the largest max_model_len that fits is then {self._most_of(config, 'max_model_len', 2, self.most)}"
 
     def _most_of(self, config: EngineConfig, name: str, low: int, high: int) -> int | None:
         """The largest value of a setting with which everything fits."""
