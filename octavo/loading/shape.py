@@ -9,13 +9,13 @@ GGUF weights are unpacked at load, one tensor at a time and in the order of the 
 that is known from the header, too.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 from octavo.errors import LoadError
 from octavo.loading.files import read_json_object
-from octavo.loading.gguf import GGUFFile
 from octavo.loading.resolve import ModelSource, load_model_config, resolve_model
 from octavo.model_config import ModelConfig
 from octavo.models.registry import cache_specs
@@ -33,7 +33,17 @@ class ModelShape:
     name: str
     config: ModelConfig
     stored_bytes: int | None = None  # of the weights on disk, where there are any
-    tensors: tuple[tuple[str, int], ...] = ()  # (kind, weights) in the order of the file, where they are unpacked at load
+    tensors: tuple[tuple[str, int], ...] = ()  # (kind, number of weights) in the order of the file, where the header was read
+
+    @staticmethod
+    def from_headers(name: str, config: ModelConfig, stored_bytes: int, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> "ModelShape":
+        """`tensors`: name in the file -> (dtype or GGUF kind, shape), in the order of the file."""
+        return ModelShape(name, config, stored_bytes, tuple((kind, prod(shape)) for kind, shape in tensors.values()))
+
+    @property
+    def packed(self) -> bool:
+        """Whether weights take more memory than disk."""
+        return any(kind not in PLAIN_KINDS for kind, _ in self.tensors)
 
     def needs(self, dtype: str, quantization: Quantization = "none", kv_cache_dtype: str = "auto") -> ModelNeeds:
         """`quantization` and a `kv_cache_dtype` other than auto are what-ifs: no engine runs them yet."""
@@ -63,13 +73,10 @@ def model_shape(model: str | None) -> ModelShape:
 
 def shape_of(source: ModelSource, config: ModelConfig) -> ModelShape:
     if source.kind == "gguf":
-        return ModelShape(source.name, config, *_gguf_weights(source.gguf))
+        tensors = source.gguf.tensors.values()
+        headers = {tensor.name: (tensor.kind, tensor.shape) for tensor in tensors}
+        return ModelShape.from_headers(source.name, config, sum(tensor.num_bytes for tensor in tensors), headers)
     return ModelShape(source.name, config, _folder_bytes(source.path))
-
-
-def _gguf_weights(gguf: GGUFFile) -> tuple[int, tuple[tuple[str, int], ...]]:
-    tensors = list(gguf.tensors.values())
-    return sum(tensor.num_bytes for tensor in tensors), tuple((tensor.kind, prod(tensor.shape)) for tensor in tensors)
 
 
 def _folder_bytes(folder: Path) -> int | None:
