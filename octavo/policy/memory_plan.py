@@ -152,17 +152,14 @@ class _Planner:
     def plan(self, config: EngineConfig) -> MemoryPlan:
         """As asked where something was, else the most that fits."""
         size, per_token, wanted = config.block_size, self.needs.bytes_per_token, config.max_model_len
-        num_blocks = self._asked_blocks(config)
-        if num_blocks is not None:
-            self._check_blocks(config, num_blocks)
-            blocks = num_blocks
-            max_len = wanted or largest(2, self._reach(blocks, size), lambda length: self._holds(config, blocks, length)) or 2
-        else:
-            most = default_pool_bytes(self.memory.total) // (per_token * size)
-            self._check_blocks(config, most)
+        asked = self._asked_blocks(config)
+        most = default_pool_bytes(self.memory.total) // (per_token * size) if asked is None else asked
+        self._check_blocks(config, most)
+        blocks = most
+        if asked is None:
             least = 2 if wanted is None else min(most, -(-wanted // size) + 1)
             blocks = self._most_blocks(config, most) or least
-            max_len = wanted or self._reach(blocks, size)
+        max_len = wanted or largest(2, self._reach(blocks, size), lambda length: self._holds(config, blocks, length)) or 2
         return MemoryPlan(CacheGeometry(blocks, size, max_len, per_token), self.use(config, blocks, max_len), self.memory)
 
     def fits(self, config: EngineConfig, plan: MemoryPlan | None = None) -> bool:
@@ -234,9 +231,9 @@ class _Planner:
     def _with_a_smaller_pool(self, config: EngineConfig) -> tuple[str, int, EngineConfig] | None:
         """The setting that asked for the pool, the most it may be, and the settings with that."""
         asked = self._asked_blocks(config)
-        blocks = None if asked is None else self._most_blocks(config, asked)
-        if blocks is None:
+        if asked is None:
             return None
+        blocks = self._most_blocks(config, asked) or 2
         name, value = "num_gpu_blocks_override", blocks
         if config.num_gpu_blocks_override is None:
             name, value = "kv_cache_memory_bytes", blocks * config.block_size * self.needs.bytes_per_token

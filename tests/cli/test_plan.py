@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from octavo.cli.args import size
 from octavo.cli.main import main
-from octavo.cli.plan_text import MARKS, WIDTH
+from octavo.cli.plan_text import MARKS, WIDTH, _cells
 from octavo.policy.memory_plan import GIB, MIB
 from tests.cli.processes import ROOT, SECONDS, Typist, environment
 from tests.support.models import stories260k, to_gguf
@@ -62,14 +64,27 @@ def test_colours_are_for_terminals_without_no_color(tmp_path: Path) -> None:
         assert MARKS["weights"][0] in shown
 
 
+@given(st.lists(st.integers(0, 2**45), min_size=6, max_size=6).filter(any))
+def test_the_bar_is_always_as_wide_and_leaves_nothing_out(sizes: list[int]) -> None:
+    cells = _cells(dict(zip(MARKS, sizes)))
+    assert sum(cells.values()) == WIDTH
+    assert all((count > 0) == (size > 0) for count, size in zip(cells.values(), sizes))
+
+
 def test_a_folder_a_gguf_and_a_config_alone_are_planned_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = stories260k(tmp_path / "stories")
     gguf = to_gguf(folder, tmp_path / "stories.gguf", "F16")
-    alone = tmp_path / "config.json"
-    alone.write_text((folder / "config.json").read_text())
-    plans = [planned(capsys, str(path), "--memory", "1g", "--dtype", "float32") for path in (folder, gguf, alone)]
-    stored, half, none = (plan["stored_bytes"] for plan in plans)
-    assert stored == (folder / "model.safetensors").stat().st_size and none is None
+    sharded, alone = tmp_path / "sharded", tmp_path / "config.json"
+    sharded.mkdir()
+    for copy in (sharded / "config.json", alone):
+        copy.write_text((folder / "config.json").read_text())
+    for name, count in (("a", 300), ("b", 40), ("unlisted", 7)):
+        (sharded / f"{name}.safetensors").write_bytes(bytes(count))
+    index = {"weight_map": {"one": "a.safetensors", "two": "a.safetensors", "three": "b.safetensors"}}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    plans = [planned(capsys, str(path), "--memory", "1g", "--dtype", "float32") for path in (folder, gguf, alone, sharded)]
+    stored, half, none, shards = (plan["stored_bytes"] for plan in plans)
+    assert stored == (folder / "model.safetensors").stat().st_size and none is None and shards == 340
     assert isinstance(half, int) and 0.45 < half / int(str(stored)) < 0.55
     for name in ("weights_bytes", "kv_cache_bytes", "kv_bytes_per_token", "num_blocks", "max_model_len", "total_bytes"):
         assert len({plan[name] for plan in plans}) == 1, name
