@@ -1,7 +1,8 @@
 """How much of the machine's memory is still to be had: what the process may use, less what other processes hold.
 
 The kernel says what is available to newcomers; a cgroup with a limit says what its members hold, file cache included, which
-is given back on demand. This process's own share is not held by others, so it is added again.
+is given back on demand. Of this process's own share, Python and its libraries are counted in every plan, so they are
+added again; what else it holds, such as another model, is as good as another's.
 """
 
 import resource
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.policy.memory_plan import Memory, ModelNeeds, plan_memory
+from octavo.policy.memory_plan import LIBRARIES, Memory, ModelNeeds, plan_memory
 from octavo.worker.machine import _groups, _read_number, memory_bytes
 
 MEMORY_INFO = Path("/proc/meminfo")
@@ -19,7 +20,7 @@ OWN_STATUS = Path("/proc/self/status")
 
 
 def memory() -> Memory:
-    total, own = memory_bytes(), _kilobytes(OWN_STATUS, "RssAnon") or 0
+    total, own = memory_bytes(), min(_kilobytes(OWN_STATUS, "RssAnon") or 0, LIBRARIES)
     available = [_kilobytes(MEMORY_INFO, "MemAvailable"), _left_of_addresses(), *map(_left_in, _groups())]
     free = min([total, *(left + own for left in available if left is not None)])
     return Memory(total, others=total - free)

@@ -83,8 +83,12 @@ def test_free_memory_is_what_the_kernel_and_every_cgroup_leave(tmp_path: Path, m
     (group / "memory.max").write_text("max")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1000 * 1024, 1000 * 1024))  # ulimit -v
     assert memory_module.memory().free == 300 * 1024
+    status.write_text(f"RssAnon: {3 * 2**20} kB\n")  # with a model in this process that is no part of the next plan
+    info.write_text(f"MemAvailable: {2**20} kB\n")
+    monkeypatch.setattr(memory_module, "memory_bytes", lambda: 9 * GIB)
+    assert memory_module.memory().free == GIB + LIBRARIES
     status.unlink(), info.unlink()
-    assert memory_module.memory().free == 9000 * 1024  # another system: all of it
+    assert memory_module.memory().free == 9 * GIB  # another system: all of it
 
 
 # -- activations, tensor by tensor
