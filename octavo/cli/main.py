@@ -26,6 +26,7 @@ COMMANDS = {
     "chat": "talk to a model, or ask it one question",
     "generate": "complete prompts, from the command line or a file",
     "bench": "measure throughput, latency or start-up",
+    "plan": "say whether and how a model fits into memory, before it is loaded",
     "verify": "prove that paging is invisible, bit for bit",
     "doctor": "say what is here, what is missing and what to fix",
 }
