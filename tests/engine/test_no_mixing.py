@@ -13,7 +13,8 @@ def test_the_letter_of_a_request_stands_in_its_own_text_alone(stories: str, dept
     monkeypatch.setenv("OCTAVO_DEBUG", "check=1,preempt.every=3")
     with LLM(stories, num_gpu_blocks_override=40, block_size=4, max_num_seqs=6, pipeline_depth=depth) as llm:
         tokenizer = llm.get_tokenizer()
-        marks = [[token for token in range(259, 512) if set(tokenizer.token_bytes(token).decode().strip()) == {letter}] for letter in LETTERS]
+        spelled = {token: tokenizer.token_bytes(token).decode().strip() for token in range(259, 512)}
+        marks = [[token for token, text in spelled.items() if set(text) == {letter}] for letter in LETTERS]
         assert all(marks)
         params = [SamplingParams(n=1 + number % 3, max_tokens=6 + number, allowed_token_ids=mark) for number, mark in enumerate(marks)]
         outputs = llm.generate([PROMPT + " with" * (number % 4) for number in range(len(LETTERS))], params)

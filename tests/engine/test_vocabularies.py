@@ -1,5 +1,6 @@
 """A tokenizer and a model that do not quite belong together: refused by the number, or harmless, but never a crash."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,9 @@ def test_a_token_the_model_does_not_have_is_refused_by_its_number(tmp_path: Path
 def test_an_id_the_tokenizer_does_not_have_is_no_text(tmp_path: Path) -> None:
     folder = story_folder(tmp_path)
     path = folder / "tokenizer.json"
-    backend = tokenizers.Tokenizer.from_file(str(path))
-    spelled = backend.id_to_token(511)
-    path.write_text(path.read_text().replace(f'"{spelled}": 511', f'"{spelled}": 600', 1).replace(f'"{spelled}":511', f'"{spelled}":600', 1))
+    stored = json.loads(path.read_text())
+    stored["model"]["vocab"] = {token: token_id if token_id < 511 else 600 for token, token_id in stored["model"]["vocab"].items()}
+    path.write_text(json.dumps(stored))
     with opened(folder) as llm:
         assert llm.get_tokenizer().token(511) == ""
         (output,) = llm.generate("Once", SamplingParams(max_tokens=5, allowed_token_ids=[511], ignore_eos=True, logprobs=0))

@@ -1,8 +1,8 @@
 """Seeded bugs: each `NN-name.patch` beside this file plants one mistake in a copy of `octavo/`.
 
-    A hit may cover the whole prompt: ...                 what is wrong
+    A prefix hit may cover the whole prompt: ...          what is wrong
     Caught-by: tests/policy/test_x.py::test_y             the test of the suite that must fail on it
-    Shown-by: --depth 2                                   if there: how `examples/fake_kv.py` has to be called to see it
+    Shown-by: examples/fake_kv.py --nan 4                 if there: the command that shows it, for docs/exercises.md
     --- a/octavo/...                                      the mistake, as a diff
 
 The copy stands in a folder that has the real tests beside it, so a named test runs there as it is.
@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 60
+SECONDS = 120
 
 
 @dataclass(frozen=True)
 class SeededBug:
     path: Path
     caught_by: str
-    shown_by: list[str] | None  # arguments for examples/fake_kv.py; None: it does not show there
+    shown_by: list[str]  # a Python file and its arguments, or nothing
 
     @property
     def name(self) -> str:
@@ -34,7 +34,7 @@ class SeededBug:
     @staticmethod
     def read(path: Path) -> "SeededBug":
         head = dict(re.findall(r"^([A-Z]\w+-by): ?(.*)$", path.read_text().partition("\n--- ")[0], re.MULTILINE))
-        return SeededBug(path, head["Caught-by"], head["Shown-by"].split() if "Shown-by" in head else None)
+        return SeededBug(path, head["Caught-by"], head.get("Shown-by", "").split())
 
 
 BUGS = [SeededBug.read(path) for path in sorted(Path(__file__).parent.glob("*.patch"))]
@@ -61,8 +61,8 @@ def failures(test: str, tree: Path) -> list[str]:
     return [failure.get("message", "") for failure in suite.iter("failure")]
 
 
-def fake_kv(arguments: list[str], tree: Path) -> "subprocess.CompletedProcess[str]":
-    return _run([sys.executable, "examples/fake_kv.py", *arguments], tree)
+def show(command: list[str], tree: Path) -> "subprocess.CompletedProcess[str]":
+    return _run([sys.executable, *command], tree)
 
 
 def _run(command: list[str], tree: Path, **more: str) -> "subprocess.CompletedProcess[str]":
