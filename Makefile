@@ -51,5 +51,5 @@ test: lint ## the whole CPU suite, lint first (WORKERS=2)
 check: lint ## the fast checks: lint, house rules, policy
 	$(PYTEST) tests/house tests/policy
 
-soak: setup ## the long runs, by hand: state machines over millions of operations
+soak: setup ## the long runs, by hand: state machines, a storm of a million sequence-steps, memory
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -n $(WORKERS)

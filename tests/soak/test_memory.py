@@ -9,6 +9,7 @@ import random
 import re
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ def test_nothing_is_kept_of_requests_that_have_ended(depth: int, monkeypatch: py
 
 @pytest.mark.soak
 @pytest.mark.parametrize("depth", [1, 2])
-def test_memory_stays_level_over_a_hundred_thousand_requests(depth: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_stays_level_over_a_hundred_thousand_requests(depth: int, record_property: Callable[[str, object], None]) -> None:
     load = Load(FakeService(num_blocks=32, depth=depth))
     load.serve(10_000)
     served, used = [], []
@@ -74,8 +75,7 @@ def test_memory_stays_level_over_a_hundred_thousand_requests(depth: int, capsys:
         served.append(load.served)
         used.append(_anonymous_bytes())
     slope = statistics.linear_regression(served, used).slope
-    with capsys.disabled():
-        print(f"\nmemory, depth {depth}: {slope:+.2f} bytes a request, {used[0] / 2**20:.1f} MiB first and {used[-1] / 2**20:.1f} MiB last")
+    record_property("memory", f"{slope:+.2f} bytes a request, {used[0] / 2**20:.2f} MiB first and {used[-1] / 2**20:.2f} MiB last")
     assert slope < BYTES_PER_REQUEST
 
 
