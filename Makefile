@@ -54,5 +54,5 @@ check: lint ## the fast checks: lint, house rules, policy
 package: setup ## build sdist and wheel, install the wheel into an empty environment, use it there
 	@.ci/package
 
-soak: setup ## the long runs, by hand: state machines over millions of operations
+soak: setup ## the long runs, by hand: state machines, a storm of a million sequence-steps, memory
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -n $(WORKERS)
