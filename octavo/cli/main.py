@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OctavoError as error:
         if _debugging():
             traceback.print_exc()
-        print(f"octavo: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"octavo: error: {_one_line(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -68,6 +68,11 @@ def _top(words: Sequence[str]) -> NoReturn:
     if kind == "option":
         parser.parse_known_args(words[:1])  # --help and --version end here
     parser.error(f"unknown {kind} {words[0]}{nearest(words[0], [*COMMANDS, '--help', '--version'])}")
+
+
+def _one_line(text: str) -> str:
+    """Names out of a file may hold anything, also what a terminal would obey."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(text.split()))
 
 
 def _debugging() -> bool:

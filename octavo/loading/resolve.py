@@ -6,6 +6,7 @@ The default model is the GGUF file inside an installed package; the package's fi
 import difflib
 import importlib.metadata
 import re
+import reprlib
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -85,7 +86,7 @@ def _generation_ends(folder: Path) -> tuple[int, ...]:
     ends = read_json_object(path).get("eos_token_id") if path.exists() else None
     ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if not all(type(item) is int and item >= 0 for item in ids):
-        raise LoadError(f"{path}: eos_token_id must be a token id or a list of them, got {repr(ends)[:60]}")
+        raise LoadError(f"{path}: eos_token_id must be a token id or a list of them, got {reprlib.repr(ends)}")
     return tuple(ids)
 
 

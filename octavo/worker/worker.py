@@ -9,7 +9,8 @@ from octavo.attention.backend import AttentionBackend, choose_backend
 from octavo.config import Debug, EngineConfig
 from octavo.errors import ConfigError
 from octavo.layers.comm import NullComm
-from octavo.loading.loader import fill_dummy, load_weights
+from octavo.loading.checkpoint import Checkpoint
+from octavo.loading.loader import check_weights, fill_dummy, load_weights
 from octavo.loading.resolve import ModelSource, open_checkpoint
 from octavo.log import Stopwatch, logger
 from octavo.messages import StepPlan, StepResult
@@ -47,12 +48,13 @@ class Worker:
 
     def start(self) -> CacheGeometry:
         torch.set_num_threads(num_threads())
+        checkpoint = None if self.config.load_format == "dummy" else self._open_checkpoint()
         geometry = self.plan_cache()
         self._check_rows(geometry)
         self.store: KVStore = self._make_store(geometry)
         if self._shadow_wanted:
             self._add_shadow(geometry)
-        model = self._load(geometry.max_model_len)
+        model = self._load(geometry.max_model_len, checkpoint)
         self._log(geometry)
         blocks = -(-geometry.max_model_len // geometry.block_size)
         self.table = RequestTable(self.config.max_num_seqs, geometry.max_model_len, blocks)
@@ -96,15 +98,22 @@ class Worker:
         self.store = ShadowedStore(self.store, self.shadow)
         self.backend = shadowed(self.backend, self.shadow)
 
-    def _load(self, max_len: int) -> Decoder:
+    def _open_checkpoint(self) -> Checkpoint:
+        """Names and shapes are compared with a model without memory: a file that does not fit costs none."""
+        checkpoint = open_checkpoint(self.source)
+        with torch.device("meta"):
+            check_weights(build_model(self.model_config, torch.float32, self.backend, NullComm(), max_len=1), checkpoint)
+        return checkpoint
+
+    def _load(self, max_len: int, checkpoint: Checkpoint | None) -> Decoder:
         watch = Stopwatch()
         backend: type[AttentionBackend] = self.backend
         with torch.inference_mode():
             model = build_model(self.model_config, getattr(torch, self.dtype), backend, NullComm(), max_len)
-            if self.config.load_format == "dummy":
+            if checkpoint is None:
                 fill_dummy(model, self.config.seed)
             else:
-                load_weights(model, open_checkpoint(self.source))
+                load_weights(model, checkpoint)
         size = sum(parameter.nbytes for parameter in model.parameters())
         logger.info("Model loading took %.2f GiB and %.2f seconds", size / GIB, watch.total())
         return model

@@ -1,0 +1,118 @@
+"""Every hostile and broken model file is refused at the door: one line that names file and reason, quickly, in little memory.
+
+All cases of tests/support/hostile_files.py go through `octavo generate` in one process; the first of each group also in a
+process of its own, as a user would meet it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.processes import ROOT, environment
+from tests.support.doors import MAX_SECONDS, Outcome
+from tests.support.hostile_case import Case
+from tests.support.hostile_files import GROUPS, all_cases
+from tests.support.tiny_files import folder_files, gguf_file, gguf_keys, sentencepiece_keys, sharded_files, write_files
+
+CASES = {case.id: case for case in all_cases()}
+FIRST = {case.group: case for case in reversed(CASES.values())}
+MAX_MB = 100
+MAX_LINE = 2500  # eight names of weights, and a path
+
+
+class Doors:
+    """One process that tries model after model; where one of them ends it, the next starts another."""
+
+    def __init__(self, sound: Path) -> None:
+        self._sound = sound
+        self._process: subprocess.Popen[str] | None = None
+
+    def try_model(self, model: Path, case: Case) -> Outcome:
+        if self._process is None:
+            command = [sys.executable, "-m", "tests.support.doors", str(self._sound)]
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=environment({}))
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        print(json.dumps([str(model), case.flags, case.group != 130]), file=process.stdin, flush=True)
+        if answer := process.stdout.readline():
+            return Outcome(**json.loads(answer))
+        self._process = None
+        return Outcome(process.wait(), "(the process ended)", 0.0, 0.0)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def out() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)  # whoever is not root must get as far as what is forbidden
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def doors(out: Path) -> Iterator[Doors]:
+    doors = Doors(write_files(out / "sound", folder_files()))
+    yield doors
+    doors.close()
+
+
+def assert_refused(outcome: Outcome, case: Case) -> None:
+    assert outcome.code == 1, (outcome.code, outcome.stderr)
+    assert outcome.stderr.startswith("octavo: error: ") and outcome.stderr.count("\n") == 1
+    assert len(outcome.stderr) < MAX_LINE and outcome.stderr.rstrip("\n").isprintable()
+    for word in case.words:
+        assert word in outcome.stderr
+    assert outcome.seconds < MAX_SECONDS and outcome.peak_mb < MAX_MB
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hostile_file_is_refused_in_one_line(out: Path, doors: Doors, name: str) -> None:
+    case = CASES[name]
+    model = case.write(out / "cases")
+    assert_refused(doors.try_model(model, case), case)
+    assert not list(model.parent.rglob("*.ran"))  # what custom code would leave behind
+
+
+@pytest.mark.parametrize("make", [folder_files, sharded_files, gguf_keys, sentencepiece_keys])
+def test_the_files_the_cases_are_made_of_are_sound(out: Path, doors: Doors, make: object) -> None:
+    """Otherwise each of them could be refused for a reason of its own."""
+    name = make.__name__  # type: ignore[attr-defined]
+    made = make()  # type: ignore[operator]
+    model = write_files(out / name, made) if name.endswith("files") else out / f"{name}.gguf"
+    if model.suffix:
+        model.write_bytes(gguf_file(made))
+    outcome = doors.try_model(model, Case(0, "", lambda path: path, ()))
+    assert outcome.code == 0 and outcome.stderr == ""
+
+
+@pytest.fixture(scope="module")
+def empty_start() -> int:
+    return alone(Path("nowhere"), ())[2]
+
+
+def alone(model: Path, flags: tuple[str, ...]) -> tuple[int, str, int]:
+    """Exit code, stderr and the most memory, in KB, of a process of its own."""
+    command = [sys.executable, "-m", "octavo", "generate", "--model", str(model), "x", *flags]
+    with tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, cwd=ROOT, env=environment({}))
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        stderr.seek(0)
+        return process.returncode, stderr.read().decode(), usage.ru_maxrss
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_process_of_its_own_ends_with_code_1_and_one_line(out: Path, empty_start: int, group: int) -> None:
+    case = FIRST[group]
+    code, stderr, most = alone(case.write(out / "alone"), case.flags)
+    assert code == 1 and stderr.count("\n") == 1 and all(word in stderr for word in case.words)
+    assert most - empty_start < MAX_MB * 1024
