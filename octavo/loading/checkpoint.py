@@ -99,9 +99,14 @@ def _inside(folder: Path, name: str) -> Path:
     homes = [folder.resolve()]
     if homes[0].parent.name == "snapshots":  # a hub cache: snapshots/<revision>/<name> links to blobs/<digest>
         homes.append(homes[0].parent.parent / "blobs")
-    if not name or Path(name).name != name or not any(path.resolve().is_relative_to(home) for home in homes):
+    try:
+        inside = Path(name).name == name and any(path.resolve().is_relative_to(home) for home in homes)
+        found = path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL or no Unicode in it, a link to itself
+        raise LoadError(f"{folder}: weight file {name[:80]!r} cannot be looked up ({type(error).__name__})") from error
+    if not name or not inside:
         raise LoadError(f"{folder}: weight file {name[:80]!r} leads out of the model folder")
-    if not path.is_file():
+    if not found:
         raise LoadError(f"{path}: not found")
     return path
 

@@ -146,7 +146,8 @@ def _probe(backend: tokenizers.Tokenizer, tokens: list[str]) -> str | None:
 
 def _from_library(error: BaseException) -> bool:
     """The library raises bare `Exception`; where it panics, a `BaseException` that no `except Exception` would catch."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+    library = isinstance(error, Exception) and not isinstance(error, MemoryError)
+    return library or type(error).__name__ == "PanicException"
 
 
 @contextmanager

@@ -78,6 +78,13 @@ def _names() -> list[Case]:
     header = tiny.weight_header()
     outside = mapped(123, "shard is a link to elsewhere", "out of the model folder", **{norm: "link.safetensors"})
 
+    to_itself = mapped(123, "shard is a link to itself", "cannot be looked up", **{norm: "link.safetensors"})
+
+    def with_loop(folder: Path) -> Path:
+        to_itself.build(folder)
+        (folder / "link.safetensors").symlink_to(folder / "link.safetensors")
+        return folder
+
     def with_link(folder: Path) -> Path:
         model = outside.build(folder / "model")
         (folder / "elsewhere.safetensors").write_bytes(tiny.safetensors_bytes(tiny.weight_header([norm])))
@@ -98,6 +105,10 @@ def _names() -> list[Case]:
         mapped(123, "shard below and above", "out of the model folder", **{norm: "sub/../a.safetensors"}),
         mapped(123, "shard absolute", "out of the model folder", **{norm: "/etc/passwd"}),
         mapped(123, "shard without a name", "out of the model folder", **{norm: ""}),
+        mapped(123, "shard with a NUL", "cannot be looked up", **{norm: "a\0b"}),
+        mapped(123, "shard of 600 letters", "cannot be looked up", **{norm: "x" * 600}),
+        mapped(123, "shard that is no Unicode", "cannot be looked up", **{norm: "\ud83d"}),
+        Case(123, to_itself.name, with_loop, to_itself.words),
         Case(123, outside.name, with_link, outside.words),
     ]
 
@@ -218,9 +229,9 @@ def _limits() -> list[Case]:
     return [
         Case(129, "pool below the length asked for", sound.build, ("largest max_model_len that fits",), small),
         Case(129, "pool below two blocks", sound.build, ("raise kv_cache_memory_bytes to",), ("--kv-cache-memory-bytes", "100")),
+        Case(130, "no such folder", lambda folder: folder / "nothing", ("not found", "a model is")),
         forbidden("folder may not be read", ".", "cannot be read"),
         forbidden("config may not be read", "config.json", "config.json"),
         forbidden("tokenizer may not be read", "tokenizer.json", "tokenizer.json"),
         forbidden("weights may not be read", "model.safetensors", "model.safetensors"),
-        Case(130, "no such folder", lambda folder: folder / "nothing", ("not found", "a model is")),
     ]
