@@ -4,7 +4,6 @@ Only what the dense families need; every value is checked here, so that the mode
 """
 
 import reprlib
-import sys
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -14,6 +13,7 @@ ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+NORM_EPSILONS = (1e-15, 1.0)
 ROPE_THETAS = (1.001, 1e15)  # what logarithms and powers of the rotary tables can bear, and more than any model has
 ROPE_SCALES = (1e-6, 1e6)
 
@@ -80,7 +80,7 @@ class _Reader:
             raise self.fail(key, f"an integer from {low} to {high}")
         return value
 
-    def number(self, key: str, default: float, low: float = sys.float_info.min, high: float = sys.float_info.max) -> float:
+    def number(self, key: str, default: float, low: float, high: float) -> float:
         value = self.raw.get(key)
         value = default if value is None else value
         if type(value) not in (int, float) or not low <= value <= high:
@@ -145,7 +145,7 @@ class _Reader:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             max_position=self.integer("max_position_embeddings", 2048),
-            norm_eps=self.number("rms_norm_eps", 1e-6),
+            norm_eps=self.number("rms_norm_eps", 1e-6, *NORM_EPSILONS),
             rope=self.rope(),
             tie_embeddings=self.flag("tie_word_embeddings", False),
             qkv_bias=bias or architecture == "Qwen2ForCausalLM",

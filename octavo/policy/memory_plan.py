@@ -6,7 +6,7 @@ from octavo.policy.cache_spec import CacheGeometry, LayerCacheSpec
 
 GIB = 2**30
 MOST_CPU_POOL = 4 * GIB
-MOST_BLOCKS = 2**20  # the block pool keeps a little of each; a toy model would get millions
+MOST_BLOCKS = 2**20  # unless asked for: the block pool keeps a little of each, and a toy model would get millions
 
 
 def default_pool_bytes(memory_bytes: int) -> int:
@@ -18,8 +18,8 @@ def plan_cache(specs: list[LayerCacheSpec], config: EngineConfig, memory_bytes: 
     """The geometry, or an error with the numbers and the largest `max_model_len` that fits."""
     size = config.block_size
     per_token = sum(spec.bytes_per_token for spec in specs)
-    pool_bytes = config.kv_cache_memory_bytes or default_pool_bytes(memory_bytes)
-    num_blocks = config.num_gpu_blocks_override or min(pool_bytes // (per_token * size), MOST_BLOCKS)
+    pool_bytes = config.kv_cache_memory_bytes or min(default_pool_bytes(memory_bytes), MOST_BLOCKS * size * per_token)
+    num_blocks = config.num_gpu_blocks_override or pool_bytes // (per_token * size)
     needed = num_blocks * size * per_token
     if needed > memory_bytes:
         raise ConfigError(

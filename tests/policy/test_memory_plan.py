@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
-from octavo.policy.memory_plan import GIB, default_pool_bytes, plan_cache
+from octavo.policy.memory_plan import GIB, MOST_BLOCKS, default_pool_bytes, plan_cache
 
 MEMORY = 2**60  # more than any pool asked for here
 SPECS = [LayerCacheSpec(layer, {"k": Buffer((2, 8), "bfloat16"), "v": Buffer((2, 8), "float32")}) for layer in range(3)]
@@ -26,6 +26,8 @@ def test_geometry_fills_the_pool_and_caps_the_length_at_the_models_own() -> None
     assert (geometry.num_blocks, geometry.block_size, geometry.bytes_per_token) == (100, 16, PER_TOKEN)
     assert geometry.max_model_len == 99 * 16 + 1  # block 0 is the null block; the last token is never computed
     assert plan_cache(SPECS, config, MEMORY, 512).max_model_len == 512
+    toy = [LayerCacheSpec(0, {"k": Buffer((1, 2), "bfloat16")})]
+    assert plan_cache(toy, EngineConfig(), MEMORY, 512).num_blocks == MOST_BLOCKS  # four GiB would be 67 million
     assert plan_cache(SPECS, EngineConfig(), 64 * 16 * PER_TOKEN, 10_000).num_blocks == 16
 
 
