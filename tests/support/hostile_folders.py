@@ -101,6 +101,7 @@ def _names() -> list[Case]:
         single("weight missing", ("1 missing", norm), tiny.weight_header([name for name in tiny.SHAPES if name != norm])),
         single("weight of another shape", (norm, "[4, 2]", "[8]"), header | {norm: header[norm] | {"shape": [4, 2]}}),
         single("weight nobody wants", ("1 unknown", "wxyz"), header | {"wxyz" * 10**4: NOTHING}),
+        single("weight named to clear the screen", r"unknown to this model: \x1b[2J", header | {"\x1b[2J": NOTHING}),
         mapped(123, "shard above", "out of the model folder", **{norm: "../a.safetensors"}),
         mapped(123, "shard below and above", "out of the model folder", **{norm: "sub/../a.safetensors"}),
         mapped(123, "shard absolute", "out of the model folder", **{norm: "/etc/passwd"}),
