@@ -48,9 +48,9 @@ class Worker:
 
     def start(self) -> CacheGeometry:
         torch.set_num_threads(num_threads())
-        checkpoint = None if self.config.load_format == "dummy" else self._open_checkpoint()
         geometry = self.plan_cache()
         self._check_rows(geometry)
+        checkpoint = None if self.config.load_format == "dummy" else self._open_checkpoint()
         self.store: KVStore = self._make_store(geometry)
         if self._shadow_wanted:
             self._add_shadow(geometry)
