@@ -99,6 +99,7 @@ class LLM:
         self.model_name = source.name
         self._tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source)
         if self._tokenizer is not None:
+            self._tokenizer.check_fits(model.vocab_size)
             model = replace(model, eos_token_ids=tuple(dict.fromkeys(model.eos_token_ids + self._tokenizer.eos_token_ids)))
         self.sampling_defaults = _sampling_defaults(config, source)
         self.encoder = PromptEncoder(self._tokenizer, config.chat_template)

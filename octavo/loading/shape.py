@@ -94,5 +94,7 @@ def shape_of(source: ModelSource, config: ModelConfig) -> ModelShape:
 def _folder_bytes(folder: Path) -> int | None:
     """The size of the folder's weight files; None if it has none."""
     names = set(read_weight_map(folder / INDEX).values()) if (folder / INDEX).exists() else {SINGLE}
-    sizes = [path.stat().st_size for path in (folder / Path(name).name for name in names) if path.is_file()]
-    return sum(sizes) if len(sizes) == len(names) else None
+    try:
+        return sum((folder / Path(name).name).stat().st_size for name in names)
+    except (OSError, ValueError):  # not there, or no name for a file: whoever opens it will say so
+        return None

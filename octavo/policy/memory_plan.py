@@ -22,6 +22,7 @@ from octavo.policy.cache_spec import ITEM_BYTES, CacheGeometry, LayerCacheSpec
 
 MIB, GIB = 2**20, 2**30
 MOST_CPU_POOL = 4 * GIB
+MOST_BLOCKS = 2**20  # unless asked for: the block pool keeps a little of each, and a toy model would get millions
 LIBRARIES = 150 * MIB  # measured: Python with torch and the rest imported
 MOST_KEPT = 64 * MIB  # by malloc, of two fifths of the activations: larger tensors go back to the machine at once
 BYTES_PER_WORD = 600  # of the vocabulary: the tokenizer, and the words in the header of a GGUF file
@@ -153,7 +154,7 @@ class _Planner:
         """As asked where something was, else the most that fits."""
         size, per_token, wanted = config.block_size, self.needs.bytes_per_token, config.max_model_len
         asked = self._asked_blocks(config)
-        most = default_pool_bytes(self.memory.total) // (per_token * size) if asked is None else asked
+        most = min(default_pool_bytes(self.memory.total) // (per_token * size), MOST_BLOCKS) if asked is None else asked
         self._check_blocks(config, most)
         blocks = most
         if asked is None:

@@ -11,7 +11,8 @@ from octavo.attention.backend import AttentionBackend, choose_backend
 from octavo.config import Debug, EngineConfig
 from octavo.errors import ConfigError
 from octavo.layers.comm import NullComm
-from octavo.loading.loader import fill_dummy, load_weights
+from octavo.loading.checkpoint import Checkpoint
+from octavo.loading.loader import check_weights, fill_dummy, load_weights
 from octavo.loading.resolve import ModelSource, open_checkpoint
 from octavo.loading.shape import shape_of
 from octavo.log import Stopwatch, logger
@@ -56,17 +57,18 @@ class Worker:
     def start(self) -> CacheGeometry:
         torch.set_num_threads(num_threads())
         geometry = self.plan_cache()
+        checkpoint = None if self.config.load_format == "dummy" else self._open_checkpoint()
         with out_of_memory_explained(self.needs, self.config):
-            self._build(geometry)
+            self._build(geometry, checkpoint)
         return geometry
 
-    def _build(self, geometry: CacheGeometry) -> None:
+    def _build(self, geometry: CacheGeometry, checkpoint: Checkpoint | None) -> None:
         watch = Stopwatch()
         self.store: KVStore = self._make_store(geometry)
         logger.info("Reserving the KV cache took %.2f seconds", watch.total())
         if self._shadow_wanted:
             self._add_shadow(geometry)
-        model = self._load(geometry.max_model_len)
+        model = self._load(geometry.max_model_len, checkpoint)
         self._log(geometry)
         blocks = -(-geometry.max_model_len // geometry.block_size)
         self.table = RequestTable(self.config.max_num_seqs, geometry.max_model_len, blocks)
@@ -114,15 +116,22 @@ class Worker:
         self.store = ShadowedStore(self.store, self.shadow)
         self.backend = shadowed(self.backend, self.shadow)
 
-    def _load(self, max_len: int) -> Decoder:
+    def _open_checkpoint(self) -> Checkpoint:
+        """Names and shapes are compared with a model without memory: a file that does not fit costs none."""
+        checkpoint = open_checkpoint(self.source)
+        with torch.device("meta"):
+            check_weights(build_model(self.model_config, torch.float32, self.backend, NullComm(), max_len=1), checkpoint)
+        return checkpoint
+
+    def _load(self, max_len: int, checkpoint: Checkpoint | None) -> Decoder:
         watch = Stopwatch()
         backend: type[AttentionBackend] = self.backend
         with torch.inference_mode():
             model = build_model(self.model_config, getattr(torch, self.dtype), backend, NullComm(), max_len)
-            if self.config.load_format == "dummy":
+            if checkpoint is None:
                 fill_dummy(model, self.config.seed)
             else:
-                load_weights(model, open_checkpoint(self.source))
+                load_weights(model, checkpoint)
         size = sum(parameter.nbytes for parameter in model.parameters())
         logger.info("Model loading took %.2f GiB and %.2f seconds", size / GIB, watch.total())
         return model

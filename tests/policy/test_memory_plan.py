@@ -12,7 +12,7 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.model_config import ModelConfig
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
-from octavo.policy.memory_plan import GIB, MIB, Memory, MemoryPlan, ModelNeeds, default_pool_bytes, plan_memory
+from octavo.policy.memory_plan import GIB, MIB, MOST_BLOCKS, Memory, MemoryPlan, ModelNeeds, default_pool_bytes, plan_memory
 
 MUCH = Memory(2**60)  # more than anything asked for here
 SPECS = [LayerCacheSpec(layer, {"k": Buffer((2, 8), "bfloat16"), "v": Buffer((2, 8), "float32")}) for layer in range(3)]
@@ -49,6 +49,8 @@ def test_geometry_fills_the_pool_and_caps_the_length_at_the_models_own() -> None
     assert (geometry.num_blocks, geometry.block_size, geometry.bytes_per_token) == (100, 16, PER_TOKEN)
     assert geometry.max_model_len == 99 * 16 + 1  # block 0 is the null block; the last token is never computed
     assert plan_memory(needs(512), config, MUCH).geometry.max_model_len == 512
+    toy = replace(needs(512), specs=[LayerCacheSpec(0, {"k": Buffer((1, 2), "bfloat16")})])
+    assert plan_memory(toy, EngineConfig(), MUCH).geometry.num_blocks == MOST_BLOCKS  # four GiB would be 67 million
 
 
 @given(blocks=st.integers(2, 400), size=st.sampled_from([1, 2, 16, 256]), spare=st.integers(0, 1000), more=st.integers(1, 5000))
