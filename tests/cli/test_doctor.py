@@ -106,8 +106,8 @@ def test_a_real_machine_in_one_block_without_home_or_secrets(tmp_path: Path) -> 
     with (blobs / "weights").open("wb") as file:
         file.truncate(3 * GIB)  # takes no disk
     (blobs.parent / "link").symlink_to(blobs / "weights")
-    env = {"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": "hf_verysecret", "OCTAVO_SECRET": "alsosecret", "HF_HUB_OFFLINE": "1"}
-    run = octavo("doctor", env=env)
+    secrets = {"HF_TOKEN": "hf_verysecret", "OCTAVO_SECRET": "alsosecret"}
+    run = octavo("doctor", env={"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", **secrets})
     assert (run.returncode, run.stderr) == (1, "")  # for OCTAVO_SECRET
     rows = {line[:15].strip(): line[15:] for line in run.stdout.partition("to fix:")[0].splitlines()}
     assert list(rows) == ROWS
