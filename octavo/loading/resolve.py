@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError, LoadError
 from octavo.loading.default_model import INSTALL, default_model
 from octavo.loading.files import read_json_object
@@ -42,6 +43,11 @@ def resolve_model(model: str | None, revision: str | None = None, weights: bool 
     """`revision`: of a model on the hub. Without `weights`, a download leaves them out."""
     found = locate(model, revision)
     return found if isinstance(found, ModelSource) else in_cache(found, fetch_model(found, weights))
+
+
+def source_of(config: EngineConfig) -> ModelSource:
+    """The model that settings name; random weights need none to be fetched."""
+    return resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
 
 
 def in_cache(name: HubName, path: Path) -> ModelSource:
