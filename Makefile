@@ -67,5 +67,5 @@ sanitize: setup ## the native library's tests, with every access and operation c
 package: setup ## build sdist and wheel, install the wheel into an empty environment, use it there
 	@.ci/package
 
-soak: setup ## the long runs, by hand: state machines over millions of operations
+soak: setup ## the long runs, by hand: state machines, a storm of a million sequence-steps, memory
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak -n $(WORKERS)

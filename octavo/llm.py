@@ -14,7 +14,7 @@ from octavo.engine.output import OutputProcessor
 from octavo.errors import EngineError, RequestError
 from octavo.interrupt import DeferredInterrupt
 from octavo.loading.generation_config import read_generation_config
-from octavo.loading.resolve import ModelSource, load_model_config, resolve_model
+from octavo.loading.resolve import ModelSource, load_model_config, source_of
 from octavo.messages import AddRequest, SchedulerStats
 from octavo.outputs import RequestOutput, TextDelta
 from octavo.progress import GenerateProgress
@@ -93,12 +93,13 @@ class LLM:
             log.logger.warning("OCTAVO_DEBUG is set, for tests only: %s", ", ".join(debug.switched_on))
         self.config = config
         watch = log.Stopwatch()
-        source = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
+        source = source_of(config)
         model = load_model_config(source)
         log.logger.info("Reading the config took %.2f seconds (%s)", watch.total(), source.name)
         self.model_name = source.name
         self._tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source)
         if self._tokenizer is not None:
+            self._tokenizer.check_fits(model.vocab_size)
             model = replace(model, eos_token_ids=tuple(dict.fromkeys(model.eos_token_ids + self._tokenizer.eos_token_ids)))
         self.sampling_defaults = _sampling_defaults(config, source)
         self.encoder = PromptEncoder(self._tokenizer, config.chat_template)

@@ -3,7 +3,7 @@
 Only what the dense families need; every value is checked here, so that the model code may trust it.
 """
 
-import sys
+import reprlib
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -13,6 +13,9 @@ ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+NORM_EPSILONS = (1e-15, 1.0)
+ROPE_THETAS = (1.001, 1e15)  # what logarithms and powers of the rotary tables can bear, and more than any model has
+ROPE_SCALES = (1e-6, 1e6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,7 @@ class _Reader:
         self.source = source
 
     def fail(self, key: str, wanted: str) -> LoadError:
-        shown = repr(self.raw.get(key, "(missing)"))[:60]
+        shown = reprlib.repr(self.raw.get(key, "(missing)"))
         return LoadError(f"{self.source}: {key} must be {wanted}, got {shown}")
 
     def integer(self, key: str, default: int | None = None, high: int = 2**31, low: int = 1) -> int:
@@ -77,11 +80,11 @@ class _Reader:
             raise self.fail(key, f"an integer from {low} to {high}")
         return value
 
-    def number(self, key: str, default: float) -> float:
+    def number(self, key: str, default: float, low: float, high: float) -> float:
         value = self.raw.get(key)
         value = default if value is None else value
-        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
-            raise self.fail(key, "a finite number above 0")
+        if type(value) not in (int, float) or not low <= value <= high:
+            raise self.fail(key, f"a number from {low:g} to {high:g}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -102,11 +105,20 @@ class _Reader:
         names = self.raw.get("architectures")
         name = names[0] if isinstance(names, list) and len(names) == 1 else None
         if name not in ARCHITECTURES:
-            raise LoadError(f"{self.source}: architectures is {str(names)[:60]}; supported: {', '.join(ARCHITECTURES)}")
+            raise LoadError(f"{self.source}: architectures is {reprlib.repr(names)}; supported: {', '.join(ARCHITECTURES)}")
         return str(name)
+
+    def refuse_quantized(self) -> None:
+        for key in ("quantization_config", "compression_config"):
+            if (found := self.raw.get(key)) is not None:
+                method = reprlib.repr(found.get("quant_method")) if isinstance(found, dict) else "unknown"
+                raise LoadError(
+                    f"{self.source}: {key} (quant_method {method}) is not supported; take the model's float weights, or a GGUF file"
+                )
 
     def config(self) -> ModelConfig:
         architecture = self.architecture()
+        self.refuse_quantized()
         heads = self.integer("num_attention_heads", high=65536)
         kv_heads = self.integer("num_key_value_heads", heads, high=65536)
         hidden = self.integer("hidden_size", high=2**20)
@@ -133,7 +145,7 @@ class _Reader:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             max_position=self.integer("max_position_embeddings", 2048),
-            norm_eps=self.number("rms_norm_eps", 1e-6),
+            norm_eps=self.number("rms_norm_eps", 1e-6, *NORM_EPSILONS),
             rope=self.rope(),
             tie_embeddings=self.flag("tie_word_embeddings", False),
             qkv_bias=bias or architecture == "Qwen2ForCausalLM",
@@ -174,21 +186,23 @@ class _Reader:
         inner = _Reader(scaling, f"{self.source}: rope")
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
         if kind not in ROPE_KINDS:
-            raise LoadError(f"{self.source}: rope_type is {str(kind)[:40]!r}; supported: {', '.join(ROPE_KINDS)}")
-        optional = {
-            key: inner.number(key, 1.0) for key in ("attention_factor", "mscale", "mscale_all_dim") if scaling.get(key) is not None
-        }
+            raise LoadError(f"{self.source}: rope_type is {reprlib.repr(kind)}; supported: {', '.join(ROPE_KINDS)}")
+        given = [key for key in ("attention_factor", "mscale", "mscale_all_dim") if scaling.get(key) is not None]
+        optional = {key: inner.number(key, 1.0, *ROPE_SCALES) for key in given}
+        low, high = inner.number("low_freq_factor", 1.0, *ROPE_SCALES), inner.number("high_freq_factor", 4.0, *ROPE_SCALES)
+        if kind == "llama3" and low >= high:
+            raise inner.fail("high_freq_factor", f"above low_freq_factor {low:g}")
         return RopeConfig(
             kind=cast(RopeKind, kind),
-            theta=inner.number("rope_theta", self.number("rope_theta", 10000.0)),
-            factor=inner.number("factor", 1.0),
+            theta=inner.number("rope_theta", self.number("rope_theta", 10000.0, *ROPE_THETAS), *ROPE_THETAS),
+            factor=inner.number("factor", 1.0, *ROPE_SCALES),
             original_max_position=inner.integer(
                 "original_max_position_embeddings", self.integer("max_position_embeddings", 2048)
             ),
-            low_freq_factor=inner.number("low_freq_factor", 1.0),
-            high_freq_factor=inner.number("high_freq_factor", 4.0),
-            beta_fast=inner.number("beta_fast", 32.0),
-            beta_slow=inner.number("beta_slow", 1.0),
+            low_freq_factor=low,
+            high_freq_factor=high,
+            beta_fast=inner.number("beta_fast", 32.0, *ROPE_SCALES),
+            beta_slow=inner.number("beta_slow", 1.0, *ROPE_SCALES),
             truncate=inner.flag("truncate", True),
             **optional,
         )

@@ -10,8 +10,7 @@ import torch
 from octavo import __version__
 from octavo.config import EngineConfig
 from octavo.model_config import ModelConfig
-from octavo.worker.machine import num_threads
-from octavo.worker.worker import resolve_dtype
+from octavo.worker.machine import num_threads, resolve_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Machine:
 def describe(config: EngineConfig, name: str, model: ModelConfig) -> Machine:
     return Machine(
         model=name,
-        dtype=resolve_dtype(config, model),
+        dtype=resolve_dtype(config.dtype, model.dtype),
         cpu=_cpu_name(),
         threads=num_threads(),
         system=f"{platform.system()} {platform.machine()}",

@@ -13,6 +13,7 @@ import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
+from fractions import Fraction
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from octavo.config import EngineConfig
@@ -104,11 +105,11 @@ def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def size(text: str) -> int | None:
-    """4096, 32k, 512m, 4g; auto is None."""
-    found = re.fullmatch(r"(\d+)([kmg]?)", text.lower())
+    """4096, 32k, 512m, 1.5g, 24GiB, 24gb (units are powers of 1024 however they are written); auto is None."""
+    found = re.fullmatch(r"(\d+|\d*\.\d+)([kmg]?)(?:(?<=[kmg])i?b)?", text.lower())
     if found is None and text.lower() != "auto":
-        raise argparse.ArgumentTypeError(f"wanted a size like 4096, 32k, 512m, 4g or auto, got {text!r}")
-    return None if found is None else int(found[1]) * UNITS[found[2]]
+        raise argparse.ArgumentTypeError(f"wanted a size like 4096, 32k, 512m, 1.5g, 24GiB or auto, got {text!r}")
+    return None if found is None else int(Fraction(found[1]) * UNITS[found[2]])
 
 
 def _add_field(group: argparse._ArgumentGroup, field: Field[Any]) -> None:

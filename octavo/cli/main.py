@@ -26,6 +26,7 @@ COMMANDS = {
     "chat": "talk to a model, or ask it one question",
     "generate": "complete prompts, from the command line or a file",
     "bench": "measure throughput, latency or start-up",
+    "plan": "say whether and how a model fits, before it is loaded",
     "verify": "prove that paging is invisible, bit for bit",
     "doctor": "say what is here, what is missing and what to fix",
 }
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OctavoError as error:
         if _debugging():
             traceback.print_exc()
-        print(f"octavo: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"octavo: error: {_one_line(str(error))}", file=sys.stderr)
         return 1
     except ImportError as error:
         if _debugging():
@@ -84,6 +85,11 @@ def _no_command(program: str, summary: str, commands: Mapping[str, str], words: 
     if kind == "option":
         parser.parse_known_args(words[:1])  # --help and --version end here
     parser.error(f"unknown {kind} {words[0]}{nearest(words[0], [*commands, '--help', '--version'])}")
+
+
+def _one_line(text: str) -> str:
+    """Names out of a file may hold anything, also what a terminal would obey."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(text.split()))
 
 
 def _debugging() -> bool:

@@ -30,9 +30,9 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args, args.words)  # before torch loads: it may be all that is asked for
     from octavo.engine.verify import verify
     from octavo.errors import VerifyError
-    from octavo.loading.resolve import load_model_config, resolve_model
+    from octavo.loading.resolve import load_model_config, source_of
 
-    source = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
+    source = source_of(config)
     model = load_model_config(source)
     results: list[Verified] = []
     for depth in (1, 2):

@@ -15,9 +15,11 @@ from torch import Tensor
 from octavo.attention.backend import Rope
 from octavo.model_config import RopeConfig
 
+TABLE_DEVICE = "cpu"  # also for a model without memory, where arithmetic on the meta device would import half of torch
+
 
 def build_rope(config: RopeConfig, head_dim: int, max_len: int) -> Rope:
-    position = torch.arange(max_len, dtype=torch.float32)
+    position = torch.arange(max_len, dtype=torch.float32, device=TABLE_DEVICE)
     angle = torch.outer(position, frequencies(config, head_dim))  # [max_len, head_dim / 2]
     scale = table_scale(config)
     return Rope(cos=angle.cos() * scale, sin=angle.sin() * scale)
@@ -25,7 +27,7 @@ def build_rope(config: RopeConfig, head_dim: int, max_len: int) -> Rope:
 
 def frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     """Radians per position, [head_dim / 2] float32."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=TABLE_DEVICE) / head_dim
     base = 1.0 / config.theta**exponent
     if config.kind == "linear":
         return base / config.factor
@@ -71,4 +73,5 @@ def _yarn_kept(config: RopeConfig, head_dim: int) -> Tensor:
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001  # a step instead of a division by zero
-    return 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    pair = torch.arange(head_dim // 2, dtype=torch.float32, device=TABLE_DEVICE)
+    return 1 - ((pair - low) / (high - low)).clamp(0, 1)

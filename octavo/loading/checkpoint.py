@@ -5,6 +5,8 @@ everything that can be known from the headers is checked when the checkpoint is 
 """
 
 import re
+from collections import defaultdict
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +20,8 @@ from octavo.kernels.reference.dequant import DENSE, SUPPORTED_KINDS, dequantize
 from octavo.loading.files import INDEX, SINGLE, fingerprint, read_weight_map
 from octavo.loading.gguf import GGUFFile, GGUFTensor
 from octavo.loading.gguf_config import config_dict, gguf_architecture
+
+MAX_HEADER_BYTES = 32 * 2**20  # 250,000 weights in one file; the library would take 100 MB
 
 
 class Checkpoint(Protocol):
@@ -36,7 +40,7 @@ class Checkpoint(Protocol):
 
 def _listed(names: set[str]) -> str:
     """Names for a message: the first few, and how many more."""
-    first = ", ".join(sorted(names)[:5])
+    first = ", ".join(name[:80] for name in sorted(names)[:5])
     return first if len(names) <= 5 else f"{first} and {len(names) - 5} more"
 
 
@@ -57,12 +61,13 @@ class SafetensorsCheckpoint:
 
     @staticmethod
     def _open_shards(folder: Path) -> list["_SafetensorsFile"]:
-        weight_map = read_weight_map(folder / INDEX)
+        placed: dict[str, set[str]] = defaultdict(set)
+        for name, shard in read_weight_map(folder / INDEX).items():
+            placed[shard].add(name)
+        paths = {shard: _inside(folder, shard) for shard in sorted(placed)}
         files = []
-        paths = {shard: _inside(folder, shard) for shard in sorted(set(weight_map.values()))}
         for shard, path in paths.items():
-            file = _SafetensorsFile(path)
-            promised = {name for name, home in weight_map.items() if home == shard}
+            file, promised = _SafetensorsFile(path), placed[shard]
             if missing := promised - file.shapes.keys():
                 raise LoadError(f"{file.path}: lacks weights that {INDEX} promises: {_listed(missing)}")
             if extra := file.shapes.keys() - promised:
@@ -92,9 +97,14 @@ def _inside(folder: Path, name: str) -> Path:
         homes.append(repo / "blobs")
         if repo.name.startswith("models--"):  # and that, for files that several repositories share, to <cache>/blobs/ab/<digest>
             homes.append(repo.parent / "blobs")
-    if not name or Path(name).name != name or not any(path.resolve().is_relative_to(home) for home in homes):
+    try:
+        inside = Path(name).name == name and any(path.resolve().is_relative_to(home) for home in homes)
+        found = path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL or no Unicode in it, a link to itself
+        raise LoadError(f"{folder}: weight file {name[:80]!r} cannot be looked up ({type(error).__name__})") from error
+    if not name or not inside:
         raise LoadError(f"{folder}: weight file {name[:80]!r} leads out of the model folder")
-    if not path.is_file():
+    if not found:
         raise LoadError(f"{path}: not found")
     return path
 
@@ -109,10 +119,12 @@ class _SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._open = _map(path)
-            views = {name: self._open.get_slice(name) for name in self._open.offset_keys()}
             with path.open("rb") as file:
                 self.header_bytes = 8 + int.from_bytes(file.read(8), "little")
+            if self.header_bytes > MAX_HEADER_BYTES:
+                raise LoadError(f"{path}: says its header has {self.header_bytes - 8} bytes, at most {MAX_HEADER_BYTES} are taken")
+            self._open = _map(path)
+            views = {name: self._open.get_slice(name) for name in self._open.offset_keys()}
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{path}: not a valid safetensors file ({error})") from error
         for name, view in views.items():
@@ -142,6 +154,7 @@ _IN_LAYER = {
 }
 _LAYER_NAME = re.compile(r"blk\.([0-9]+)\.([a-z_]+)\.(weight|bias)")
 ROPE_FACTORS = "rope_freqs.weight"
+MAX_ROPE_FACTORS = 4096  # one for each pair of a head's dimensions
 
 
 def _hf_name(name: str) -> str | None:
@@ -200,7 +213,7 @@ class GGUFCheckpoint:
     def _check_rope_factors(self) -> None:
         """Llama 3.1 and later files scale each rotary frequency by a factor of its own."""
         factors = self._gguf.tensors.get(ROPE_FACTORS)
-        if factors is not None and not bool((self._dense(factors) == 1).all()):
+        if factors is not None and (prod(factors.shape) > MAX_ROPE_FACTORS or not bool((self._dense(factors) == 1).all())):
             raise LoadError(f"{self.source}: {ROPE_FACTORS} scales single rotary frequencies, which is not supported for GGUF files")
 
     def names(self) -> list[str]:

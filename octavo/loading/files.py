@@ -1,31 +1,13 @@
 """Small readers shared by the loading code: checked JSON, the index of a sharded model, a cheap fingerprint of a weight file."""
 
 import hashlib
-import json
 from pathlib import Path
-from typing import Any
 
 from octavo.errors import LoadError
+from octavo.text.json_file import read_json_object as read_json_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FINGERPRINT_WINDOWS, WINDOW_BYTES = 64, 4096
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; a file that is missing, damaged or not an object is a `LoadError` that names it."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise LoadError(f"{path}: not found") from None
-    except OSError as error:
-        raise LoadError(f"{path}: cannot be read ({error.strerror})") from error
-    except RecursionError:
-        raise LoadError(f"{path}: JSON nested too deep") from None
-    except ValueError as error:  # bad JSON, and text that is not UTF-8
-        raise LoadError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise LoadError(f"{path}: must be a JSON object, got {type(value).__name__}")
-    return value
 
 
 def read_weight_map(index: Path) -> dict[str, str]:

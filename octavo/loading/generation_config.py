@@ -1,5 +1,6 @@
 """generation_config.json: how a model's makers would sample from it, and the ids that end its answers."""
 
+import reprlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def read_generation_config(folder: Path) -> GenerationConfig:
     ends = raw.get("eos_token_id")
     ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if not all(type(item) is int and item >= 0 for item in ids):
-        raise LoadError(f"{path}: eos_token_id must be a token id or a list of them, got {repr(ends)[:60]}")
+        raise LoadError(f"{path}: eos_token_id must be a token id or a list of them, got {reprlib.repr(ends)}")
     sampling = {ours: raw[name] for name, ours in FIELDS.items() if raw.get(name) is not None}
     if raw.get("do_sample") is False:
         sampling["temperature"] = 0.0

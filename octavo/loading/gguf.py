@@ -38,6 +38,9 @@ BOOL, STRING, ARRAY = 7, 8, 9
 MIN_KEY_BYTES = 8 + 1 + 4 + 1  # length, one letter, type, the shortest value
 MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 MAX_NAME_BYTES = 65535
+MAX_HEADER_BYTES = 64 * 2**20  # several times any real one; a sparse file may be terabytes
+MAX_STRING_BYTES = 4 * 2**20
+MAX_ENTRIES = 2**16  # keys, and tensors
 MAX_ARRAY_ELEMENTS = 2**22  # of all arrays together: many times any real vocabulary, and a bound on memory
 MAX_ARRAY_DEPTH = 4
 MAX_DIMS = 4
@@ -89,6 +92,7 @@ class _HeaderReader:
         self.path = path
         self.data = data
         self.size = len(data)
+        self.end = min(self.size, MAX_HEADER_BYTES)
         self.position = 0
         self.array_elements = 0
 
@@ -96,9 +100,12 @@ class _HeaderReader:
         return LoadError(f"{self.path}: {reason}")
 
     def need(self, num_bytes: int, what: str) -> None:
-        left = self.size - self.position
+        left = self.end - self.position
         if num_bytes > left:
-            raise self.fail(f"{what} needs {num_bytes} bytes but {left} are left in the file")
+            raise self.fail(f"{what} needs {num_bytes} bytes but {left} are left in the {self.whole()}")
+
+    def whole(self) -> str:
+        return "file" if self.size <= MAX_HEADER_BYTES else f"{MAX_HEADER_BYTES // 2**20} MiB a header may have"
 
     def file(self) -> GGUFFile:
         if self.data[:4] != b"GGUF":
@@ -108,6 +115,8 @@ class _HeaderReader:
         if version not in (2, 3):
             raise self.fail(f"GGUF version {version} is not supported (2 and 3, little endian, are)")
         num_tensors, num_keys = self.u64("tensor count"), self.u64("key count")
+        if max(num_tensors, num_keys) > MAX_ENTRIES:
+            raise self.fail(f"a header of {num_keys} keys and {num_tensors} tensors (at most {MAX_ENTRIES} of each are taken)")
         self.need(num_keys * MIN_KEY_BYTES + num_tensors * MIN_TENSOR_BYTES, f"a header of {num_keys} keys and {num_tensors} tensors")
         metadata = self.metadata(num_keys)
         alignment = self.alignment(metadata)
@@ -138,14 +147,16 @@ class _HeaderReader:
 
     def strings(self, count: int, what: str) -> list[str]:
         """`count` strings in a row. A vocabulary is 100,000 of them: this loop is the time that reading a header takes."""
-        data, size, position, length_of = self.data, self.size, self.position, _U64.unpack_from
+        data, end, position, length_of = self.data, self.end, self.position, _U64.unpack_from
         texts = []
         try:
             for _ in range(count):
                 start = position + 8
                 position = start + length_of(data, position)[0]
-                if position > size:
-                    raise self.fail(f"{what}: a string of {position - start} bytes is longer than the file")
+                if position > end:
+                    raise self.fail(f"{what}: a string of {position - start} bytes is longer than the {self.whole()}")
+                if position - start > MAX_STRING_BYTES:
+                    raise self.fail(f"{what}: a string of {position - start} bytes (at most {MAX_STRING_BYTES} are taken)")
                 texts.append(str(data[start:position], "utf-8"))
         except struct.error:
             raise self.fail(f"{what}: the file ends inside a string") from None

@@ -5,6 +5,7 @@ Llama, Qwen2 or Qwen3 cannot express (experts, part-rotary heads, windows, other
 """
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ class _Keys:
         self.source = source
 
     def fail(self, key: str, wanted: str) -> LoadError:
-        shown = repr(self.metadata.get(key, "(missing)"))[:60]
+        shown = reprlib.repr(self.metadata.get(key, "(missing)"))
         return LoadError(f"{self.source}: {key} must be {wanted}, got {shown}")
 
     def has(self, name: str) -> bool:
@@ -55,7 +56,7 @@ class _Keys:
 def gguf_architecture(metadata: Mapping[str, Any], source: str) -> str:
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise LoadError(f"{source}: general.architecture is {str(name)[:60]!r}; supported: {', '.join(ARCHITECTURES)}")
+        raise LoadError(f"{source}: general.architecture is {reprlib.repr(name)}; supported: {', '.join(ARCHITECTURES)}")
     return name
 
 

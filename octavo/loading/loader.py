@@ -30,22 +30,32 @@ class Target:
 
 
 def load_weights(model: Decoder, checkpoint: Checkpoint) -> None:
+    for name, target in check_weights(model, checkpoint).items():
+        target.values.copy_(checkpoint.read(name))
+    _finalize(model)
+
+
+def check_weights(model: Decoder, checkpoint: Checkpoint) -> dict[str, Target]:
+    """Where each weight goes, once names and shapes are known to fit. Nothing is read: `model` may be one without memory."""
     targets = _targets(model)
-    filled: set[str] = set()
-    unknown, twice = [], []
+    found: dict[str, Target] = {}
+    unknown, twice, misshapen = [], [], []
     for name in checkpoint.names():
         target = targets.get(name)
         if target is None:
             if not _redundant(name, model):
                 unknown.append(name)
-        elif target.label in filled:
+        elif name in found:
             twice.append(name)
         else:
-            _fill(target, name, checkpoint)
-            filled.add(target.label)
-    missing = [f"{name} (for {target.label})" for name, target in targets.items() if target.label not in filled]
-    _complain(checkpoint.source, {"unknown to this model": unknown, "given twice": twice, "missing": missing})
-    _finalize(model)
+            found[name] = target
+            shape, wanted = list(checkpoint.shape(name)), list(target.values.shape)
+            if shape != wanted:
+                misshapen.append(f"{name} has shape {shape}, this model wants {wanted}")
+    missing = [f"{name} (for {target.label})" for name, target in targets.items() if name not in found]
+    problems = {"unknown to this model": unknown, "given twice": twice, "missing": missing, "of another shape": misshapen}
+    _complain(checkpoint.source, problems)
+    return found
 
 
 def _targets(model: Decoder) -> dict[str, Target]:
@@ -71,13 +81,6 @@ def _redundant(name: str, model: Decoder) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and model.config.tie_embeddings)
 
 
-def _fill(target: Target, name: str, checkpoint: Checkpoint) -> None:
-    shape, wanted = tuple(checkpoint.shape(name)), tuple(target.values.shape)
-    if shape != wanted:
-        raise LoadError(f"{checkpoint.source}: {name} has shape {list(shape)}, this model wants {list(wanted)}")
-    target.values.copy_(checkpoint.read(name))
-
-
 def _complain(source: str, problems: dict[str, list[str]]) -> None:
     found = [f"{len(names)} {what}: {_shown(names)}" for what, names in problems.items() if names]
     if found:
@@ -86,7 +89,7 @@ def _complain(source: str, problems: dict[str, list[str]]) -> None:
 
 def _shown(names: list[str]) -> str:
     more = len(names) - NAMES_SHOWN
-    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(name[:200] for name in names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def fill_dummy(model: Decoder, seed: int) -> None:

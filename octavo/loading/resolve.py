@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError, LoadError
 from octavo.loading.default_model import INSTALL, default_model
 from octavo.loading.files import read_json_object
@@ -17,7 +18,7 @@ from octavo.loading.generation_config import read_generation_config
 from octavo.loading.gguf import GGUFFile, read_gguf
 from octavo.loading.gguf_config import config_dict
 from octavo.loading.hub import fetch_model
-from octavo.loading.hub_files import at_revision, parse_hub_name
+from octavo.loading.hub_files import HubName, at_revision, parse_hub_name
 from octavo.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -40,6 +41,21 @@ class ModelSource:
 
 def resolve_model(model: str | None, revision: str | None = None, weights: bool = True) -> ModelSource:
     """`revision`: of a model on the hub. Without `weights`, a download leaves them out."""
+    found = locate(model, revision)
+    return found if isinstance(found, ModelSource) else in_cache(found, fetch_model(found, weights))
+
+
+def source_of(config: EngineConfig) -> ModelSource:
+    """The model that settings name; random weights need none to be fetched."""
+    return resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
+
+
+def in_cache(name: HubName, path: Path) -> ModelSource:
+    return ModelSource(path, "gguf" if path.suffix == ".gguf" else "folder", name.shown)
+
+
+def locate(model: str | None, revision: str | None = None) -> ModelSource | HubName:
+    """What the word means, with nothing fetched: a model that is here, or a name on the hub."""
     try:
         found = _find_here(model)
     except OSError as error:
@@ -48,8 +64,7 @@ def resolve_model(model: str | None, revision: str | None = None, weights: bool 
         name = parse_hub_name(str(model))
         if name is None:
             raise LoadError(f"{str(model)[:200]!r} {_why_not(Path(str(model)))}")
-        path = fetch_model(at_revision(name, revision), weights)
-        return ModelSource(path, "gguf" if path.suffix == ".gguf" else "folder", name.shown)
+        return at_revision(name, revision)
     if revision is not None:
         raise ConfigError(f"revision {revision[:80]!r} is for models of the hub, but {found.path} is here: leave it off")
     return found

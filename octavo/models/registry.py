@@ -1,15 +1,21 @@
-"""Model families by the name a config.json gives them, imported when chosen; and what a model will need, before it is built."""
+"""Model families by the name a config.json gives them, imported when chosen; and what a model will keep of each token.
+
+Importing this does not import torch: a memory plan asks here.
+"""
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-import torch
-
-from octavo.attention.backend import AttentionBackend, load_backend
 from octavo.errors import LoadError
-from octavo.layers.comm import Comm, NullComm
 from octavo.model_config import ModelConfig
-from octavo.models.decoder import Decoder
-from octavo.policy.cache_spec import ITEM_BYTES, Buffer, LayerCacheSpec
+from octavo.policy.cache_spec import Buffer, LayerCacheSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from octavo.attention.backend import AttentionBackend
+    from octavo.layers.comm import Comm
+    from octavo.models.decoder import Decoder
 
 # architecture -> "module:Class"
 MODELS = {
@@ -19,7 +25,9 @@ MODELS = {
 }
 
 
-def build_model(config: ModelConfig, dtype: torch.dtype, backend: type[AttentionBackend], comm: Comm, max_len: int) -> Decoder:
+def build_model(
+    config: ModelConfig, dtype: "torch.dtype", backend: "type[AttentionBackend]", comm: "Comm", max_len: int
+) -> "Decoder":
     """The model with uninitialised parameters, able to see positions below `max_len`."""
     if config.architecture not in MODELS:
         raise LoadError(f"architecture {config.architecture} is not supported; there are {', '.join(MODELS)}")
@@ -32,9 +40,3 @@ def cache_specs(config: ModelConfig, dtype: str) -> list[LayerCacheSpec]:
     token = Buffer((config.num_kv_heads, config.head_dim), dtype)
     return [LayerCacheSpec(layer, {"k": token, "v": token}, window) for layer, window in enumerate(config.windows)]
 
-
-def weight_bytes(config: ModelConfig, dtype: str) -> int:
-    """Counted on a model without memory, so that it cannot disagree with the real one."""
-    with torch.device("meta"):
-        model = build_model(config, torch.float32, load_backend("cpu"), NullComm(), max_len=1)
-    return sum(parameter.numel() for parameter in model.parameters()) * ITEM_BYTES[dtype]

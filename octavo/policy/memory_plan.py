@@ -1,11 +1,98 @@
-"""How large the KV pool is and how long a sequence may get: from cache specs, a memory size and the user's wishes."""
+"""Where the memory goes, before any of it is taken: the one count that `octavo plan` shows and the engine starts by.
+
+    weights       what the model holds
+    KV cache      the block pool: reserved at start, taken as blocks are written
+    activations   the most that one step holds at once, or that reading the weights takes beyond them
+    rows          token ids and block tables of every row, and the rotation tables
+    other         Python and its libraries, the tokenizer, the pool's own lists, what malloc keeps back
+
+What a user asked for is planned as asked, and refused where it does not fit. What nobody asked for, the size of the pool
+and the longest sequence, is the most that fits. More memory is needed for more of anything, so `largest` finds it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.policy.cache_spec import CacheGeometry, LayerCacheSpec
+from octavo.model_config import ModelConfig
+from octavo.policy.activations import FLOAT32, StepLoad, step_bytes
+from octavo.policy.cache_spec import ITEM_BYTES, CacheGeometry, LayerCacheSpec
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 MOST_CPU_POOL = 4 * GIB
+MOST_BLOCKS = 2**20  # unless asked for: the block pool keeps a little of each, and a toy model would get millions
+LIBRARIES = 150 * MIB  # measured: Python with torch and the rest imported
+MOST_KEPT = 64 * MIB  # by malloc, of two fifths of the activations: larger tensors go back to the machine at once
+BYTES_PER_WORD = 600  # of the vocabulary: the tokenizer, and the words in the header of a GGUF file
+BYTES_PER_BLOCK = 270  # the pool's lists, and the index of sealed blocks
+BYTES_PER_ROW = 100  # lengths, sampling parameters, noise key
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    total: int  # what this process may use
+    others: int = 0  # what other processes hold of it
+
+    @property
+    def free(self) -> int:
+        return self.total - self.others
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNeeds:
+    """What the count has to know of a model."""
+
+    config: ModelConfig
+    dtype: str
+    weights: int  # bytes
+    specs: list[LayerCacheSpec]
+    loading: int = 0  # the most bytes held while weights are read, weights included
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(spec.bytes_per_token for spec in self.specs)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    weights: int
+    kv_cache: int
+    activations: int
+    rows: int
+    other: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.activations + self.rows + self.other
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    geometry: CacheGeometry
+    use: Use
+    memory: Memory
+    refusal: str | None = None  # why it does not fit, and what to turn
+
+    @property
+    def concurrency(self) -> float:
+        """How many sequences of the greatest length the pool holds."""
+        return (self.geometry.num_blocks - 1) * self.geometry.block_size / self.geometry.max_model_len
+
+    @property
+    def account(self) -> str:
+        """What is needed, for what, and what there is."""
+        use, held = self.use, self.memory.others
+        return (
+            f"this needs {shown(use.total)}: weights {shown(use.weights)}, KV cache {shown(use.kv_cache)}, "
+            f"activations {shown(use.activations)}, rows {shown(use.rows)}, other {shown(use.other)}; this process may use "
+            f"{shown(self.memory.total)}{f', of which other processes hold {shown(held)}' if held else ''}"
+        )
+
+
+def shown(size: int) -> str:
+    return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
 
 
 def default_pool_bytes(memory_bytes: int) -> int:
@@ -13,31 +100,156 @@ def default_pool_bytes(memory_bytes: int) -> int:
     return min(memory_bytes // 4, MOST_CPU_POOL)
 
 
-def plan_cache(specs: list[LayerCacheSpec], config: EngineConfig, memory_bytes: int, model_max_len: int) -> CacheGeometry:
-    """The geometry, or an error with the numbers and the largest `max_model_len` that fits."""
-    size = config.block_size
-    per_token = sum(spec.bytes_per_token for spec in specs)
-    pool_bytes = config.kv_cache_memory_bytes or default_pool_bytes(memory_bytes)
-    num_blocks = config.num_gpu_blocks_override or pool_bytes // (per_token * size)
-    needed = num_blocks * size * per_token
-    if needed > memory_bytes:
-        raise ConfigError(
-            f"a KV pool of {num_blocks:,} blocks of {size} tokens takes {needed / GIB:.1f} GiB, this process may use "
-            f"{memory_bytes / GIB:.1f} GiB in all; lower kv_cache_memory_bytes or num_gpu_blocks_override"
+def largest(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
+    """The largest number from `low` to `high` that fits, where all below one that fits do too."""
+    if high < low or not fits(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def plan_memory(needs: ModelNeeds, config: EngineConfig, memory: Memory) -> MemoryPlan:
+    """The plan, with a refusal where it does not fit. Settings that are wrong on any machine are a `ConfigError`."""
+    most = needs.config.max_position
+    if config.max_model_len is not None and config.max_model_len > most:
+        raise ConfigError(f"max_model_len is {config.max_model_len}, the model's own maximum is {most}")
+    planner = _Planner(needs, memory)
+    plan = planner.plan(config)
+    return plan if planner.fits(config, plan) else replace(plan, refusal=planner.refusal(config, plan))
+
+
+class _Planner:
+    """Counts, chooses what was left open, and looks for what to turn."""
+
+    def __init__(self, needs: ModelNeeds, memory: Memory) -> None:
+        self.needs = needs
+        self.memory = memory
+        self.most = needs.config.max_position
+
+    def use(self, config: EngineConfig, num_blocks: int, max_len: int) -> Use:
+        needs, model, size = self.needs, self.needs.config, config.block_size
+        tokens = (num_blocks - 1) * size
+        table_blocks = -(-max_len // size)
+        load = StepLoad(
+            tokens=min(config.max_num_batched_tokens, tokens),
+            rows=min(config.max_num_seqs, num_blocks - 1),  # a row that is sampled holds a block
+            context=max_len,
+            gathered=min(tokens, config.max_num_seqs * max_len),
         )
-    longest = min(model_max_len, (num_blocks - 1) * size + 1)  # the last token is never computed
-    if num_blocks < 2 or longest < 2:
-        raise ConfigError(
-            f"the KV pool of {pool_bytes / GIB:.3f} GiB holds {max(num_blocks, 0)} blocks of {size} tokens at {per_token} bytes a token; "
-            f"it needs 2 at least: raise kv_cache_memory_bytes to {2 * per_token * size} or more, or lower block_size"
+        layer_bytes = max(spec.bytes_per_token for spec in needs.specs)
+        step = step_bytes(model, ITEM_BYTES[needs.dtype], layer_bytes, load)
+        contiguous = config.attention_backend == "contiguous"  # a region for every row
+        places = config.max_num_seqs * table_blocks if contiguous else num_blocks
+        return Use(
+            weights=needs.weights,
+            kv_cache=places * size * needs.bytes_per_token,
+            activations=max(step, needs.loading - needs.weights),
+            rows=config.max_num_seqs * (8 * (max_len + table_blocks) + BYTES_PER_ROW) + max_len * model.head_dim * FLOAT32,
+            other=LIBRARIES + min(MOST_KEPT, step * 2 // 5) + BYTES_PER_WORD * model.vocab_size + BYTES_PER_BLOCK * num_blocks,
         )
-    wanted = config.max_model_len
-    if wanted is not None and wanted > model_max_len:
-        raise ConfigError(f"max_model_len is {wanted}, the model's own maximum is {model_max_len}")
-    if wanted is not None and wanted > longest and config.num_gpu_blocks_override is None:
-        raise ConfigError(
-            f"max_model_len is {wanted}, but the KV pool of {pool_bytes / GIB:.2f} GiB holds {(num_blocks - 1) * size} tokens "
-            f"({num_blocks} blocks of {size}, {per_token} bytes a token): the largest max_model_len that fits is {longest}; "
-            f"lower it or raise kv_cache_memory_bytes to {(-(-wanted // size) + 1) * size * per_token} or more"
+
+    def plan(self, config: EngineConfig) -> MemoryPlan:
+        """As asked where something was, else the most that fits."""
+        size, per_token, wanted = config.block_size, self.needs.bytes_per_token, config.max_model_len
+        asked = self._asked_blocks(config)
+        most = min(default_pool_bytes(self.memory.total) // (per_token * size), MOST_BLOCKS) if asked is None else asked
+        self._check_blocks(config, most)
+        blocks = most
+        if asked is None:
+            least = 2 if wanted is None else min(most, -(-wanted // size) + 1)
+            blocks = self._most_blocks(config, most) or least
+        max_len = wanted or largest(2, self._reach(blocks, size), lambda length: self._holds(config, blocks, length)) or 2
+        return MemoryPlan(CacheGeometry(blocks, size, max_len, per_token), self.use(config, blocks, max_len), self.memory)
+
+    def fits(self, config: EngineConfig, plan: MemoryPlan | None = None) -> bool:
+        plan = plan or self.plan(config)
+        short = plan.geometry.max_model_len > self._reach(plan.geometry.num_blocks, config.block_size)
+        # an exact number of blocks is taken at its word: requests that are too long for it are refused one by one
+        return plan.use.total <= self.memory.free and (not short or config.num_gpu_blocks_override is not None)
+
+    def _asked_blocks(self, config: EngineConfig) -> int | None:
+        if config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes is None:
+            return config.num_gpu_blocks_override
+        return config.kv_cache_memory_bytes // (self.needs.bytes_per_token * config.block_size)
+
+    def _holds(self, config: EngineConfig, num_blocks: int, max_len: int) -> bool:
+        return self.use(config, num_blocks, max_len).total <= self.memory.free
+
+    def _most_blocks(self, config: EngineConfig, most: int) -> int | None:
+        """The largest pool that leaves room for a step over a sequence as long as itself, or as long as asked for."""
+        length, size = config.max_model_len, config.block_size
+        return largest(2, most, lambda blocks: self._holds(config, blocks, length or self._reach(blocks, size)))
+
+    def _reach(self, num_blocks: int, block_size: int) -> int:
+        """The longest sequence a pool holds: block 0 is the null block, and the last token is never computed."""
+        return min(self.most, (num_blocks - 1) * block_size + 1)
+
+    def _check_blocks(self, config: EngineConfig, num_blocks: int) -> None:
+        size, per_token = config.block_size, self.needs.bytes_per_token
+        if num_blocks < 2 or self.most < 2:
+            raise ConfigError(
+                f"the KV pool of {shown(config.kv_cache_memory_bytes or default_pool_bytes(self.memory.total))} holds "
+                f"{max(num_blocks, 0)} blocks of {size} tokens at {per_token} bytes a token; "
+                f"it needs 2 at least: raise kv_cache_memory_bytes to {2 * per_token * size} or more, or lower block_size"
+            )
+
+    # -- what to say
+
+    def refusal(self, config: EngineConfig, plan: MemoryPlan) -> str:
+        if plan.use.total > self.memory.free:
+            return f"{plan.account}: {self._advice(config)}"
+        size, wanted = config.block_size, plan.geometry.max_model_len
+        enough = (-(-wanted // size) + 1) * size * self.needs.bytes_per_token
+        larger = replace(config, kv_cache_memory_bytes=enough)  # the pool is all that is short
+        if not self.fits(larger):
+            return f"{self.plan(larger).account}: {self._advice(config)}"
+        return (
+            f"max_model_len is {wanted}, but the KV pool of {shown(plan.use.kv_cache)} holds {(plan.geometry.num_blocks - 1) * size} "
+            f"tokens ({plan.geometry.num_blocks} blocks of {size}, {self.needs.bytes_per_token} bytes a token): the largest max_model_len "
+            f"that fits is {self._most_of(config, 'max_model_len', 2, wanted)}; lower it or raise kv_cache_memory_bytes to {enough} or more"
         )
-    return CacheGeometry(num_blocks, size, wanted or longest, per_token)
+
+    def _advice(self, config: EngineConfig) -> str:
+        """What to turn and how far, one knob if that is enough, and the longest sequence then."""
+        if config.max_model_len is not None and (longest := self._most_of(config, "max_model_len", 2, config.max_model_len)):
+            rows = self._most_of(config, "max_num_seqs", 1, config.max_num_seqs)
+            other_way = f" or lower max_num_seqs to {rows} or less" if rows else ""
+            return f"the largest max_model_len that fits is {longest}; lower it{other_way}"
+        for base, also in ((config, ""), (replace(config, max_model_len=None), "max_model_len and ")):
+            smaller = self._with_a_smaller_pool(base)
+            if smaller is not None:
+                name, value, turned = smaller
+                return f"lower {also}{name} to {value} or less; {self._longest(turned)}"
+        seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
+        for name, low, asked in (("max_num_seqs", 1, seqs), ("max_num_batched_tokens", seqs, tokens)):
+            if (most := self._most_of(config, name, low, asked)) is not None:
+                return f"lower {name} to {most} or less; {self._longest(_with(config, name, most))}"
+        narrower = "set dtype to bfloat16, " if self.needs.dtype == "float32" else ""
+        return f"{narrower}take a smaller model or free memory; no max_model_len fits"
+
+    def _with_a_smaller_pool(self, config: EngineConfig) -> tuple[str, int, EngineConfig] | None:
+        """The setting that asked for the pool, the most it may be, and the settings with that."""
+        asked = self._asked_blocks(config)
+        if asked is None:
+            return None
+        blocks = self._most_blocks(config, asked) or 2
+        name, value = "num_gpu_blocks_override", blocks
+        if config.num_gpu_blocks_override is None:
+            name, value = "kv_cache_memory_bytes", blocks * config.block_size * self.needs.bytes_per_token
+        turned = _with(config, name, value)
+        return (name, value, turned) if self.fits(turned) else None
+
+    def _longest(self, config: EngineConfig) -> str:
+        return f"the largest max_model_len that fits is then {self._most_of(config, 'max_model_len', 2, self.most)}"
+
+    def _most_of(self, config: EngineConfig, name: str, low: int, high: int) -> int | None:
+        """The largest value of a setting with which everything fits."""
+        return largest(low, high, lambda value: self.fits(_with(config, name, value)))
+
+
+def _with(config: EngineConfig, name: str, value: int) -> EngineConfig:
+    changed: dict[str, Any] = {name: value}
+    return replace(config, **changed)
+

@@ -18,7 +18,7 @@ ROLES = ("system", "user", "assistant", "tool", "developer")
 MAX_SECONDS = 2.0
 MAX_UNITS = 8_000_000  # characters made, roughly; for a large conversation UNITS_PER_INPUT_UNIT adds to it
 UNITS_PER_INPUT_UNIT = 32  # a template copies each message a handful of times
-MAX_SOURCE_CHARS = 200_000  # many times any real template; bounds the time to compile
+MAX_SOURCE_CHARS = 65_536  # twice the longest real template; jinja2 compiles some in quadratic time: here in a second
 MAX_ERROR_CHARS = 300
 
 _NO_VARIABLES: Mapping[str, object] = MappingProxyType({})

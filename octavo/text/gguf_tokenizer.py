@@ -8,18 +8,24 @@ a damaged list is a LoadError that names its key.
 """
 
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from octavo.errors import LoadError
+from octavo.text.tokenizer_json import MAX_ADDED_CHARS, MAX_ADDED_TEXT, MAX_ADDED_TOKENS
 
 Item = TypeVar("Item")
 
 # Values of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+
+# Every way to cut a piece in two is tried, so a file may not hold many long ones.
+MAX_PIECE_CHARS, MAX_PIECE_TEXT, MAX_MERGES = 512, 4_000_000, 2**20  # of one, of all, and the merges they make
 
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -30,6 +36,7 @@ _LLAMA3_SPLIT = _QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 @dataclass(frozen=True, slots=True)
 class GgufTokenizer:
     backend: Tokenizer
+    num_ids: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     chat_template: str | None
@@ -48,15 +55,15 @@ def build_gguf_tokenizer(metadata: Mapping[str, object], source: str) -> GgufTok
         backend = _sentencepiece_backend(vocab, fields)
         add_bos = fields.flag("ggml.add_bos_token", True)
     else:
-        raise fields.error("ggml.model", f"is {kind!r}; supported: gpt2, llama")
-    backend.add_tokens(vocab.added())
+        raise fields.error("ggml.model", f"is {reprlib.repr(kind)}; supported: gpt2, llama")
+    backend.add_tokens(vocab.added(fields))
     if add_bos and bos is not None:
         backend.post_processor = processors.TemplateProcessing(single="BOS $A", pair="BOS $A $B", special_tokens=[("BOS", bos)])
     ends = [fields.token_id(f"ggml.{name}_token_id", len(vocab.tokens)) for name in ("eos", "eot", "eom")]
     eos = tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None))
     if not eos:
         raise fields.error("ggml.eos_token_id", "is missing, so no generation could end")
-    return GgufTokenizer(backend, bos, eos, fields.text("chat_template", "") or None)
+    return GgufTokenizer(backend, len(vocab.tokens), bos, eos, fields.text("chat_template", "") or None)
 
 
 class _Fields:
@@ -78,7 +85,7 @@ class _Fields:
     def flag(self, key: str, default: bool) -> bool:
         value = self._metadata.get("tokenizer." + key, default)
         if not isinstance(value, bool):
-            raise self.error(key, f"must be true or false, not {value!r}")
+            raise self.error(key, f"must be true or false, not {reprlib.repr(value)}")
         return value
 
     def token_id(self, key: str, num_tokens: int) -> int | None:
@@ -86,7 +93,7 @@ class _Fields:
         if value is None:
             return None
         if not isinstance(value, int) or not 0 <= value < num_tokens:
-            raise self.error(key, f"is {value!r}, but the vocabulary has ids 0 to {num_tokens - 1}")
+            raise self.error(key, f"is {reprlib.repr(value)}, but the vocabulary has ids 0 to {num_tokens - 1}")
         return value
 
     def items(self, key: str, convert: Callable[[object], Item], length: int | None = None) -> list[Item]:
@@ -115,21 +122,24 @@ class _Vocab:
         ids = {token: token_id for token_id, token in enumerate(tokens)}
         if len(ids) != len(tokens):
             twice = next(token for token_id, token in enumerate(tokens) if ids[token] != token_id)
-            raise fields.error("ggml.tokens", f"lists {twice!r} more than once")
+            raise fields.error("ggml.tokens", f"lists {reprlib.repr(twice)} more than once")
         return cls(tokens, types, ids)
 
-    def added(self) -> list[AddedToken]:
+    def added(self, fields: "_Fields") -> list[AddedToken]:
         """Tokens found in text before any splitting: control ones are special (not shown), user-defined ones are text."""
-        return [
-            AddedToken(token, special=kind != USER_DEFINED, normalized=False)
-            for token, kind in zip(self.tokens, self.types, strict=True)
-            if kind in (UNKNOWN, CONTROL, USER_DEFINED) and token
+        added = [
+            (token, kind) for token, kind in zip(self.tokens, self.types, strict=True) if kind in (UNKNOWN, CONTROL, USER_DEFINED) and token
         ]
+        lengths = [len(token) for token, _ in added]
+        if len(added) > MAX_ADDED_TOKENS or sum(lengths) > MAX_ADDED_TEXT or max(lengths, default=0) > MAX_ADDED_CHARS:
+            most = f"at most {MAX_ADDED_TOKENS:,} of {MAX_ADDED_CHARS} characters each, {MAX_ADDED_TEXT:,} in all, are taken"
+            raise fields.error("ggml.token_type", f"makes {len(added):,} tokens of {sum(lengths):,} characters special; {most}")
+        return [AddedToken(token, special=kind != USER_DEFINED, normalized=False) for token, kind in added]
 
 
 def _byte_level_backend(vocab: _Vocab, fields: _Fields, pre: str) -> Tokenizer:
     if pre not in _PRE_TOKENIZERS:
-        raise fields.error("ggml.pre", f"is {pre!r}; supported: {', '.join(sorted(_PRE_TOKENIZERS))}")
+        raise fields.error("ggml.pre", f"is {reprlib.repr(pre)}; supported: {', '.join(sorted(_PRE_TOKENIZERS))}")
     merges = fields.items("ggml.merges", _pair)
     try:
         model = models.BPE(vocab.ids, merges, ignore_merges=pre in ("llama-bpe", "llama3"))
@@ -170,7 +180,7 @@ def _sentencepiece_backend(vocab: _Vocab, fields: _Fields) -> Tokenizer:
     scores = fields.items("ggml.scores", _finite, len(vocab.tokens))
     unknown = next((token for token, kind in zip(vocab.tokens, vocab.types, strict=True) if kind == UNKNOWN), None)
     backend = Tokenizer(
-        models.BPE(vocab.ids, _merges_by_score(vocab, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        models.BPE(vocab.ids, _merges_by_score(vocab, scores, fields), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
     add_prefix = fields.flag("ggml.add_space_prefix", True)
     spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
@@ -180,27 +190,35 @@ def _sentencepiece_backend(vocab: _Vocab, fields: _Fields) -> Tokenizer:
     return backend
 
 
-def _merges_by_score(vocab: _Vocab, scores: list[float]) -> list[tuple[str, str]]:
+def _merges_by_score(vocab: _Vocab, scores: list[float], fields: _Fields) -> list[tuple[str, str]]:
     """Sentencepiece joins the neighbours whose joined piece scores highest: every way to split a piece, best piece first."""
     pieces = {token for token, kind in zip(vocab.tokens, vocab.types, strict=True) if kind == NORMAL}
+    longest, characters = max(map(len, pieces), default=0), sum(map(len, pieces))
+    if longest > MAX_PIECE_CHARS or characters > MAX_PIECE_TEXT:
+        most = f"at most {MAX_PIECE_CHARS} and {MAX_PIECE_TEXT:,} are taken"
+        raise fields.error("ggml.tokens", f"has pieces of up to {longest:,} characters, {characters:,} in all; {most}")
     best_first = sorted(pieces, key=lambda piece: (-scores[vocab.ids[piece]], vocab.ids[piece]))
-    return [
+    cuts = (
         (piece[:cut], piece[cut:])
         for piece in best_first
         for cut in range(1, len(piece))
         if piece[:cut] in pieces and piece[cut:] in pieces
-    ]
+    )
+    merges = list(islice(cuts, MAX_MERGES + 1))
+    if len(merges) > MAX_MERGES:
+        raise fields.error("ggml.tokens", f"can be joined in more than {MAX_MERGES:,} ways")
+    return merges
 
 
 def _text(item: object) -> str:
     if not isinstance(item, str):
-        raise TypeError(f"{item!r} is not text")
+        raise TypeError(f"{reprlib.repr(item)} is not text")
     return item
 
 
 def _integer(item: object) -> int:
     if not isinstance(item, int):
-        raise TypeError(f"{item!r} is not an integer")
+        raise TypeError(f"{reprlib.repr(item)} is not an integer")
     return item
 
 
@@ -211,5 +229,5 @@ def _pair(item: object) -> tuple[str, str]:
 
 def _finite(item: object) -> float:
     if not isinstance(item, (int, float)) or not math.isfinite(item):
-        raise ValueError(f"{item!r} is not a finite number")
+        raise ValueError(f"{reprlib.repr(item)} is not a finite number")
     return item

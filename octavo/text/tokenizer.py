@@ -9,16 +9,19 @@ Two families cover the models we run, told apart by asking the file's own decode
     sentencepiece  "▁hello" -> b" hello"     "▁" is a space, "<0xE2>" one byte; some drop one space at the text's start
 """
 
-import json
 import re
-from collections.abc import Iterable, Mapping
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
 import tokenizers
 
-from octavo.errors import LoadError, RequestError
+from octavo.errors import LoadError, OctavoError, RequestError
 from octavo.text.gguf_tokenizer import build_gguf_tokenizer
+from octavo.text.json_file import parse_json_object, read_json_object, read_text
+from octavo.text.tokenizer_json import check_tokenizer_json
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -28,17 +31,20 @@ class Tokenizer:
         self,
         backend: tokenizers.Tokenizer,
         source: str,
+        num_ids: int,
         bos_token_id: int | None,
         eos_token_ids: tuple[int, ...],
         chat_template: str | None,
     ) -> None:
+        """`num_ids`: one more than the largest id of the backend's model; added tokens may lie above."""
         self.source = source
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
         self.chat_template = chat_template
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+        around = backend.encode("").ids  # what every prompt gets around it
+        self.vocab_size = max(num_ids, max([*added, *around], default=-1) + 1)
         self._backend = backend
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._bytes: dict[int, bytes] = {}  # token id -> its bytes, filled as tokens are met
@@ -51,16 +57,23 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, path: Path) -> Self:
         """Read tokenizer.json and tokenizer_config.json of a Hugging Face folder; chat_template.jinja wins over the config's."""
-        backend = _read_tokenizer_json(path / "tokenizer.json")
-        config = _read_config(path / "tokenizer_config.json")
-        bos, eos = (_special_id(backend, config, key, path / "tokenizer_config.json") for key in ("bos_token", "eos_token"))
-        return cls(backend, str(path), bos, () if eos is None else (eos,), _folder_template(path, config))
+        with _complaints(path / "tokenizer.json"):
+            backend, num_ids = _read_tokenizer_json(path / "tokenizer.json")
+            config = read_json_object(path / "tokenizer_config.json")
+            bos, eos = (_special_id(backend, config, key, path / "tokenizer_config.json") for key in ("bos_token", "eos_token"))
+            return cls(backend, str(path), num_ids, bos, () if eos is None else (eos,), _folder_template(path, config))
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object], source: str) -> Self:
         """Build from the `tokenizer.*` keys of a GGUF file; `source` names the file in errors."""
-        parts = build_gguf_tokenizer(metadata, source)
-        return cls(parts.backend, source, parts.bos_token_id, parts.eos_token_ids, parts.chat_template)
+        with _complaints(source):
+            parts = build_gguf_tokenizer(metadata, source)
+            return cls(parts.backend, source, parts.num_ids, parts.bos_token_id, parts.eos_token_ids, parts.chat_template)
+
+    def check_fits(self, rows: int) -> None:
+        """Every id it can give out must be one of the model's `rows`, which its embedding has."""
+        if self.vocab_size > rows:
+            raise LoadError(f"{self.source}: the tokenizer has ids up to {self.vocab_size - 1}, the model's vocabulary ends at {rows - 1}")
 
     @property
     def bos_token(self) -> str:
@@ -75,7 +88,12 @@ class Tokenizer:
             text.encode()  # the library would only say that this is no str
         except UnicodeEncodeError as error:
             raise RequestError(f"text holds an unpaired surrogate at character {error.start}, so it is not valid Unicode") from None
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            if not _from_library(error):
+                raise
+            raise RequestError(f"the tokenizer of {self.source} failed on this text: {reprlib.repr(str(error))}") from None
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         hidden: frozenset[int] = self.special_ids if skip_special_tokens else frozenset()
@@ -126,35 +144,39 @@ def _probe(backend: tokenizers.Tokenizer, tokens: list[str]) -> str | None:
     return None if backend.decoder is None else backend.decoder.decode(tokens)
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise LoadError(f"{path} is missing") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise LoadError(f"{path} cannot be read: {error}") from None
+def _from_library(error: BaseException) -> bool:
+    """The library raises bare `Exception`; where it panics, a `BaseException` that no `except Exception` would catch."""
+    library = isinstance(error, Exception) and not isinstance(error, MemoryError)
+    return library or type(error).__name__ == "PanicException"
 
 
-def _read_tokenizer_json(path: Path) -> tokenizers.Tokenizer:
-    text = _read_text(path)
+@contextmanager
+def _complaints(source: object) -> Iterator[None]:
+    """What the library thinks of a file comes out as a `LoadError` that names it."""
     try:
-        backend = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises bare Exception for whatever it dislikes
-        raise LoadError(f"{path} is not a tokenizer this version of `tokenizers` reads: {error}") from None
+        yield
+    except OctavoError:
+        raise
+    except BaseException as error:
+        if not _from_library(error):
+            raise
+        raise LoadError(f"{source}: not a tokenizer this version of `tokenizers` reads ({str(error)[:200]})") from None
+
+
+def _read_tokenizer_json(path: Path) -> tuple[tokenizers.Tokenizer, int]:
+    """The backend, and one more than the largest id of its model."""
+    text = read_text(path)
+    raw = parse_json_object(text, path, unique_keys=True)
+    num_ids = check_tokenizer_json(raw, path)
+    backend = tokenizers.Tokenizer.from_str(text)
     # A stored file may ask for fixed lengths; a prompt must never be cut or padded behind its author's back.
     backend.no_truncation()
     backend.no_padding()
-    return backend
-
-
-def _read_config(path: Path) -> dict[str, object]:
-    try:
-        config = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise LoadError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise LoadError(f"{path} must hold a JSON object, not {type(config).__name__}")
-    return config
+    for token in raw.get("added_tokens") or []:  # the library counts on from the last id, whatever the file says
+        content, said, given = token["content"], token["id"], backend.token_to_id(token["content"])
+        if content and given != said:
+            raise LoadError(f"{path}: added token {reprlib.repr(content)} has id {said} but would get {given}: ids must follow on")
+    return backend, num_ids
 
 
 def _special_id(backend: tokenizers.Tokenizer, config: Mapping[str, object], key: str, path: Path) -> int | None:
@@ -165,18 +187,17 @@ def _special_id(backend: tokenizers.Tokenizer, config: Mapping[str, object], key
         return None
     token_id = backend.token_to_id(entry) if isinstance(entry, str) else None
     if token_id is None:
-        raise LoadError(f"{path}: {key} is {entry!r}, which is no token of tokenizer.json")
+        raise LoadError(f"{path}: {key} is {reprlib.repr(entry)}, which is no token of tokenizer.json")
     return token_id
 
 
 def _folder_template(path: Path, config: Mapping[str, object]) -> str | None:
     own_file = path / "chat_template.jinja"
     if own_file.exists():
-        return _read_text(own_file)
+        return read_text(own_file)
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        template = next((entry.get("template") for entry in template if isinstance(entry, dict) and entry.get("name") == "default"), None)
     if template is not None and not isinstance(template, str):
         raise LoadError(f"{path / 'tokenizer_config.json'}: chat_template must be text or a list with a template named 'default'")
     return template

@@ -1,13 +1,14 @@
 """FakeKV: a runner without weights in which any paging mistake changes the text.
 
     slot of position i:   h[i] = mix(h[i-1] read through the block table, token i, i),   h[-1] from the digest root
-    next token:           a hash over every h read through the table, and the noise key
+    next token:           a hash over every h read through the table, and the noise key; no end id before min_tokens
 
 A wrong block, a stale block, a wrong parent, a lost token or a slip at a block edge gives another text at once. `expected`
 computes the same over a plain list. Slots start, and poisoned rows leave, `None`: reading one makes the row bad, as NaN would.
 """
 
 from array import array
+from collections.abc import Collection
 
 from octavo.errors import EngineError
 from octavo.messages import NoiseKey, StepPlan, StepResult
@@ -26,11 +27,16 @@ def _root(root: bytes) -> int:
     return int.from_bytes(root[:7], "little")
 
 
-def _next_token(entries: list[int], noise: NoiseKey, vocab_size: int) -> int:
-    return hash((noise.key, noise.stream, noise.high, *entries)) % vocab_size
+def _next_token(entries: list[int], noise: NoiseKey, vocab_size: int, barred: Collection[int]) -> int:
+    token = hash((noise.key, noise.stream, noise.high, *entries)) % vocab_size
+    while token in barred:
+        token = (token + 1) % vocab_size
+    return token
 
 
-def expected(prompt: list[int], count: int, root: bytes, noise: NoiseKey, vocab_size: int) -> list[int]:
+def expected(
+    prompt: list[int], count: int, root: bytes, noise: NoiseKey, vocab_size: int, end_ids: Collection[int] = (), min_tokens: int = 0
+) -> list[int]:
     """`count` tokens after `prompt`, without blocks."""
     entries: list[int] = []
     previous, tokens = _root(root), list(prompt)
@@ -38,18 +44,27 @@ def expected(prompt: list[int], count: int, root: bytes, noise: NoiseKey, vocab_
         for position in range(len(entries), len(tokens)):
             previous = _mix(previous, tokens[position], position)
             entries.append(previous)
-        tokens.append(_next_token(entries, noise, vocab_size))
+        barred = end_ids if len(tokens) < len(prompt) + min_tokens else ()
+        tokens.append(_next_token(entries, noise, vocab_size, barred))
     return tokens[len(prompt) :]
 
 
 class _Row:
-    __slots__ = ("noise", "root", "table", "tokens")
+    __slots__ = ("end_ids", "end_ids_from", "noise", "root", "table", "tokens")
 
-    def __init__(self, tokens: "array[int]", table: list[int], root: int, noise: NoiseKey) -> None:
+    def __init__(
+        self, tokens: "array[int]", table: list[int], root: int, noise: NoiseKey, end_ids: tuple[int, ...], end_ids_from: int
+    ) -> None:
         self.tokens = array("i", tokens)
         self.table = list(table)
         self.root = root
         self.noise = noise
+        self.end_ids = end_ids
+        self.end_ids_from = end_ids_from  # the first position where one may stand
+
+    @property
+    def barred(self) -> tuple[int, ...]:
+        return self.end_ids if len(self.tokens) < self.end_ids_from else ()
 
 
 class FakeRunner:
@@ -85,7 +100,7 @@ class FakeRunner:
             if entries is None:
                 self._result.bad_rows.append(entry)
             if plan.samples[entry]:
-                token = 0 if entries is None else _next_token(entries, row.noise, self.vocab_size)
+                token = 0 if entries is None else _next_token(entries, row.noise, self.vocab_size, row.barred)
                 row.tokens.append(token)
                 tokens = [token]
             self._result.tokens.append(tokens)
@@ -96,9 +111,10 @@ class FakeRunner:
     def _apply_rows(self, plan: StepPlan) -> None:
         for fork in plan.row_forks:
             source = self.rows[fork.source]
-            self.rows[fork.row] = _Row(source.tokens, source.table, source.root, fork.noise)
+            self.rows[fork.row] = _Row(source.tokens, source.table, source.root, fork.noise, source.end_ids, source.end_ids_from)
         for write in plan.row_writes:
-            self.rows[write.row] = _Row(write.token_ids, write.table, _root(write.root), write.noise)
+            end_ids_from = write.num_prompt + write.params.min_tokens
+            self.rows[write.row] = _Row(write.token_ids, write.table, _root(write.root), write.noise, write.end_ids, end_ids_from)
         for row_id, index, block in plan.new_blocks:
             table = self.rows[row_id].table
             if index < len(table):

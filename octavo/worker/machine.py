@@ -22,7 +22,7 @@ def total_bytes() -> int:
 
 def memory_bytes() -> int:
     """Memory the process may use: the machine's, or its cgroup's limit where that is lower."""
-    limits = [_read_number(group / name) for group in _groups("memory") for name in ("memory.max", "memory.limit_in_bytes")]
+    limits = [read_number(group / name) for group in groups("memory") for name in ("memory.max", "memory.limit_in_bytes")]
     return min([total_bytes(), *(limit for limit in limits if limit)])
 
 
@@ -45,7 +45,7 @@ def allowed_cpus() -> int:
 
 def quota_cpus() -> int | None:
     """CPUs the cgroup's quota amounts to, rounded up; None without a quota."""
-    quotas = [quota for group in _groups("cpu") if (quota := _read_quota(group)) is not None]
+    quotas = [quota for group in groups("cpu") if (quota := _read_quota(group)) is not None]
     return min(quotas, default=None)
 
 
@@ -60,13 +60,18 @@ def cpu_flags() -> frozenset[str]:
 
 
 def fast_dtype() -> str:
-    """bfloat16 where the CPU multiplies it natively, else float32."""
-    import torch
-
-    return "bfloat16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "float32"
+    """bfloat16 where the CPU multiplies it natively, else float32. Asked without torch, which a plan does not wait for."""
+    return "bfloat16" if cpu_flags() & {"avx512_bf16", "amx_tile"} else "float32"
 
 
-def _groups(controller: str) -> list[Path]:
+def resolve_dtype(asked: str, stored: str | None) -> str:
+    """`auto`: float32 checkpoints stay float32, all others take what this CPU is fast at."""
+    if asked != "auto":
+        return asked
+    return "float32" if stored == "float32" else fast_dtype()
+
+
+def groups(controller: str) -> list[Path]:
     """This process's cgroup and all above it: each may set a limit, and all of them hold. v1 has a tree for each controller."""
     own = {"": "/", controller: "/"}
     try:
@@ -85,11 +90,11 @@ def _read_quota(group: Path) -> int | None:
         quota, period = (group / "cpu.max").read_text().split()
         return math.ceil(int(quota) / int(period))
     except (OSError, ValueError):  # no such limit, or "max"
-        quota_us, period_us = _read_number(group / "cpu.cfs_quota_us"), _read_number(group / "cpu.cfs_period_us")
+        quota_us, period_us = read_number(group / "cpu.cfs_quota_us"), read_number(group / "cpu.cfs_period_us")
         return math.ceil(quota_us / period_us) if quota_us and period_us and quota_us > 0 else None  # -1: none
 
 
-def _read_number(path: Path) -> int | None:
+def read_number(path: Path) -> int | None:
     try:
         return int(path.read_text())
     except (OSError, ValueError):

@@ -11,19 +11,22 @@ from octavo.attention.backend import AttentionBackend, choose_backend
 from octavo.config import Debug, EngineConfig
 from octavo.errors import ConfigError
 from octavo.layers.comm import NullComm
-from octavo.loading.loader import fill_dummy, load_weights
+from octavo.loading.checkpoint import Checkpoint
+from octavo.loading.loader import check_weights, fill_dummy, load_weights
 from octavo.loading.resolve import ModelSource, open_checkpoint
+from octavo.loading.shape import shape_of
 from octavo.log import Stopwatch, logger
 from octavo.messages import StepPlan, StepResult
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
-from octavo.models.registry import build_model, cache_specs
+from octavo.models.registry import build_model
 from octavo.policy.cache_spec import CacheGeometry
-from octavo.policy.memory_plan import plan_cache
+from octavo.policy.memory_plan import plan_memory
 from octavo.worker.device import platform_refusal, start_lines, torch_build, torch_refusal
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
-from octavo.worker.machine import fast_dtype, memory_bytes, num_threads
+from octavo.worker.machine import num_threads, resolve_dtype
+from octavo.worker.memory import memory, out_of_memory_explained
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.program import Eager
 from octavo.worker.request_table import RequestTable
@@ -42,8 +45,9 @@ class Worker:
         self.faults = Faults(debug)
         self._shadow_wanted = shadow
         self._check_device()
-        self.dtype = resolve_dtype(config, model_config)
-        self.specs = cache_specs(model_config, self.dtype)
+        self.dtype = resolve_dtype(config.dtype, model_config.dtype)
+        self.needs = shape_of(source, model_config).needs(self.dtype)
+        self.specs = self.needs.specs
         self.backend = choose_backend(config.attention_backend, self.dtype)
         if self.backend.layout == "contiguous" and config.enable_prefix_caching:
             raise ConfigError(
@@ -53,13 +57,18 @@ class Worker:
     def start(self) -> CacheGeometry:
         torch.set_num_threads(num_threads())
         geometry = self.plan_cache()
-        self._check_rows(geometry)
+        checkpoint = None if self.config.load_format == "dummy" else self._open_checkpoint()
+        with out_of_memory_explained(self.needs, self.config):
+            self._build(geometry, checkpoint)
+        return geometry
+
+    def _build(self, geometry: CacheGeometry, checkpoint: Checkpoint | None) -> None:
         watch = Stopwatch()
         self.store: KVStore = self._make_store(geometry)
         logger.info("Reserving the KV cache took %.2f seconds", watch.total())
         if self._shadow_wanted:
             self._add_shadow(geometry)
-        model = self._load(geometry.max_model_len)
+        model = self._load(geometry.max_model_len, checkpoint)
         self._log(geometry)
         blocks = -(-geometry.max_model_len // geometry.block_size)
         self.table = RequestTable(self.config.max_num_seqs, geometry.max_model_len, blocks)
@@ -69,7 +78,6 @@ class Worker:
             watch = Stopwatch()
             warm_up(model, program, self.specs, geometry, self.backend.layout)
             logger.info("Warm-up took %.2f seconds", watch.total())
-        return geometry
 
     def forward(self, plan: StepPlan) -> None:
         self.runner.forward(plan)
@@ -84,7 +92,11 @@ class Worker:
                 delattr(self, name)
 
     def plan_cache(self) -> CacheGeometry:
-        return plan_cache(self.specs, self.config, memory_bytes(), self.model_config.max_position)
+        """What fits, counted before anything is loaded; a refusal says what to turn."""
+        plan = plan_memory(self.needs, self.config, memory())
+        if plan.refusal is not None:
+            raise ConfigError(plan.refusal)
+        return plan.geometry
 
     def _check_device(self) -> None:
         build = torch_build()
@@ -92,16 +104,6 @@ class Worker:
             raise ConfigError(refusal)
         for line in start_lines(self.config.device, build):
             logger.info(line)
-
-    def _check_rows(self, geometry: CacheGeometry) -> None:
-        """Rows cost memory too: token ids and tables of each, and with a contiguous cache its whole region."""
-        per_token = 16 + (geometry.bytes_per_token if self.backend.layout == "contiguous" else 0)
-        needed, most = self.config.max_num_seqs * geometry.max_model_len * per_token, memory_bytes()
-        if needed > most:
-            raise ConfigError(
-                f"max_num_seqs {self.config.max_num_seqs:,} rows of {geometry.max_model_len:,} tokens take {needed / GIB:.1f} GiB, "
-                f"this process may use {most / GIB:.1f} GiB in all; lower max_num_seqs or max_model_len"
-            )
 
     def _make_store(self, geometry: CacheGeometry) -> KVStore:
         if self.backend.layout == "paged":
@@ -114,15 +116,22 @@ class Worker:
         self.store = ShadowedStore(self.store, self.shadow)
         self.backend = shadowed(self.backend, self.shadow)
 
-    def _load(self, max_len: int) -> Decoder:
+    def _open_checkpoint(self) -> Checkpoint:
+        """Names and shapes are compared with a model without memory: a file that does not fit costs none."""
+        checkpoint = open_checkpoint(self.source)
+        with torch.device("meta"):
+            check_weights(build_model(self.model_config, torch.float32, self.backend, NullComm(), max_len=1), checkpoint)
+        return checkpoint
+
+    def _load(self, max_len: int, checkpoint: Checkpoint | None) -> Decoder:
         watch = Stopwatch()
         backend: type[AttentionBackend] = self.backend
         with torch.inference_mode():
             model = build_model(self.model_config, getattr(torch, self.dtype), backend, NullComm(), max_len)
-            if self.config.load_format == "dummy":
+            if checkpoint is None:
                 fill_dummy(model, self.config.seed)
             else:
-                load_weights(model, open_checkpoint(self.source))
+                load_weights(model, checkpoint)
         size = sum(parameter.nbytes for parameter in model.parameters())
         logger.info("Model loading took %.2f GiB and %.2f seconds", size / GIB, watch.total())
         return model
@@ -138,9 +147,3 @@ class Worker:
         logger.info("Longest sequence: %s tokens (the model's own maximum is %s)", f"{geometry.max_model_len:,}",
                     f"{self.model_config.max_position:,}")  # fmt: skip
 
-
-def resolve_dtype(config: EngineConfig, model_config: ModelConfig) -> str:
-    """`auto`: float32 checkpoints stay float32, all others take what this CPU is fast at."""
-    if config.dtype != "auto":
-        return config.dtype
-    return "float32" if model_config.dtype == "float32" else fast_dtype()

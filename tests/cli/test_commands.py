@@ -49,7 +49,7 @@ def test_a_question_on_stdin_is_answered_once() -> None:
         (["generat"], 2, "octavo: error: unknown command generat; did you mean generate?"),
         (["chat", "--max-modle-len", "4k", "Hi"], 2, "octavo chat: error: unknown option --max-modle-len; did you mean --max-model-len?"),
         (["chat", "--gpu-memory-utilization=0.5"], 2, "octavo chat: error: unknown option --gpu-memory-utilization"),
-        (["chat", "--kv-cache-memory-bytes", "4q"], 2, "wanted a size like 4096, 32k, 512m, 4g or auto, got '4q'"),
+        (["chat", "--kv-cache-memory-bytes", "4q"], 2, "wanted a size like 4096, 32k, 512m, 1.5g, 24GiB or auto, got '4q'"),
         (["chat", "--scheduling-policy", "lifo"], 2, "invalid choice: 'lifo'"),
         (["chat", "--device", "cuda"], 2, "invalid choice: 'cuda' (choose from auto, cpu): this version computes on the CPU"),
         (["chat", "what", "is", "it?"], 2, "put the question in quotes"),

@@ -1,5 +1,6 @@
 """A model of the hub as a user meets it: a name on the command line, a download at the terminal, the same text ever after."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,3 +67,22 @@ def test_what_is_wrong_is_one_line(server: FakeHub, tmp_path: Path) -> None:
         f"octavo: error: octo/story: no folder here, and not found on the hub at {server.url}; did you mean octo/stories? "
         "(if it is private: `hf auth login`, or set HF_TOKEN)\n"
     )
+
+
+def test_a_name_is_planned_from_its_headers_and_no_weight_is_fetched(stories: Path, server: FakeHub, tmp_path: Path) -> None:
+    """The same plan before a download, after it without the hub, and for the folder it came from."""
+    home = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0"}
+    words = ("plan", "--memory", "2GiB", "--json")
+    far = octavo(*words, "octo/stories", "--revision", "v1", cwd=tmp_path, env=home)
+    assert far.returncode == 0, far.stderr
+    assert {span for name, span in server.downloads() if name == "model.safetensors"} == {"bytes=0-65535"}, "its header alone"
+    assert octavo(*WORDS, "--model", "octo/stories@v1", cwd=tmp_path, env=home).returncode == 0
+    server.requests.clear()
+    cached = octavo(*words, "octo/stories@v1", cwd=tmp_path, env=home | {"HF_HUB_OFFLINE": "1"})
+    local = octavo(*words, str(stories), cwd=tmp_path)
+    plans = [json.loads(run.stdout) for run in (far, cached, local)]
+    assert server.requests == [] and [plan.pop("model") for plan in plans] == ["octo/stories", "octo/stories", stories.name]
+    assert [plan["weights_bytes"] for plan in plans] == [plans[0]["weights_bytes"]] * 3
+    assert [plan["num_blocks"] for plan in plans] == [plans[0]["num_blocks"]] * 3
+    missing = octavo(*words, "octo/storys", cwd=tmp_path, env=home)
+    assert missing.returncode == 1 and missing.stderr.count("\n") == 1 and "octo/stories" in missing.stderr

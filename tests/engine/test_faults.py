@@ -92,3 +92,20 @@ def test_preemption_and_forced_misses_change_no_token(
         outputs = llm.generate(PROMPTS, PARAMS) + llm.generate(PROMPTS, PARAMS)
         assert llm.stats().preemptions > 4 and llm.stats().prefix_hits == 0
     assert tokens(outputs) == clean * 2
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_penalties_and_minimum_lengths_count_alike_after_a_preemption(stories: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read a row's own ids: what was prompt and what was output before must still be when it comes back."""
+    penalties = [{"presence_penalty": 1.5}, {"frequency_penalty": 0.7}, {"repetition_penalty": 1.3}, {"min_tokens": 25}]
+    params = [SamplingParams(temperature=0, max_tokens=30, stop_token_ids=(426,), **penalty) for penalty in penalties]  # type: ignore[arg-type]
+
+    def run() -> tuple[list[list[int]], int]:
+        with opened(stories, depth, rows=4) as llm:
+            return tokens(llm.generate(PROMPTS, params)), llm.stats().preemptions
+
+    plain, _ = run()
+    monkeypatch.setenv("OCTAVO_DEBUG", "check=1,preempt.every=2")
+    disturbed, preemptions = run()
+    assert preemptions > 8 and disturbed == plain
+    assert len(plain[3]) > 25, "its end was held back"

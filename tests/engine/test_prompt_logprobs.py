@@ -1,6 +1,5 @@
 """`prompt_logprobs`: what the model thought of every prompt token, whatever the schedule did to the prompt."""
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,13 +79,12 @@ def test_a_stream_tells_text_alone(stories: str) -> None:
 def test_logits_of_a_long_prompt_are_made_a_slice_at_a_time(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     original = Decoder.logits
-    monkeypatch.setattr(Decoder, "logits", lambda model, hidden: seen.append(len(hidden)) or original(model, hidden))
     monkeypatch.setattr(slices, "SLICE_LOGITS", 512 * 10)
     with LLM(stories, num_gpu_blocks_override=120) as llm:
+        monkeypatch.setattr(Decoder, "logits", lambda model, hidden: seen.append(len(hidden)) or original(model, hidden))
         (output,) = llm.generate([[5] * 301], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
     assert output.prompt_logprobs is not None and None not in output.prompt_logprobs[1:]
     assert max(seen) == 10 and sum(seen) == 301
-    gc.collect()
 
 
 def test_more_than_the_engine_allows_is_refused_by_name(stories: str) -> None:

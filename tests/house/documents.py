@@ -10,6 +10,7 @@ MACHINE_PATH = re.compile(r"(?<![\w.~}>])/" + r"(work|root|home/\w+|Users/\w+|tm
 PARTS = ("- Context: ", "- Choice: ", "- Cost: ")
 ROW = re.compile(r"^\| (?P<promise>.+) \| (?P<status>[^|]+) \|$")
 NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+FAILURE_MODE = re.compile(r"^\| (?P<number>\d+) \| (?P<mode>[^|]+) \| (?P<tests>[^|]+) \|$", re.MULTILINE)
 
 
 def machine_path_offences(name: str, text: str) -> list[str]:
@@ -52,11 +53,27 @@ def status_offences(text: str, source_of: Callable[[str], str | None]) -> list[s
             continue
         if not re.fullmatch(r"done \(`[^`]+`(, `[^`]+`)*\)", status) or len(tests) != status.count("`") // 2:
             offences.append(f"{promise}: {status!r} is neither `not yet` nor `done` with its tests")
-        for path, name in tests:
-            source = source_of(path)
-            if source is None or name not in defined_names(source):
-                offences.append(f"{promise}: there is no {path}::{name}")
+        offences += _missing_tests(promise, tests, source_of)
     return offences
+
+
+def failure_mode_offences(text: str, source_of: Callable[[str], str | None]) -> list[str]:
+    """Rows of docs/reliability.md: numbered from 1, each `not yet` or nothing but tests that exist."""
+    offences = []
+    for number, row in enumerate(FAILURE_MODE.finditer(text), 1):
+        tests = NAMED_TEST.findall(row["tests"])
+        if int(row["number"]) != number:
+            offences.append(f"{row['mode']} should be number {number}")
+        if row["tests"] != "not yet" and row["tests"] != ", ".join(f"`{path}::{name}`" for path, name in tests):
+            offences.append(f"{row['mode']}: {row['tests']!r} is neither `not yet` nor a list of tests")
+        offences += _missing_tests(row["mode"], tests, source_of)
+    return offences
+
+
+def _missing_tests(what: str, tests: list[tuple[str, str]], source_of: Callable[[str], str | None]) -> list[str]:
+    sources = {path: source_of(path) for path, _ in tests}
+    found = {path: set() if source is None else defined_names(source) for path, source in sources.items()}
+    return [f"{what}: there is no {path}::{name}" for path, name in tests if name not in found[path]]
 
 
 def defined_names(source: str) -> set[str]:

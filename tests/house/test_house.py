@@ -108,7 +108,17 @@ def test_every_done_promise_names_its_test() -> None:
     sections = documents.promises(text)
     assert list(sections) == ["Command line", "Python", "Start-up and running", "HTTP", "Metrics", "What nobody has yet"]
     assert all(sections.values())
-    assert documents.status_offences(text, lambda path: (ROOT / path).read_text() if (ROOT / path).is_file() else None) == []
+    assert documents.status_offences(text, source_of) == []
+
+
+def test_every_failure_mode_names_its_tests() -> None:
+    text = (ROOT / "docs/reliability.md").read_text()
+    assert len(documents.FAILURE_MODE.findall(text)) == 30
+    assert documents.failure_mode_offences(text, source_of) == []
+
+
+def source_of(path: str) -> str | None:
+    return (ROOT / path).read_text() if (ROOT / path).is_file() else None
 
 
 def python(code: str) -> str:

@@ -152,3 +152,12 @@ def test_a_promise_done_without_its_test_is_caught(status: str) -> None:
     good = "done (`tests/a.py::test_a`, `tests/a.py::TestMachine`)"
     assert documents.status_offences(table.format(good), sources.get) == []
     assert documents.status_offences(table.format("not yet"), sources.get) == []
+
+
+@pytest.mark.parametrize("tests", ["soon", "`tests/a.py`", "`tests/b.py::test_a`", "`tests/a.py::test_b`", "`tests/a.py::test_a` and more"])
+def test_a_failure_mode_without_its_test_is_caught(tests: str) -> None:
+    sources = {"tests/a.py": "def test_a(): ..."}
+    row = "| {} | it stalls | {} |\n"
+    assert documents.failure_mode_offences(row.format(1, tests), sources.get)
+    assert documents.failure_mode_offences(row.format(2, "not yet"), sources.get)
+    assert documents.failure_mode_offences(row.format(1, "`tests/a.py::test_a`") + row.format(2, "not yet"), sources.get) == []

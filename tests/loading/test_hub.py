@@ -2,7 +2,6 @@
 
 import errno
 import json
-import logging
 import os
 import random
 import re
@@ -199,7 +198,6 @@ def test_two_processes_at_once_share_one_download(server: FakeHub, hub: Hub) -> 
 def test_without_the_hub_the_cache_answers_with_one_warning(
     how: str, server: FakeHub, hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("octavo"), "propagate", True)
     folder = fetch_model(NAME, hub=hub)
     if how == "switched off":
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -128,7 +128,7 @@ def test_folder_that_holds_only_a_gguf_says_so(tmp_path: Path) -> None:
 
 def test_config_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(LoadError, match="not valid JSON"):
+    with pytest.raises(LoadError, match="not UTF-8"):
         load_model_config(resolve_model(str(tmp_path)))
 
 

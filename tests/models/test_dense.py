@@ -11,11 +11,13 @@ from torch import Tensor
 from octavo.attention.backend import load_backend
 from octavo.errors import LoadError
 from octavo.layers.comm import NullComm
+from octavo.layers.linear import Linear
 from octavo.loading.loader import fill_dummy, load_weights
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
-from octavo.models.registry import build_model, cache_specs, weight_bytes
+from octavo.models.registry import build_model, cache_specs
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
+from octavo.policy.model_size import num_parameters, weight_bytes
 from tests.support.batches import DictCheckpoint, Pool, run_steps
 
 TINY: dict[str, Any] = {
@@ -187,12 +189,23 @@ def test_what_follows_from_the_rest_is_tolerated() -> None:
     assert model.head.weight is model.embed.weight and model.head.weight.count_nonzero() == 0
 
 
-@pytest.mark.parametrize("case", ["llama", "llama tied", "qwen2", "qwen3 biases"])
+@pytest.mark.parametrize("case", ["llama", "llama tied", "llama biases", "llama wide heads", "qwen2", "qwen3", "qwen3 biases"])
 def test_weight_bytes_counts_what_the_model_holds(case: str) -> None:
     family, fields = CASES[case]
     config = small_config(**{**fields, "architectures": [f"{family}ForCausalLM"]})
     model = ours(config, torch.bfloat16)
     assert weight_bytes(config, "bfloat16") == sum(p.numel() * p.element_size() for p in model.parameters())
+    assert num_parameters(config) == sum(p.numel() for p in model.parameters())
+
+
+def test_quantised_weights_are_groups_of_each_row_and_the_rest_stays() -> None:
+    config = small_config()  # columns of 48 and 80: not whole groups
+    model = ours(config, torch.bfloat16)
+    matrices = [layer.weight for layer in model.modules() if isinstance(layer, Linear)]
+    rest = sum(p.nbytes for p in model.parameters()) - sum(matrix.nbytes for matrix in matrices)
+    shapes = [tuple(matrix.shape) for matrix in matrices]
+    assert weight_bytes(config, "bfloat16", "int8") == rest + sum(rows * (columns + 4 * -(-columns // 64)) for rows, columns in shapes)
+    assert weight_bytes(config, "bfloat16", "int4") == rest + sum(rows * (columns // 2 + 4 * -(-columns // 32)) for rows, columns in shapes)
 
 
 def test_cache_specs_describe_one_token_of_each_layer() -> None:

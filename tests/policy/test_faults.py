@@ -2,6 +2,7 @@
 
 import pytest
 
+from octavo.sampling_params import SamplingParams
 from tests.support.fake import FakeEngine, sampling
 
 PROMPT = [3 * i % 50 for i in range(11)]
@@ -143,3 +144,16 @@ def test_stop_ids_end_a_sample_and_say_which_and_eos_says_nothing() -> None:
     last = engine.tokens["either", 0][-1]
     assert engine.reason("eos") == "stop" and engine.ends["eos", 0].stop_reason is None
     assert len(engine.tokens["either", 0]) == 1 and engine.ends["either", 0].stop_reason == (last if last in odd else None)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_minimum_length_counts_what_was_written_before_a_preemption(n: int, depth: int) -> None:
+    """A worker that takes the output of a returning request for prompt would hold its end back too long."""
+    engine = FakeEngine(end_ids=tuple(range(0, 50, 2)), preempt_every=2, depth=depth, rows=4)
+    params = SamplingParams(n=n, min_tokens=12, max_tokens=40)
+    life = engine.add("r", PROMPT, params).life
+    engine.run()
+    engine.assert_exact()
+    assert life.preemptions > 2
+    assert all(12 < len(engine.tokens["r", index]) < 20 for index in range(n))

@@ -1,6 +1,8 @@
-"""From memory to blocks: the geometry, and errors whose advice works when followed."""
+"""From memory to blocks: the geometry, and refusals whose advice works when it is followed."""
 
 import re
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,67 +10,153 @@ from hypothesis import strategies as st
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.model_config import ModelConfig
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
-from octavo.policy.memory_plan import GIB, default_pool_bytes, plan_cache
+from octavo.policy.memory_plan import GIB, MIB, MOST_BLOCKS, Memory, MemoryPlan, ModelNeeds, default_pool_bytes, plan_memory
 
-MEMORY = 2**60  # more than any pool asked for here
+MUCH = Memory(2**60)  # more than anything asked for here
 SPECS = [LayerCacheSpec(layer, {"k": Buffer((2, 8), "bfloat16"), "v": Buffer((2, 8), "float32")}) for layer in range(3)]
 PER_TOKEN = 3 * (16 * 2 + 16 * 4)
+MODEL = ModelConfig.from_dict(
+    {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 10_000,
+    },
+    "a test",
+)  # fmt: skip
+
+
+def needs(most: int = 10_000, weights: int = 0, dtype: str = "bfloat16") -> ModelNeeds:
+    return ModelNeeds(replace(MODEL, max_position=most), dtype, weights, SPECS)
+
+
+def refused(model: ModelNeeds, config: EngineConfig, memory: Memory) -> str:
+    refusal = plan_memory(model, config, memory).refusal
+    assert refusal is not None
+    return refusal
 
 
 def test_default_pool_is_a_quarter_of_memory_up_to_four_gib() -> None:
     assert [default_pool_bytes(size * GIB) for size in (1, 8, 16, 64)] == [GIB // 4, 2 * GIB, 4 * GIB, 4 * GIB]
+    for size, pool in ((1, GIB // 4), (8, 2 * GIB), (64, 4 * GIB)):
+        plan = plan_memory(needs(), EngineConfig(), Memory(size * GIB))
+        assert (plan.refusal, plan.geometry.num_blocks) == (None, pool // (16 * PER_TOKEN))
 
 
 def test_geometry_fills_the_pool_and_caps_the_length_at_the_models_own() -> None:
     config = EngineConfig(kv_cache_memory_bytes=100 * 16 * PER_TOKEN + 17)
-    geometry = plan_cache(SPECS, config, MEMORY, 10_000)
+    geometry = plan_memory(needs(), config, MUCH).geometry
     assert (geometry.num_blocks, geometry.block_size, geometry.bytes_per_token) == (100, 16, PER_TOKEN)
     assert geometry.max_model_len == 99 * 16 + 1  # block 0 is the null block; the last token is never computed
-    assert plan_cache(SPECS, config, MEMORY, 512).max_model_len == 512
-    assert plan_cache(SPECS, EngineConfig(), 64 * 16 * PER_TOKEN, 10_000).num_blocks == 16
+    assert plan_memory(needs(512), config, MUCH).geometry.max_model_len == 512
+    toy = replace(needs(512), specs=[LayerCacheSpec(0, {"k": Buffer((1, 2), "bfloat16")})])
+    assert plan_memory(toy, EngineConfig(), MUCH).geometry.num_blocks == MOST_BLOCKS  # four GiB would be 67 million
 
 
 @given(blocks=st.integers(2, 400), size=st.sampled_from([1, 2, 16, 256]), spare=st.integers(0, 1000), more=st.integers(1, 5000))
 def test_the_suggested_length_is_accepted_and_one_more_is_refused(blocks: int, size: int, spare: int, more: int) -> None:
     pool = blocks * size * PER_TOKEN + spare % (size * PER_TOKEN)
 
-    def plan(max_model_len: int, pool_bytes: int) -> int:
+    def plan(max_model_len: int, pool_bytes: int) -> MemoryPlan:
         config = EngineConfig(block_size=size, kv_cache_memory_bytes=pool_bytes, max_model_len=max_model_len)
-        return plan_cache(SPECS, config, MEMORY, 10**9).max_model_len
+        return plan_memory(needs(10**9), config, MUCH)
 
     wanted = blocks * size + more
-    with pytest.raises(ConfigError, match=f"max_model_len is {wanted}, but the KV pool") as refusal:
-        plan(wanted, pool)
-    message = str(refusal.value)
+    message = plan(wanted, pool).refusal or ""
+    assert message.startswith(f"max_model_len is {wanted}, but the KV pool")
     longest = int(re.findall(r"largest max_model_len that fits is (\d+)", message)[0])
     enough = int(re.findall(r"raise kv_cache_memory_bytes to (\d+)", message)[0])
-    assert plan(longest, pool) == longest
-    with pytest.raises(ConfigError):
-        plan(longest + 1, pool)
-    assert plan(wanted, enough) == wanted
+    assert plan(longest, pool).refusal is None and plan(longest, pool).geometry.max_model_len == longest
+    assert plan(longest + 1, pool).refusal is not None
+    assert plan(wanted, enough).refusal is None
 
 
 def test_a_pool_below_two_blocks_is_refused_with_a_size_that_works() -> None:
     with pytest.raises(ConfigError, match=r"holds 1 blocks of 16.*lower block_size") as refusal:
-        plan_cache(SPECS, EngineConfig(kv_cache_memory_bytes=2 * 16 * PER_TOKEN - 1), MEMORY, 100)
+        plan_memory(needs(100), EngineConfig(kv_cache_memory_bytes=2 * 16 * PER_TOKEN - 1), MUCH)
     enough = int(re.findall(r"kv_cache_memory_bytes to (\d+)", str(refusal.value))[0])
-    assert plan_cache(SPECS, EngineConfig(kv_cache_memory_bytes=enough), MEMORY, 100).num_blocks == 2
+    assert plan_memory(needs(100), EngineConfig(kv_cache_memory_bytes=enough), MUCH).geometry.num_blocks == 2
 
 
 def test_a_length_above_the_models_own_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_model_len is 513, the model's own maximum is 512"):
-        plan_cache(SPECS, EngineConfig(kv_cache_memory_bytes=GIB, max_model_len=513), MEMORY, 512)
+        plan_memory(needs(512), EngineConfig(kv_cache_memory_bytes=GIB, max_model_len=513), MUCH)
 
 
 def test_an_exact_number_of_blocks_wins_over_memory_and_leaves_long_requests_to_the_door() -> None:
-    geometry = plan_cache(SPECS, EngineConfig(num_gpu_blocks_override=5, max_model_len=400), MEMORY, 512)
-    assert (geometry.num_blocks, geometry.max_model_len) == (5, 400)
-    assert plan_cache(SPECS, EngineConfig(num_gpu_blocks_override=5), MEMORY, 512).max_model_len == 65
+    plan = plan_memory(needs(512), EngineConfig(num_gpu_blocks_override=5, max_model_len=400), MUCH)
+    assert (plan.refusal, plan.geometry.num_blocks, plan.geometry.max_model_len) == (None, 5, 400)
+    assert plan_memory(needs(512), EngineConfig(num_gpu_blocks_override=5), MUCH).geometry.max_model_len == 65
 
 
 @pytest.mark.parametrize("setting", [{"kv_cache_memory_bytes": 2**40}, {"num_gpu_blocks_override": 2**30}])
-def test_a_pool_larger_than_memory_is_refused_with_both_numbers(setting: dict[str, int]) -> None:
-    specs = [LayerCacheSpec(0, {"k": Buffer((2, 64), "float32")})]
-    with pytest.raises(ConfigError, match=r"takes [\d.]+ GiB, this process may use 8.0 GiB in all; lower kv_cache_memory_bytes"):
-        plan_cache(specs, EngineConfig(**setting), 2**33, 4096)  # type: ignore[arg-type]
+def test_a_pool_larger_than_memory_is_refused_with_the_numbers(setting: dict[str, int]) -> None:
+    message = refused(needs(weights=GIB), EngineConfig(**setting), Memory(8 * GIB, others=GIB))  # type: ignore[arg-type]
+    numbers = r"weights 1\.00 GiB, KV cache [\d,.]+ GiB, activations [\d.]+ MiB, rows [\d.]+ MiB, other [\d.]+ [MG]iB"
+    whole = rf"this needs [\d,.]+ GiB: {numbers}; this process may use 8\.00 GiB, of which other processes hold 1\.00 GiB: lower (\w+) to"
+    found = re.match(whole, message)
+    assert found and found[1] == next(iter(setting)), message
+
+
+def follow(config: EngineConfig, message: str) -> tuple[EngineConfig, EngineConfig | None, int]:
+    """The settings as advised, those with one more than that (None where nothing was to be lowered), the length promised."""
+    longest = int(re.findall(r"largest max_model_len that fits is (?:then )?(\d+)", message)[0])
+    found = re.search(r"lower (max_model_len and )?(\w+) to (\d+) or less; the largest", message)
+    if found is None:
+        return replace(config, max_model_len=longest), replace(config, max_model_len=longest + 1), longest
+    value: dict[str, Any] = {found[2]: int(found[3])}
+    more: dict[str, Any] = {found[2]: int(found[3]) + 1}
+    base = replace(config, max_model_len=longest) if found[1] else config
+    rows_or_tokens = found[2] in ("max_num_seqs", "max_num_batched_tokens")
+    return replace(base, **value), replace(base, **more) if rows_or_tokens else None, longest
+
+
+@given(
+    weights=st.integers(0, 600 * MIB),
+    memory=st.integers(100 * MIB, 900 * MIB),
+    others=st.integers(0, 300 * MIB),
+    most=st.sampled_from([600, 40_000]),
+    asked=st.fixed_dictionaries(
+        {"max_num_seqs": st.sampled_from([1, 100, 5000])},
+        optional={
+            "max_model_len": st.integers(2, 600),
+            "kv_cache_memory_bytes": st.integers(32 * PER_TOKEN, 800 * MIB),
+            "num_gpu_blocks_override": st.integers(2, 10**5),
+            "block_size": st.sampled_from([1, 16]),
+            "attention_backend": st.sampled_from(["cpu", "contiguous"]),
+        },
+    ),
+)
+def test_what_is_planned_fits_and_what_is_advised_works(weights: int, memory: int, others: int, most: int, asked: dict[str, Any]) -> None:
+    model, here = needs(most, weights), Memory(memory, min(others, memory))
+    config = EngineConfig(max_num_batched_tokens=6000, **asked)
+    plan = plan_memory(model, config, here)
+    if plan.refusal is None:
+        assert plan.use.total <= here.free
+        assert plan.geometry.max_model_len <= (plan.geometry.num_blocks - 1) * config.block_size + 1 or config.num_gpu_blocks_override
+        return
+    if "no max_model_len fits" in plan.refusal:
+        least: dict[str, Any] = {"max_model_len": 2, "num_gpu_blocks_override": 2, "kv_cache_memory_bytes": None}
+        assert plan_memory(model, replace(config, **least), here).use.total > here.free, "something would have helped"
+        return
+    turned, more, longest = follow(config, plan.refusal)
+    assert plan_memory(model, turned, here).refusal is None
+    assert more is None or plan_memory(model, more, here).refusal is not None
+    assert plan_memory(model, replace(turned, max_model_len=longest), here).refusal is None
+    if longest < most:
+        assert plan_memory(model, replace(turned, max_model_len=longest + 1), here).refusal is not None
+
+
+def test_the_pool_nobody_asked_for_shrinks_before_anything_is_refused() -> None:
+    model = needs(weights=700 * MIB)
+    pools = [plan_memory(model, EngineConfig(), Memory(2 * GIB, others)).use.kv_cache for others in (0, 900 * MIB, 1050 * MIB, 1100 * MIB)]
+    assert pools[0] > 500 * MIB and pools == sorted(pools, reverse=True) and pools[-1] < 100 * MIB
+    assert "take a smaller model or free memory" in refused(model, EngineConfig(), Memory(2 * GIB, 1300 * MIB))
+    assert "set dtype to bfloat16" in refused(needs(weights=GIB, dtype="float32"), EngineConfig(), Memory(GIB))
+
+
+def test_rows_cost_memory_and_are_named_when_they_are_too_many() -> None:
+    config = EngineConfig(max_num_seqs=10**8, max_num_batched_tokens=10**8)
+    message = refused(needs(), config, Memory(8 * GIB))
+    most = int(re.findall(r"lower max_num_seqs to (\d+) or less", message)[0])
+    assert plan_memory(needs(), replace(config, max_num_seqs=most), Memory(8 * GIB)).refusal is None

@@ -155,7 +155,7 @@ class FakeEngine:
         message, request = self.asked[name]
         prompt, params = message.prompt_token_ids, message.params
         count = self.max_len - len(prompt) if params.max_tokens is None else params.max_tokens
-        text = expected(prompt, count, request.root, request.noise(index), VOCAB)
+        text = expected(prompt, count, request.root, request.noise(index), VOCAB, request.end_ids, params.min_tokens)
         end = next((at for at, token in enumerate(text) if token in request.end_ids), None)
         return (text, "length") if end is None else (text[: end + 1], "stop")
 

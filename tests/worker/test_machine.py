@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from octavo.worker import machine
 
@@ -79,3 +80,11 @@ def test_memory_at_hand_and_the_cpu_are_read_from_proc(tmp_path: Path, monkeypat
     assert (machine.available_bytes(), machine.cpu_model(), machine.cpu_flags()) == (2**21, "First: one", {"avx2", "avx512f"})
     (tmp_path / "cpuinfo").write_text("Features\t: asimd sve\n")
     assert machine.cpu_flags() == {"asimd", "sve"}
+def test_the_fast_dtype_is_what_torch_would_say_and_float32_where_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    assert machine.fast_dtype() == ("bfloat16" if native else "float32")
+    monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "cpuinfo")
+    assert machine.fast_dtype() == "float32"
+    for flags, dtype in (("fpu avx512_bf16 sse", "bfloat16"), ("amx_tile", "bfloat16"), ("avx512f amx_tiles", "float32")):
+        machine.CPU_INFO.write_text(f"processor : 0\nflags\t\t: {flags}\nflags\t\t: {flags}\n")
+        assert machine.fast_dtype() == dtype

@@ -30,10 +30,10 @@ def run(args: argparse.Namespace) -> int:
     check_targets(args)
     from octavo.bench.machine import describe
     from octavo.bench.measure import measure
-    from octavo.loading.resolve import load_model_config, resolve_model
+    from octavo.loading.resolve import load_model_config, source_of
 
     config = replace(engine_config(args, args.words), skip_tokenizer_init=True)
-    source = resolve_model(config.model)
+    source = source_of(config)
     model = load_model_config(source)
     inputs, outputs = Lengths(args.input_len, args.input_len), Lengths(args.output_len, args.output_len)
     with opened(config) as llm:

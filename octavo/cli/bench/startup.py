@@ -22,12 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_targets(args)
     from octavo.bench.machine import describe
-    from octavo.loading.resolve import load_model_config, resolve_model
+    from octavo.loading.resolve import load_model_config, source_of
 
     config = engine_config(args, args.words)
     if config.load_format == "dummy":
         config = replace(config, skip_tokenizer_init=True)  # shapes alone need no tokenizer
-    source = resolve_model(config.model)
+    source = source_of(config)
     machine = describe(config, source.name, load_model_config(source))
     result = measure_startup(config, source.name, args.rounds)
     bars = [bar(words(name), figure) for name, figure in result.figures.items() if figure.unit == "s"]

@@ -58,10 +58,10 @@ def run(args: argparse.Namespace) -> int:
     SamplingParams(temperature=args.temperature)  # refused now, not when the model is loaded
     from octavo.bench.machine import describe
     from octavo.bench.measure import measure, say
-    from octavo.loading.resolve import load_model_config, resolve_model
+    from octavo.loading.resolve import load_model_config, source_of
 
     config = engine_config(args, args.words)
-    source = resolve_model(config.model)
+    source = source_of(config)
     model = load_model_config(source)
     make = _maker(args, model.vocab_size, config.seed)
     if not _needs_text(args):

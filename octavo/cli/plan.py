@@ -1,0 +1,99 @@
+"""`octavo plan`: whether and how a model fits, from its config and headers, before any weight is read.
+
+The count is the one the engine starts by (`policy/memory_plan.py`). Flags ask what if: another memory, length, batch or
+dtype; with --quantization and --kv-cache-dtype also what this version does not run yet, and the answer says so.
+"""
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from octavo.cli.args import add_engine_flags, engine_config, size
+from octavo.cli.plan_text import plan_text
+from octavo.config import EngineConfig, no_color
+from octavo.policy.memory_plan import Memory, MemoryPlan, ModelNeeds, plan_memory
+from octavo.policy.model_size import QUANTIZATIONS
+
+if TYPE_CHECKING:
+    from octavo.loading.shape import ModelShape
+
+SETTINGS = (
+    "revision", "dtype",
+    "max_model_len", "block_size", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens",
+)  # fmt: skip
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "a model folder, a .gguf file, a config.json or a name on the hub; without one, the default model"
+    parser.add_argument("words", metavar="MODEL", nargs="?", help=text)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    group = parser.add_argument_group("what if")
+    text = "plan for this much memory, all of it free (24GiB, 512m); default: what there is here"
+    group.add_argument("--memory", type=size, metavar="SIZE", help=text)
+    text = "weights of linear layers in 8 bits (groups of 64) or 4 bits (groups of 32); not run by this version (default: none)"
+    group.add_argument("--quantization", choices=QUANTIZATIONS, default="none", help=text)
+    text = "numbers of the KV cache; other than the dtype of the run, not run by this version (default: auto)"
+    group.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help=text)
+    add_engine_flags(parser, only=SETTINGS)
+
+
+def run(args: argparse.Namespace) -> int:
+    from octavo.loading.shape import model_shape
+    from octavo.worker.machine import resolve_dtype
+    from octavo.worker.memory import memory
+
+    config = engine_config(args, args.words)
+    shape = model_shape(config.model, config.revision)
+    needs = shape.needs(resolve_dtype(config.dtype, shape.config.dtype), args.quantization, args.kv_cache_dtype)
+    plan = plan_memory(needs, config, memory() if args.memory is None else Memory(args.memory))
+    not_run = _not_run(needs, args.quantization, args.kv_cache_dtype)
+    if args.json:
+        print(json.dumps(_record(shape, needs, config, plan, not_run), indent=1))
+    else:
+        print(plan_text(shape, needs, config, plan, not_run, plain=not _draws_blocks(), colour=sys.stdout.isatty() and not no_color()))
+    return 0 if plan.refusal is None else 1
+
+
+def _not_run(needs: ModelNeeds, quantization: str, kv_cache_dtype: str) -> list[str]:
+    """What of it is only a what-if."""
+    weights = [f"{quantization} weights"] if quantization != "none" else []
+    return weights + ([f"a KV cache of {kv_cache_dtype}"] if kv_cache_dtype not in ("auto", needs.dtype) else [])
+
+
+def _draws_blocks() -> bool:
+    try:
+        "█▓▒░·╱".encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def _record(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig, plan: MemoryPlan, not_run: list[str]) -> dict[str, Any]:
+    """Everything the table says, sizes in bytes."""
+    use, geometry = plan.use, plan.geometry
+    return {
+        "model": shape.name,
+        "dtype": needs.dtype,
+        "stored_bytes": shape.stored_bytes,
+        "weights_bytes": use.weights,
+        "kv_cache_bytes": use.kv_cache,
+        "activations_bytes": use.activations,
+        "rows_bytes": use.rows,
+        "other_bytes": use.other,
+        "total_bytes": use.total,
+        "memory_bytes": plan.memory.total,
+        "other_processes_bytes": plan.memory.others,
+        "kv_bytes_per_token": geometry.bytes_per_token,
+        "num_blocks": geometry.num_blocks,
+        "block_size": geometry.block_size,
+        "max_model_len": geometry.max_model_len,
+        "model_max_len": shape.config.max_position,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "concurrency": round(plan.concurrency, 2),
+        "not_run_by_this_version": not_run,
+        "fits": plan.refusal is None,
+        "refusal": plan.refusal,
+    }

@@ -1,0 +1,84 @@
+"""A memory plan for the eye: a table, a bar of where the memory goes, and one sentence.
+
+    ██▓▓▓▓▓▓▓▓▓▓▓▓▒▒░░··································╱╱      the whole bar is what this process may use
+"""
+
+from typing import TYPE_CHECKING
+
+from octavo.config import EngineConfig
+from octavo.policy.memory_plan import MemoryPlan, ModelNeeds, shown
+from octavo.policy.model_size import num_parameters
+
+if TYPE_CHECKING:
+    from octavo.loading.shape import ModelShape
+
+WIDTH = 72
+# part of the memory: block, letter where blocks cannot be drawn, colour
+MARKS = {
+    "weights": ("█", "W", 34),
+    "KV cache": ("▓", "K", 36),
+    "activations": ("▒", "A", 33),
+    "rows, other": ("░", "o", 35),
+    "free": ("·", ".", 2),
+    "other processes": ("╱", "x", 31),
+}
+
+
+def plan_text(
+    shape: "ModelShape", needs: ModelNeeds, config: EngineConfig, plan: MemoryPlan, not_run: list[str], plain: bool, colour: bool
+) -> str:
+    lines = [f"{shape.name}: {shape.config.architecture}, {num_parameters(shape.config):,} parameters, {needs.dtype}", ""]
+    lines += [f"  {name:<17}{value:>12}   {note}".rstrip() for name, value, note in _rows(shape, needs, config, plan)]
+    lines += ["", *_bar(plan, plain, colour), ""]
+    if not_run:
+        lines.append(f"What if: this version does not run {' or '.join(not_run)}.")
+    return "\n".join([*lines, _sentence(plan)])
+
+
+def _rows(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig, plan: MemoryPlan) -> list[tuple[str, str, str]]:
+    use, geometry, memory = plan.use, plan.geometry, plan.memory
+    blocks = f"{geometry.num_blocks:,} blocks of {geometry.block_size} tokens, {geometry.bytes_per_token:,} bytes a token; taken as used"
+    held = f", {shown(memory.others)} of it held by other processes" if memory.others else ""
+    return [
+        ("weights", shown(use.weights), _stored(shape, needs)),
+        ("KV cache", shown(use.kv_cache), blocks),
+        ("activations", shown(use.activations), f"steps of {config.max_num_batched_tokens:,} tokens, {config.max_num_seqs:,} sequences"),
+        ("rows", shown(use.rows), f"{config.max_num_seqs:,} of {geometry.max_model_len:,} tokens"),
+        ("other", shown(use.other), "Python, libraries, tokenizer"),
+        ("in all", shown(use.total), f"of {shown(memory.total)}{held}"),
+        ("longest sequence", f"{geometry.max_model_len:,}", f"tokens (the model's own maximum is {shape.config.max_position:,})"),
+        ("at that length", f"{plan.concurrency:,.1f}", "sequences at once"),
+    ]
+
+
+def _stored(shape: "ModelShape", needs: ModelNeeds) -> str:
+    if shape.stored_bytes is None:
+        return "no weights here"
+    return f"{shown(shape.stored_bytes)} on disk{', unpacked at load' if shape.packed and needs.loading else ''}"
+
+
+def _bar(plan: MemoryPlan, plain: bool, colour: bool) -> list[str]:
+    use = plan.use
+    sizes = dict(zip(MARKS, (use.weights, use.kv_cache, use.activations, use.rows + use.other, 0, plan.memory.others)))
+    sizes["free"] = max(plan.memory.total - sum(sizes.values()), 0)
+    marks = {name: block if not plain else letter for name, (block, letter, _) in MARKS.items()}
+    paint = {name: f"\033[{code}m" if colour else "" for name, (_, _, code) in MARKS.items()}
+    end = "\033[0m" if colour else ""
+    drawn = {name: paint[name] + marks[name] * cells + end for name, cells in _cells(sizes).items() if cells}
+    legend = [f"{paint[name]}{marks[name]}{end} {name}" for name in drawn]
+    return ["  " + "".join(drawn.values()), "  " + "   ".join(legend)]
+
+
+def _cells(sizes: dict[str, int]) -> dict[str, int]:
+    """The width shared out by size, to the last cell; whatever is there at all gets one."""
+    whole = sum(sizes.values())
+    cells = {name: max(round(WIDTH * size / whole), 1) if size else 0 for name, size in sizes.items()}
+    widest = max(cells, key=lambda name: cells[name])
+    cells[widest] += WIDTH - sum(cells.values())
+    return cells
+
+
+def _sentence(plan: MemoryPlan) -> str:
+    if plan.refusal is not None:
+        return f"Does not fit: {plan.refusal}."
+    return f"Fits, with {shown(plan.memory.free - plan.use.total)} to spare when all of it is in use."

@@ -1,0 +1,72 @@
+"""How much of the machine's memory is still to be had: what the process may use, less what other processes hold.
+
+The kernel says what is available to newcomers; a cgroup with a limit says what its members hold, file cache included, which
+is given back on demand. Of this process's own share, Python and its libraries are counted in every plan, so they are
+added again; what else it holds, such as another model, is as good as another's.
+"""
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.policy.memory_plan import LIBRARIES, Memory, ModelNeeds, plan_memory
+from octavo.worker.machine import available_bytes, groups, memory_bytes, read_number
+
+OWN_STATUS = Path("/proc/self/status")
+
+
+def memory() -> Memory:
+    total, own = memory_bytes(), min(_kilobytes(OWN_STATUS, "RssAnon") or 0, LIBRARIES)
+    available = [available_bytes(), _left_of_addresses(), *map(_left_in, groups("memory"))]
+    free = min([total, *(left + own for left in available if left is not None)])
+    return Memory(total, others=total - free)
+
+
+@contextmanager
+def out_of_memory_explained(needs: ModelNeeds, config: EngineConfig) -> Iterator[None]:
+    """Memory that runs out although the plan said it would do ends in a plan for three quarters of it."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "allocate" not in str(error):
+            raise
+        now = memory()
+        failed = plan_memory(needs, config, now)
+        smaller = plan_memory(needs, config, Memory(now.total, others=now.total - min(now.free, failed.use.total * 3 // 4)))
+        advice = smaller.refusal or (
+            f"{failed.account}: set kv_cache_memory_bytes to {smaller.use.kv_cache} or less; "
+            f"the largest max_model_len that fits is then {smaller.geometry.max_model_len}"
+        )
+        raise ConfigError(f"memory ran out at start ({str(error)[:120]}): {advice}") from error
+
+
+def _left_of_addresses() -> int | None:
+    """Bytes that `ulimit -v` leaves; what is only reserved counts there."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    held = _kilobytes(OWN_STATUS, "VmSize")
+    return None if limit == resource.RLIM_INFINITY or held is None else max(limit - held, 0)
+
+
+def _left_in(group: Path) -> int | None:
+    """Bytes the members of a cgroup may still take; None without a limit."""
+    limit, held = read_number(group / "memory.max"), read_number(group / "memory.current")
+    if limit is None or held is None:
+        return None
+    try:
+        lines = [line.split() for line in (group / "memory.stat").read_text().splitlines()]
+        cache = sum(int(size) for name, size in lines if name in ("active_file", "inactive_file"))
+    except (OSError, ValueError):
+        cache = 0
+    return max(limit - held + cache, 0)
+
+
+def _kilobytes(path: Path, name: str) -> int | None:
+    """Bytes of a line `name:  123 kB`; None where there is none, as on other systems."""
+    try:
+        lines = path.read_text().splitlines()
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
+    except (OSError, ValueError, IndexError):
+        return None

@@ -1,0 +1,127 @@
+"""`octavo plan`: the table, the bar, what-ifs and exit codes, from a config and headers alone."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.cli.args import size
+from octavo.cli.main import main
+from octavo.cli.plan_text import MARKS, WIDTH, _cells
+from octavo.policy.memory_plan import GIB, MIB
+from tests.cli.processes import ROOT, SECONDS, Typist, environment
+from tests.support.models import stories260k, to_gguf
+
+# torch cannot be imported here: a plan that needs it fails
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from octavo.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+def run(*words: str, encoding: str = "utf-8") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT_TORCH, "plan", *words]
+    env = environment({"PYTHONIOENCODING": encoding})
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, encoding="utf-8", timeout=SECONDS)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+    code = main(["plan", "--json", *words])
+    record: dict[str, object] = json.loads(capsys.readouterr().out)
+    assert code == (0 if record["fits"] else 1)
+    return record
+
+
+def test_the_default_model_is_planned_without_torch_and_drawn_to_scale() -> None:
+    done = run("--memory", "2GiB", "--dtype", "bfloat16")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"^SmolLM2-135M-Instruct: LlamaForCausalLM, 134,515,008 parameters, bfloat16$", done.stdout, re.MULTILINE)
+    assert re.search(r"^  weights +256\.6 MiB   92\.1 MiB on disk, unpacked at load$", done.stdout, re.MULTILINE)
+    assert re.search(r"^  KV cache +511\.9 MiB   1,456 blocks of 16 tokens, 23,040 bytes a token", done.stdout, re.MULTILINE)
+    bar = next(line.strip() for line in done.stdout.splitlines() if set(line.strip()) <= set("█▓▒░·") and "█" in line)
+    assert len(bar) == WIDTH
+    assert bar.count("█") == round(WIDTH * 256.6 / 2048) and bar.count("▓") == round(WIDTH * 512 / 2048)
+    assert done.stdout.splitlines()[-1].startswith("Fits, with ")
+
+
+def test_what_does_not_fit_says_what_to_turn_and_exits_1_also_where_blocks_cannot_be_drawn() -> None:
+    done = run("--memory", "1g", "--max-model-len", "8k", "--dtype", "float32", encoding="ascii")
+    assert done.returncode == 1
+    assert re.match(r"Does not fit: this needs .*the largest max_model_len that fits is \d+; lower it", done.stdout.splitlines()[-1])
+    longest = re.findall(r"fits is (\d+)", done.stdout)[0]
+    assert run("--memory", "1g", "--max-model-len", longest, "--dtype", "float32").returncode == 0
+    assert done.stdout.isascii() and "W weights" in done.stdout
+
+
+def test_colours_are_for_terminals_without_no_color(tmp_path: Path) -> None:
+    for env, coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
+        with Typist("plan", "--memory", "2g", cwd=ROOT, env=env) as typist:
+            shown = typist.expect("Fits, with .*\n")
+            assert typist.process.wait(SECONDS) == 0
+        assert ("\033[34m" in shown) is coloured
+        assert MARKS["weights"][0] in shown
+
+
+@given(st.lists(st.integers(0, 2**45), min_size=6, max_size=6).filter(any))
+def test_the_bar_is_always_as_wide_and_leaves_nothing_out(sizes: list[int]) -> None:
+    cells = _cells(dict(zip(MARKS, sizes)))
+    assert sum(cells.values()) == WIDTH
+    assert all((count > 0) == (size > 0) for count, size in zip(cells.values(), sizes))
+
+
+def test_a_folder_a_gguf_and_a_config_alone_are_planned_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = stories260k(tmp_path / "stories")
+    gguf = to_gguf(folder, tmp_path / "stories.gguf", "F16")
+    sharded, alone = tmp_path / "sharded", tmp_path / "config.json"
+    sharded.mkdir()
+    for copy in (sharded / "config.json", alone):
+        copy.write_text((folder / "config.json").read_text())
+    for name, count in (("a", 300), ("b", 40), ("unlisted", 7)):
+        (sharded / f"{name}.safetensors").write_bytes(bytes(count))
+    index = {"weight_map": {"one": "a.safetensors", "two": "a.safetensors", "three": "b.safetensors"}}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    plans = [planned(capsys, str(path), "--memory", "1g", "--dtype", "float32") for path in (folder, gguf, alone, sharded)]
+    stored, half, none, shards = (plan["stored_bytes"] for plan in plans)
+    assert stored == (folder / "model.safetensors").stat().st_size and none is None and shards == 340
+    assert isinstance(half, int) and 0.45 < half / int(str(stored)) < 0.55
+    for name in ("weights_bytes", "kv_cache_bytes", "kv_bytes_per_token", "num_blocks", "max_model_len", "total_bytes"):
+        assert len({plan[name] for plan in plans}) == 1, name
+
+
+def test_what_ifs_change_what_they_say_and_own_up_to_what_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(stories260k(tmp_path / "stories"))
+    base = planned(capsys, folder, "--memory", "1g", "--dtype", "float32")
+    assert base["not_run_by_this_version"] == []
+    eight = planned(capsys, folder, "--memory", "1g", "--dtype", "float32", "--quantization", "int8", "--kv-cache-dtype", "int8")
+    assert eight["not_run_by_this_version"] == ["int8 weights", "a KV cache of int8"]
+    assert int(str(eight["weights_bytes"])) < 0.5 * int(str(base["weights_bytes"]))
+    assert (base["kv_bytes_per_token"], eight["kv_bytes_per_token"]) == (5 * 2 * 4 * 8 * 4, 5 * 2 * 4 * (8 + 4))
+    assert planned(capsys, folder, "--dtype", "float32", "--kv-cache-dtype", "float32")["not_run_by_this_version"] == []
+    few = planned(capsys, folder, "--memory", "1g", "--max-num-seqs", "8", "--kv-cache-memory-bytes", "1.5m", "--block-size", "32")
+    assert few["num_blocks"] == 1.5 * MIB // (32 * 1280) and few["rows_bytes"] < base["rows_bytes"]  # type: ignore[operator]
+    main(["plan", folder, "--quantization", "int4"])
+    assert "What if: this version does not run int4 weights." in capsys.readouterr().out
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{")
+    for word in (str(tmp_path / "config.json"), str(tmp_path / "absent"), str(tmp_path)):
+        assert main(["plan", word]) == 1
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith("octavo: error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("4096", 4096), ("32k", 32768), ("24GiB", 24 * GIB), ("24gb", 24 * GIB), ("1.5g", 3 * GIB // 2), (".5M", MIB // 2), ("auto", None)],
+)
+def test_sizes_are_read_as_people_write_them(text: str, wanted: int | None) -> None:
+    assert size(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["", "b", "12ib", "1.k", "-1g", "1e9", "g", "24 GiB", "1tb"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(Exception, match="wanted a size like"):
+        size(text)

@@ -1,0 +1,156 @@
+"""What a plan says is what an engine takes; and memory that runs out ends in words that help."""
+
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from octavo import LLM, SamplingParams
+from octavo.config import EngineConfig
+from octavo.errors import ConfigError
+from octavo.loading.shape import model_shape
+from octavo.policy.activations import StepLoad, step_bytes
+from octavo.policy.memory_plan import GIB, LIBRARIES, Memory, plan_memory
+from octavo.worker import machine
+from octavo.worker import memory as memory_module
+from octavo.worker import worker as worker_module
+from octavo.worker.model_runner import ModelRunner
+from tests.support.resident import held_under_load
+
+
+def planned(model: str | None, engine: dict[str, Any]) -> int:
+    plan = plan_memory(model_shape(model).needs(engine["dtype"]), EngineConfig(**engine), Memory(16 * GIB))
+    assert plan.refusal is None
+    return plan.use.total
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_default_model_takes_what_was_planned_within_five_per_cent(dtype: str) -> None:
+    """Full steps, every row in use, every block written."""
+    engine = {"dtype": dtype, "num_gpu_blocks_override": 33, "max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 33}
+    load = {"model": None, "engine": engine, "vocab": 49152, "requests": 16, "prompt": 15, "tokens": 18}
+    before, most = held_under_load(load)
+    assert planned(None, engine) - LIBRARIES == pytest.approx(most - before, rel=0.05)
+    assert before == pytest.approx(LIBRARIES, rel=0.2), "what Python and the libraries take has changed"
+
+
+def test_a_tiny_model_takes_what_was_planned_within_five_per_cent(stories: str) -> None:
+    engine = {"dtype": "float32", "num_gpu_blocks_override": 257, "max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 512}
+    before, most = held_under_load({"model": stories, "engine": engine, "vocab": 512, "requests": 8, "prompt": 385, "tokens": 127})
+    assert planned(stories, engine) - LIBRARIES + before == pytest.approx(most, rel=0.05)
+
+
+def test_out_of_memory_at_start_says_what_is_needed_and_what_fits(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own complaint, and Python's, end in the plan's words; another RuntimeError stays what it is."""
+    said = r"memory ran out at start \(.*\): this needs .*: weights 1\.0 MiB, KV cache .*the largest max_model_len that fits is then \d+"
+    monkeypatch.setattr(worker_module, "load_weights", lambda *_: torch.empty(2**60))
+    with pytest.raises(ConfigError, match=said):
+        LLM(stories, kv_cache_memory_bytes=GIB)
+    monkeypatch.setattr(worker_module, "load_weights", lambda *_: bytearray(2**60))
+    with pytest.raises(ConfigError, match=said):
+        LLM(stories)
+    monkeypatch.setattr(worker_module, "load_weights", lambda *_: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="size"):
+        LLM(stories)
+
+
+def test_what_cannot_fit_beside_other_processes_is_refused_before_weights_load(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "load_weights", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(worker_module, "memory", lambda: Memory(8 * GIB, others=6 * GIB))
+    said = r"KV cache 3\.00 GiB, .* may use 8\.00 GiB, of which other processes hold 6\.00 GiB: lower kv_cache_memory_bytes to \d+"
+    with pytest.raises(ConfigError, match=said):
+        LLM(stories, kv_cache_memory_bytes=3 * GIB)
+
+
+def test_free_memory_is_what_the_kernel_and_every_cgroup_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group's file cache does not count as held, this process's own share does not count as others'."""
+    status, info, group = tmp_path / "status", tmp_path / "meminfo", tmp_path / "group"
+    status.write_text("VmSize:\t900 kB\nRssAnon:\t 200 kB\n")
+    info.write_text("MemTotal:  9000 kB\nMemAvailable:    5000 kB\n")
+    group.mkdir()
+    monkeypatch.setattr(memory_module, "OWN_STATUS", status)
+    monkeypatch.setattr(machine, "MEMORY_INFO", info)
+    monkeypatch.setattr(memory_module, "memory_bytes", lambda: 9000 * 1024)
+    monkeypatch.setattr(memory_module, "groups", lambda _: [tmp_path, group])
+    assert memory_module.memory().free == 5200 * 1024
+    (group / "memory.max").write_text(str(4000 * 1024))
+    (group / "memory.current").write_text(str(3000 * 1024))
+    (group / "memory.stat").write_text(f"anon 5\ninactive_file {500 * 1024}\nactive_file {100 * 1024}\n")
+    assert memory_module.memory() == Memory(9000 * 1024, others=(9000 - 1800) * 1024)
+    (group / "memory.max").write_text("max")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1000 * 1024, 1000 * 1024))  # ulimit -v
+    assert memory_module.memory().free == 300 * 1024
+    status.write_text(f"RssAnon: {3 * 2**20} kB\n")  # with a model in this process that is no part of the next plan
+    info.write_text(f"MemAvailable: {2**20} kB\n")
+    monkeypatch.setattr(memory_module, "memory_bytes", lambda: 9 * GIB)
+    assert memory_module.memory().free == GIB + LIBRARIES
+    status.unlink(), info.unlink()
+    assert memory_module.memory().free == 9 * GIB  # another system: all of it
+
+
+# -- activations, tensor by tensor
+
+SMALL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+}  # fmt: skip
+# What is largest: how the model differs, prompts, tokens of a prompt, tokens of an answer, tokens of a step, how rows are sampled
+STEPS: dict[str, tuple[dict[str, Any], int, int, int, int, dict[str, Any]]] = {
+    "the MLP": ({}, 1, 1024, 1, 1024, {}),
+    "rotation": ({"intermediate_size": 64}, 1, 2048, 1, 2048, {}),
+    "normed heads": ({"intermediate_size": 64, "architectures": ["Qwen3ForCausalLM"]}, 1, 2048, 1, 2048, {}),
+    "a mask": ({}, 1, 4096, 1, 1024, {}),
+    "gathered keys": ({"hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 8}, 16, 200, 4, 16, {}),
+    "the sampler": ({"vocab_size": 50_000}, 24, 8, 2, 256, {"temperature": 0.001, "top_p": 0.9}),
+}
+
+
+def peak_bytes(run: Any) -> int:
+    """The most bytes of tensors alive at once that were made in `run`."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        run()
+    changes = [(event.start_ns(), event.nbytes()) for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    alive = most = 0
+    for _, change in sorted(changes):
+        alive += change
+        most = max(most, alive)
+    return most
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("largest", STEPS)
+def test_a_step_holds_what_was_counted(largest: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields, requests, prompt, tokens, step, sampling = STEPS[largest]
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | fields))
+    forward, sample = ModelRunner.forward, ModelRunner.sample
+    peaks: list[int] = []
+
+    def watched_forward(self: ModelRunner, plan: Any) -> None:
+        if len(plan.row) < requests:
+            return forward(self, plan)
+        held = self._logits.nbytes  # of the step before: they stay until the next are there
+        peaks.append(held + peak_bytes(lambda: forward(self, plan)))
+
+    def watched_sample(self: ModelRunner) -> Any:
+        results: list[Any] = []
+        peaks.append(self._logits.nbytes + peak_bytes(lambda: results.append(sample(self))))
+        return results[0]
+
+    length = prompt + tokens
+    with LLM(
+        str(tmp_path), load_format="dummy", skip_tokenizer_init=True, dtype=dtype, max_num_seqs=requests,  # type: ignore[arg-type]
+        max_num_batched_tokens=step, num_gpu_blocks_override=requests * (length // 16 + 2) + 2,
+    ) as llm:  # fmt: skip
+        monkeypatch.setattr(ModelRunner, "forward", watched_forward)
+        monkeypatch.setattr(ModelRunner, "sample", watched_sample)
+        params = SamplingParams(**{"temperature": 0, **sampling}, max_tokens=tokens, ignore_eos=True)
+        llm.generate([[(7 * i + j) % 500 for j in range(prompt)] for i in range(requests)], params, use_tqdm=False)
+    shape = model_shape(str(tmp_path))
+    load = StepLoad(min(step, requests * prompt), requests, prompt if largest == "a mask" else 1, requests * length)
+    assert step_bytes(shape.config, torch.finfo(getattr(torch, dtype)).bits // 8, shape.needs(dtype).bytes_per_token // 2, load) == (
+        pytest.approx(max(peaks), rel=0.05)
+    )
