@@ -18,14 +18,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.dequant_k import K_KINDS, Parts
+from octavo.kernels.reference.dequant_k import K_KINDS, Parts, half
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-def _halves(groups: Tensor, count: int) -> tuple[Tensor, ...]:
-    """The first `count` float16 numbers of each group."""
-    return groups[:, : 2 * count].view(torch.float16).float().split(1, dim=1)  # [groups, 1] each
 
 
 def _pairs(groups: Tensor) -> Tensor:
@@ -43,23 +38,23 @@ def _pairs_and_top_bits(groups: Tensor) -> Tensor:
 
 
 def _q4_0(groups: Tensor) -> Parts:
-    return Parts(_pairs(groups), 8, *_halves(groups, 1), None)
+    return Parts(_pairs(groups), 8, half(groups[:, :2]), None)
 
 
 def _q4_1(groups: Tensor) -> Parts:
-    return Parts(_pairs(groups), 0, *_halves(groups, 2))
+    return Parts(_pairs(groups), 0, half(groups[:, :2]), half(groups[:, 2:4]))
 
 
 def _q5_0(groups: Tensor) -> Parts:
-    return Parts(_pairs_and_top_bits(groups), 16, *_halves(groups, 1), None)
+    return Parts(_pairs_and_top_bits(groups), 16, half(groups[:, :2]), None)
 
 
 def _q5_1(groups: Tensor) -> Parts:
-    return Parts(_pairs_and_top_bits(groups), 0, *_halves(groups, 2))
+    return Parts(_pairs_and_top_bits(groups), 0, half(groups[:, :2]), half(groups[:, 2:4]))
 
 
 def _q8_0(groups: Tensor) -> Parts:
-    return Parts(groups[:, 2:] ^ 128, 128, *_halves(groups, 1), None)  # signed codes, from 128 on
+    return Parts(groups[:, 2:] ^ 128, 128, half(groups[:, :2]), None)  # signed codes, from 128 on
 
 
 # By kind: bytes a group, and groups [groups, bytes] to their parts
