@@ -65,7 +65,7 @@ class PackedWeight:
     def dequantize(self) -> Tensor:
         """[n, k] float32, columns in their original order."""
         n, k = self.shape
-        weights = self.codes.view(n, -1, self.group) * self.scale.float().unsqueeze(-1)  # [n, groups, group]
+        weights = self.codes.view(n, k // self.group, self.group) * self.scale.float().unsqueeze(-1)  # [n, groups, group]
         weights = weights.add_(self.offset.float().unsqueeze(-1)).mul_(self.factor).view(n, k)
         return weights if self.order is None else torch.empty_like(weights).index_copy_(1, self.order.long(), weights)
 
