@@ -1,6 +1,6 @@
 """GGUF's quantised kinds in the packed form.
 
-    exact                     Q4_0 Q4_1 -> 4 bits    Q5_0 Q5_1 Q8_0 -> 8 bits           groups of 32
+    exact (scales below 512)  Q4_0 Q4_1 -> 4 bits    Q5_0 Q5_1 Q8_0 -> 8 bits           groups of 32
     scales to 11 bits         Q2_K Q3_K -> 4 bits    Q6_K -> 8 bits                     groups of 16
                               Q4_K      -> 4 bits    Q5_K -> 8 bits                     groups of 32
 

@@ -27,7 +27,7 @@ def fold_gptq(tensors: Mapping[str, Tensor], name: str, config: QuantConfig) -> 
     per_word = 32 // config.bits
     words = take(tensors, f"{name}.qweight", (torch.int32,), (None, None), f"input columns / {per_word}, output rows")
     k, n = words.shape[0] * per_word, words.shape[1]
-    group_size = k if config.group_size == -1 else config.group_size
+    group_size = k if config.group_size == -1 else min(config.group_size, k)
     group = whole_group(f"{name}.qweight", group_size, k)
     groups = -(-k // group_size)  # the last one may be shorter
     if n % per_word:

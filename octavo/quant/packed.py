@@ -23,6 +23,7 @@ from octavo.errors import LoadError
 
 BITS = (4, 8)
 GROUPS = (128, 64, 32, 16)  # largest first
+LARGEST_HALF = 65504  # of float16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,12 +83,12 @@ def pack(name: str, bits: int, codes: Tensor, scale: Tensor, offset: Tensor, ord
 
 
 def fitting_factor(name: str, scale: Tensor, offset: Tensor) -> float:
-    """The smallest power of two (but a normal float32) by which all can be divided into float16: the largest comes to [2^14, 2^15)."""
+    """The smallest power of two by which all can be divided into float16 (but no smaller than 2^-100, for float32's sake)."""
     most = [float(table.abs().max()) if table.numel() else 0.0 for table in (scale, offset)]
     if not all(math.isfinite(value) for value in most):
         raise LoadError(f"{name}: a scale or offset is not finite")
-    _, exponent = math.frexp(max(most))
-    return math.ldexp(1.0, max(exponent - 15, -100))
+    digits, exponent = math.frexp(max(most))  # digits * 2^exponent, digits below 1
+    return math.ldexp(1.0, max(exponent - (16 if digits <= LARGEST_HALF / 2**16 else 15), -100))
 
 
 def whole_group(name: str, group_size: int, columns: int) -> int:
@@ -101,7 +102,7 @@ def whole_group(name: str, group_size: int, columns: int) -> int:
 def concatenate(parts: Sequence[PackedWeight]) -> PackedWeight:
     """The rows of all parts as one matrix: at the most bits and in the smallest group of any.
 
-    Exact, but for scales 2^29 times smaller than the largest.
+    Exact, but for scales and offsets 2^29 times smaller than the largest.
     """
     first = parts[0]
     for part in parts[1:]:

@@ -45,9 +45,9 @@ def test_awq_is_what_its_layout_says(n: int, k: int, group_size: int) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("first_format", [True, False])
 @pytest.mark.parametrize("act_order", [False, True])
-@pytest.mark.parametrize(("n", "k", "group_size"), [*SHAPES, (8, 160, 64)])
+@pytest.mark.parametrize(("n", "k", "group_size"), [*SHAPES, (8, 96, 1000), (8, 160, 64)])
 def test_gptq_is_what_its_layout_says(n: int, k: int, group_size: int, act_order: bool, first_format: bool, bits: int) -> None:
-    """The last shape ends with half a group."""
+    """The last shape ends with half a group, the one before is less than one."""
     source = published(n, k, group_size, bits, seed=k, act_order=act_order)
     config = gptq(group_size, bits, act_order=act_order, first_format=first_format)
     packed = fold_gptq(source.gptq(NAME, first_format), NAME, config)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import LoadError
@@ -83,14 +83,23 @@ def test_order_says_which_column_a_code_is_for(packed: PackedWeight) -> None:
 
 @given(st.integers(-60, 60), st.integers(0, 999))
 def test_what_float16_can_hold_at_any_magnitude_is_held_exactly(exponent: int, seed: int) -> None:
-    """Scales over 28 binades with 11 significant bits each, anywhere in the range of float32."""
+    """Scales over 30 binades with 11 significant bits each, anywhere in the range of float32."""
     dice = torch.Generator().manual_seed(seed)
     digits = torch.randint(1024, 2048, (2, 3, 4), generator=dice).float()
-    scale, offset = digits * 2.0 ** (exponent - torch.randint(0, 28, (2, 3, 4), generator=dice).float())
+    scale, offset = digits * 2.0 ** (exponent - torch.randint(0, 30, (2, 3, 4), generator=dice).float())
     packed = pack("w", 4, torch.zeros(3, 64, dtype=torch.uint8), scale, offset)
     assert packed.group == 16
     assert torch.equal(packed.scale.float() * packed.factor, scale)
     assert torch.equal(packed.offset.float() * packed.factor, offset)
+
+
+@given(st.integers(-60, 60), st.floats(1, 2, width=32))
+@example(0, 2 - 2**-23)  # rounds up to a power of two, past the largest float16 if that was near
+def test_other_scales_are_off_by_a_rounding(exponent: int, digits: float) -> None:
+    scale = digits * 2.0 ** (exponent - torch.arange(28.0)).view(1, 28)
+    packed = pack("w", 8, torch.zeros(1, 28 * 16, dtype=torch.uint8), scale, -scale)
+    for kept, exact in ((packed.scale, scale), (packed.offset, -scale)):
+        assert bool(((kept.float() * packed.factor - exact).abs() <= scale * 2**-11).all())
 
 
 def test_sizes_are_those_of_the_packed_bytes() -> None:
