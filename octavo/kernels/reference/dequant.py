@@ -18,14 +18,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.dequant_k import K_KINDS
+from octavo.kernels.reference.dequant_k import K_KINDS, Parts, half
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-def _halves(groups: Tensor, count: int) -> tuple[Tensor, ...]:
-    """The first `count` float16 numbers of each group."""
-    return groups[:, : 2 * count].view(torch.float16).float().unsqueeze(-1).unbind(1)  # [groups, 1] each
 
 
 def _pairs(groups: Tensor) -> Tensor:
@@ -42,41 +37,46 @@ def _pairs_and_top_bits(groups: Tensor) -> Tensor:
     return top.bitwise_or_(_pairs(groups))
 
 
-def _q4_0(groups: Tensor) -> Tensor:
-    (scale,) = _halves(groups, 1)
-    return _pairs(groups).view(torch.int8).sub_(8).float().mul_(scale)
+def _q4_0(groups: Tensor) -> Parts:
+    return Parts(_pairs(groups), 8, half(groups[:, :2]), None)
 
 
-def _q4_1(groups: Tensor) -> Tensor:
-    scale, offset = _halves(groups, 2)
-    return _pairs(groups).float().mul_(scale).add_(offset)
+def _q4_1(groups: Tensor) -> Parts:
+    return Parts(_pairs(groups), 0, half(groups[:, :2]), half(groups[:, 2:4]))
 
 
-def _q5_0(groups: Tensor) -> Tensor:
-    (scale,) = _halves(groups, 1)
-    return _pairs_and_top_bits(groups).view(torch.int8).sub_(16).float().mul_(scale)
+def _q5_0(groups: Tensor) -> Parts:
+    return Parts(_pairs_and_top_bits(groups), 16, half(groups[:, :2]), None)
 
 
-def _q5_1(groups: Tensor) -> Tensor:
-    scale, offset = _halves(groups, 2)
-    return _pairs_and_top_bits(groups).float().mul_(scale).add_(offset)
+def _q5_1(groups: Tensor) -> Parts:
+    return Parts(_pairs_and_top_bits(groups), 0, half(groups[:, :2]), half(groups[:, 2:4]))
 
 
-def _q8_0(groups: Tensor) -> Tensor:
-    (scale,) = _halves(groups, 1)
-    return groups[:, 2:].view(torch.int8).float().mul_(scale)
+def _q8_0(groups: Tensor) -> Parts:
+    return Parts(groups[:, 2:] ^ 128, 128, half(groups[:, :2]), None)  # signed codes, from 128 on
 
 
-# By kind: bytes a group, and groups [groups, bytes] to numbers [groups, ...]
-QUANTISED: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
+# By kind: bytes a group, and groups [groups, bytes] to their parts
+QUANTISED: dict[str, tuple[int, Callable[[Tensor], Parts]]] = {
     "Q4_0": (18, _q4_0), "Q4_1": (20, _q4_1), "Q5_0": (22, _q5_0), "Q5_1": (24, _q5_1), "Q8_0": (34, _q8_0), **K_KINDS,
 }  # fmt: skip
 SUPPORTED_KINDS = (*DENSE, *QUANTISED)
+
+
+def take_apart(raw: Tensor, kind: str) -> Parts:
+    """The parts of the quantised numbers that the bytes `raw` (uint8, contiguous) hold as `kind`."""
+    group_bytes, parts = QUANTISED[kind]
+    return parts(raw.view(-1, group_bytes))
 
 
 def dequantize(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Tensor:
     """The float32 tensor of `shape` that the bytes `raw` (uint8, contiguous) hold as `kind`."""
     if kind in DENSE:
         return raw.view(DENSE[kind]).float().view(shape)
-    group_bytes, numbers = QUANTISED[kind]
-    return numbers(raw.view(-1, group_bytes)).view(shape)
+    codes, middle, scale, offset = take_apart(raw, kind)
+    signed = codes.view(torch.int8).sub_(middle) if middle else codes  # 8 bits wrap around to what they were
+    out = signed.float().view(*scale.shape, -1).mul_(scale.unsqueeze(-1))  # [groups, runs, run]
+    if offset is not None:
+        out.add_(offset.unsqueeze(-1))
+    return out.view(shape)

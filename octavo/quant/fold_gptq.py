@@ -1,0 +1,68 @@
+"""GPTQ checkpoints (4 and 8 bits) in the packed form.
+
+    qweight   int32 [k / codes, n]           a word: 8 (or 4) input columns of one output row, in their order
+    qzeros    int32 [k / group, n / codes]   a word: 8 (or 4) output rows. The first format stores zeros less one, v2 as they are
+    scales    float16 [k / group, n]
+    g_idx     int32 [k]                      the group of each input column; with act-order groups are not neighbours
+
+Columns are sorted by their group, and `order` remembers where they came from. As in AWQ, scales and codes stay as they are, and
+offsets are exact where zeros are powers of two, which they are in symmetric checkpoints.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from octavo.errors import LoadError
+from octavo.quant.packed import PackedWeight, pack, whole_group
+from octavo.quant.quant_config import QuantConfig
+from octavo.quant.words import SCALE_DTYPES, codes_of, take
+
+_ONES = {4: 0x11111111, 8: 0x01010101}  # a one in every code of a word
+
+
+def fold_gptq(tensors: Mapping[str, Tensor], name: str, config: QuantConfig) -> PackedWeight:
+    """The weights of the module `name`."""
+    per_word = 32 // config.bits
+    words = take(tensors, f"{name}.qweight", (torch.int32,), (None, None), f"input columns / {per_word}, output rows")
+    k, n = words.shape[0] * per_word, words.shape[1]
+    group_size = k if config.group_size == -1 else min(config.group_size, k)
+    group = whole_group(f"{name}.qweight", group_size, k)
+    groups = -(-k // group_size)  # the last one may be shorter
+    if n % per_word:
+        raise LoadError(f"{name}.qweight has {n} output rows, not a multiple of {per_word}")
+    why = f"{k} input columns, {n} output rows, {config.bits} bits, group_size {group_size}"
+    zeros = take(tensors, f"{name}.qzeros", (torch.int32,), (groups, n // per_word), why)
+    scales = take(tensors, f"{name}.scales", SCALE_DTYPES, (groups, n), why)
+    order = _order(tensors, f"{name}.g_idx", k, group_size, config)
+
+    codes = codes_of(words.t(), config.bits).view(n, k)
+    scale = scales.float().t().repeat_interleave(group_size // group, dim=1)[:, : k // group]
+    zero = _zeros(zeros, config).t().repeat_interleave(group_size // group, dim=1)[:, : k // group]
+    codes = codes if order is None else codes.index_select(1, order)
+    return pack(f"{name}.scales", config.bits, codes, scale, -scale * zero, order)
+
+
+def _zeros(words: Tensor, config: QuantConfig) -> Tensor:
+    """[groups, n]. In the first format one is added to whole words, carries and all: it was taken off whole words."""
+    stored = codes_of(words, config.bits).flatten(1)
+    # Some writers store symmetric zeros as they are, and still call it the first format.
+    as_they_are = config.sym and bool((stored == 1 << (config.bits - 1)).all())
+    if not config.stored_minus_one or as_they_are:
+        return stored
+    return codes_of(words + _ONES[config.bits], config.bits).flatten(1)
+
+
+def _order(tensors: Mapping[str, Tensor], name: str, k: int, group_size: int, config: QuantConfig) -> Tensor | None:
+    """Columns sorted by group; None where they are already."""
+    if name not in tensors and not config.desc_act:
+        return None
+    group_of = take(tensors, name, (torch.int32, torch.int64), (k,), f"{k} input columns")
+    in_order = torch.arange(k) // group_size
+    if torch.equal(group_of.long(), in_order):
+        return None
+    groups, order = group_of.long().sort(stable=True)
+    if not torch.equal(groups, in_order):
+        raise LoadError(f"{name} does not put {group_size} of {k} input columns into each group")
+    return order.int()

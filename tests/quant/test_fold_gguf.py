@@ -1,0 +1,84 @@
+"""GGUF kinds in the packed form against the reference library's floats, on random bytes."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from octavo.errors import LoadError
+from octavo.kernels.reference.dequant import QUANTISED
+from octavo.quant.fold_gguf import fold_gguf
+from octavo.quant.packed import PackedWeight
+
+HALVES = {  # where in a group its float16 scale and offset lie
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+}  # fmt: skip
+FORM = {  # bits and group of each kind
+    "Q4_0": (4, 32), "Q4_1": (4, 32), "Q5_0": (8, 32), "Q5_1": (8, 32), "Q8_0": (8, 32),
+    "Q2_K": (4, 16), "Q3_K": (4, 16), "Q4_K": (4, 32), "Q5_K": (8, 32), "Q6_K": (8, 16),
+}  # fmt: skip
+EXACT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+N, GROUPS = 24, 8
+
+
+def random_bytes(kind: str, halves: np.ndarray) -> np.ndarray:
+    """[N, bytes]: codes and inner scales are random, the float16 numbers of a group are drawn from `halves`."""
+    dice = np.random.default_rng(len(kind) + QUANTISED[kind][0])
+    raw = dice.integers(0, 256, (N, GROUPS, QUANTISED[kind][0]), dtype=np.uint8)
+    for start in HALVES[kind]:
+        raw[..., start : start + 2] = dice.choice(halves, (N, GROUPS, 1)).view(np.uint8)
+    return raw.reshape(N, -1)
+
+
+def fold(raw: np.ndarray, kind: str) -> tuple[PackedWeight, torch.Tensor]:
+    """And the floats of the reference library."""
+    dense = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]))
+    packed = fold_gguf(torch.from_numpy(raw.reshape(-1)), kind, tuple(dense.shape), "blk.0.attn_q.weight")
+    assert packed.shape == dense.shape and packed.order is None
+    assert (packed.bits, packed.group) == FORM[kind] and int(packed.codes.max()) < 2**packed.bits
+    return packed, dense
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_simple_kinds_are_exact(kind: str) -> None:
+    """For every float16 scale below 512, the subnormal ones among them."""
+    below_512 = np.arange(np.float16(512).view(np.uint16), dtype=np.uint16).view(np.float16)
+    packed, dense = fold(random_bytes(kind, np.concatenate([below_512, -below_512])), kind)
+    assert torch.equal(packed.dequantize(), dense)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in QUANTISED if kind not in EXACT])
+def test_k_kinds_are_within_the_rounding_of_a_float16_scale(kind: str) -> None:
+    """2^-11 of the weight where codes count from a middle, else of |scale * code| + |offset|; scales differ up to 16,000-fold."""
+    dice = np.random.default_rng(1)
+    halves = (dice.choice([-1, 1], 500) * 2.0 ** dice.uniform(-12, 2, 500)).astype(np.float16)
+    packed, dense = fold(random_bytes(kind, np.append(halves, [0.0, -0.0]).astype(np.float16)), kind)
+    scale, offset = (table.float().repeat_interleave(packed.group, 1) * packed.factor for table in (packed.scale, packed.offset))
+    if kind in ("Q3_K", "Q6_K"):
+        size = dense.abs()
+    else:
+        size = (scale * packed.codes).abs() + offset.abs()
+    error = (packed.dequantize() - dense).abs()
+    assert bool((error <= size * 2**-11 * (1 + 2**-10)).all())
+    assert error.max() > 0  # or it would belong to the exact ones
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_a_scale_that_is_no_number_is_refused_by_name(kind: str) -> None:
+    for odd in (np.inf, -np.inf, np.nan):
+        raw = random_bytes(kind, np.array([0.01], np.float16))
+        start = HALVES[kind][-1]
+        raw[3, start : start + 2] = np.array([odd], np.float16).view(np.uint8)
+        with pytest.raises(LoadError, match=r"blk.7.ffn_up.weight: a scale or offset is not finite"):
+            fold_gguf(torch.from_numpy(raw.reshape(-1)), kind, (N, GROUPS * (256 if kind.endswith("K") else 32)), "blk.7.ffn_up.weight")
+
+
+NO_MATRIX = [("Q4_K", (24, 1024)), ("Q4_K", (24, 8, 256)), ("Q4_K", (384, 128)), ("Q8_0", (24, 2048)), ("F16", (4, 4))]
+
+
+@pytest.mark.parametrize(("kind", "shape"), NO_MATRIX)
+def test_bytes_that_are_not_the_matrix_are_refused_by_name(kind: str, shape: tuple[int, ...]) -> None:
+    raw = torch.from_numpy(random_bytes("Q4_K", np.array([0.01], np.float16)).reshape(-1))
+    with pytest.raises(LoadError, match=f"blk.7.ffn_up.weight: .*{kind}"):
+        fold_gguf(raw, kind, shape, "blk.7.ffn_up.weight")

@@ -1,0 +1,135 @@
+"""The packed form: what its numbers mean, and that cutting and merging matrices does not change them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from octavo.errors import LoadError
+from octavo.quant.packed import GROUPS, PackedWeight, concatenate, pack, whole_group
+
+
+def make(n: int, k: int, bits: int, group: int, seed: int, exponent: int = 0, order: torch.Tensor | None = None) -> PackedWeight:
+    dice = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 2**bits, (n, k), generator=dice, dtype=torch.uint8)
+    scale, offset = torch.randn(2, n, k // group, generator=dice).half()
+    return PackedWeight(bits, group, codes, scale, offset, 2.0**exponent, order)
+
+
+def shuffled(k: int, seed: int) -> torch.Tensor:
+    return torch.randperm(k, generator=torch.Generator().manual_seed(seed)).int()
+
+
+def columns(group: int) -> st.SearchStrategy[int]:
+    return st.integers(1, 3).map(lambda groups: groups * group)
+
+
+@st.composite
+def weights(draw: st.DrawFn) -> PackedWeight:
+    group, seed = draw(st.sampled_from(GROUPS)), draw(st.integers(0, 999))
+    k = draw(columns(group))
+    order = shuffled(k, seed) if draw(st.booleans()) else None
+    return make(draw(st.integers(1, 6)), k, draw(st.sampled_from((4, 8))), group, seed, draw(st.integers(-30, 10)), order)
+
+
+@given(weights())
+@settings(max_examples=60)
+def test_each_weight_is_its_formula(packed: PackedWeight) -> None:
+    dense = packed.dequantize()
+    n, k = packed.shape
+    order = range(k) if packed.order is None else packed.order.tolist()
+    codes, scale, offset = packed.codes.tolist(), packed.scale.tolist(), packed.offset.tolist()
+    for row in range(n):
+        for j in range(0, k, 7):
+            group = j // packed.group
+            value = (scale[row][group] * codes[row][j] + offset[row][group]) * packed.factor  # in float64
+            assert dense[row, order[j]].item() == pytest.approx(value, rel=2**-20, abs=2**-20 * packed.factor)
+    assert dense.dtype == torch.float32
+
+
+@given(weights(), st.integers(0, 6), st.integers(0, 6), st.integers(0, 99))
+@settings(max_examples=60)
+def test_rows_of_the_weights_are_the_weights_of_the_rows(packed: PackedWeight, start: int, stop: int, seed: int) -> None:
+    dense = packed.dequantize()
+    some = torch.randint(packed.shape[0], (5,), generator=torch.Generator().manual_seed(seed))
+    for index in (slice(start, stop), some):
+        assert torch.equal(packed.rows(index).dequantize(), dense[index])
+
+
+@given(st.data())
+@settings(max_examples=60)
+def test_merged_weights_are_the_weights_of_the_parts(data: st.DataObject) -> None:
+    """Any mixture of bits, groups and factors; all parts see the input in one order."""
+    groups = data.draw(st.lists(st.sampled_from(GROUPS), min_size=1, max_size=4))
+    k = data.draw(columns(128))
+    order = shuffled(k, k) if data.draw(st.booleans()) else None
+    parts = [
+        make(data.draw(st.integers(1, 5)), k, data.draw(st.sampled_from((4, 8))), group, seed, data.draw(st.integers(-8, 8)), order)
+        for seed, group in enumerate(groups)
+    ]
+    merged = concatenate(parts)
+    assert torch.equal(merged.dequantize(), torch.cat([part.dequantize() for part in parts]))
+    assert (merged.bits, merged.group) == (max(part.bits for part in parts), min(groups))
+
+
+@given(weights())
+@settings(max_examples=30)
+def test_order_says_which_column_a_code_is_for(packed: PackedWeight) -> None:
+    order = shuffled(packed.shape[1], 1)
+    assert torch.equal(replace(packed, order=order).dequantize()[:, order.long()], replace(packed, order=None).dequantize())
+
+
+@given(st.integers(-60, 60), st.integers(0, 999))
+def test_what_float16_can_hold_at_any_magnitude_is_held_exactly(exponent: int, seed: int) -> None:
+    """Scales over 30 binades with 11 significant bits each, anywhere in the range of float32."""
+    dice = torch.Generator().manual_seed(seed)
+    digits = torch.randint(1024, 2048, (2, 3, 4), generator=dice).float()
+    scale, offset = digits * 2.0 ** (exponent - torch.randint(0, 30, (2, 3, 4), generator=dice).float())
+    packed = pack("w", 4, torch.zeros(3, 64, dtype=torch.uint8), scale, offset)
+    assert packed.group == 16
+    assert torch.equal(packed.scale.float() * packed.factor, scale)
+    assert torch.equal(packed.offset.float() * packed.factor, offset)
+
+
+@given(st.integers(-60, 60), st.floats(1, 2, width=32))
+@example(0, 2 - 2**-23)  # rounds up to a power of two, past the largest float16 if that was near
+def test_other_scales_are_off_by_a_rounding(exponent: int, digits: float) -> None:
+    scale = digits * 2.0 ** (exponent - torch.arange(28.0)).view(1, 28)
+    packed = pack("w", 8, torch.zeros(1, 28 * 16, dtype=torch.uint8), scale, -scale)
+    for kept, exact in ((packed.scale, scale), (packed.offset, -scale)):
+        assert bool(((kept.float() * packed.factor - exact).abs() <= scale * 2**-11).all())
+
+
+def test_sizes_are_those_of_the_packed_bytes() -> None:
+    assert make(32, 256, 4, 32, 0).nbytes == 32 * 256 // 2 + 2 * 2 * 32 * 8
+    assert make(32, 256, 8, 128, 0, order=shuffled(256, 0)).nbytes == 32 * 256 + 2 * 2 * 32 * 2 + 4 * 256
+
+
+def test_a_published_group_is_made_of_whole_groups() -> None:
+    assert [whole_group("w", size, 1024) for size in (16, 32, 96, 128, 256, 1024)] == [16, 32, 32, 128, 128, 128]
+    assert whole_group("w", 128, 1024 + 32) == 32
+    for size, k in ((8, 1024), (40, 1024), (128, 1000)):
+        with pytest.raises(LoadError, match=f"layer.0: groups of {size} in rows of {k} "):
+            whole_group("layer.0", size, k)
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    good = make(4, 64, 4, 32, 0)
+    for wrong, message in (
+        ({"bits": 3}, "3 bits"),
+        ({"group": 24}, "groups of 24"),
+        ({"codes": good.codes[:, :48]}, r"codes \[4, 48\]"),
+        ({"codes": good.codes.int()}, "codes torch.int32"),
+        ({"scale": good.scale[:, :1]}, r"scale torch.float16 \[4, 1\], expected torch.float16 \[4, 2\]"),
+        ({"offset": good.offset.float()}, "offset torch.float32"),
+        ({"order": shuffled(32, 0)}, r"order torch.int32 \[32\]"),
+    ):
+        with pytest.raises(LoadError, match=message):
+            replace(good, **wrong)
+    for other, message in ((make(4, 128, 4, 32, 0), "64 and 128 columns"), (replace(good, order=shuffled(64, 0)), "ordered differently")):
+        with pytest.raises(LoadError, match=message):
+            concatenate([good, other])
+    with pytest.raises(LoadError, match=r"layer.0: a scale or offset is not finite"):
+        pack("layer.0", 4, good.codes, good.scale.float(), good.offset.float() * torch.nan)
