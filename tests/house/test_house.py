@@ -163,10 +163,10 @@ print("chat" in text.getvalue() and "torch" not in sys.modules)
 """
 
 TIMED_HELP = """
-import subprocess, sys, time
-start = time.process_time()
+import resource, subprocess, sys
 subprocess.run([sys.executable, "-m", "octavo", "--help"], check=True, stdout=subprocess.DEVNULL)
-print(time.process_time() - start)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(used.ru_utime + used.ru_stime)
 """
 
 
