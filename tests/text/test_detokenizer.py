@@ -83,7 +83,7 @@ def test_a_push_costs_the_same_late_as_early() -> None:
     tokenizer = TOKENIZERS["smollm2"]
     ids = tokenizer.encode("The quick brown fox jumps over the lazy dog. ") * 2000
     stream = IncrementalDetokenizer(tokenizer)
-    start = time.perf_counter()
+    start = time.process_time()
     for token_id in ids:
         stream.push((token_id,))
-    assert (time.perf_counter() - start) / len(ids) < 15e-6
+    assert (time.process_time() - start) / len(ids) < 15e-6
