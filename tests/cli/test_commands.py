@@ -117,7 +117,8 @@ def test_a_file_of_prompts_becomes_a_file_of_outputs(tmp_path: Path) -> None:
 
 
 def test_messages_of_a_file_are_answered_to_the_end_of_the_context(tmp_path: Path) -> None:
-    lines = [{"messages": [{"role": "user", "content": "Hello"}], "temperature": 0.5, "ignore_eos": True}, {"prompt": "Hello", "ignore_eos": True}]
+    asked = {"messages": [{"role": "user", "content": "Hello"}]}
+    lines = [asked | {"temperature": 0.5, "ignore_eos": True}, {"prompt": "Hello", "ignore_eos": True}]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
     run = octavo("generate", "--file", "in.jsonl", "--output", "-", "--max-model-len", "96", cwd=tmp_path, env=FAKE)
     chat, plain = (json.loads(line)["usage"] for line in run.stdout.splitlines())
