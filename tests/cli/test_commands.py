@@ -116,6 +116,15 @@ def test_a_file_of_prompts_becomes_a_file_of_outputs(tmp_path: Path) -> None:
     assert all(sample["finish_reason"] == "length" and sample["text"] for record in records for sample in record["outputs"])
 
 
+def test_messages_of_a_file_are_answered_to_the_end_of_the_context(tmp_path: Path) -> None:
+    asked = {"messages": [{"role": "user", "content": "Hello"}]}
+    lines = [asked | {"temperature": 0.5, "ignore_eos": True}, {"prompt": "Hello", "ignore_eos": True}]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    run = octavo("generate", "--file", "in.jsonl", "--output", "-", "--max-model-len", "96", cwd=tmp_path, env=FAKE)
+    chat, plain = (json.loads(line)["usage"] for line in run.stdout.splitlines())
+    assert chat["prompt_tokens"] + chat["completion_tokens"] == 96 and plain["completion_tokens"] == 16
+
+
 def test_texts_go_to_stdout_apart_from_each_other() -> None:
     run = octavo("generate", "--max-tokens", "4", "--file", "-", stdin="One\nTwo\n\nThree\n", env=FAKE)
     assert run.returncode == 0
