@@ -14,6 +14,7 @@ from octavo.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu"]
+CpuIsa = Literal["auto", "portable", "avx2", "avx512", "amx"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 
@@ -38,6 +39,8 @@ class EngineConfig:
     enable_prefix_caching: bool = _flag(True, "reuse blocks of earlier prompts and answers")
     scheduling_policy: SchedulingPolicy = _flag("fcfs", "fcfs: by arrival; priority: lower number first")
     attention_backend: str = _flag("auto", "auto, cpu (paged) or contiguous (the reference)")
+    native: bool = _flag(False, "compute with the native CPU kernels: quantised weights stay packed, one call a step")
+    cpu_isa: CpuIsa = _flag("auto", "the instructions those may use; auto: the best this CPU has")
     pipeline_depth: int = _flag(1, "steps in flight, 1 or 2")
     max_logprobs: int = _flag(20, "most logprobs one request may ask for")
     generation_config: Literal["auto", "none"] = _flag("auto", "none: do not sample as the model's generation_config.json recommends")
@@ -91,7 +94,9 @@ _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "device": ("auto", "cpu"),
     "load_format": ("auto", "dummy"),
     "generation_config": ("auto", "none"),
+    "cpu_isa": ("auto", "portable", "avx2", "avx512", "amx"),
     "scheduling_policy": ("fcfs", "priority"),
+    "native": (True, False),
     "enable_prefix_caching": (True, False),
     "skip_tokenizer_init": (True, False),
 }

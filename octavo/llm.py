@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Literal, TypeVar
 
 from octavo import log
-from octavo.config import Device, Dtype, EngineConfig, SchedulingPolicy, debug_from_environment, log_level
+from octavo.config import CpuIsa, Device, Dtype, EngineConfig, SchedulingPolicy, debug_from_environment, log_level
 from octavo.engine.client import EngineClient, InprocClient
 from octavo.engine.output import OutputProcessor
 from octavo.errors import EngineError, RequestError
@@ -47,6 +47,8 @@ class LLM:
         enable_prefix_caching: bool = True,
         scheduling_policy: SchedulingPolicy = "fcfs",
         attention_backend: str = "auto",
+        native: bool = False,
+        cpu_isa: CpuIsa = "auto",
         pipeline_depth: int = 1,
         max_logprobs: int = 20,
         generation_config: Literal["auto", "none"] = "auto",
@@ -70,6 +72,8 @@ class LLM:
                 enable_prefix_caching=enable_prefix_caching,
                 scheduling_policy=scheduling_policy,
                 attention_backend=attention_backend,
+                native=native,
+                cpu_isa=cpu_isa,
                 pipeline_depth=pipeline_depth,
                 max_logprobs=max_logprobs,
                 generation_config=generation_config,

@@ -20,6 +20,8 @@ from octavo.kernels.reference.dequant import DENSE, SUPPORTED_KINDS, dequantize
 from octavo.loading.files import INDEX, SINGLE, fingerprint, read_weight_map
 from octavo.loading.gguf import GGUFFile, GGUFTensor
 from octavo.loading.gguf_config import config_dict, gguf_architecture
+from octavo.quant.fold_gguf import fold_gguf
+from octavo.quant.packed import PackedWeight
 
 MAX_HEADER_BYTES = 32 * 2**20  # 250,000 weights in one file; the library would take 100 MB
 
@@ -34,6 +36,9 @@ class Checkpoint(Protocol):
     def read(self, name: str) -> Tensor:
         """A dense tensor: in the float type it is stored in, or float32 if it was quantised. It may be a view of the file."""
         ...
+
+    def packed(self, name: str) -> PackedWeight | None:
+        """A quantised matrix as codes; None where it is stored as floats."""
 
     def fingerprint(self) -> bytes: ...
 
@@ -83,6 +88,9 @@ class SafetensorsCheckpoint:
 
     def read(self, name: str) -> Tensor:
         return self._file_of[name].read(name)
+
+    def packed(self, name: str) -> PackedWeight | None:
+        return None
 
     def fingerprint(self) -> bytes:
         return fingerprint([(file.path, file.header_bytes) for file in self._files])
@@ -228,8 +236,19 @@ class GGUFCheckpoint:
         heads = self._interleaved_heads.get(_part(tensor))
         return dense if heads is None else half_split(dense, heads)
 
+    def packed(self, name: str) -> PackedWeight | None:
+        tensor = self._tensor_of[name]
+        if tensor.kind in DENSE:
+            return None
+        weight = fold_gguf(self._bytes(tensor), tensor.kind, tensor.shape, f"{self.source}: {tensor.name}")
+        heads = self._interleaved_heads.get(_part(tensor))
+        return weight if heads is None else weight.rows(half_split(torch.arange(tensor.shape[0]), heads))
+
+    def _bytes(self, tensor: GGUFTensor) -> Tensor:
+        return self._data[tensor.offset : tensor.offset + tensor.num_bytes]
+
     def _dense(self, tensor: GGUFTensor) -> Tensor:
-        raw = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
+        raw = self._bytes(tensor)
         if tensor.kind in DENSE:
             return raw.view(DENSE[tensor.kind]).view(tensor.shape)
         return dequantize(raw, tensor.kind, tensor.shape)

@@ -1,6 +1,6 @@
 """`ModelRunner`: carries out a plan with a model. Order: copies, row writes, forward, sample.
 
-    plan (ids) -> rows and cache brought up to date -> ForwardBatch (tensors) -> hidden -> logits of sampled rows -> ids
+    plan (ids) -> rows and cache brought up to date -> ForwardBatch (tensors) -> hidden, logits of sampled rows -> ids
 
 New ids go into the device rows at once; the host learns them from the result.
 """
@@ -12,25 +12,24 @@ from torch import Tensor
 
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.messages import PromptPiece, StepPlan, StepResult
-from octavo.models.decoder import Decoder
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import KVStore
-from octavo.worker.program import Program
+from octavo.worker.program import Forward, Program
 from octavo.worker.prompt_logprobs import prompt_logprobs
 from octavo.worker.request_table import RequestTable
 from octavo.worker.sampler import sample
 
 
 class ModelRunner:
-    def __init__(self, model: Decoder, program: Program, store: KVStore, table: RequestTable, block_size: int, faults: Faults) -> None:
-        self.model = model
+    def __init__(self, program: Program, store: KVStore, table: RequestTable, block_size: int, faults: Faults) -> None:
         self.program = program
         self.store = store
         self.table = table
         self.block_size = block_size
         self.faults = faults
         self._plan = StepPlan(0)
-        self._rows = self._logits = torch.empty(0)
+        self._rows = torch.empty(0)
+        self._forward = Forward(torch.empty(0), torch.empty(0))
         self._bad: list[int] = []
         self._prompt_logprobs: dict[int, PromptPiece] = {}
 
@@ -43,13 +42,13 @@ class ModelRunner:
         if not plan.row:
             return
         batch = gather(plan, self.table, self.store, self.block_size)
-        hidden = self.program.run(batch)  # [T, hidden]
+        self._forward = self.program.run(batch)
+        hidden = self._forward.hidden  # [T, hidden]
         if self.faults.poisons(plan.step, 0):
             hidden[: plan.num_query[0]] = torch.nan
         self._bad = _rows_not_finite(hidden, batch)
-        self._prompt_logprobs = prompt_logprobs(hidden, plan, self.table, self.model)
+        self._prompt_logprobs = prompt_logprobs(hidden, plan, self.table, self.program)
         self._rows = batch.sample_row
-        self._logits = self.model.logits(hidden[batch.sample_index])  # [S, vocab]
 
     @torch.inference_mode()
     def sample(self) -> StepResult:
@@ -59,7 +58,7 @@ class ModelRunner:
         entries = [entry for entry, samples in enumerate(plan.samples) if samples]
         if not entries:
             return result
-        sampled = sample(self._logits, self._rows, self.table)
+        sampled = sample(self._forward.logits, self._rows, self.table, self._forward.best)
         ids = self._valid_ids(sampled.ids, entries)
         self.table.append(self._rows, ids)
         for entry, token in zip(entries, ids.tolist(), strict=True):
@@ -69,9 +68,10 @@ class ModelRunner:
 
     def _valid_ids(self, ids: Tensor, entries: list[int]) -> Tensor:
         """An id outside the vocabulary must never be fed back: its row is bad."""
+        vocab_size = self.program.vocab_size
         if self.faults.spoils_id(self._plan.step):
-            ids[0] = self._logits.shape[1]
-        outside = (ids < 0) | (ids >= self._logits.shape[1])
+            ids[0] = vocab_size
+        outside = (ids < 0) | (ids >= vocab_size)
         if bool(outside.any()):
             self._bad += [entries[index] for index in outside.nonzero().flatten().tolist() if entries[index] not in self._bad]
             ids = ids.masked_fill(outside, 0)

@@ -1,5 +1,6 @@
 """The program seam: how a model is run over a batch. Choosing one is the only branch in the runner."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -9,19 +10,44 @@ from octavo.attention.forward_batch import ForwardBatch
 from octavo.models.decoder import Decoder
 
 
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """What a batch came to."""
+
+    hidden: Tensor  # [T, hidden], after the final norm
+    logits: Tensor  # [S, vocab] float32, of the tokens to sample from
+    best: Tensor | None = None  # [S] int64: the argmax of each row of logits, where the program has found it already
+
+
 class Program(Protocol):
-    def run(self, batch: ForwardBatch) -> Tensor:
-        """Final hidden states [T, hidden]."""
+    vocab_size: int
+
+    @property
+    def nbytes(self) -> int:
+        """What the weights take."""
+
+    def run(self, batch: ForwardBatch) -> Forward: ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, hidden] -> [N, vocab] float32"""
 
 
 class Eager:
     """Layer by layer, op by op: the readable one."""
 
     def __init__(self, model: Decoder, backend: type[AttentionBackend]) -> None:
+        self.vocab_size = model.config.vocab_size
         self._model = model
         self._backend = backend
 
-    def run(self, batch: ForwardBatch) -> Tensor:
+    @property
+    def nbytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self._model.parameters())
+
+    def run(self, batch: ForwardBatch) -> Forward:
         batch.attention = self._backend.prepare(batch)
         hidden: Tensor = self._model(batch)
-        return hidden
+        return Forward(hidden, self.logits(hidden[batch.sample_index]))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._model.logits(hidden)

@@ -29,12 +29,12 @@ class Sampled:
     logprobs: dict[int, TokenLogprobs]  # index into ids -> where asked for
 
 
-def sample(logits: Tensor, rows: Tensor, table: RequestTable) -> Sampled:
-    """The id that follows each row. logits: [S, V] float32, left as they are; rows: [S], rows of the table"""
+def sample(logits: Tensor, rows: Tensor, table: RequestTable, best: Tensor | None = None) -> Sampled:
+    """The id that follows each row. logits: [S, V] float32, left as they are; rows: [S], rows of the table; best: their argmax, if known"""
     row_list = rows.tolist()
     params = [table.params[row] for row in row_list]
     scores = _adjusted(logits, row_list, table)
-    ids = scores.argmax(-1)  # the first of equals
+    ids = best if best is not None and scores is logits else scores.argmax(-1)  # the first of equals
     random = torch.tensor([i for i, p in enumerate(params) if not p.greedy], dtype=torch.int64)
     if len(random):
         mixed = len(random) < len(ids)

@@ -9,7 +9,6 @@ from typing import Literal
 
 from octavo.config import Debug
 from octavo.messages import NoiseKey, RowWrite, StepPlan
-from octavo.models.decoder import Decoder
 from octavo.policy.cache_spec import CacheGeometry, LayerCacheSpec
 from octavo.sampling_params import SamplingParams
 from octavo.worker.faults import Faults
@@ -22,7 +21,7 @@ PROMPT_TOKENS = 2
 
 
 def warm_up(
-    model: Decoder, program: Program, specs: list[LayerCacheSpec], geometry: CacheGeometry, layout: Literal["paged", "contiguous"]
+    program: Program, specs: list[LayerCacheSpec], geometry: CacheGeometry, layout: Literal["paged", "contiguous"]
 ) -> None:
     size, prompt = geometry.block_size, min(PROMPT_TOKENS, geometry.max_model_len - 1)
     blocks = -(-(prompt + 1) // size)
@@ -31,7 +30,7 @@ def warm_up(
         store = PagedStore(specs, 1 + blocks, size)  # block 0 is the null block
     else:
         store = ContiguousStore(specs, 1, blocks * size)
-    runner = ModelRunner(model, program, store, RequestTable(1, prompt + 2, blocks), size, Faults(Debug()))
+    runner = ModelRunner(program, store, RequestTable(1, prompt + 2, blocks), size, Faults(Debug()))
     write = RowWrite(0, 0, array("q", [0] * prompt), prompt, 0, [], SamplingParams(), (), [], NoiseKey((0, 0), 0, 0), b"")
     new_blocks = [(0, index, 1 + index) for index in range(blocks)]
     prefill = StepPlan(1, [0], [0], [0], [prompt], [True], new_blocks=new_blocks, row_writes=[write])

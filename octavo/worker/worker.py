@@ -7,12 +7,16 @@ import platform
 
 import torch
 
-from octavo.attention.backend import AttentionBackend, choose_backend
+from octavo.attention.backend import choose_backend
 from octavo.config import Debug, EngineConfig
 from octavo.errors import ConfigError
+from octavo.kernels.cpu.levels import open_native
+from octavo.kernels.cpu.library import NativeLibrary
 from octavo.layers.comm import NullComm
+from octavo.layers.rotary import build_rope
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.loader import check_weights, fill_dummy, load_weights
+from octavo.loading.native_loader import HeldParameters, NativeWeights, Parameters, StoredParameters
 from octavo.loading.resolve import ModelSource, open_checkpoint
 from octavo.loading.shape import shape_of
 from octavo.log import Stopwatch, logger
@@ -28,7 +32,8 @@ from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
 from octavo.worker.machine import num_threads, resolve_dtype
 from octavo.worker.memory import memory, out_of_memory_explained
 from octavo.worker.model_runner import ModelRunner
-from octavo.worker.program import Eager
+from octavo.worker.native_program import NativeProgram
+from octavo.worker.program import Eager, Program
 from octavo.worker.request_table import RequestTable
 from octavo.worker.shadow import Shadow, ShadowedStore, shadowed
 from octavo.worker.warm_up import warm_up
@@ -55,7 +60,8 @@ class Worker:
             )
 
     def start(self) -> CacheGeometry:
-        torch.set_num_threads(num_threads())
+        self.library = self._open_native()
+        torch.set_num_threads(num_threads() if self.library is None else 1)  # the native library has threads of its own
         geometry = self.plan_cache()
         checkpoint = None if self.config.load_format == "dummy" else self._open_checkpoint()
         with out_of_memory_explained(self.needs, self.config):
@@ -68,15 +74,14 @@ class Worker:
         logger.info("Reserving the KV cache took %.2f seconds", watch.total())
         if self._shadow_wanted:
             self._add_shadow(geometry)
-        model = self._load(geometry.max_model_len, checkpoint)
+        program = self._load(geometry, checkpoint)
         self._log(geometry)
         blocks = -(-geometry.max_model_len // geometry.block_size)
         self.table = RequestTable(self.config.max_num_seqs, geometry.max_model_len, blocks)
-        program = Eager(model, self.backend)
-        self.runner = ModelRunner(model, program, self.store, self.table, geometry.block_size, self.faults)
+        self.runner = ModelRunner(program, self.store, self.table, geometry.block_size, self.faults)
         if not self._shadow_wanted:  # it would compare the warm-up with a cache that has not seen it
             watch = Stopwatch()
-            warm_up(model, program, self.specs, geometry, self.backend.layout)
+            warm_up(program, self.specs, geometry, self.backend.layout)
             logger.info("Warm-up took %.2f seconds", watch.total())
 
     def forward(self, plan: StepPlan) -> None:
@@ -119,22 +124,51 @@ class Worker:
     def _open_checkpoint(self) -> Checkpoint:
         """Names and shapes are compared with a model without memory: a file that does not fit costs none."""
         checkpoint = open_checkpoint(self.source)
-        with torch.device("meta"):
-            check_weights(build_model(self.model_config, torch.float32, self.backend, NullComm(), max_len=1), checkpoint)
+        check_weights(self._empty_model(), checkpoint)
         return checkpoint
 
-    def _load(self, max_len: int, checkpoint: Checkpoint | None) -> Decoder:
+    def _open_native(self) -> NativeLibrary | None:
+        """The native kernels, unless another way to compute was asked for."""
+        if not self.config.native or self.config.attention_backend != "auto" or self._shadow_wanted:
+            return None
+        library = open_native(self.config.cpu_isa, num_threads())
+        if library is not None:
+            logger.info("Native kernels: %s, %d threads", library.level, library.threads)
+        return library
+
+    def _load(self, geometry: CacheGeometry, checkpoint: Checkpoint | None) -> Program:
         watch = Stopwatch()
-        backend: type[AttentionBackend] = self.backend
         with torch.inference_mode():
-            model = build_model(self.model_config, getattr(torch, self.dtype), backend, NullComm(), max_len)
-            if checkpoint is None:
-                fill_dummy(model, self.config.seed)
+            program: Program
+            if self.library is not None:
+                program = self._load_native(geometry, checkpoint, self.library)
             else:
-                load_weights(model, checkpoint)
-        size = sum(parameter.nbytes for parameter in model.parameters())
-        logger.info("Model loading took %.2f GiB and %.2f seconds", size / GIB, watch.total())
+                program = Eager(self._load_model(geometry.max_model_len, checkpoint), self.backend)
+        logger.info("Model loading took %.2f GiB and %.2f seconds", program.nbytes / GIB, watch.total())
+        return program
+
+    def _load_model(self, max_len: int, checkpoint: Checkpoint | None) -> Decoder:
+        model = build_model(self.model_config, getattr(torch, self.dtype), self.backend, NullComm(), max_len)
+        if checkpoint is None:
+            fill_dummy(model, self.config.seed)
+        else:
+            load_weights(model, checkpoint)
         return model
+
+    def _load_native(self, geometry: CacheGeometry, checkpoint: Checkpoint | None, library: NativeLibrary) -> NativeProgram:
+        parameters: Parameters
+        if checkpoint is None:
+            parameters = HeldParameters(self._load_model(1, None))
+        else:
+            parameters = StoredParameters(self._empty_model(), checkpoint)
+        rope = build_rope(self.model_config.rope, self.model_config.head_dim, geometry.max_model_len)
+        weights = NativeWeights(parameters, library, self.dtype)
+        return NativeProgram(self.model_config, weights, rope, library, geometry.block_size)
+
+    def _empty_model(self) -> Decoder:
+        """The model's structure, without memory."""
+        with torch.device("meta"):
+            return build_model(self.model_config, torch.float32, self.backend, NullComm(), max_len=1)
 
     def _log(self, geometry: CacheGeometry) -> None:
         tokens = (geometry.num_blocks - 1) * geometry.block_size

@@ -193,9 +193,10 @@ def test_closing_frees_weights_and_cache_at_once(stories: str) -> None:
     llm = opened(stories)
     llm.generate([PROMPT, LONG], GREEDY)
     runner = llm._client._core.executor._runner.runner  # type: ignore[attr-defined]
-    kept = [weakref.ref(runner.model), *map(weakref.ref, runner.model.parameters()), weakref.ref(runner.store.caches[0]["k"])]
+    model = runner.program._model
+    kept = [weakref.ref(model), *map(weakref.ref, model.parameters()), weakref.ref(runner.store.caches[0]["k"])]
     kept.append(weakref.ref(runner.table.token_ids))
-    del runner
+    del runner, model
     assert len(kept) == 35
     gc.disable()
     try:

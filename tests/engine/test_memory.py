@@ -132,12 +132,12 @@ def test_a_step_holds_what_was_counted(largest: str, dtype: str, tmp_path: Path,
     def watched_forward(self: ModelRunner, plan: Any) -> None:
         if len(plan.row) < requests:
             return forward(self, plan)
-        held = self._logits.nbytes  # of the step before: they stay until the next are there
+        held = self._forward.logits.nbytes  # of the step before: they stay until the next are there
         peaks.append(held + peak_bytes(lambda: forward(self, plan)))
 
     def watched_sample(self: ModelRunner) -> Any:
         results: list[Any] = []
-        peaks.append(self._logits.nbytes + peak_bytes(lambda: results.append(sample(self))))
+        peaks.append(self._forward.logits.nbytes + peak_bytes(lambda: results.append(sample(self))))
         return results[0]
 
     length = prompt + tokens

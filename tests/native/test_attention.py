@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.kernels.cpu.attention_case import AttentionCase, Cache
+from octavo.kernels.cpu.attention_case import AttentionCase, Cache, from_bf16, to_bf16
 from octavo.kernels.cpu.library import BF16, F32, Q8, NativeLibrary, address
 from octavo.kernels.cpu.packing import Floats
 from octavo.kernels.reference.attention import attend, causal_mask
@@ -44,6 +44,11 @@ def attended_twin(case: AttentionCase, qkv: Floats, k: Cache, v: Cache) -> Float
     return torch.cat(out).numpy()
 
 
+def rounds(level: str, case: AttentionCase) -> bool:
+    """Whether queries are rounded to bfloat16, and perhaps weights: with scores that are large, that can move a lot."""
+    return level in ("avx512", "amx") and case.cache_kind != F32 and case.head_dim % 32 == 0
+
+
 def check(case: AttentionCase, library: NativeLibrary) -> None:
     before = case.past()
     qkv, out, *caches = case.run(library)
@@ -54,8 +59,10 @@ def check(case: AttentionCase, library: NativeLibrary) -> None:
         # The kernel's own k and v are stored, so that only storing is looked at here: it must be exact.
         expected.reshape(-1, *new.shape[1:])[case.new_slots] = Cache.holding(np.ascontiguousarray(new), case.cache_kind).numbers()
         assert np.array_equal(cache.numbers(), expected, equal_nan=True)
-    rounded = library.level in ("avx512", "amx") and case.cache_kind != F32  # to bfloat16
-    assert error(out, attended_twin(case, qkv, *caches)) < (1e-2 if rounded else 1e-5)
+    if rounds(library.level, case):
+        assert error(out, attended_twin(case, from_bf16(to_bf16(qkv)), *caches)) < 1e-2
+    else:
+        assert error(out, attended_twin(case, qkv, *caches)) < 1e-5
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -86,7 +93,7 @@ def test_windows_hide_what_is_behind_them(level: str, cache: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_long_contexts_are_split_over_threads_and_merged(level: str, cache: str) -> None:
     """Few tasks and long contexts: parts, also such that the last parts are short, empty, or wholly behind the window."""
-    for threads in (1, 2, 3):
+    for threads in (1, 3):
         with running(level, threads) as library:
             for rows in (((511, 1),), ((512, 1),), ((2055, 1),), ((1299, 1), (700, 1)), ((1500, 33),), ((0, 700),)):
                 for window in (0, 300):

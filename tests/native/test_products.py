@@ -31,7 +31,7 @@ def test_a_product_is_what_its_twin_gives(level: str, kind: int, group: int) -> 
                 weights = make_weights(library, random, n, k, kind, group, plain=threads == 2)
                 x = random.standard_normal((MOST_ROWS, k), np.float32)
                 expected = {halves: weights.product(x, halves) for halves in (False, True)}
-                for rows in range(1, MOST_ROWS + 1):
+                for rows in range(1, MOST_ROWS + 1) if threads == 1 else (1, 8, 9, MOST_ROWS):
                     got, good = matmul(library, weights.packed, x[:rows].copy()), expected[by_halves(level, rows)][:rows]
                     assert error(got, good) < 1e-5, (n, k, rows, threads)
 

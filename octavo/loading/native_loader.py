@@ -1,0 +1,126 @@
+"""Weights as the native program wants them: packed into panels once, part by part, so that no dense copy of a model is ever held.
+
+Quantised parts of a GGUF file stay codes. Parts that make up one matrix (q, k, v) must be of one kind: codes take the most
+bits and the smallest group of any; where one of them is no code, all of them become floats.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.kernels.cpu.library import BF16, F32, PANEL, Q4, Q8, NativeLibrary
+from octavo.kernels.cpu.packing import PackedMatrix, pack_codes, pack_float
+from octavo.layers.linear import MergedLinear
+from octavo.loading.checkpoint import Checkpoint
+from octavo.loading.loader import check_weights
+from octavo.models.decoder import Decoder
+from octavo.quant.packed import PackedWeight, concatenate
+
+
+class Parameters(Protocol):
+    """A model's parameters by name, those made of several parts as one."""
+
+    def has(self, name: str) -> bool: ...
+
+    def floats(self, name: str) -> Tensor: ...
+
+    def codes(self, name: str) -> PackedWeight | None: ...
+
+
+class StoredParameters:
+    """Read from a checkpoint, by the RULES of `model`, which needs no memory of its own."""
+
+    def __init__(self, model: Decoder, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._modules = dict(model.named_modules())
+        self._stored = {target.label: name for name, target in check_weights(model, checkpoint).items()}
+
+    def has(self, name: str) -> bool:
+        return all(label in self._stored for label in self._labels(name))
+
+    def floats(self, name: str) -> Tensor:
+        return torch.cat([self._checkpoint.read(self._stored[label]).float() for label in self._labels(name)])
+
+    def codes(self, name: str) -> PackedWeight | None:
+        parts = [self._checkpoint.packed(self._stored[label]) for label in self._labels(name)]
+        found = [part for part in parts if part is not None]
+        if len(found) < len(parts):
+            return None
+        return found[0] if len(found) == 1 else concatenate(found)
+
+    def _labels(self, name: str) -> list[str]:
+        module = self._modules.get(name.rpartition(".")[0])
+        return [f"{name}[{part}]" for part in module.parts] if isinstance(module, MergedLinear) else [name]
+
+
+class HeldParameters:
+    """Those of a model that has them: random ones, for trying out shapes."""
+
+    def __init__(self, model: Decoder) -> None:
+        self._found = dict(model.named_parameters())
+
+    def has(self, name: str) -> bool:
+        return name in self._found
+
+    def floats(self, name: str) -> Tensor:
+        return self._found[name].data.float()
+
+    def codes(self, name: str) -> PackedWeight | None:
+        return None
+
+
+class NativeWeights:
+    def __init__(self, parameters: Parameters, library: NativeLibrary, dtype: str) -> None:
+        """`dtype`: of what is not stored as codes."""
+        self._parameters = parameters
+        self._library = library
+        self._kind, self._dtype = (F32, torch.float32) if dtype == "float32" else (BF16, torch.bfloat16)
+
+    def vector(self, name: str) -> NDArray[np.float32]:
+        return self._parameters.floats(name).contiguous().numpy()
+
+    def rows(self, name: str) -> Tensor:
+        """A matrix as it is, to look rows up in."""
+        return self._parameters.floats(name).to(self._dtype).contiguous()
+
+    def matrix(self, module: str, alternate: bool = False, columns: int = 0) -> PackedMatrix:
+        """A product's weights, with zeros up to `columns`. With `alternate`, 16 rows of either half in turn, zeros after the last."""
+        name, bias = f"{module}.weight", f"{module}.bias"
+        biases = self._parameters.floats(bias) if self._parameters.has(bias) else None
+        codes = self._parameters.codes(name)
+        floats = None if codes is not None else self._parameters.floats(name)
+        size = (codes.codes if floats is None else floats).shape[0]  # type: ignore[union-attr]  # one of the two is there
+        order = _alternating(size // 2) if alternate else None
+        if codes is not None:
+            return self._pack_codes(codes if order is None else codes.rows(order), _taken(biases, order))
+        assert floats is not None
+        wide = F.pad(floats, (0, max(0, columns - floats.shape[1])))
+        packed = _taken(wide, order)
+        assert packed is not None
+        return pack_float(self._library, packed, self._kind, _taken(biases, order))
+
+    def _pack_codes(self, weight: PackedWeight, bias: NDArray[np.float32] | None) -> PackedMatrix:
+        codes, scale, offset = (tensor.contiguous().numpy() for tensor in (weight.codes, weight.scale, weight.offset))
+        order = None if weight.order is None else weight.order.numpy()
+        return pack_codes(self._library, codes, scale, offset, weight.group, Q4 if weight.bits == 4 else Q8, weight.factor, bias, order)
+
+
+def _alternating(size: int) -> Tensor:
+    """Rows of two halves of `size` as they stand with 16 of each in turn; -1 is a row of zeros."""
+    index = torch.full((-(-size // PANEL) * PANEL,), -1)
+    index[:size] = torch.arange(size)
+    panels = index.view(-1, 1, PANEL)
+    return torch.cat([panels, torch.where(panels < 0, -1, panels + size)], dim=1).flatten()
+
+
+def _taken(values: Tensor | None, order: Tensor | None) -> NDArray[np.float32] | None:
+    """In that order, with zeros where it says -1."""
+    if values is None or order is None:
+        return None if values is None else values.contiguous().numpy()
+    taken = values[order.clamp(min=0)]
+    taken[order < 0] = 0
+    return taken.numpy()
