@@ -48,6 +48,7 @@ def report(facts: Facts, found: list[Finding]) -> str:
         "torch": _torch(facts),
         "device": device_choice("auto", facts.gpu, facts.torch.build) if facts.torch else "none without torch",
         "cpu": _cpu(facts),
+        "native": f"{facts.native} kernels" if facts.native else facts.no_native,
         "threads": _threads(facts),
         "memory": _memory(facts),
         "default model": str(facts.default_model or "not installed"),

@@ -2,6 +2,7 @@
 is kept with the reason.
 """
 
+import functools
 import importlib
 import importlib.metadata
 import os
@@ -55,6 +56,8 @@ class Facts:
     quota_cpus: int | None
     omp_threads: int | None
     threads: int
+    native: str | None  # the best level of the native kernels
+    no_native: str  # why there are none, and what helps
     load: float | None  # of the last minute
     total_bytes: int
     available_bytes: int | None
@@ -83,6 +86,8 @@ def gather() -> Facts:
         quota_cpus=machine.quota_cpus(),
         omp_threads=thread_limit(),
         threads=machine.num_threads(),
+        native=_native()[0],
+        no_native=_native()[1],
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         total_bytes=machine.total_bytes(),
         available_bytes=machine.available_bytes(),
@@ -94,6 +99,16 @@ def gather() -> Facts:
         variables=environment(),
         mistakes=tuple(_mistakes()),
     )
+
+
+@functools.cache
+def _native() -> tuple[str | None, str]:
+    try:
+        from octavo.worker.device import native_level  # needs numpy
+
+        return native_level()
+    except Exception as error:
+        return None, f"cannot be asked for: {' '.join(str(error).split())[:200]}"
 
 
 def _library(name: str) -> Library:

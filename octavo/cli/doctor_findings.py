@@ -65,6 +65,8 @@ def _model(facts: Facts) -> Iterator[Finding]:
 
 
 def _machine(facts: Facts) -> Iterator[Finding]:
+    if facts.native is None:
+        yield Finding("there are no native kernels, torch computes alone", facts.no_native, must=False)
     if note := platform_note(facts.system, facts.machine):
         yield Finding(note, "octavo verify  # proves that paging works here", must=False)
     cpus = min(facts.allowed_cpus, facts.quota_cpus or facts.allowed_cpus)

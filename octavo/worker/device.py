@@ -32,6 +32,14 @@ def nvidia_gpu() -> bool:
     return any(sign.exists() for sign in GPU_SIGNS)
 
 
+def native_level() -> tuple[str | None, str]:
+    """The best level of the native kernels on this machine; or None, and why there are none."""
+    from octavo.kernels.cpu.library import find_library
+
+    library = find_library()
+    return (None, library) if isinstance(library, str) else (library.highest_level, "")
+
+
 def platform_refusal(system: str) -> str | None:
     if system.startswith(("Windows", "CYGWIN", "MSYS", "MINGW")):
         return "Octavo does not run on native Windows: run it under WSL2 (wsl --install, then inside it as on Linux)"

@@ -17,6 +17,8 @@ BAD: dict[str, list[Any]] = {
     "device": ["cuda", "mps", "", None, 5],
     "load_format": ["pt", None],
     "generation_config": ["vllm", None],
+    "native": ["yes", None],
+    "cpu_isa": ["sse", None],
     "max_model_len": [0, 1, *NO_INTEGERS],
     "block_size": [0, 3, 12, 512, None, *NO_INTEGERS],
     "kv_cache_memory_bytes": [0, *NO_INTEGERS],

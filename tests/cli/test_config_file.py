@@ -32,6 +32,8 @@ WAYS: dict[str, list[tuple[str, list[str], Any]]] = {
     "pipeline_depth": [("2", ["--pipeline-depth", "2"], 2)],
     "max_logprobs": [("0", ["--max-logprobs", "0"], 0)],
     "generation_config": [('"none"', ["--generation-config", "none"], "none")],
+    "native": [("true", ["--native"], True), ("false", ["--no-native"], False)],
+    "cpu_isa": [('"avx2"', ["--cpu-isa", "avx2"], "avx2")],
     "revision": [('"v1"', ["--revision", "v1"], "v1")],
     "chat_template": [('"t.jinja"', ["--chat-template", "t.jinja"], "t.jinja")],
     "seed": [("0xff", ["--seed", "255"], 255)],

@@ -11,16 +11,19 @@ import pytest
 from octavo.cli.doctor import report, without_home
 from octavo.cli.doctor_facts import OPTIONAL, REQUIRED, Facts, Library, Torch
 from octavo.cli.doctor_findings import findings
+from octavo.kernels.cpu.library import LEVELS
 from octavo.worker.device import TorchBuild
 from tests.cli.processes import ROOT, octavo
 
 GIB = 2**30
-ROWS = ["octavo", "platform", "torch", "device", "cpu", "threads", "memory", "default model", "model cache", "libraries", "environment"]
+ROWS = ["octavo", "platform", "torch", "device", "cpu", "native", "threads", "memory"]
+ROWS += ["default model", "model cache", "libraries", "environment"]
 LIBRARIES = tuple(Library(name, "9.1", None) for name in (*REQUIRED, *OPTIONAL))
 TORCH = Torch(TorchBuild("2.13.0+cpu", None, None), mkldnn=True, dispatch="AVX512", amx=True, dtype="bfloat16")
 HEALTHY = Facts(
     python="CPython 3.11.7", system="Linux", machine="x86_64", release="6.1", libraries=LIBRARIES, torch=TORCH, gpu=False,
     cpu="A CPU", cpu_flags=frozenset({"avx2", "avx512f", "amx_tile"}), allowed_cpus=8, quota_cpus=None, omp_threads=None, threads=8,
+    native="avx512", no_native="",
     load=0.5, total_bytes=64 * GIB, available_bytes=60 * GIB, memory_bytes=64 * GIB, default_model=Path("/models/small.gguf"),
     cache=Path("/cache/hub"), cache_bytes=3 * GIB, free_disk=100 * GIB, variables={}, mistakes=(),
 )  # fmt: skip
@@ -49,6 +52,7 @@ CASES: list[tuple[dict[str, Any], str, str, bool]] = [  # what differs from a he
     ({"omp_threads": 5, "quota_cpus": 4}, "OMP_NUM_THREADS is 5, this process may use 4 CPUs", "export OMP_NUM_THREADS=4", True),
     ({"memory_bytes": GIB}, "this process may use 1.0 GiB of memory", "raise the container's limit", True),
     ({"memory_bytes": GIB, "total_bytes": GIB}, "this process may use 1.0 GiB of memory", "add memory", True),
+    ({"native": None, "no_native": "liboctavo.so was not built"}, "there are no native kernels", "liboctavo.so was not built", False),
     ({"load": 8.5}, "load average 8.5 on 8 CPUs", "top", False),
     ({"variables": {"OCTAVO_LOGLEVEL": "(set)"}}, "nothing reads it; did you mean OCTAVO_LOG_LEVEL?", "unset OCTAVO_LOGLEVEL", True),
     ({"variables": {"OMP_NUM_THREADS": "many"}}, "OMP_NUM_THREADS is 'many', no number", "unset OMP_NUM_THREADS", True),
@@ -112,6 +116,7 @@ def test_a_real_machine_in_one_block_without_home_or_secrets(tmp_path: Path) -> 
     rows = {line[:15].strip(): line[15:] for line in run.stdout.partition("to fix:")[0].splitlines()}
     assert list(rows) == ROWS
     assert rows["torch"].startswith(f"{torch.__version__}, ") and rows["threads"].startswith("1 (")
+    assert rows["native"] in [f"{level} kernels" for level in LEVELS]
     assert rows["default model"].endswith("SmolLM2-135M-Instruct.Q4_1.gguf")
     assert rows["model cache"].startswith("~/hf/hub: 3.00 GiB there")
     assert rows["environment"] == "HF_HOME=~/hf, HF_HUB_OFFLINE=1, HF_TOKEN=(set), OCTAVO_SECRET=(set), OMP_NUM_THREADS=1"

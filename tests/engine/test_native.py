@@ -1,0 +1,123 @@
+"""The native program says what the torch program says: the same tokens in float32, and nearly the same numbers from packed weights."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from octavo.errors import ConfigError
+from octavo.kernels.cpu.library import LEVELS, NativeLibrary, find_library
+from octavo.outputs import RequestOutput
+from octavo.worker.native_program import NativeProgram
+from tests.cli.processes import octavo
+from tests.support.models import tiny_model
+
+TEXT = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park with her friends. "
+PROMPTS = [TEXT * 3, "The cat", TEXT + "One day", "x", TEXT + "It was a sunny day and"]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2),
+    SamplingParams(seed=1, n=3, max_tokens=25, top_p=0.9, ignore_eos=True),
+    SamplingParams(seed=2, max_tokens=30, repetition_penalty=1.3, frequency_penalty=0.4, min_tokens=12),
+    SamplingParams(temperature=0, max_tokens=30, stop=("She",), bad_words=["park"]),
+    SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=1),
+]
+
+
+def library() -> NativeLibrary:
+    found = find_library()
+    assert not isinstance(found, str), found
+    return found
+
+
+def answers(outputs: Sequence[RequestOutput]) -> list[tuple[list[int], str, object]]:
+    return [(sample.token_ids, sample.text, sample.stop_reason) for output in outputs for sample in output.outputs]
+
+
+SMALL_BLOCKS = {"block_size": 4, "num_gpu_blocks_override": 300}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"pipeline_depth": 2}, {"max_num_batched_tokens": 24}, SMALL_BLOCKS, {"enable_prefix_caching": False}], ids=str
+)
+def test_the_same_tokens_and_logprobs_in_float32_whatever_the_schedule(stories: str, settings: dict[str, object]) -> None:
+    engine = {"num_gpu_blocks_override": 120, "max_num_seqs": 8, **settings}
+    with LLM(stories, **engine) as torch_llm, LLM(stories, native=True, **engine) as native_llm:  # type: ignore[arg-type]
+        assert isinstance(native_llm._client._core.executor._runner.runner.program, NativeProgram)  # type: ignore[attr-defined]
+        for _ in range(2):  # the second time out of the cache
+            expected = torch_llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+            found = native_llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+            assert answers(found) == answers(expected)
+            assert [output.num_cached_tokens for output in found] == [output.num_cached_tokens for output in expected]
+            pairs = zip(found[0].outputs[0].logprobs or [], expected[0].outputs[0].logprobs or [], strict=True)
+            assert all(abs(mine[token].logprob - choice.logprob) < 1e-3 for mine, theirs in pairs for token, choice in theirs.items())
+            scored = zip((found[4].prompt_logprobs or [])[1:], (expected[4].prompt_logprobs or [])[1:], strict=True)
+            assert all(mine and theirs and set(mine) == set(theirs) for mine, theirs in scored)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_every_family_at_every_level(tmp_path: Path, architecture: str) -> None:
+    """Biases, norms on heads, head sizes and widths that fill no panel."""
+    window = None if architecture == "LlamaForCausalLM" else 20
+    folder = tiny_model(tmp_path, architecture, seed=5, tie=architecture == "Qwen2ForCausalLM", window=window)
+    prompts = [[(7 * i + j) % 100 for j in range(3 + 20 * i)] for i in range(4)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    settings = {"num_gpu_blocks_override": 60, "max_num_seqs": 4, "skip_tokenizer_init": True, "dtype": "float32"}
+    with LLM(str(folder), **settings) as llm:  # type: ignore[arg-type]
+        expected = answers(llm.generate(prompts, params, use_tqdm=False))
+    for level in LEVELS[: LEVELS.index(library().highest_level) + 1]:
+        with LLM(str(folder), native=True, cpu_isa=level, **settings) as llm:  # type: ignore[arg-type]
+            assert answers(llm.generate(prompts, params, use_tqdm=False)) == expected
+
+
+def test_the_default_model_stays_packed_and_is_about_as_sure_of_a_text_as_its_float32_self() -> None:
+    text = (Path(__file__).parents[1] / "data/prompts/questions.txt").read_text()[:3000]
+    params = SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=0)
+
+    def loss(native: bool, dtype: str) -> tuple[float, int]:
+        with LLM(native=native, dtype=dtype, num_gpu_blocks_override=80, max_num_seqs=2) as llm:  # type: ignore[arg-type]
+            (output,) = llm.generate(text, params, use_tqdm=False)
+            nbytes = llm._client._core.executor._runner.runner.program.nbytes  # type: ignore[attr-defined]
+        found = [choices[token].logprob for token, choices in zip(output.prompt_token_ids, output.prompt_logprobs or []) if choices]
+        return -sum(found) / len(found), nbytes
+
+    (plain, _), (packed, nbytes) = loss(False, "float32"), loss(True, "bfloat16")
+    assert math.exp(packed - plain) == pytest.approx(1, abs=0.02), "perplexities over 700 tokens; the long run compares 20,000"
+    assert nbytes < 110 * 2**20, "bfloat16 would take 257 MiB"
+
+
+def test_memory_that_is_poisoned_until_written_is_never_read(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_DEBUG", "check=1,preempt.every=3")
+    with LLM(stories, native=True, num_gpu_blocks_override=60, max_num_seqs=4) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=20, n=2), use_tqdm=False)
+    assert all(sample.finish_reason in ("length", "stop") for output in outputs for sample in output.outputs)
+    assert sum(output.metrics.preemptions for output in outputs) > 3
+
+
+def test_dummy_weights_run_too(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path, "LlamaForCausalLM", seed=5)
+    (folder / "model.safetensors").unlink()
+    with LLM(str(folder), native=True, load_format="dummy", skip_tokenizer_init=True, num_gpu_blocks_override=20) as llm:
+        assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids) == 4
+
+
+def test_a_level_the_cpu_does_not_have_is_refused(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NativeLibrary, "highest_level", "avx2")
+    with pytest.raises(ConfigError, match="cpu_isa amx is more than this machine offers: avx2"):
+        LLM(stories, native=True, cpu_isa="amx")
+
+
+def test_torch_gets_its_threads_back(stories: str) -> None:
+    before = torch.get_num_threads()
+    with LLM(stories, native=True, num_gpu_blocks_override=20):
+        assert torch.get_num_threads() == 1
+    with LLM(stories, num_gpu_blocks_override=20):
+        assert torch.get_num_threads() == before
+
+
+def test_the_command_line_says_which_kernels_run() -> None:
+    run = octavo("generate", "Hello", "--native", "--cpu-isa", "portable", "--max-tokens", "2", env={"OCTAVO_LOG_LEVEL": "INFO"})
+    assert run.returncode == 0 and "INFO Native kernels: portable, 1 thread" in run.stderr
+    assert octavo("generate", "Hello", "--no-native", "--max-tokens", "2", env={"OCTAVO_LOG_LEVEL": "INFO"}).stderr.count("Native") == 0
