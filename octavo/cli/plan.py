@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SETTINGS = (
     "revision", "dtype",
-    "max_model_len", "block_size", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens",
+    "max_model_len", "block_size", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens", "native",
 )  # fmt: skip
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
 
@@ -41,12 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from octavo.loading.shape import model_shape
-    from octavo.worker.machine import resolve_dtype
+    from octavo.worker.device import native_threads
+    from octavo.worker.machine import num_threads, resolve_dtype
     from octavo.worker.memory import memory
 
     config = engine_config(args, args.words)
     shape = model_shape(config.model, config.revision)
-    needs = shape.needs(resolve_dtype(config.dtype, shape.config.dtype), args.quantization, args.kv_cache_dtype)
+    threads = native_threads(config, num_threads())
+    needs = shape.needs(resolve_dtype(config.dtype, shape.config.dtype), args.quantization, args.kv_cache_dtype, threads)
     plan = plan_memory(needs, config, memory() if args.memory is None else Memory(args.memory))
     not_run = _not_run(needs, args.quantization, args.kv_cache_dtype)
     if args.json:

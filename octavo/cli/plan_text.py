@@ -54,7 +54,8 @@ def _rows(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig, plan: Me
 def _stored(shape: "ModelShape", needs: ModelNeeds) -> str:
     if shape.stored_bytes is None:
         return "no weights here"
-    return f"{shown(shape.stored_bytes)} on disk{', unpacked at load' if shape.packed and needs.loading else ''}"
+    unpacked = shape.packed and needs.loading and not needs.native_threads
+    return f"{shown(shape.stored_bytes)} on disk{', unpacked at load' if unpacked else ''}"
 
 
 def _bar(plan: MemoryPlan, plain: bool, colour: bool) -> list[str]:

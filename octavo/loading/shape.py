@@ -26,6 +26,7 @@ from octavo.models.registry import cache_specs
 from octavo.policy.cache_spec import ITEM_BYTES
 from octavo.policy.memory_plan import ModelNeeds
 from octavo.policy.model_size import Quantization, int8_cache_specs, weight_bytes
+from octavo.policy.native_size import native_weight_bytes
 
 PLAIN_KINDS = ("F32", "F16", "BF16")  # of tensors that are copied as they stand
 UNPACKED_BYTES = 6  # a weight takes while it is unpacked: float32, and parts of the way there
@@ -36,31 +37,36 @@ class ModelShape:
     name: str
     config: ModelConfig
     stored_bytes: int | None = None  # of the weights on disk, where there are any
-    tensors: tuple[tuple[str, int], ...] = ()  # (kind, number of weights) in the order of the file, where the header was read
+    tensors: tuple[tuple[str, str, int], ...] = ()  # (name, kind, number of weights) in the order of the file, where the header was read
 
     @staticmethod
     def from_headers(name: str, config: ModelConfig, stored_bytes: int, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> "ModelShape":
         """`tensors`: name in the file -> (dtype or GGUF kind, shape), in the order of the file."""
-        return ModelShape(name, config, stored_bytes, tuple((kind, prod(shape)) for kind, shape in tensors.values()))
+        return ModelShape(name, config, stored_bytes, tuple((tensor, kind, prod(shape)) for tensor, (kind, shape) in tensors.items()))
 
     @property
     def packed(self) -> bool:
-        """Whether weights take more memory than disk."""
-        return any(kind not in PLAIN_KINDS for kind, _ in self.tensors)
+        """Whether weights are quantised."""
+        return any(kind not in PLAIN_KINDS for _, kind, _ in self.tensors)
 
-    def needs(self, dtype: str, quantization: Quantization = "none", kv_cache_dtype: str = "auto") -> ModelNeeds:
-        """`quantization` and a `kv_cache_dtype` other than auto are what-ifs: no engine runs them yet."""
+    def needs(
+        self, dtype: str, quantization: Quantization = "none", kv_cache_dtype: str = "auto", native_threads: int = 0
+    ) -> ModelNeeds:
+        """`quantization` and a `kv_cache_dtype` other than auto are what-ifs: no engine runs them yet. Without threads, torch computes."""
         if kv_cache_dtype == "int8":
             specs = int8_cache_specs(self.config)
         else:
             specs = cache_specs(self.config, dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
+        if native_threads and quantization == "none":
+            weights, loading = native_weight_bytes(self.config, ITEM_BYTES[dtype], {name: kind for name, kind, _ in self.tensors})
+            return ModelNeeds(self.config, dtype, weights, specs, loading, native_threads)
         weights = weight_bytes(self.config, dtype, quantization)
         loading = self._loading_bytes(ITEM_BYTES[dtype]) if quantization == "none" else 0
         return ModelNeeds(self.config, dtype, weights, specs, loading)
 
     def _loading_bytes(self, item: int) -> int:
         filled = most = 0
-        for kind, weights in self.tensors:
+        for _, kind, weights in self.tensors:
             filled += weights * item  # a parameter takes memory when it is filled
             most = max(most, filled + (0 if kind in PLAIN_KINDS else weights * UNPACKED_BYTES))
         return most

@@ -19,6 +19,7 @@ from octavo.errors import ConfigError
 from octavo.model_config import ModelConfig
 from octavo.policy.activations import FLOAT32, StepLoad, step_bytes
 from octavo.policy.cache_spec import ITEM_BYTES, CacheGeometry, LayerCacheSpec
+from octavo.policy.native_size import native_step_bytes
 
 MIB, GIB = 2**20, 2**30
 MOST_CPU_POOL = 4 * GIB
@@ -49,6 +50,7 @@ class ModelNeeds:
     weights: int  # bytes
     specs: list[LayerCacheSpec]
     loading: int = 0  # the most bytes held while weights are read, weights included
+    native_threads: int = 0  # of the native program; none: torch computes
 
     @property
     def bytes_per_token(self) -> int:
@@ -139,7 +141,11 @@ class _Planner:
             gathered=min(tokens, config.max_num_seqs * max_len),
         )
         layer_bytes = max(spec.bytes_per_token for spec in needs.specs)
-        step = step_bytes(model, ITEM_BYTES[needs.dtype], layer_bytes, load)
+        if needs.native_threads:
+            step, kept = native_step_bytes(model, load, needs.native_threads), 0
+        else:
+            step = step_bytes(model, ITEM_BYTES[needs.dtype], layer_bytes, load)
+            kept = min(MOST_KEPT, step * 2 // 5)
         contiguous = config.attention_backend == "contiguous"  # a region for every row
         places = config.max_num_seqs * table_blocks if contiguous else num_blocks
         return Use(
@@ -147,7 +153,7 @@ class _Planner:
             kv_cache=places * size * needs.bytes_per_token,
             activations=max(step, needs.loading - needs.weights),
             rows=config.max_num_seqs * (8 * (max_len + table_blocks) + BYTES_PER_ROW) + max_len * model.head_dim * FLOAT32,
-            other=LIBRARIES + min(MOST_KEPT, step * 2 // 5) + BYTES_PER_WORD * model.vocab_size + BYTES_PER_BLOCK * num_blocks,
+            other=LIBRARIES + kept + BYTES_PER_WORD * model.vocab_size + BYTES_PER_BLOCK * num_blocks,
         )
 
     def plan(self, config: EngineConfig) -> MemoryPlan:

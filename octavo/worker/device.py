@@ -9,6 +9,8 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+from octavo.config import EngineConfig
+
 GPU_SIGNS = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia"))
 CPU_TORCH = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cpu"
 CUDA_TORCH = "pip install --force-reinstall torch"  # on Linux the plain build has CUDA
@@ -38,6 +40,12 @@ def native_level() -> tuple[str | None, str]:
 
     library = find_library()
     return (None, library) if isinstance(library, str) else (library.highest_level, "")
+
+
+def native_threads(config: EngineConfig, threads: int) -> int:
+    """How many threads the native program will have; none where it is not wanted or not there."""
+    wanted = config.native and config.attention_backend == "auto"
+    return threads if wanted and native_level()[0] is not None else 0
 
 
 def platform_refusal(system: str) -> str | None:

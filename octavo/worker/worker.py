@@ -51,7 +51,8 @@ class Worker:
         self._shadow_wanted = shadow
         self._check_device()
         self.dtype = resolve_dtype(config.dtype, model_config.dtype)
-        self.needs = shape_of(source, model_config).needs(self.dtype)
+        self.library = self._open_native()
+        self.needs = shape_of(source, model_config).needs(self.dtype, native_threads=self.library.threads if self.library else 0)
         self.specs = self.needs.specs
         self.backend = choose_backend(config.attention_backend, self.dtype)
         if self.backend.layout == "contiguous" and config.enable_prefix_caching:
@@ -60,7 +61,6 @@ class Worker:
             )
 
     def start(self) -> CacheGeometry:
-        self.library = self._open_native()
         torch.set_num_threads(num_threads() if self.library is None else 1)  # the native library has threads of its own
         geometry = self.plan_cache()
         checkpoint = None if self.config.load_format == "dummy" else self._open_checkpoint()

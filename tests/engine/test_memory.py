@@ -23,23 +23,28 @@ from tests.support.resident import held_under_load
 
 
 def planned(model: str | None, engine: dict[str, Any]) -> int:
-    plan = plan_memory(model_shape(model).needs(engine["dtype"]), EngineConfig(**engine), Memory(16 * GIB))
+    threads = 1 if engine.get("native") else 0
+    plan = plan_memory(model_shape(model).needs(engine["dtype"], native_threads=threads), EngineConfig(**engine), Memory(16 * GIB))
     assert plan.refusal is None
     return plan.use.total
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_default_model_takes_what_was_planned_within_five_per_cent(dtype: str) -> None:
+def test_the_default_model_takes_what_was_planned_within_five_per_cent(dtype: str, native: bool) -> None:
     """Full steps, every row in use, every block written."""
-    engine = {"dtype": dtype, "num_gpu_blocks_override": 33, "max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 33}
+    engine = {"dtype": dtype, "native": native, "num_gpu_blocks_override": 33, "max_num_seqs": 16}
+    engine |= {"max_num_batched_tokens": 256, "max_model_len": 33}
     load = {"model": None, "engine": engine, "vocab": 49152, "requests": 16, "prompt": 15, "tokens": 18}
     before, most = held_under_load(load)
     assert planned(None, engine) - LIBRARIES == pytest.approx(most - before, rel=0.05)
     assert before == pytest.approx(LIBRARIES, rel=0.2), "what Python and the libraries take has changed"
 
 
-def test_a_tiny_model_takes_what_was_planned_within_five_per_cent(stories: str) -> None:
-    engine = {"dtype": "float32", "num_gpu_blocks_override": 257, "max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 512}
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+def test_a_tiny_model_takes_what_was_planned_within_five_per_cent(stories: str, native: bool) -> None:
+    engine = {"dtype": "float32", "native": native, "num_gpu_blocks_override": 257, "max_num_seqs": 8}
+    engine |= {"max_num_batched_tokens": 256, "max_model_len": 512}
     before, most = held_under_load({"model": stories, "engine": engine, "vocab": 512, "requests": 8, "prompt": 385, "tokens": 127})
     assert planned(stories, engine) - LIBRARIES + before == pytest.approx(most, rel=0.05)
 
