@@ -39,7 +39,7 @@ class EngineConfig:
     enable_prefix_caching: bool = _flag(True, "reuse blocks of earlier prompts and answers")
     scheduling_policy: SchedulingPolicy = _flag("fcfs", "fcfs: by arrival; priority: lower number first")
     attention_backend: str = _flag("auto", "auto, cpu (paged) or contiguous (the reference)")
-    native: bool = _flag(False, "compute with the native CPU kernels: quantised weights stay packed, one call a step")
+    native: bool = _flag(True, "compute with the native CPU kernels: quantised weights stay packed, one call a step")
     cpu_isa: CpuIsa = _flag("auto", "the instructions those may use; auto: the best this CPU has")
     pipeline_depth: int = _flag(1, "steps in flight, 1 or 2")
     max_logprobs: int = _flag(20, "most logprobs one request may ask for")

@@ -47,7 +47,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         scheduling_policy: SchedulingPolicy = "fcfs",
         attention_backend: str = "auto",
-        native: bool = False,
+        native: bool = True,
         cpu_isa: CpuIsa = "auto",
         pipeline_depth: int = 1,
         max_logprobs: int = 20,

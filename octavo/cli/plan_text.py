@@ -54,8 +54,9 @@ def _rows(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig, plan: Me
 def _stored(shape: "ModelShape", needs: ModelNeeds) -> str:
     if shape.stored_bytes is None:
         return "no weights here"
-    unpacked = shape.packed and needs.loading and not needs.native_threads
-    return f"{shown(shape.stored_bytes)} on disk{', unpacked at load' if unpacked else ''}"
+    if not shape.packed or not needs.loading:
+        return f"{shown(shape.stored_bytes)} on disk"
+    return f"{shown(shape.stored_bytes)} on disk, {'codes stay codes' if needs.native_threads else 'unpacked at load'}"
 
 
 def _bar(plan: MemoryPlan, plain: bool, colour: bool) -> list[str]:

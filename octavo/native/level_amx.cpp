@@ -8,7 +8,7 @@ namespace octavo {
 namespace {
 
 const int64_t TILE = 16, BLOCK = 2 * TILE;      // rows of a tile; rows of x that two of them hold
-const size_t UNPACKED_BYTES = SCRATCH_BYTES / 2; // weights unpacked at a time: they should stay in the second-level cache
+const size_t UNPACKED_BYTES = 256 << 10;  // weights unpacked at a time: they stay in the second-level cache
 const int64_t AT_LEAST = 9;                      // rows: fewer are quicker one by one
 
 struct alignas(64) TileConfig {

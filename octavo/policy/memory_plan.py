@@ -142,7 +142,8 @@ class _Planner:
         )
         layer_bytes = max(spec.bytes_per_token for spec in needs.specs)
         if needs.native_threads:
-            step, kept = native_step_bytes(model, load, needs.native_threads), 0
+            step = native_step_bytes(model, load, needs.native_threads)
+            kept = min(MOST_KEPT, step // 5)  # its own buffers are never given back
         else:
             step = step_bytes(model, ITEM_BYTES[needs.dtype], layer_bytes, load)
             kept = min(MOST_KEPT, step * 2 // 5)

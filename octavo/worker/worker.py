@@ -131,9 +131,10 @@ class Worker:
         """The native kernels, unless another way to compute was asked for."""
         if not self.config.native or self.config.attention_backend != "auto" or self._shadow_wanted:
             return None
+        watch = Stopwatch()
         library = open_native(self.config.cpu_isa, num_threads())
         if library is not None:
-            logger.info("Native kernels: %s, %d threads", library.level, library.threads)
+            logger.info("Checking the native kernels took %.2f seconds (%s, threads: %d)", watch.total(), library.level, library.threads)
         return library
 
     def _load(self, geometry: CacheGeometry, checkpoint: Checkpoint | None) -> Program:

@@ -128,7 +128,7 @@ def test_startup_starts_processes_and_times_their_milestones(tmp_path: Path, sto
     figures = result["figures"]
     assert list(figures) == [
         *("import", "ready", "first_token", "peak_memory"),
-        *("reading_the_config", "tokenizer_loading", "importing_torch_and_the_engine"),
+        *("reading_the_config", "tokenizer_loading", "importing_torch_and_the_engine", "checking_the_native_kernels"),
         *("reserving_the_kv_cache", "model_loading", "warm-up", "init_engine"),
     ]
     for imported, ready, first in zip(*(figures[name]["samples"] for name in ("import", "ready", "first_token")), strict=True):

@@ -35,7 +35,9 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object
 
 
 def test_the_default_model_is_planned_without_torch_and_drawn_to_scale() -> None:
-    done = run("--memory", "2GiB", "--dtype", "bfloat16")
+    packed = run("--memory", "2GiB", "--dtype", "bfloat16")
+    assert re.search(r"^  weights +93\.8 MiB   92\.1 MiB on disk, codes stay codes$", packed.stdout, re.MULTILINE)
+    done = run("--memory", "2GiB", "--dtype", "bfloat16", "--no-native")
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"^SmolLM2-135M-Instruct: LlamaForCausalLM, 134,515,008 parameters, bfloat16$", done.stdout, re.MULTILINE)
     assert re.search(r"^  weights +256\.6 MiB   92\.1 MiB on disk, unpacked at load$", done.stdout, re.MULTILINE)

@@ -190,7 +190,7 @@ def test_a_closed_llm_says_so_and_closing_twice_is_harmless(stories: str) -> Non
 
 
 def test_closing_frees_weights_and_cache_at_once(stories: str) -> None:
-    llm = opened(stories)
+    llm = LLM(stories, native=False, num_gpu_blocks_override=60)
     llm.generate([PROMPT, LONG], GREEDY)
     runner = llm._client._core.executor._runner.runner  # type: ignore[attr-defined]
     model = runner.program._model

@@ -54,13 +54,13 @@ def test_out_of_memory_at_start_says_what_is_needed_and_what_fits(stories: str, 
     said = r"memory ran out at start \(.*\): this needs .*: weights 1\.0 MiB, KV cache .*the largest max_model_len that fits is then \d+"
     monkeypatch.setattr(worker_module, "load_weights", lambda *_: torch.empty(2**60))
     with pytest.raises(ConfigError, match=said):
-        LLM(stories, kv_cache_memory_bytes=GIB)
+        LLM(stories, native=False, kv_cache_memory_bytes=GIB)
     monkeypatch.setattr(worker_module, "load_weights", lambda *_: bytearray(2**60))
     with pytest.raises(ConfigError, match=said):
-        LLM(stories)
+        LLM(stories, native=False)
     monkeypatch.setattr(worker_module, "load_weights", lambda *_: torch.ones(2) @ torch.ones(3))
     with pytest.raises(RuntimeError, match="size"):
-        LLM(stories)
+        LLM(stories, native=False)
 
 
 def test_what_cannot_fit_beside_other_processes_is_refused_before_weights_load(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_a_step_holds_what_was_counted(largest: str, dtype: str, tmp_path: Path,
 
     length = prompt + tokens
     with LLM(
-        str(tmp_path), load_format="dummy", skip_tokenizer_init=True, dtype=dtype, max_num_seqs=requests,  # type: ignore[arg-type]
+        str(tmp_path), load_format="dummy", native=False, skip_tokenizer_init=True, dtype=dtype, max_num_seqs=requests,  # type: ignore[arg-type]
         max_num_batched_tokens=step, num_gpu_blocks_override=requests * (length // 16 + 2) + 2,
     ) as llm:  # fmt: skip
         monkeypatch.setattr(ModelRunner, "forward", watched_forward)

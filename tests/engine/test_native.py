@@ -1,6 +1,9 @@
 """The native program says what the torch program says: the same tokens in float32, and nearly the same numbers from packed weights."""
 
+import gc
 import math
+import re
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +13,10 @@ import torch
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.library import LEVELS, NativeLibrary, find_library
+from octavo.kernels.cpu.packing import PackedMatrix
+from octavo.loading.shape import model_shape
 from octavo.outputs import RequestOutput
+from octavo.worker.machine import num_threads
 from octavo.worker.native_program import NativeProgram
 from tests.cli.processes import octavo
 from tests.support.models import tiny_model
@@ -44,7 +50,7 @@ SMALL_BLOCKS = {"block_size": 4, "num_gpu_blocks_override": 300}
 )
 def test_the_same_tokens_and_logprobs_in_float32_whatever_the_schedule(stories: str, settings: dict[str, object]) -> None:
     engine = {"num_gpu_blocks_override": 120, "max_num_seqs": 8, **settings}
-    with LLM(stories, **engine) as torch_llm, LLM(stories, native=True, **engine) as native_llm:  # type: ignore[arg-type]
+    with LLM(stories, native=False, **engine) as torch_llm, LLM(stories, **engine) as native_llm:  # type: ignore[arg-type]
         assert isinstance(native_llm._client._core.executor._runner.runner.program, NativeProgram)  # type: ignore[attr-defined]
         for _ in range(2):  # the second time out of the cache
             expected = torch_llm.generate(PROMPTS, PARAMS, use_tqdm=False)
@@ -65,10 +71,10 @@ def test_every_family_at_every_level(tmp_path: Path, architecture: str) -> None:
     prompts = [[(7 * i + j) % 100 for j in range(3 + 20 * i)] for i in range(4)]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     settings = {"num_gpu_blocks_override": 60, "max_num_seqs": 4, "skip_tokenizer_init": True, "dtype": "float32"}
-    with LLM(str(folder), **settings) as llm:  # type: ignore[arg-type]
+    with LLM(str(folder), native=False, **settings) as llm:  # type: ignore[arg-type]
         expected = answers(llm.generate(prompts, params, use_tqdm=False))
     for level in LEVELS[: LEVELS.index(library().highest_level) + 1]:
-        with LLM(str(folder), native=True, cpu_isa=level, **settings) as llm:  # type: ignore[arg-type]
+        with LLM(str(folder), cpu_isa=level, **settings) as llm:  # type: ignore[arg-type]
             assert answers(llm.generate(prompts, params, use_tqdm=False)) == expected
 
 
@@ -86,38 +92,55 @@ def test_the_default_model_stays_packed_and_is_about_as_sure_of_a_text_as_its_fl
     (plain, _), (packed, nbytes) = loss(False, "float32"), loss(True, "bfloat16")
     assert math.exp(packed - plain) == pytest.approx(1, abs=0.02), "perplexities over 700 tokens; the long run compares 20,000"
     assert nbytes < 110 * 2**20, "bfloat16 would take 257 MiB"
+    assert nbytes == pytest.approx(model_shape(None).needs("bfloat16", native_threads=1).weights, rel=0.01)
 
 
 def test_memory_that_is_poisoned_until_written_is_never_read(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_DEBUG", "check=1,preempt.every=3")
-    with LLM(stories, native=True, num_gpu_blocks_override=60, max_num_seqs=4) as llm:
+    with LLM(stories, num_gpu_blocks_override=60, max_num_seqs=4) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=20, n=2), use_tqdm=False)
     assert all(sample.finish_reason in ("length", "stop") for output in outputs for sample in output.outputs)
     assert sum(output.metrics.preemptions for output in outputs) > 3
 
 
+def test_closing_frees_panels_and_cache_at_once(stories: str) -> None:
+    llm = LLM(stories, num_gpu_blocks_override=20)
+    llm.generate("Once", use_tqdm=False)
+    runner = llm._client._core.executor._runner.runner  # type: ignore[attr-defined]
+    panels = [array for kept in runner.program._kept if isinstance(kept, PackedMatrix) for array in kept.arrays]
+    kept = [weakref.ref(runner.program), weakref.ref(runner.store.caches[0]["k"]), *map(weakref.ref, panels)]
+    assert len(kept) == 2 + 5 * 4 + 1
+    del runner, panels
+    gc.disable()
+    try:
+        llm.close()
+        assert [ref() for ref in kept] == [None] * len(kept)
+    finally:
+        gc.enable()
+
+
 def test_dummy_weights_run_too(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path, "LlamaForCausalLM", seed=5)
     (folder / "model.safetensors").unlink()
-    with LLM(str(folder), native=True, load_format="dummy", skip_tokenizer_init=True, num_gpu_blocks_override=20) as llm:
+    with LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, num_gpu_blocks_override=20) as llm:
         assert len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids) == 4
 
 
 def test_a_level_the_cpu_does_not_have_is_refused(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NativeLibrary, "highest_level", "avx2")
     with pytest.raises(ConfigError, match="cpu_isa amx is more than this machine offers: avx2"):
-        LLM(stories, native=True, cpu_isa="amx")
+        LLM(stories, cpu_isa="amx")
 
 
 def test_torch_gets_its_threads_back(stories: str) -> None:
-    before = torch.get_num_threads()
-    with LLM(stories, native=True, num_gpu_blocks_override=20):
-        assert torch.get_num_threads() == 1
+    before = num_threads()
     with LLM(stories, num_gpu_blocks_override=20):
+        assert torch.get_num_threads() == 1
+    with LLM(stories, native=False, num_gpu_blocks_override=20):
         assert torch.get_num_threads() == before
 
 
 def test_the_command_line_says_which_kernels_run() -> None:
-    run = octavo("generate", "Hello", "--native", "--cpu-isa", "portable", "--max-tokens", "2", env={"OCTAVO_LOG_LEVEL": "INFO"})
-    assert run.returncode == 0 and "INFO Native kernels: portable, 1 thread" in run.stderr
-    assert octavo("generate", "Hello", "--no-native", "--max-tokens", "2", env={"OCTAVO_LOG_LEVEL": "INFO"}).stderr.count("Native") == 0
+    run = octavo("generate", "Hello", "--cpu-isa", "portable", "--max-tokens", "2", env={"OCTAVO_LOG_LEVEL": "INFO"})
+    assert run.returncode == 0 and re.search(r"INFO Checking the native kernels took \d\.\d\d seconds \(portable, threads: 1\)", run.stderr)
+    assert octavo("generate", "Hello", "--no-native", "--max-tokens", "2", env={"OCTAVO_LOG_LEVEL": "INFO"}).stderr.count("native") == 0

@@ -80,7 +80,7 @@ def test_logits_of_a_long_prompt_are_made_a_slice_at_a_time(stories: str, monkey
     seen: list[int] = []
     original = Decoder.logits
     monkeypatch.setattr(slices, "SLICE_LOGITS", 512 * 10)
-    with LLM(stories, num_gpu_blocks_override=120) as llm:
+    with LLM(stories, native=False, num_gpu_blocks_override=120) as llm:
         monkeypatch.setattr(Decoder, "logits", lambda model, hidden: seen.append(len(hidden)) or original(model, hidden))
         (output,) = llm.generate([[5] * 301], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
     assert output.prompt_logprobs is not None and None not in output.prompt_logprobs[1:]
