@@ -1,0 +1,44 @@
+"""How sure a model is of a text, natively and in float32: what packed weights and rounded activations cost.
+
+    python bench/perplexity.py wikitext-2-raw-v1_test.txt                 many rows at a time: bfloat16 inside the products
+    python bench/perplexity.py wikitext-2-raw-v1_test.txt --step 8        few: activations of 8 bits, as when it decodes
+"""
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from octavo import LLM, SamplingParams
+
+CHUNK = 2048  # tokens that see each other
+
+
+def perplexity(text: str, tokens: int, engine: dict[str, Any]) -> float:
+    with LLM(max_model_len=CHUNK + 1, max_num_seqs=4, kv_cache_memory_bytes=2**28, **engine) as llm:
+        ids = llm.get_tokenizer().encode(text)[:tokens]
+        chunks = [ids[start : start + CHUNK] for start in range(0, len(ids), CHUNK)]
+        outputs = llm.generate(chunks, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    found = [
+        choices[token].logprob
+        for output in outputs
+        for token, choices in zip(output.prompt_token_ids, output.prompt_logprobs or [])
+        if choices
+    ]
+    return math.exp(-sum(found) / len(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="perplexity of the default model over a text, native against float32")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--tokens", type=int, default=20_480)
+    parser.add_argument("--step", type=int, default=CHUNK, help="tokens the native engine computes at once")
+    args = parser.parse_args()
+    text = args.file.read_text(encoding="utf-8")[: 8 * args.tokens]
+    native = perplexity(text, args.tokens, {"max_num_batched_tokens": args.step})
+    float32 = perplexity(text, args.tokens, {"native": False, "dtype": "float32"})
+    print(f"native {native:.3f}, float32 {float32:.3f}: {native / float32 - 1:+.2%}")
+
+
+if __name__ == "__main__":
+    main()
