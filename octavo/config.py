@@ -58,6 +58,12 @@ class EngineConfig:
             )
 
 
+    @property
+    def wants_native(self) -> bool:
+        """Unless another way to compute was asked for."""
+        return self.native and self.attention_backend == "auto"
+
+
 def check_setting(name: str, value: object) -> None:
     """One field by itself; what two of them must agree on is checked when all are known."""
     if name == "model" and not isinstance(value, (str, os.PathLike, type(None))):

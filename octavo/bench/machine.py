@@ -3,14 +3,13 @@
 import platform
 import resource
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from octavo import __version__
 from octavo.config import EngineConfig
 from octavo.model_config import ModelConfig
-from octavo.worker.machine import num_threads, resolve_dtype
+from octavo.worker.machine import OWN_STATUS, cpu_model, num_threads, proc_bytes, resolve_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ def describe(config: EngineConfig, name: str, model: ModelConfig) -> Machine:
     return Machine(
         model=name,
         dtype=resolve_dtype(config.dtype, model.dtype),
-        cpu=_cpu_name(),
+        cpu=cpu_model(),
         threads=num_threads(),
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
@@ -46,16 +45,5 @@ def describe(config: EngineConfig, name: str, model: ModelConfig) -> Machine:
 
 def peak_memory() -> int:
     """Most bytes this process held at once. Linux's own count first: that of getrusage begins with the parent's."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    unit = 1 if platform.system() == "Darwin" else 1024
+    return proc_bytes(OWN_STATUS, "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -2,7 +2,6 @@
 is kept with the reason.
 """
 
-import functools
 import importlib
 import importlib.metadata
 import os
@@ -72,6 +71,7 @@ class Facts:
 
 def gather() -> Facts:
     libraries = tuple(map(_library, (*REQUIRED, *OPTIONAL)))
+    native, no_native = _native()
     return Facts(
         python=f"{platform.python_implementation()} {platform.python_version()}",
         system=platform.system(),
@@ -86,8 +86,8 @@ def gather() -> Facts:
         quota_cpus=machine.quota_cpus(),
         omp_threads=thread_limit(),
         threads=machine.num_threads(),
-        native=_native()[0],
-        no_native=_native()[1],
+        native=native,
+        no_native=no_native,
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         total_bytes=machine.total_bytes(),
         available_bytes=machine.available_bytes(),
@@ -101,7 +101,6 @@ def gather() -> Facts:
     )
 
 
-@functools.cache
 def _native() -> tuple[str | None, str]:
     try:
         from octavo.worker.device import native_level  # needs numpy

@@ -35,7 +35,7 @@ class StoredParameters:
     """Read from a checkpoint, by the RULES of `model`, which needs no memory of its own."""
 
     def __init__(self, model: Decoder, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._modules = dict(model.named_modules())
         self._stored = {target.label: name for name, target in check_weights(model, checkpoint).items()}
 
@@ -43,10 +43,10 @@ class StoredParameters:
         return all(label in self._stored for label in self._labels(name))
 
     def floats(self, name: str) -> Tensor:
-        return torch.cat([self._checkpoint.read(self._stored[label]).float() for label in self._labels(name)])
+        return torch.cat([self.checkpoint.read(self._stored[label]).float() for label in self._labels(name)])
 
     def codes(self, name: str) -> PackedWeight | None:
-        parts = [self._checkpoint.packed(self._stored[label]) for label in self._labels(name)]
+        parts = [self.checkpoint.packed(self._stored[label]) for label in self._labels(name)]
         found = [part for part in parts if part is not None]
         if len(found) < len(parts):
             return None
@@ -90,18 +90,16 @@ class NativeWeights:
     def matrix(self, module: str, alternate: bool = False, columns: int = 0) -> PackedMatrix:
         """A product's weights, with zeros up to `columns`. With `alternate`, 16 rows of either half in turn, zeros after the last."""
         name, bias = f"{module}.weight", f"{module}.bias"
-        biases = self._parameters.floats(bias) if self._parameters.has(bias) else None
-        codes = self._parameters.codes(name)
-        floats = None if codes is not None else self._parameters.floats(name)
-        size = (codes.codes if floats is None else floats).shape[0]  # type: ignore[union-attr]  # one of the two is there
-        order = _alternating(size // 2) if alternate else None
-        if codes is not None:
-            return self._pack_codes(codes if order is None else codes.rows(order), _taken(biases, order))
-        assert floats is not None
-        wide = F.pad(floats, (0, max(0, columns - floats.shape[1])))
-        packed = _taken(wide, order)
-        assert packed is not None
-        return pack_float(self._library, packed, self._kind, _taken(biases, order))
+        weight = self._parameters.codes(name) or self._wide(name, columns)
+        order = _alternating(weight.shape[0] // 2) if alternate else None
+        biases = _taken(self._parameters.floats(bias), order) if self._parameters.has(bias) else None
+        if isinstance(weight, Tensor):
+            return pack_float(self._library, _taken(weight, order), self._kind, biases)
+        return self._pack_codes(weight if order is None else weight.rows(order), biases)
+
+    def _wide(self, name: str, columns: int) -> Tensor:
+        floats = self._parameters.floats(name)
+        return F.pad(floats, (0, max(0, columns - floats.shape[1])))
 
     def _pack_codes(self, weight: PackedWeight, bias: NDArray[np.float32] | None) -> PackedMatrix:
         codes, scale, offset = (tensor.contiguous().numpy() for tensor in (weight.codes, weight.scale, weight.offset))
@@ -117,10 +115,10 @@ def _alternating(size: int) -> Tensor:
     return torch.cat([panels, torch.where(panels < 0, -1, panels + size)], dim=1).flatten()
 
 
-def _taken(values: Tensor | None, order: Tensor | None) -> NDArray[np.float32] | None:
+def _taken(values: Tensor, order: Tensor | None) -> NDArray[np.float32]:
     """In that order, with zeros where it says -1."""
-    if values is None or order is None:
-        return None if values is None else values.contiguous().numpy()
+    if order is None:
+        return values.contiguous().numpy()
     taken = values[order.clamp(min=0)]
     taken[order < 0] = 0
     return taken.numpy()

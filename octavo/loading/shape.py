@@ -6,8 +6,8 @@
     a name on the hub     the same, from a copy in the cache or by range requests
     nothing               the default model
 
-GGUF weights are unpacked at load, one tensor at a time and in the order of the file: what is held at the widest point of
-that is known from the header, too.
+Quantised weights stay codes in the native program. For torch they are unpacked, one tensor at a time and in the order of the
+file: what is held at the widest point of either is known from the header, too.
 """
 
 from collections.abc import Mapping

@@ -143,14 +143,14 @@ void gate_up_generic(const Matrix &matrix, const Rows &rows, int64_t pair, int64
 
 // --- between products --------------------------------------------------------------------------------------------------
 
-inline float sum_of_squares(const float *x, int64_t size) {
+inline float dot(const float *a, const float *b, int64_t size) {
     float lanes[16] = {};
     int64_t i = 0;
     for (; i + 16 <= size; i += 16)
-        for (int n = 0; n < 16; n++) lanes[n] += x[i + n] * x[i + n];
+        for (int n = 0; n < 16; n++) lanes[n] += a[i + n] * b[i + n];
     float total = 0;
     for (int n = 0; n < 16; n++) total += lanes[n];
-    for (; i < size; i++) total += x[i] * x[i];
+    for (; i < size; i++) total += a[i] * b[i];
     return total;
 }
 
@@ -158,7 +158,7 @@ inline float sum_of_squares(const float *x, int64_t size) {
 void add_rms_norm_generic(float *stream, const float *x, const float *weight, float eps, float *y, int64_t size) {
     if (x)
         for (int64_t i = 0; i < size; i++) stream[i] += x[i];
-    float factor = 1.0f / std::sqrt(sum_of_squares(stream, size) / float(size) + eps);
+    float factor = 1.0f / std::sqrt(dot(stream, stream, size) / float(size) + eps);
     for (int64_t i = 0; i < size; i++) y[i] = stream[i] * factor * weight[i];
 }
 
@@ -215,17 +215,6 @@ inline void load_head(const Model &model, const void *cache, const float *scales
         float scale = scales[slot * model.kv_heads + kv_head];
         for (int64_t i = 0; i < dim; i++) head[i] = float(((const int8_t *)cache)[place + i]) * scale;
     }
-}
-
-inline float dot(const float *a, const float *b, int64_t size) {
-    float lanes[16] = {};
-    int64_t i = 0;
-    for (; i + 16 <= size; i += 16)
-        for (int n = 0; n < 16; n++) lanes[n] += a[i + n] * b[i + n];
-    float total = 0;
-    for (int n = 0; n < 16; n++) total += lanes[n];
-    for (; i < size; i++) total += a[i] * b[i];
-    return total;
 }
 
 struct Online {  // softmax over keys that come a few at a time: the largest score so far, and the sum of weights relative to it

@@ -44,8 +44,7 @@ def native_level() -> tuple[str | None, str]:
 
 def native_threads(config: EngineConfig, threads: int) -> int:
     """How many threads the native program will have; none where it is not wanted or not there."""
-    wanted = config.native and config.attention_backend == "auto"
-    return threads if wanted and native_level()[0] is not None else 0
+    return threads if config.wants_native and native_level()[0] is not None else 0
 
 
 def platform_refusal(system: str) -> str | None:

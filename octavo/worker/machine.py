@@ -14,6 +14,7 @@ CGROUP = Path("/sys/fs/cgroup")
 OWN_GROUP = Path("/proc/self/cgroup")
 CPU_INFO = Path("/proc/cpuinfo")
 MEMORY_INFO = Path("/proc/meminfo")
+OWN_STATUS = Path("/proc/self/status")
 
 
 def total_bytes() -> int:
@@ -28,8 +29,7 @@ def memory_bytes() -> int:
 
 def available_bytes() -> int | None:
     """Memory that nobody on this machine uses now; None where the system does not say."""
-    found = _fields(MEMORY_INFO).get("MemAvailable", "").removesuffix(" kB")
-    return int(found) * 1024 if found.isdigit() else None
+    return proc_bytes(MEMORY_INFO, "MemAvailable")
 
 
 def num_threads() -> int:
@@ -99,6 +99,12 @@ def read_number(path: Path) -> int | None:
         return int(path.read_text())
     except (OSError, ValueError):
         return None
+
+
+def proc_bytes(path: Path, name: str) -> int | None:
+    """Bytes of a line `name:  123 kB`; None where there is none, as on other systems."""
+    found = _fields(path).get(name, "").removesuffix(" kB")
+    return int(found) * 1024 if found.isdigit() else None
 
 
 def _fields(path: Path) -> dict[str, str]:

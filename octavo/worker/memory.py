@@ -13,13 +13,11 @@ from pathlib import Path
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.policy.memory_plan import LIBRARIES, Memory, ModelNeeds, plan_memory
-from octavo.worker.machine import available_bytes, groups, memory_bytes, read_number
-
-OWN_STATUS = Path("/proc/self/status")
+from octavo.worker.machine import OWN_STATUS, available_bytes, groups, memory_bytes, proc_bytes, read_number
 
 
 def memory() -> Memory:
-    total, own = memory_bytes(), min(_kilobytes(OWN_STATUS, "RssAnon") or 0, LIBRARIES)
+    total, own = memory_bytes(), min(proc_bytes(OWN_STATUS, "RssAnon") or 0, LIBRARIES)
     available = [available_bytes(), _left_of_addresses(), *map(_left_in, groups("memory"))]
     free = min([total, *(left + own for left in available if left is not None)])
     return Memory(total, others=total - free)
@@ -46,7 +44,7 @@ def out_of_memory_explained(needs: ModelNeeds, config: EngineConfig) -> Iterator
 def _left_of_addresses() -> int | None:
     """Bytes that `ulimit -v` leaves; what is only reserved counts there."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    held = _kilobytes(OWN_STATUS, "VmSize")
+    held = proc_bytes(OWN_STATUS, "VmSize")
     return None if limit == resource.RLIM_INFINITY or held is None else max(limit - held, 0)
 
 
@@ -61,12 +59,3 @@ def _left_in(group: Path) -> int | None:
     except (OSError, ValueError):
         cache = 0
     return max(limit - held + cache, 0)
-
-
-def _kilobytes(path: Path, name: str) -> int | None:
-    """Bytes of a line `name:  123 kB`; None where there is none, as on other systems."""
-    try:
-        lines = path.read_text().splitlines()
-        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
-    except (OSError, ValueError, IndexError):
-        return None

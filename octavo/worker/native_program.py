@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.attention.backend import Rope
 from octavo.attention.forward_batch import ForwardBatch
-from octavo.kernels.cpu.library import BF16, F32, Q8, Layer, Model, NativeLibrary, Step, address
+from octavo.kernels.cpu.library import BF16, F32, PANEL, Q8, Layer, Model, NativeLibrary, Step, address
 from octavo.kernels.cpu.packing import PackedMatrix
 from octavo.loading.native_loader import NativeWeights
 from octavo.model_config import ModelConfig
@@ -68,14 +68,13 @@ class NativeProgram:
 
     def _layer(self, config: ModelConfig, weights: NativeWeights, index: int) -> Layer:
         name = f"layers.{index}"
-        inner = -(-config.intermediate_size // 16) * 16
         layer = Layer(
             attention_norm=self._vector(weights, f"{name}.attention_norm.weight"),
             mlp_norm=self._vector(weights, f"{name}.mlp_norm.weight"),
             qkv=self._matrix(weights.matrix(f"{name}.attention.qkv")),
             output=self._matrix(weights.matrix(f"{name}.attention.output")),
             gate_up=self._matrix(weights.matrix(f"{name}.mlp.gate_up", alternate=True)),
-            down=self._matrix(weights.matrix(f"{name}.mlp.down", columns=inner)),
+            down=self._matrix(weights.matrix(f"{name}.mlp.down", columns=_inner(config))),
             window=config.windows[index] or 0,
         )
         if config.qk_norm:
@@ -89,7 +88,7 @@ class NativeProgram:
         self._kept.append(embed)
         return Model(
             num_layers=config.num_layers, hidden=config.hidden_size, heads=config.num_heads, kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim, intermediate=-(-config.intermediate_size // 16) * 16, vocab=config.vocab_size, block_size=block_size,
+            head_dim=config.head_dim, intermediate=_inner(config), vocab=config.vocab_size, block_size=block_size,
             embed_kind=Q8 if embed is None else CACHE_KINDS[embed.dtype], embed=None if embed is None else _at(embed),
             eps=config.norm_eps, attention_scale=config.head_dim**-0.5, layers=self._layers,
             norm=self._vector(weights, "norm.weight"), cos=_at(rope.cos), sin=_at(rope.sin),
@@ -104,6 +103,11 @@ class NativeProgram:
     def _matrix(self, packed: PackedMatrix) -> ctypes.Structure:
         self._kept.append(packed)
         return packed.struct
+
+
+def _inner(config: ModelConfig) -> int:
+    """The width of the MLP in whole panels."""
+    return -(-config.intermediate_size // PANEL) * PANEL
 
 
 def _at(tensor: Tensor) -> int:

@@ -14,8 +14,7 @@ from octavo.kernels.cpu.levels import open_native
 from octavo.kernels.cpu.library import NativeLibrary
 from octavo.layers.comm import NullComm
 from octavo.layers.rotary import build_rope
-from octavo.loading.checkpoint import Checkpoint
-from octavo.loading.loader import check_weights, fill_dummy, load_weights
+from octavo.loading.loader import fill_dummy, load_weights
 from octavo.loading.native_loader import HeldParameters, NativeWeights, Parameters, StoredParameters
 from octavo.loading.resolve import ModelSource, open_checkpoint
 from octavo.loading.shape import shape_of
@@ -63,18 +62,18 @@ class Worker:
     def start(self) -> CacheGeometry:
         torch.set_num_threads(num_threads() if self.library is None else 1)  # the native library has threads of its own
         geometry = self.plan_cache()
-        checkpoint = None if self.config.load_format == "dummy" else self._open_checkpoint()
+        stored = None if self.config.load_format == "dummy" else self._open_stored()
         with out_of_memory_explained(self.needs, self.config):
-            self._build(geometry, checkpoint)
+            self._build(geometry, stored)
         return geometry
 
-    def _build(self, geometry: CacheGeometry, checkpoint: Checkpoint | None) -> None:
+    def _build(self, geometry: CacheGeometry, stored: StoredParameters | None) -> None:
         watch = Stopwatch()
         self.store: KVStore = self._make_store(geometry)
         logger.info("Reserving the KV cache took %.2f seconds", watch.total())
         if self._shadow_wanted:
             self._add_shadow(geometry)
-        program = self._load(geometry, checkpoint)
+        program = self._load(geometry, stored)
         self._log(geometry)
         blocks = -(-geometry.max_model_len // geometry.block_size)
         self.table = RequestTable(self.config.max_num_seqs, geometry.max_model_len, blocks)
@@ -121,15 +120,15 @@ class Worker:
         self.store = ShadowedStore(self.store, self.shadow)
         self.backend = shadowed(self.backend, self.shadow)
 
-    def _open_checkpoint(self) -> Checkpoint:
+    def _open_stored(self) -> StoredParameters:
         """Names and shapes are compared with a model without memory: a file that does not fit costs none."""
-        checkpoint = open_checkpoint(self.source)
-        check_weights(self._empty_model(), checkpoint)
-        return checkpoint
+        with torch.device("meta"):
+            empty = build_model(self.model_config, torch.float32, self.backend, NullComm(), max_len=1)
+        return StoredParameters(empty, open_checkpoint(self.source))
 
     def _open_native(self) -> NativeLibrary | None:
-        """The native kernels, unless another way to compute was asked for."""
-        if not self.config.native or self.config.attention_backend != "auto" or self._shadow_wanted:
+        """The native kernels, if they are wanted; the proof of paging runs on torch's."""
+        if not self.config.wants_native or self._shadow_wanted:
             return None
         watch = Stopwatch()
         library = open_native(self.config.cpu_isa, num_threads())
@@ -137,39 +136,30 @@ class Worker:
             logger.info("Checking the native kernels took %.2f seconds (%s, threads: %d)", watch.total(), library.level, library.threads)
         return library
 
-    def _load(self, geometry: CacheGeometry, checkpoint: Checkpoint | None) -> Program:
+    def _load(self, geometry: CacheGeometry, stored: StoredParameters | None) -> Program:
         watch = Stopwatch()
         with torch.inference_mode():
             program: Program
             if self.library is not None:
-                program = self._load_native(geometry, checkpoint, self.library)
+                program = self._load_native(geometry, stored, self.library)
             else:
-                program = Eager(self._load_model(geometry.max_model_len, checkpoint), self.backend)
+                program = Eager(self._load_model(geometry.max_model_len, stored), self.backend)
         logger.info("Model loading took %.2f GiB and %.2f seconds", program.nbytes / GIB, watch.total())
         return program
 
-    def _load_model(self, max_len: int, checkpoint: Checkpoint | None) -> Decoder:
+    def _load_model(self, max_len: int, stored: StoredParameters | None) -> Decoder:
         model = build_model(self.model_config, getattr(torch, self.dtype), self.backend, NullComm(), max_len)
-        if checkpoint is None:
+        if stored is None:
             fill_dummy(model, self.config.seed)
         else:
-            load_weights(model, checkpoint)
+            load_weights(model, stored.checkpoint)
         return model
 
-    def _load_native(self, geometry: CacheGeometry, checkpoint: Checkpoint | None, library: NativeLibrary) -> NativeProgram:
-        parameters: Parameters
-        if checkpoint is None:
-            parameters = HeldParameters(self._load_model(1, None))
-        else:
-            parameters = StoredParameters(self._empty_model(), checkpoint)
+    def _load_native(self, geometry: CacheGeometry, stored: StoredParameters | None, library: NativeLibrary) -> NativeProgram:
+        parameters: Parameters = stored or HeldParameters(self._load_model(1, None))
         rope = build_rope(self.model_config.rope, self.model_config.head_dim, geometry.max_model_len)
         weights = NativeWeights(parameters, library, self.dtype)
         return NativeProgram(self.model_config, weights, rope, library, geometry.block_size)
-
-    def _empty_model(self) -> Decoder:
-        """The model's structure, without memory."""
-        with torch.device("meta"):
-            return build_model(self.model_config, torch.float32, self.backend, NullComm(), max_len=1)
 
     def _log(self, geometry: CacheGeometry) -> None:
         tokens = (geometry.num_blocks - 1) * geometry.block_size

@@ -1,6 +1,5 @@
 """`LLM` as a user meets it: every form of a prompt, streams, several at once, closing, and what it refuses."""
 
-import gc
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from octavo import LLM, RequestOutput, SamplingParams
 from octavo.bench.loads import cpu
 from octavo.errors import EngineError, RequestError
 from octavo.outputs import TextDelta
+from tests.support.closing import assert_closing_frees
 from tests.support.story_folder import TEMPLATE
 
 PROMPT = "Once upon a time"
@@ -198,12 +198,7 @@ def test_closing_frees_weights_and_cache_at_once(stories: str) -> None:
     kept.append(weakref.ref(runner.table.token_ids))
     del runner, model
     assert len(kept) == 35
-    gc.disable()
-    try:
-        llm.close()
-        assert [ref() for ref in kept] == [None] * len(kept)
-    finally:
-        gc.enable()
+    assert_closing_frees(llm, kept)
 
 
 def test_two_may_live_in_one_process(stories: str, endless: str) -> None:

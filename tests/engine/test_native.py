@@ -1,6 +1,5 @@
 """The native program says what the torch program says: the same tokens in float32, and nearly the same numbers from packed weights."""
 
-import gc
 import math
 import re
 import weakref
@@ -19,6 +18,7 @@ from octavo.outputs import RequestOutput
 from octavo.worker.machine import num_threads
 from octavo.worker.native_program import NativeProgram
 from tests.cli.processes import octavo
+from tests.support.closing import assert_closing_frees
 from tests.support.models import tiny_model
 
 TEXT = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park with her friends. "
@@ -111,12 +111,7 @@ def test_closing_frees_panels_and_cache_at_once(stories: str) -> None:
     kept = [weakref.ref(runner.program), weakref.ref(runner.store.caches[0]["k"]), *map(weakref.ref, panels)]
     assert len(kept) == 2 + 5 * 4 + 1
     del runner, panels
-    gc.disable()
-    try:
-        llm.close()
-        assert [ref() for ref in kept] == [None] * len(kept)
-    finally:
-        gc.enable()
+    assert_closing_frees(llm, kept)
 
 
 def test_dummy_weights_run_too(tmp_path: Path) -> None:

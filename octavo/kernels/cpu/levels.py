@@ -48,12 +48,6 @@ def open_native(isa: str, threads: int) -> NativeLibrary | None:
     return library
 
 
-def absence() -> str | None:
-    """Why there is no native library, and what helps; None where there is one."""
-    library = find_library()
-    return library if isinstance(library, str) else None
-
-
 def use_best_level(library: NativeLibrary, wanted: str) -> None:
     """Sets the level to `wanted`, or to the first below it that gives what the portable one gives."""
     library.set_level("portable")
