@@ -94,7 +94,7 @@ inline float weigh512(Online &state, __m512 *scores, int64_t low, int64_t high, 
     }
     __m512 total = _mm512_setzero_ps();
     for (int j = 0; j < 4; j++) {
-        __m512 weight = exp512(_mm512_sub_ps(scores[j], _mm512_set1_ps(most)));
+        __m512 weight = power512(_mm512_mul_ps(_mm512_sub_ps(scores[j], _mm512_set1_ps(most)), _mm512_set1_ps(LOG2_E)));
         total = _mm512_add_ps(total, weight);
         if (tile.scaled) weight = _mm512_mul_ps(weight, _mm512_loadu_ps(tile.value_scale + 16 * j));
         _mm512_storeu_ps(weights + 16 * j, weight);
@@ -188,8 +188,8 @@ inline Queries load_queries(const Model &model, const Layer &layer, const Step &
     return queries;
 }
 
-void attend_avx512(const Model &model, const Layer &layer, const Step &step, const float *qkv, float *out, float *partials, const Task &task,
-                   void *scratch) {
+void attend_avx512(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials,
+                   const Task &task, void *scratch) {
     if (!fits_512(model)) return attend_generic(model, layer, step, qkv, out, partials, task, scratch);
     const int64_t dim = model.head_dim, group = model.heads / model.kv_heads;
     char *place = (char *)scratch;

@@ -1,10 +1,10 @@
-// Attention of many queries with tiles. 16 queries meet 64 keys at a time:
+// Attention of many queries with tiles. A set is 16 queries, one in each lane; it meets 64 keys at a time:
 //
-//     scores [16 x 64] = queries [16 x dim] * keys^T         B tiles: keys turned round, pairs of dimensions side by side
-//     weights [16 x 64] by online softmax, in bfloat16
-//     sums [16 x dim] += weights [16 x 64] * values          B tiles: values as they are, pairs of keys side by side
+//     scores [64 keys x 16]  = keys [64 x dim] * queries^T      B tiles: queries turned round, pairs of dimensions side by side
+//     weights [64 keys x 16]   by online softmax, lane by lane, in bfloat16
+//     sums [dim x 16]       += values^T [dim x 64] * weights    A tiles: values turned round; B tiles: pairs of keys side by side
 //
-// Keys and values of a tile are brought into these shapes once for all queries of the task.
+// Keys and values of a tile are brought into these shapes once for all sets of the task.
 #pragma once
 #include "attention512.h"
 
@@ -12,6 +12,8 @@ namespace octavo {
 namespace {
 
 const int64_t AT_LEAST_QUERIES = 16;
+const int64_t LANES = 16;
+const float NOTHING = -1e30f;  // the largest score before any was seen
 
 // Rows become columns: 16 x 16 numbers of 32 bits.
 inline void transpose16(__m512i *r) {
@@ -40,21 +42,43 @@ inline void transpose16(__m512i *r) {
     }
 }
 
-const int64_t B_TILE = 16 * 32;  // numbers of bfloat16 in one
+const int64_t TILE_HALVES = 16 * 32;  // numbers of bfloat16 in a tile
 
-// [4 tiles of 16 keys][dim / 32][16 pairs of dimensions][16 keys][2]
-inline void pack_keys(const Tile &tile, int64_t dim, uint16_t *to) {
-    for (int64_t j = 0; j < 4; j++)
-        for (int64_t d = 0; d < dim; d += 32, to += B_TILE) {
-            __m512i rows[16];
-            for (int i = 0; i < 16; i++) rows[i] = _mm512_loadu_si512(tile.keys[16 * j + i] + d);
-            transpose16(rows);
-            for (int i = 0; i < 16; i++) _mm512_store_si512(to + 32 * i, rows[i]);
-        }
+struct Set {
+    uint16_t *queries;            // [dim / 32][16 pairs of dimensions][16][2]
+    float *sums;                  // [dim][16]
+    __m512 largest, total;        // scores count in powers of two here
+    __m512i first, last;          // positions each may see
+    int64_t earliest, latest;     // of any of them
+    int64_t all_from, all_to;     // positions that all may see
+};
+
+// 16 rows of bfloat16 become tiles of pairs: to [dim / 32][16 pairs][16 rows][2]
+inline void turn(const uint16_t *rows, int64_t dim, uint16_t *to) {
+    for (int64_t d = 0; d < dim; d += 32, to += TILE_HALVES) {
+        __m512i r[16];
+        for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(rows + i * dim + d);
+        transpose16(r);
+        for (int i = 0; i < 16; i++) _mm512_store_si512(to + 32 * i, r[i]);
+    }
 }
 
-// [dim / 16][2 halves of the keys][16 pairs of keys][16 dimensions][2]
-inline void pack_values(const Tile &tile, int64_t dim, uint16_t *to) {
+inline Set make_set(const Queries &queries, int64_t begin, int64_t dim, int64_t end, uint16_t *turned) {
+    Set set{turned, queries.sums + begin * dim, _mm512_set1_ps(NOTHING), _mm512_setzero_ps(), {}, {}, INT64_MAX, -1, 0, INT64_MAX};
+    alignas(64) int32_t first[LANES], last[LANES];
+    for (int64_t i = 0; i < LANES; i++) {
+        int64_t from = queries.first[begin + i], to = std::min(queries.last[begin + i], end - 1);
+        first[i] = int32_t(from), last[i] = int32_t(to);
+        set.all_from = std::max(set.all_from, from), set.all_to = std::min(set.all_to, to);
+        set.earliest = std::min(set.earliest, from), set.latest = std::max(set.latest, to);
+    }
+    set.first = _mm512_load_si512(first), set.last = _mm512_load_si512(last);
+    turn(queries.values + begin * dim, dim, turned);
+    return set;
+}
+
+// to: [dim / 16][2 halves of the keys][16 dimensions][16 pairs of keys][2]
+inline void turn_values(const Tile &tile, int64_t dim, uint16_t *to) {
     alignas(64) uint16_t low[32], high[32];
     for (int i = 0; i < 16; i++) {
         low[2 * i] = uint16_t(i), low[2 * i + 1] = uint16_t(32 + i);
@@ -62,101 +86,152 @@ inline void pack_values(const Tile &tile, int64_t dim, uint16_t *to) {
     }
     const __m512i first = _mm512_load_si512(low), second = _mm512_load_si512(high);
     for (int64_t d = 0; d < dim; d += 32)
-        for (int64_t p = 0; p < KEYS / 2; p++) {
-            __m512i a = _mm512_loadu_si512(tile.values[2 * p] + d), b = _mm512_loadu_si512(tile.values[2 * p + 1] + d);
-            uint16_t *place = to + (d / 16 * 2 + p / 16) * B_TILE + p % 16 * 32;
-            _mm512_store_si512(place, _mm512_permutex2var_epi16(a, first, b));
-            _mm512_store_si512(place + 2 * B_TILE, _mm512_permutex2var_epi16(a, second, b));
+        for (int64_t half = 0; half < 2; half++) {
+            __m512i lower[16], upper[16];  // 16 pairs of keys, each with 16 dimensions
+            for (int64_t i = 0; i < 16; i++) {
+                __m512i a = _mm512_loadu_si512(tile.values[32 * half + 2 * i] + d), b = _mm512_loadu_si512(tile.values[32 * half + 2 * i + 1] + d);
+                lower[i] = _mm512_permutex2var_epi16(a, first, b);
+                upper[i] = _mm512_permutex2var_epi16(a, second, b);
+            }
+            transpose16(lower);
+            transpose16(upper);
+            uint16_t *place = to + (d / 16 * 2 + half) * TILE_HALVES;
+            for (int i = 0; i < 16; i++) _mm512_store_si512(place + 32 * i, lower[i]);
+            for (int i = 0; i < 16; i++) _mm512_store_si512(place + 2 * TILE_HALVES + 32 * i, upper[i]);
         }
 }
 
-// Scores of 16 queries against 64 keys. scores: [16][64]
-inline void score_tiles(const uint16_t *q, const uint16_t *keys, int64_t dim, float *scores) {
-    const int64_t steps = dim / 32;
+// scores: [64][16]
+inline void score_tiles(const uint16_t *keys, const uint16_t *queries, int64_t dim, float *scores) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int64_t s = 0; s < steps; s++) {
-        _tile_loadd(4, q + 32 * s, dim * 2);
-        _tile_loadd(5, keys + s * B_TILE, 64);
-        _tile_loadd(6, keys + (steps + s) * B_TILE, 64);
-        _tile_dpbf16ps(0, 4, 5);
-        _tile_dpbf16ps(1, 4, 6);
-        _tile_loadd(5, keys + (2 * steps + s) * B_TILE, 64);
-        _tile_loadd(6, keys + (3 * steps + s) * B_TILE, 64);
-        _tile_dpbf16ps(2, 4, 5);
-        _tile_dpbf16ps(3, 4, 6);
-    }
-    _tile_stored(0, scores, KEYS * 4);
-    _tile_stored(1, scores + 16, KEYS * 4);
-    _tile_stored(2, scores + 32, KEYS * 4);
-    _tile_stored(3, scores + 48, KEYS * 4);
-}
-
-// sums [16][dim] += weights [16][64] * values
-inline void sum_tiles(const uint16_t *weights, const uint16_t *values, int64_t dim, float *sums) {
-    _tile_loadd(4, weights, KEYS * 2);
-    _tile_loadd(5, weights + 32, KEYS * 2);
-    for (int64_t d = 0; d < dim; d += 32, values += 4 * B_TILE) {
-        _tile_loadd(0, sums + d, dim * 4);
-        _tile_loadd(1, sums + d + 16, dim * 4);
-        _tile_loadd(6, values, 64);
-        _tile_loadd(7, values + 2 * B_TILE, 64);
+    for (int64_t d = 0; d < dim; d += 32, queries += TILE_HALVES) {
+        _tile_loadd(6, queries, 64);
+        _tile_loadd(4, keys + d, dim * 2);
+        _tile_loadd(5, keys + 16 * dim + d, dim * 2);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(6, values + B_TILE, 64);
-        _tile_loadd(7, values + 3 * B_TILE, 64);
-        _tile_dpbf16ps(0, 5, 6);
+        _tile_dpbf16ps(1, 5, 6);
+        _tile_loadd(4, keys + 32 * dim + d, dim * 2);
+        _tile_loadd(5, keys + 48 * dim + d, dim * 2);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_dpbf16ps(3, 5, 6);
+    }
+    _tile_stored(0, scores, 64);
+    _tile_stored(1, scores + 16 * LANES, 64);
+    _tile_stored(2, scores + 32 * LANES, 64);
+    _tile_stored(3, scores + 48 * LANES, 64);
+}
+
+// sums [dim][16] += values^T * weights
+inline void sum_tiles(const uint16_t *values, const uint16_t *weights, int64_t dim, float *sums) {
+    _tile_loadd(6, weights, 64);
+    _tile_loadd(7, weights + TILE_HALVES, 64);
+    for (int64_t d = 0; d < dim; d += 32, values += 4 * TILE_HALVES) {
+        _tile_loadd(0, sums + d * LANES, 64);
+        _tile_loadd(1, sums + (d + 16) * LANES, 64);
+        _tile_loadd(4, values, 64);
+        _tile_loadd(5, values + 2 * TILE_HALVES, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 5, 6);
+        _tile_loadd(4, values + TILE_HALVES, 64);
+        _tile_loadd(5, values + 3 * TILE_HALVES, 64);
+        _tile_dpbf16ps(0, 4, 7);
         _tile_dpbf16ps(1, 5, 7);
-        _tile_stored(0, sums + d, dim * 4);
-        _tile_stored(1, sums + d + 16, dim * 4);
+        _tile_stored(0, sums + d * LANES, 64);
+        _tile_stored(1, sums + (d + 16) * LANES, 64);
     }
 }
 
-// Scores become weights, query by query, and what was summed shrinks to them.
-inline void weigh_tile(const Tile &tile, const Queries &queries, int64_t first, int64_t begin, float scale, int64_t dim, const float *scores,
-                       uint16_t *weights) {
-    for (int64_t r = 0; r < 16; r++) {
-        int64_t i = first + r, low = std::max<int64_t>(0, queries.first[i] - begin), high = std::min(tile.count, queries.last[i] + 1 - begin);
-        alignas(64) float row[KEYS];
-        __m512 mine[4];
-        for (int j = 0; j < 4; j++) mine[j] = _mm512_load_ps(scores + r * KEYS + 16 * j);
-        float shrink = weigh512(queries.states[i], mine, low, high, tile, scale, row);
-        for (int j = 0; j < 2; j++)
-            _mm512_store_si512(weights + r * KEYS + 32 * j,
-                               (__m512i)_mm512_cvtne2ps_pbh(_mm512_load_ps(row + 32 * j + 16), _mm512_load_ps(row + 32 * j)));
-        if (shrink == 1.0f) continue;
-        float *sum = queries.sums + i * dim;
-        for (int64_t d = 0; d < dim; d += 16) _mm512_storeu_ps(sum + d, _mm512_mul_ps(_mm512_loadu_ps(sum + d), _mm512_set1_ps(shrink)));
+// Scores [64][16] of keys from position `begin` on become weights [32 pairs][16][2], and what was summed shrinks to them.
+// EDGE: not all queries may see all keys.
+template <bool EDGE, bool SCALED> void weigh_set(Set &set, const Tile &tile, int64_t begin, float scale, int64_t dim, float *scores, uint16_t *weights) {
+    const __m512 factor = _mm512_set1_ps(scale * LOG2_E), never = _mm512_set1_ps(-INFINITY);
+    auto score = [&](int64_t key) {
+        __m512 row = _mm512_mul_ps(_mm512_load_ps(scores + key * LANES), factor);
+        if (SCALED) row = _mm512_mul_ps(row, _mm512_set1_ps(tile.key_scale[key]));
+        if (!EDGE) return row;
+        __m512i position = _mm512_set1_epi32(int32_t(begin + key));
+        __mmask16 seen = _mm512_cmple_epi32_mask(set.first, position) & _mm512_cmple_epi32_mask(position, set.last);
+        return _mm512_mask_blend_ps(seen, never, row);
+    };
+    __m512 most[4] = {set.largest, set.largest, set.largest, set.largest};
+    for (int64_t key = 0; key < KEYS; key += 4)
+        for (int i = 0; i < 4; i++) most[i] = _mm512_max_ps(most[i], score(key + i));
+    __m512 largest = _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3]));
+    if (_mm512_cmp_ps_mask(largest, set.largest, _CMP_NEQ_UQ)) {
+        __m512 shrink = power512(_mm512_sub_ps(set.largest, largest));
+        set.total = _mm512_mul_ps(set.total, shrink);
+        for (int64_t d = 0; d < dim; d++) _mm512_store_ps(set.sums + d * LANES, _mm512_mul_ps(_mm512_load_ps(set.sums + d * LANES), shrink));
+        set.largest = largest;
+    }
+    const __m512i interleave = interleave512();
+    __m512 totals[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    for (int64_t key = 0; key < KEYS; key += 2) {
+        __m512 pair[2];
+        for (int i = 0; i < 2; i++) {
+            pair[i] = power512(_mm512_sub_ps(score(key + i), largest));
+            totals[i] = _mm512_add_ps(totals[i], pair[i]);
+            if (SCALED) pair[i] = _mm512_mul_ps(pair[i], _mm512_set1_ps(tile.value_scale[key + i]));
+        }
+        _mm512_store_si512(weights + key * LANES, _mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh(pair[1], pair[0])));
+    }
+    set.total = _mm512_add_ps(set.total, _mm512_add_ps(totals[0], totals[1]));
+}
+
+inline void weigh_set(Set &set, const Tile &tile, int64_t begin, float scale, int64_t dim, float *scores, uint16_t *weights) {
+    bool edge = begin < set.all_from || begin + KEYS - 1 > set.all_to;
+    if (tile.scaled) (edge ? weigh_set<true, true> : weigh_set<false, true>)(set, tile, begin, scale, dim, scores, weights);
+    else (edge ? weigh_set<true, false> : weigh_set<false, false>)(set, tile, begin, scale, dim, scores, weights);
+}
+
+// The lanes of a set become rows again: sums [16][dim].
+inline void finish_set(const Set &set, int64_t dim, Online *states, float *rows) {
+    alignas(64) float largest[LANES], total[LANES];
+    _mm512_store_ps(largest, set.largest);
+    _mm512_store_ps(total, set.total);
+    for (int i = 0; i < LANES; i++) states[i] = {largest[i] <= NOTHING ? -INFINITY : largest[i] / LOG2_E, total[i]};
+    for (int64_t d = 0; d < dim; d += 16) {
+        __m512i r[16];
+        for (int i = 0; i < 16; i++) r[i] = _mm512_load_si512(set.sums + (d + i) * LANES);
+        transpose16(r);
+        for (int i = 0; i < 16; i++) _mm512_storeu_si512(rows + i * dim + d, r[i]);
     }
 }
 
-void attend_amx(const Model &model, const Layer &layer, const Step &step, const float *qkv, float *out, float *partials, const Task &task,
+void attend_amx(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials, const Task &task,
                 void *scratch) {
     const int64_t dim = model.head_dim, group = model.heads / model.kv_heads;
     if (!fits_512(model) || task.queries * group < AT_LEAST_QUERIES)
         return attend_avx512(model, layer, step, qkv, out, partials, task, scratch);
-    alignas(64) float scores[16 * KEYS];
-    alignas(64) uint16_t weights[16 * KEYS];
+    alignas(64) float scores[KEYS * LANES];
+    alignas(64) uint16_t weights[KEYS * LANES];
     uint16_t *widened = (uint16_t *)scratch, *keys = widened + 2 * KEYS * dim, *values = keys + KEYS * dim;
-    char *place = (char *)(values + KEYS * dim);
+    float *rows = (float *)(values + KEYS * dim);  // [16][dim]
+    char *place = (char *)(rows + LANES * dim);
     Queries queries = load_queries(model, layer, step, qkv, task, place);
+    const int64_t count = (queries.count + LANES - 1) / LANES;
+    Set *sets = (Set *)place;
+    uint16_t *turned = (uint16_t *)(sets + count);
+    for (int64_t i = 0; i < count; i++) sets[i] = make_set(queries, i * LANES, dim, task.end, turned + i * LANES * dim);
     const int64_t *table = step.tables + task.row * step.table_width;
     for (int64_t begin = std::max(task.begin, queries.first[0]); begin < task.end; begin += KEYS) {
         Tile tile;
         load_tile(model, layer, table, task.kv_head, begin, std::min<int64_t>(KEYS, task.end - begin), widened, tile);
-        pack_keys(tile, dim, keys);
-        pack_values(tile, dim, values);
-        for (int64_t first = 0; first < queries.count; first += 16) {
-            if (queries.last[std::min(first + 15, queries.count - 1)] < begin) continue;  // all of it is yet to come
-            score_tiles(queries.values + first * dim, keys, dim, scores);
-            weigh_tile(tile, queries, first, begin, model.attention_scale, dim, scores, weights);
-            sum_tiles(weights, values, dim, queries.sums + first * dim);
+        for (int64_t i = 0; i < KEYS; i++) memcpy(keys + i * dim, tile.keys[i], size_t(dim) * 2);
+        turn_values(tile, dim, values);
+        for (int64_t i = 0; i < count; i++) {
+            if (sets[i].latest < begin || sets[i].earliest >= begin + KEYS) continue;
+            score_tiles(keys, sets[i].queries, dim, scores);
+            weigh_set(sets[i], tile, begin, model.attention_scale, dim, scores, weights);
+            sum_tiles(values, weights, dim, sets[i].sums);
         }
     }
-    for (int64_t i = 0; i < queries.count; i++)
-        finish(model, task, queries.states[i], queries.sums + i * dim, i / group, i % group, out, partials);
+    for (int64_t i = 0; i < queries.count; i++) {
+        if (i % LANES == 0) finish_set(sets[i / LANES], dim, queries.states + i, rows);
+        finish(model, task, queries.states[i], rows + i % LANES * dim, i / group, i % group, out, partials);
+    }
 }
 
 }  // namespace

@@ -10,32 +10,43 @@ namespace {
 const int64_t FEW = 8;   // rows that go through codes; more are worth unpacking weights for
 const int64_t MOST = 8;  // rows of one block: their sums stay in registers
 
-inline __m512 exp512(__m512 x) {
-    __m512 clamped = _mm512_min_ps(_mm512_set1_ps(88.0f), _mm512_max_ps(_mm512_set1_ps(-87.3f), x));  // in this order NaN stays NaN
-    __m512 turns = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT);
-    __m512 rest = _mm512_fnmadd_ps(turns, _mm512_set1_ps(0.693359375f), clamped);
-    rest = _mm512_fnmadd_ps(turns, _mm512_set1_ps(-2.12194440e-4f), rest);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-        p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(c));
-    p = _mm512_add_ps(_mm512_fmadd_ps(p, _mm512_mul_ps(rest, rest), rest), _mm512_set1_ps(1.0f));
-    __mmask16 nothing = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.3f), _CMP_LT_OQ);
-    return _mm512_mask_blend_ps(nothing, _mm512_scalef_ps(p, turns), _mm512_setzero_ps());
+// 2^t for t up to 127; far below it is 0. NaN stays NaN.
+inline __m512 power512(__m512 t) {
+    __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-200.0f), t);  // in this order
+    __m512 whole = _mm512_roundscale_ps(clamped, _MM_FROUND_TO_NEAREST_INT), rest = _mm512_sub_ps(clamped, whole);
+    __m512 p = _mm512_set1_ps(0.00132764713f);
+    for (float c : {0.00967554189f, 0.0555071309f, 0.240221202f, 0.693146944f, 1.00000012f}) p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(c));
+    return _mm512_scalef_ps(p, whole);
 }
 
+const float LOG2_E = 1.44269504088896341f;
+
+// x / (1 + exp(-x)), by a reciprocal made exact to the last bit or two.
 inline __m512 silu512(__m512 x) {
-    __m512 one = _mm512_set1_ps(1.0f);
-    return _mm512_div_ps(x, _mm512_add_ps(one, exp512(_mm512_sub_ps(_mm512_setzero_ps(), x))));
+    __m512 t = _mm512_min_ps(_mm512_set1_ps(126.0f), _mm512_mul_ps(x, _mm512_set1_ps(-LOG2_E)));
+    __m512 below = _mm512_add_ps(_mm512_set1_ps(1.0f), power512(t)), guess = _mm512_rcp14_ps(below);
+    return _mm512_mul_ps(x, _mm512_mul_ps(guess, _mm512_fnmadd_ps(guess, below, _mm512_set1_ps(2.0f))));
 }
+
+// Two lists of 16 numbers of bfloat16, one behind the other, become pairs by this permutation.
+inline __m512i interleave512() {
+    return _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+}
+
+inline __mmask16 first_lanes(int64_t count) { return count >= P ? 0xffff : __mmask16((1 << count) - 1); }
 
 inline __m512 bias512(const Matrix &matrix, int64_t panel) {
     if (!matrix.bias) return _mm512_setzero_ps();
-    int64_t left = matrix.n - panel * P;
-    return _mm512_maskz_loadu_ps(left >= P ? 0xffff : __mmask16((1 << left) - 1), matrix.bias + panel * P);
+    return _mm512_maskz_loadu_ps(first_lanes(matrix.n - panel * P), matrix.bias + panel * P);
 }
 
-inline void store512(__m512 values, float *y, int64_t left) {
-    _mm512_mask_storeu_ps(y, left >= P ? 0xffff : __mmask16((1 << left) - 1), values);
+inline void store512(__m512 values, float *y, int64_t left) { _mm512_mask_storeu_ps(y, first_lanes(left), values); }
+
+// 16 results of a row, from column `begin` on; `left` are wanted.
+inline void put512(__m512 values, const Target &target, int64_t row, int64_t begin, int64_t left) {
+    int64_t place = row * target.stride + begin;
+    if (target.halves) _mm256_mask_storeu_epi16(target.halves + place, first_lanes(left), (__m256i)_mm512_cvtneps_pbh(values));
+    else store512(values, target.values + place, left);
 }
 
 // --- R rows of x times one panel ----------------------------------------------------------------------------------------
@@ -116,49 +127,57 @@ template <int R, bool FOUR> void block_codes(const Matrix &matrix, const Rows &r
     for (int r = 0; r < R; r++) sums[r] = _mm512_mul_ps(acc[r], _mm512_set1_ps(matrix.factor));
 }
 
-// A panel of codes as bfloat16, for products of many rows. to: [stride / 2][16][2]
-inline void unpack_panel(const Matrix &matrix, int64_t stride, int64_t panel, uint16_t *to) {
-    const int64_t groups = stride / matrix.group;
-    const bool four = matrix.kind == OCTAVO_Q4;
-    const uint8_t *w = (const uint8_t *)matrix.data + (four ? panel * stride * P / 2 : panel * stride * P);
-    const __m512i byte = _mm512_set1_epi32(255);
-    // Two lists of 16 numbers, one behind the other, become pairs.
-    const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3,
-                                                18, 2, 17, 1, 16, 0);
-    const __m512 factor = _mm512_set1_ps(matrix.factor);
-    for (int64_t g = 0; g < groups; g++) {
-        int64_t place = (panel * groups + g) * P;
-        __m512 scale = _mm512_mul_ps(factor, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(matrix.scale + place))));
-        __m512 offset = _mm512_mul_ps(factor, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(matrix.offset + place))));
-        auto emit = [&](__m512i codes) {
-            for (int i = 0; i < 2; i++) {
-                __m512 first = _mm512_cvtepi32_ps(_mm512_and_si512(codes, byte));
-                __m512 second = _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(codes, 8), byte));
-                __m512i both = (__m512i)_mm512_cvtne2ps_pbh(_mm512_fmadd_ps(second, scale, offset), _mm512_fmadd_ps(first, scale, offset));
+// Codes as bfloat16, for products of many rows: 32 k of a panel at a time, to [16 pairs of k][16][2].
+//
+// A code is shifted into the first digits behind the point of a float 1.0, which makes it 1 + code / 16 (or / 256), and scale
+// and offset make that what it stands for.
+template <bool FOUR> struct Unpacker {
+    const Matrix &matrix;
+    const int64_t stride, groups = stride / matrix.group, span = std::min<int64_t>(32, matrix.group);
+    const __m512 factor = _mm512_set1_ps(matrix.factor), steps = _mm512_set1_ps(matrix.factor * (FOUR ? 16 : 256));
+    const __m512i one = _mm512_set1_epi32(0x3f800000), digits = _mm512_set1_epi32(FOUR ? 0x00780000 : 0x007f8000);
+    const __m512i interleave = interleave512();
+
+    void operator()(int64_t panel, int64_t k, uint16_t *to) const {
+        const uint8_t *w = (const uint8_t *)matrix.data + (panel * stride + k) * P / (FOUR ? 2 : 1);
+        for (int64_t end = k + 32; k < end; k += span) {
+            int64_t place = (panel * groups + k / matrix.group) * P;
+            __m512 scale = _mm512_mul_ps(steps, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(matrix.scale + place))));
+            __m512 offset = _mm512_fmsub_ps(factor, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(matrix.offset + place))), scale);
+            auto value = [&](__m512i shifted) {  // (shifted & digits) | one
+                return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_ternarylogic_epi32(shifted, digits, one, 0xea)), scale, offset);
+            };
+            auto put = [&](__m512i first, __m512i second) {
+                __m512i both = (__m512i)_mm512_cvtne2ps_pbh(value(second), value(first));
                 _mm512_storeu_si512(to, _mm512_permutexvar_epi16(interleave, both));
                 to += 32;
-                codes = _mm512_srli_epi32(codes, 16);
-            }
-        };
-        for (int64_t k = 0; k < matrix.group; k += four ? 8 : 4) {
-            __m512i codes = _mm512_loadu_si512(w);
-            w += 64;
-            if (four) {
-                const __m512i nibble = _mm512_set1_epi8(15);
-                emit(_mm512_and_si512(codes, nibble));
-                emit(_mm512_and_si512(_mm512_srli_epi16(codes, 4), nibble));
-            } else {
-                emit(codes);
+            };
+            for (int64_t i = 0; i < span; i += FOUR ? 8 : 4, w += 64) {
+                __m512i codes = _mm512_loadu_si512(w);
+                if (FOUR) {
+                    put(_mm512_slli_epi32(codes, 19), _mm512_slli_epi32(codes, 11));
+                    put(_mm512_slli_epi32(codes, 3), _mm512_srli_epi32(codes, 5));
+                }
+                put(_mm512_slli_epi32(codes, 15), _mm512_slli_epi32(codes, 7));
+                put(_mm512_srli_epi32(codes, 1), _mm512_srli_epi32(codes, 9));
             }
         }
     }
+};
+
+// A whole panel. to: [stride / 2][16][2]
+template <bool FOUR> void unpack_panel(const Matrix &matrix, int64_t stride, int64_t panel, uint16_t *to) {
+    const Unpacker<FOUR> unpack{matrix, stride};
+    for (int64_t k = 0; k < stride; k += 32) unpack(panel, k, to + k * P);
 }
 
-// The panel in bfloat16: where it lies, or unpacked into scratch.
-inline const uint16_t *bf16_panel(const Matrix &matrix, int64_t stride, int64_t panel, uint16_t *scratch) {
-    if (matrix.kind == OCTAVO_BF16) return (const uint16_t *)matrix.data + panel * stride * P;
-    unpack_panel(matrix, stride, panel, scratch);
-    return scratch;
+// The panel in bfloat16: where it lies, or unpacked into scratch; null where rows are of another form.
+inline const uint16_t *bf16_panel(const Matrix &matrix, const Rows &rows, int64_t panel, void *scratch) {
+    if (rows.form != Form::BF16) return nullptr;
+    if (matrix.kind == OCTAVO_BF16) return (const uint16_t *)matrix.data + panel * rows.stride * P;
+    if (matrix.kind == OCTAVO_Q4) unpack_panel<true>(matrix, rows.stride, panel, (uint16_t *)scratch);
+    else unpack_panel<false>(matrix, rows.stride, panel, (uint16_t *)scratch);
+    return (const uint16_t *)scratch;
 }
 
 template <int R> void block(const Matrix &matrix, const Rows &rows, int64_t row, int64_t panel, const uint16_t *halves, __m512 *sums) {
@@ -168,51 +187,47 @@ template <int R> void block(const Matrix &matrix, const Rows &rows, int64_t row,
     else block_codes<R, false>(matrix, rows, row, panel, sums);
 }
 
-// All rows times one panel, a block at a time: take(row, count, sums) gets up to MOST results.
-template <class Take> void by_blocks(const Matrix &matrix, const Rows &rows, int64_t panel, uint16_t *scratch, Take take) {
-    const uint16_t *halves = rows.form == Form::BF16 ? bf16_panel(matrix, rows.stride, panel, scratch) : nullptr;
-    for (int64_t row = 0; row < rows.rows; row += MOST) {
-        __m512 sums[MOST];
-        int64_t count = std::min(MOST, rows.rows - row);
-        switch (count) {
-            case 1: block<1>(matrix, rows, row, panel, halves, sums); break;
-            case 2: block<2>(matrix, rows, row, panel, halves, sums); break;
-            case 3: block<3>(matrix, rows, row, panel, halves, sums); break;
-            case 4: block<4>(matrix, rows, row, panel, halves, sums); break;
-            case 5: block<5>(matrix, rows, row, panel, halves, sums); break;
-            case 6: block<6>(matrix, rows, row, panel, halves, sums); break;
-            case 7: block<7>(matrix, rows, row, panel, halves, sums); break;
-            default: block<8>(matrix, rows, row, panel, halves, sums);
-        }
-        take(row, count, sums);
+// Up to MOST rows times one panel. halves: the panel in bfloat16, if rows are.
+inline void block_of(const Matrix &matrix, const Rows &rows, int64_t row, int64_t count, int64_t panel, const uint16_t *halves, __m512 *sums) {
+    switch (count) {
+        case 1: return block<1>(matrix, rows, row, panel, halves, sums);
+        case 2: return block<2>(matrix, rows, row, panel, halves, sums);
+        case 3: return block<3>(matrix, rows, row, panel, halves, sums);
+        case 4: return block<4>(matrix, rows, row, panel, halves, sums);
+        case 5: return block<5>(matrix, rows, row, panel, halves, sums);
+        case 6: return block<6>(matrix, rows, row, panel, halves, sums);
+        case 7: return block<7>(matrix, rows, row, panel, halves, sums);
+        default: return block<8>(matrix, rows, row, panel, halves, sums);
     }
 }
 
 void product_avx512(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, float *y, int64_t stride, void *scratch) {
     for (; panel < end; panel++) {
-        __m512 bias = bias512(matrix, panel);
-        by_blocks(matrix, rows, panel, (uint16_t *)scratch, [&](int64_t row, int64_t count, __m512 *sums) {
+        const uint16_t *halves = bf16_panel(matrix, rows, panel, scratch);
+        __m512 sums[MOST], bias = bias512(matrix, panel);
+        for (int64_t row = 0; row < rows.rows; row += MOST) {
+            int64_t count = std::min(MOST, rows.rows - row);
+            block_of(matrix, rows, row, count, panel, halves, sums);
             for (int64_t r = 0; r < count; r++)
                 store512(_mm512_add_ps(sums[r], bias), y + (row + r) * stride + panel * P, matrix.n - panel * P);
-        });
+        }
     }
 }
 
-void gate_up_avx512(const Matrix &matrix, const Rows &rows, int64_t pair, int64_t end, float *y, int64_t stride, void *scratch) {
+void gate_up_avx512(const Matrix &matrix, const Rows &rows, int64_t pair, int64_t end, const Target &y, void *scratch) {
     for (; pair < end; pair++) {
-        __m512 gate_bias = bias512(matrix, 2 * pair), up_bias = bias512(matrix, 2 * pair + 1);
-        float *place = y + pair * P;
-        int64_t left = matrix.n / 2 - pair * P;
-        by_blocks(matrix, rows, 2 * pair, (uint16_t *)scratch, [&](int64_t row, int64_t count, __m512 *sums) {
-            for (int64_t r = 0; r < count; r++) store512(silu512(_mm512_add_ps(sums[r], gate_bias)), place + (row + r) * stride, left);
-        });
-        by_blocks(matrix, rows, 2 * pair + 1, (uint16_t *)scratch, [&](int64_t row, int64_t count, __m512 *sums) {
-            __mmask16 kept = left >= P ? 0xffff : __mmask16((1 << left) - 1);
+        const uint16_t *gate_halves = bf16_panel(matrix, rows, 2 * pair, scratch);
+        const uint16_t *up_halves = bf16_panel(matrix, rows, 2 * pair + 1, (uint16_t *)scratch + rows.stride * P);
+        __m512 gate[MOST], up[MOST], gate_bias = bias512(matrix, 2 * pair), up_bias = bias512(matrix, 2 * pair + 1);
+        for (int64_t row = 0; row < rows.rows; row += MOST) {
+            int64_t count = std::min(MOST, rows.rows - row);
+            block_of(matrix, rows, row, count, 2 * pair, gate_halves, gate);
+            block_of(matrix, rows, row, count, 2 * pair + 1, up_halves, up);
             for (int64_t r = 0; r < count; r++) {
-                float *to = place + (row + r) * stride;
-                _mm512_mask_storeu_ps(to, kept, _mm512_mul_ps(_mm512_maskz_loadu_ps(kept, to), _mm512_add_ps(sums[r], up_bias)));
+                __m512 value = _mm512_mul_ps(silu512(_mm512_add_ps(gate[r], gate_bias)), _mm512_add_ps(up[r], up_bias));
+                put512(value, y, row + r, pair * P, matrix.n / 2 - pair * P);
             }
-        });
+        }
     }
 }
 
@@ -223,34 +238,30 @@ Form form_avx512(const Matrix &matrix, int64_t rows) {
 
 // --- rows of x ---------------------------------------------------------------------------------------------------------
 
-void prepare_avx512(const Matrix &matrix, const float *x, int64_t size, int64_t begin, int64_t end, Rows &rows) {
-    if (matrix.order || size != rows.stride || rows.form == Form::FLOAT) return prepare_generic(matrix, x, size, begin, end, rows);
-    for (int64_t row = begin; row < end; row++) {
-        const float *from = x + row * size;
-        if (rows.form == Form::BF16) {
-            for (int64_t k = 0; k < size; k += 32)
-                _mm512_storeu_si512(rows.halves + row * rows.stride + k,
-                                    (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + k + 16), _mm512_loadu_ps(from + k)));
-            continue;
+void prepare_avx512(const Matrix &matrix, const float *x, const Rows &rows, int64_t row) {
+    if (matrix.order || matrix.k != rows.stride || rows.form == Form::FLOAT) return prepare_generic(matrix, x, rows, row);
+    if (rows.form == Form::BF16) {
+        for (int64_t k = 0; k < rows.stride; k += 32)
+            _mm512_storeu_si512(rows.halves + row * rows.stride + k, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + k + 16), _mm512_loadu_ps(x + k)));
+        return;
+    }
+    int64_t groups = rows.stride / matrix.group;
+    for (int64_t g = 0; g < groups; g++) {
+        const float *values = x + g * matrix.group;
+        int8_t *codes = rows.codes + row * rows.stride + g * matrix.group;
+        __m512i largest = _mm512_setzero_si512();  // as bits, see largest_of
+        for (int64_t i = 0; i < matrix.group; i += 16)
+            largest = _mm512_max_epu32(largest, _mm512_castps_si512(_mm512_abs_ps(_mm512_loadu_ps(values + i))));
+        float most = bits_to_float(_mm512_reduce_max_epu32(largest));
+        __m512 inverse = _mm512_set1_ps(most > 0 ? 127 / most : 0.0f);
+        __m512i total = _mm512_setzero_si512();
+        for (int64_t i = 0; i < matrix.group; i += 16) {
+            __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(values + i), inverse));
+            total = _mm512_add_epi32(total, rounded);
+            _mm_storeu_si128((__m128i *)(codes + i), _mm512_cvtepi32_epi8(rounded));
         }
-        int64_t groups = rows.stride / matrix.group;
-        for (int64_t g = 0; g < groups; g++) {
-            const float *values = from + g * matrix.group;
-            int8_t *codes = rows.codes + row * rows.stride + g * matrix.group;
-            __m512i largest = _mm512_setzero_si512();  // as bits, see largest_of
-            for (int64_t i = 0; i < matrix.group; i += 16)
-                largest = _mm512_max_epu32(largest, _mm512_castps_si512(_mm512_abs_ps(_mm512_loadu_ps(values + i))));
-            float most = bits_to_float(_mm512_reduce_max_epu32(largest));
-            __m512 inverse = _mm512_set1_ps(most > 0 ? 127 / most : 0.0f);
-            __m512i total = _mm512_setzero_si512();
-            for (int64_t i = 0; i < matrix.group; i += 16) {
-                __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(values + i), inverse));
-                total = _mm512_add_epi32(total, rounded);
-                _mm_storeu_si128((__m128i *)(codes + i), _mm512_cvtepi32_epi8(rounded));
-            }
-            rows.scale[row * groups + g] = most / 127;
-            rows.sum[row * groups + g] = most / 127 * float(_mm512_reduce_add_epi32(total));
-        }
+        rows.scale[row * groups + g] = most / 127;
+        rows.sum[row * groups + g] = most / 127 * float(_mm512_reduce_add_epi32(total));
     }
 }
 

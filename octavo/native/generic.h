@@ -44,24 +44,22 @@ void quantize_group(const Matrix &matrix, const float *x, int64_t begin, int64_t
     sum = scale * float(total);
 }
 
-// Rows [begin, end) of x, `size` values each, in the form `rows` asks for.
-void prepare_generic(const Matrix &matrix, const float *x, int64_t size, int64_t begin, int64_t end, Rows &rows) {
-    for (int64_t row = begin; row < end; row++) {
-        const float *from = x + row * size;
-        if (rows.form == Form::FLOAT) {
-            float *to = rows.values + row * rows.stride;
-            for (int64_t k = 0; k < size; k++) to[k] = column(matrix, from, k);
-            std::fill(to + size, to + rows.stride, 0.0f);
-        } else if (rows.form == Form::BF16) {
-            uint16_t *to = rows.halves + row * rows.stride;
-            for (int64_t k = 0; k < size; k++) to[k] = float_to_bf16(column(matrix, from, k));
-            std::fill(to + size, to + rows.stride, uint16_t(0));
-        } else {
-            int64_t groups = rows.stride / matrix.group;
-            for (int64_t g = 0; g < groups; g++)
-                quantize_group(matrix, from, g * matrix.group, size, rows.codes + row * rows.stride + g * matrix.group,
-                               rows.scale[row * groups + g], rows.sum[row * groups + g]);
-        }
+// A row of x in the form `rows` asks for.
+void prepare_generic(const Matrix &matrix, const float *x, const Rows &rows, int64_t row) {
+    const int64_t size = matrix.k;
+    if (rows.form == Form::FLOAT) {
+        float *to = rows.values + row * rows.stride;
+        for (int64_t k = 0; k < size; k++) to[k] = column(matrix, x, k);
+        std::fill(to + size, to + rows.stride, 0.0f);
+    } else if (rows.form == Form::BF16) {
+        uint16_t *to = rows.halves + row * rows.stride;
+        for (int64_t k = 0; k < size; k++) to[k] = float_to_bf16(column(matrix, x, k));
+        std::fill(to + size, to + rows.stride, uint16_t(0));
+    } else {
+        int64_t groups = rows.stride / matrix.group;
+        for (int64_t g = 0; g < groups; g++)
+            quantize_group(matrix, x, g * matrix.group, size, rows.codes + row * rows.stride + g * matrix.group, rows.scale[row * groups + g],
+                           rows.sum[row * groups + g]);
     }
 }
 
@@ -115,29 +113,25 @@ void dot_generic(const Matrix &matrix, const Rows &rows, int64_t row, int64_t pa
     else dot_codes(matrix, rows, row, panel, sums);
 }
 
-inline void store(const float *sums, float *y, int64_t n, int64_t limit) {
-    for (int64_t i = 0; i < std::min<int64_t>(P, limit - n); i++) y[n + i] = sums[i];
-}
-
 // y[row][n] for the rows n of panels [panel, end).
 void product_generic(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, float *y, int64_t stride, void *) {
     for (; panel < end; panel++)
         for (int64_t row = 0; row < rows.rows; row++) {
             float sums[P];
             dot_generic(matrix, rows, row, panel, sums);
-            store(sums, y + row * stride, panel * P, matrix.n);
+            memcpy(y + row * stride + panel * P, sums, size_t(std::min<int64_t>(P, matrix.n - panel * P)) * sizeof(float));
         }
 }
 
 // y[row][n] = silu(gate) * up for pairs of panels: the first of each pair is gate, the second up.
-void gate_up_generic(const Matrix &matrix, const Rows &rows, int64_t pair, int64_t end, float *y, int64_t stride, void *) {
+void gate_up_generic(const Matrix &matrix, const Rows &rows, int64_t pair, int64_t end, const Target &y, void *) {
     for (; pair < end; pair++)
         for (int64_t row = 0; row < rows.rows; row++) {
             float gate[P], up[P];
             dot_generic(matrix, rows, row, 2 * pair, gate);
             dot_generic(matrix, rows, row, 2 * pair + 1, up);
             for (int n = 0; n < P; n++) up[n] *= silu(gate[n]);
-            store(up, y + row * stride, pair * P, matrix.n / 2);
+            put(up, y, row, pair * P, std::min<int64_t>(P, matrix.n / 2 - pair * P));
         }
 }
 
@@ -240,13 +234,13 @@ inline void weigh(Online &state, float *scores, int64_t count, float *out, int64
 inline int64_t first_seen(const Layer &layer, int64_t position) { return layer.window ? std::max<int64_t>(0, position - layer.window + 1) : 0; }
 
 // A task's result: the weighted values divided by their total; or, for a part of the context, undivided with both numbers behind.
-inline void finish(const Model &model, const Task &task, const Online &state, float *sums, int64_t query, int64_t head, float *out, float *partials) {
+inline void finish(const Model &model, const Task &task, const Online &state, float *sums, int64_t query, int64_t head, const Target &out,
+                   float *partials) {
     int64_t dim = model.head_dim, group = model.heads / model.kv_heads;
     if (task.partial < 0) {
-        float *to = out + ((task.token + query) * model.heads + task.kv_head * group + head) * dim;
         float inverse = 1.0f / state.total;
-        for (int64_t i = 0; i < dim; i++) to[i] = sums[i] * inverse;
-        return;
+        for (int64_t i = 0; i < dim; i++) sums[i] *= inverse;
+        return put(sums, out, task.token + query, (task.kv_head * group + head) * dim, dim);
     }
     float *to = partials + (task.partial + query * group + head) * (dim + 2);
     memcpy(to, sums, dim * sizeof(float));
@@ -255,8 +249,8 @@ inline void finish(const Model &model, const Task &task, const Online &state, fl
 }
 
 // Queries of one row against its context, through the block table. scratch: keys and values of a tile, scores, sums.
-void attend_generic(const Model &model, const Layer &layer, const Step &step, const float *qkv, float *out, float *partials, const Task &task,
-                    void *scratch) {
+void attend_generic(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials,
+                    const Task &task, void *scratch) {
     int64_t dim = model.head_dim, group = model.heads / model.kv_heads, heads = model.heads + 2 * model.kv_heads;
     const int64_t *table = step.tables + task.row * step.table_width;
     float *keys = (float *)scratch, *values = keys + KEYS * dim, *sums = values + KEYS * dim;

@@ -2,13 +2,15 @@
 //
 //     rows of x    A: 16 rows x 32 k              C0 += A0 B0   C1 += A0 B1      four tiles of results for every four that are
 //     panel        B: 16 pairs of k x 16 n        C2 += A1 B0   C3 += A1 B1      loaded: 32 rows times two panels
+#include <type_traits>
+
 #include "attention_amx.h"
 
 namespace octavo {
 namespace {
 
 const int64_t TILE = 16, BLOCK = 2 * TILE;      // rows of a tile; rows of x that two of them hold
-const size_t UNPACKED_BYTES = 256 << 10;  // weights unpacked at a time: they stay in the second-level cache
+const int64_t NEAR_BYTES = 1 << 20;               // rows of x that stay in the second-level cache while panels pass by
 const int64_t AT_LEAST = 9;                      // rows: fewer are quicker one by one
 
 struct alignas(64) TileConfig {
@@ -17,8 +19,9 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {};
 };
 
-// 32 rows of x times two panels. sums: [2 panels][32][16]
-inline void multiply_tiles(const uint16_t *x, int64_t stride, const uint16_t *first, const uint16_t *second, float *sums) {
+// 32 rows of x times two panels. sums: [2 panels][32][16]. meanwhile(k) is called for every 32 k, for what needs no tiles.
+template <class Meanwhile>
+inline void multiply_tiles(const uint16_t *x, int64_t stride, const uint16_t *first, const uint16_t *second, float *sums, Meanwhile meanwhile) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -32,6 +35,7 @@ inline void multiply_tiles(const uint16_t *x, int64_t stride, const uint16_t *fi
         _tile_loadd(5, x + TILE * stride + k, stride * 2);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
+        meanwhile(k);
     }
     _tile_stored(0, sums, 64);
     _tile_stored(2, sums + TILE * P, 64);
@@ -39,23 +43,44 @@ inline void multiply_tiles(const uint16_t *x, int64_t stride, const uint16_t *fi
     _tile_stored(3, sums + BLOCK * P + TILE * P, 64);
 }
 
-// All rows times panels [panel, end), two at a time: take(row, count, panel, sums of the first, sums of the second).
-template <class Take> void by_tiles(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, void *scratch, Take take) {
+struct Stored {  // panels of bfloat16: used where they lie
+    void operator()(int64_t, int64_t, uint16_t *) const {}
+};
+
+// All rows times panels [begin, end), two at a time: take(row, count, panel, sums of the first, sums of the second).
+// While tiles multiply one pair, the registers unpack the next.
+template <class Unpack, class Take>
+void by_tiles(const Matrix &matrix, const Rows &rows, int64_t begin, int64_t end, const Unpack &unpack, void *scratch, Take take) {
     alignas(64) float sums[2 * BLOCK * P];
-    const int64_t size = rows.stride * P, at_once = std::max<int64_t>(2, int64_t(UNPACKED_BYTES / (size * 2)) / 2 * 2);
-    for (; panel < end; panel += at_once) {
-        int64_t count = std::min(at_once, end - panel);
-        const uint16_t *weights = (const uint16_t *)scratch;
-        if (matrix.kind == OCTAVO_BF16) weights = (const uint16_t *)matrix.data + panel * size;
-        else
-            for (int64_t i = 0; i < count; i++) unpack_panel(matrix, rows.stride, panel + i, (uint16_t *)scratch + i * size);
-        for (int64_t row = 0; row < rows.rows; row += BLOCK)
-            for (int64_t i = 0; i < count; i += 2) {
-                const uint16_t *first = weights + i * size, *second = i + 1 < count ? first + size : first;
-                multiply_tiles(rows.halves + row * rows.stride, rows.stride, first, second, sums);
-                take(row, std::min(BLOCK, rows.rows - row), panel + i, sums, sums + BLOCK * P);
+    const bool stored = std::is_same<Unpack, Stored>::value;
+    const int64_t stride = rows.stride, size = stride * P, near = std::max(BLOCK, NEAR_BYTES / (stride * 2) / BLOCK * BLOCK);
+    uint16_t *now = (uint16_t *)scratch, *next = now + 2 * size;
+    auto unpack_pair = [&](int64_t panel, int64_t k, uint16_t *to) {
+        unpack(panel, k, to + k * P);
+        unpack(std::min(panel + 1, end - 1), k, to + size + k * P);
+    };
+    for (int64_t low = 0; low < rows.rows; low += near) {
+        for (int64_t k = 0; !stored && k < stride; k += 32) unpack_pair(begin, k, now);
+        for (int64_t panel = begin; panel < end; panel += 2) {
+            const uint16_t *first = stored ? (const uint16_t *)matrix.data + panel * size : now;
+            const uint16_t *second = stored && panel + 1 == end ? first : first + size;
+            for (int64_t row = low; row < std::min(rows.rows, low + near); row += BLOCK) {
+                const uint16_t *x = rows.halves + row * stride;
+                if (!stored && row == low && panel + 2 < end)
+                    multiply_tiles(x, stride, first, second, sums, [&](int64_t k) { unpack_pair(panel + 2, k, next); });
+                else multiply_tiles(x, stride, first, second, sums, [](int64_t) {});
+                take(row, std::min(BLOCK, rows.rows - row), panel, sums, sums + BLOCK * P);
             }
+            std::swap(now, next);
+        }
     }
+}
+
+template <class Take> void by_tiles(const Matrix &matrix, const Rows &rows, int64_t begin, int64_t end, void *scratch, Take take) {
+    if (begin == end) return;
+    if (matrix.kind == OCTAVO_BF16) by_tiles(matrix, rows, begin, end, Stored{}, scratch, take);
+    else if (matrix.kind == OCTAVO_Q4) by_tiles(matrix, rows, begin, end, Unpacker<true>{matrix, rows.stride}, scratch, take);
+    else by_tiles(matrix, rows, begin, end, Unpacker<false>{matrix, rows.stride}, scratch, take);
 }
 
 void product_amx(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, float *y, int64_t stride, void *scratch) {
@@ -70,14 +95,14 @@ void product_amx(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t 
     });
 }
 
-void gate_up_amx(const Matrix &matrix, const Rows &rows, int64_t pair, int64_t end, float *y, int64_t stride, void *scratch) {
-    if (rows.form != Form::BF16 || rows.rows < AT_LEAST) return gate_up_avx512(matrix, rows, pair, end, y, stride, scratch);
+void gate_up_amx(const Matrix &matrix, const Rows &rows, int64_t pair, int64_t end, const Target &y, void *scratch) {
+    if (rows.form != Form::BF16 || rows.rows < AT_LEAST) return gate_up_avx512(matrix, rows, pair, end, y, scratch);
     by_tiles(matrix, rows, 2 * pair, 2 * end, scratch, [&](int64_t row, int64_t count, int64_t at, const float *gate, const float *up) {
         __m512 gate_bias = bias512(matrix, at), up_bias = bias512(matrix, at + 1);
         for (int64_t r = 0; r < count; r++) {
             __m512 gated = silu512(_mm512_add_ps(_mm512_load_ps(gate + r * P), gate_bias));
             __m512 value = _mm512_mul_ps(gated, _mm512_add_ps(_mm512_load_ps(up + r * P), up_bias));
-            store512(value, y + (row + r) * stride + at / 2 * P, matrix.n / 2 - at / 2 * P);
+            put512(value, y, row + r, at / 2 * P, matrix.n / 2 - at / 2 * P);
         }
     });
 }

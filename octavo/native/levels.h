@@ -7,8 +7,10 @@
 //     INT8      codes of one byte, with a scale for each group of k that shares one in the weights
 #pragma once
 #include <cstddef>
+#include <cstring>
 
 #include "octavo.h"
+#include "scalar.h"
 
 namespace octavo {
 
@@ -23,6 +25,20 @@ struct Rows {                // prepared rows of x: [rows][stride]
     float *scale, *sum;      // INT8, [rows][stride / group]: x = scale * code; sum = scale * (sum of codes in the group)
 };
 
+struct Target {              // where results go: floats, or bfloat16 where the next product reads nothing else
+    float *values;
+    uint16_t *halves;        // or null
+    int64_t stride;
+};
+
+// Results of a row, from column `begin` on.
+static inline void put(const float *values, const Target &target, int64_t row, int64_t begin, int64_t count) {
+    int64_t place = row * target.stride + begin;
+    if (!target.halves) memcpy(target.values + place, values, size_t(count) * sizeof(float));
+    else
+        for (int64_t i = 0; i < count; i++) target.halves[place + i] = float_to_bf16(values[i]);
+}
+
 struct Task {                // attention of one kv head for some queries of one row, over a part of its context
     int64_t row, token, queries;      // the first token and how many
     int64_t kv_head;
@@ -34,17 +50,17 @@ struct Kernels {
     const char *name;
     int amx;                                                                        // tiles have to be set up in each thread
     Form (*form)(const Matrix &matrix, int64_t rows);                               // the form a product of so many rows wants
-    void (*prepare)(const Matrix &matrix, const float *x, int64_t size, int64_t begin, int64_t end, Rows &rows);
+    void (*prepare)(const Matrix &matrix, const float *x, const Rows &rows, int64_t row);  // x: one row
     void (*product)(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, float *y, int64_t stride, void *scratch);
-    void (*gate_up)(const Matrix &matrix, const Rows &rows, int64_t pair, int64_t end, float *y, int64_t stride, void *scratch);
+    void (*gate_up)(const Matrix &matrix, const Rows &rows, int64_t pair, int64_t end, const Target &y, void *scratch);
     void (*add_rms_norm)(float *stream, const float *x, const float *weight, float eps, float *y, int64_t size);
     void (*write)(const Model &model, const Layer &layer, const Step &step, float *qkv, int64_t token);
-    void (*attend)(const Model &model, const Layer &layer, const Step &step, const float *qkv, float *out, float *partials, const Task &task,
-                   void *scratch);
+    void (*attend)(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials,
+                   const Task &task, void *scratch);
     int64_t (*argmax)(const float *values, int64_t count);
 };
 
-const size_t SCRATCH_BYTES = 4 << 20;  // of each thread: weights unpacked for many rows, tiles of scores
+const size_t SCRATCH_BYTES = 16 << 20;  // of each thread: weights unpacked for many rows, tiles of scores
 
 void fill_portable(Kernels &kernels);
 void fill_avx2(Kernels &kernels);

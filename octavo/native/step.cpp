@@ -16,7 +16,7 @@
 
 namespace octavo {
 
-static const int64_t QUERIES = 32;     // of one task: they share every key they load
+static const int64_t QUERIES = 64;     // of one task: they share every key they load
 static const int64_t LEAST_KEYS = 256; // of a part of a context: less is not worth merging
 
 // Memory that grows and is kept from step to step.
@@ -39,45 +39,68 @@ private:
     size_t bytes_ = 0;
 };
 
-static Buffer stream_, normed_, qkv_, attended_, gated_, added_, chosen_, codes_, scales_, sums_, partials_;
+// Rows prepared for a product.
+struct RowBuffer {
+    Buffer values, scale, sum;
+
+    Rows get(const Matrix &matrix, int64_t count) {
+        Rows rows{};
+        rows.form = kernels().form(matrix, count);
+        rows.rows = count;
+        rows.stride = padded(matrix);
+        void *memory = values.get<float>((count + 31) / 32 * 32 * rows.stride);  // tiles read whole blocks of rows
+        rows.values = static_cast<float *>(memory);
+        rows.halves = static_cast<uint16_t *>(memory);
+        rows.codes = static_cast<int8_t *>(memory);
+        if (rows.form == Form::INT8) {
+            rows.scale = scale.get<float>(count * (rows.stride / matrix.group));
+            rows.sum = sum.get<float>(count * (rows.stride / matrix.group));
+        }
+        return rows;
+    }
+};
+
+static RowBuffer normed_, made_;  // what norms give; what attention and gates give
+static Buffer stream_, qkv_, attended_, gated_, added_, partials_;
 static std::vector<Buffer> scratch_;
 static std::atomic<int64_t> next_task_[2];
 
 void *scratch(int thread) { return scratch_[thread].get<char>(SCRATCH_BYTES); }
 void make_scratch(int threads) { scratch_.resize(threads); }
 
-Rows make_rows(const Matrix &matrix, int64_t count) {
-    Rows rows{};
-    rows.form = kernels().form(matrix, count);
-    rows.rows = count;
-    rows.stride = padded(matrix);
-    void *values = codes_.get<float>((count + 31) / 32 * 32 * rows.stride);  // tiles read whole blocks of rows
-    rows.values = static_cast<float *>(values);
-    rows.halves = static_cast<uint16_t *>(values);
-    rows.codes = static_cast<int8_t *>(values);
-    if (rows.form == Form::INT8) {
-        rows.scale = scales_.get<float>(count * (rows.stride / matrix.group));
-        rows.sum = sums_.get<float>(count * (rows.stride / matrix.group));
-    }
-    return rows;
+// Where results go that are rows of the next product: to the place it reads, if bfloat16 is all that makes them ready.
+static Target target_of(const Matrix &matrix, const Rows &rows, float *values) {
+    bool straight = rows.form == Form::BF16 && !matrix.order && rows.stride == matrix.k;
+    return {values, straight ? rows.halves : nullptr, matrix.k};
 }
 
-// A product as all threads do it together: prepare, meet, multiply, meet.
-template <bool GATED> static void multiply(const Matrix &matrix, const float *x, float *y, int64_t stride, Rows rows, int thread) {
-    Pool &threads = pool();
-    Range mine = share(rows.rows, thread, threads.threads());
-    kernels().prepare(matrix, x, matrix.k, mine.begin, mine.end, rows);
-    threads.barrier();
-    Range part = share(panels(GATED ? matrix.n / 2 : matrix.n), thread, threads.threads());
-    (GATED ? kernels().gate_up : kernels().product)(matrix, rows, part.begin, part.end, y, stride, scratch(thread));
-    threads.barrier();
+// Makes rows ready that are still floats.
+static void prepare(const Matrix &matrix, const Target &made, const Rows &rows, int thread) {
+    if (made.halves) return;
+    Range mine = share(rows.rows, thread, pool().threads());
+    for (int64_t row = mine.begin; row < mine.end; row++) kernels().prepare(matrix, made.values + row * matrix.k, rows, row);
+    pool().barrier();
 }
 
-void multiply_all(const Matrix &matrix, const float *x, float *y, int64_t rows, bool gated) {
-    Rows prepared = make_rows(matrix, rows);
+static void multiply(const Matrix &matrix, const Rows &rows, float *y, int64_t stride, int thread) {
+    Range part = share(panels(matrix.n), thread, pool().threads());
+    kernels().product(matrix, rows, part.begin, part.end, y, stride, scratch(thread));
+    pool().barrier();
+}
+
+static void gate_up(const Matrix &matrix, const Rows &rows, const Target &y, int thread) {
+    Range part = share(panels(matrix.n / 2), thread, pool().threads());
+    kernels().gate_up(matrix, rows, part.begin, part.end, y, scratch(thread));
+    pool().barrier();
+}
+
+void multiply_all(const Matrix &matrix, const float *x, float *y, int64_t count, bool gated) {
+    if (!count) return;
+    Rows rows = normed_.get(matrix, count);
     together([&](int thread) {
-        if (gated) multiply<true>(matrix, x, y, matrix.n / 2, prepared, thread);
-        else multiply<false>(matrix, x, y, matrix.n, prepared, thread);
+        prepare(matrix, {const_cast<float *>(x), nullptr, matrix.k}, rows, thread);
+        if (gated) gate_up(matrix, rows, {y, nullptr, matrix.n / 2}, thread);
+        else multiply(matrix, rows, y, matrix.n, thread);
     });
 }
 
@@ -127,26 +150,27 @@ static Tasks make_tasks(const Model &model, const Step &step) {
     return made;
 }
 
-static void merge(const Model &model, const Merge &merged, const float *partials, float *out) {
+static void merge(const Model &model, const Merge &merged, const float *partials, const Target &out) {
     int64_t dim = model.head_dim, group = model.heads / model.kv_heads, size = merged.queries * group;
+    std::vector<float> whole(static_cast<size_t>(dim));
     for (int64_t i = 0; i < size; i++) {
-        float *to = out + ((merged.token + i / group) * model.heads + merged.kv_head * group + i % group) * dim;
         float largest = -INFINITY, total = 0;
         auto part = [&](int64_t index) { return partials + (merged.partial + index * size + i) * (dim + 2); };
         for (int64_t p = 0; p < merged.parts; p++) largest = std::max(largest, part(p)[dim]);
-        std::fill(to, to + dim, 0.0f);
+        std::fill(whole.begin(), whole.end(), 0.0f);
         for (int64_t p = 0; p < merged.parts; p++) {
             float weight = part(p)[dim] == -INFINITY ? 0.0f : fast_exp(part(p)[dim] - largest);
             total += weight * part(p)[dim + 1];
-            for (int64_t d = 0; d < dim; d++) to[d] += weight * part(p)[d];
+            for (int64_t d = 0; d < dim; d++) whole[d] += weight * part(p)[d];
         }
-        for (int64_t d = 0; d < dim; d++) to[d] /= total;
+        for (int64_t d = 0; d < dim; d++) whole[d] /= total;
+        put(whole.data(), out, merged.token + i / group, (merged.kv_head * group + i % group) * dim, dim);
     }
 }
 
 // Takes tasks until there are none left. `turn` alternates, so that the other counter can be put back meanwhile.
-static void attend(const Model &model, const Layer &layer, const Step &step, const Tasks &tasks, const float *qkv, float *out, float *partials,
-                   int turn, int thread) {
+static void attend(const Model &model, const Layer &layer, const Step &step, const Tasks &tasks, const float *qkv, const Target &out,
+                   float *partials, int turn, int thread) {
     int64_t count = int64_t(tasks.tasks.size());
     for (int64_t i; (i = next_task_[turn].fetch_add(1, std::memory_order_relaxed)) < count;)
         kernels().attend(model, layer, step, qkv, out, partials, tasks.tasks[i], scratch(thread));
@@ -161,7 +185,8 @@ static void attend(const Model &model, const Layer &layer, const Step &step, con
 void attend_all(const Model &model, int layer, const Step &step, const float *qkv, float *out) {
     Tasks tasks = make_tasks(model, step);
     float *partials = partials_.get<float>(tasks.partials * (model.head_dim + 2));
-    together([&](int thread) { attend(model, model.layers[layer], step, tasks, qkv, out, partials, 0, thread); });
+    Target target{out, nullptr, int64_t(model.heads) * model.head_dim};
+    together([&](int thread) { attend(model, model.layers[layer], step, tasks, qkv, target, partials, 0, thread); });
 }
 
 // --- the step ----------------------------------------------------------------------------------------------------------
@@ -180,46 +205,62 @@ static void embed(const Model &model, const Step &step, float *stream, int64_t t
 }
 
 void run_step(const Model &model, const Step &step) {
-    int64_t tokens = step.num_tokens, size = model.hidden, heads = (model.heads + 2 * model.kv_heads) * model.head_dim;
-    float *stream = stream_.get<float>(tokens * size), *normed = normed_.get<float>(tokens * size), *added = added_.get<float>(tokens * size);
-    float *qkv = qkv_.get<float>(tokens * heads), *attended = attended_.get<float>(tokens * model.heads * model.head_dim);
-    float *gated = gated_.get<float>(tokens * model.intermediate), *chosen = chosen_.get<float>(std::max<int64_t>(1, step.num_samples) * size);
+    const int64_t tokens = step.num_tokens, size = model.hidden, heads = (model.heads + 2 * model.kv_heads) * model.head_dim;
+    float *stream = stream_.get<float>(tokens * size), *added = added_.get<float>(tokens * size), *qkv = qkv_.get<float>(tokens * heads);
+    float *attended = attended_.get<float>(tokens * model.heads * model.head_dim), *gated = gated_.get<float>(tokens * model.intermediate);
     Tasks tasks = make_tasks(model, step);
     float *partials = partials_.get<float>(std::max<int64_t>(1, tasks.partials) * (model.head_dim + 2));
-    // All shapes of rows are made before threads start: a buffer must not grow under a reader.
-    int64_t widest = std::max<int64_t>({size, model.intermediate, int64_t(model.heads) * model.head_dim}) + 128;  // and padding
-    codes_.get<float>((std::max<int64_t>(tokens, step.num_samples) + 31) * widest);
-    scales_.get<float>(std::max<int64_t>(tokens, step.num_samples) * (widest / 16));
-    sums_.get<float>(std::max<int64_t>(tokens, step.num_samples) * (widest / 16));
+    // Layers may differ in form: buffers are as large as any needs before threads start, they must not grow under a reader.
+    for (int index = 0; index < model.num_layers; index++) {
+        const Layer &layer = model.layers[index];
+        normed_.get(layer.qkv, tokens), normed_.get(layer.gate_up, tokens), made_.get(layer.output, tokens), made_.get(layer.down, tokens);
+    }
+    if (step.num_samples) normed_.get(model.head, step.num_samples);
 
     together([&](int thread) {
-        Range mine = share(tokens, thread, pool().threads());
+        const Range mine = share(tokens, thread, pool().threads());
         for (int64_t token = mine.begin; token < mine.end; token++) embed(model, step, stream, token);
         const float *news = nullptr;  // what the last sub-layer adds to the stream
-        auto norm = [&](const float *weight, float *y) {
-            for (int64_t token = mine.begin; token < mine.end; token++)
-                kernels().add_rms_norm(stream + token * size, news ? news + token * size : nullptr, weight, model.eps, y + token * size, size);
+        auto norm = [&](int64_t token, const float *weight, float *y) {
+            kernels().add_rms_norm(stream + token * size, news ? news + token * size : nullptr, weight, model.eps, y, size);
+        };
+        auto norm_rows = [&](const float *weight, const Matrix &matrix) {
+            Rows rows = normed_.get(matrix, tokens);
+            float *row = static_cast<float *>(scratch(thread));
+            for (int64_t token = mine.begin; token < mine.end; token++) {
+                norm(token, weight, row);
+                kernels().prepare(matrix, row, rows, token);
+            }
             news = added;
+            pool().barrier();
+            return rows;
         };
         for (int index = 0; index < model.num_layers; index++) {
             const Layer &layer = model.layers[index];
-            norm(layer.attention_norm, normed);
-            multiply<false>(layer.qkv, normed, qkv, heads, make_rows(layer.qkv, tokens), thread);
+            multiply(layer.qkv, norm_rows(layer.attention_norm, layer.qkv), qkv, heads, thread);
             for (int64_t token = mine.begin; token < mine.end; token++) kernels().write(model, layer, step, qkv, token);
             pool().barrier();
-            attend(model, layer, step, tasks, qkv, attended, partials, index % 2, thread);
-            multiply<false>(layer.output, attended, added, size, make_rows(layer.output, tokens), thread);
-            norm(layer.mlp_norm, normed);
-            multiply<true>(layer.gate_up, normed, gated, model.intermediate, make_rows(layer.gate_up, tokens), thread);
-            multiply<false>(layer.down, gated, added, size, make_rows(layer.down, tokens), thread);
+            Rows rows = made_.get(layer.output, tokens);
+            Target made = target_of(layer.output, rows, attended);
+            attend(model, layer, step, tasks, qkv, made, partials, index % 2, thread);
+            prepare(layer.output, made, rows, thread);
+            multiply(layer.output, rows, added, size, thread);
+            Rows normed = norm_rows(layer.mlp_norm, layer.gate_up);
+            rows = made_.get(layer.down, tokens);
+            made = target_of(layer.down, rows, gated);
+            gate_up(layer.gate_up, normed, made, thread);
+            prepare(layer.down, made, rows, thread);
+            multiply(layer.down, rows, added, size, thread);
         }
-        norm(model.norm, step.hidden);
+        for (int64_t token = mine.begin; token < mine.end; token++) norm(token, model.norm, step.hidden + token * size);
         pool().barrier();
         if (step.num_samples == 0) return;
-        Range samples = share(step.num_samples, thread, pool().threads());
+        Rows rows = normed_.get(model.head, step.num_samples);
+        const Range samples = share(step.num_samples, thread, pool().threads());
         for (int64_t i = samples.begin; i < samples.end; i++)
-            memcpy(chosen + i * size, step.hidden + step.sample_index[i] * size, size * sizeof(float));
-        multiply<false>(model.head, chosen, step.logits, model.vocab, make_rows(model.head, step.num_samples), thread);
+            kernels().prepare(model.head, step.hidden + step.sample_index[i] * size, rows, i);
+        pool().barrier();
+        multiply(model.head, rows, step.logits, model.vocab, thread);
         for (int64_t i = samples.begin; i < samples.end; i++) step.best[i] = kernels().argmax(step.logits + i * model.vocab, model.vocab);
     });
 }
