@@ -33,15 +33,29 @@ inline void widen(const int8_t *codes, uint16_t *to, int64_t dim) {
     }
 }
 
+// Asks for keys and values that come next: they lie in pieces too small for the hardware to guess.
+inline void prefetch_tile(const Model &model, const Layer &layer, const int64_t *table, int64_t kv_head, int64_t begin, int64_t count) {
+    const int64_t bytes = model.head_dim * (model.cache_kind == OCTAVO_Q8 ? 1 : 2);
+    if (count <= 0) return;
+    Slots slots(table, model.block_size, begin);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t place = (slots.next() * model.kv_heads + kv_head) * bytes;
+        for (int64_t at = 0; at < bytes; at += 64) {
+            _mm_prefetch((const char *)layer.k_cache + place + at, _MM_HINT_T0);
+            _mm_prefetch((const char *)layer.v_cache + place + at, _MM_HINT_T0);
+        }
+    }
+}
+
 // Keys [begin, begin + count) of a row, found through its block table. widened: [2][KEYS][dim]
 inline void load_tile(const Model &model, const Layer &layer, const int64_t *table, int64_t kv_head, int64_t begin, int64_t count, uint16_t *widened,
                       Tile &tile) {
     const int64_t dim = model.head_dim;
     tile.count = count;
     tile.scaled = model.cache_kind == OCTAVO_Q8;
+    Slots slots(table, model.block_size, begin);
     for (int64_t i = 0; i < count; i++) {
-        int64_t position = begin + i, slot = table[position / model.block_size] * model.block_size + position % model.block_size;
-        int64_t head = slot * model.kv_heads + kv_head;
+        int64_t head = slots.next() * model.kv_heads + kv_head;
         if (!tile.scaled) {
             tile.keys[i] = (const uint16_t *)layer.k_cache + head * dim;
             tile.values[i] = (const uint16_t *)layer.v_cache + head * dim;
@@ -61,10 +75,12 @@ inline void load_tile(const Model &model, const Layer &layer, const int64_t *tab
     }
 }
 
-// 16 registers of 16 partial sums -> one register of 16 sums.
-inline __m512 fold16(__m512 *v) {
-    __m512 a[8], b[4], c[2];
-    for (int i = 0; i < 8; i++) a[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+// Two registers of partial sums become one, half as many of each.
+inline __m512 fold2(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
+
+// 8 registers of 8 partial sums for each of two keys -> one register of 16 sums.
+inline __m512 fold8(const __m512 *a) {
+    __m512 b[4], c[2];
     for (int i = 0; i < 4; i++) {
         __m512d low = _mm512_castps_pd(a[2 * i]), high = _mm512_castps_pd(a[2 * i + 1]);
         b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)), _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
@@ -74,69 +90,89 @@ inline __m512 fold16(__m512 *v) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
 }
 
-// Scores of one query against a tile, largest so far and total brought up to date; weights of the tile in `weights`.
+// Scores of one query against a tile become weights; largest so far and total are brought up to date.
 // Returns by how much what was summed before shrinks.
-inline float weigh512(Online &state, __m512 *scores, int64_t low, int64_t high, const Tile &tile, float scale, float *weights) {
+inline float weigh512(Online &state, __m512 *scores, int64_t low, int64_t high, const Tile &tile, float scale) {
     __m512 largest = _mm512_set1_ps(state.largest);
+    const uint64_t seen = (high >= KEYS ? ~0ull : (1ull << std::max<int64_t>(0, high)) - 1) & (low >= KEYS ? 0 : ~0ull << low);
     for (int j = 0; j < 4; j++) {
-        __m512i key = _mm512_add_epi32(_mm512_set1_epi32(16 * j), _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
-        __mmask16 seen = _mm512_cmp_epi32_mask(key, _mm512_set1_epi32(int(low)), _MM_CMPINT_NLT) &
-                         _mm512_cmp_epi32_mask(key, _mm512_set1_epi32(int(high)), _MM_CMPINT_LT);
         __m512 score = _mm512_mul_ps(scores[j], _mm512_set1_ps(scale));
         if (tile.scaled) score = _mm512_mul_ps(score, _mm512_loadu_ps(tile.key_scale + 16 * j));
-        scores[j] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(-INFINITY), score);
+        scores[j] = _mm512_mask_blend_ps(__mmask16(seen >> 16 * j), _mm512_set1_ps(-INFINITY), score);
         largest = _mm512_max_ps(largest, scores[j]);
     }
     float most = _mm512_reduce_max_ps(largest);
     if (most == -INFINITY) {
-        for (int j = 0; j < 4; j++) _mm512_storeu_ps(weights + 16 * j, _mm512_setzero_ps());
+        for (int j = 0; j < 4; j++) scores[j] = _mm512_setzero_ps();
         return 1.0f;
     }
     __m512 total = _mm512_setzero_ps();
     for (int j = 0; j < 4; j++) {
-        __m512 weight = power512(_mm512_mul_ps(_mm512_sub_ps(scores[j], _mm512_set1_ps(most)), _mm512_set1_ps(LOG2_E)));
-        total = _mm512_add_ps(total, weight);
-        if (tile.scaled) weight = _mm512_mul_ps(weight, _mm512_loadu_ps(tile.value_scale + 16 * j));
-        _mm512_storeu_ps(weights + 16 * j, weight);
+        scores[j] = power512(_mm512_mul_ps(_mm512_sub_ps(scores[j], _mm512_set1_ps(most)), _mm512_set1_ps(LOG2_E)));
+        total = _mm512_add_ps(total, scores[j]);
+        if (tile.scaled) scores[j] = _mm512_mul_ps(scores[j], _mm512_loadu_ps(tile.value_scale + 16 * j));
     }
-    float shrink = state.largest == -INFINITY ? 0.0f : fast_exp(state.largest - most);
+    float shrink = state.largest == most ? 1.0f : state.largest == -INFINITY ? 0.0f : fast_exp(state.largest - most);
     state = {most, state.total * shrink + _mm512_reduce_add_ps(total)};
     return shrink;
 }
 
+inline __m512bh load_bh(const uint16_t *x) { return (__m512bh)_mm512_loadu_si512(x); }
+
+// Pairs of keys side by side, for 32 dimensions of two keys: the first 16 dimensions, and the second.
+struct Pairing {
+    __m512i first, second;
+    Pairing() {
+        alignas(64) uint16_t low[32], high[32];
+        for (int i = 0; i < 16; i++) {
+            low[2 * i] = uint16_t(i), low[2 * i + 1] = uint16_t(32 + i);
+            high[2 * i] = uint16_t(16 + i), high[2 * i + 1] = uint16_t(48 + i);
+        }
+        first = _mm512_load_si512(low), second = _mm512_load_si512(high);
+    }
+};
+
 // R queries against a tile. q: [R][dim] bfloat16; sums: [R][dim]
 template <int R> void attend_tile(const Tile &tile, const uint16_t *q, int64_t dim, const int64_t *low, const int64_t *high, float scale,
                                   Online *states, float *sums) {
-    alignas(64) float weights[R][KEYS];
+    alignas(64) float scores[R][KEYS];
+    for (int j = 0; j < KEYS; j += 16) {
+        __m512 folded[R][8];
+        for (int i = 0; i < 8; i++) {
+            const uint16_t *key = tile.keys[j + 2 * i], *next = tile.keys[j + 2 * i + 1];
+            __m512 first[R], second[R];
+            for (int r = 0; r < R; r++) first[r] = second[r] = _mm512_setzero_ps();
+            for (int64_t d = 0; d < dim; d += 32)
+                for (int r = 0; r < R; r++) {
+                    first[r] = _mm512_dpbf16_ps(first[r], load_bh(key + d), load_bh(q + r * dim + d));
+                    second[r] = _mm512_dpbf16_ps(second[r], load_bh(next + d), load_bh(q + r * dim + d));
+                }
+            for (int r = 0; r < R; r++) folded[r][i] = fold2(first[r], second[r]);
+        }
+        for (int r = 0; r < R; r++) _mm512_store_ps(scores[r] + j, fold8(folded[r]));
+    }
+    alignas(64) uint16_t weights[R][KEYS];
     float shrink[R];
     for (int r = 0; r < R; r++) {
-        __m512 scores[4];
-        for (int j = 0; j < 4; j++) {
-            __m512 partial[16];
-            for (int i = 0; i < 16; i++) {
-                const uint16_t *key = tile.keys[16 * j + i];
-                __m512 acc = _mm512_setzero_ps();
-                for (int64_t d = 0; d < dim; d += 32)
-                    acc = _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(key + d), (__m512bh)_mm512_loadu_si512(q + r * dim + d));
-                partial[i] = acc;
-            }
-            scores[j] = fold16(partial);
-        }
-        shrink[r] = weigh512(states[r], scores, low[r], high[r], tile, scale, weights[r]);
+        __m512 mine[4];
+        for (int j = 0; j < 4; j++) mine[j] = _mm512_load_ps(scores[r] + 16 * j);
+        shrink[r] = weigh512(states[r], mine, low[r], high[r], tile, scale);
+        for (int j = 0; j < 2; j++) _mm512_store_si512(weights[r] + 32 * j, (__m512i)_mm512_cvtne2ps_pbh(mine[2 * j + 1], mine[2 * j]));
     }
+    const Pairing pairing;
     for (int64_t d = 0; d < dim; d += 32) {  // R x 32 sums in registers
         __m512 first[R], second[R];
         for (int r = 0; r < R; r++) {
             first[r] = _mm512_mul_ps(_mm512_loadu_ps(sums + r * dim + d), _mm512_set1_ps(shrink[r]));
             second[r] = _mm512_mul_ps(_mm512_loadu_ps(sums + r * dim + d + 16), _mm512_set1_ps(shrink[r]));
         }
-        for (int64_t i = 0; i < tile.count; i++) {
-            __m512i value = _mm512_loadu_si512(tile.values[i] + d);
-            __m512 low_half = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(value)), 16));
-            __m512 high_half = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(value, 1)), 16));
+        for (int64_t i = 0; i < tile.count; i += 2) {
+            __m512i value = _mm512_loadu_si512(tile.values[i] + d), next = _mm512_loadu_si512(tile.values[i + 1] + d);
+            __m512bh lower = (__m512bh)_mm512_permutex2var_epi16(value, pairing.first, next);
+            __m512bh upper = (__m512bh)_mm512_permutex2var_epi16(value, pairing.second, next);
             for (int r = 0; r < R; r++) {
-                first[r] = _mm512_fmadd_ps(_mm512_set1_ps(weights[r][i]), low_half, first[r]);
-                second[r] = _mm512_fmadd_ps(_mm512_set1_ps(weights[r][i]), high_half, second[r]);
+                first[r] = _mm512_dpbf16_ps(first[r], lower, pair(weights[r] + i));
+                second[r] = _mm512_dpbf16_ps(second[r], upper, pair(weights[r] + i));
             }
         }
         for (int r = 0; r < R; r++) {
@@ -201,6 +237,7 @@ void attend_avx512(const Model &model, const Layer &layer, const Step &step, con
     for (; begin < task.end; begin += KEYS) {
         Tile tile;
         load_tile(model, layer, table, task.kv_head, begin, std::min<int64_t>(KEYS, task.end - begin), widened, tile);
+        prefetch_tile(model, layer, table, task.kv_head, begin + KEYS, std::min<int64_t>(KEYS, task.end - begin - KEYS));
         for (int64_t i = 0; i < queries.count; i += 4) {
             int64_t low[4], high[4], rows = std::min<int64_t>(4, queries.count - i);
             for (int64_t r = 0; r < rows; r++) {

@@ -79,19 +79,14 @@ inline Set make_set(const Queries &queries, int64_t begin, int64_t dim, int64_t 
 
 // to: [dim / 16][2 halves of the keys][16 dimensions][16 pairs of keys][2]
 inline void turn_values(const Tile &tile, int64_t dim, uint16_t *to) {
-    alignas(64) uint16_t low[32], high[32];
-    for (int i = 0; i < 16; i++) {
-        low[2 * i] = uint16_t(i), low[2 * i + 1] = uint16_t(32 + i);
-        high[2 * i] = uint16_t(16 + i), high[2 * i + 1] = uint16_t(48 + i);
-    }
-    const __m512i first = _mm512_load_si512(low), second = _mm512_load_si512(high);
+    const Pairing pairing;
     for (int64_t d = 0; d < dim; d += 32)
         for (int64_t half = 0; half < 2; half++) {
             __m512i lower[16], upper[16];  // 16 pairs of keys, each with 16 dimensions
             for (int64_t i = 0; i < 16; i++) {
                 __m512i a = _mm512_loadu_si512(tile.values[32 * half + 2 * i] + d), b = _mm512_loadu_si512(tile.values[32 * half + 2 * i + 1] + d);
-                lower[i] = _mm512_permutex2var_epi16(a, first, b);
-                upper[i] = _mm512_permutex2var_epi16(a, second, b);
+                lower[i] = _mm512_permutex2var_epi16(a, pairing.first, b);
+                upper[i] = _mm512_permutex2var_epi16(a, pairing.second, b);
             }
             transpose16(lower);
             transpose16(upper);

@@ -211,6 +211,18 @@ inline void load_head(const Model &model, const void *cache, const float *scales
     }
 }
 
+struct Slots {  // of a row's positions, one after the other, through its block table
+    const int64_t *block;
+    int64_t size, at;
+
+    Slots(const int64_t *table, int64_t block_size, int64_t position) : block(table + position / block_size), size(block_size), at(position % block_size) {}
+    int64_t next() {
+        int64_t slot = *block * size + at;
+        if (++at == size) at = 0, block++;
+        return slot;
+    }
+};
+
 struct Online {  // softmax over keys that come a few at a time: the largest score so far, and the sum of weights relative to it
     float largest, total;
 };
@@ -259,8 +271,9 @@ void attend_generic(const Model &model, const Layer &layer, const Step &step, co
     for (int64_t i = 0; i < task.queries * group; i++) states[i] = {-INFINITY, 0.0f};
     for (int64_t begin = task.begin; begin < task.end; begin += KEYS) {
         int64_t count = std::min<int64_t>(KEYS, task.end - begin);
+        Slots slots(table, model.block_size, begin);
         for (int64_t i = 0; i < count; i++) {
-            int64_t position = begin + i, slot = table[position / model.block_size] * model.block_size + position % model.block_size;
+            int64_t slot = slots.next();
             load_head(model, layer.k_cache, layer.k_scale, slot, task.kv_head, keys + i * dim);
             load_head(model, layer.v_cache, layer.v_scale, slot, task.kv_head, values + i * dim);
         }

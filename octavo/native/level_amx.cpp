@@ -47,11 +47,16 @@ struct Stored {  // panels of bfloat16: used where they lie
     void operator()(int64_t, int64_t, uint16_t *) const {}
 };
 
-// All rows times panels [begin, end), two at a time: take(row, count, panel, sums of the first, sums of the second).
-// While tiles multiply one pair, the registers unpack the next.
+struct Finished {  // sums of 32 rows and two panels that are yet to be taken
+    int64_t row, count, panel, taken;
+    const float *sums;
+};
+
+// All rows times panels [begin, end), two at a time: take(row, panel, sums of the first, sums of the second) gets the results.
+// While tiles multiply, the registers take the results before them, and unpack the next pair of panels.
 template <class Unpack, class Take>
 void by_tiles(const Matrix &matrix, const Rows &rows, int64_t begin, int64_t end, const Unpack &unpack, void *scratch, Take take) {
-    alignas(64) float sums[2 * BLOCK * P];
+    alignas(64) float sums[2][2 * BLOCK * P];
     const bool stored = std::is_same<Unpack, Stored>::value;
     const int64_t stride = rows.stride, size = stride * P, near = std::max(BLOCK, NEAR_BYTES / (stride * 2) / BLOCK * BLOCK);
     uint16_t *now = (uint16_t *)scratch, *next = now + 2 * size;
@@ -59,21 +64,29 @@ void by_tiles(const Matrix &matrix, const Rows &rows, int64_t begin, int64_t end
         unpack(panel, k, to + k * P);
         unpack(std::min(panel + 1, end - 1), k, to + size + k * P);
     };
-    for (int64_t low = 0; low < rows.rows; low += near) {
+    Finished before{};
+    auto take_some = [&](int64_t count) {
+        for (int64_t last = std::min(before.count, before.taken + count); before.taken < last; before.taken++)
+            take(before.row + before.taken, before.panel, before.sums + before.taken * P, before.sums + (BLOCK + before.taken) * P);
+    };
+    const int64_t at_once = (BLOCK * 32 + stride - 1) / stride;
+    for (int64_t low = 0, turn = 0; low < rows.rows; low += near) {
         for (int64_t k = 0; !stored && k < stride; k += 32) unpack_pair(begin, k, now);
         for (int64_t panel = begin; panel < end; panel += 2) {
             const uint16_t *first = stored ? (const uint16_t *)matrix.data + panel * size : now;
             const uint16_t *second = stored && panel + 1 == end ? first : first + size;
-            for (int64_t row = low; row < std::min(rows.rows, low + near); row += BLOCK) {
-                const uint16_t *x = rows.halves + row * stride;
-                if (!stored && row == low && panel + 2 < end)
-                    multiply_tiles(x, stride, first, second, sums, [&](int64_t k) { unpack_pair(panel + 2, k, next); });
-                else multiply_tiles(x, stride, first, second, sums, [](int64_t) {});
-                take(row, std::min(BLOCK, rows.rows - row), panel, sums, sums + BLOCK * P);
+            for (int64_t row = low; row < std::min(rows.rows, low + near); row += BLOCK, turn ^= 1) {
+                const bool ahead = !stored && row == low && panel + 2 < end;
+                multiply_tiles(rows.halves + row * stride, stride, first, second, sums[turn], [&](int64_t k) {
+                    take_some(at_once);
+                    if (ahead) unpack_pair(panel + 2, k, next);
+                });
+                before = {row, std::min(BLOCK, rows.rows - row), panel, 0, sums[turn]};
             }
             std::swap(now, next);
         }
     }
+    take_some(BLOCK);
 }
 
 template <class Take> void by_tiles(const Matrix &matrix, const Rows &rows, int64_t begin, int64_t end, void *scratch, Take take) {
@@ -85,25 +98,19 @@ template <class Take> void by_tiles(const Matrix &matrix, const Rows &rows, int6
 
 void product_amx(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, float *y, int64_t stride, void *scratch) {
     if (rows.form != Form::BF16 || rows.rows < AT_LEAST) return product_avx512(matrix, rows, panel, end, y, stride, scratch);
-    by_tiles(matrix, rows, panel, end, scratch, [&](int64_t row, int64_t count, int64_t at, const float *first, const float *second) {
-        for (int64_t p = at; p < std::min(at + 2, end); p++) {
-            __m512 bias = bias512(matrix, p);
-            const float *sums = p == at ? first : second;
-            for (int64_t r = 0; r < count; r++)
-                store512(_mm512_add_ps(_mm512_load_ps(sums + r * P), bias), y + (row + r) * stride + p * P, matrix.n - p * P);
-        }
+    by_tiles(matrix, rows, panel, end, scratch, [&](int64_t row, int64_t at, const float *first, const float *second) {
+        float *to = y + row * stride + at * P;
+        store512(_mm512_add_ps(_mm512_load_ps(first), bias512(matrix, at)), to, matrix.n - at * P);
+        if (at + 1 < end) store512(_mm512_add_ps(_mm512_load_ps(second), bias512(matrix, at + 1)), to + P, matrix.n - (at + 1) * P);
     });
 }
 
 void gate_up_amx(const Matrix &matrix, const Rows &rows, int64_t pair, int64_t end, const Target &y, void *scratch) {
     if (rows.form != Form::BF16 || rows.rows < AT_LEAST) return gate_up_avx512(matrix, rows, pair, end, y, scratch);
-    by_tiles(matrix, rows, 2 * pair, 2 * end, scratch, [&](int64_t row, int64_t count, int64_t at, const float *gate, const float *up) {
-        __m512 gate_bias = bias512(matrix, at), up_bias = bias512(matrix, at + 1);
-        for (int64_t r = 0; r < count; r++) {
-            __m512 gated = silu512(_mm512_add_ps(_mm512_load_ps(gate + r * P), gate_bias));
-            __m512 value = _mm512_mul_ps(gated, _mm512_add_ps(_mm512_load_ps(up + r * P), up_bias));
-            put512(value, y, row + r, at / 2 * P, matrix.n / 2 - at / 2 * P);
-        }
+    by_tiles(matrix, rows, 2 * pair, 2 * end, scratch, [&](int64_t row, int64_t at, const float *gate, const float *up) {
+        __m512 gated = silu512(_mm512_add_ps(_mm512_load_ps(gate), bias512(matrix, at)));
+        __m512 value = _mm512_mul_ps(gated, _mm512_add_ps(_mm512_load_ps(up), bias512(matrix, at + 1)));
+        put512(value, y, row, at / 2 * P, matrix.n / 2 - at / 2 * P);
     });
 }
 

@@ -2,7 +2,8 @@
 //
 //     embed -> [ norm -> qkv -> write k, v -> attend -> output -> norm -> gate, up -> down ] x layers -> norm -> logits -> argmax
 //
-// Rows are prepared by rows, products are shared out by panels, attention by tasks that threads take as they get done.
+// Work is dealt out in pieces that threads take as they get done: tokens, panels of weights, tasks of attention. A core that
+// is slower than the others, or busy with something else, takes fewer. Who computes a piece makes no difference to it.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -63,7 +64,41 @@ struct RowBuffer {
 static RowBuffer normed_, made_;  // what norms give; what attention and gates give
 static Buffer stream_, qkv_, attended_, gated_, added_, partials_;
 static std::vector<Buffer> scratch_;
-static std::atomic<int64_t> next_task_[2];
+
+// A thread on its way through a step. All threads go through the same phases; every phase ends when its work is done.
+struct Worker {
+    int thread;
+    int64_t phase = 0;
+
+    // work(begin, end) for pieces of [0, count), in multiples of `unit`: large ones first, so that all get done at once.
+    template <class Work> void deal(int64_t count, int64_t unit, Work work) {
+        std::atomic<int64_t> &next = next_[phase % 3];
+        if (thread == 0) next_[(phase + 1) % 3].store(0, std::memory_order_relaxed);  // nobody has used it since the phase before last
+        for (int64_t begin = next.load(std::memory_order_relaxed); begin < count;) {
+            int64_t size = std::max<int64_t>(1, (count - begin) / (2 * pool().threads() * unit)) * unit, end = std::min(count, begin + size);
+            if (!next.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+            work(begin, end);
+            begin = next.load(std::memory_order_relaxed);
+        }
+        phase++;
+        pool().barrier();
+    }
+
+    static void start() {
+        for (auto &next : next_) next.store(0, std::memory_order_relaxed);
+    }
+
+private:
+    static inline std::atomic<int64_t> next_[3];
+};
+
+static void work(const std::function<void(Worker &)> &body) {
+    Worker::start();
+    together([&](int thread) {
+        Worker worker{thread};
+        body(worker);
+    });
+}
 
 void *scratch(int thread) { return scratch_[thread].get<char>(SCRATCH_BYTES); }
 void make_scratch(int threads) { scratch_.resize(threads); }
@@ -74,33 +109,36 @@ static Target target_of(const Matrix &matrix, const Rows &rows, float *values) {
     return {values, straight ? rows.halves : nullptr, matrix.k};
 }
 
+static const int64_t TOKENS = 8;  // at least, of a piece
+static const int64_t PANELS = 2;
+
 // Makes rows ready that are still floats.
-static void prepare(const Matrix &matrix, const Target &made, const Rows &rows, int thread) {
+static void prepare(const Matrix &matrix, const Target &made, const Rows &rows, Worker &me) {
     if (made.halves) return;
-    Range mine = share(rows.rows, thread, pool().threads());
-    for (int64_t row = mine.begin; row < mine.end; row++) kernels().prepare(matrix, made.values + row * matrix.k, rows, row);
-    pool().barrier();
+    me.deal(rows.rows, TOKENS, [&](int64_t row, int64_t end) {
+        for (; row < end; row++) kernels().prepare(matrix, made.values + row * matrix.k, rows, row);
+    });
 }
 
-static void multiply(const Matrix &matrix, const Rows &rows, float *y, int64_t stride, int thread) {
-    Range part = share(panels(matrix.n), thread, pool().threads());
-    kernels().product(matrix, rows, part.begin, part.end, y, stride, scratch(thread));
-    pool().barrier();
+static void multiply(const Matrix &matrix, const Rows &rows, float *y, int64_t stride, Worker &me) {
+    me.deal(panels(matrix.n), PANELS, [&](int64_t panel, int64_t end) {
+        kernels().product(matrix, rows, panel, end, y, stride, scratch(me.thread));
+    });
 }
 
-static void gate_up(const Matrix &matrix, const Rows &rows, const Target &y, int thread) {
-    Range part = share(panels(matrix.n / 2), thread, pool().threads());
-    kernels().gate_up(matrix, rows, part.begin, part.end, y, scratch(thread));
-    pool().barrier();
+static void gate_up(const Matrix &matrix, const Rows &rows, const Target &y, Worker &me) {
+    me.deal(panels(matrix.n / 2), PANELS / 2, [&](int64_t pair, int64_t end) {
+        kernels().gate_up(matrix, rows, pair, end, y, scratch(me.thread));
+    });
 }
 
 void multiply_all(const Matrix &matrix, const float *x, float *y, int64_t count, bool gated) {
     if (!count) return;
     Rows rows = normed_.get(matrix, count);
-    together([&](int thread) {
-        prepare(matrix, {const_cast<float *>(x), nullptr, matrix.k}, rows, thread);
-        if (gated) gate_up(matrix, rows, {y, nullptr, matrix.n / 2}, thread);
-        else multiply(matrix, rows, y, matrix.n, thread);
+    work([&](Worker &me) {
+        prepare(matrix, {const_cast<float *>(x), nullptr, matrix.k}, rows, me);
+        if (gated) gate_up(matrix, rows, {y, nullptr, matrix.n / 2}, me);
+        else multiply(matrix, rows, y, matrix.n, me);
     });
 }
 
@@ -168,25 +206,22 @@ static void merge(const Model &model, const Merge &merged, const float *partials
     }
 }
 
-// Takes tasks until there are none left. `turn` alternates, so that the other counter can be put back meanwhile.
 static void attend(const Model &model, const Layer &layer, const Step &step, const Tasks &tasks, const float *qkv, const Target &out,
-                   float *partials, int turn, int thread) {
-    int64_t count = int64_t(tasks.tasks.size());
-    for (int64_t i; (i = next_task_[turn].fetch_add(1, std::memory_order_relaxed)) < count;)
-        kernels().attend(model, layer, step, qkv, out, partials, tasks.tasks[i], scratch(thread));
-    pool().barrier();
-    if (thread == 0) next_task_[turn].store(0, std::memory_order_relaxed);
+                   float *partials, Worker &me) {
+    me.deal(int64_t(tasks.tasks.size()), 1, [&](int64_t task, int64_t end) {
+        for (; task < end; task++) kernels().attend(model, layer, step, qkv, out, partials, tasks.tasks[task], scratch(me.thread));
+    });
     if (tasks.merges.empty()) return;
-    Range mine = share(int64_t(tasks.merges.size()), thread, pool().threads());
-    for (int64_t i = mine.begin; i < mine.end; i++) merge(model, tasks.merges[i], partials, out);
-    pool().barrier();
+    me.deal(int64_t(tasks.merges.size()), 1, [&](int64_t i, int64_t end) {
+        for (; i < end; i++) merge(model, tasks.merges[i], partials, out);
+    });
 }
 
 void attend_all(const Model &model, int layer, const Step &step, const float *qkv, float *out) {
     Tasks tasks = make_tasks(model, step);
     float *partials = partials_.get<float>(tasks.partials * (model.head_dim + 2));
     Target target{out, nullptr, int64_t(model.heads) * model.head_dim};
-    together([&](int thread) { attend(model, model.layers[layer], step, tasks, qkv, target, partials, 0, thread); });
+    work([&](Worker &me) { attend(model, model.layers[layer], step, tasks, qkv, target, partials, me); });
 }
 
 // --- the step ----------------------------------------------------------------------------------------------------------
@@ -217,51 +252,53 @@ void run_step(const Model &model, const Step &step) {
     }
     if (step.num_samples) normed_.get(model.head, step.num_samples);
 
-    together([&](int thread) {
-        const Range mine = share(tokens, thread, pool().threads());
-        for (int64_t token = mine.begin; token < mine.end; token++) embed(model, step, stream, token);
+    work([&](Worker &me) {
+        auto each_token = [&](auto run) {
+            me.deal(tokens, TOKENS, [&](int64_t token, int64_t end) {
+                for (; token < end; token++) run(token);
+            });
+        };
+        each_token([&](int64_t token) { embed(model, step, stream, token); });
         const float *news = nullptr;  // what the last sub-layer adds to the stream
         auto norm = [&](int64_t token, const float *weight, float *y) {
             kernels().add_rms_norm(stream + token * size, news ? news + token * size : nullptr, weight, model.eps, y, size);
         };
         auto norm_rows = [&](const float *weight, const Matrix &matrix) {
             Rows rows = normed_.get(matrix, tokens);
-            float *row = static_cast<float *>(scratch(thread));
-            for (int64_t token = mine.begin; token < mine.end; token++) {
+            float *row = static_cast<float *>(scratch(me.thread));
+            each_token([&](int64_t token) {
                 norm(token, weight, row);
                 kernels().prepare(matrix, row, rows, token);
-            }
+            });
             news = added;
-            pool().barrier();
             return rows;
         };
         for (int index = 0; index < model.num_layers; index++) {
             const Layer &layer = model.layers[index];
-            multiply(layer.qkv, norm_rows(layer.attention_norm, layer.qkv), qkv, heads, thread);
-            for (int64_t token = mine.begin; token < mine.end; token++) kernels().write(model, layer, step, qkv, token);
-            pool().barrier();
+            multiply(layer.qkv, norm_rows(layer.attention_norm, layer.qkv), qkv, heads, me);
+            each_token([&](int64_t token) { kernels().write(model, layer, step, qkv, token); });
             Rows rows = made_.get(layer.output, tokens);
             Target made = target_of(layer.output, rows, attended);
-            attend(model, layer, step, tasks, qkv, made, partials, index % 2, thread);
-            prepare(layer.output, made, rows, thread);
-            multiply(layer.output, rows, added, size, thread);
+            attend(model, layer, step, tasks, qkv, made, partials, me);
+            prepare(layer.output, made, rows, me);
+            multiply(layer.output, rows, added, size, me);
             Rows normed = norm_rows(layer.mlp_norm, layer.gate_up);
             rows = made_.get(layer.down, tokens);
             made = target_of(layer.down, rows, gated);
-            gate_up(layer.gate_up, normed, made, thread);
-            prepare(layer.down, made, rows, thread);
-            multiply(layer.down, rows, added, size, thread);
+            gate_up(layer.gate_up, normed, made, me);
+            prepare(layer.down, made, rows, me);
+            multiply(layer.down, rows, added, size, me);
         }
-        for (int64_t token = mine.begin; token < mine.end; token++) norm(token, model.norm, step.hidden + token * size);
-        pool().barrier();
+        each_token([&](int64_t token) { norm(token, model.norm, step.hidden + token * size); });
         if (step.num_samples == 0) return;
         Rows rows = normed_.get(model.head, step.num_samples);
-        const Range samples = share(step.num_samples, thread, pool().threads());
-        for (int64_t i = samples.begin; i < samples.end; i++)
-            kernels().prepare(model.head, step.hidden + step.sample_index[i] * size, rows, i);
-        pool().barrier();
-        multiply(model.head, rows, step.logits, model.vocab, thread);
-        for (int64_t i = samples.begin; i < samples.end; i++) step.best[i] = kernels().argmax(step.logits + i * model.vocab, model.vocab);
+        me.deal(step.num_samples, 1, [&](int64_t i, int64_t end) {
+            for (; i < end; i++) kernels().prepare(model.head, step.hidden + step.sample_index[i] * size, rows, i);
+        });
+        multiply(model.head, rows, step.logits, model.vocab, me);
+        me.deal(step.num_samples, 1, [&](int64_t i, int64_t end) {
+            for (; i < end; i++) step.best[i] = kernels().argmax(step.logits + i * model.vocab, model.vocab);
+        });
     });
 }
 
