@@ -33,45 +33,42 @@ inline void widen(const int8_t *codes, uint16_t *to, int64_t dim) {
     }
 }
 
-// Asks for keys and values that come next: they lie in pieces too small for the hardware to guess.
-inline void prefetch_tile(const Model &model, const Layer &layer, const int64_t *table, int64_t kv_head, int64_t begin, int64_t count) {
+// Where keys [begin, begin + count) of a row lie, found through its block table.
+inline void find_tile(const Model &model, const Layer &layer, const int64_t *table, int64_t kv_head, int64_t begin, int64_t count, Tile &tile) {
     const int64_t bytes = model.head_dim * (model.cache_kind == OCTAVO_Q8 ? 1 : 2);
-    if (count <= 0) return;
-    Slots slots(table, model.block_size, begin);
-    for (int64_t i = 0; i < count; i++) {
-        int64_t place = (slots.next() * model.kv_heads + kv_head) * bytes;
-        for (int64_t at = 0; at < bytes; at += 64) {
-            _mm_prefetch((const char *)layer.k_cache + place + at, _MM_HINT_T0);
-            _mm_prefetch((const char *)layer.v_cache + place + at, _MM_HINT_T0);
-        }
-    }
-}
-
-// Keys [begin, begin + count) of a row, found through its block table. widened: [2][KEYS][dim]
-inline void load_tile(const Model &model, const Layer &layer, const int64_t *table, int64_t kv_head, int64_t begin, int64_t count, uint16_t *widened,
-                      Tile &tile) {
-    const int64_t dim = model.head_dim;
-    tile.count = count;
+    tile.count = std::min<int64_t>(KEYS, count);
     tile.scaled = model.cache_kind == OCTAVO_Q8;
     Slots slots(table, model.block_size, begin);
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < tile.count; i++) {
         int64_t head = slots.next() * model.kv_heads + kv_head;
-        if (!tile.scaled) {
-            tile.keys[i] = (const uint16_t *)layer.k_cache + head * dim;
-            tile.values[i] = (const uint16_t *)layer.v_cache + head * dim;
-            continue;
-        }
-        widen((const int8_t *)layer.k_cache + head * dim, widened + i * dim, dim);
-        widen((const int8_t *)layer.v_cache + head * dim, widened + (KEYS + i) * dim, dim);
-        tile.keys[i] = widened + i * dim;
-        tile.values[i] = widened + (KEYS + i) * dim;
+        tile.keys[i] = (const uint16_t *)((const char *)layer.k_cache + head * bytes);
+        tile.values[i] = (const uint16_t *)((const char *)layer.v_cache + head * bytes);
+        if (!tile.scaled) continue;
         tile.key_scale[i] = layer.k_scale[head];
         tile.value_scale[i] = layer.v_scale[head];
     }
-    for (int64_t i = count; i < KEYS; i++) {  // any key will do: what it gives is masked
+    for (int64_t i = std::max<int64_t>(0, tile.count); i < KEYS; i++) {  // any key will do: what it gives is masked
         tile.keys[i] = tile.keys[0];
         tile.values[i] = tile.values[0];
         tile.key_scale[i] = tile.value_scale[i] = 0.0f;
+    }
+}
+
+// Codes become numbers, in widened: [2][KEYS][dim].
+inline void widen_tile(Tile &tile, int64_t dim, uint16_t *widened) {
+    for (int64_t i = 0; i < KEYS; i++) {
+        widen((const int8_t *)tile.keys[i], widened + i * dim, dim);
+        widen((const int8_t *)tile.values[i], widened + (KEYS + i) * dim, dim);
+        tile.keys[i] = widened + i * dim;
+        tile.values[i] = widened + (KEYS + i) * dim;
+    }
+}
+
+// Asks for a key and its value before they are needed: they lie in pieces too small for the hardware to guess.
+inline void prefetch_key(const Tile &tile, int64_t i, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) {
+        _mm_prefetch((const char *)tile.keys[i] + at, _MM_HINT_T0);
+        _mm_prefetch((const char *)tile.values[i] + at, _MM_HINT_T0);
     }
 }
 
@@ -133,13 +130,18 @@ struct Pairing {
 };
 
 // R queries against a tile. q: [R][dim] bfloat16; sums: [R][dim]
-template <int R> void attend_tile(const Tile &tile, const uint16_t *q, int64_t dim, const int64_t *low, const int64_t *high, float scale,
-                                  Online *states, float *sums) {
+template <int R> void attend_tile(const Tile &tile, const Tile &next_tile, const uint16_t *q, int64_t dim, const int64_t *low, const int64_t *high,
+                                  float scale, Online *states, float *sums) {
+    const int64_t next_bytes = tile.scaled ? dim : 2 * dim;
     alignas(64) float scores[R][KEYS];
     for (int j = 0; j < KEYS; j += 16) {
         __m512 folded[R][8];
         for (int i = 0; i < 8; i++) {
             const uint16_t *key = tile.keys[j + 2 * i], *next = tile.keys[j + 2 * i + 1];
+            if (next_tile.count > 0) {
+                prefetch_key(next_tile, j + 2 * i, next_bytes);
+                prefetch_key(next_tile, j + 2 * i + 1, next_bytes);
+            }
             __m512 first[R], second[R];
             for (int r = 0; r < R; r++) first[r] = second[r] = _mm512_setzero_ps();
             for (int64_t d = 0; d < dim; d += 32)
@@ -234,10 +236,12 @@ void attend_avx512(const Model &model, const Layer &layer, const Step &step, con
     Queries queries = load_queries(model, layer, step, qkv, task, place);
     const int64_t *table = step.tables + task.row * step.table_width;
     int64_t begin = std::max(task.begin, queries.first[0]);
+    Tile tile, next;
+    find_tile(model, layer, table, task.kv_head, begin, task.end - begin, next);
     for (; begin < task.end; begin += KEYS) {
-        Tile tile;
-        load_tile(model, layer, table, task.kv_head, begin, std::min<int64_t>(KEYS, task.end - begin), widened, tile);
-        prefetch_tile(model, layer, table, task.kv_head, begin + KEYS, std::min<int64_t>(KEYS, task.end - begin - KEYS));
+        tile = next;
+        if (tile.scaled) widen_tile(tile, dim, widened);
+        find_tile(model, layer, table, task.kv_head, begin + KEYS, task.end - begin - KEYS, next);
         for (int64_t i = 0; i < queries.count; i += 4) {
             int64_t low[4], high[4], rows = std::min<int64_t>(4, queries.count - i);
             for (int64_t r = 0; r < rows; r++) {
@@ -248,10 +252,10 @@ void attend_avx512(const Model &model, const Layer &layer, const Step &step, con
             float *sums = queries.sums + i * dim;
             Online *states = queries.states + i;
             switch (rows) {
-                case 1: attend_tile<1>(tile, q, dim, low, high, model.attention_scale, states, sums); break;
-                case 2: attend_tile<2>(tile, q, dim, low, high, model.attention_scale, states, sums); break;
-                case 3: attend_tile<3>(tile, q, dim, low, high, model.attention_scale, states, sums); break;
-                default: attend_tile<4>(tile, q, dim, low, high, model.attention_scale, states, sums);
+                case 1: attend_tile<1>(tile, next, q, dim, low, high, model.attention_scale, states, sums); break;
+                case 2: attend_tile<2>(tile, next, q, dim, low, high, model.attention_scale, states, sums); break;
+                case 3: attend_tile<3>(tile, next, q, dim, low, high, model.attention_scale, states, sums); break;
+                default: attend_tile<4>(tile, next, q, dim, low, high, model.attention_scale, states, sums);
             }
         }
     }

@@ -213,7 +213,8 @@ void attend_amx(const Model &model, const Layer &layer, const Step &step, const 
     const int64_t *table = step.tables + task.row * step.table_width;
     for (int64_t begin = std::max(task.begin, queries.first[0]); begin < task.end; begin += KEYS) {
         Tile tile;
-        load_tile(model, layer, table, task.kv_head, begin, std::min<int64_t>(KEYS, task.end - begin), widened, tile);
+        find_tile(model, layer, table, task.kv_head, begin, task.end - begin, tile);
+        if (tile.scaled) widen_tile(tile, dim, widened);
         for (int64_t i = 0; i < KEYS; i++) memcpy(keys + i * dim, tile.keys[i], size_t(dim) * 2);
         turn_values(tile, dim, values);
         for (int64_t i = 0; i < count; i++) {
