@@ -5,8 +5,9 @@
 New ids go into the device rows at once; the host learns them from the result.
 """
 
-from itertools import accumulate
+from math import isfinite
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,24 +80,26 @@ class ModelRunner:
 
 
 def gather(plan: StepPlan, table: RequestTable, store: KVStore, block_size: int) -> ForwardBatch:
-    """The plan as tensors, read out of the device rows."""
-    rows, starts, counts = torch.tensor(plan.row), torch.tensor(plan.start), torch.tensor(plan.num_query)
-    query_start = torch.tensor([0, *accumulate(plan.num_query)])
-    token_rows = rows.repeat_interleave(counts)  # [T]
-    positions = torch.arange(len(token_rows)) + (starts - query_start[:-1]).repeat_interleave(counts)
+    """The plan as tensors, read out of the device rows. Made in numpy, which is quicker at small arrays."""
+    rows, starts, counts = np.array(plan.row), np.array(plan.start), np.array(plan.num_query)
+    query_start = np.concatenate([[0], counts.cumsum()])
+    token_rows = rows.repeat(counts)  # [T]
+    positions = np.arange(len(token_rows)) + (starts - query_start[:-1]).repeat(counts)
     context_len = starts + counts
     num_blocks = -(-int(context_len.max()) // block_size)
-    samples = torch.tensor(plan.samples)
+    token_ids, tables = table.token_ids.numpy(), table.tables.numpy()
+    samples = np.array(plan.samples)
+    tensor = torch.from_numpy
     return ForwardBatch(
-        token_ids=table.token_ids[token_rows, positions],
-        positions=positions[None],
-        rows=rows,
-        query_start=query_start,
-        context_len=context_len,
-        tables=table.tables[rows, :num_blocks],
-        slots=table.tables[token_rows, positions // block_size] * block_size + positions % block_size,
-        sample_index=query_start[1:][samples] - 1,
-        sample_row=rows[samples],
+        token_ids=tensor(token_ids[token_rows, positions]),
+        positions=tensor(positions)[None],
+        rows=tensor(rows),
+        query_start=tensor(query_start),
+        context_len=tensor(context_len),
+        tables=tensor(tables[rows, :num_blocks]),
+        slots=tensor(tables[token_rows, positions // block_size] * block_size + positions % block_size),
+        sample_index=tensor(query_start[1:][samples] - 1),
+        sample_row=tensor(rows[samples]),
         caches=store.caches,
         block_size=block_size,
     )
@@ -104,8 +107,8 @@ def gather(plan: StepPlan, table: RequestTable, store: KVStore, block_size: int)
 
 def _rows_not_finite(hidden: Tensor, batch: ForwardBatch) -> list[int]:
     """Plan entries with a hidden state, of any planned token, that is not finite."""
-    finite = hidden.isfinite().all(dim=1)
-    if bool(finite.all()):
+    if isfinite(float(hidden.sum())):  # as it nearly always is
         return []
+    finite = hidden.isfinite().all(dim=1)
     tokens = (~finite).nonzero().flatten()
     return sorted(set((torch.searchsorted(batch.query_start, tokens, right=True) - 1).tolist()))
