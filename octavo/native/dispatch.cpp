@@ -1,4 +1,4 @@
-// Which level runs, packing, and the C ABI over both.
+// Which level runs, and the C ABI over it.
 #include "dispatch.h"
 
 #include <algorithm>
@@ -76,57 +76,6 @@ void together(const std::function<void(int)> &body) {
     });
 }
 
-// Row `row` of packed weights, as floats.
-void unpack_row(const Matrix &matrix, int64_t row, float *to) {
-    int64_t stride = padded(matrix), panel = row / OCTAVO_PANEL, lane = row % OCTAVO_PANEL;
-    for (int64_t k = 0; k < matrix.k; k++) {
-        int64_t place = panel * stride * OCTAVO_PANEL;
-        float value;
-        if (matrix.kind == OCTAVO_F32) {
-            value = static_cast<const float *>(matrix.data)[place + k * OCTAVO_PANEL + lane];
-        } else if (matrix.kind == OCTAVO_BF16) {
-            value = bf16_to_float(static_cast<const uint16_t *>(matrix.data)[place + k / 2 * 2 * OCTAVO_PANEL + 2 * lane + k % 2]);
-        } else {
-            const uint8_t *codes = static_cast<const uint8_t *>(matrix.data);
-            int code = matrix.kind == OCTAVO_Q8 ? codes[place + k / 4 * 4 * OCTAVO_PANEL + 4 * lane + k % 4]
-                                                : codes[place / 2 + k / 8 * 4 * OCTAVO_PANEL + 4 * lane + k % 4] >> (k & 4) & 15;
-            int64_t scale = (panel * (stride / matrix.group) + k / matrix.group) * OCTAVO_PANEL + lane;
-            value = (f16_to_float(matrix.scale[scale]) * float(code) + f16_to_float(matrix.offset[scale])) * matrix.factor;
-        }
-        to[matrix.order ? matrix.order[k] : k] = value;
-    }
-}
-
-static void pack_float(Matrix &matrix, const float *weights, int64_t panel) {
-    const int64_t P = OCTAVO_PANEL, stride = padded(matrix);
-    for (int64_t k = 0; k < stride; k++)
-        for (int64_t lane = 0; lane < P; lane++) {
-            int64_t n = panel * P + lane;
-            float value = n < matrix.n && k < matrix.k ? weights[n * matrix.k + k] : 0.0f;
-            if (matrix.kind == OCTAVO_F32) ((float *)matrix.data)[(panel * stride + k) * P + lane] = value;
-            else ((uint16_t *)matrix.data)[(panel * stride + k / 2 * 2) * P + 2 * lane + k % 2] = float_to_bf16(value);
-        }
-}
-
-static void pack_codes(Matrix &matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset, int64_t panel) {
-    const int64_t P = OCTAVO_PANEL, stride = padded(matrix), groups = stride / matrix.group, own = (matrix.k + matrix.group - 1) / matrix.group;
-    uint8_t *data = (uint8_t *)matrix.data + (matrix.kind == OCTAVO_Q8 ? panel * stride * P : panel * stride * P / 2);
-    memset(data, 0, size_t(matrix.kind == OCTAVO_Q8 ? stride * P : stride * P / 2));
-    for (int64_t lane = 0; lane < P; lane++) {
-        int64_t n = panel * P + lane;
-        for (int64_t g = 0; g < groups; g++) {
-            bool there = n < matrix.n && g < own;
-            ((uint16_t *)matrix.scale)[(panel * groups + g) * P + lane] = there ? scale[n * own + g] : 0;
-            ((uint16_t *)matrix.offset)[(panel * groups + g) * P + lane] = there ? offset[n * own + g] : 0;
-        }
-        for (int64_t k = 0; n < matrix.n && k < matrix.k; k++) {
-            uint8_t code = codes[n * matrix.k + k];
-            if (matrix.kind == OCTAVO_Q8) data[k / 4 * 4 * P + 4 * lane + k % 4] = code;
-            else data[k / 8 * 4 * P + 4 * lane + k % 4] |= uint8_t(code << (k & 4));
-        }
-    }
-}
-
 }  // namespace octavo
 
 using namespace octavo;
@@ -162,18 +111,4 @@ void octavo_write(const Model *model, int layer, const Step *step, float *qkv) {
 }
 
 void octavo_attend(const Model *model, int layer, const Step *step, const float *qkv, float *out) { attend_all(*model, layer, *step, qkv, out); }
-
-void octavo_pack_float(Matrix *matrix, const float *weights) {
-    together([&](int thread) {
-        Range mine = share(panels(matrix->n), thread, pool().threads());
-        for (int64_t panel = mine.begin; panel < mine.end; panel++) pack_float(*matrix, weights, panel);
-    });
-}
-
-void octavo_pack_codes(Matrix *matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset) {
-    together([&](int thread) {
-        Range mine = share(panels(matrix->n), thread, pool().threads());
-        for (int64_t panel = mine.begin; panel < mine.end; panel++) pack_codes(*matrix, codes, scale, offset, panel);
-    });
-}
 }
