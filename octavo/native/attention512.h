@@ -105,7 +105,8 @@ inline float weigh512(Online &state, __m512 *scores, int64_t low, int64_t high, 
     }
     __m512 total = _mm512_setzero_ps();
     for (int j = 0; j < 4; j++) {
-        scores[j] = power512(_mm512_mul_ps(_mm512_sub_ps(scores[j], _mm512_set1_ps(most)), _mm512_set1_ps(LOG2_E)));
+        __m512 weight = power512<true>(_mm512_mul_ps(_mm512_sub_ps(scores[j], _mm512_set1_ps(most)), _mm512_set1_ps(LOG2_E)));
+        scores[j] = _mm512_maskz_mov_ps(__mmask16(seen >> 16 * j), weight);
         total = _mm512_add_ps(total, scores[j]);
         if (tile.scaled) scores[j] = _mm512_mul_ps(scores[j], _mm512_loadu_ps(tile.value_scale + 16 * j));
     }

@@ -141,20 +141,22 @@ inline void sum_tiles(const uint16_t *values, const uint16_t *weights, int64_t d
 
 // Scores [64][16] of keys from position `begin` on become weights [32 pairs][16][2], and what was summed shrinks to them.
 // EDGE: not all queries may see all keys.
-template <bool EDGE, bool SCALED> void weigh_set(Set &set, const Tile &tile, int64_t begin, float scale, int64_t dim, float *scores, uint16_t *weights) {
+template <bool EDGE, bool SCALED>
+void weigh_set(Set &set, const Tile &tile, int64_t begin, float scale, int64_t dim, const float *scores, uint16_t *weights) {
     const __m512 factor = _mm512_set1_ps(scale * LOG2_E), never = _mm512_set1_ps(-INFINITY);
     auto score = [&](int64_t key) {
-        __m512 row = _mm512_mul_ps(_mm512_load_ps(scores + key * LANES), factor);
-        if (SCALED) row = _mm512_mul_ps(row, _mm512_set1_ps(tile.key_scale[key]));
-        if (!EDGE) return row;
-        __m512i position = _mm512_set1_epi32(int32_t(begin + key));
-        __mmask16 seen = _mm512_cmple_epi32_mask(set.first, position) & _mm512_cmple_epi32_mask(position, set.last);
-        return _mm512_mask_blend_ps(seen, never, row);
+        __m512 row = _mm512_load_ps(scores + key * LANES);
+        return SCALED ? _mm512_mul_ps(row, _mm512_set1_ps(tile.key_scale[key])) : row;
     };
-    __m512 most[4] = {set.largest, set.largest, set.largest, set.largest};
+    auto seen = [&](int64_t key) {
+        __m512i position = _mm512_set1_epi32(int32_t(begin + key));
+        return _mm512_cmple_epi32_mask(set.first, position) & _mm512_cmple_epi32_mask(position, set.last);
+    };
+    __m512 most[4] = {never, never, never, never};
     for (int64_t key = 0; key < KEYS; key += 4)
-        for (int i = 0; i < 4; i++) most[i] = _mm512_max_ps(most[i], score(key + i));
-    __m512 largest = _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3]));
+        for (int i = 0; i < 4; i++) most[i] = _mm512_mask_max_ps(most[i], EDGE ? seen(key + i) : 0xffff, most[i], score(key + i));
+    __m512 tile_most = _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3]));
+    __m512 largest = _mm512_max_ps(set.largest, _mm512_mul_ps(tile_most, factor));
     if (_mm512_cmp_ps_mask(largest, set.largest, _CMP_NEQ_UQ)) {
         __m512 shrink = power512(_mm512_sub_ps(set.largest, largest));
         set.total = _mm512_mul_ps(set.total, shrink);
@@ -166,7 +168,8 @@ template <bool EDGE, bool SCALED> void weigh_set(Set &set, const Tile &tile, int
     for (int64_t key = 0; key < KEYS; key += 2) {
         __m512 pair[2];
         for (int i = 0; i < 2; i++) {
-            pair[i] = power512(_mm512_sub_ps(score(key + i), largest));
+            pair[i] = power512<true>(_mm512_fmsub_ps(score(key + i), factor, largest));
+            if (EDGE) pair[i] = _mm512_maskz_mov_ps(seen(key + i), pair[i]);
             totals[i] = _mm512_add_ps(totals[i], pair[i]);
             if (SCALED) pair[i] = _mm512_mul_ps(pair[i], _mm512_set1_ps(tile.value_scale[key + i]));
         }
@@ -175,7 +178,7 @@ template <bool EDGE, bool SCALED> void weigh_set(Set &set, const Tile &tile, int
     set.total = _mm512_add_ps(set.total, _mm512_add_ps(totals[0], totals[1]));
 }
 
-inline void weigh_set(Set &set, const Tile &tile, int64_t begin, float scale, int64_t dim, float *scores, uint16_t *weights) {
+inline void weigh_set(Set &set, const Tile &tile, int64_t begin, float scale, int64_t dim, const float *scores, uint16_t *weights) {
     bool edge = begin < set.all_from || begin + KEYS - 1 > set.all_to;
     if (tile.scaled) (edge ? weigh_set<true, true> : weigh_set<false, true>)(set, tile, begin, scale, dim, scores, weights);
     else (edge ? weigh_set<true, false> : weigh_set<false, false>)(set, tile, begin, scale, dim, scores, weights);
@@ -200,7 +203,7 @@ void attend_amx(const Model &model, const Layer &layer, const Step &step, const 
     const int64_t dim = model.head_dim, group = model.heads / model.kv_heads;
     if (!fits_512(model) || task.queries * group < AT_LEAST_QUERIES)
         return attend_avx512(model, layer, step, qkv, out, partials, task, scratch);
-    alignas(64) float scores[KEYS * LANES];
+    alignas(64) float scores[2][KEYS * LANES];
     alignas(64) uint16_t weights[KEYS * LANES];
     uint16_t *widened = (uint16_t *)scratch, *keys = widened + 2 * KEYS * dim, *values = keys + KEYS * dim;
     float *rows = (float *)(values + KEYS * dim);  // [16][dim]
@@ -217,11 +220,18 @@ void attend_amx(const Model &model, const Layer &layer, const Step &step, const 
         if (tile.scaled) widen_tile(tile, dim, widened);
         for (int64_t i = 0; i < KEYS; i++) memcpy(keys + i * dim, tile.keys[i], size_t(dim) * 2);
         turn_values(tile, dim, values);
-        for (int64_t i = 0; i < count; i++) {
-            if (sets[i].latest < begin || sets[i].earliest >= begin + KEYS) continue;
-            score_tiles(keys, sets[i].queries, dim, scores);
-            weigh_set(sets[i], tile, begin, model.attention_scale, dim, scores, weights);
-            sum_tiles(values, weights, dim, sets[i].sums);
+        auto next_seeing = [&](int64_t i) {
+            while (i < count && (sets[i].latest < begin || sets[i].earliest >= begin + KEYS)) i++;
+            return i;
+        };
+        // Tiles score the next set while the registers weigh this one.
+        int64_t now = next_seeing(0), turn = 0;
+        if (now < count) score_tiles(keys, sets[now].queries, dim, scores[0]);
+        for (int64_t next; now < count; now = next, turn ^= 1) {
+            next = next_seeing(now + 1);
+            if (next < count) score_tiles(keys, sets[next].queries, dim, scores[turn ^ 1]);
+            weigh_set(sets[now], tile, begin, model.attention_scale, dim, scores[turn], weights);
+            sum_tiles(values, weights, dim, sets[now].sums);
         }
     }
     for (int64_t i = 0; i < queries.count; i++) {

@@ -2,6 +2,8 @@
 #pragma once
 #include <immintrin.h>
 
+#include <initializer_list>
+
 #include "generic.h"
 
 namespace octavo {
@@ -10,12 +12,17 @@ namespace {
 const int64_t FEW = 8;   // rows that go through codes; more are worth unpacking weights for
 const int64_t MOST = 8;  // rows of one block: their sums stay in registers
 
-// 2^t for t up to 127; far below it is 0. NaN stays NaN.
-inline __m512 power512(__m512 t) {
-    __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-200.0f), t);  // in this order
-    __m512 whole = _mm512_roundscale_ps(clamped, _MM_FROUND_TO_NEAREST_INT), rest = _mm512_sub_ps(clamped, whole);
-    __m512 p = _mm512_set1_ps(0.00132764713f);
-    for (float c : {0.00967554189f, 0.0555071309f, 0.240221202f, 0.693146944f, 1.00000012f}) p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(c));
+// 2^t for t from -126, where floats begin to get slow, up to 127; less counts as -126. NaN stays NaN.
+// To the last bit or two; ROUGH: to 3e-6 of itself.
+template <bool ROUGH = false> inline __m512 power512(__m512 t) {
+    t = _mm512_max_ps(_mm512_set1_ps(-126.0f), t);  // in this order
+    __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT), rest = _mm512_sub_ps(t, whole), p;
+    auto polynomial = [&](float highest, std::initializer_list<float> others) {
+        p = _mm512_set1_ps(highest);
+        for (float c : others) p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(c));
+    };
+    if (ROUGH) polynomial(0.00957010128f, {0.0559178628f, 0.240247443f, 0.693121791f, 0.999999285f});
+    else polynomial(0.00132764713f, {0.00967554189f, 0.0555071309f, 0.240221202f, 0.693146944f, 1.00000012f});
     return _mm512_scalef_ps(p, whole);
 }
 
