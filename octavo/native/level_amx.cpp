@@ -52,10 +52,11 @@ struct Finished {  // sums of 32 rows and two panels that are yet to be taken
     const float *sums;
 };
 
-// All rows times panels [begin, end), two at a time: take(row, panel, sums of the first, sums of the second) gets the results.
+// All rows times panels [begin, end), two at a time: take(row, panel, sums of the first, sums of the second) gets the results;
+// place(row, panel) is where it will write them, so that the memory is at hand by then.
 // While tiles multiply, the registers take the results before them, and unpack the next pair of panels.
-template <class Unpack, class Take>
-void by_tiles(const Matrix &matrix, const Rows &rows, int64_t begin, int64_t end, const Unpack &unpack, void *scratch, Take take) {
+template <class Unpack, class Take, class Place>
+void by_tiles(const Matrix &matrix, const Rows &rows, int64_t begin, int64_t end, const Unpack &unpack, void *scratch, Take take, Place place) {
     alignas(64) float sums[2][2 * BLOCK * P];
     const bool stored = std::is_same<Unpack, Stored>::value;
     const int64_t stride = rows.stride, size = stride * P, near = std::max(BLOCK, NEAR_BYTES / (stride * 2) / BLOCK * BLOCK);
@@ -77,11 +78,18 @@ void by_tiles(const Matrix &matrix, const Rows &rows, int64_t begin, int64_t end
             const uint16_t *second = stored && panel + 1 == end ? first : first + size;
             for (int64_t row = low; row < std::min(rows.rows, low + near); row += BLOCK, turn ^= 1) {
                 const bool ahead = !stored && row == low && panel + 2 < end;
+                const int64_t count = std::min(BLOCK, rows.rows - row);
+                int64_t asked = 0;
                 multiply_tiles(rows.halves + row * stride, stride, first, second, sums[turn], [&](int64_t k) {
+                    for (int64_t i = 0; i < at_once && asked < count; i++, asked++) {
+                        const char *line = (const char *)place(row + asked, panel);
+                        __builtin_prefetch(line, 1);
+                        __builtin_prefetch(line + 64, 1);
+                    }
                     take_some(at_once);
                     if (ahead) unpack_pair(panel + 2, k, next);
                 });
-                before = {row, std::min(BLOCK, rows.rows - row), panel, 0, sums[turn]};
+                before = {row, count, panel, 0, sums[turn]};
             }
             std::swap(now, next);
         }
@@ -89,29 +97,37 @@ void by_tiles(const Matrix &matrix, const Rows &rows, int64_t begin, int64_t end
     take_some(BLOCK);
 }
 
-template <class Take> void by_tiles(const Matrix &matrix, const Rows &rows, int64_t begin, int64_t end, void *scratch, Take take) {
+template <class Take, class Place>
+void by_tiles(const Matrix &matrix, const Rows &rows, int64_t begin, int64_t end, void *scratch, Take take, Place place) {
     if (begin == end) return;
-    if (matrix.kind == OCTAVO_BF16) by_tiles(matrix, rows, begin, end, Stored{}, scratch, take);
-    else if (matrix.kind == OCTAVO_Q4) by_tiles(matrix, rows, begin, end, Unpacker<true>{matrix, rows.stride}, scratch, take);
-    else by_tiles(matrix, rows, begin, end, Unpacker<false>{matrix, rows.stride}, scratch, take);
+    if (matrix.kind == OCTAVO_BF16) by_tiles(matrix, rows, begin, end, Stored{}, scratch, take, place);
+    else if (matrix.kind == OCTAVO_Q4) by_tiles(matrix, rows, begin, end, Unpacker<true>{matrix, rows.stride}, scratch, take, place);
+    else by_tiles(matrix, rows, begin, end, Unpacker<false>{matrix, rows.stride}, scratch, take, place);
 }
 
 void product_amx(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, float *y, int64_t stride, void *scratch) {
     if (rows.form != Form::BF16 || rows.rows < AT_LEAST) return product_avx512(matrix, rows, panel, end, y, stride, scratch);
-    by_tiles(matrix, rows, panel, end, scratch, [&](int64_t row, int64_t at, const float *first, const float *second) {
-        float *to = y + row * stride + at * P;
+    auto place = [&](int64_t row, int64_t at) { return y + row * stride + at * P; };
+    auto take = [&](int64_t row, int64_t at, const float *first, const float *second) {
+        float *to = place(row, at);
         store512(_mm512_add_ps(_mm512_load_ps(first), bias512(matrix, at)), to, matrix.n - at * P);
         if (at + 1 < end) store512(_mm512_add_ps(_mm512_load_ps(second), bias512(matrix, at + 1)), to + P, matrix.n - (at + 1) * P);
-    });
+    };
+    by_tiles(matrix, rows, panel, end, scratch, take, place);
 }
 
 void gate_up_amx(const Matrix &matrix, const Rows &rows, int64_t pair, int64_t end, const Target &y, void *scratch) {
     if (rows.form != Form::BF16 || rows.rows < AT_LEAST) return gate_up_avx512(matrix, rows, pair, end, y, scratch);
-    by_tiles(matrix, rows, 2 * pair, 2 * end, scratch, [&](int64_t row, int64_t at, const float *gate, const float *up) {
+    auto place = [&](int64_t row, int64_t at) {
+        int64_t index = row * y.stride + at / 2 * P;
+        return y.halves ? (const void *)(y.halves + index) : (const void *)(y.values + index);
+    };
+    auto take = [&](int64_t row, int64_t at, const float *gate, const float *up) {
         __m512 gated = silu512(_mm512_add_ps(_mm512_load_ps(gate), bias512(matrix, at)));
         __m512 value = _mm512_mul_ps(gated, _mm512_add_ps(_mm512_load_ps(up), bias512(matrix, at + 1)));
         put512(value, y, row, at / 2 * P, matrix.n / 2 - at / 2 * P);
-    });
+    };
+    by_tiles(matrix, rows, 2 * pair, 2 * end, scratch, take, place);
 }
 
 }  // namespace
