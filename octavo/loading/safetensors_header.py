@@ -36,6 +36,8 @@ def _entry(dtype: str, shape: list[int], data_offsets: list[int]) -> Entry:
 def read_header(path: Path) -> tuple[dict[str, Entry], int]:
     """The tensors of a file, and the byte at which their data begin."""
     try:
+        if not path.is_file():
+            raise ValueError("not a regular file")
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             if not 0 < size <= MAX_BYTES:

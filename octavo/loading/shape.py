@@ -112,9 +112,12 @@ def shape_of(source: ModelSource, config: ModelConfig) -> ModelShape:
         tensors = source.gguf.tensors.values()
         weights = stored_weights({tensor.name: (tensor.kind, tensor.shape) for tensor in tensors}, str(source.path), None)
         return ModelShape(source.name, config, sum(tensor.num_bytes for tensor in tensors), weights)
-    files = _weight_files(source.path)
-    quantized = source.quantization
-    return ModelShape(source.name, config, _total_bytes(files), of_folder(files, str(source.path), quantized) if quantized else ())
+    files, quantized, folder = _weight_files(source.path), source.quantization, str(source.path)
+    stored_bytes = _total_bytes(files)
+    weights: tuple[StoredWeight, ...] = ()
+    if quantized is not None:
+        weights = of_config(config, folder, quantized) if stored_bytes is None else of_folder(files, folder, quantized)
+    return ModelShape(source.name, config, stored_bytes, weights)
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -1,6 +1,7 @@
 """AWQ and GPTQ folders as checkpoints: one weight for each module, and whatever does not fit refused by its headers."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,8 @@ def test_headers_tell_a_plan_what_is_stored(tmp_path: Path) -> None:
     assert found[f"{QUERY}.bias"] == StoredWeight(f"{QUERY}.bias", "F32", 128) and len(found) == 2 * (7 + 3 + 2) + 3
     alone = {weight.name: weight for weight in model_shape(str(quantized / "config.json")).weights}
     assert alone.keys() == {name for name, weight in found.items() if weight.codes}
+    (quantized / "model.safetensors").unlink()
+    assert model_shape(str(quantized)).weights == model_shape(str(quantized / "config.json")).weights
     plain, _ = write_both(tmp_path / "plain", Kind("gptq"))
     assert all(weight.codes is None or weight.codes.order == "" for weight in model_shape(str(plain)).weights)
 
@@ -121,6 +124,9 @@ def test_a_header_is_read_or_refused(tmp_path: Path) -> None:
     found, begin = read_header(path)
     assert {name: (entry.dtype, list(entry.shape)) for name, entry in found.items()} == shapes("gptq")
     assert begin + max(entry.stop for entry in found.values()) == path.stat().st_size
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(LoadError, match="pipe: not a valid safetensors file .not a regular file"):
+        read_header(tmp_path / "pipe")
     for content in (b"", b"\xff" * 16, (2).to_bytes(8, "little") + b"[]", (9).to_bytes(8, "little") + b'{"a": {}}'):
         path.write_bytes(content)
         with pytest.raises(LoadError, match=f"^{path}: not a valid safetensors file"):
