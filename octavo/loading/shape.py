@@ -112,12 +112,13 @@ def shape_of(source: ModelSource, config: ModelConfig) -> ModelShape:
         tensors = source.gguf.tensors.values()
         weights = stored_weights({tensor.name: (tensor.kind, tensor.shape) for tensor in tensors}, str(source.path), None)
         return ModelShape(source.name, config, sum(tensor.num_bytes for tensor in tensors), weights)
-    files, quantized, folder = _weight_files(source.path), source.quantization, str(source.path)
+    files = _weight_files(source.path)
     stored_bytes = _total_bytes(files)
-    weights: tuple[StoredWeight, ...] = ()
-    if quantized is not None:
-        weights = of_config(config, folder, quantized) if stored_bytes is None else of_folder(files, folder, quantized)
-    return ModelShape(source.name, config, stored_bytes, weights)
+    if source.quantization is None:
+        return ModelShape(source.name, config, stored_bytes)
+    if stored_bytes is None:
+        return ModelShape(source.name, config, None, of_config(config, str(source.path), source.quantization))
+    return ModelShape(source.name, config, stored_bytes, of_folder(files, str(source.path), source.quantization))
 
 
 def _weight_files(folder: Path) -> list[Path]:
