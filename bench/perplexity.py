@@ -2,14 +2,16 @@
 
     python bench/perplexity.py wikitext-2-raw-v1_test.txt                 many rows at a time: bfloat16 inside the products
     python bench/perplexity.py wikitext-2-raw-v1_test.txt --step 8        few: activations of 8 bits, as when it decodes
+    python bench/perplexity.py wikitext-2-raw-v1_test.txt --quantization auto int8 int4      its weights quantised again, too
 """
 
 import argparse
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from octavo import LLM, SamplingParams
+from octavo.config import Quantization
 
 CHUNK = 2048  # tokens that see each other
 
@@ -33,11 +35,13 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--tokens", type=int, default=20_480)
     parser.add_argument("--step", type=int, default=CHUNK, help="tokens the native engine computes at once")
+    parser.add_argument("--quantization", nargs="+", default=["auto"], choices=get_args(Quantization), help="of the native engine")
     args = parser.parse_args()
     text = args.file.read_text(encoding="utf-8")[: 8 * args.tokens]
-    native = perplexity(text, args.tokens, {"max_num_batched_tokens": args.step})
     float32 = perplexity(text, args.tokens, {"native": False, "dtype": "float32"})
-    print(f"native {native:.3f}, float32 {float32:.3f}: {native / float32 - 1:+.2%}")
+    for quantization in args.quantization:
+        native = perplexity(text, args.tokens, {"max_num_batched_tokens": args.step, "quantization": quantization})
+        print(f"native ({quantization}) {native:.3f}, float32 {float32:.3f}: {native / float32 - 1:+.2%}", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from octavo.errors import ConfigError
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu"]
 CpuIsa = Literal["auto", "portable", "avx2", "avx512", "amx"]
+Quantization = Literal["auto", "none", "int8", "int4"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 
@@ -28,6 +29,10 @@ class EngineConfig:
     model: str | None = _flag(None, "a folder, a .gguf file, or owner/name[@revision][:QUANT] on the hub; without one, the default model")
     revision: str | None = _flag(None, "branch, tag or commit of a model on the hub")
     dtype: Dtype = _flag("auto", "float32 or bfloat16; auto takes what this CPU is fast at")
+    quantization: Quantization = _flag(
+        "auto", "keep weights as the file has them, as floats (none), or in codes of 8 or 4 bits",
+        "what a file holds (awq, gptq, gguf) is found by auto",
+    )  # fmt: skip
     device: Device = _flag("auto", "where to compute; this version does on the CPU", "this version computes on the CPU")
     load_format: Literal["auto", "dummy"] = _flag("auto", "dummy: random weights, for trying out shapes")
     max_model_len: int | None = _flag(None, "longest sequence, prompt and answer (4096, 32k, auto)")
@@ -97,6 +102,7 @@ _INTEGERS = {  # least and most
 _OPTIONAL = ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override")
 _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "dtype": ("auto", "float32", "bfloat16"),
+    "quantization": ("auto", "none", "int8", "int4"),
     "device": ("auto", "cpu"),
     "load_format": ("auto", "dummy"),
     "generation_config": ("auto", "none"),

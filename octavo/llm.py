@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Literal, TypeVar
 
 from octavo import log
-from octavo.config import CpuIsa, Device, Dtype, EngineConfig, SchedulingPolicy, debug_from_environment, log_level
+from octavo.config import CpuIsa, Device, Dtype, EngineConfig, Quantization, SchedulingPolicy, debug_from_environment, log_level
 from octavo.engine.client import EngineClient, InprocClient
 from octavo.engine.output import OutputProcessor
 from octavo.errors import EngineError, RequestError
@@ -36,6 +36,7 @@ class LLM:
         *,
         revision: str | None = None,
         dtype: Dtype = "auto",
+        quantization: Quantization = "auto",
         device: Device = "auto",
         load_format: Literal["auto", "dummy"] = "auto",
         max_model_len: int | None = None,
@@ -61,6 +62,7 @@ class LLM:
                 model=model,
                 revision=revision,
                 dtype=dtype,
+                quantization=quantization,
                 device=device,
                 load_format=load_format,
                 max_model_len=max_model_len,

@@ -108,17 +108,8 @@ class _Reader:
             raise LoadError(f"{self.source}: architectures is {reprlib.repr(names)}; supported: {', '.join(ARCHITECTURES)}")
         return str(name)
 
-    def refuse_quantized(self) -> None:
-        for key in ("quantization_config", "compression_config"):
-            if (found := self.raw.get(key)) is not None:
-                method = reprlib.repr(found.get("quant_method")) if isinstance(found, dict) else "unknown"
-                raise LoadError(
-                    f"{self.source}: {key} (quant_method {method}) is not supported; take the model's float weights, or a GGUF file"
-                )
-
     def config(self) -> ModelConfig:
         architecture = self.architecture()
-        self.refuse_quantized()
         heads = self.integer("num_attention_heads", high=65536)
         kv_heads = self.integer("num_key_value_heads", heads, high=65536)
         hidden = self.integer("hidden_size", high=2**20)

@@ -22,6 +22,8 @@ from octavo.sampling_params import SamplingParams, is_unset
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 SETTINGS = tuple(field.name for field in fields(EngineConfig) if field.name != "skip_tokenizer_init")  # commands speak text
 
+SHORT = {"quantization": "-q"}
+
 SAMPLING_FLAGS: dict[str, tuple[Callable[[str], object], str]] = {
     "temperature": (float, "0 takes the likeliest token, higher is more varied"),
     "top_p": (float, "sample among the likeliest tokens that make up this much probability"),
@@ -118,7 +120,8 @@ def _add_field(group: argparse._ArgumentGroup, field: Field[Any]) -> None:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
     elif get_origin(field.type) is Literal:
         choices = "{" + ",".join(get_args(field.type)) + "}"
-        group.add_argument(flag, type=_choice(field), metavar=choices, default=argparse.SUPPRESS, help=text)
+        names = [flag, *([SHORT[field.name]] if field.name in SHORT else [])]
+        group.add_argument(*names, type=_choice(field), metavar=choices, default=argparse.SUPPRESS, help=text)
     else:
         convert: Callable[[str], object] = size if field.type == int | None else int if field.type is int else str
         group.add_argument(flag, type=convert, metavar=_metavar(convert), default=argparse.SUPPRESS, help=text)

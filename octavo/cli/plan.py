@@ -1,25 +1,26 @@
 """`octavo plan`: whether and how a model fits, from its config and headers, before any weight is read.
 
 The count is the one the engine starts by (`policy/memory_plan.py`). Flags ask what if: another memory, length, batch or
-dtype; with --quantization and --kv-cache-dtype also what this version does not run yet, and the answer says so.
+dtype; with --kv-cache-dtype also what this version does not run yet, and the answer says so.
 """
 
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from octavo.cli.args import add_engine_flags, engine_config, size
 from octavo.cli.plan_text import plan_text
+from octavo.cli.plan_weights import matrix_forms
 from octavo.config import EngineConfig, no_color
 from octavo.policy.memory_plan import Memory, MemoryPlan, ModelNeeds, plan_memory
-from octavo.policy.model_size import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from octavo.loading.shape import ModelShape
 
 SETTINGS = (
-    "revision", "dtype",
+    "revision", "dtype", "quantization",
     "max_model_len", "block_size", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens", "native",
 )  # fmt: skip
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
@@ -32,8 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what if")
     text = "plan for this much memory, all of it free (24GiB, 512m); default: what there is here"
     group.add_argument("--memory", type=size, metavar="SIZE", help=text)
-    text = "weights of linear layers in 8 bits (groups of 64) or 4 bits (groups of 32); not run by this version (default: none)"
-    group.add_argument("--quantization", choices=QUANTIZATIONS, default="none", help=text)
     text = "numbers of the KV cache; other than the dtype of the run, not run by this version (default: auto)"
     group.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help=text)
     add_engine_flags(parser, only=SETTINGS)
@@ -48,9 +47,9 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args, args.words)
     shape = model_shape(config.model, config.revision)
     threads = native_threads(config, num_threads())
-    needs = shape.needs(resolve_dtype(config.dtype, shape.config.dtype), args.quantization, args.kv_cache_dtype, threads)
+    needs = shape.needs(resolve_dtype(config.dtype, shape.config.dtype), config.quantization, args.kv_cache_dtype, threads)
     plan = plan_memory(needs, config, memory() if args.memory is None else Memory(args.memory))
-    not_run = _not_run(needs, args.quantization, args.kv_cache_dtype)
+    not_run = _not_run(needs, args.kv_cache_dtype)
     if args.json:
         print(json.dumps(_record(shape, needs, config, plan, not_run), indent=1))
     else:
@@ -58,10 +57,9 @@ def run(args: argparse.Namespace) -> int:
     return 0 if plan.refusal is None else 1
 
 
-def _not_run(needs: ModelNeeds, quantization: str, kv_cache_dtype: str) -> list[str]:
+def _not_run(needs: ModelNeeds, kv_cache_dtype: str) -> list[str]:
     """What of it is only a what-if."""
-    weights = [f"{quantization} weights"] if quantization != "none" else []
-    return weights + ([f"a KV cache of {kv_cache_dtype}"] if kv_cache_dtype not in ("auto", needs.dtype) else [])
+    return [f"a KV cache of {kv_cache_dtype}"] if kv_cache_dtype not in ("auto", needs.dtype) else []
 
 
 def _draws_blocks() -> bool:
@@ -78,8 +76,10 @@ def _record(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig, plan: 
     return {
         "model": shape.name,
         "dtype": needs.dtype,
+        "quantization": config.quantization,
         "stored_bytes": shape.stored_bytes,
         "weights_bytes": use.weights,
+        "matrices": [asdict(form) for form in matrix_forms(shape, needs, config)],
         "kv_cache_bytes": use.kv_cache,
         "activations_bytes": use.activations,
         "rows_bytes": use.rows,

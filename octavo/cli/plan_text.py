@@ -5,6 +5,7 @@
 
 from typing import TYPE_CHECKING
 
+from octavo.cli.plan_weights import matrix_forms, stored
 from octavo.config import EngineConfig
 from octavo.policy.memory_plan import MemoryPlan, ModelNeeds, shown
 from octavo.policy.model_size import num_parameters
@@ -40,7 +41,8 @@ def _rows(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig, plan: Me
     blocks = f"{geometry.num_blocks:,} blocks of {geometry.block_size} tokens, {geometry.bytes_per_token:,} bytes a token; taken as used"
     held = f", {shown(memory.others)} of it held by other processes" if memory.others else ""
     return [
-        ("weights", shown(use.weights), _stored(shape, needs)),
+        ("weights", shown(use.weights), stored(shape, needs, config)),
+        *(("", shown(form.nbytes), f"of it {form}") for form in matrix_forms(shape, needs, config)),
         ("KV cache", shown(use.kv_cache), blocks),
         ("activations", shown(use.activations), f"steps of {config.max_num_batched_tokens:,} tokens, {config.max_num_seqs:,} sequences"),
         ("rows", shown(use.rows), f"{config.max_num_seqs:,} of {geometry.max_model_len:,} tokens"),
@@ -49,14 +51,6 @@ def _rows(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig, plan: Me
         ("longest sequence", f"{geometry.max_model_len:,}", f"tokens (the model's own maximum is {shape.config.max_position:,})"),
         ("at that length", f"{plan.concurrency:,.1f}", "sequences at once"),
     ]
-
-
-def _stored(shape: "ModelShape", needs: ModelNeeds) -> str:
-    if shape.stored_bytes is None:
-        return "no weights here"
-    if not shape.packed or not needs.loading:
-        return f"{shown(shape.stored_bytes)} on disk"
-    return f"{shown(shape.stored_bytes)} on disk, {'codes stay codes' if needs.native_threads else 'unpacked at load'}"
 
 
 def _bar(plan: MemoryPlan, plain: bool, colour: bool) -> list[str]:

@@ -80,7 +80,8 @@ def _identity(config: EngineConfig, source: ModelSource, runner: Runner, geometr
     """What must be equal for two caches to hold the same bytes for the same tokens."""
     dtype = runner.dtype if isinstance(runner, Worker) else "fake"
     weights = b"dummy%d" % config.seed if config.load_format == "dummy" else open_checkpoint(source).fingerprint()
-    return b"\0".join([source.name.encode(), weights, dtype.encode(), str(geometry.block_size).encode()])
+    settings = (source.name, dtype, config.quantization, str(geometry.block_size))
+    return b"\0".join([weights, *(setting.encode() for setting in settings)])
 
 
 def _poison_taken(runner: Runner, debug: Debug) -> OnEvent | None:

@@ -4,8 +4,9 @@ Names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`). Files are m
 everything that can be known from the headers is checked when the checkpoint is opened.
 """
 
-import re
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,8 +21,11 @@ from octavo.kernels.reference.dequant import DENSE, SUPPORTED_KINDS, dequantize
 from octavo.loading.files import INDEX, SINGLE, fingerprint, read_weight_map
 from octavo.loading.gguf import GGUFFile, GGUFTensor
 from octavo.loading.gguf_config import config_dict, gguf_architecture
+from octavo.loading.gguf_names import hf_name
+from octavo.loading.packed_modules import WHOLE_NUMBERS, Header, PackedModule, find_packed
 from octavo.quant.fold_gguf import fold_gguf
 from octavo.quant.packed import PackedWeight
+from octavo.quant.quant_config import QuantConfig
 
 MAX_HEADER_BYTES = 32 * 2**20  # 250,000 weights in one file; the library would take 100 MB
 
@@ -50,47 +54,75 @@ def _listed(names: set[str]) -> str:
 
 
 class SafetensorsCheckpoint:
-    """A Hugging Face folder: one model.safetensors, or shards and the index that says which weight is in which."""
+    """A Hugging Face folder: one model.safetensors, or shards and the index that says which weight is in which.
 
-    def __init__(self, folder: Path) -> None:
+    With a `quantization_config`, the tensors of a quantised module stand for its one weight.
+    """
+
+    def __init__(self, folder: Path, quantization: QuantConfig | None = None) -> None:
         self.source = str(folder)
         if (folder / INDEX).exists():
-            self._files = self._open_shards(folder)
+            self._files = self._open_shards(folder, quantization is not None)
         elif (folder / SINGLE).exists():
-            self._files = [_SafetensorsFile(_inside(folder, SINGLE))]
+            self._files = [_SafetensorsFile(_inside(folder, SINGLE), quantization is not None)]
         elif any(path.suffix in (".bin", ".pt", ".pth") for path in folder.iterdir()):
             raise LoadError(f"{folder}: has only pickled weights, which can run code; convert them to {SINGLE} (save_pretrained does)")
         else:
             raise LoadError(f"{folder}: has no {SINGLE} and no {INDEX}")
-        self._file_of = {name: file for file in self._files for name in file.shapes}
+        self._file_of = {name: file for file in self._files for name in file.headers}
+        self._packed = {} if quantization is None else self._find_packed(quantization)
+        of_modules = {tensor: name for name, module in self._packed.items() for tensor in module.tensors}
+        self._names = list(dict.fromkeys(of_modules.get(name, name) for name in self._file_of))
+
+    def _find_packed(self, quantization: QuantConfig) -> dict[str, PackedModule]:
+        headers = {name: file.headers[name] for name, file in self._file_of.items()}
+        with self._named():
+            return {f"{module.name}.weight": module for module in find_packed(headers, quantization)}
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """A complaint about a tensor in here is of this folder."""
+        try:
+            yield
+        except LoadError as error:
+            raise LoadError(f"{self.source}: {str(error)[:500]}") from None  # names may be of any length
 
     @staticmethod
-    def _open_shards(folder: Path) -> list["_SafetensorsFile"]:
+    def _open_shards(folder: Path, quantised: bool) -> list["_SafetensorsFile"]:
         placed: dict[str, set[str]] = defaultdict(set)
         for name, shard in read_weight_map(folder / INDEX).items():
             placed[shard].add(name)
         paths = {shard: _inside(folder, shard) for shard in sorted(placed)}
         files = []
         for shard, path in paths.items():
-            file, promised = _SafetensorsFile(path), placed[shard]
-            if missing := promised - file.shapes.keys():
+            file, promised = _SafetensorsFile(path, quantised), placed[shard]
+            if missing := promised - file.headers.keys():
                 raise LoadError(f"{file.path}: lacks weights that {INDEX} promises: {_listed(missing)}")
-            if extra := file.shapes.keys() - promised:
+            if extra := file.headers.keys() - promised:
                 raise LoadError(f"{file.path}: has weights that {INDEX} does not place there: {_listed(extra)}")
             files.append(file)
         return files
 
     def names(self) -> list[str]:
-        return list(self._file_of)
+        return list(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._file_of[name].shapes[name]
+        return self._packed[name].shape if name in self._packed else self._file_of[name].headers[name].shape
 
     def read(self, name: str) -> Tensor:
-        return self._file_of[name].read(name)
+        if name not in self._packed:
+            return self._stored(name)
+        with self._named():
+            return self._packed[name].read(self._stored).dequantize()
 
     def packed(self, name: str) -> PackedWeight | None:
-        return None
+        if name not in self._packed:
+            return None
+        with self._named():
+            return self._packed[name].read(self._stored).fold()
+
+    def _stored(self, name: str) -> Tensor:
+        return self._file_of[name].read(name)
 
     def fingerprint(self) -> bytes:
         return fingerprint([(file.path, file.header_bytes) for file in self._files])
@@ -124,7 +156,7 @@ def _map(path: Path) -> Any:  # the library is not annotated
 class _SafetensorsFile:
     """One mapped file. The library checks the header (sizes, overlaps, kinds); its complaints come out as `LoadError`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, quantised: bool) -> None:
         self.path = path
         try:
             with path.open("rb") as file:
@@ -135,43 +167,24 @@ class _SafetensorsFile:
             views = {name: self._open.get_slice(name) for name in self._open.offset_keys()}
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{path}: not a valid safetensors file ({error})") from error
-        for name, view in views.items():
-            if view.get_dtype() not in DENSE:
-                raise LoadError(f"{path}: weight {name[:80]} is stored as {view.get_dtype()}; supported: {', '.join(DENSE)}")
-        self.shapes: dict[str, tuple[int, ...]] = {name: tuple(view.get_shape()) for name, view in views.items()}
+        self.headers = {name: self._header(name, view, quantised) for name, view in views.items()}
+
+    def _header(self, name: str, view: Any, quantised: bool) -> Header:
+        """Of floats; of whole numbers only where they belong to a quantised module."""
+        stored, shape = view.get_dtype(), tuple(view.get_shape())
+        if stored == "I32" and quantised and name.endswith(WHOLE_NUMBERS):
+            return Header(torch.int32, shape)
+        if stored not in DENSE:
+            raise LoadError(f"{self.path}: weight {name[:80]} is stored as {stored}; supported: {', '.join(DENSE)}")
+        return Header(DENSE[stored], shape)
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self._open.get_tensor(name)
         return tensor
 
 
-# GGUF's names and Hugging Face's
-_TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
-_IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_LAYER_NAME = re.compile(r"blk\.([0-9]+)\.([a-z_]+)\.(weight|bias)")
 ROPE_FACTORS = "rope_freqs.weight"
 MAX_ROPE_FACTORS = 4096  # one for each pair of a head's dimensions
-
-
-def _hf_name(name: str) -> str | None:
-    if name in _TOP:
-        return _TOP[name]
-    match = _LAYER_NAME.fullmatch(name)
-    if match is None or match[2] not in _IN_LAYER:
-        return None
-    return f"model.layers.{match[1]}.{_IN_LAYER[match[2]]}.{match[3]}"
 
 
 def _part(tensor: GGUFTensor) -> str:
@@ -197,7 +210,7 @@ class GGUFCheckpoint:
             if tensor.kind not in SUPPORTED_KINDS:
                 supported = ", ".join(SUPPORTED_KINDS)
                 raise LoadError(f"{self.source}: tensor {tensor.name[:80]!r} is of kind {tensor.kind}; supported: {supported}")
-            name = _hf_name(tensor.name)
+            name = hf_name(tensor.name)
             if name is not None:
                 found[name] = tensor
             elif tensor.name != ROPE_FACTORS:

@@ -5,7 +5,6 @@
     *.gguf                       a header of unknown length: range reads, each four times longer, until it parses
 """
 
-import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,9 @@ from octavo.loading.hub import CONFIG, Download
 from octavo.loading.hub_client import Hub, RemoteFile
 from octavo.loading.hub_errors import explained
 from octavo.loading.hub_files import HubName, choose_gguf, choose_texts
+from octavo.loading.safetensors_header import MAX_BYTES, parse_header
 
 SAFETENSORS_FIRST_BYTES = 2**16
-SAFETENSORS_MAX_BYTES = 100_000_000  # the format's own limit
 GGUF_FIRST_BYTES, GGUF_MAX_BYTES = 2**21, 2**27
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
@@ -71,24 +70,16 @@ def _safetensors_header(download: Download, file: RemoteFile) -> tuple[Tensors, 
     """The tensors of a file and the bytes of their data."""
     data = _read(download, file, 0, min(SAFETENSORS_FIRST_BYTES, file.size))
     end = 8 + int.from_bytes(data[:8], "little")
-    if not 8 < end <= min(file.size, SAFETENSORS_MAX_BYTES):
+    if not 8 < end <= min(file.size, MAX_BYTES):
         raise LoadError(f"{download.name.repo}: {file.name} is not a valid safetensors file (a header of {end - 8} bytes)")
     if end > len(data):
         data += _read(download, file, len(data), end)
     try:
-        header = json.loads(data[8:end])
-        tensors = {name: (str(entry["dtype"]), _shape(entry)) for name, entry in header.items() if name != "__metadata__"}
-        extents = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
-        return tensors, sum(int(stop) - int(start) for start, stop in extents)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        entries = parse_header(data[8:end])
+    except ValueError:
         raise LoadError(f"{download.name.repo}: {file.name} is not a valid safetensors file (its header)") from None
-
-
-def _shape(entry: dict[str, Any]) -> tuple[int, ...]:
-    shape = tuple(entry["shape"])
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError("shape")
-    return shape
+    tensors = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+    return tensors, sum(entry.stop - entry.start for entry in entries.values())
 
 
 def _gguf_headers(download: Download, file: RemoteFile) -> Headers:

@@ -9,17 +9,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from octavo.errors import LoadError
 from octavo.layers.linear import Linear, MergedLinear
-from octavo.layers.norm import RMSNorm
 from octavo.loading.checkpoint import Checkpoint
 from octavo.models.decoder import Decoder
 
-DUMMY_STD = 0.02
-DUMMY_POOL = 4_000_037  # values drawn for dummy weights; a prime, so that repeats never line up with the rows of a matrix
 NAMES_SHOWN = 8
 
 
@@ -36,14 +32,14 @@ def load_weights(model: Decoder, checkpoint: Checkpoint) -> None:
 
 
 def check_weights(model: Decoder, checkpoint: Checkpoint) -> dict[str, Target]:
-    """Where each weight goes, once names and shapes are known to fit. Nothing is read: `model` may be one without memory."""
-    targets = _targets(model)
+    """Where each weight goes, once names and shapes are known to fit. No matrix is read, and `model` may be one without memory."""
+    targets = weight_targets(model)
     found: dict[str, Target] = {}
     unknown, twice, misshapen = [], [], []
     for name in checkpoint.names():
         target = targets.get(name)
         if target is None:
-            if not _redundant(name, model):
+            if not (_redundant(name, model) or _zero_bias(name, targets, checkpoint)):
                 unknown.append(name)
         elif name in found:
             twice.append(name)
@@ -58,7 +54,7 @@ def check_weights(model: Decoder, checkpoint: Checkpoint) -> dict[str, Target]:
     return found
 
 
-def _targets(model: Decoder) -> dict[str, Target]:
+def weight_targets(model: Decoder) -> dict[str, Target]:
     """Checkpoint name -> where it goes, for every parameter (part) of the model exactly once."""
     sources: dict[tuple[str, str | None], str] = {place: source for source, place in model.RULES.items()}
     targets = {}
@@ -81,6 +77,15 @@ def _redundant(name: str, model: Decoder) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and model.config.tie_embeddings)
 
 
+def _zero_bias(name: str, targets: dict[str, Target], checkpoint: Checkpoint) -> bool:
+    """Many GPTQ checkpoints have a bias of zeros in modules whose model has none."""
+    module, _, leaf = name.rpartition(".")
+    weight = targets.get(f"{module}.weight")
+    if leaf != "bias" or weight is None or checkpoint.shape(name) != (weight.values.shape[0],):
+        return False
+    return not bool(checkpoint.read(name).any())
+
+
 def _complain(source: str, problems: dict[str, list[str]]) -> None:
     found = [f"{len(names)} {what}: {_shown(names)}" for what, names in problems.items() if names]
     if found:
@@ -90,30 +95,6 @@ def _complain(source: str, problems: dict[str, list[str]]) -> None:
 def _shown(names: list[str]) -> str:
     more = len(names) - NAMES_SHOWN
     return ", ".join(name[:200] for name in names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def fill_dummy(model: Decoder, seed: int) -> None:
-    """Random weights of a plausible size: the same for the same seed, and as quick as memory allows."""
-    generator = torch.Generator().manual_seed(seed % 2**63)
-    pool = torch.randn(DUMMY_POOL, generator=generator).mul_(DUMMY_STD)
-    start = 0
-    for name, parameter in model.named_parameters():
-        if isinstance(model.get_submodule(name.rpartition(".")[0]), RMSNorm):
-            parameter.data.fill_(1.0)
-        else:
-            start = _repeat_into(parameter.data.view(-1), pool, start)
-    _finalize(model)
-
-
-def _repeat_into(values: Tensor, pool: Tensor, start: int) -> int:
-    """Copies the pool over `values` again and again, from `start` on; returns where it stopped."""
-    done = 0
-    while done < len(values):
-        size = min(len(values) - done, len(pool) - start)
-        values[done : done + size] = pool[start : start + size]
-        done += size
-        start = (start + size) % len(pool)
-    return start
 
 
 def _finalize(model: Decoder) -> None:

@@ -1,10 +1,8 @@
 """Weights as the native program wants them: packed into panels once, part by part, so that no dense copy of a model is ever held.
 
-Quantised parts of a GGUF file stay codes. Parts that make up one matrix (q, k, v) must be of one kind: codes take the most
-bits and the smallest group of any; where one of them is no code, all of them become floats.
+Quantised parts stay codes. Parts that make up one matrix (q, k, v) must be of one kind: codes take the most bits and the
+smallest group of any; where one of them is no code, or orders its columns in another way, all of them become floats.
 """
-
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,21 +16,14 @@ from octavo.layers.linear import MergedLinear
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.loader import check_weights
 from octavo.models.decoder import Decoder
-from octavo.quant.packed import PackedWeight, concatenate
-
-
-class Parameters(Protocol):
-    """A model's parameters by name, those made of several parts as one."""
-
-    def has(self, name: str) -> bool: ...
-
-    def floats(self, name: str) -> Tensor: ...
-
-    def codes(self, name: str) -> PackedWeight | None: ...
+from octavo.quant.packed import PackedWeight, concatenate, mergeable
 
 
 class StoredParameters:
-    """Read from a checkpoint, by the RULES of `model`, which needs no memory of its own."""
+    """A model's parameters by name, those made of several parts as one, read from a checkpoint by the RULES of `model`.
+
+    The model itself needs no memory.
+    """
 
     def __init__(self, model: Decoder, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -43,12 +34,14 @@ class StoredParameters:
         return all(label in self._stored for label in self._labels(name))
 
     def floats(self, name: str) -> Tensor:
-        return torch.cat([self.checkpoint.read(self._stored[label]).float() for label in self._labels(name)])
+        """It may be a view of the file: whoever keeps it makes a copy."""
+        parts = [self.checkpoint.read(self._stored[label]).float() for label in self._labels(name)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def codes(self, name: str) -> PackedWeight | None:
         parts = [self.checkpoint.packed(self._stored[label]) for label in self._labels(name)]
         found = [part for part in parts if part is not None]
-        if len(found) < len(parts):
+        if len(found) < len(parts) or not mergeable(found):
             return None
         return found[0] if len(found) == 1 else concatenate(found)
 
@@ -57,49 +50,33 @@ class StoredParameters:
         return [f"{name}[{part}]" for part in module.parts] if isinstance(module, MergedLinear) else [name]
 
 
-class HeldParameters:
-    """Those of a model that has them: random ones, for trying out shapes."""
-
-    def __init__(self, model: Decoder) -> None:
-        self._found = dict(model.named_parameters())
-
-    def has(self, name: str) -> bool:
-        return name in self._found
-
-    def floats(self, name: str) -> Tensor:
-        return self._found[name].data.float()
-
-    def codes(self, name: str) -> PackedWeight | None:
-        return None
-
-
 class NativeWeights:
-    def __init__(self, parameters: Parameters, library: NativeLibrary, dtype: str) -> None:
+    def __init__(self, parameters: StoredParameters, library: NativeLibrary, dtype: str) -> None:
         """`dtype`: of what is not stored as codes."""
         self._parameters = parameters
         self._library = library
         self._kind, self._dtype = (F32, torch.float32) if dtype == "float32" else (BF16, torch.bfloat16)
 
     def vector(self, name: str) -> NDArray[np.float32]:
-        return self._parameters.floats(name).contiguous().numpy()
+        return np.array(self._parameters.floats(name).numpy())
 
     def rows(self, name: str) -> Tensor:
         """A matrix as it is, to look rows up in."""
-        return self._parameters.floats(name).to(self._dtype).contiguous()
+        return self._parameters.floats(name).to(self._dtype, copy=True).contiguous()
 
     def matrix(self, module: str, alternate: bool = False, columns: int = 0) -> PackedMatrix:
         """A product's weights, with zeros up to `columns`. With `alternate`, 16 rows of either half in turn, zeros after the last."""
         name, bias = f"{module}.weight", f"{module}.bias"
         weight = self._parameters.codes(name) or self._wide(name, columns)
         order = _alternating(weight.shape[0] // 2) if alternate else None
-        biases = _taken(self._parameters.floats(bias), order) if self._parameters.has(bias) else None
+        biases = np.array(_taken(self._parameters.floats(bias), order)) if self._parameters.has(bias) else None
         if isinstance(weight, Tensor):
             return pack_float(self._library, _taken(weight, order), self._kind, biases)
         return self._pack_codes(weight if order is None else weight.rows(order), biases)
 
     def _wide(self, name: str, columns: int) -> Tensor:
         floats = self._parameters.floats(name)
-        return F.pad(floats, (0, max(0, columns - floats.shape[1])))
+        return F.pad(floats, (0, columns - floats.shape[1])) if columns > floats.shape[1] else floats
 
     def _pack_codes(self, weight: PackedWeight, bias: NDArray[np.float32] | None) -> PackedMatrix:
         codes, scale, offset = (tensor.contiguous().numpy() for tensor in (weight.codes, weight.scale, weight.offset))

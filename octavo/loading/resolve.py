@@ -20,6 +20,7 @@ from octavo.loading.gguf_config import config_dict
 from octavo.loading.hub import fetch_model
 from octavo.loading.hub_files import HubName, at_revision, parse_hub_name
 from octavo.model_config import ModelConfig
+from octavo.quant.quant_config import QuantConfig, read_quant_config
 
 if TYPE_CHECKING:
     from octavo.loading.checkpoint import Checkpoint
@@ -37,6 +38,12 @@ class ModelSource:
     def gguf(self) -> GGUFFile:
         """The header, parsed once; only for kind 'gguf'."""
         return read_gguf(self.path)
+
+    @cached_property
+    def quantization(self) -> QuantConfig | None:
+        """How config.json says weights are quantised; a GGUF file says it of each tensor."""
+        path = self.path / "config.json"
+        return None if self.kind == "gguf" else read_quant_config(read_json_object(path), str(path))
 
 
 def resolve_model(model: str | None, revision: str | None = None, weights: bool = True) -> ModelSource:
@@ -100,11 +107,13 @@ def load_model_config(source: ModelSource) -> ModelConfig:
     path = source.path / "config.json"
     if not path.exists() and (gguf := next(source.path.glob("*.gguf"), None)):
         raise LoadError(f"{path}: not found; to use the GGUF file there, name it: {gguf}")
-    config = ModelConfig.from_dict(read_json_object(path), str(path))
+    raw = read_json_object(path)
+    config = ModelConfig.from_dict(raw, str(path))
+    read_quant_config(raw, str(path))  # what it cannot read is refused now, before torch is imported
     return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + read_generation_config(source.path).end_ids)))
 
 
 def open_checkpoint(source: ModelSource) -> "Checkpoint":
     from octavo.loading.checkpoint import GGUFCheckpoint, SafetensorsCheckpoint  # torch loads here: to find a model needs none
 
-    return GGUFCheckpoint(source.gguf) if source.kind == "gguf" else SafetensorsCheckpoint(source.path)
+    return GGUFCheckpoint(source.gguf) if source.kind == "gguf" else SafetensorsCheckpoint(source.path, source.quantization)

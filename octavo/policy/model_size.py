@@ -1,31 +1,85 @@
-"""The bytes of a model's weights, counted from its config: no tensor is made, and torch is not needed.
+"""What a model's weights are made of, and their bytes, from its config: no tensor is made, and torch is not needed.
 
-The matrices of the linear layers are listed one by one, because quantised they are kept in groups of each row:
+The matrices of the products are listed one by one, as they are merged and under the names of their parts in a Hugging Face
+folder. Each is kept as floats or as codes:
 
-    int8   a byte a weight,          scale and offset of 2 bytes each for 64 weights      8.5 bits a weight
-    int4   a byte for two weights,   scale and offset of 2 bytes each for 32 weights        5 bits a weight
+    int8   codes of 8 bits in groups of 64      8.5 bits a weight
+    int4   codes of 4 bits in groups of 32      5 bits a weight; 8 bits for the vocabulary, which feels it most
 
-Embeddings, norms and biases stay in the dtype of the run. Quantised sizes answer a what-if: no engine runs them yet.
+Both fall back to smaller groups, and then to floats, where columns are not whole groups. Norms, biases and an embedding of its
+own stay floats.
 """
 
-from typing import Literal, get_args
+from dataclasses import dataclass
 
 from octavo.model_config import ModelConfig
 from octavo.policy.cache_spec import ITEM_BYTES, Buffer, LayerCacheSpec
 
-Quantization = Literal["none", "int8", "int4"]
-QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
-_BITS_AND_GROUP = {"int8": (8, 64), "int4": (4, 32)}
-_SCALE_AND_OFFSET = 4  # bytes
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_GROUPS = {8: (64, 32, 16), 4: (32, 16)}  # the first that fits
 
 
-def weight_bytes(config: ModelConfig, dtype: str, quantization: Quantization = "none") -> int:
-    layer = sum(_matrix_bytes(rows, columns, dtype, quantization) for rows, columns in _matrices(config))
-    return config.num_layers * layer + _other_parameters(config) * ITEM_BYTES[dtype]
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """How a quantised matrix is stored or kept."""
+
+    bits: int
+    group: int
+    order: str = ""  # tells orders of columns apart; empty: as they stand
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    name: str  # qkv, output, gate_up, down or head
+    parts: dict[str, int]  # weight -> rows
+    columns: int
+    bias: bool = False
+
+    @property
+    def rows(self) -> int:
+        return sum(self.parts.values())
+
+
+def matrices(config: ModelConfig) -> list[Matrix]:
+    """Of all layers, and of the vocabulary, in the order in which they are loaded."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    found = []
+    for layer in range(config.num_layers):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        heads = {f"{attention}.q_proj.weight": q, f"{attention}.k_proj.weight": kv, f"{attention}.v_proj.weight": kv}
+        found += [
+            Matrix("qkv", heads, hidden, config.qkv_bias),
+            Matrix("output", {f"{attention}.o_proj.weight": hidden}, q, config.output_bias),
+            Matrix("gate_up", {f"{mlp}.gate_proj.weight": inner, f"{mlp}.up_proj.weight": inner}, hidden, config.mlp_bias),
+            Matrix("down", {f"{mlp}.down_proj.weight": hidden}, inner, config.mlp_bias),
+        ]
+    return [*found, Matrix("head", {EMBEDDING if config.tie_embeddings else HEAD: config.vocab_size}, hidden)]
+
+
+def requantised(name: str, columns: int, quantization: str, tied: bool) -> Codes | None:
+    """What the matrix `name` becomes where `quantization` is int8 or int4; None where it stays floats."""
+    if name == EMBEDDING and not tied:
+        return None
+    bits = 8 if quantization == "int8" or name in (EMBEDDING, HEAD) else 4
+    return next((Codes(bits, group) for group in _GROUPS[bits] if columns % group == 0), None)
+
+
+def weight_bytes(config: ModelConfig, dtype: str) -> int:
+    """As torch holds them."""
+    return num_parameters(config) * ITEM_BYTES[dtype]
 
 
 def num_parameters(config: ModelConfig) -> int:
-    return config.num_layers * sum(rows * columns for rows, columns in _matrices(config)) + _other_parameters(config)
+    listed = matrices(config)
+    biases = sum(matrix.rows for matrix in listed if matrix.bias)
+    embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    return sum(matrix.rows * matrix.columns for matrix in listed) + biases + embedding + num_norms(config)
+
+
+def num_norms(config: ModelConfig) -> int:
+    in_layer = 2 * config.hidden_size + (2 * config.head_dim if config.qk_norm else 0)
+    return config.num_layers * in_layer + config.hidden_size
 
 
 def int8_cache_specs(config: ModelConfig) -> list[LayerCacheSpec]:
@@ -33,29 +87,3 @@ def int8_cache_specs(config: ModelConfig) -> list[LayerCacheSpec]:
     token, scale = Buffer((config.num_kv_heads, config.head_dim), "int8"), Buffer((config.num_kv_heads,), "float32")
     buffers = {"k": token, "v": token, "k_scale": scale, "v_scale": scale}
     return [LayerCacheSpec(layer, buffers, window) for layer, window in enumerate(config.windows)]
-
-
-def _matrices(config: ModelConfig) -> list[tuple[int, int]]:
-    """(rows, columns) of the linear layers of one decoder layer: qkv, attention output, gate and up, down."""
-    hidden, inner, q = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
-    return [(q + 2 * config.num_kv_heads * config.head_dim, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)]
-
-
-def _other_parameters(config: ModelConfig) -> int:
-    """Embeddings, norms and biases."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    in_layer = 2 * hidden  # norms
-    in_layer += 2 * config.head_dim if config.qk_norm else 0
-    in_layer += q + 2 * kv if config.qkv_bias else 0
-    in_layer += hidden if config.output_bias else 0
-    in_layer += 2 * inner + hidden if config.mlp_bias else 0
-    ends = 1 if config.tie_embeddings else 2
-    return config.num_layers * in_layer + hidden + ends * config.vocab_size * hidden
-
-
-def _matrix_bytes(rows: int, columns: int, dtype: str, quantization: Quantization) -> int:
-    if quantization == "none":
-        return rows * columns * ITEM_BYTES[dtype]
-    bits, group = _BITS_AND_GROUP[quantization]
-    return rows * (-(-columns * bits // 8) + -(-columns // group) * _SCALE_AND_OFFSET)

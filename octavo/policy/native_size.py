@@ -1,7 +1,8 @@
 """What the native program holds, counted as `octavo/native/octavo.h` lays it out: weights in panels, and the buffers of its steps.
 
-Quantised tensors of a GGUF file stay codes; parts of one matrix take the most bits and the smallest group of any. Floats take
-the dtype of the run. Panels are 16 rows; columns are filled up to 64, or to a group.
+Quantised matrices stay codes; parts of one matrix take the most bits and the smallest group of any, and become floats where
+one of them is no code, or orders its columns in another way. Floats take the dtype of the run, norms and biases are float32.
+Panels are 16 rows; columns are filled up to 64, or to a group.
 """
 
 from collections.abc import Mapping
@@ -9,48 +10,47 @@ from dataclasses import dataclass
 
 from octavo.model_config import ModelConfig
 from octavo.policy.activations import FLOAT32, SAMPLER_BYTES, StepLoad
+from octavo.policy.model_size import Codes, Matrix, matrices, num_norms
 
 PANEL, COLUMNS = 16, 64
 SCRATCH_BYTES = 2 * 2**20  # of each thread, as far as it is touched: weights unpacked for many rows
-# GGUF kind -> bits of a code, columns of a group
-PACKED = {
-    **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), (4, 32)),
-    **dict.fromkeys(("Q2_K", "Q3_K"), (4, 16)),
-    **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q8_0"), (8, 32)),
-    "Q6_K": (8, 16),
-}
-# Bytes on the way, for each weight of a matrix: its code, with a share of the scales; or its floats, read and put together.
-CODES_ON_THE_WAY, FLOATS_ON_THE_WAY = 1.25, 12
+SCALE_AND_OFFSET = 4  # bytes
+# Bytes on the way, for each weight of a matrix: its code, with a share of the scales; or its float, with a share of what malloc
+# keeps back of those before it, and once more where it comes in parts.
+CODES_ON_THE_WAY, FLOATS_ON_THE_WAY, PARTS_ON_THE_WAY = 1.25, 5, 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Matrix:
-    rows: int
-    columns: int
-    parts: tuple[str, ...]  # names in a GGUF file
+class Kept:
+    """A matrix as the native program keeps it."""
 
-    def nbytes(self, item: int, kinds: Mapping[str, str]) -> tuple[int, int]:
-        """Kept, and held beside that while it is packed."""
-        packed = [PACKED.get(kinds.get(part, "")) for part in self.parts]
-        rows, weights = _up(self.rows, PANEL), self.rows * self.columns
-        found = [one for one in packed if one is not None]
-        if len(found) < len(packed):
-            return rows * _up(self.columns, COLUMNS) * item, weights * FLOATS_ON_THE_WAY
-        bits, group = max(bits for bits, _ in found), min(group for _, group in found)
-        columns = _up(self.columns, max(COLUMNS, group))
-        return rows * columns * bits // 8 + rows * (columns // group) * 4, int(weights * CODES_ON_THE_WAY)
+    matrix: Matrix
+    codes: Codes | None  # None: floats
+    nbytes: int
 
 
-def native_weight_bytes(config: ModelConfig, item: int, kinds: Mapping[str, str]) -> tuple[int, int]:
-    """(the weights, the most that is held while they are packed). `item`: bytes of a float; `kinds`: of a GGUF file's tensors."""
-    kept = (2 * config.num_layers + 1) * config.hidden_size * FLOAT32
+def kept_matrices(config: ModelConfig, item: int, stored: Mapping[str, Codes | None]) -> list[Kept]:
+    """`item`: bytes of a float; `stored`: how each weight comes, by its name."""
+    found = []
+    for matrix in matrices(config):
+        codes = _merged([stored.get(part) for part in matrix.parts])
+        found.append(Kept(matrix, codes, _panel_bytes(matrix, codes, item)))
+    return found
+
+
+def native_weight_bytes(config: ModelConfig, item: int, stored: Mapping[str, Codes | None], unpacked: int = 0) -> tuple[int, int]:
+    """(the weights, the most that is held while they are packed). `unpacked`: bytes a weight takes while it is quantised again."""
+    kept = num_norms(config) * FLOAT32
     if not config.tie_embeddings:
         kept += config.vocab_size * config.hidden_size * item
     most = 0
-    for matrix in _matrices(config):
-        size, on_the_way = matrix.nbytes(item, kinds)
-        kept += size
-        most = max(most, kept + on_the_way)
+    for one in kept_matrices(config, item, stored):
+        on_the_way = CODES_ON_THE_WAY
+        if one.codes is None:
+            on_the_way = FLOATS_ON_THE_WAY + (PARTS_ON_THE_WAY if len(one.matrix.parts) > 1 else 0)
+        size = one.matrix.rows * one.matrix.columns
+        most = max(most, kept + size * unpacked, kept + one.nbytes + int(size * on_the_way))
+        kept += one.nbytes
     return kept, most
 
 
@@ -63,20 +63,22 @@ def native_step_bytes(model: ModelConfig, load: StepLoad, threads: int) -> int:
     return load.tokens * token * FLOAT32 + load.rows * model.hidden_size * FLOAT32 + SAMPLER_BYTES * logits + threads * SCRATCH_BYTES
 
 
-def _matrices(config: ModelConfig) -> list[_Matrix]:
-    """In the order in which they are packed."""
-    hidden, inner = config.hidden_size, _up(config.intermediate_size, PANEL)
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    found = []
-    for layer in range(config.num_layers):
-        name = f"blk.{layer}."
-        found += [
-            _Matrix(q + 2 * kv, hidden, (f"{name}attn_q.weight", f"{name}attn_k.weight", f"{name}attn_v.weight")),
-            _Matrix(hidden, q, (f"{name}attn_output.weight",)),
-            _Matrix(2 * inner, hidden, (f"{name}ffn_gate.weight", f"{name}ffn_up.weight")),
-            _Matrix(hidden, inner, (f"{name}ffn_down.weight",)),
-        ]
-    return [*found, _Matrix(config.vocab_size, hidden, ("token_embd.weight" if config.tie_embeddings else "output.weight",))]
+def _merged(parts: list[Codes | None]) -> Codes | None:
+    codes = [part for part in parts if part is not None]
+    if len(codes) < len(parts) or len({part.order for part in codes}) > 1:
+        return None
+    return Codes(max(part.bits for part in codes), min(part.group for part in codes), codes[0].order)
+
+
+def _panel_bytes(matrix: Matrix, codes: Codes | None, item: int) -> int:
+    # gate and up stand in turn, each filled up by itself
+    rows = sum(_up(part, PANEL) for part in matrix.parts.values()) if matrix.name == "gate_up" else _up(matrix.rows, PANEL)
+    bias = rows * FLOAT32 if matrix.bias else 0
+    if codes is None:
+        return rows * _up(matrix.columns, COLUMNS) * item + bias
+    columns = _up(matrix.columns, max(COLUMNS, codes.group))
+    order = matrix.columns * 4 if codes.order else 0
+    return rows * columns * codes.bits // 8 + rows * (columns // codes.group) * SCALE_AND_OFFSET + order + bias
 
 
 def _up(size: int, unit: int) -> int:

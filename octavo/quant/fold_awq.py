@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from octavo.errors import LoadError
-from octavo.quant.packed import PackedWeight, pack, whole_group
+from octavo.quant.groups import whole_group
 from octavo.quant.quant_config import QuantConfig
-from octavo.quant.words import SCALE_DTYPES, codes_of, take
+from octavo.quant.words import SCALE_DTYPES, Described, Layout, ZeroPointWeight, codes_of, take
 
 
-def fold_awq(tensors: Mapping[str, Tensor], name: str, config: QuantConfig) -> PackedWeight:
-    """The weights of the module `name`."""
+def check_awq(tensors: Mapping[str, Described], name: str, config: QuantConfig) -> Layout:
+    """Sizes of the module `name`, from its tensors or their headers."""
     words = take(tensors, f"{name}.qweight", (torch.int32,), (None, None), "input columns, output rows / 8")
     k, n = words.shape[0], words.shape[1] * 8
     group_size = k if config.group_size == -1 else config.group_size
@@ -28,11 +28,18 @@ def fold_awq(tensors: Mapping[str, Tensor], name: str, config: QuantConfig) -> P
     if k % group_size:
         raise LoadError(f"{name}.qweight has {k} input columns, not a multiple of group_size {group_size}")
     why = f"{k} input columns, {n} output rows, group_size {group_size}"
-    zeros = take(tensors, f"{name}.qzeros", (torch.int32,), (k // group_size, n // 8), why)
-    scales = take(tensors, f"{name}.scales", SCALE_DTYPES, (k // group_size, n), why)
-    scale = scales.float().t().repeat_interleave(group_size // group, dim=1)  # [n, k / group]
-    zero = _in_order(zeros).t().repeat_interleave(group_size // group, dim=1)
-    return pack(f"{name}.scales", 4, _in_order(words).t().contiguous(), scale, -scale * zero)
+    take(tensors, f"{name}.qzeros", (torch.int32,), (k // group_size, n // 8), why)
+    take(tensors, f"{name}.scales", SCALE_DTYPES, (k // group_size, n), why)
+    return Layout(n, k, group_size, group)
+
+
+def unpack_awq(tensors: Mapping[str, Tensor], name: str, config: QuantConfig) -> ZeroPointWeight:
+    """The weights of the module `name`."""
+    layout = check_awq(tensors, name, config)
+    finer = layout.group_size // layout.group
+    scale = tensors[f"{name}.scales"].float().t().repeat_interleave(finer, dim=1)  # [n, k / group]
+    zero = _in_order(tensors[f"{name}.qzeros"]).t().repeat_interleave(finer, dim=1)
+    return ZeroPointWeight(name, 4, _in_order(tensors[f"{name}.qweight"]).t().contiguous(), scale, zero)
 
 
 def _in_order(words: Tensor) -> Tensor:

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from octavo.errors import LoadError
-from octavo.quant.packed import PackedWeight, pack, whole_group
+from octavo.quant.groups import whole_group
 from octavo.quant.quant_config import QuantConfig
-from octavo.quant.words import SCALE_DTYPES, codes_of, take
+from octavo.quant.words import SCALE_DTYPES, Described, Layout, ZeroPointWeight, codes_of, take
 
 _ONES = {4: 0x11111111, 8: 0x01010101}  # a one in every code of a word
 
 
-def fold_gptq(tensors: Mapping[str, Tensor], name: str, config: QuantConfig) -> PackedWeight:
-    """The weights of the module `name`."""
+def check_gptq(tensors: Mapping[str, Described], name: str, config: QuantConfig) -> Layout:
+    """Sizes of the module `name`, from its tensors or their headers."""
     per_word = 32 // config.bits
     words = take(tensors, f"{name}.qweight", (torch.int32,), (None, None), f"input columns / {per_word}, output rows")
     k, n = words.shape[0] * per_word, words.shape[1]
@@ -33,15 +33,22 @@ def fold_gptq(tensors: Mapping[str, Tensor], name: str, config: QuantConfig) -> 
     if n % per_word:
         raise LoadError(f"{name}.qweight has {n} output rows, not a multiple of {per_word}")
     why = f"{k} input columns, {n} output rows, {config.bits} bits, group_size {group_size}"
-    zeros = take(tensors, f"{name}.qzeros", (torch.int32,), (groups, n // per_word), why)
-    scales = take(tensors, f"{name}.scales", SCALE_DTYPES, (groups, n), why)
-    order = _order(tensors, f"{name}.g_idx", k, group_size, config)
+    take(tensors, f"{name}.qzeros", (torch.int32,), (groups, n // per_word), why)
+    take(tensors, f"{name}.scales", SCALE_DTYPES, (groups, n), why)
+    if config.desc_act or f"{name}.g_idx" in tensors:
+        take(tensors, f"{name}.g_idx", (torch.int32,), (k,), f"{k} input columns")
+    return Layout(n, k, group_size, group)
 
-    codes = codes_of(words.t(), config.bits).view(n, k)
-    scale = scales.float().t().repeat_interleave(group_size // group, dim=1)[:, : k // group]
-    zero = _zeros(zeros, config).t().repeat_interleave(group_size // group, dim=1)[:, : k // group]
-    codes = codes if order is None else codes.index_select(1, order)
-    return pack(f"{name}.scales", config.bits, codes, scale, -scale * zero, order)
+
+def unpack_gptq(tensors: Mapping[str, Tensor], name: str, config: QuantConfig) -> ZeroPointWeight:
+    """The weights of the module `name`."""
+    layout = check_gptq(tensors, name, config)
+    n, k, finer, groups = layout.n, layout.k, layout.group_size // layout.group, layout.k // layout.group
+    order = _order(tensors.get(f"{name}.g_idx"), f"{name}.g_idx", layout)
+    codes = codes_of(tensors[f"{name}.qweight"].t(), config.bits).view(n, k)
+    scale = tensors[f"{name}.scales"].float().t().repeat_interleave(finer, dim=1)[:, :groups]
+    zero = _zeros(tensors[f"{name}.qzeros"], config).t().repeat_interleave(finer, dim=1)[:, :groups]
+    return ZeroPointWeight(name, config.bits, codes if order is None else codes.index_select(1, order), scale, zero, order)
 
 
 def _zeros(words: Tensor, config: QuantConfig) -> Tensor:
@@ -54,15 +61,12 @@ def _zeros(words: Tensor, config: QuantConfig) -> Tensor:
     return codes_of(words + _ONES[config.bits], config.bits).flatten(1)
 
 
-def _order(tensors: Mapping[str, Tensor], name: str, k: int, group_size: int, config: QuantConfig) -> Tensor | None:
+def _order(group_of: Tensor | None, name: str, layout: Layout) -> Tensor | None:
     """Columns sorted by group; None where they are already."""
-    if name not in tensors and not config.desc_act:
-        return None
-    group_of = take(tensors, name, (torch.int32, torch.int64), (k,), f"{k} input columns")
-    in_order = torch.arange(k) // group_size
-    if torch.equal(group_of.long(), in_order):
+    in_order = torch.arange(layout.k) // layout.group_size
+    if group_of is None or torch.equal(group_of.long(), in_order):
         return None
     groups, order = group_of.long().sort(stable=True)
     if not torch.equal(groups, in_order):
-        raise LoadError(f"{name} does not put {group_size} of {k} input columns into each group")
+        raise LoadError(f"{name} does not put {layout.group_size} of {layout.k} input columns into each group")
     return order.int()

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from octavo.errors import LoadError
+from octavo.quant.groups import GROUPS
 
 BITS = (4, 8)
-GROUPS = (128, 64, 32, 16)  # largest first
 LARGEST_HALF = 65504  # of float16
 
 
@@ -91,25 +91,19 @@ def fitting_factor(name: str, scale: Tensor, offset: Tensor) -> float:
     return math.ldexp(1.0, max(exponent - (16 if digits <= LARGEST_HALF / 2**16 else 15), -100))
 
 
-def whole_group(name: str, group_size: int, columns: int) -> int:
-    """The largest group of ours that a published group, and a row, are made of."""
-    for group in GROUPS:
-        if group_size % group == 0 and columns % group == 0:
-            return group
-    raise LoadError(f"{name}: groups of {group_size} in rows of {columns} are not made of groups of {' or '.join(map(str, GROUPS))}")
+def mergeable(parts: Sequence[PackedWeight]) -> bool:
+    """Whether their rows can stand in one matrix: columns of the same number and order (act-order may give each its own)."""
+    first = parts[0]
+    return all(part.shape[1] == first.shape[1] and _same_order(first.order, part.order) for part in parts)
 
 
 def concatenate(parts: Sequence[PackedWeight]) -> PackedWeight:
-    """The rows of all parts as one matrix: at the most bits and in the smallest group of any.
+    """The rows of all parts, which are mergeable, as one matrix: at the most bits and in the smallest group of any.
 
     Exact, but for scales and offsets 2^29 times smaller than the largest.
     """
+    assert mergeable(parts)
     first = parts[0]
-    for part in parts[1:]:
-        if part.shape[1] != first.shape[1]:
-            raise LoadError(f"matrices of {first.shape[1]} and {part.shape[1]} columns cannot be merged")
-        if not _same_order(first.order, part.order):
-            raise LoadError("matrices whose input columns are ordered differently (act-order) cannot be merged")
     bits, group = max(part.bits for part in parts), min(part.group for part in parts)
     scale = torch.cat([_refine(part, part.scale, group) for part in parts])
     offset = torch.cat([_refine(part, part.offset, group) for part in parts])

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from octavo.errors import LoadError
-from octavo.quant.packed import BITS, GROUPS, PackedWeight, fitting_factor
+from octavo.quant.groups import GROUPS
+from octavo.quant.packed import BITS, PackedWeight, fitting_factor
 
 ROUNDS = 2
 CHUNK = 1 << 18  # weights at a time: what fits into a core's cache

@@ -14,10 +14,12 @@ from octavo.kernels.cpu.levels import open_native
 from octavo.kernels.cpu.library import NativeLibrary
 from octavo.layers.comm import NullComm
 from octavo.layers.rotary import build_rope
-from octavo.loading.loader import fill_dummy, load_weights
-from octavo.loading.native_loader import HeldParameters, NativeWeights, Parameters, StoredParameters
+from octavo.loading.dummy import DummyCheckpoint
+from octavo.loading.loader import load_weights
+from octavo.loading.native_loader import NativeWeights, StoredParameters
+from octavo.loading.requantized import as_wanted
 from octavo.loading.resolve import ModelSource, open_checkpoint
-from octavo.loading.shape import shape_of
+from octavo.loading.shape import ModelShape, shape_of
 from octavo.log import Stopwatch, logger
 from octavo.messages import StepPlan, StepResult
 from octavo.model_config import ModelConfig
@@ -51,7 +53,7 @@ class Worker:
         self._check_device()
         self.dtype = resolve_dtype(config.dtype, model_config.dtype)
         self.library = self._open_native()
-        self.needs = shape_of(source, model_config).needs(self.dtype, native_threads=self.library.threads if self.library else 0)
+        self.needs = self._shape().needs(self.dtype, config.quantization, native_threads=self.library.threads if self.library else 0)
         self.specs = self.needs.specs
         self.backend = choose_backend(config.attention_backend, self.dtype)
         if self.backend.layout == "contiguous" and config.enable_prefix_caching:
@@ -62,12 +64,12 @@ class Worker:
     def start(self) -> CacheGeometry:
         torch.set_num_threads(num_threads() if self.library is None else 1)  # the native library has threads of its own
         geometry = self.plan_cache()
-        stored = None if self.config.load_format == "dummy" else self._open_stored()
+        stored = self._open_stored()
         with out_of_memory_explained(self.needs, self.config):
             self._build(geometry, stored)
         return geometry
 
-    def _build(self, geometry: CacheGeometry, stored: StoredParameters | None) -> None:
+    def _build(self, geometry: CacheGeometry, stored: StoredParameters) -> None:
         watch = Stopwatch()
         self.store: KVStore = self._make_store(geometry)
         logger.info("Reserving the KV cache took %.2f seconds", watch.total())
@@ -109,6 +111,17 @@ class Worker:
         for line in start_lines(self.config.device, build):
             logger.info(line)
 
+    def _shape(self) -> ModelShape:
+        """Of the weights there are; random ones are floats."""
+        if self.config.load_format == "dummy":
+            return ModelShape(self.source.name, self.model_config)
+        shape, asked = shape_of(self.source, self.model_config), self.config.quantization
+        if shape.packed and asked in ("int8", "int4"):
+            logger.warning("The weights are codes already and are quantised again: quantization=auto keeps them as they are")
+        if self.library is None and asked in ("int8", "int4"):
+            logger.warning("quantization=%s saves no memory here: torch computes with the numbers that codes stand for", asked)
+        return shape
+
     def _make_store(self, geometry: CacheGeometry) -> KVStore:
         if self.backend.layout == "paged":
             return PagedStore(self.specs, geometry.num_blocks, geometry.block_size)
@@ -124,7 +137,8 @@ class Worker:
         """Names and shapes are compared with a model without memory: a file that does not fit costs none."""
         with torch.device("meta"):
             empty = build_model(self.model_config, torch.float32, self.backend, NullComm(), max_len=1)
-        return StoredParameters(empty, open_checkpoint(self.source))
+        found = DummyCheckpoint(empty, self.config.seed) if self.config.load_format == "dummy" else open_checkpoint(self.source)
+        return StoredParameters(empty, as_wanted(found, self.config.quantization, self.model_config))
 
     def _open_native(self) -> NativeLibrary | None:
         """The native kernels, if they are wanted; the proof of paging runs on torch's."""
@@ -136,7 +150,7 @@ class Worker:
             logger.info("Checking the native kernels took %.2f seconds (%s, threads: %d)", watch.total(), library.level, library.threads)
         return library
 
-    def _load(self, geometry: CacheGeometry, stored: StoredParameters | None) -> Program:
+    def _load(self, geometry: CacheGeometry, stored: StoredParameters) -> Program:
         watch = Stopwatch()
         with torch.inference_mode():
             program: Program
@@ -147,18 +161,14 @@ class Worker:
         logger.info("Model loading took %.2f GiB and %.2f seconds", program.nbytes / GIB, watch.total())
         return program
 
-    def _load_model(self, max_len: int, stored: StoredParameters | None) -> Decoder:
+    def _load_model(self, max_len: int, stored: StoredParameters) -> Decoder:
         model = build_model(self.model_config, getattr(torch, self.dtype), self.backend, NullComm(), max_len)
-        if stored is None:
-            fill_dummy(model, self.config.seed)
-        else:
-            load_weights(model, stored.checkpoint)
+        load_weights(model, stored.checkpoint)
         return model
 
-    def _load_native(self, geometry: CacheGeometry, stored: StoredParameters | None, library: NativeLibrary) -> NativeProgram:
-        parameters: Parameters = stored or HeldParameters(self._load_model(1, None))
+    def _load_native(self, geometry: CacheGeometry, stored: StoredParameters, library: NativeLibrary) -> NativeProgram:
         rope = build_rope(self.model_config.rope, self.model_config.head_dim, geometry.max_model_len)
-        weights = NativeWeights(parameters, library, self.dtype)
+        weights = NativeWeights(stored, library, self.dtype)
         return NativeProgram(self.model_config, weights, rope, library, geometry.block_size)
 
     def _log(self, geometry: CacheGeometry) -> None:

@@ -14,6 +14,7 @@ NO_INTEGERS: list[Any] = [1.5, "16", True, -1]
 BAD: dict[str, list[Any]] = {
     "revision": [5, b"main"],
     "dtype": ["float16", "", None, 5],
+    "quantization": ["awq", "fp8", "int2", None, 4],
     "device": ["cuda", "mps", "", None, 5],
     "load_format": ["pt", None],
     "generation_config": ["vllm", None],

@@ -17,6 +17,7 @@ from tests.cli.processes import FAKE, ROOT, octavo
 WAYS: dict[str, list[tuple[str, list[str], Any]]] = {
     "model": [('"a/b"', ["--model", "a/b"], "a/b"), ('"c.gguf"', ["--model=c.gguf"], "c.gguf")],
     "dtype": [('"float32"', ["--dtype", "float32"], "float32"), ('"auto"', ["--dtype", "auto"], "auto")],
+    "quantization": [('"int8"', ["--quantization", "int8"], "int8"), ('"none"', ["-q", "none"], "none")],
     "device": [('"cpu"', ["--device", "cpu"], "cpu"), ('"auto"', ["--device", "auto"], "auto")],
     "load_format": [('"dummy"', ["--load-format", "dummy"], "dummy")],
     "max_model_len": [('"32k"', ["--max-model-len", "32k"], 32768), ("99", ["--max-model-len", "99"], 99),

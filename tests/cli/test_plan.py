@@ -16,6 +16,7 @@ from octavo.cli.plan_text import MARKS, WIDTH, _cells
 from octavo.policy.memory_plan import GIB, MIB
 from tests.cli.processes import ROOT, SECONDS, Typist, environment
 from tests.support.models import stories260k, to_gguf
+from tests.support.quantized_models import Kind, write_both
 
 # torch cannot be imported here: a plan that needs it fails
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from octavo.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -96,15 +97,41 @@ def test_what_ifs_change_what_they_say_and_own_up_to_what_is_not_run(tmp_path: P
     folder = str(stories260k(tmp_path / "stories"))
     base = planned(capsys, folder, "--memory", "1g", "--dtype", "float32")
     assert base["not_run_by_this_version"] == []
-    eight = planned(capsys, folder, "--memory", "1g", "--dtype", "float32", "--quantization", "int8", "--kv-cache-dtype", "int8")
-    assert eight["not_run_by_this_version"] == ["int8 weights", "a KV cache of int8"]
-    assert int(str(eight["weights_bytes"])) < 0.5 * int(str(base["weights_bytes"]))
+    eight = planned(capsys, folder, "--memory", "1g", "--dtype", "float32", "--kv-cache-dtype", "int8")
+    assert eight["not_run_by_this_version"] == ["a KV cache of int8"]
     assert (base["kv_bytes_per_token"], eight["kv_bytes_per_token"]) == (5 * 2 * 4 * 8 * 4, 5 * 2 * 4 * (8 + 4))
     assert planned(capsys, folder, "--dtype", "float32", "--kv-cache-dtype", "float32")["not_run_by_this_version"] == []
     few = planned(capsys, folder, "--memory", "1g", "--max-num-seqs", "8", "--kv-cache-memory-bytes", "1.5m", "--block-size", "32")
     assert few["num_blocks"] == 1.5 * MIB // (32 * 1280) and few["rows_bytes"] < base["rows_bytes"]  # type: ignore[operator]
-    main(["plan", folder, "--quantization", "int4"])
-    assert "What if: this version does not run int4 weights." in capsys.readouterr().out
+    main(["plan", folder, "--dtype", "float32", "--kv-cache-dtype", "int8"])
+    assert "What if: this version does not run a KV cache of int8." in capsys.readouterr().out
+
+
+def test_a_plan_says_what_becomes_of_each_matrix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = stories260k(tmp_path / "stories")  # 5 layers of rows of 64 and, in the MLP, of 172: no whole groups
+    plain = planned(capsys, str(folder), "--dtype", "bfloat16")
+    four = planned(capsys, str(folder), "--dtype", "bfloat16", "-q", "int4")
+    assert plain["matrices"] == [] and four["quantization"] == "int4" and four["weights_bytes"] < plain["weights_bytes"]  # type: ignore[operator]
+    assert [(form["kept"], form["matrices"]) for form in four["matrices"]] == [  # type: ignore[attr-defined]
+        ("4-bit codes in groups of 32", {"qkv": 5, "output": 5, "gate_up": 5}),
+        ("bfloat16", {"down": 5}),
+        ("8-bit codes in groups of 64", {"head": 1}),
+    ]
+    mixed = to_gguf(folder, tmp_path / "mixed.gguf", "Q4_0", kinds={"attn_v": "F16", "ffn_up": "Q8_0", "ffn_down": "F16"})
+    assert main(["plan", str(mixed), "--dtype", "bfloat16", "--memory", "1g"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"MiB   of it bfloat16, as their parts cannot be merged as codes: 5 qkv \(from Q4_0, F16\)$", shown, re.MULTILINE)
+    assert re.search(r"MiB   of it 8-bit codes in groups of 32: 5 gate_up \(from Q4_0, Q8_0\)$", shown, re.MULTILINE)
+    assert re.search(r"MiB   of it bfloat16: 5 down \(from F16\)$", shown, re.MULTILINE)
+    main(["plan", str(mixed), "-q", "int8", "--no-native"])
+    assert "int8 at load; torch computes with floats and saves no memory" in capsys.readouterr().out
+
+
+def test_a_quantised_folder_is_planned_without_torch(tmp_path: Path) -> None:
+    quantized, _ = write_both(tmp_path, Kind("gptq", act_order=True))
+    shown = run(str(quantized), "--dtype", "bfloat16", "--memory", "1g").stdout
+    assert "codes stay codes" in shown and "of it 4-bit codes in groups of 32: 2 qkv, 2 output, 2 gate_up, 2 down (from GPTQ)" in shown
+    assert "of it bfloat16: 1 head (from F32)" in shown
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,16 +24,22 @@ from tests.support.resident import held_under_load
 
 def planned(model: str | None, engine: dict[str, Any]) -> int:
     threads = 1 if engine.get("native") else 0
-    plan = plan_memory(model_shape(model).needs(engine["dtype"], native_threads=threads), EngineConfig(**engine), Memory(16 * GIB))
+    needs = model_shape(model).needs(engine["dtype"], engine.get("quantization", "auto"), native_threads=threads)
+    plan = plan_memory(needs, EngineConfig(**engine), Memory(16 * GIB))
     assert plan.refusal is None
     return plan.use.total
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_default_model_takes_what_was_planned_within_five_per_cent(dtype: str, native: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "native", "quantization"),
+    [
+        ("bfloat16", False, "auto"), ("float32", False, "auto"), ("bfloat16", True, "auto"), ("float32", True, "auto"),
+        ("bfloat16", True, "none"), ("bfloat16", True, "int4"),
+    ],
+)  # fmt: skip
+def test_the_default_model_takes_what_was_planned_within_five_per_cent(dtype: str, native: bool, quantization: str) -> None:
     """Full steps, every row in use, every block written."""
-    engine = {"dtype": dtype, "native": native, "num_gpu_blocks_override": 33, "max_num_seqs": 16}
+    engine = {"dtype": dtype, "native": native, "quantization": quantization, "num_gpu_blocks_override": 33, "max_num_seqs": 16}
     engine |= {"max_num_batched_tokens": 256, "max_model_len": 33}
     load = {"model": None, "engine": engine, "vocab": 49152, "requests": 16, "prompt": 15, "tokens": 18}
     before, most = held_under_load(load)

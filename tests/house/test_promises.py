@@ -13,7 +13,7 @@ from octavo.sampling_params import SamplingParams
 from tests.house.documents import promises
 
 # Flags that only ask: a plan answers for what no engine runs yet.
-WHAT_IFS = {"plan": {"--quantization", "--kv-cache-dtype"}}
+WHAT_IFS = {"plan": {"--kv-cache-dtype"}}
 STATUS = promises((Path(__file__).resolve().parents[2] / "docs/status.md").read_text())
 
 

@@ -5,10 +5,11 @@ import torch
 from torch import Tensor
 
 from octavo.errors import LoadError
-from octavo.quant.fold_awq import fold_awq
-from octavo.quant.fold_gptq import fold_gptq
+from octavo.quant.fold_awq import unpack_awq
+from octavo.quant.fold_gptq import unpack_gptq
 from octavo.quant.packed import PackedWeight, concatenate
 from octavo.quant.quant_config import QuantConfig
+from octavo.quant.words import ZeroPointWeight
 from tests.support.packers import Published, published
 
 NAME = "model.layers.3.mlp.up_proj"
@@ -23,22 +24,24 @@ def gptq(group_size: int, bits: int = 4, *, symmetric: bool = False, act_order: 
     return QuantConfig("gptq", bits, group_size, symmetric, act_order, first_format)
 
 
-def assert_same_weights(packed: PackedWeight, source: Published) -> None:
-    """Exact wherever scale * zero is exact in float16, as it is for zeros that are powers of two, and within its rounding elsewhere."""
-    reference = source.weight()
+def assert_same_weights(weight: ZeroPointWeight, source: Published) -> PackedWeight:
+    """Dequantised it is exact. So it is folded wherever float16 holds scale * zero, as for zeros that are powers of two; elsewhere
+    it is within that rounding."""
+    reference, packed = source.weight(), weight.fold()
+    assert torch.equal(weight.dequantize(), reference)
     scale = torch.from_numpy(source.scales).float()
     offset = scale * torch.from_numpy(source.zeros)
     allowed = torch.where(offset.half().float() == offset, 0.0, 2**-11 * offset.abs())  # [n, groups]
     error = (packed.dequantize() - reference).abs()
     assert packed.bits == source.bits and packed.shape == reference.shape
     assert bool((error <= allowed[:, source.group_of]).all())
+    return packed
 
 
 @pytest.mark.parametrize(("n", "k", "group_size"), SHAPES)
 def test_awq_is_what_its_layout_says(n: int, k: int, group_size: int) -> None:
     source = published(n, k, group_size, 4, seed=k)
-    packed = fold_awq(source.awq(NAME), NAME, awq(group_size))
-    assert_same_weights(packed, source)
+    packed = assert_same_weights(unpack_awq(source.awq(NAME), NAME, awq(group_size)), source)
     assert torch.equal(packed.codes, torch.from_numpy(source.codes).to(torch.uint8))
 
 
@@ -50,8 +53,7 @@ def test_gptq_is_what_its_layout_says(n: int, k: int, group_size: int, act_order
     """The last shape ends with half a group, the one before is less than one."""
     source = published(n, k, group_size, bits, seed=k, act_order=act_order)
     config = gptq(group_size, bits, act_order=act_order, first_format=first_format)
-    packed = fold_gptq(source.gptq(NAME, first_format), NAME, config)
-    assert_same_weights(packed, source)
+    packed = assert_same_weights(unpack_gptq(source.gptq(NAME, first_format), NAME, config), source)
     assert (packed.order is None) == (source.group_of == sorted(source.group_of))
 
 
@@ -60,24 +62,24 @@ def test_gptq_is_what_its_layout_says(n: int, k: int, group_size: int, act_order
 def test_symmetric_gptq_is_exact_and_read_by_what_it_stores(bits: int, stored_less_one: bool) -> None:
     """Some checkpoints that say `gptq` store symmetric zeros as gptq_v2 does."""
     source = published(16, 256, 64, bits, seed=bits, symmetric=True, act_order=True)
-    packed = fold_gptq(source.gptq(NAME, stored_less_one), NAME, gptq(64, bits, symmetric=True, act_order=True))
-    assert torch.equal(packed.dequantize(), source.weight())
+    packed = unpack_gptq(source.gptq(NAME, stored_less_one), NAME, gptq(64, bits, symmetric=True, act_order=True))
+    assert torch.equal(packed.fold().dequantize(), source.weight())
 
 
 def test_columns_in_their_own_order_need_no_g_idx() -> None:
     source = published(8, 128, 32, 4, seed=0)
     tensors = source.gptq(NAME, first_format=True)
     del tensors[f"{NAME}.g_idx"]
-    assert_same_weights(fold_gptq(tensors, NAME, gptq(32)), source)
+    assert_same_weights(unpack_gptq(tensors, NAME, gptq(32)), source)
     with pytest.raises(LoadError, match=f"{NAME}.g_idx is missing"):
-        fold_gptq(tensors, NAME, gptq(32, act_order=True))
+        unpack_gptq(tensors, NAME, gptq(32, act_order=True))
 
 
 def test_projections_of_one_input_are_merged_with_their_order() -> None:
     sources = [published(n, 128, 32, 4, seed=9, act_order=True) for n in (16, 8, 8)]
     for source in sources:
         source.group_of = sources[0].group_of
-    parts = [fold_gptq(source.gptq(NAME, first_format=True), NAME, gptq(32, act_order=True)) for source in sources]
+    parts = [unpack_gptq(source.gptq(NAME, first_format=True), NAME, gptq(32, act_order=True)).fold() for source in sources]
     assert torch.equal(concatenate(parts).dequantize(), torch.cat([part.dequantize() for part in parts]))
 
 
@@ -86,7 +88,7 @@ def test_scales_in_bfloat16_are_read() -> None:
     source.scales = torch.from_numpy(source.scales).bfloat16().half().numpy()
     tensors = source.awq(NAME)
     tensors[f"{NAME}.scales"] = tensors[f"{NAME}.scales"].bfloat16()
-    assert_same_weights(fold_awq(tensors, NAME, awq(32)), source)
+    assert_same_weights(unpack_awq(tensors, NAME, awq(32)), source)
 
 
 def spoil(tensors: dict[str, Tensor], part: str, value: Tensor | None) -> dict[str, Tensor]:
@@ -139,19 +141,20 @@ SPOILT_GPTQ = [
 def test_awq_tensors_that_do_not_fit_are_refused_by_name(part: str, value: Tensor | None, message: str) -> None:
     tensors = published(16, 128, 32, 4, seed=0).awq(NAME)
     with pytest.raises(LoadError, match=f"^{NAME}.{part}:? ?{message}"):
-        fold_awq(spoil(tensors, part, value), NAME, awq(32))
+        unpack_awq(spoil(tensors, part, value), NAME, awq(32)).fold()
 
 
 @pytest.mark.parametrize(("part", "value", "message"), SPOILT_GPTQ)
 def test_gptq_tensors_that_do_not_fit_are_refused_by_name(part: str, value: Tensor | None, message: str) -> None:
     tensors = published(16, 128, 32, 4, seed=0, act_order=True).gptq(NAME, first_format=True)
     with pytest.raises(LoadError, match=f"^{NAME}.{part}:? ?{message}"):
-        fold_gptq(spoil(tensors, part, value), NAME, gptq(32, act_order=True))
+        unpack_gptq(spoil(tensors, part, value), NAME, gptq(32, act_order=True)).fold()
 
 
 @pytest.mark.parametrize("group_size", [8, 24, 64, 128])
 def test_a_group_size_that_is_not_the_tensors_is_refused_by_name(group_size: int) -> None:
     source = published(16, 384, 32, 4, seed=0)
-    for fold, tensors, config in ((fold_awq, source.awq(NAME), awq(group_size)), (fold_gptq, source.gptq(NAME, True), gptq(group_size))):
+    cases = (unpack_awq, source.awq(NAME), awq(group_size)), (unpack_gptq, source.gptq(NAME, True), gptq(group_size))
+    for unpack, tensors, config in cases:
         with pytest.raises(LoadError, match=rf"^{NAME}.(qweight|qzeros).*\b{group_size}\b"):
-            fold(tensors, NAME, config)
+            unpack(tensors, NAME, config)

@@ -8,7 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import LoadError
-from octavo.quant.packed import GROUPS, PackedWeight, concatenate, pack, whole_group
+from octavo.quant.groups import GROUPS, whole_group
+from octavo.quant.packed import PackedWeight, concatenate, mergeable, pack
 
 
 def make(n: int, k: int, bits: int, group: int, seed: int, exponent: int = 0, order: torch.Tensor | None = None) -> PackedWeight:
@@ -128,8 +129,8 @@ def test_what_does_not_fit_together_is_refused() -> None:
     ):
         with pytest.raises(LoadError, match=message):
             replace(good, **wrong)
-    for other, message in ((make(4, 128, 4, 32, 0), "64 and 128 columns"), (replace(good, order=shuffled(64, 0)), "ordered differently")):
-        with pytest.raises(LoadError, match=message):
-            concatenate([good, other])
+    assert mergeable([good, make(2, 64, 8, 16, 1)])
+    for other in (make(4, 128, 4, 32, 0), replace(good, order=shuffled(64, 0))):
+        assert not mergeable([good, other]) and not mergeable([other, good, good])
     with pytest.raises(LoadError, match=r"layer.0: a scale or offset is not finite"):
         pack("layer.0", 4, good.codes, good.scale.float(), good.offset.float() * torch.nan)

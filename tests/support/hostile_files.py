@@ -30,7 +30,7 @@ GROUPS = {
     125: "custom code",
     126: "config.json and generation_config.json",
     127: "tokenizer and chat template",
-    128: "quantised checkpoints that are not read",
+    128: "quantised checkpoints",
     129: "a KV pool too small for one sequence",
     130: "no permission, no such model",
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import tiny_files as tiny
+from tests.support import tiny_quantized as quantized
 from tests.support.hostile_case import Case, Words, folder_case, several
 
 HUGE = 2**63
@@ -199,20 +200,59 @@ def _configs() -> list[Case]:
 
 
 def _quantized() -> list[Case]:
-    def stored(name: str, settings: dict[str, Any], words: Words) -> Case:
-        return folder_case(128, name, ("config.json", "quantization_config", *several(words)), {"config.json": tiny.CONFIG | settings})
+    query, norm = "model.layers.0.self_attn.q_proj", "model.norm.weight"
 
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
-    query = "model.layers.0.self_attn.q_proj"
+    def said(name: str, method: str, changes: dict[str, Any], words: Words) -> Case:
+        """Another quantization_config."""
+        table = (quantized.AWQ if method == "awq" else quantized.GPTQ) | changes
+        config = quantized.CONFIG | {"quantization_config": table}
+        return folder_case(128, name, words, {"config.json": config}, lambda: quantized.quantized_files(method))
+
+    def stored(name: str, method: str, part: str, change: tuple[str, list[int]] | None, words: Words) -> Case:
+        """Another tensor of q_proj, or none."""
+        shapes = quantized.shapes(method)
+        shapes.pop(f"{query}.{part}", None)
+        if change is not None:
+            shapes[f"{query}.{part}"] = change
+        spoiled = {"model.safetensors": quantized.safetensors(shapes)}
+        return folder_case(128, name, (f"{query}.{part}", *several(words)), spoiled, lambda: quantized.quantized_files(method))
+
+    config = ("config.json", "quantization_config")
     packed = {**tiny.weight_header(), f"{query}.qweight": NOTHING | {"dtype": "I32"}}
+    whole_norm = {"model.safetensors": quantized.safetensors(quantized.shapes("awq") | {norm: ("I32", [quantized.HIDDEN])})}
+    long_name = {"model.safetensors": quantized.safetensors(quantized.shapes("awq") | {"wxyz" * 10**4 + ".qweight": ("I32", [32, 1])})}
+    twice = {"model.safetensors": quantized.safetensors(quantized.shapes("awq") | {f"{query}.weight": ("F32", [8, 32])})}
+    floats = {"config.json": tiny.CONFIG | {"quantization_config": quantized.AWQ}}
     return [
-        stored("AWQ", {"quantization_config": awq}, "'awq'"),
-        stored("AWQ of 3 bits", {"quantization_config": awq | {"bits": 3}}, "'awq'"),
-        stored("GPTQ", {"quantization_config": gptq}, "'gptq'"),
-        stored("GPTQ of an odd group size", {"quantization_config": gptq | {"group_size": 7}}, "'gptq'"),
-        stored("quantised in an unknown way", {"quantization_config": ["x"]}, "unknown"),
+        said("AWQ of 3 bits", "awq", {"bits": 3}, (*config, "bits is 3, supported: 4")),
+        said("GPTQ of 3 bits", "gptq", {"bits": 3}, (*config, "bits is 3, supported: 4, 8")),
+        said("AWQ of another version", "awq", {"version": "gemv"}, (*config, "version is 'gemv', supported: gemm")),
+        said("GPTQ in a layout of a kernel", "gptq", {"checkpoint_format": "marlin"}, (*config, "checkpoint_format is 'marlin'")),
+        said("quantised in an unknown way", "awq", {"quant_method": "fp8"}, (*config, "quant_method is 'fp8', supported: awq, gptq")),
+        said("GPTQ of an odd group size", "gptq", {"group_size": 7}, ("qweight", "groups of 7 in rows of 32")),
+        said("AWQ of another group size", "awq", {"group_size": 16}, ("qzeros is [1, 1], expected [2, 1]", "group_size 16")),
+        said("AWQ of a group size of 2^31-1", "awq", {"group_size": 2**31 - 1}, "groups of 2147483647 in rows of 32"),
+        said("GPTQ of other bits", "gptq", {"bits": 8}, ("q_proj.qzeros is [1, 1], expected [1, 2]", "16 input columns", "8 bits")),
+        said("AWQ called GPTQ", "awq", {"quant_method": "gptq"}, "q_proj.qweight has 1 output rows, not a multiple of 8"),
+        folder_case(128, "config is a list", config, {"config.json": tiny.CONFIG | {"quantization_config": ["x"]}}),
+        folder_case(128, "AWQ without codes", "there is no weight named *.qweight", floats),
         folder_case(128, "GPTQ unsaid", "q_proj.qweight is stored as I32", {"model.safetensors": tiny.safetensors_bytes(packed)}),
+        folder_case(128, "integers elsewhere", f"{norm} is stored as I32", whole_norm, quantized.quantized_files),
+        folder_case(128, "codes with a long name", "wxyzwxyz", long_name, quantized.quantized_files),
+        stored("AWQ without zeros", "awq", "qzeros", None, "is missing"),
+        stored("AWQ without scales", "awq", "scales", None, "is missing"),
+        stored("AWQ with zeros of another shape", "awq", "qzeros", ("I32", [1, 4]), "is [1, 4], expected [1, 1] (32 input columns"),
+        stored("AWQ with scales the other way round", "awq", "scales", ("F16", [8, 1]), "is [8, 1], expected [1, 8]"),
+        stored("AWQ with scales that are codes", "awq", "scales", ("I32", [1, 8]), "stored as I32"),
+        stored("AWQ with codes that are floats", "awq", "qweight", ("F32", [32, 1]), "is torch.float32, expected torch.int32"),
+        stored("AWQ with codes of one dimension", "awq", "qweight", ("I32", [32]), "is [32], expected [any, any]"),
+        stored("AWQ with no codes in it", "awq", "qweight", ("I32", [32, 0]), "is [32, 0]"),
+        stored("AWQ with half of the codes", "awq", "qweight", ("I32", [16, 1]), "has 16 input columns, not a multiple of group_size 32"),
+        stored("AWQ with an order", "awq", "g_idx", ("I32", [32]), "1 unknown to this model"),
+        folder_case(128, "AWQ beside its floats", f"{query} is there twice", twice, quantized.quantized_files),
+        stored("GPTQ with an order of another length", "gptq", "g_idx", ("I32", [16]), "is [16], expected [32]"),
+        stored("GPTQ with an order of 64 bits", "gptq", "g_idx", ("I64", [32]), "stored as I64"),
+        stored("GPTQ with an order of floats", "gptq", "g_idx", ("F32", [32]), "is torch.float32, expected torch.int32"),
     ]
 
 

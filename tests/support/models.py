@@ -119,9 +119,11 @@ def to_gguf(
     kind: str,
     extra: dict[str, Tensor] | None = None,
     packed: dict[str, tuple[str, np.ndarray]] | None = None,
+    kinds: dict[str, str] | None = None,
 ) -> Path:
     """The folder's model as llama.cpp's converter would write it; matrices as `kind`, vectors as F32.
 
+    `kinds` are those of matrices that are something else, by a part of their names: {"ffn_down": "Q5_0"}.
     `extra` adds tensors as F32, `packed` adds bytes (uint8, in rows) as they stand, under the kind they are said to be.
     """
     import gguf
@@ -136,7 +138,7 @@ def to_gguf(
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             weight = _interleaved(weight, heads)
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        _write_tensor(writer, target, weight, kind)
+        _write_tensor(writer, target, weight, next((other for part, other in (kinds or {}).items() if part in target), kind))
     for target, weight in (extra or {}).items():
         _write_tensor(writer, target, weight, "F32")
     for target, (said, rows) in (packed or {}).items():

@@ -1,4 +1,5 @@
-"""AWQ and GPTQ tensors written code by code, as their layouts are published: slow, obvious, and apart from what reads them.
+"""AWQ and GPTQ tensors written row by row and column by column, as their layouts are
+published: obvious, and apart from what reads them.
 
 Everything is seen from the weight: codes[row][column], zeros[row][group], scales[row][group], w = scale * (code - zero).
 """
@@ -24,13 +25,8 @@ class Published:
 
     def weight(self) -> Tensor:
         """[n, k], exact in float32."""
-        n, k = self.codes.shape
-        out = torch.zeros(n, k)
-        for row in range(n):
-            for column in range(k):
-                group = self.group_of[column]
-                out[row, column] = float(self.scales[row, group]) * (int(self.codes[row, column]) - int(self.zeros[row, group]))
-        return out
+        steps = self.codes - self.zeros[:, self.group_of]
+        return torch.from_numpy(self.scales.astype(np.float32)[:, self.group_of] * steps.astype(np.float32))
 
     def awq(self, name: str) -> dict[str, Tensor]:
         n, k = self.codes.shape
@@ -38,19 +34,16 @@ class Published:
         qweight, qzeros = np.zeros((k, n // 8), np.uint32), np.zeros((groups, n // 8), np.uint32)
         for word in range(n // 8):
             for place, row in enumerate(AWQ_ORDER):
-                for column in range(k):
-                    qweight[column, word] |= int(self.codes[8 * word + row, column]) << 4 * place
-                for group in range(groups):
-                    qzeros[group, word] |= int(self.zeros[8 * word + row, group]) << 4 * place
+                qweight[:, word] |= self.codes[8 * word + row].astype(np.uint32) << 4 * place
+                qzeros[:, word] |= self.zeros[8 * word + row].astype(np.uint32) << 4 * place
         return {f"{name}.qweight": _int32(qweight), f"{name}.qzeros": _int32(qzeros), f"{name}.scales": torch.tensor(self.scales.T)}
 
     def gptq(self, name: str, first_format: bool) -> dict[str, Tensor]:
         n, k = self.codes.shape
         groups, per_word = self.zeros.shape[1], 32 // self.bits
         qweight, qzeros = np.zeros((k // per_word, n), np.uint32), np.zeros((groups, n // per_word), np.uint32)
-        for row in range(n):
-            for column in range(k):
-                qweight[column // per_word, row] |= int(self.codes[row, column]) << self.bits * (column % per_word)
+        for column in range(k):
+            qweight[column // per_word] |= self.codes[:, column].astype(np.uint32) << self.bits * (column % per_word)
         for word in range(n // per_word):
             for group in range(groups):
                 packed = sum(int(self.zeros[word * per_word + place, group]) << self.bits * place for place in range(per_word))

@@ -1,0 +1,56 @@
+"""A checkpoint as the setting `quantization` wants it, whatever its file holds.
+
+    auto          as it is: codes stay codes, floats stay floats
+    none          floats: codes are dequantised
+    int8, int4    codes of 8 or 4 bits in every matrix of a product (`policy/model_size.py` says which); codes of the file are
+                  dequantised first, so that what their makers rounded is rounded once more
+
+The program that computes is not asked: the native one keeps the codes, torch's gets the very numbers they stand for.
+"""
+
+from torch import Tensor
+
+from octavo.config import Quantization
+from octavo.loading.checkpoint import Checkpoint
+from octavo.model_config import ModelConfig
+from octavo.policy.model_size import Codes, requantised
+from octavo.quant.packed import PackedWeight
+from octavo.quant.quantize import quantize
+
+
+def as_wanted(checkpoint: Checkpoint, quantization: Quantization, config: ModelConfig) -> Checkpoint:
+    return checkpoint if quantization == "auto" else Requantized(checkpoint, quantization, config.tie_embeddings)
+
+
+class Requantized:
+    def __init__(self, stored: Checkpoint, quantization: Quantization, tied: bool) -> None:
+        """`tied`: the embedding is the head, too."""
+        self.source = stored.source
+        self._stored = stored
+        self._quantization = quantization
+        self._tied = tied
+
+    def names(self) -> list[str]:
+        return self._stored.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._stored.shape(name)
+
+    def read(self, name: str) -> Tensor:
+        packed = self.packed(name)
+        return self._stored.read(name) if packed is None else packed.dequantize()
+
+    def packed(self, name: str) -> PackedWeight | None:
+        wanted = self._codes(name)
+        if wanted is None:
+            return None
+        return quantize(self._stored.read(name), wanted.bits, wanted.group, f"{self.source}: {name}")
+
+    def _codes(self, name: str) -> Codes | None:
+        shape = self.shape(name)
+        if self._quantization == "none" or len(shape) != 2:
+            return None
+        return requantised(name, shape[1], self._quantization, self._tied)
+
+    def fingerprint(self) -> bytes:
+        return self._stored.fingerprint()

@@ -1,0 +1,97 @@
+"""Small models in the layouts of AWQ and GPTQ, and the same models in the floats that those stand for."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.support.packers import Published, published
+
+VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 320, 128, 256, 4, 2, 2
+SHAPES = {
+    "self_attn.q_proj": (128, HIDDEN), "self_attn.k_proj": (64, HIDDEN), "self_attn.v_proj": (64, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, 128), "mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN), "mlp.down_proj": (HIDDEN, INNER),
+}  # fmt: skip
+SAME_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}  # act-order finds one order for them
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a test's model is quantised."""
+
+    method: str = "awq"
+    bits: int = 4
+    group_size: int = 32
+    sym: bool = False
+    act_order: bool = False
+    own_orders: bool = False  # each projection has one of its own
+    first_format: bool = True  # of GPTQ's two
+    architecture: str = "LlamaForCausalLM"
+    tie: bool = False
+
+    @property
+    def config(self) -> dict[str, Any]:
+        table: dict[str, Any] = {"quant_method": self.method, "bits": self.bits, "group_size": self.group_size}
+        if self.method == "awq":
+            return table | {"version": "gemm", "zero_point": True, "modules_to_not_convert": None}
+        return table | {"sym": self.sym, "desc_act": self.act_order, "checkpoint_format": "gptq" if self.first_format else "gptq_v2"}
+
+
+def write_both(folder: Path, kind: Kind) -> tuple[Path, Path]:
+    """(the quantised folder, one with the floats it stands for)"""
+    rest = _rest(kind)
+    codes, floats = dict(rest), dict(rest)
+    for name, source in _modules(kind).items():
+        codes |= source.awq(name) if kind.method == "awq" else source.gptq(name, kind.first_format)
+        floats[f"{name}.weight"] = source.weight()
+    config = {
+        "architectures": [kind.architecture], "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": kind.tie, "dtype": "float32", "eos_token_id": 2,
+    }  # fmt: skip
+    quantized = write_model(folder / "quantized", config | {"quantization_config": kind.config}, codes)
+    return quantized, write_model(folder / "floats", config, floats)
+
+
+def write_model(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
+    return folder
+
+
+def _modules(kind: Kind) -> dict[str, Published]:
+    found: dict[str, Published] = {}
+    for layer in range(LAYERS):
+        for number, (module, (n, k)) in enumerate(SHAPES.items()):
+            name, seed = f"model.layers.{layer}.{module}", 10 * layer + number
+            source = published(n, k, kind.group_size, kind.bits, seed, symmetric=kind.sym, act_order=kind.act_order)
+            source.scales = (source.scales * (0.5 if kind.bits == 4 else 0.03)).astype(source.scales.dtype)
+            leaf = module.rpartition(".")[2]
+            if leaf in SAME_INPUT and not kind.own_orders:
+                source.group_of = found[name.replace(leaf, SAME_INPUT[leaf])].group_of
+            found[name] = source
+    return found
+
+
+def _rest(kind: Kind) -> dict[str, Tensor]:
+    """Embedding, head, norms and biases, which nobody quantises."""
+    dice = torch.Generator().manual_seed(7)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=dice)
+
+    rest = {"model.embed_tokens.weight": 0.25 * noise(VOCAB, HIDDEN), "model.norm.weight": 1 + 0.1 * noise(HIDDEN)}
+    if not kind.tie:
+        rest["lm_head.weight"] = 0.25 * noise(VOCAB, HIDDEN)
+    for layer in range(LAYERS):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            rest[f"model.layers.{layer}.{norm}.weight"] = 1 + 0.1 * noise(HIDDEN)
+        if kind.architecture == "Qwen2ForCausalLM":
+            for part in ("q_proj", "k_proj", "v_proj"):
+                rest[f"model.layers.{layer}.self_attn.{part}.bias"] = 0.5 * noise(SHAPES[f"self_attn.{part}"][0])
+    return rest
