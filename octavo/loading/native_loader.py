@@ -72,16 +72,16 @@ class NativeWeights:
         biases = np.array(_taken(self._parameters.floats(bias), order)) if self._parameters.has(bias) else None
         if isinstance(weight, Tensor):
             return pack_float(self._library, _taken(weight, order), self._kind, biases)
-        return self._pack_codes(weight if order is None else weight.rows(order), biases)
+        return self._pack_codes(weight, biases, None if order is None else order.numpy())
 
     def _wide(self, name: str, columns: int) -> Tensor:
         floats = self._parameters.floats(name)
         return F.pad(floats, (0, columns - floats.shape[1])) if columns > floats.shape[1] else floats
 
-    def _pack_codes(self, weight: PackedWeight, bias: NDArray[np.float32] | None) -> PackedMatrix:
+    def _pack_codes(self, weight: PackedWeight, bias: NDArray[np.float32] | None, rows: NDArray[np.int64] | None) -> PackedMatrix:
         codes, scale, offset = (tensor.contiguous().numpy() for tensor in (weight.codes, weight.scale, weight.offset))
-        order = None if weight.order is None else weight.order.numpy()
-        return pack_codes(self._library, codes, scale, offset, weight.group, Q4 if weight.bits == 4 else Q8, weight.factor, bias, order)
+        order, kind = None if weight.order is None else weight.order.numpy(), Q4 if weight.bits == 4 else Q8
+        return pack_codes(self._library, codes, scale, offset, weight.group, kind, weight.factor, bias, order, rows)
 
 
 def _alternating(size: int) -> Tensor:

@@ -95,7 +95,8 @@ void octavo_attend(const Model *model, int layer, const Step *step, const float 
 
 // Packing, once at load. Sources are row major; `data`, `scale` and `offset` of the matrix are written.
 void octavo_pack_float(Matrix *matrix, const float *weights);                                           // F32 and BF16: [n][k]
-void octavo_pack_codes(Matrix *matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset);  // [n][k], [n][k / group]
+// Q8 and Q4: [...][k], [...][k / group]; rows: [n], which of them each row of the matrix is, -1 for zeros; null: as they stand
+void octavo_pack_codes(Matrix *matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset, const int64_t *rows);
 
 void octavo_struct_sizes(int64_t *sizes);    // [4]: bytes of Matrix, Layer, Model and Step
 

@@ -50,17 +50,17 @@ static uint32_t quad(const uint8_t *codes, int64_t k, int64_t size) {
     return word;
 }
 
-static void pack_codes(Matrix &matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset, int64_t panel) {
+static void pack_codes(Matrix &matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset, const int64_t *rows, int64_t panel) {
     const int64_t stride = padded(matrix), groups = stride / matrix.group, own = (matrix.k + matrix.group - 1) / matrix.group;
     uint8_t *data = (uint8_t *)matrix.data + panel * stride * P / (matrix.kind == OCTAVO_Q8 ? 1 : 2);
     for (int64_t lane = 0; lane < P; lane++) {
-        int64_t n = panel * P + lane, size = n < matrix.n ? matrix.k : 0;
+        int64_t n = panel * P + lane < matrix.n ? (rows ? rows[panel * P + lane] : panel * P + lane) : -1, size = n < 0 ? 0 : matrix.k;
         for (int64_t g = 0; g < groups; g++) {
             bool there = size && g < own;
             ((uint16_t *)matrix.scale)[(panel * groups + g) * P + lane] = there ? scale[n * own + g] : 0;
             ((uint16_t *)matrix.offset)[(panel * groups + g) * P + lane] = there ? offset[n * own + g] : 0;
         }
-        const uint8_t *row = codes + n * matrix.k;
+        const uint8_t *row = size ? codes + n * matrix.k : nullptr;
         uint8_t *to = data + 4 * lane;
         for (int64_t k = 0; k < stride; to += 4 * P) {
             uint32_t word = quad(row, k, size);
@@ -87,10 +87,10 @@ void octavo_pack_float(Matrix *matrix, const float *weights) {
     });
 }
 
-void octavo_pack_codes(Matrix *matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset) {
+void octavo_pack_codes(Matrix *matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset, const int64_t *rows) {
     together([&](int thread) {
         Range mine = share(panels(matrix->n), thread, pool().threads());
-        for (int64_t panel = mine.begin; panel < mine.end; panel++) pack_codes(*matrix, codes, scale, offset, panel);
+        for (int64_t panel = mine.begin; panel < mine.end; panel++) pack_codes(*matrix, codes, scale, offset, rows, panel);
     });
 }
 }

@@ -70,7 +70,7 @@ FUNCTIONS = {
     "octavo_write": (None, [_MODEL, c_int, _STEP, c_void_p]),
     "octavo_attend": (None, [_MODEL, c_int, _STEP, c_void_p, c_void_p]),
     "octavo_pack_float": (None, [_MATRIX, c_void_p]),
-    "octavo_pack_codes": (None, [_MATRIX, c_void_p, c_void_p, c_void_p]),
+    "octavo_pack_codes": (None, [_MATRIX, c_void_p, c_void_p, c_void_p, c_void_p]),
     "octavo_struct_sizes": (None, [c_void_p]),
 }
 

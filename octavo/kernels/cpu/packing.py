@@ -44,14 +44,16 @@ def pack_codes(
     factor: float = 1.0,
     bias: Floats | None = None,
     order: NDArray[np.int32] | None = None,
+    rows: NDArray[np.int64] | None = None,
 ) -> PackedMatrix:
-    n, k = codes.shape
-    rows, columns = _up(n, PANEL), _up(k, max(group, K_PAD))
-    data = _lines(rows * columns // (2 if kind == Q4 else 1))
-    scales, offsets = _lines(rows * columns // group * 2), _lines(rows * columns // group * 2)
+    """`rows`: which row of the codes each row of the matrix is, -1 for zeros."""
+    n, k = codes.shape if rows is None else (len(rows), codes.shape[1])
+    lanes, columns = _up(n, PANEL), _up(k, max(group, K_PAD))
+    data = _lines(lanes * columns // (2 if kind == Q4 else 1))
+    scales, offsets = _lines(lanes * columns // group * 2), _lines(lanes * columns // group * 2)
     matrix = Matrix(kind=kind, group=group, n=n, k=k, data=address(data), scale=address(scales), offset=address(offsets), factor=factor)
     matrix.bias, matrix.order = address(bias), address(order)
-    library.call.octavo_pack_codes(ctypes.byref(matrix), address(codes), address(scale), address(offset))
+    library.call.octavo_pack_codes(ctypes.byref(matrix), address(codes), address(scale), address(offset), address(rows))
     return PackedMatrix(matrix, (data, scales, offsets, *(array for array in (bias, order) if array is not None)))
 
 
