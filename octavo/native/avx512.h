@@ -9,7 +9,7 @@
 namespace octavo {
 namespace {
 
-const int64_t FEW = 8;   // rows that go through codes; more are worth unpacking weights for
+const int64_t FEW = 16;  // rows that go through codes; more are worth unpacking weights for
 const int64_t MOST = 8;  // rows of one block: their sums stay in registers
 
 // 2^t for t from -126, where floats begin to get slow, up to 127; less counts as -126. NaN stays NaN.

@@ -10,7 +10,7 @@ from tests.support.native import error, levels_here, running
 from tests.support.native_weights import make_weights
 
 MOST_ROWS = 40
-FEW_ROWS = 8  # up to here levels with bfloat16 instructions use codes too
+FEW_ROWS = 16  # up to here levels with bfloat16 instructions use codes too
 KINDS = [(F32, 0), (BF16, 0), *((kind, group) for kind in (Q8, Q4) for group in (16, 32, 64, 128))]
 NAMES = [f"{('f32', 'bf16', 'q8', 'q4')[kind]}-{group}" if group else ("f32", "bf16")[kind] for kind, group in KINDS]
 SIZES = [(1, 1), (17, 7), (32, 63), (16, 64), (33, 65), (48, 100), (100, 257)]  # n, k
@@ -31,7 +31,7 @@ def test_a_product_is_what_its_twin_gives(level: str, kind: int, group: int) -> 
                 weights = make_weights(library, random, n, k, kind, group, plain=threads == 2)
                 x = random.standard_normal((MOST_ROWS, k), np.float32)
                 expected = {halves: weights.product(x, halves) for halves in (False, True)}
-                for rows in range(1, MOST_ROWS + 1) if threads == 1 else (1, 8, 9, MOST_ROWS):
+                for rows in range(1, MOST_ROWS + 1) if threads == 1 else (1, 16, 17, MOST_ROWS):
                     got, good = matmul(library, weights.packed, x[:rows].copy()), expected[by_halves(level, rows)][:rows]
                     assert error(got, good) < 1e-5, (n, k, rows, threads)
 
@@ -45,7 +45,7 @@ def test_gate_and_up_are_multiplied_in_one_pass(level: str, kind: int, group: in
             for n, k in ((32, 65), (64, 128), (224, 100)):
                 weights = make_weights(library, random, n, k, kind, group)
                 x = random.standard_normal((MOST_ROWS, k), np.float32)
-                for rows in (1, 2, 3, 8, 9, 31, 33, 40):
+                for rows in (1, 2, 3, 8, 9, 16, 17, 31, 33, 40):
                     both = weights.product(x[:rows], by_halves(level, rows)).astype(np.float64).reshape(rows, -1, 2, 16)
                     gate, up = both[:, :, 0].reshape(rows, -1), both[:, :, 1].reshape(rows, -1)
                     got = gate_up(library, weights.packed, x[:rows].copy())
