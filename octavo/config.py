@@ -13,6 +13,7 @@ from typing import Any, Literal
 from octavo.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "int8"]
 Device = Literal["auto", "cpu"]
 CpuIsa = Literal["auto", "portable", "avx2", "avx512", "amx"]
 Quantization = Literal["auto", "none", "int8", "int4"]
@@ -37,6 +38,7 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = _flag("auto", "dummy: random weights, for trying out shapes")
     max_model_len: int | None = _flag(None, "longest sequence, prompt and answer (4096, 32k, auto)")
     block_size: int = _flag(16, "tokens in a block, a power of two from 1 to 256")
+    kv_cache_dtype: KVCacheDtype = _flag("auto", "numbers of the KV cache; auto: as dtype; int8: codes, a scale for each token and head")
     kv_cache_memory_bytes: int | None = _flag(None, "memory for the KV pool (512m, 4g); default: a quarter of memory, at most 4 GiB")
     num_gpu_blocks_override: int | None = _flag(None, "exact number of blocks in the KV pool")
     max_num_seqs: int = _flag(256, "most sequences that run at once (rows)")
@@ -103,6 +105,7 @@ _OPTIONAL = ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override"
 _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "dtype": ("auto", "float32", "bfloat16"),
     "quantization": ("auto", "none", "int8", "int4"),
+    "kv_cache_dtype": ("auto", "float32", "bfloat16", "int8"),
     "device": ("auto", "cpu"),
     "load_format": ("auto", "dummy"),
     "generation_config": ("auto", "none"),

@@ -19,7 +19,7 @@ from octavo.loading.native_loader import NativeWeights
 from octavo.model_config import ModelConfig
 from octavo.worker.program import Forward
 
-CACHE_KINDS = {torch.float32: F32, torch.bfloat16: BF16}
+KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.int8: Q8}
 
 
 class NativeProgram:
@@ -62,9 +62,11 @@ class NativeProgram:
         if self._caches is batch.caches:
             return
         self._caches = batch.caches
-        self._model.cache_kind = CACHE_KINDS[batch.caches[0]["k"].dtype]
+        self._model.cache_kind = KINDS[batch.caches[0]["k"].dtype]
         for layer, cache in zip(self._layers, batch.caches, strict=True):
             layer.k_cache, layer.v_cache = _at(cache["k"]), _at(cache["v"])
+            if "k_scale" in cache:
+                layer.k_scale, layer.v_scale = _at(cache["k_scale"]), _at(cache["v_scale"])
 
     def _layer(self, config: ModelConfig, weights: NativeWeights, index: int) -> Layer:
         name = f"layers.{index}"
@@ -89,7 +91,7 @@ class NativeProgram:
         return Model(
             num_layers=config.num_layers, hidden=config.hidden_size, heads=config.num_heads, kv_heads=config.num_kv_heads,
             head_dim=config.head_dim, intermediate=_inner(config), vocab=config.vocab_size, block_size=block_size,
-            embed_kind=Q8 if embed is None else CACHE_KINDS[embed.dtype], embed=None if embed is None else _at(embed),
+            embed_kind=Q8 if embed is None else KINDS[embed.dtype], embed=None if embed is None else _at(embed),
             eps=config.norm_eps, attention_scale=config.head_dim**-0.5, layers=self._layers,
             norm=self._vector(weights, "norm.weight"), cos=_at(rope.cos), sin=_at(rope.sin),
             head=self._matrix(weights.matrix("embed" if tied else "head")),

@@ -53,7 +53,9 @@ class Worker:
         self._check_device()
         self.dtype = resolve_dtype(config.dtype, model_config.dtype)
         self.library = self._open_native()
-        self.needs = self._shape().needs(self.dtype, config.quantization, native_threads=self.library.threads if self.library else 0)
+        self.needs = self._shape().needs(
+            self.dtype, config.quantization, config.kv_cache_dtype, native_threads=self.library.threads if self.library else 0
+        )
         self.specs = self.needs.specs
         self.backend = choose_backend(config.attention_backend, self.dtype)
         if self.backend.layout == "contiguous" and config.enable_prefix_caching:

@@ -16,6 +16,7 @@ BAD: dict[str, list[Any]] = {
     "dtype": ["float16", "", None, 5],
     "quantization": ["awq", "fp8", "int2", None, 4],
     "device": ["cuda", "mps", "", None, 5],
+    "kv_cache_dtype": ["float16", "int4", "", None, 8],
     "load_format": ["pt", None],
     "generation_config": ["vllm", None],
     "native": ["yes", None],
