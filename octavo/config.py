@@ -6,7 +6,7 @@ through `OCTAVO_DEBUG`. What a model is stands in `model_config.py`. The environ
 
 import os
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -119,10 +119,12 @@ _CHOICES: dict[str, tuple[str | bool, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Debug:
-    """Switches for tests, from `OCTAVO_DEBUG=check=1,preempt.every=3,forward.raise@7`."""
+    """Switches for tests, from `OCTAVO_DEBUG=isa=avx2,check=1,preempt.every=3,forward.raise@7`."""
 
     check: bool = False  # assert every invariant after every step, fill free blocks with NaN
     runner: Literal["model", "fake"] = "model"  # fake: FakeKV instead of a model
+    isa: CpuIsa = "auto"  # of the native kernels, whatever cpu_isa says
+    native: Literal["on", "off"] = "on"  # off: torch computes, whatever `native` says
     preempt_every: int = 0  # preempt the last running sequence every k steps
     forward_raise: int = 0  # raise in forward at this step
     forward_nan: int = 0  # make the first planned row of this step not finite
@@ -133,6 +135,9 @@ class Debug:
     def switched_on(self) -> list[str]:
         """The switches that are not at rest, to be told to whoever reads the log."""
         return [f"{f.name}={value}" for f in fields(self) if (value := getattr(self, f.name)) != f.default]
+
+    def overrule(self, config: EngineConfig) -> EngineConfig:
+        return replace(config, native=config.native and self.native == "on", cpu_isa=config.cpu_isa if self.isa == "auto" else self.isa)
 
     @staticmethod
     def parse(text: str) -> "Debug":
@@ -148,9 +153,10 @@ class Debug:
 
 
 def _debug_value(name: str, value: str) -> bool | int | str:
-    if name == "runner":
-        if value not in ("model", "fake"):
-            raise ConfigError(f"OCTAVO_DEBUG runner must be model or fake, got {value!r}")
+    choices = {"runner": ("model", "fake"), "native": ("on", "off"), "isa": _CHOICES["cpu_isa"]}.get(name)
+    if choices is not None:
+        if value not in choices:
+            raise ConfigError(f"OCTAVO_DEBUG {name} must be one of {', '.join(map(str, choices))}, got {value!r}")
         return value
     if not value.isdigit():
         raise ConfigError(f"OCTAVO_DEBUG {name} must be a number, got {value!r}")

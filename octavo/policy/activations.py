@@ -32,13 +32,13 @@ class StepLoad:
 
 def loaded_bytes(spec: LayerCacheSpec, dtype: str) -> int:
     """Bytes for each key that attention gathers. From a cache of another dtype: k as the run has it, and v on its way there."""
-    v, item = spec.buffers["v"], ITEM_BYTES[dtype]
-    if v.dtype == dtype:
+    kept, item = spec.buffers["k"], ITEM_BYTES[dtype]  # v is as large
+    if kept.dtype == dtype:
         return spec.bytes_per_token
-    numbers = v.bytes_per_token // ITEM_BYTES[v.dtype]
-    way = v.bytes_per_token + numbers * item
-    if v.dtype == "int8":  # times its scale, in float32
-        way = spec.buffers["v_scale"].bytes_per_token + numbers * (1 + FLOAT32)
+    numbers = kept.bytes_per_token // ITEM_BYTES[kept.dtype]
+    way = kept.bytes_per_token + numbers * item
+    if kept.dtype == "int8":  # times its scale, in float32
+        way = spec.buffers["k_scale"].bytes_per_token + numbers * (1 + FLOAT32)
         way = max(way, numbers * (FLOAT32 + item)) if item < FLOAT32 else way
     return numbers * item + way
 
