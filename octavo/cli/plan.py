@@ -1,7 +1,7 @@
 """`octavo plan`: whether and how a model fits, from its config and headers, before any weight is read.
 
-The count is the one the engine starts by (`policy/memory_plan.py`). Flags ask what if: another memory, length, batch or
-dtype.
+The count is the one the engine starts by (`policy/memory_plan.py`). Flags ask what if: another memory, length, batch,
+dtype or quantization.
 """
 
 import argparse

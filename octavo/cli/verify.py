@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 DEFAULT_REQUESTS = 40
 MOST_REQUESTS = 100_000
 # The schedule sets the rest.
-SETTINGS = ("revision", "dtype", "device", "load_format", "block_size", "kv_cache_dtype", "native", "cpu_isa", "seed")
+SETTINGS = ("revision", "dtype", "quantization", "device", "load_format", "block_size", "kv_cache_dtype", "native", "cpu_isa", "seed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
