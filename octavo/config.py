@@ -6,13 +6,14 @@ through `OCTAVO_DEBUG`. What a model is stands in `model_config.py`. The environ
 
 import os
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from octavo.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "int8"]
 Device = Literal["auto", "cpu"]
 CpuIsa = Literal["auto", "portable", "avx2", "avx512", "amx"]
 Quantization = Literal["auto", "none", "int8", "int4"]
@@ -37,6 +38,7 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = _flag("auto", "dummy: random weights, for trying out shapes")
     max_model_len: int | None = _flag(None, "longest sequence, prompt and answer (4096, 32k, auto)")
     block_size: int = _flag(16, "tokens in a block, a power of two from 1 to 256")
+    kv_cache_dtype: KVCacheDtype = _flag("auto", "numbers of the KV cache; auto: as dtype; int8: codes, a scale for each token and head")
     kv_cache_memory_bytes: int | None = _flag(None, "memory for the KV pool (512m, 4g); default: a quarter of memory, at most 4 GiB")
     num_gpu_blocks_override: int | None = _flag(None, "exact number of blocks in the KV pool")
     max_num_seqs: int = _flag(256, "most sequences that run at once (rows)")
@@ -103,6 +105,7 @@ _OPTIONAL = ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override"
 _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "dtype": ("auto", "float32", "bfloat16"),
     "quantization": ("auto", "none", "int8", "int4"),
+    "kv_cache_dtype": ("auto", "float32", "bfloat16", "int8"),
     "device": ("auto", "cpu"),
     "load_format": ("auto", "dummy"),
     "generation_config": ("auto", "none"),
@@ -116,10 +119,12 @@ _CHOICES: dict[str, tuple[str | bool, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Debug:
-    """Switches for tests, from `OCTAVO_DEBUG=check=1,preempt.every=3,forward.raise@7`."""
+    """Switches for tests, from `OCTAVO_DEBUG=isa=avx2,check=1,preempt.every=3,forward.raise@7`."""
 
     check: bool = False  # assert every invariant after every step, fill free blocks with NaN
     runner: Literal["model", "fake"] = "model"  # fake: FakeKV instead of a model
+    isa: CpuIsa = "auto"  # of the native kernels, whatever cpu_isa says
+    native: Literal["on", "off"] = "on"  # off: torch computes, whatever `native` says
     preempt_every: int = 0  # preempt the last running sequence every k steps
     forward_raise: int = 0  # raise in forward at this step
     forward_nan: int = 0  # make the first planned row of this step not finite
@@ -130,6 +135,9 @@ class Debug:
     def switched_on(self) -> list[str]:
         """The switches that are not at rest, to be told to whoever reads the log."""
         return [f"{f.name}={value}" for f in fields(self) if (value := getattr(self, f.name)) != f.default]
+
+    def overrule(self, config: EngineConfig) -> EngineConfig:
+        return replace(config, native=config.native and self.native == "on", cpu_isa=config.cpu_isa if self.isa == "auto" else self.isa)
 
     @staticmethod
     def parse(text: str) -> "Debug":
@@ -145,9 +153,10 @@ class Debug:
 
 
 def _debug_value(name: str, value: str) -> bool | int | str:
-    if name == "runner":
-        if value not in ("model", "fake"):
-            raise ConfigError(f"OCTAVO_DEBUG runner must be model or fake, got {value!r}")
+    choices = {"runner": ("model", "fake"), "native": ("on", "off"), "isa": _CHOICES["cpu_isa"]}.get(name)
+    if choices is not None:
+        if value not in choices:
+            raise ConfigError(f"OCTAVO_DEBUG {name} must be one of {', '.join(map(str, choices))}, got {value!r}")
         return value
     if not value.isdigit():
         raise ConfigError(f"OCTAVO_DEBUG {name} must be a number, got {value!r}")

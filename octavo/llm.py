@@ -8,7 +8,17 @@ from types import TracebackType
 from typing import Literal, TypeVar
 
 from octavo import log
-from octavo.config import CpuIsa, Device, Dtype, EngineConfig, Quantization, SchedulingPolicy, debug_from_environment, log_level
+from octavo.config import (
+    CpuIsa,
+    Device,
+    Dtype,
+    EngineConfig,
+    KVCacheDtype,
+    Quantization,
+    SchedulingPolicy,
+    debug_from_environment,
+    log_level,
+)
 from octavo.engine.client import EngineClient, InprocClient
 from octavo.engine.output import OutputProcessor
 from octavo.errors import EngineError, RequestError
@@ -41,6 +51,7 @@ class LLM:
         load_format: Literal["auto", "dummy"] = "auto",
         max_model_len: int | None = None,
         block_size: int = 16,
+        kv_cache_dtype: KVCacheDtype = "auto",
         kv_cache_memory_bytes: int | None = None,
         num_gpu_blocks_override: int | None = None,
         max_num_seqs: int = 256,
@@ -67,6 +78,7 @@ class LLM:
                 load_format=load_format,
                 max_model_len=max_model_len,
                 block_size=block_size,
+                kv_cache_dtype=kv_cache_dtype,
                 kv_cache_memory_bytes=kv_cache_memory_bytes,
                 num_gpu_blocks_override=num_gpu_blocks_override,
                 max_num_seqs=max_num_seqs,

@@ -7,15 +7,16 @@ is the very function the paged backend calls.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from octavo.attention.backend import AttentionSpec, QKNorm, Rope, refuse_unsupported
-from octavo.attention.cpu import attend_group, norm_and_rotate
+from octavo.attention.cpu import attend_group, keep, norm_and_rotate, recall
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.row_groups import RowGroup, group_rows
-from octavo.kernels.reference.attention import load_regions, store
+from octavo.kernels.reference.attention import load_regions
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +45,12 @@ class ContiguousBackend:
         q, k = norm_and_rotate(q, k, norms, rope, positions)
         max_len = cache["k"].shape[1]
         slots = batch.attention.token_rows * max_len + positions
-        store(cache["k"], k, slots)
-        store(cache["v"], v, slots)
+        keep(cache, k, v, slots)
         return q
 
     def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
         for group in batch.attention.groups:
             rows, length = batch.rows[group.index], group.num_blocks * batch.block_size
-            k = load_regions(cache["k"], rows, length)
-            v = load_regions(cache["v"], rows, length)
+            k, v = recall(cache, partial(load_regions, rows=rows, length=length), q.dtype)
             attend_group(q, k, v, group.tail, group, self.spec, out)
         return out

@@ -15,14 +15,18 @@ again, and from there on it is attention as anywhere else. A block never moves a
 that is all a shared prefix is.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from octavo.attention.backend import AttentionSpec, QKNorm, Rope, refuse_unsupported
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.row_groups import RowGroup, group_rows
 from octavo.kernels.reference.attention import attend, load_blocks, store, zero_tail
+from octavo.kernels.reference.kv_codes import from_codes, to_codes
 from octavo.kernels.reference.norm import rms_norm
 from octavo.kernels.reference.rotary import rotate
 
@@ -45,14 +49,12 @@ class CpuBackend:
         self, q: Tensor, k: Tensor, v: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch
     ) -> Tensor:
         q, k = norm_and_rotate(q, k, norms, rope, batch.positions[0])
-        store(cache["k"], k, batch.slots)
-        store(cache["v"], v, batch.slots)
+        keep(cache, k, v, batch.slots)
         return q
 
     def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
         for group, blocks in batch.attention:
-            k = load_blocks(cache["k"], blocks, len(group.index))
-            v = load_blocks(cache["v"], blocks, len(group.index))
+            k, v = recall(cache, partial(load_blocks, blocks=blocks, num_rows=len(group.index)), q.dtype)
             attend_group(q, k, v, group.edge, group, self.spec, out)
         return out
 
@@ -63,6 +65,28 @@ def norm_and_rotate(q: Tensor, k: Tensor, norms: QKNorm | None, rope: Rope, posi
         k = rms_norm(k, norms.k_weight, norms.eps)
     cos, sin = rope.cos.index_select(0, positions), rope.sin.index_select(0, positions)  # [T, head_dim / 2]
     return rotate(q, cos, sin), rotate(k, cos, sin)
+
+
+def keep(cache: dict[str, Tensor], k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Puts k and v into the cache, rounded to its dtype."""
+    for name, values in (("k", k), ("v", v)):
+        buffer = cache[name]
+        if buffer.dtype == torch.int8:
+            values, scale = to_codes(values)
+            store(cache[f"{name}_scale"], scale, slots)
+        store(buffer, values.to(buffer.dtype), slots)
+
+
+def recall(cache: dict[str, Tensor], load: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """k and v out of the cache, in `dtype`; `load` gathers tokens of a buffer."""
+
+    def loaded(name: str) -> Tensor:
+        values = load(cache[name])
+        if values.dtype == torch.int8:
+            values = from_codes(values, load(cache[f"{name}_scale"]))
+        return values.to(dtype)
+
+    return loaded("k"), loaded("v")
 
 
 def attend_group(q: Tensor, k: Tensor, v: Tensor, tail: Tensor, group: RowGroup, spec: AttentionSpec, out: Tensor) -> None:

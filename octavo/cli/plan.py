@@ -1,7 +1,7 @@
 """`octavo plan`: whether and how a model fits, from its config and headers, before any weight is read.
 
-The count is the one the engine starts by (`policy/memory_plan.py`). Flags ask what if: another memory, length, batch or
-dtype; with --kv-cache-dtype also what this version does not run yet, and the answer says so.
+The count is the one the engine starts by (`policy/memory_plan.py`). Flags ask what if: another memory, length, batch,
+dtype or quantization.
 """
 
 import argparse
@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from octavo.loading.shape import ModelShape
 
 SETTINGS = (
-    "revision", "dtype", "quantization",
+    "revision", "dtype", "quantization", "kv_cache_dtype",
     "max_model_len", "block_size", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens", "native",
 )  # fmt: skip
-KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what if")
     text = "plan for this much memory, all of it free (24GiB, 512m); default: what there is here"
     group.add_argument("--memory", type=size, metavar="SIZE", help=text)
-    text = "numbers of the KV cache; other than the dtype of the run, not run by this version (default: auto)"
-    group.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help=text)
     add_engine_flags(parser, only=SETTINGS)
 
 
@@ -47,19 +44,13 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args, args.words)
     shape = model_shape(config.model, config.revision)
     threads = native_threads(config, num_threads())
-    needs = shape.needs(resolve_dtype(config.dtype, shape.config.dtype), config.quantization, args.kv_cache_dtype, threads)
+    needs = shape.needs(resolve_dtype(config.dtype, shape.config.dtype), config.quantization, config.kv_cache_dtype, threads)
     plan = plan_memory(needs, config, memory() if args.memory is None else Memory(args.memory))
-    not_run = _not_run(needs, args.kv_cache_dtype)
     if args.json:
-        print(json.dumps(_record(shape, needs, config, plan, not_run), indent=1))
+        print(json.dumps(_record(shape, needs, config, plan), indent=1))
     else:
-        print(plan_text(shape, needs, config, plan, not_run, plain=not _draws_blocks(), colour=sys.stdout.isatty() and not no_color()))
+        print(plan_text(shape, needs, config, plan, plain=not _draws_blocks(), colour=sys.stdout.isatty() and not no_color()))
     return 0 if plan.refusal is None else 1
-
-
-def _not_run(needs: ModelNeeds, kv_cache_dtype: str) -> list[str]:
-    """What of it is only a what-if."""
-    return [f"a KV cache of {kv_cache_dtype}"] if kv_cache_dtype not in ("auto", needs.dtype) else []
 
 
 def _draws_blocks() -> bool:
@@ -70,7 +61,7 @@ def _draws_blocks() -> bool:
     return True
 
 
-def _record(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig, plan: MemoryPlan, not_run: list[str]) -> dict[str, Any]:
+def _record(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig, plan: MemoryPlan) -> dict[str, Any]:
     """Everything the table says, sizes in bytes."""
     use, geometry = plan.use, plan.geometry
     return {
@@ -87,6 +78,7 @@ def _record(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig, plan: 
         "total_bytes": use.total,
         "memory_bytes": plan.memory.total,
         "other_processes_bytes": plan.memory.others,
+        "kv_cache_dtype": needs.kv_cache_dtype,
         "kv_bytes_per_token": geometry.bytes_per_token,
         "num_blocks": geometry.num_blocks,
         "block_size": geometry.block_size,
@@ -95,7 +87,6 @@ def _record(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig, plan: 
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "concurrency": round(plan.concurrency, 2),
-        "not_run_by_this_version": not_run,
         "fits": plan.refusal is None,
         "refusal": plan.refusal,
     }

@@ -25,20 +25,17 @@ MARKS = {
 }
 
 
-def plan_text(
-    shape: "ModelShape", needs: ModelNeeds, config: EngineConfig, plan: MemoryPlan, not_run: list[str], plain: bool, colour: bool
-) -> str:
+def plan_text(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig, plan: MemoryPlan, plain: bool, colour: bool) -> str:
     lines = [f"{shape.name}: {shape.config.architecture}, {num_parameters(shape.config):,} parameters, {needs.dtype}", ""]
     lines += [f"  {name:<17}{value:>12}   {note}".rstrip() for name, value, note in _rows(shape, needs, config, plan)]
     lines += ["", *_bar(plan, plain, colour), ""]
-    if not_run:
-        lines.append(f"What if: this version does not run {' or '.join(not_run)}.")
     return "\n".join([*lines, _sentence(plan)])
 
 
 def _rows(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig, plan: MemoryPlan) -> list[tuple[str, str, str]]:
     use, geometry, memory = plan.use, plan.geometry, plan.memory
-    blocks = f"{geometry.num_blocks:,} blocks of {geometry.block_size} tokens, {geometry.bytes_per_token:,} bytes a token; taken as used"
+    token = f"{geometry.bytes_per_token:,} bytes a token" + ("" if needs.kv_cache_dtype == needs.dtype else f" in {needs.kv_cache_dtype}")
+    blocks = f"{geometry.num_blocks:,} blocks of {geometry.block_size} tokens, {token}; taken as used"
     held = f", {shown(memory.others)} of it held by other processes" if memory.others else ""
     return [
         ("weights", shown(use.weights), stored(shape, needs, config)),

@@ -11,13 +11,15 @@ if TYPE_CHECKING:
 
 DEFAULT_REQUESTS = 40
 MOST_REQUESTS = 100_000
+# The schedule sets the rest.
+SETTINGS = ("revision", "dtype", "quantization", "device", "load_format", "block_size", "kv_cache_dtype", "native", "cpu_isa", "seed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", metavar="MODEL", nargs="?", help=field_help("model"))
     text = f"requests in the stress schedule (default: {DEFAULT_REQUESTS})"
     parser.add_argument("--requests", type=_count, metavar="N", default=DEFAULT_REQUESTS, help=text)
-    add_engine_flags(parser, only=("revision", "dtype", "device", "load_format", "block_size", "seed"))  # the schedule sets the rest
+    add_engine_flags(parser, only=SETTINGS)
 
 
 def _count(text: str) -> int:
@@ -61,7 +63,9 @@ def _table(name: str, block_size: int, results: "list[Verified]") -> str:
         ("blocks copied on write", [r.compared.copies for r in results]),
         ("blocks evicted", [r.pool.evicted for r in results]),
     ]
-    head = f"{name}, {results[0].dtype}, blocks of {block_size}: paged and contiguous caches agree bit for bit"
+    first = results[0]
+    what = f"{name}, {first.dtype}, {first.kernels} kernels, blocks of {block_size} in {first.kv_cache_dtype}"
+    head = f"{what}: paged and contiguous caches agree bit for bit"
     lines = [head, f"{'':32}" + "".join(f"{f'depth {r.depth}':>16}" for r in results)]
     lines += [f"{label:32}" + "".join(f"{value:>16,}" for value in values) for label, values in rows]
     return "\n".join(lines)

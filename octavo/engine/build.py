@@ -78,9 +78,9 @@ def _make_runner(config: EngineConfig, source: ModelSource, model: ModelConfig, 
 
 def _identity(config: EngineConfig, source: ModelSource, runner: Runner, geometry: CacheGeometry) -> bytes:
     """What must be equal for two caches to hold the same bytes for the same tokens."""
-    dtype = runner.dtype if isinstance(runner, Worker) else "fake"
+    dtypes = f"{runner.dtype} {runner.needs.kv_cache_dtype}" if isinstance(runner, Worker) else "fake"
     weights = b"dummy%d" % config.seed if config.load_format == "dummy" else open_checkpoint(source).fingerprint()
-    settings = (source.name, dtype, config.quantization, str(geometry.block_size))
+    settings = (source.name, dtypes, config.quantization, str(geometry.block_size))
     return b"\0".join([weights, *(setting.encode() for setting in settings)])
 
 

@@ -7,7 +7,7 @@ edge, and are computed in chunks. A run in which one of these did not happen pro
 from dataclasses import dataclass, replace
 from random import Random
 
-from octavo.config import Debug, EngineConfig
+from octavo.config import EngineConfig, debug_from_environment
 from octavo.engine.build import Engine, build_engine
 from octavo.errors import ConfigError, EngineError, VerifyError
 from octavo.loading.resolve import ModelSource
@@ -32,6 +32,8 @@ class Verified:
     cached_tokens: int
     requests: int
     dtype: str
+    kv_cache_dtype: str
+    kernels: str  # those that were looked at
 
 
 def stress_config(config: EngineConfig, depth: int) -> EngineConfig:
@@ -78,7 +80,7 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
             f"verify wants a context of {BLOCKS_FOR_LONGEST} blocks, {longest} tokens, the model has {model.max_position}: lower block_size"
         )
     config = stress_config(config, depth)
-    debug = Debug(check=True, preempt_every=11)
+    debug = replace(debug_from_environment(), check=True, preempt_every=11)
     worker = Worker(config, source, model, debug, shadow=True)
 
     def on_event(event: Event, block: int, digest: bytes | None) -> None:
@@ -91,7 +93,15 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
     cached = _run(engine, requests)
     scheduler = engine.core.scheduler
     verified = Verified(
-        depth, worker.shadow.compared, scheduler.kv.pool.counts, scheduler.stats.preemptions, cached, len(requests), worker.dtype
+        depth=depth,
+        compared=worker.shadow.compared,
+        pool=scheduler.kv.pool.counts,
+        preemptions=scheduler.stats.preemptions,
+        cached_tokens=cached,
+        requests=len(requests),
+        dtype=worker.dtype,
+        kv_cache_dtype=worker.needs.kv_cache_dtype,
+        kernels="torch" if worker.library is None else f"native {worker.library.level}",
     )
     _demand_stress(verified, config.block_size)
     return verified

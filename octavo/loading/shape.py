@@ -25,7 +25,7 @@ from octavo.model_config import ModelConfig
 from octavo.models.registry import cache_specs
 from octavo.policy.cache_spec import ITEM_BYTES
 from octavo.policy.memory_plan import ModelNeeds
-from octavo.policy.model_size import Codes, int8_cache_specs, matrices, requantised, weight_bytes
+from octavo.policy.model_size import Codes, matrices, requantised, weight_bytes
 from octavo.policy.native_size import Kept, kept_matrices, native_weight_bytes
 from octavo.quant.quant_config import read_quant_config
 
@@ -48,11 +48,8 @@ class ModelShape:
     def needs(
         self, dtype: str, quantization: Quantization = "auto", kv_cache_dtype: str = "auto", native_threads: int = 0
     ) -> ModelNeeds:
-        """A `kv_cache_dtype` other than auto is a what-if: no engine runs it yet. Without threads, torch computes."""
-        if kv_cache_dtype == "int8":
-            specs = int8_cache_specs(self.config)
-        else:
-            specs = cache_specs(self.config, dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
+        """Without threads, torch computes."""
+        specs = cache_specs(self.config, dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
         item = ITEM_BYTES[dtype]
         if native_threads:
             unpacked = REQUANTISED_BYTES if self.packed and quantization in ("int8", "int4") else 0

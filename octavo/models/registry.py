@@ -37,6 +37,11 @@ def build_model(
 
 
 def cache_specs(config: ModelConfig, dtype: str) -> list[LayerCacheSpec]:
+    """`dtype`: of the cache. Codes of 8 bits have a scale for each head of a token."""
     token = Buffer((config.num_kv_heads, config.head_dim), dtype)
-    return [LayerCacheSpec(layer, {"k": token, "v": token}, window) for layer, window in enumerate(config.windows)]
+    buffers = {"k": token, "v": token}
+    if dtype == "int8":
+        scale = Buffer((config.num_kv_heads,), "float32")
+        buffers |= {"k_scale": scale, "v_scale": scale}
+    return [LayerCacheSpec(layer, buffers, window) for layer, window in enumerate(config.windows)]
 

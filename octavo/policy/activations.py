@@ -12,6 +12,7 @@ they share none.
 from dataclasses import dataclass
 
 from octavo.model_config import ModelConfig
+from octavo.policy.cache_spec import ITEM_BYTES, LayerCacheSpec
 
 FLOAT32 = 4
 # Bytes for each (row, token of the vocabulary) at the widest point of a top-p draw: logits 4, distances 4, those of the rows
@@ -29,13 +30,26 @@ class StepLoad:
     gathered: int  # keys read, over all rows
 
 
-def step_bytes(model: ModelConfig, item: int, layer_bytes_per_token: int, load: StepLoad) -> int:
-    """`item`: bytes of a number of the run's dtype; `layer_bytes_per_token`: what a layer's cache keeps."""
+def loaded_bytes(spec: LayerCacheSpec, dtype: str) -> int:
+    """Bytes for each key that attention gathers. From a cache of another dtype: k as the run has it, and v on its way there."""
+    kept, item = spec.buffers["k"], ITEM_BYTES[dtype]  # v is as large
+    if kept.dtype == dtype:
+        return spec.bytes_per_token
+    numbers = kept.bytes_per_token // ITEM_BYTES[kept.dtype]
+    way = kept.bytes_per_token + numbers * item
+    if kept.dtype == "int8":  # times its scale, in float32
+        way = spec.buffers["k_scale"].bytes_per_token + numbers * (1 + FLOAT32)
+        way = max(way, numbers * (FLOAT32 + item)) if item < FLOAT32 else way
+    return numbers * item + way
+
+
+def step_bytes(model: ModelConfig, item: int, loaded: int, load: StepLoad) -> int:
+    """`item`: bytes of a number of the run's dtype; `loaded`: `loaded_bytes` of a layer."""
     logits = load.rows * model.vocab_size
-    return max(_forward_bytes(model, item, layer_bytes_per_token, load) + FLOAT32 * logits, SAMPLER_BYTES * logits)
+    return max(_forward_bytes(model, item, loaded, load) + FLOAT32 * logits, SAMPLER_BYTES * logits)
 
 
-def _forward_bytes(model: ModelConfig, item: int, layer_bytes_per_token: int, load: StepLoad) -> int:
+def _forward_bytes(model: ModelConfig, item: int, loaded: int, load: StepLoad) -> int:
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     stream = 4 * model.hidden_size * item  # input and sum, before and after the norm
     mlp = 4 * model.intermediate_size * item  # gate and up, silu, product
@@ -45,7 +59,7 @@ def _forward_bytes(model: ModelConfig, item: int, layer_bytes_per_token: int, lo
     rotate = projected + normed + turning + model.head_dim * FLOAT32
     queries = projected + 3 * q * item  # rotated, picked for a group, and room for the result
     result = q * item
-    gathered = layer_bytes_per_token * load.gathered
+    gathered = loaded * load.gathered
     scores = load.tokens * load.context  # places of a mask
     windows = {None if window is None or window >= load.context else window for window in model.windows}
     attend = load.tokens * queries + gathered + max(load.tokens * result, scores)  # a mask is made of flags of one byte

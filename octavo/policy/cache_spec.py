@@ -1,6 +1,7 @@
 """What one layer keeps per token, in words: the seam between a model and the KV store.
 
-    cache_specs(config) -> [LayerCacheSpec(layer=0, buffers={"k": Buffer((2, 64), "bfloat16"), "v": ...}), ...]
+    cache_specs(config, dtype) -> [LayerCacheSpec(layer=0, buffers={"k": Buffer((2, 64), "bfloat16"), "v": ...}), ...]
+                                   of int8 with a scale for each head: "k_scale": Buffer((2,), "float32"), "v_scale": ...
 
 A buffer's shape is that of one token; the store lays tokens out as [num_blocks, block_size, *shape] and copies, sizes
 and fills buffers without knowing their names.

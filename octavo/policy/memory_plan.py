@@ -17,7 +17,7 @@ from typing import Any
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.model_config import ModelConfig
-from octavo.policy.activations import FLOAT32, StepLoad, step_bytes
+from octavo.policy.activations import FLOAT32, StepLoad, loaded_bytes, step_bytes
 from octavo.policy.cache_spec import ITEM_BYTES, CacheGeometry, LayerCacheSpec
 from octavo.policy.native_size import native_step_bytes
 
@@ -55,6 +55,10 @@ class ModelNeeds:
     @property
     def bytes_per_token(self) -> int:
         return sum(spec.bytes_per_token for spec in self.specs)
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        return self.specs[0].buffers["k"].dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +144,12 @@ class _Planner:
             context=max_len,
             gathered=min(tokens, config.max_num_seqs * max_len),
         )
-        layer_bytes = max(spec.bytes_per_token for spec in needs.specs)
         if needs.native_threads:
             step = native_step_bytes(model, load, needs.native_threads)
             kept = min(MOST_KEPT, step // 5)  # its own buffers are never given back
         else:
-            step = step_bytes(model, ITEM_BYTES[needs.dtype], layer_bytes, load)
+            loaded = max(loaded_bytes(spec, needs.dtype) for spec in needs.specs)
+            step = step_bytes(model, ITEM_BYTES[needs.dtype], loaded, load)
             kept = min(MOST_KEPT, step * 2 // 5)
         contiguous = config.attention_backend == "contiguous"  # a region for every row
         places = config.max_num_seqs * table_blocks if contiguous else num_blocks

@@ -13,7 +13,7 @@ own stay floats.
 from dataclasses import dataclass
 
 from octavo.model_config import ModelConfig
-from octavo.policy.cache_spec import ITEM_BYTES, Buffer, LayerCacheSpec
+from octavo.policy.cache_spec import ITEM_BYTES
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _GROUPS = {8: (64, 32, 16), 4: (32, 16)}  # the first that fits
@@ -80,10 +80,3 @@ def num_parameters(config: ModelConfig) -> int:
 def num_norms(config: ModelConfig) -> int:
     in_layer = 2 * config.hidden_size + (2 * config.head_dim if config.qk_norm else 0)
     return config.num_layers * in_layer + config.hidden_size
-
-
-def int8_cache_specs(config: ModelConfig) -> list[LayerCacheSpec]:
-    """A what-if, too: a byte a value, and a float32 scale for each head of a token."""
-    token, scale = Buffer((config.num_kv_heads, config.head_dim), "int8"), Buffer((config.num_kv_heads,), "float32")
-    buffers = {"k": token, "v": token, "k_scale": scale, "v_scale": scale}
-    return [LayerCacheSpec(layer, buffers, window) for layer, window in enumerate(config.windows)]

@@ -16,6 +16,7 @@ from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.cache_spec import LayerCacheSpec
 
 Caches = list[dict[str, Tensor]]  # per layer, by buffer name
+NO_CODE = -128  # no number gets it: codes go from -127 to 127
 
 
 class KVStore(Protocol):
@@ -36,10 +37,10 @@ def _allocate(specs: list[LayerCacheSpec], places: int, tokens: int) -> Caches:
 
 
 def poison(caches: Caches, block: int) -> None:
-    """Fill a block with NaN: whoever reads it before writing it shows at once."""
+    """Fill a block with NaN: whoever reads it before writing it shows at once. Codes have their NaN in the scale."""
     for cache in caches:
         for buffer in cache.values():
-            buffer[block] = torch.nan
+            buffer[block] = torch.nan if buffer.is_floating_point() else NO_CODE
 
 
 class PagedStore:

@@ -17,19 +17,22 @@ from octavo.kernels.cpu.library import BF16, F32, PANEL, Q8, Layer, Model, Nativ
 from octavo.kernels.cpu.packing import PackedMatrix
 from octavo.loading.native_loader import NativeWeights
 from octavo.model_config import ModelConfig
+from octavo.worker.kv_store import Caches
 from octavo.worker.program import Forward
 
-CACHE_KINDS = {torch.float32: F32, torch.bfloat16: BF16}
+KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.int8: Q8}
 
 
 class NativeProgram:
     def __init__(self, config: ModelConfig, weights: NativeWeights, rope: Rope, library: NativeLibrary, block_size: int) -> None:
         self.vocab_size = config.vocab_size
-        self._hidden_size = config.hidden_size
-        self._library = library
+        self.library = library
         self._kept: list[Any] = [rope]  # what the descriptors point to
-        self._layers = (Layer * config.num_layers)(*(self._layer(config, weights, index) for index in range(config.num_layers)))
-        self._model = self._describe(config, weights, rope, block_size)
+        self.layers = (Layer * config.num_layers)(*(self._layer(config, weights, index) for index in range(config.num_layers)))
+        self.embed = None if config.tie_embeddings else weights.rows("embed.weight")  # None: its rows are the head's
+        self.head = weights.matrix("embed" if config.tie_embeddings else "head")
+        self._kept.append(self.embed)
+        self.model = self._describe(config, weights, rope, block_size)
         self._caches: object = None
 
     @property
@@ -39,32 +42,31 @@ class NativeProgram:
         return sum(array.nbytes for array in arrays if isinstance(array, (np.ndarray, Tensor)))
 
     def run(self, batch: ForwardBatch) -> Forward:
-        self._point_to(batch)
-        tokens, samples = len(batch.token_ids), len(batch.sample_index)
-        hidden = torch.empty(tokens, self._hidden_size)
+        if self._caches is not batch.caches:  # nearly always they are those of the step before
+            self._caches, self.model = batch.caches, self.over(batch.caches)
+        samples = len(batch.sample_index)
+        hidden = torch.empty(len(batch.token_ids), self.model.hidden)
         logits, best = torch.empty(samples, self.vocab_size), torch.empty(samples, dtype=torch.int64)
-        step = Step(
-            num_tokens=tokens, num_rows=len(batch.rows), table_width=batch.tables.shape[1], num_samples=samples,
-            token_ids=_at(batch.token_ids), positions=_at(batch.positions[0]), slots=_at(batch.slots),
-            query_start=_at(batch.query_start), context_len=_at(batch.context_len), tables=_at(batch.tables),
-            sample_index=_at(batch.sample_index), hidden=_at(hidden), logits=_at(logits), best=_at(best),
-        )  # fmt: skip
-        self._library.call.octavo_step(ctypes.byref(self._model), ctypes.byref(step))
+        step = describe(batch)
+        step.hidden, step.logits, step.best = at(hidden), at(logits), at(best)
+        self.library.call.octavo_step(ctypes.byref(self.model), ctypes.byref(step))
         return Forward(hidden, logits, best)
 
     def logits(self, hidden: Tensor) -> Tensor:
         hidden, logits = hidden.contiguous(), torch.empty(len(hidden), self.vocab_size)
-        self._library.call.octavo_matmul(ctypes.byref(self._model.head), _at(hidden), _at(logits), len(hidden))
+        self.library.call.octavo_matmul(ctypes.byref(self.model.head), at(hidden), at(logits), len(hidden))
         return logits
 
-    def _point_to(self, batch: ForwardBatch) -> None:
-        """The cache is nearly always the one of the step before."""
-        if self._caches is batch.caches:
-            return
-        self._caches = batch.caches
-        self._model.cache_kind = CACHE_KINDS[batch.caches[0]["k"].dtype]
-        for layer, cache in zip(self._layers, batch.caches, strict=True):
-            layer.k_cache, layer.v_cache = _at(cache["k"]), _at(cache["v"])
+    def over(self, caches: Caches) -> Model:
+        """The model, with these caches. Whoever holds it holds the program and the caches too."""
+        layers = type(self.layers).from_buffer_copy(self.layers)
+        for layer, cache in zip(layers, caches, strict=True):
+            layer.k_cache, layer.v_cache = at(cache["k"]), at(cache["v"])
+            if "k_scale" in cache:
+                layer.k_scale, layer.v_scale = at(cache["k_scale"]), at(cache["v_scale"])
+        model = Model.from_buffer_copy(self.model)
+        model.layers, model.cache_kind = layers, KINDS[caches[0]["k"].dtype]
+        return model
 
     def _layer(self, config: ModelConfig, weights: NativeWeights, index: int) -> Layer:
         name = f"layers.{index}"
@@ -83,16 +85,12 @@ class NativeProgram:
         return layer
 
     def _describe(self, config: ModelConfig, weights: NativeWeights, rope: Rope, block_size: int) -> Model:
-        tied = config.tie_embeddings
-        embed = None if tied else weights.rows("embed.weight")
-        self._kept.append(embed)
         return Model(
             num_layers=config.num_layers, hidden=config.hidden_size, heads=config.num_heads, kv_heads=config.num_kv_heads,
             head_dim=config.head_dim, intermediate=_inner(config), vocab=config.vocab_size, block_size=block_size,
-            embed_kind=Q8 if embed is None else CACHE_KINDS[embed.dtype], embed=None if embed is None else _at(embed),
-            eps=config.norm_eps, attention_scale=config.head_dim**-0.5, layers=self._layers,
-            norm=self._vector(weights, "norm.weight"), cos=_at(rope.cos), sin=_at(rope.sin),
-            head=self._matrix(weights.matrix("embed" if tied else "head")),
+            embed_kind=Q8 if self.embed is None else KINDS[self.embed.dtype], embed=None if self.embed is None else at(self.embed),
+            eps=config.norm_eps, attention_scale=config.head_dim**-0.5, layers=self.layers,
+            norm=self._vector(weights, "norm.weight"), cos=at(rope.cos), sin=at(rope.sin), head=self._matrix(self.head),
         )  # fmt: skip
 
     def _vector(self, weights: NativeWeights, name: str) -> int | None:
@@ -110,6 +108,15 @@ def _inner(config: ModelConfig) -> int:
     return -(-config.intermediate_size // PANEL) * PANEL
 
 
-def _at(tensor: Tensor) -> int:
+def describe(batch: ForwardBatch) -> Step:
+    """The step of a batch, but for its results. It points to the batch's tensors, and keeps none of them."""
+    return Step(
+        num_tokens=len(batch.token_ids), num_rows=len(batch.rows), table_width=batch.tables.shape[1], num_samples=len(batch.sample_index),
+        token_ids=at(batch.token_ids), positions=at(batch.positions[0]), slots=at(batch.slots), query_start=at(batch.query_start),
+        context_len=at(batch.context_len), tables=at(batch.tables), sample_index=at(batch.sample_index),
+    )  # fmt: skip
+
+
+def at(tensor: Tensor) -> int:
     assert tensor.is_contiguous()
     return tensor.data_ptr()

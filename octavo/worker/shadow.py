@@ -7,6 +7,10 @@
 
 In every layer of every step each row is gathered through its block table and must equal its region; then the same
 attention function runs over the regions, and must give the same output. The first difference raises `VerifyError`.
+
+    torch program     `shadowed` wraps the attention backend of each layer
+    native program    `ShadowedProgram` runs a step layer by layer with `ShadowedAttention`, then in one call, as engines do:
+                      both must give the same bits
 """
 
 from dataclasses import dataclass, replace
@@ -23,6 +27,9 @@ from octavo.messages import StepPlan
 from octavo.policy.block_pool import Event
 from octavo.policy.cache_spec import LayerCacheSpec
 from octavo.worker.kv_store import Caches, ContiguousStore, KVStore
+from octavo.worker.native_layers import NativeAttention, NativeLayers
+from octavo.worker.native_program import NativeProgram
+from octavo.worker.program import Forward
 
 
 @dataclass(slots=True)
@@ -110,10 +117,22 @@ class Shadow:
                 self.compared.cache_values += paged.numel()
         self.compared.rows += len(rows)
 
+    def contiguous(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch over the regions: they are blocks in a row, so that a table counts up from the first of its row."""
+        blocks = self.regions.caches[0]["k"].shape[1] // self.block_size
+        tables = batch.rows[:, None] * blocks + torch.arange(batch.tables.shape[1])
+        token_rows = batch.rows.repeat_interleave(batch.query_start.diff())
+        slots = token_rows * blocks * self.block_size + batch.positions[0]
+        return replace(batch, tables=tables, slots=slots, caches=self.regions.caches)
+
     def compare_outputs(self, layer: int, paged: Tensor, plain: Tensor) -> None:
         if not same_bits(paged, plain):
             raise VerifyError(f"attention differs over equal caches: step {self.step}, layer {layer}")
         self.compared.output_values += paged.numel()
+
+    def compare_ways(self, at_once: Forward, by_layers: Forward) -> None:
+        if not same_bits(at_once.hidden, by_layers.hidden) or not same_bits(at_once.logits, by_layers.logits):
+            raise VerifyError(f"a step in one call differs from its layers one by one: step {self.step}")
 
 
 class ShadowedStore:
@@ -166,8 +185,46 @@ def shadowed(paged_backend: type[AttentionBackend], shadow: Shadow) -> type[Atte
     return ShadowedBackend
 
 
+class ShadowedAttention:
+    """The native attention over blocks and over the regions, with the proof between."""
+
+    def __init__(self, whole: NativeProgram, caches: Caches, shadow: Shadow) -> None:
+        self._paged, self._plain = NativeAttention(whole, caches), NativeAttention(whole, shadow.regions.caches)
+        self._shadow = shadow
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        self._batch = batch
+        self._paged.prepare(batch)
+        self._plain.prepare(self._shadow.contiguous(batch))
+
+    def attend(self, layer: int, qkv: Tensor) -> Tensor:
+        twin = qkv.clone()
+        self._paged.write(layer, qkv)
+        self._plain.write(layer, twin)
+        self._shadow.compare_caches(layer, self._batch.caches[layer], self._batch)
+        out = self._paged.read(layer, qkv)
+        self._shadow.compare_outputs(layer, out, self._plain.read(layer, twin))
+        return out
+
+
+class ShadowedProgram:
+    """The native program, with the proof in every layer."""
+
+    def __init__(self, whole: NativeProgram, caches: Caches, shadow: Shadow) -> None:
+        self.vocab_size, self.nbytes, self.logits = whole.vocab_size, whole.nbytes, whole.logits
+        self._whole, self._layers = whole, NativeLayers(whole, ShadowedAttention(whole, caches, shadow))
+        self._shadow = shadow
+
+    def run(self, batch: ForwardBatch) -> Forward:
+        by_layers = self._layers.run(batch)
+        at_once = self._whole.run(batch)  # writes the same bits into the same slots
+        self._shadow.compare_ways(at_once, by_layers)
+        return at_once
+
+
 def _bits(values: Tensor) -> Tensor:
-    return values.contiguous().view(torch.int16 if values.dtype == torch.bfloat16 else torch.int32)
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+    return values.contiguous().view(integers[values.itemsize])
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

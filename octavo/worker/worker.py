@@ -36,7 +36,7 @@ from octavo.worker.model_runner import ModelRunner
 from octavo.worker.native_program import NativeProgram
 from octavo.worker.program import Eager, Program
 from octavo.worker.request_table import RequestTable
-from octavo.worker.shadow import Shadow, ShadowedStore, shadowed
+from octavo.worker.shadow import Shadow, ShadowedProgram, ShadowedStore, shadowed
 from octavo.worker.warm_up import warm_up
 
 GIB = 2**30
@@ -45,7 +45,7 @@ GIB = 2**30
 class Worker:
     def __init__(self, config: EngineConfig, source: ModelSource, model_config: ModelConfig, debug: Debug, shadow: bool = False) -> None:
         """With `shadow`, every step is proven against a contiguous cache: slow, and exact."""
-        self.config = config
+        self.config = config = debug.overrule(config)
         self.source = source
         self.model_config = model_config
         self.faults = Faults(debug)
@@ -53,7 +53,9 @@ class Worker:
         self._check_device()
         self.dtype = resolve_dtype(config.dtype, model_config.dtype)
         self.library = self._open_native()
-        self.needs = self._shape().needs(self.dtype, config.quantization, native_threads=self.library.threads if self.library else 0)
+        self.needs = self._shape().needs(
+            self.dtype, config.quantization, config.kv_cache_dtype, native_threads=self.library.threads if self.library else 0
+        )
         self.specs = self.needs.specs
         self.backend = choose_backend(config.attention_backend, self.dtype)
         if self.backend.layout == "contiguous" and config.enable_prefix_caching:
@@ -141,8 +143,8 @@ class Worker:
         return StoredParameters(empty, as_wanted(found, self.config.quantization, self.model_config))
 
     def _open_native(self) -> NativeLibrary | None:
-        """The native kernels, if they are wanted; the proof of paging runs on torch's."""
-        if not self.config.wants_native or self._shadow_wanted:
+        """The native kernels, if they are wanted."""
+        if not self.config.wants_native:
             return None
         watch = Stopwatch()
         library = open_native(self.config.cpu_isa, num_threads())
@@ -166,10 +168,11 @@ class Worker:
         load_weights(model, stored.checkpoint)
         return model
 
-    def _load_native(self, geometry: CacheGeometry, stored: StoredParameters, library: NativeLibrary) -> NativeProgram:
+    def _load_native(self, geometry: CacheGeometry, stored: StoredParameters, library: NativeLibrary) -> Program:
         rope = build_rope(self.model_config.rope, self.model_config.head_dim, geometry.max_model_len)
         weights = NativeWeights(stored, library, self.dtype)
-        return NativeProgram(self.model_config, weights, rope, library, geometry.block_size)
+        program = NativeProgram(self.model_config, weights, rope, library, geometry.block_size)
+        return ShadowedProgram(program, self.store.caches, self.shadow) if self._shadow_wanted else program
 
     def _log(self, geometry: CacheGeometry) -> None:
         tokens = (geometry.num_blocks - 1) * geometry.block_size

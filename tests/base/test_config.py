@@ -16,6 +16,7 @@ BAD: dict[str, list[Any]] = {
     "dtype": ["float16", "", None, 5],
     "quantization": ["awq", "fp8", "int2", None, 4],
     "device": ["cuda", "mps", "", None, 5],
+    "kv_cache_dtype": ["float16", "int4", "", None, 8],
     "load_format": ["pt", None],
     "generation_config": ["vllm", None],
     "native": ["yes", None],
@@ -65,13 +66,14 @@ def test_nothing_is_written_back() -> None:
 
 
 def test_debug_switches_are_parsed_strictly() -> None:
-    text = " check=1,preempt.every=3 ,forward.raise@7,forward.nan@8,sample.bad_id@9,cache.force_miss=1,runner=fake,"
+    text = " check=1,preempt.every=3 ,forward.raise@7,forward.nan@8,sample.bad_id@9,cache.force_miss=1,runner=fake,isa=avx2,native=off,"
     assert Debug.parse(text) == Debug(
-        check=True, preempt_every=3, forward_raise=7, forward_nan=8, sample_bad_id=9, cache_force_miss=True, runner="fake"
-    )
+        check=True, preempt_every=3, forward_raise=7, forward_nan=8, sample_bad_id=9, cache_force_miss=True, runner="fake",
+        isa="avx2", native="off",
+    )  # fmt: skip
     assert Debug.parse("") == Debug.parse("check=0") == Debug()
     assert Debug.parse("").switched_on == [] and Debug.parse(text).switched_on[:2] == ["check=True", "runner=fake"]
-    for bad in ("forward", "forward.raise=@7", "check", "check=-1", "check=yes", "preempt.every@@3", "=1"):
+    for bad in ("forward", "forward.raise=@7", "check", "check=-1", "check=yes", "preempt.every@@3", "=1", "isa=sse", "isa", "native=0"):
         with pytest.raises(ConfigError, match="OCTAVO_DEBUG"):
             Debug.parse(bad)
 

@@ -23,6 +23,7 @@ WAYS: dict[str, list[tuple[str, list[str], Any]]] = {
     "max_model_len": [('"32k"', ["--max-model-len", "32k"], 32768), ("99", ["--max-model-len", "99"], 99),
                       ('"auto"', ["--max-model-len", "auto"], None)],
     "block_size": [("32", ["--block-size", "32"], 32)],
+    "kv_cache_dtype": [('"int8"', ["--kv-cache-dtype", "int8"], "int8")],
     "kv_cache_memory_bytes": [('"512M"', ["--kv-cache-memory-bytes", "512m"], 2**29)],
     "num_gpu_blocks_override": [("1_000", ["--num-gpu-blocks-override", "1000"], 1000)],
     "max_num_seqs": [("8", ["--max-num-seqs", "8"], 8)],

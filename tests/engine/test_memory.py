@@ -13,8 +13,8 @@ from octavo import LLM, SamplingParams
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.loading.shape import model_shape
-from octavo.policy.activations import StepLoad, step_bytes
-from octavo.policy.memory_plan import GIB, LIBRARIES, Memory, plan_memory
+from octavo.policy.activations import StepLoad, loaded_bytes, step_bytes
+from octavo.policy.memory_plan import GIB, LIBRARIES, Memory, MemoryPlan, plan_memory
 from octavo.worker import machine
 from octavo.worker import memory as memory_module
 from octavo.worker import worker as worker_module
@@ -22,12 +22,12 @@ from octavo.worker.model_runner import ModelRunner
 from tests.support.resident import held_under_load
 
 
-def planned(model: str | None, engine: dict[str, Any]) -> int:
-    threads = 1 if engine.get("native") else 0
-    needs = model_shape(model).needs(engine["dtype"], engine.get("quantization", "auto"), native_threads=threads)
+def plan_for(model: str | None, engine: dict[str, Any]) -> MemoryPlan:
+    settings = engine.get("quantization", "auto"), engine.get("kv_cache_dtype", "auto")
+    needs = model_shape(model).needs(engine["dtype"], *settings, native_threads=1 if engine.get("native") else 0)
     plan = plan_memory(needs, EngineConfig(**engine), Memory(16 * GIB))
     assert plan.refusal is None
-    return plan.use.total
+    return plan
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_the_default_model_takes_what_was_planned_within_five_per_cent(dtype: st
     engine |= {"max_num_batched_tokens": 256, "max_model_len": 33}
     load = {"model": None, "engine": engine, "vocab": 49152, "requests": 16, "prompt": 15, "tokens": 18}
     before, most = held_under_load(load)
-    assert planned(None, engine) - LIBRARIES == pytest.approx(most - before, rel=0.05)
+    assert plan_for(None, engine).use.total - LIBRARIES == pytest.approx(most - before, rel=0.05)
     assert before == pytest.approx(LIBRARIES, rel=0.2), "what Python and the libraries take has changed"
 
 
@@ -52,7 +52,7 @@ def test_a_tiny_model_takes_what_was_planned_within_five_per_cent(stories: str, 
     engine = {"dtype": "float32", "native": native, "num_gpu_blocks_override": 257, "max_num_seqs": 8}
     engine |= {"max_num_batched_tokens": 256, "max_model_len": 512}
     before, most = held_under_load({"model": stories, "engine": engine, "vocab": 512, "requests": 8, "prompt": 385, "tokens": 127})
-    assert planned(stories, engine) - LIBRARIES + before == pytest.approx(most, rel=0.05)
+    assert plan_for(stories, engine).use.total - LIBRARIES + before == pytest.approx(most, rel=0.05)
 
 
 def test_out_of_memory_at_start_says_what_is_needed_and_what_fits(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +109,21 @@ SMALL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2,
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 8192, "tie_word_embeddings": True,
 }  # fmt: skip
+
+
+def test_a_pool_of_codes_holds_nearly_twice_the_tokens_and_takes_what_was_planned(tmp_path: Path) -> None:
+    """Heads of 64 dimensions: 64 + 4 bytes instead of 128. The pool is nearly all that this engine takes, and is written to the end."""
+    wide = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | wide | {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64}))
+    model, engine = str(tmp_path), {"dtype": "bfloat16", "native": True, "max_num_seqs": 32, "max_num_batched_tokens": 64}
+    engine |= {"kv_cache_memory_bytes": 2**28, "max_model_len": 257, "load_format": "dummy", "skip_tokenizer_init": True}
+    codes = engine | {"kv_cache_dtype": "int8"}
+    assert plan_for(model, codes).geometry.num_blocks / plan_for(model, engine).geometry.num_blocks == pytest.approx(128 / 68, rel=0.001)
+    codes["num_gpu_blocks_override"] = 32 * 16 + 1
+    before, most = held_under_load({"model": model, "engine": codes, "vocab": 512, "requests": 32, "prompt": 255, "tokens": 2})
+    assert plan_for(model, codes).use.total - LIBRARIES == pytest.approx(most - before, rel=0.05)
+
+
 # What is largest: how the model differs, prompts, tokens of a prompt, tokens of an answer, tokens of a step, how rows are sampled
 STEPS: dict[str, tuple[dict[str, Any], int, int, int, int, dict[str, Any]]] = {
     "the MLP": ({}, 1, 1024, 1, 1024, {}),
@@ -116,6 +131,7 @@ STEPS: dict[str, tuple[dict[str, Any], int, int, int, int, dict[str, Any]]] = {
     "normed heads": ({"intermediate_size": 64, "architectures": ["Qwen3ForCausalLM"]}, 1, 2048, 1, 2048, {}),
     "a mask": ({}, 1, 4096, 1, 1024, {}),
     "gathered keys": ({"hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 8}, 16, 200, 4, 16, {}),
+    "gathered codes": ({"hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 8}, 16, 200, 4, 16, {}),
     "the sampler": ({"vocab_size": 50_000}, 24, 8, 2, 256, {"temperature": 0.001, "top_p": 0.9}),
 }
 
@@ -136,6 +152,7 @@ def peak_bytes(run: Any) -> int:
 @pytest.mark.parametrize("largest", STEPS)
 def test_a_step_holds_what_was_counted(largest: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields, requests, prompt, tokens, step, sampling = STEPS[largest]
+    cache: Any = "int8" if largest == "gathered codes" else "auto"
     (tmp_path / "config.json").write_text(json.dumps(SMALL | fields))
     forward, sample = ModelRunner.forward, ModelRunner.sample
     peaks: list[int] = []
@@ -154,7 +171,7 @@ def test_a_step_holds_what_was_counted(largest: str, dtype: str, tmp_path: Path,
     length = prompt + tokens
     with LLM(
         str(tmp_path), load_format="dummy", native=False, skip_tokenizer_init=True, dtype=dtype, max_num_seqs=requests,  # type: ignore[arg-type]
-        max_num_batched_tokens=step, num_gpu_blocks_override=requests * (length // 16 + 2) + 2,
+        max_num_batched_tokens=step, kv_cache_dtype=cache, num_gpu_blocks_override=requests * (length // 16 + 2) + 2,
     ) as llm:  # fmt: skip
         monkeypatch.setattr(ModelRunner, "forward", watched_forward)
         monkeypatch.setattr(ModelRunner, "sample", watched_sample)
@@ -162,6 +179,6 @@ def test_a_step_holds_what_was_counted(largest: str, dtype: str, tmp_path: Path,
         llm.generate([[(7 * i + j) % 500 for j in range(prompt)] for i in range(requests)], params, use_tqdm=False)
     shape = model_shape(str(tmp_path))
     load = StepLoad(min(step, requests * prompt), requests, prompt if largest == "a mask" else 1, requests * length)
-    assert step_bytes(shape.config, torch.finfo(getattr(torch, dtype)).bits // 8, shape.needs(dtype).bytes_per_token // 2, load) == (
-        pytest.approx(max(peaks), rel=0.05)
-    )
+    loaded = loaded_bytes(shape.needs(dtype, kv_cache_dtype=cache).specs[0], dtype)
+    counted = step_bytes(shape.config, torch.finfo(getattr(torch, dtype)).bits // 8, loaded, load)
+    assert counted == pytest.approx(max(peaks), rel=0.05)

@@ -17,6 +17,7 @@ from octavo.loading.shape import model_shape
 from octavo.outputs import RequestOutput
 from octavo.worker.machine import num_threads
 from octavo.worker.native_program import NativeProgram
+from octavo.worker.program import Eager
 from tests.cli.processes import octavo
 from tests.support.closing import assert_closing_frees
 from tests.support.models import tiny_model
@@ -125,6 +126,15 @@ def test_a_level_the_cpu_does_not_have_is_refused(stories: str, monkeypatch: pyt
     monkeypatch.setattr(NativeLibrary, "highest_level", "avx2")
     with pytest.raises(ConfigError, match="cpu_isa amx is more than this machine offers: avx2"):
         LLM(stories, cpu_isa="amx")
+
+
+def test_a_switch_for_tests_overrules_which_kernels_run(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_DEBUG", "isa=portable")
+    with LLM(stories, num_gpu_blocks_override=20):
+        assert library().level == "portable"
+    monkeypatch.setenv("OCTAVO_DEBUG", "native=off")
+    with LLM(stories, num_gpu_blocks_override=20) as llm:
+        assert isinstance(llm._client._core.executor._runner.runner.program, Eager)  # type: ignore[attr-defined]
 
 
 def test_torch_gets_its_threads_back(stories: str) -> None:

@@ -1,5 +1,6 @@
 """The proof of paging: it holds on a real model under stress, and it catches what it is there to catch."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.attention.forward_batch import ForwardBatch
 from octavo.config import EngineConfig
 from octavo.engine.verify import Verified, verify
 from octavo.errors import ConfigError, VerifyError
@@ -15,6 +17,9 @@ from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.messages import StepPlan
 from octavo.worker.kv_store import PagedStore
 from octavo.worker.model_runner import ModelRunner
+from octavo.worker.native_layers import NativeAttention
+from octavo.worker.native_program import NativeProgram
+from octavo.worker.program import Forward
 from tests.support.models import tiny_model
 
 
@@ -23,30 +28,83 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_model(tmp_path_factory.mktemp("tiny") / "model", "Qwen3ForCausalLM", seed=5))
 
 
-def run(folder: str, depth: int = 1, requests: int = 60, block_size: int = 16) -> Verified:
+BOTH = pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+
+
+def run(folder: str, native: bool = True, depth: int = 1, requests: int = 60, block_size: int = 16, cache: Any = "auto") -> Verified:
     source = resolve_model(folder)
-    config = EngineConfig(model=folder, dtype="float32", block_size=block_size)
+    config = EngineConfig(model=folder, dtype="float32", native=native, kv_cache_dtype=cache, block_size=block_size)
     return verify(config, source, load_model_config(source), depth, requests)
 
 
 def test_default_model_agrees_bit_for_bit() -> None:
-    command = [sys.executable, "-m", "octavo", "verify", "--requests", "16"]
+    command = [sys.executable, "-m", "octavo", "verify", "--requests", "12", "--dtype", "bfloat16", "--kv-cache-dtype", "int8"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "agree bit for bit" in done.stdout
+    head = r"SmolLM2-135M-Instruct, bfloat16, native \w+ kernels, blocks of 16 in int8: paged and contiguous caches agree bit for bit"
+    assert re.fullmatch(head, done.stdout.splitlines()[0])
     counts = {line[:32].strip(): line[32:].split() for line in done.stdout.splitlines()[2:]}
     for what in ("blocks allocated", "blocks shared", "blocks copied on write", "blocks evicted", "preemptions", "samples forked"):
         assert all(int(count.replace(",", "")) > 0 for count in counts[what]), what
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("block_size", [2, 16])
-def test_tiny_model_agrees_at_both_depths_and_other_block_sizes(folder: str, depth: int, block_size: int) -> None:
-    verified = run(folder, depth, block_size=block_size)
+@BOTH
+@pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("depth, block_size", [(1, 2), (2, 16)])
+def test_tiny_model_agrees_at_both_depths_and_other_block_sizes(folder: str, depth: int, block_size: int, cache: str, native: bool) -> None:
+    verified = run(folder, native, depth, block_size=block_size, cache=cache)
     assert verified.compared.cache_values > 100_000 and verified.compared.output_values > 10_000
+    assert verified.kernels.startswith("native ") == native and verified.kv_cache_dtype == cache
 
 
-def test_an_off_by_one_in_a_copy_of_a_block_table_is_caught(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_switch_for_tests_says_which_kernels_are_proven(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_DEBUG", "native=off")
+    assert run(folder, block_size=2).kernels == "torch"
+
+
+def test_a_step_that_is_not_its_layers_is_caught(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers are what is proven, the one call is what serves."""
+    at_once = NativeProgram.run
+
+    def with_slip(self: NativeProgram, batch: ForwardBatch) -> Forward:
+        forward = at_once(self, batch)
+        forward.logits[-1:, 7] += 1e-3
+        return forward
+
+    monkeypatch.setattr(NativeProgram, "run", with_slip)
+    with pytest.raises(VerifyError, match="a step in one call differs from its layers one by one: step"):
+        run(folder)
+
+
+def test_attention_that_depends_on_where_blocks_lie_is_caught(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = NativeAttention.read
+
+    def with_slip(self: NativeAttention, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        out = read(self, layer, qkv)
+        if layer == 1 and int(self._batch.tables.max()) == 19:
+            out[0, 0] += 1e-3
+        return out
+
+    monkeypatch.setattr(NativeAttention, "read", with_slip)
+    with pytest.raises(VerifyError, match=r"attention differs over equal caches: step \d+, layer 1"):
+        run(folder)
+
+
+def test_scales_left_behind_by_a_copy_are_caught(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_scales(self: PagedStore, plan: StepPlan) -> None:
+        for source, target in plan.copies:
+            for cache in self.caches:
+                for name in ("k", "v"):
+                    cache[name][target] = cache[name][source]
+
+    monkeypatch.setattr(PagedStore, "apply", without_scales)
+    for native in (True, False):
+        with pytest.raises(VerifyError, match=r"the caches differ: .* k_scale of position"):
+            run(folder, native, cache="int8")
+
+
+@BOTH
+def test_an_off_by_one_in_a_copy_of_a_block_table_is_caught(folder: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = ModelRunner.forward
 
     def with_slip(self: ModelRunner, plan: StepPlan) -> None:
@@ -56,16 +114,18 @@ def test_an_off_by_one_in_a_copy_of_a_block_table_is_caught(folder: str, monkeyp
 
     monkeypatch.setattr(ModelRunner, "forward", with_slip)
     with pytest.raises(VerifyError, match="caches differ: step 20"):
-        run(folder)
+        run(folder, native)
 
 
-def test_a_skipped_copy_on_write_is_caught(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@BOTH
+def test_a_skipped_copy_on_write_is_caught(folder: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PagedStore, "apply", lambda self, plan: None)
     with pytest.raises(VerifyError, match="the caches differ"):
-        run(folder)
+        run(folder, native)
 
 
-def test_a_stale_sealed_block_is_caught(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@BOTH
+def test_a_stale_sealed_block_is_caught(folder: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that is found by its digest, but whose bytes were overwritten."""
     apply = PagedStore.apply
 
@@ -77,7 +137,7 @@ def test_a_stale_sealed_block_is_caught(folder: str, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(PagedStore, "apply", with_stale_block)
     with pytest.raises(VerifyError, match=r"layer 1.*v of position 15"):
-        run(folder)
+        run(folder, native)
 
 
 def test_a_schedule_without_stress_is_no_proof(folder: str) -> None:
@@ -105,8 +165,9 @@ def test_comparison_is_of_bits_not_values() -> None:
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
 
 
-def test_blocks_of_one_token_are_never_copied_and_agree_all_the_same(folder: str) -> None:
-    assert run(folder, block_size=1).compared.copies == 0
+@BOTH
+def test_blocks_of_one_token_are_never_copied_and_agree_all_the_same(folder: str, native: bool) -> None:
+    assert run(folder, native, block_size=1).compared.copies == 0
 
 
 def test_a_context_too_short_for_the_schedule_is_refused(folder: str) -> None:

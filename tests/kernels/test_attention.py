@@ -82,8 +82,8 @@ def turn(x: Tensor, angle: Tensor) -> Tensor:
     return torch.cat([points.real, points.imag], dim=-1)
 
 
-def new_pool(size: int, dtype: torch.dtype = torch.float32) -> Pool:
-    return Pool(1, KV_HEADS, HEAD_DIM, block_size=size, max_len=MAX_LEN, dtype=dtype, seed=size)
+def new_pool(size: int, dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None) -> Pool:
+    return Pool(1, KV_HEADS, HEAD_DIM, block_size=size, max_len=MAX_LEN, dtype=dtype, cache_dtype=cache_dtype, seed=size)
 
 
 @pytest.mark.parametrize("window", [None, 5, 17])
@@ -112,13 +112,34 @@ def test_bfloat16_stays_near_the_exact_result() -> None:
         torch.testing.assert_close(ours.double(), exact, atol=3e-2, rtol=3e-2)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype", "off"),
+    [
+        (torch.float32, torch.int8, 2e-2),
+        (torch.bfloat16, torch.int8, 5e-2),
+        (torch.float32, torch.bfloat16, 2e-2),
+        (torch.bfloat16, torch.float32, 3e-2),
+    ],
+    ids=str,
+)
+def test_a_cache_of_another_dtype_costs_its_rounding_and_no_more(dtype: torch.dtype, cache_dtype: torch.dtype, off: float) -> None:
+    steps = lengths_around_a_block(16)
+    got = run(CpuBackend, new_pool(16, dtype, cache_dtype), steps, SPEC)
+    for ours, exact in zip(got, naive(steps, dtype, None), strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), exact, atol=off, rtol=off)
+
+
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("size", [1, 2, 16])
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["as the run", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_paged_and_contiguous_are_equal_bit_for_bit(dtype: torch.dtype, size: int, window: int | None) -> None:
+def test_paged_and_contiguous_are_equal_bit_for_bit(
+    dtype: torch.dtype, cache_dtype: torch.dtype | None, size: int, window: int | None
+) -> None:
     spec, steps = replace(SPEC, window=window), lengths_around_a_block(size)
-    paged = run(CpuBackend, new_pool(size, dtype), steps, spec)
-    contiguous = run(ContiguousBackend, new_pool(size, dtype), steps, spec)
+    paged = run(CpuBackend, new_pool(size, dtype, cache_dtype), steps, spec)
+    contiguous = run(ContiguousBackend, new_pool(size, dtype, cache_dtype), steps, spec)
     for step, (ours, theirs) in enumerate(zip(paged, contiguous, strict=True)):
         assert torch.equal(ours, theirs), f"step {step} differs"
 

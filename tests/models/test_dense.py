@@ -207,6 +207,9 @@ def test_cache_specs_describe_one_token_of_each_layer() -> None:
     token = Buffer((2, 8), "bfloat16")
     expected = [LayerCacheSpec(layer, {"k": token, "v": token}, window) for layer, window in enumerate(config.windows)]
     assert cache_specs(config, "bfloat16") == expected
+    codes, scale = Buffer((2, 8), "int8"), Buffer((2,), "float32")
+    buffers = {"k": codes, "v": codes, "k_scale": scale, "v_scale": scale}
+    assert cache_specs(config, "int8")[1] == LayerCacheSpec(1, buffers, 7)
 
 
 def test_dummy_weights_repeat_for_a_seed_and_give_finite_logits_on_both_backends() -> None:

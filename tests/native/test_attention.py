@@ -15,6 +15,7 @@ from octavo.kernels.cpu.attention_case import AttentionCase, Cache, from_bf16, t
 from octavo.kernels.cpu.library import BF16, F32, Q8, NativeLibrary, address
 from octavo.kernels.cpu.packing import Floats
 from octavo.kernels.reference.attention import attend, causal_mask
+from octavo.kernels.reference.kv_codes import from_codes, to_codes
 from octavo.kernels.reference.norm import add_rms_norm, rms_norm
 from octavo.kernels.reference.rotary import rotate
 from tests.support.native import error, levels_here, running
@@ -148,6 +149,27 @@ def test_what_is_not_finite_is_stored_and_read_as_such(level: str, cache: str) -
     third = case.token_rows == 2
     assert spoiled[third][-1], "a later query saw the key"
     assert not spoiled[~third].any()
+
+
+@pytest.mark.parametrize("dim", [8, 32, 64, 80, 128])
+@pytest.mark.parametrize("level", LEVELS)
+def test_codes_and_scales_have_the_bits_of_the_torch_twins(level: str, dim: int) -> None:
+    case = AttentionCase(rows=MIXED, head_dim=dim, cache_kind=Q8)
+    heads = case.projected.reshape(-1, dim)
+    heads *= np.logspace(-20, 20, len(heads), dtype=np.float32)[:, None]
+    heads[::7] = 0
+    halves = heads[3::7]  # between two codes, as far as 127 / largest is exact
+    halves[:] = (case.random.integers(-127, 127, halves.shape) + 0.5) * (1 + np.arange(len(halves)))[:, None]
+    halves[:, 0] = 127 * (1 + np.arange(len(halves)))
+    with running(level) as library:
+        qkv, _, *caches = case.run(library)
+    for cache, new in zip(caches, (qkv[:, case.heads : -case.kv_heads], qkv[:, -case.kv_heads :])):
+        codes, scale = to_codes(torch.from_numpy(new))
+        assert cache.scale is not None
+        assert np.array_equal(cache.values.reshape(-1, *new.shape[1:])[case.new_slots], codes.numpy())
+        assert np.array_equal(cache.scale.reshape(-1, case.kv_heads)[case.new_slots], scale.numpy())
+        assert codes.abs().max() == 127
+        assert ((from_codes(codes, scale) - torch.from_numpy(new)).abs() <= scale[..., None] * 0.5001).all()
 
 
 @pytest.mark.parametrize("level", LEVELS)

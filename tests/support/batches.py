@@ -8,6 +8,7 @@ from torch import Tensor
 from octavo.attention.backend import AttentionBackend
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.models.decoder import Decoder
+from octavo.worker.kv_store import NO_CODE
 
 
 @dataclass
@@ -21,6 +22,7 @@ class Pool:
     num_rows: int = 4
     max_len: int = 128
     dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None  # as dtype
     seed: int = 0
     lengths: dict[int, int] = field(default_factory=dict)  # row -> tokens in the cache
 
@@ -35,8 +37,14 @@ class Pool:
         self.contiguous = self._caches(self.num_rows, blocks_per_row * self.block_size)
 
     def _caches(self, *shape: int) -> list[dict[str, Tensor]]:
-        full = (*shape, self.kv_heads, self.head_dim)
-        return [{name: torch.full(full, float("nan"), dtype=self.dtype) for name in ("k", "v")} for _ in range(self.num_layers)]
+        dtype = self.cache_dtype or self.dtype
+        sizes = dict.fromkeys(("k", "v"), (dtype, (*shape, self.kv_heads, self.head_dim)))
+        if dtype == torch.int8:
+            sizes |= dict.fromkeys(("k_scale", "v_scale"), (torch.float32, (*shape, self.kv_heads)))
+        return [
+            {name: torch.full(size, NO_CODE if kind == torch.int8 else torch.nan, dtype=kind) for name, (kind, size) in sizes.items()}
+            for _ in range(self.num_layers)
+        ]
 
     def batch(self, backend: type[AttentionBackend], tokens: dict[int, list[int]]) -> ForwardBatch:
         """A step that appends tokens to rows, prepared for the backend. The rows' lengths are left as they are."""

@@ -57,6 +57,29 @@ def pack_codes(
     return PackedMatrix(matrix, (data, scales, offsets, *(array for array in (bias, order) if array is not None)))
 
 
+def unpack_rows(packed: PackedMatrix, rows: NDArray[np.int64]) -> Floats:
+    """Rows as floats again, with the bits that the native step finds where embeddings are rows of the head."""
+    matrix, (data, *rest) = packed.struct, packed.arrays
+
+    def picked(array: NDArray[Any], dtype: Any, side: int) -> NDArray[Any]:
+        """[rows, along k, side]; `side`: how many numbers of a row lie side by side"""
+        panels: NDArray[Any] = array.view(dtype).reshape(-(-matrix.n // PANEL), -1, PANEL, side)
+        return panels[rows // PANEL, :, rows % PANEL]
+
+    if matrix.kind == F32:
+        values = picked(data, np.float32, 1)
+    elif matrix.kind == BF16:
+        values = (picked(data, np.uint16, 2).astype(np.uint32) << 16).view(np.float32)
+    else:
+        codes = picked(data, np.uint8, 4)
+        if matrix.kind == Q4:
+            codes = np.stack((codes & 15, codes >> 4), axis=2)
+        scale, offset = (picked(part, np.float16, 1).astype(np.float32) for part in rest[:2])  # [rows, groups, 1]
+        values = (scale * codes.reshape(len(rows), scale.shape[1], -1) + offset) * np.float32(matrix.factor)
+    values = values.reshape(len(rows), -1)[:, : matrix.k]
+    return values[:, np.argsort(rest[-1])] if matrix.order else values
+
+
 def _up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 

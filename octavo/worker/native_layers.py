@@ -1,0 +1,92 @@
+"""The native step taken apart: the same kernels, called layer by layer, with the same bits as the one call of `NativeProgram`.
+
+    embed -> [ norm -> qkv -> ATTENTION -> output -> norm -> gate, up -> down ] x layers -> norm -> logits
+
+Attention is an object here, so that the proof of paging (`worker/shadow.py`) can stand between the layers.
+"""
+
+import ctypes
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.attention.forward_batch import ForwardBatch
+from octavo.kernels.cpu.library import Matrix
+from octavo.kernels.cpu.packing import unpack_rows
+from octavo.worker.kv_store import Caches
+from octavo.worker.native_program import NativeProgram, at, describe
+from octavo.worker.program import Forward
+
+
+class LayerAttention(Protocol):
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Once a step."""
+
+    def attend(self, layer: int, qkv: Tensor) -> Tensor:
+        """What a layer makes of its q, k and v [T, all heads * head_dim]; these are changed. -> [T, heads * head_dim]"""
+
+
+class NativeAttention:
+    """The attention of the native step, over caches of its own."""
+
+    def __init__(self, whole: NativeProgram, caches: Caches) -> None:
+        self._call = whole.library.call
+        self._model = whole.over(caches)
+        self._held = whole, caches  # what the model points to
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        self._batch, self._step = batch, describe(batch)  # the step points into the batch
+
+    def attend(self, layer: int, qkv: Tensor) -> Tensor:
+        self.write(layer, qkv)
+        return self.read(layer, qkv)
+
+    def write(self, layer: int, qkv: Tensor) -> None:
+        """Norms and rotates q and k in place, stores k and v."""
+        self._call.octavo_write(ctypes.byref(self._model), layer, ctypes.byref(self._step), at(qkv))
+
+    def read(self, layer: int, qkv: Tensor) -> Tensor:
+        out = torch.empty(len(qkv), self._model.heads * self._model.head_dim)
+        self._call.octavo_attend(ctypes.byref(self._model), layer, ctypes.byref(self._step), at(qkv), at(out))
+        return out
+
+
+class NativeLayers:
+    def __init__(self, whole: NativeProgram, attention: LayerAttention) -> None:
+        self.vocab_size, self.nbytes = whole.vocab_size, whole.nbytes
+        self._whole = whole
+        self._attention = attention
+
+    def run(self, batch: ForwardBatch) -> Forward:
+        whole = self._whole
+        self._attention.prepare(batch)
+        stream, news = self._embed(batch.token_ids), None
+        for index, layer in enumerate(whole.layers):
+            qkv = self._product(layer.qkv, self._norm(stream, news, layer.attention_norm))
+            news = self._product(layer.output, self._attention.attend(index, qkv))
+            gated = self._product(layer.gate_up, self._norm(stream, news, layer.mlp_norm), gated=True)
+            news = self._product(layer.down, gated)
+        hidden = self._norm(stream, news, whole.model.norm)
+        return Forward(hidden, self.logits(hidden[batch.sample_index]))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._whole.logits(hidden)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        if self._whole.embed is not None:
+            return self._whole.embed[ids].float()
+        return torch.from_numpy(unpack_rows(self._whole.head, ids.numpy())).contiguous()
+
+    def _norm(self, stream: Tensor, news: Tensor | None, weight: int) -> Tensor:
+        """Adds what is new to the stream, in place, and norms the sum."""
+        normed, added = torch.empty_like(stream), None if news is None else at(news)
+        eps = self._whole.model.eps
+        self._whole.library.call.octavo_add_rms_norm(at(stream), added, weight, eps, at(normed), *stream.shape)
+        return normed
+
+    def _product(self, matrix: Matrix, x: Tensor, gated: bool = False) -> Tensor:
+        call = self._whole.library.call
+        y = torch.empty(len(x), matrix.n // 2 if gated else matrix.n)
+        (call.octavo_gate_up if gated else call.octavo_matmul)(ctypes.byref(matrix), at(x), at(y), len(x))
+        return y
