@@ -39,8 +39,8 @@ def plan_for(model: str | None, engine: dict[str, Any]) -> MemoryPlan:
 @pytest.mark.parametrize(
     ("dtype", "native", "quantization", "within"),
     [
-        ("bfloat16", False, "auto", 0.05), ("float32", False, "auto", 0.05), ("bfloat16", True, "auto", 0.05), ("float32", True, "auto", 0.05),
-        ("bfloat16", True, "none", 0.05), ("bfloat16", True, "int4", 0.15),
+        ("bfloat16", False, "auto", 0.05), ("float32", False, "auto", 0.05), ("bfloat16", True, "auto", 0.05),
+        ("float32", True, "auto", 0.05), ("bfloat16", True, "none", 0.05), ("bfloat16", True, "int4", 0.15),
     ],
 )  # fmt: skip
 def test_the_default_model_takes_what_was_planned(dtype: str, native: bool, quantization: str, within: float) -> None:
