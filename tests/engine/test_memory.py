@@ -7,18 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 
 from octavo import LLM, SamplingParams
-from octavo.attention.cpu import CpuBackend
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.layers.comm import NullComm
-from octavo.loading.dummy import DummyCheckpoint
-from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.loading.shape import model_shape
-from octavo.models.registry import build_model
 from octavo.policy.activations import StepLoad, loaded_bytes, step_bytes
 from octavo.policy.memory_plan import GIB, LIBRARIES, Memory, MemoryPlan, plan_memory
 from octavo.worker import machine
@@ -37,19 +31,19 @@ def plan_for(model: str | None, engine: dict[str, Any]) -> MemoryPlan:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "native", "quantization", "within"),
+    ("dtype", "native", "quantization"),
     [
-        ("bfloat16", False, "auto", 0.05), ("float32", False, "auto", 0.05), ("bfloat16", True, "auto", 0.05), ("float32", True, "auto", 0.05),
-        ("bfloat16", True, "none", 0.05), ("bfloat16", True, "int4", 0.15),
+        ("bfloat16", False, "auto"), ("float32", False, "auto"), ("bfloat16", True, "auto"), ("float32", True, "auto"),
+        ("bfloat16", True, "none"), ("bfloat16", True, "int4"),
     ],
 )  # fmt: skip
-def test_the_default_model_takes_what_was_planned(dtype: str, native: bool, quantization: str, within: float) -> None:
-    """Full steps, every row in use, every block written. Where weights are quantised again, malloc keeps more or less of it back."""
+def test_the_default_model_takes_what_was_planned_within_five_per_cent(dtype: str, native: bool, quantization: str) -> None:
+    """Full steps, every row in use, every block written."""
     engine = {"dtype": dtype, "native": native, "quantization": quantization, "num_gpu_blocks_override": 33, "max_num_seqs": 16}
     engine |= {"max_num_batched_tokens": 256, "max_model_len": 33}
     load = {"model": None, "engine": engine, "vocab": 49152, "requests": 16, "prompt": 15, "tokens": 18}
     before, most = held_under_load(load)
-    assert plan_for(None, engine).use.total - LIBRARIES == pytest.approx(most - before, rel=within)
+    assert plan_for(None, engine).use.total - LIBRARIES == pytest.approx(most - before, rel=0.05)
     assert before == pytest.approx(LIBRARIES, rel=0.2), "what Python and the libraries take has changed"
 
 
@@ -121,16 +115,12 @@ def test_a_pool_of_codes_holds_nearly_twice_the_tokens_and_takes_what_was_planne
     """Heads of 64 dimensions: 64 + 4 bytes instead of 128. The pool is nearly all that this engine takes, and is written to the end."""
     wide = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4}
     (tmp_path / "config.json").write_text(json.dumps(SMALL | wide | {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 64}))
-    model, engine = str(tmp_path), {"dtype": "bfloat16", "native": True, "max_num_seqs": 48, "max_num_batched_tokens": 64}
-    engine |= {"kv_cache_memory_bytes": 2**28, "max_model_len": 257, "skip_tokenizer_init": True}
-    with torch.device("meta"):
-        empty = build_model(load_model_config(resolve_model(model)), torch.float32, CpuBackend, NullComm(), max_len=1)
-    weights = DummyCheckpoint(empty, seed=0)
-    save_file({name: weights.read(name).clone() for name in weights.names()}, tmp_path / "model.safetensors")
+    model, engine = str(tmp_path), {"dtype": "bfloat16", "native": True, "max_num_seqs": 32, "max_num_batched_tokens": 64}
+    engine |= {"kv_cache_memory_bytes": 2**28, "max_model_len": 257, "load_format": "dummy", "skip_tokenizer_init": True}
     codes = engine | {"kv_cache_dtype": "int8"}
     assert plan_for(model, codes).geometry.num_blocks / plan_for(model, engine).geometry.num_blocks == pytest.approx(128 / 68, rel=0.001)
-    codes["num_gpu_blocks_override"] = 48 * 16 + 1
-    before, most = held_under_load({"model": model, "engine": codes, "vocab": 512, "requests": 48, "prompt": 255, "tokens": 2})
+    codes["num_gpu_blocks_override"] = 32 * 16 + 1
+    before, most = held_under_load({"model": model, "engine": codes, "vocab": 512, "requests": 32, "prompt": 255, "tokens": 2})
     assert plan_for(model, codes).use.total - LIBRARIES == pytest.approx(most - before, rel=0.05)
 
 
