@@ -27,4 +27,5 @@ class ForwardBatch:
     sample_row: Tensor  # [S] int64, the rows they belong to
     caches: list[dict[str, Tensor]]  # per layer, by buffer name, [num_blocks, block_size, *shape]
     block_size: int
+    shared: Tensor | None = None  # [R] int64, first tokens that lie in the same blocks as those of the row before
     attention: Any = field(default=None)  # what the backend prepared for this step

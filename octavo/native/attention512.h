@@ -191,6 +191,7 @@ struct Queries {
     float *sums;                  // [count][dim]
     Online *states;
     int64_t *first, *last;        // positions each may see: [first, last]
+    int64_t earliest;             // of any of them
     int64_t count;
 };
 
@@ -198,6 +199,7 @@ inline Queries load_queries(const Model &model, const Layer &layer, const Step &
     const int64_t dim = model.head_dim, group = model.heads / model.kv_heads, heads = model.heads + 2 * model.kv_heads;
     Queries queries{};
     queries.count = task.queries * group;
+    queries.earliest = INT64_MAX;
     const int64_t room = (queries.count + 15) / 16 * 16;  // whole tiles of 16
     auto take = [&](int64_t bytes) {
         char *place = scratch;
@@ -223,6 +225,7 @@ inline Queries load_queries(const Model &model, const Layer &layer, const Step &
             _mm512_storeu_si512(queries.values + i * dim + d, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(q + d + 16), _mm512_loadu_ps(q + d)));
         queries.last[i] = step.positions[task.token + i / group];
         queries.first[i] = first_seen(layer, queries.last[i]);
+        queries.earliest = std::min(queries.earliest, queries.first[i]);
     }
     return queries;
 }
@@ -236,7 +239,7 @@ void attend_avx512(const Model &model, const Layer &layer, const Step &step, con
     place += 2 * KEYS * dim * 2;
     Queries queries = load_queries(model, layer, step, qkv, task, place);
     const int64_t *table = step.tables + task.row * step.table_width;
-    int64_t begin = std::max(task.begin, queries.first[0]);
+    int64_t begin = std::max(task.begin, queries.earliest);
     Tile tile, next;
     find_tile(model, layer, table, task.kv_head, begin, task.end - begin, next);
     for (; begin < task.end; begin += KEYS) {

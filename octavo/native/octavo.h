@@ -70,6 +70,7 @@ typedef struct {
     const int64_t *query_start;                        // [rows + 1]
     const int64_t *context_len;                        // [rows]
     const int64_t *tables;                             // [rows][table_width]
+    const int64_t *shared;                             // [rows] or null: first tokens that lie in the same blocks as those of the row before
     const int64_t *sample_index;                       // [samples], into tokens
     float *hidden;                                     // [tokens][hidden] after the final norm
     float *logits;                                     // [samples][vocab]

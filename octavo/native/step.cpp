@@ -19,6 +19,7 @@ namespace octavo {
 
 static const int64_t QUERIES = 64;     // of one task: they share every key they load
 static const int64_t LEAST_KEYS = 256; // of a part of a context: less is not worth merging
+static const int64_t LEAST_SHARED = 64; // keys that rows have in common, to be read once for all
 
 // Memory that grows and is kept from step to step.
 class Buffer {
@@ -154,33 +155,70 @@ struct Tasks {
     int64_t partials = 0;
 };
 
-static Tasks make_tasks(const Model &model, const Step &step) {
-    Tasks made;
-    int64_t group = model.heads / model.kv_heads, count = 0, wanted = 4 * pool().threads();
-    for (int64_t row = 0; row < step.num_rows; row++) {
-        int64_t queries = step.query_start[row + 1] - step.query_start[row];
-        count += (queries + QUERIES - 1) / QUERIES * model.kv_heads;
+static int64_t queries_of(const Step &step, int64_t row) { return step.query_start[row + 1] - step.query_start[row]; }
+
+struct Run {  // rows of one token each, one behind the other, whose contexts begin with the same blocks
+    int64_t rows, shared;
+};
+
+// The run from `row` on that saves most: a row joins if the keys that need not be read again do not become fewer by it.
+static Run run_from(const Step &step, int64_t row) {
+    Run run{1, INT64_MAX};
+    while (step.shared && row + run.rows < step.num_rows && queries_of(step, row) == 1 && queries_of(step, row + run.rows) == 1) {
+        int64_t next = row + run.rows, shared = std::min({run.shared, step.shared[next], step.context_len[row] - 1, step.context_len[next] - 1});
+        if (shared < LEAST_SHARED || (run.rows > 1 && run.rows * shared < (run.rows - 1) * run.shared)) break;
+        run = {run.rows + 1, shared};
     }
-    int64_t split = std::max<int64_t>(1, wanted / std::max<int64_t>(1, count));
-    for (int64_t row = 0; row < step.num_rows; row++) {
-        for (int64_t token = step.query_start[row]; token < step.query_start[row + 1]; token += QUERIES) {
-            int64_t queries = std::min(QUERIES, step.query_start[row + 1] - token);
-            int64_t context = step.positions[token + queries - 1] + 1;
-            int64_t parts = std::clamp<int64_t>(context / LEAST_KEYS, 1, split);
-            for (int64_t head = 0; head < model.kv_heads; head++) {
-                if (parts == 1) {
-                    made.tasks.push_back({row, token, queries, head, 0, context, -1});
-                    continue;
-                }
-                made.merges.push_back({token, queries, head, made.partials, parts});
-                for (int64_t part = 0; part < parts; part++) {
-                    int64_t size = (context / parts + 63) / 64 * 64, begin = part * size;
-                    int64_t end = part == parts - 1 ? context : std::min(context, begin + size);
-                    made.tasks.push_back({row, token, queries, head, begin, end, made.partials});
-                    made.partials += queries * group;
-                }
+    return run;
+}
+
+// What a run shares is read once for all its rows; then each row reads the rest of its own.
+static void add_run(Tasks &made, const Model &model, const Step &step, int64_t row, const Run &run) {
+    const int64_t size = run.rows * (model.heads / model.kv_heads), token = step.query_start[row];
+    const int64_t parts = std::clamp<int64_t>(run.shared / LEAST_KEYS, 1, std::max<int64_t>(1, 4 * pool().threads() / model.kv_heads));
+    for (int64_t head = 0; head < model.kv_heads; head++) {
+        made.merges.push_back({token, run.rows, head, made.partials, parts + 1});
+        for (int64_t part = 0; part < parts; part++)
+            made.tasks.push_back({row, token, run.rows, head, run.shared * part / parts, run.shared * (part + 1) / parts, made.partials + part * size});
+        for (int64_t i = 0; i < run.rows; i++)
+            made.tasks.push_back({row + i, token + i, 1, head, run.shared, step.context_len[row + i],
+                                  made.partials + parts * size + i * (model.heads / model.kv_heads)});
+        made.partials += (parts + 1) * size;
+    }
+}
+
+static void add_row(Tasks &made, const Model &model, const Step &step, int64_t row, int64_t split) {
+    const int64_t group = model.heads / model.kv_heads;
+    for (int64_t token = step.query_start[row]; token < step.query_start[row + 1]; token += QUERIES) {
+        int64_t queries = std::min(QUERIES, step.query_start[row + 1] - token);
+        int64_t context = step.positions[token + queries - 1] + 1;
+        int64_t parts = std::clamp<int64_t>(context / LEAST_KEYS, 1, split);
+        for (int64_t head = 0; head < model.kv_heads; head++) {
+            if (parts == 1) {
+                made.tasks.push_back({row, token, queries, head, 0, context, -1});
+                continue;
+            }
+            made.merges.push_back({token, queries, head, made.partials, parts});
+            for (int64_t part = 0; part < parts; part++) {
+                int64_t size = (context / parts + 63) / 64 * 64, begin = part * size;
+                int64_t end = part == parts - 1 ? context : std::min(context, begin + size);
+                made.tasks.push_back({row, token, queries, head, begin, end, made.partials});
+                made.partials += queries * group;
             }
         }
+    }
+}
+
+static Tasks make_tasks(const Model &model, const Step &step) {
+    Tasks made;
+    int64_t count = 0;
+    for (int64_t row = 0; row < step.num_rows; row++) count += (queries_of(step, row) + QUERIES - 1) / QUERIES * model.kv_heads;
+    int64_t split = std::max<int64_t>(1, 4 * pool().threads() / std::max<int64_t>(1, count));
+    for (int64_t row = 0; row < step.num_rows;) {
+        Run run = run_from(step, row);
+        if (run.rows > 1) add_run(made, model, step, row, run);
+        else add_row(made, model, step, row, split);
+        row += run.rows;
     }
     // The longest first: whoever is last to take one takes a short one.
     std::stable_sort(made.tasks.begin(), made.tasks.end(),

@@ -9,10 +9,12 @@ from math import isfinite
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.messages import PromptPiece, StepPlan, StepResult
+from octavo.policy.block_pool import NULL_BLOCK
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import KVStore
 from octavo.worker.program import Forward, Program
@@ -88,7 +90,7 @@ def gather(plan: StepPlan, table: RequestTable, store: KVStore, block_size: int)
     context_len = starts + counts
     num_blocks = -(-int(context_len.max()) // block_size)
     token_ids, tables = table.token_ids.numpy(), table.tables.numpy()
-    samples = np.array(plan.samples)
+    row_tables, samples = tables[rows, :num_blocks], np.array(plan.samples)
     tensor = torch.from_numpy
     return ForwardBatch(
         token_ids=tensor(token_ids[token_rows, positions]),
@@ -96,13 +98,20 @@ def gather(plan: StepPlan, table: RequestTable, store: KVStore, block_size: int)
         rows=tensor(rows),
         query_start=tensor(query_start),
         context_len=tensor(context_len),
-        tables=tensor(tables[rows, :num_blocks]),
+        tables=tensor(row_tables),
         slots=tensor(tables[token_rows, positions // block_size] * block_size + positions % block_size),
         sample_index=tensor(query_start[1:][samples] - 1),
         sample_row=tensor(rows[samples]),
         caches=store.caches,
         block_size=block_size,
+        shared=tensor(_shared_blocks(row_tables) * block_size),
     )
+
+
+def _shared_blocks(tables: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many blocks each row begins with that the row before it begins with, too."""
+    same = (tables[1:] == tables[:-1]) & (tables[1:] != NULL_BLOCK)
+    return np.concatenate([[0], np.logical_and.accumulate(same, axis=1).sum(axis=1)])
 
 
 def _rows_not_finite(hidden: Tensor, batch: ForwardBatch) -> list[int]:

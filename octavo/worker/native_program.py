@@ -113,7 +113,8 @@ def describe(batch: ForwardBatch) -> Step:
     return Step(
         num_tokens=len(batch.token_ids), num_rows=len(batch.rows), table_width=batch.tables.shape[1], num_samples=len(batch.sample_index),
         token_ids=at(batch.token_ids), positions=at(batch.positions[0]), slots=at(batch.slots), query_start=at(batch.query_start),
-        context_len=at(batch.context_len), tables=at(batch.tables), sample_index=at(batch.sample_index),
+        context_len=at(batch.context_len), tables=at(batch.tables), shared=None if batch.shared is None else at(batch.shared),
+        sample_index=at(batch.sample_index),
     )  # fmt: skip
 
 
