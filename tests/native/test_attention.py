@@ -101,6 +101,23 @@ def test_long_contexts_are_split_over_threads_and_merged(level: str, cache: str)
                     check(AttentionCase(rows=rows, heads=2, kv_heads=1, cache_kind=CACHES[cache], window=window, seed=threads), library)
 
 
+# Runs of single tokens over the same beginning: of different lengths, one that ends a token after it, one that leaves early, two runs
+# with a prompt between, a beginning too short to count.
+TOGETHER = (((200, 1), (190, 1), (176, 1), (300, 1), (70, 33), (260, 1), (261, 1), (20, 1)), (0, 11, 11, 5, 0, 4, 16, 1))
+MANY_TOGETHER = (((530, 1),) * 20, (0,) + (32,) * 19)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_rows_that_begin_alike_read_that_once(level: str, cache: str) -> None:
+    for threads in (1, 3):
+        with running(level, threads) as library:
+            for rows, shared in (TOGETHER, MANY_TOGETHER):
+                for window in (0, 100, 250):
+                    case = AttentionCase(rows=rows, heads=6, cache_kind=CACHES[cache], window=window, seed=threads, shared=shared)
+                    check(case, library)
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> AttentionCase:
     kv_heads = draw(st.integers(1, 3))

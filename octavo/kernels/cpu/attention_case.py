@@ -64,6 +64,7 @@ class AttentionCase:
     window: int = 0
     qk_norm: bool = False
     seed: int = 0
+    shared: tuple[int, ...] = ()  # for each row, the blocks at its beginning that are those of the row before, all written in the past
 
     @cached_property
     def random(self) -> np.random.Generator:
@@ -89,6 +90,8 @@ class AttentionCase:
         tables = np.zeros((len(self.rows), int(held.max())), np.int64)
         for row, count in enumerate(held):
             tables[row, :count], blocks = blocks[:count], blocks[count:]
+        for row, count in enumerate(self.shared):
+            tables[row, :count] = tables[row - 1, :count]
         return tables
 
     @cached_property
@@ -141,10 +144,11 @@ class AttentionCase:
             cache_kind=self.cache_kind, eps=1e-6, attention_scale=self.head_dim**-0.5, layers=ctypes.pointer(layer),
             cos=address(cos), sin=address(sin),
         )  # fmt: skip
+        shared = np.array(self.shared or [0] * len(self.rows)) * self.block_size
         step = Step(
             num_tokens=len(self.positions), num_rows=len(self.rows), table_width=self.tables.shape[1], positions=address(self.positions),
             slots=address(self.new_slots), query_start=address(self.query_start), context_len=address(self.context_len),
-            tables=address(self.tables),
+            tables=address(self.tables), shared=address(shared),
         )  # fmt: skip
         library.call.octavo_write(ctypes.byref(model), 0, ctypes.byref(step), address(qkv))
         library.call.octavo_attend(ctypes.byref(model), 0, ctypes.byref(step), address(qkv), address(out))
