@@ -37,8 +37,11 @@ class DummyCheckpoint:
         shape, start = self._shapes[name], self._start[name]
         if "norm" in name:
             return torch.ones(shape)
-        size = prod(shape)
-        return self._pool.repeat(1 + (start + size) // POOL)[start : start + size].view(shape)
+        pieces, left = [], prod(shape)
+        while left:
+            pieces.append(self._pool[start : start + left])
+            left, start = left - len(pieces[-1]), 0
+        return torch.cat(pieces).view(shape)
 
     def packed(self, name: str) -> PackedWeight | None:
         return None

@@ -13,7 +13,7 @@ from octavo.policy.activations import FLOAT32, SAMPLER_BYTES, StepLoad
 from octavo.policy.model_size import Codes, Matrix, matrices, num_norms
 
 PANEL, COLUMNS = 16, 64
-SCRATCH_BYTES = 2 * 2**20  # of each thread, as far as it is touched: weights unpacked for many rows
+SCRATCH_BYTES = 4 * 2 * PANEL  # of each thread, for each column of the widest matrix: four panels unpacked for many rows
 SCALE_AND_OFFSET = 4  # bytes
 # Bytes on the way, for each weight of a matrix: its code, with a share of the scales; or its float, with a share of what malloc
 # keeps back of those before it, and once more where it comes in parts.
@@ -57,10 +57,11 @@ def native_weight_bytes(config: ModelConfig, item: int, stored: Mapping[str, Cod
 def native_step_bytes(model: ModelConfig, load: StepLoad, threads: int) -> int:
     """Buffers grow to the fullest step and stay; hidden states and logits come on top, and the sampler's copies of those."""
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    widest = max(model.hidden_size, model.intermediate_size, q) + 128
-    token = 3 * model.hidden_size + 2 * q + 2 * kv + model.intermediate_size + widest + widest // 8 + model.hidden_size
+    widest = max(model.hidden_size, model.intermediate_size, q) + COLUMNS
+    prepared = model.hidden_size + widest  # rows as products read them: of norms, and of attention or gates
+    token = 3 * model.hidden_size + 2 * q + 2 * kv + model.intermediate_size + prepared
     logits = load.rows * model.vocab_size
-    return load.tokens * token * FLOAT32 + load.rows * model.hidden_size * FLOAT32 + SAMPLER_BYTES * logits + threads * SCRATCH_BYTES
+    return load.tokens * token * FLOAT32 + SAMPLER_BYTES * logits + threads * SCRATCH_BYTES * widest
 
 
 def _merged(parts: list[Codes | None]) -> Codes | None:
