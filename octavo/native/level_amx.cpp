@@ -146,7 +146,7 @@ void start_tiles() {
         config.rows[tile] = TILE;
         config.bytes[tile] = 64;
     }
-    asm volatile("" ::: "memory");  // the compiler must not move the tiles' use before their set-up
+    asm volatile("" ::"r"(&config) : "memory");  // the compiler must neither drop what was stored there, nor move the tiles' use
     _tile_loadconfig(&config);
     asm volatile("" ::: "memory");
 }
