@@ -6,4 +6,6 @@ extern "C" void octavo_struct_sizes(int64_t *sizes) {
     sizes[1] = sizeof(Layer);
     sizes[2] = sizeof(Model);
     sizes[3] = sizeof(Step);
+    sizes[4] = sizeof(Draws);
+    sizes[5] = sizeof(Ranking);
 }

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "levels.h"
+#include "sampling.h"
 #include "scalar.h"
 
 namespace octavo {
@@ -309,6 +310,9 @@ void fill_generic(Kernels &kernels) {
     kernels.write = write_generic;
     kernels.attend = attend_generic;
     kernels.argmax = argmax_generic;
+    kernels.uniform = uniform_row<philox>;
+    kernels.draw = draw_row<philox>;
+    kernels.rank = rank_generic;
 }
 
 }  // namespace

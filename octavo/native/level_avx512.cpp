@@ -1,5 +1,6 @@
 // AVX-512 with VNNI and BF16: products by hand, the rest compiled for 16 lanes.
 #include "attention512.h"
+#include "sampling512.h"
 
 namespace octavo {
 
@@ -12,6 +13,8 @@ void fill_avx512(Kernels &kernels) {
     kernels.gate_up = gate_up_avx512;
     kernels.attend = attend_avx512;
     kernels.argmax = argmax_avx512;
+    kernels.uniform = uniform_row<philox512>;
+    kernels.draw = draw_row<philox512>;
 }
 
 }  // namespace octavo

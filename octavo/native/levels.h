@@ -58,9 +58,16 @@ struct Kernels {
     void (*attend)(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials,
                    const Task &task, void *scratch);
     int64_t (*argmax)(const float *values, int64_t count);
+    void (*uniform)(const int64_t *noise, int64_t position, float *numbers, int64_t count);
+    void (*draw)(const Draws &draws, int64_t row, uint32_t *memory);                // memory: row_words(vocab)
+    void (*rank)(const Ranking &ranking, int64_t row, uint32_t *memory);
 };
 
 const size_t SCRATCH_BYTES = 16 << 20;  // of each thread: weights unpacked for many rows, tiles of scores
+
+const int64_t ROW_BLOCK = 128;           // tokens of a row of logits that are looked at together
+inline int64_t row_blocks(int64_t vocab) { return (vocab + ROW_BLOCK - 1) / ROW_BLOCK; }
+inline int64_t row_words(int64_t vocab) { return row_blocks(vocab) * (2 * ROW_BLOCK + 1); }  // what sampling from a row needs
 
 void fill_portable(Kernels &kernels);
 void fill_avx2(Kernels &kernels);

@@ -3,6 +3,7 @@
 //     Matrix        one product's weights, packed into panels of 16 output rows
 //     Layer, Model  what a decoder is: descriptors made once, when the weights are loaded
 //     Step          what one step computes: the batch's arrays and where results go
+//     Draws         rows of logits to draw ids from; Ranking: rows whose best are wanted
 //
 // Every function returns nothing and cannot fail: what could is checked in Python, before the call.
 //
@@ -77,6 +78,28 @@ typedef struct {
     int64_t *best;                                     // [samples]: argmax, the lower id of equals
 } Step;
 
+// Twins of those in octavo/kernels/reference/sampling.py, where the rules stand.
+typedef struct {
+    int64_t rows, vocab;
+    const float *logits;                               // [rows][vocab]
+    const float *temperature, *top_p, *min_p;          // [rows]
+    const int64_t *top_k;                              // [rows]: 0 = off
+    const int64_t *noise;                              // [rows][4]: key, key, stream, high
+    const int64_t *positions;                          // [rows]
+    int64_t *ids;                                      // [rows]: what was drawn
+} Draws;
+
+typedef struct {
+    int64_t rows, vocab, count;                        // count: how many of the best, at most vocab
+    const float *logits;                               // [rows][vocab]
+    const int64_t *ids;                                // [rows]
+    float *chosen;                                     // [rows]: distance of the row's id from the best
+    int64_t *ranks;                                    // [rows]: of the row's id, from 1
+    int64_t *totals;                                   // [rows]: mass of all tokens, 2^40 for the best
+    float *near;                                       // [rows][count]: distances of the best, in order
+    int64_t *near_ids;                                 // [rows][count]
+} Ranking;
+
 #pragma GCC visibility push(default)  // all else in the library is hidden
 
 int octavo_cpu_level(void);                  // the highest level this machine runs
@@ -94,12 +117,17 @@ void octavo_add_rms_norm(float *stream, const float *x, const float *weight, flo
 void octavo_write(const Model *model, int layer, const Step *step, float *qkv);                         // norms, rotates, stores
 void octavo_attend(const Model *model, int layer, const Step *step, const float *qkv, float *out);      // out: [tokens][heads * head_dim]
 
+// Rows are independent of each other: threads share them.
+void octavo_draw(const Draws *draws);
+void octavo_rank(const Ranking *ranking);
+void octavo_uniform(const int64_t *noise, int64_t position, float *numbers, int64_t count);             // of tokens 0 to count - 1
+
 // Packing, once at load. Sources are row major; `data`, `scale` and `offset` of the matrix are written.
 void octavo_pack_float(Matrix *matrix, const float *weights);                                           // F32 and BF16: [n][k]
 // Q8 and Q4: [...][k], [...][k / group]; rows: [n], which of them each row of the matrix is, -1 for zeros; null: as they stand
 void octavo_pack_codes(Matrix *matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset, const int64_t *rows);
 
-void octavo_struct_sizes(int64_t *sizes);    // [4]: bytes of Matrix, Layer, Model and Step
+void octavo_struct_sizes(int64_t *sizes);    // [6]: bytes of Matrix, Layer, Model, Step, Draws and Ranking
 
 #pragma GCC visibility pop
 

@@ -20,12 +20,15 @@ from octavo.worker.kv_store import KVStore
 from octavo.worker.program import Forward, Program
 from octavo.worker.prompt_logprobs import prompt_logprobs
 from octavo.worker.request_table import RequestTable
-from octavo.worker.sampler import sample
+from octavo.worker.sampler import Sampling, sample
 
 
 class ModelRunner:
-    def __init__(self, program: Program, store: KVStore, table: RequestTable, block_size: int, faults: Faults) -> None:
+    def __init__(
+        self, program: Program, sampling: Sampling, store: KVStore, table: RequestTable, block_size: int, faults: Faults
+    ) -> None:
         self.program = program
+        self.sampling = sampling
         self.store = store
         self.table = table
         self.block_size = block_size
@@ -50,7 +53,7 @@ class ModelRunner:
         if self.faults.poisons(plan.step, 0):
             hidden[: plan.num_query[0]] = torch.nan
         self._bad = _rows_not_finite(hidden, batch)
-        self._prompt_logprobs = prompt_logprobs(hidden, plan, self.table, self.program)
+        self._prompt_logprobs = prompt_logprobs(hidden, plan, self.table, self.program, self.sampling)
         self._rows = batch.sample_row
 
     @torch.inference_mode()
@@ -61,7 +64,7 @@ class ModelRunner:
         entries = [entry for entry, samples in enumerate(plan.samples) if samples]
         if not entries:
             return result
-        sampled = sample(self._forward.logits, self._rows, self.table, self._forward.best)
+        sampled = sample(self._forward.logits, self._rows, self.table, self.sampling, self._forward.best)
         ids = self._valid_ids(sampled.ids, entries)
         self.table.append(self._rows, ids)
         for entry, token in zip(entries, ids.tolist(), strict=True):

@@ -11,12 +11,12 @@ from torch import Tensor
 from octavo.messages import PromptPiece, StepPlan, TokenLogprobs
 from octavo.worker.program import Program
 from octavo.worker.request_table import RequestTable
-from octavo.worker.sampler import token_logprobs
+from octavo.worker.sampler import Sampling, token_logprobs
 
 SLICE_LOGITS = 2**22  # logits in a slice: 16 MiB
 
 
-def prompt_logprobs(hidden: Tensor, plan: StepPlan, table: RequestTable, program: Program) -> dict[int, PromptPiece]:
+def prompt_logprobs(hidden: Tensor, plan: StepPlan, table: RequestTable, program: Program, sampling: Sampling) -> dict[int, PromptPiece]:
     """Plan entry -> logprobs of the prompt tokens it reached, for rows that asked for them. hidden: [T, hidden]"""
     pieces: dict[int, PromptPiece] = {}
     first = 0
@@ -26,15 +26,15 @@ def prompt_logprobs(hidden: Tensor, plan: StepPlan, table: RequestTable, program
             reach = min(start + count, int(table.num_prompt[row]) - 1)
             if start < reach:
                 targets = table.token_ids[row, start + 1 : reach + 1]
-                pieces[entry] = (start + 1, _in_slices(hidden[first : first + reach - start], targets, wanted, program))
+                pieces[entry] = (start + 1, _in_slices(hidden[first : first + reach - start], targets, wanted, program, sampling))
         first += count
     return pieces
 
 
-def _in_slices(hidden: Tensor, targets: Tensor, count: int, program: Program) -> list[TokenLogprobs]:
+def _in_slices(hidden: Tensor, targets: Tensor, count: int, program: Program, sampling: Sampling) -> list[TokenLogprobs]:
     size = max(1, SLICE_LOGITS // program.vocab_size)
-    return [
-        found
-        for start in range(0, len(targets), size)
-        for found in token_logprobs(program.logits(hidden[start : start + size]), targets[start : start + size], count)
-    ]
+    found: list[TokenLogprobs] = []
+    for start in range(0, len(targets), size):
+        some = targets[start : start + size]
+        found += token_logprobs(program.logits(hidden[start : start + size]), some, [count] * len(some), sampling)
+    return found

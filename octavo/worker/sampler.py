@@ -12,15 +12,25 @@ of logits that are not finite still yields some valid id, and disturbs no other.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.sampling import ONE, Draws, distances, draw, mass, nearest
+from octavo.kernels.reference.sampling import ONE, Draws, Ranking
 from octavo.messages import TokenLogprobs
 from octavo.sampling_params import SamplingParams
 from octavo.worker.request_table import MIN_P, TEMPERATURE, TOP_P, RequestTable
+
+
+class Sampling(Protocol):
+    """What reads whole rows of the vocabulary: the module `kernels.reference.sampling`, or the native library."""
+
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor: ...
+
+    def rank(self, logits: Tensor, ids: Tensor, count: int) -> Ranking: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +39,20 @@ class Sampled:
     logprobs: dict[int, TokenLogprobs]  # index into ids -> where asked for
 
 
-def sample(logits: Tensor, rows: Tensor, table: RequestTable, best: Tensor | None = None) -> Sampled:
+def sample(logits: Tensor, rows: Tensor, table: RequestTable, sampling: Sampling, best: Tensor | None = None) -> Sampled:
     """The id that follows each row. logits: [S, V] float32, left as they are; rows: [S], rows of the table; best: their argmax, if known"""
     row_list = rows.tolist()
     params = [table.params[row] for row in row_list]
     scores = _adjusted(logits, row_list, table)
-    ids = best if best is not None and scores is logits else scores.argmax(-1)  # the first of equals
-    random = torch.tensor([i for i, p in enumerate(params) if not p.greedy], dtype=torch.int64)
-    if len(random):
-        mixed = len(random) < len(ids)
-        ids[random] = draw(scores[random] if mixed else scores, _draws(rows[random], table))
-    logprobs = {i: token_logprobs(logits[i : i + 1], ids[i : i + 1], p.logprobs)[0] for i, p in enumerate(params) if p.logprobs is not None}
-    return Sampled(ids, logprobs)
+    random = [i for i, p in enumerate(params) if not p.greedy]
+    if len(random) == len(params):
+        ids = sampling.draw(scores, _draws(rows, table))
+    else:
+        ids = best if best is not None and scores is logits else torch.from_numpy(scores.numpy().argmax(-1))  # the first of equals
+        if random:
+            ids[random] = sampling.draw(scores[random], _draws(rows[random], table))
+    asked = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
+    return Sampled(ids, _asked_logprobs(logits, ids, asked, sampling) if asked else {})
 
 
 def _draws(rows: Tensor, table: RequestTable) -> Draws:
@@ -96,28 +108,33 @@ def _penalised(params: SamplingParams) -> bool:
 def _penalise(scores: Tensor, ids: Tensor, output: Tensor, params: SamplingParams) -> None:
     """Makes ids of the row less likely, in place. scores: [V]; ids: prompt and output; output: its end alone"""
     repetition = params.repetition_penalty
-    seen = scores[ids]
-    scores[ids] = torch.where(seen > 0, seen / repetition, seen * repetition)  # an id met twice is written twice, alike
-    counts = torch.bincount(output, minlength=len(scores))
-    scores -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    if repetition != 1:
+        seen = scores[ids]
+        scores[ids] = torch.where(seen > 0, seen / repetition, seen * repetition)  # an id met twice is written twice, alike
+    if params.frequency_penalty != 0 or params.presence_penalty != 0:
+        met, counts = output.unique(return_counts=True)
+        scores[met] -= params.frequency_penalty * counts + params.presence_penalty
 
 
-def token_logprobs(logits: Tensor, ids: Tensor, count: int) -> list[TokenLogprobs]:
-    """Of each row's id, and the row's `count` best. logits: [S, V], raw; ids: [S]"""
-    distance = distances(logits, torch.ones(len(ids)))  # [S, V]
-    chosen = distance.gather(1, ids[:, None])  # [S, 1]
-    ranks = (distance < chosen).sum(1) + 1
-    near, top_ids = nearest(distance, count)
-    totals = mass(distance).sum(1)
+def _asked_logprobs(logits: Tensor, ids: Tensor, asked: dict[int, int], sampling: Sampling) -> dict[int, TokenLogprobs]:
+    """For each index that asked: how likely its id was, and as many of the best as it asked for."""
+    some = list(asked)
+    if len(some) < len(ids):
+        logits, ids = logits[some], ids[some]
+    return dict(zip(some, token_logprobs(logits, ids, list(asked.values()), sampling), strict=True))
+
+
+def token_logprobs(logits: Tensor, ids: Tensor, counts: Sequence[int], sampling: Sampling) -> list[TokenLogprobs]:
+    """Of each row's id, and the best of the row, as many as its count says. logits: [S, V], raw; ids: [S]"""
+    found = sampling.rank(logits, ids, max(counts))
+    columns = (found.totals, found.ranks, found.chosen, found.near, found.near_ids)
     return [
-        _with_total(total, rank, [d, *others], best)
-        for total, rank, (d,), others, best in zip(
-            totals.tolist(), ranks.tolist(), chosen.tolist(), near.tolist(), top_ids.tolist(), strict=True
-        )
+        _with_total(total, rank, [chosen, *near[:count]], near_ids[:count])
+        for count, total, rank, chosen, near, near_ids in zip(counts, *(column.tolist() for column in columns), strict=True)
     ]
 
 
-def _with_total(total: int, rank: int, distances_: list[float], top_ids: list[int]) -> TokenLogprobs:
+def _with_total(total: int, rank: int, distances: list[float], top_ids: list[int]) -> TokenLogprobs:
     log_total = math.log(total / ONE) if total > 0 else math.nan  # not above 0: the logits are not finite
-    logprob, *top = [-distance - log_total for distance in distances_]
+    logprob, *top = [-distance - log_total for distance in distances]
     return TokenLogprobs(logprob, rank, top_ids, top)

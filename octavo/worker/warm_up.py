@@ -16,12 +16,13 @@ from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.program import Program
 from octavo.worker.request_table import RequestTable
+from octavo.worker.sampler import Sampling
 
 PROMPT_TOKENS = 2
 
 
 def warm_up(
-    program: Program, specs: list[LayerCacheSpec], geometry: CacheGeometry, layout: Literal["paged", "contiguous"]
+    program: Program, sampling: Sampling, specs: list[LayerCacheSpec], geometry: CacheGeometry, layout: Literal["paged", "contiguous"]
 ) -> None:
     size, prompt = geometry.block_size, min(PROMPT_TOKENS, geometry.max_model_len - 1)
     blocks = -(-(prompt + 1) // size)
@@ -30,7 +31,7 @@ def warm_up(
         store = PagedStore(specs, 1 + blocks, size)  # block 0 is the null block
     else:
         store = ContiguousStore(specs, 1, blocks * size)
-    runner = ModelRunner(program, store, RequestTable(1, prompt + 2, blocks), size, Faults(Debug()))
+    runner = ModelRunner(program, sampling, store, RequestTable(1, prompt + 2, blocks), size, Faults(Debug()))
     write = RowWrite(0, 0, array("q", [0] * prompt), prompt, 0, [], SamplingParams(), (), [], NoiseKey((0, 0), 0, 0), b"")
     new_blocks = [(0, index, 1 + index) for index in range(blocks)]
     prefill = StepPlan(1, [0], [0], [0], [prompt], [True], new_blocks=new_blocks, row_writes=[write])

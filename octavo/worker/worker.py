@@ -12,6 +12,8 @@ from octavo.config import Debug, EngineConfig
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.levels import open_native
 from octavo.kernels.cpu.library import NativeLibrary
+from octavo.kernels.cpu.sampling import NativeSampling
+from octavo.kernels.reference import sampling as torch_sampling
 from octavo.layers.comm import NullComm
 from octavo.layers.rotary import build_rope
 from octavo.loading.dummy import DummyCheckpoint
@@ -36,6 +38,7 @@ from octavo.worker.model_runner import ModelRunner
 from octavo.worker.native_program import NativeProgram
 from octavo.worker.program import Eager, Program
 from octavo.worker.request_table import RequestTable
+from octavo.worker.sampler import Sampling
 from octavo.worker.shadow import Shadow, ShadowedProgram, ShadowedStore, shadowed
 from octavo.worker.warm_up import warm_up
 
@@ -78,13 +81,14 @@ class Worker:
         if self._shadow_wanted:
             self._add_shadow(geometry)
         program = self._load(geometry, stored)
+        sampling: Sampling = torch_sampling if self.library is None else NativeSampling(self.library)
         self._log(geometry)
         blocks = -(-geometry.max_model_len // geometry.block_size)
         self.table = RequestTable(self.config.max_num_seqs, geometry.max_model_len, blocks)
-        self.runner = ModelRunner(program, self.store, self.table, geometry.block_size, self.faults)
+        self.runner = ModelRunner(program, sampling, self.store, self.table, geometry.block_size, self.faults)
         if not self._shadow_wanted:  # it would compare the warm-up with a cache that has not seen it
             watch = Stopwatch()
-            warm_up(program, self.specs, geometry, self.backend.layout)
+            warm_up(program, sampling, self.specs, geometry, self.backend.layout)
             logger.info("Warm-up took %.2f seconds", watch.total())
 
     def forward(self, plan: StepPlan) -> None:

@@ -58,7 +58,7 @@ def table_of(cases: list[Case], rows: list[int]) -> RequestTable:
 
 def run(logits: Tensor, cases: list[Case], rows: list[int] | None = None) -> Sampled:
     rows = list(range(len(cases))) if rows is None else rows
-    return sample(logits, torch.tensor(rows), table_of(cases, rows))
+    return sample(logits, torch.tensor(rows), table_of(cases, rows), sampling)
 
 
 # ---- what plain Python says
@@ -241,7 +241,7 @@ def test_the_same_key_gives_the_same_text_and_another_sample_another() -> None:
         table = table_of([Case(params, noise=key) for key in keys], rows)
         where = torch.tensor(rows)
         for logits in steps:
-            table.append(where, sample(logits.expand(len(rows), -1), where, table).ids)
+            table.append(where, sample(logits.expand(len(rows), -1), where, table, sampling).ids)
         return table.token_ids[where, 1:25].tolist()
 
     first, second, other_seed = NoiseKey((5, 0), 0, 0), NoiseKey((5, 1), 0, 0), NoiseKey((5, 0), 0, 1)

@@ -11,12 +11,15 @@ import functools
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.attention_case import AttentionCase
 from octavo.kernels.cpu.library import BF16, F32, LEVELS, Q4, Q8, NativeLibrary, address, find_library
 from octavo.kernels.cpu.packing import Floats, PackedMatrix, pack_codes, pack_float
+from octavo.kernels.cpu.sampling import NativeSampling
+from octavo.kernels.reference.sampling import Draws
 from octavo.log import logger
 
 KINDS = {"float32": F32, "bfloat16": BF16, "8-bit": Q8, "4-bit": Q4}
@@ -70,7 +73,7 @@ def first_difference(expected: list[Sample], got: list[Sample]) -> str | None:
 
 
 def sample_results(library: NativeLibrary) -> list[Sample]:
-    """What products, gates, norms, rotation, caches and attention make of small inputs, the same ones every time."""
+    """What products, gates, norms, rotation, caches, attention and sampling make of small inputs, the same ones every time."""
     random = np.random.default_rng(7)
     samples = []
     for name, kind in KINDS.items():
@@ -90,7 +93,26 @@ def sample_results(library: NativeLibrary) -> list[Sample]:
         samples.append(Sample("rotation", qkv, EXACT))
         samples.append(Sample(f"writing into a {name} cache", np.nan_to_num(np.stack((k.numbers(), v.numbers()))), tolerance))
         samples.append(Sample(f"attention over a {name} cache", out, min(tolerance, ROUNDED)))
-    return samples
+    return samples + _sampled(library, random)
+
+
+def _sampled(library: NativeLibrary, random: np.random.Generator) -> list[Sample]:
+    """Rows that are drawn from whole, and by each filter. Another id is another token, so these are exact."""
+    sampling, rows, vocab = NativeSampling(library), 8, 3000
+    logits = torch.from_numpy(random.standard_normal((rows, vocab), np.float32) * np.float32(4))
+    top_k, top_p, min_p = torch.tensor([0, 0, 0, 9, 700, 0, 0, 40]), torch.ones(rows), torch.zeros(rows)
+    top_p[5:], min_p[6:] = 0.8, 0.01
+    noise = torch.from_numpy(random.integers(0, 2**32, (rows, 4)))
+    ids = sampling.draw(logits, Draws(torch.full((rows,), 0.7), top_k, top_p, min_p, noise, torch.arange(rows)))
+    ranking = sampling.rank(logits, ids, 20)
+    uniform = np.empty(vocab, np.float32)
+    library.call.octavo_uniform(noise.data_ptr(), 5, address(uniform), vocab)
+    return [
+        Sample("noise", uniform, EXACT),
+        Sample("draw", ids.numpy().astype(np.float32), EXACT),
+        Sample("order of the best", ranking.near_ids.numpy().astype(np.float32), EXACT),
+        Sample("mass of a row", ranking.totals.numpy().astype(np.float32), EXACT),
+    ]
 
 
 def matmul(library: NativeLibrary, packed: PackedMatrix, x: Floats) -> Floats:

@@ -54,7 +54,21 @@ class Step(ctypes.Structure):
     ]  # fmt: skip
 
 
-STRUCTS = (Matrix, Layer, Model, Step)
+class Draws(ctypes.Structure):
+    _fields_ = [
+        ("rows", c_int64), ("vocab", c_int64), ("logits", c_void_p), ("temperature", c_void_p), ("top_p", c_void_p), ("min_p", c_void_p),
+        ("top_k", c_void_p), ("noise", c_void_p), ("positions", c_void_p), ("ids", c_void_p),
+    ]  # fmt: skip
+
+
+class Ranking(ctypes.Structure):
+    _fields_ = [
+        ("rows", c_int64), ("vocab", c_int64), ("count", c_int64), ("logits", c_void_p), ("ids", c_void_p), ("chosen", c_void_p),
+        ("ranks", c_void_p), ("totals", c_void_p), ("near", c_void_p), ("near_ids", c_void_p),
+    ]  # fmt: skip
+
+
+STRUCTS = (Matrix, Layer, Model, Step, Draws, Ranking)
 _MATRIX, _MODEL, _STEP = POINTER(Matrix), POINTER(Model), POINTER(Step)
 
 # By name: what it returns, what it takes.
@@ -70,6 +84,9 @@ FUNCTIONS = {
     "octavo_add_rms_norm": (None, [c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64]),
     "octavo_write": (None, [_MODEL, c_int, _STEP, c_void_p]),
     "octavo_attend": (None, [_MODEL, c_int, _STEP, c_void_p, c_void_p]),
+    "octavo_draw": (None, [POINTER(Draws)]),
+    "octavo_rank": (None, [POINTER(Ranking)]),
+    "octavo_uniform": (None, [c_void_p, c_int64, c_void_p, c_int64]),
     "octavo_pack_float": (None, [_MATRIX, c_void_p]),
     "octavo_pack_codes": (None, [_MATRIX, c_void_p, c_void_p, c_void_p, c_void_p]),
     "octavo_struct_sizes": (None, [c_void_p]),

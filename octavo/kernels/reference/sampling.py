@@ -42,6 +42,17 @@ class Draws:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Where the id of each row stands, and the best of the row: all that logprobs are made of."""
+
+    chosen: Tensor  # [S]: distance of the id from the best
+    ranks: Tensor  # [S], from 1
+    totals: Tensor  # [S]: mass of the whole row
+    near: Tensor  # [S, count]: distances of the best, in order
+    near_ids: Tensor  # [S, count]
+
+
 def draw(logits: Tensor, draws: Draws) -> Tensor:
     """One id a row. logits: [S, V] float32; returns [S] int64"""
     vocab = logits.shape[1]
@@ -57,6 +68,13 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
     if rest.any():
         ids[rest] = _draw_ordered(distance[rest], draws.take(rest), vocab)
     return ids
+
+
+def rank(logits: Tensor, ids: Tensor, count: int) -> Ranking:
+    """Where each row's id stands, and the row's `count` best. logits: [S, V]; ids: [S]"""
+    distance = distances(logits, torch.ones(len(ids)))  # [S, V]
+    chosen = distance.gather(1, ids[:, None])  # [S, 1]
+    return Ranking(chosen.squeeze(1), (distance < chosen).sum(1) + 1, mass(distance).sum(1), *nearest(distance, count))
 
 
 def distances(logits: Tensor, temperature: Tensor) -> Tensor:

@@ -1,0 +1,41 @@
+"""Sampling by the native library: `draw` and `rank` of `kernels/reference/sampling.py`, rows shared out over its threads.
+
+Uniforms and distances are those of the twin bit for bit; logarithms and exponentials may differ in their last bits, and with
+them the result where two scores, or a mass and a cut, are closer than that.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.cpu import library as native
+from octavo.kernels.cpu.library import NativeLibrary
+from octavo.kernels.reference.sampling import Draws, Ranking
+
+
+class NativeSampling:
+    def __init__(self, library: NativeLibrary) -> None:
+        self._library = library
+
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        """One id a row. logits: [S, V] float32; returns [S] int64"""
+        kept = {name: getattr(draws, name).contiguous() for name in ("temperature", "top_p", "min_p", "top_k", "noise", "positions")}
+        logits, ids = logits.contiguous(), torch.empty(len(logits), dtype=torch.int64)
+        struct = native.Draws(*logits.shape, logits=logits.data_ptr(), ids=ids.data_ptr(), **{n: t.data_ptr() for n, t in kept.items()})
+        self._library.call.octavo_draw(ctypes.byref(struct))
+        return ids
+
+    def rank(self, logits: Tensor, ids: Tensor, count: int) -> Ranking:
+        """Where each row's id stands, and the row's `count` best. logits: [S, V] float32; ids: [S]"""
+        rows, vocab = logits.shape
+        assert len(ids) == 0 or 0 <= int(ids.min()) <= int(ids.max()) < vocab, "ids of the vocabulary"
+        logits, ids, count = logits.contiguous(), ids.contiguous(), min(count, vocab)
+        chosen, near = torch.empty(rows), torch.empty(rows, count)
+        ranks, totals, near_ids = (torch.empty(shape, dtype=torch.int64) for shape in ((rows,), (rows,), (rows, count)))
+        struct = native.Ranking(
+            rows=rows, vocab=vocab, count=count, logits=logits.data_ptr(), ids=ids.data_ptr(), chosen=chosen.data_ptr(),
+            ranks=ranks.data_ptr(), totals=totals.data_ptr(), near=near.data_ptr(), near_ids=near_ids.data_ptr(),
+        )  # fmt: skip
+        self._library.call.octavo_rank(ctypes.byref(struct))
+        return Ranking(chosen, ranks, totals, near, near_ids)
