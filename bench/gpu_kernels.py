@@ -146,14 +146,14 @@ PRODUCTS = [(1024, 4096), (1024, 6144), (3072, 1024), (4096, 24576), (12288, 409
 
 
 def decode_cases(tiny: bool) -> Iterator[Case]:
-    for (rows, context), aim in DECODE.items():
-        case = Rows(2, 40, 1) if tiny else Rows(rows, context, 1)
+    for (rows, context), aim in list(DECODE.items())[: 1 if tiny else None]:
+        case = Rows(1, 20, 1) if tiny else Rows(rows, context, 1)
         yield Case(f"decode {rows} x {context}", [case.attend], case.error, bytes=case.bytes, flops=case.flops, aim=(aim, "TB/s"))
 
 
 def prefill_cases(tiny: bool) -> Iterator[Case]:
-    for (rows, tokens), aim in PREFILL.items():
-        case = Rows(2, 20, 20) if tiny else Rows(rows, tokens, tokens)
+    for (rows, tokens), aim in list(PREFILL.items())[: 1 if tiny else None]:
+        case = Rows(1, 20, 20) if tiny else Rows(rows, tokens, tokens)
         peer = [case.torch_attention()] if ON_GPU else []
         yield Case(
             f"prefill {rows} x {tokens}", [case.attend], case.error, bytes=case.bytes, flops=case.flops, aim=(aim, "TFLOP/s"), peer=peer
@@ -196,7 +196,7 @@ def _product_case(name: str, rows: int, size: int, wide: int) -> Case:
 
 
 def small_cases(tiny: bool) -> Iterator[Case]:
-    for tokens in (256, 8192):
+    for tokens in (256, 8192)[: 1 if tiny else None]:
         rows, size = (3, 64) if tiny else (tokens, 4096)
         sets = 1 if rows * size * 8 > BEYOND_L2 else 4
         x, residual, weight = [random(rows, size) for _ in range(sets)], random(rows, size), random(size)
@@ -238,7 +238,7 @@ def _write_case(rows: int, tokens: int) -> Case:
 
 
 def sampling_cases(tiny: bool) -> Iterator[Case]:
-    rows, vocab = (3, 3000) if tiny else (256, 151936)
+    rows, vocab = (2, 3000) if tiny else (256, 151936)
     logits = random(rows, vocab) * 3
     noise = torch.randint(0, 2**32, (rows, 4), device=DEVICE)
     positions = torch.randint(0, 4096, (rows,), device=DEVICE)
@@ -299,15 +299,17 @@ def sweep(tiny: bool, deadline: float) -> None:
         Tiles(*shape)
         for shape in ((64, 8, 2, 128), (64, 8, 3, 128), (64, 4, 3, 64), (128, 8, 2, 128), (128, 8, 3, 128), (128, 4, 2, 64))
     ]
-    tried: list[tuple[str, Rows, list[Tiles], tuple[int, ...]]] = []
-    for rows, context in DECODE:
-        splits = (1, 2) if rows > 1 else (32, 64, 128)
-        tried.append((f"decode {rows} x {context}", Rows(2, 40, 1) if tiny else Rows(rows, context, 1), decode, splits))
-    for rows, tokens in PREFILL:
-        tried.append((f"prefill {rows} x {tokens}", Rows(2, 20, 20) if tiny else Rows(rows, tokens, tokens), prefill, (1,)))
-    for name, case, choices, splits in tried:
+    shapes: list[tuple[str, Rows, list[Tiles], tuple[int, ...]]] = []
+    if tiny:
+        shapes = [("decode", Rows(1, 20, 1), decode[:2], (1, 2))]
+    else:
+        for rows, context in DECODE:
+            shapes.append((f"decode {rows} x {context}", Rows(rows, context, 1), decode, (1, 2) if rows > 1 else (32, 64, 128)))
+        for rows, tokens in PREFILL:
+            shapes.append((f"prefill {rows} x {tokens}", Rows(rows, tokens, tokens), prefill, (1,)))
+    for name, case, choices, splits in shapes:
         found = []
-        for tiles, split in product(choices[:1] if tiny else choices, splits[:1] if tiny else splits):
+        for tiles, split in product(choices, splits):
             if time.monotonic() > deadline:
                 break
             try:

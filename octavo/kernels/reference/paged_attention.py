@@ -23,7 +23,7 @@ def paged_attention(
         length = int(context_len[row])
         blocks = tables[row, : -(-length // k_cache.shape[1])].long()
         keys, values = (cache[blocks].flatten(0, 1)[:length].float() for cache in (k_cache, v_cache))  # [length, kv_heads, dim]
-        grouped = q[start:end].float().view(end - start, keys.shape[1], -1, q.shape[2])  # [n, kv_heads, group, dim]
+        grouped = q[start:end].float().unflatten(1, (keys.shape[1], -1))  # [n, kv_heads, group, dim]
         mask = causal_mask(torch.tensor([length]), end - start, length, window, torch.float32)[0, 0].to(q.device)  # [n, length]
         scores = torch.einsum("nkgd,lkd->kgnl", grouped, keys) * scale + mask
         sums = torch.logsumexp(scores, -1, keepdim=True)  # [kv_heads, group, n, 1]

@@ -20,7 +20,8 @@ def write_kv(
     """Returns q [T, heads, head_dim], a view of qkv, which is overwritten there."""
     kv_heads, head_dim = k_cache.shape[2:]
     parts = qkv.view(len(qkv), -1, head_dim)
-    q, k, v = parts.split([parts.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    heads = parts.shape[1] - 2 * kv_heads
+    q, k, v = parts[:, :heads], parts[:, heads:-kv_heads], parts[:, -kv_heads:]
     normed_q, normed_k = q, k
     if norms is not None:
         normed_q, normed_k = rms_norm(q, norms[0], norms[2]), rms_norm(k, norms[1], norms[2])
