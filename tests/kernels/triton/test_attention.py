@@ -1,5 +1,7 @@
 """Paged attention over mixes of rows, against its twin and against itself without blocks; nothing unwritten is ever read."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -75,7 +77,7 @@ def assert_near(got: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> Non
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(
     ("dtype", "size"),
-    [*((torch.float32, size) for size in (1, 8, 16, 256)), *((dtype, size) for dtype in (torch.float16, torch.bfloat16) for size in (1, 16))],
+    [*((torch.float32, size) for size in (1, 8, 16, 256)), *product((torch.float16, torch.bfloat16), (1, 16))],
     ids=str,
 )
 def test_a_mix_of_rows_agrees_with_the_twin_and_with_the_contiguous_cache(

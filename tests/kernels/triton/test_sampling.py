@@ -39,6 +39,7 @@ def test_uniform_numbers_are_those_of_the_reference_bit_for_bit(device: str) -> 
 def test_ids_are_those_of_the_twin(dtype: torch.dtype, device: str) -> None:
     noise, positions = draws(device)
     logits = (torch.randn(ROWS, VOCAB + 9, generator=torch.Generator().manual_seed(3)) * 4).to(device, dtype)[:, :VOCAB]
+    logits[4, 100:600], logits[4, 700] = 49.75, 50  # noise would choose among the many, at any but the coldest
     logits[5, -1] = 90  # the very last token
     temperature = torch.tensor([0, 1, 0.3, 5, 1e-42, 1], device=device)  # one is below the smallest normal number
     assert sample(logits, temperature, noise, positions).tolist() == plain.sample(logits, temperature, noise, positions).tolist()

@@ -15,7 +15,8 @@ ROWS = pytest.mark.parametrize("rows", [1, skinny.FEW_ROWS, skinny.FEW_ROWS + 1,
 def inputs(rows: int, size: int, wide: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rows + size)
     x, residual, scales, weight = (torch.randn(shape, generator=generator) for shape in ((rows, size), (rows, size), (size,), (wide, size)))
-    return x.to(device, dtype), residual.to(device, dtype), scales.to(device, dtype), (weight * size**-0.5).to(device, dtype)
+    guarded = torch.cat([weight * size**-0.5, torch.full((2, size), torch.nan)])  # a read past the end shows
+    return x.to(device, dtype), residual.to(device, dtype), scales.to(device, dtype), guarded.to(device, dtype)[:wide]
 
 
 def assert_near(got: Tensor, exact: Tensor) -> None:
