@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from octavo.kernels.reference.copy_blocks import copy_blocks
 from octavo.messages import StepPlan
 from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.cache_spec import LayerCacheSpec
@@ -51,12 +52,7 @@ class PagedStore:
                 buffer[NULL_BLOCK] = 0  # tables are padded with it
 
     def apply(self, plan: StepPlan) -> None:
-        if not plan.copies:
-            return
-        sources, targets = torch.tensor(plan.copies).unbind(1)
-        for cache in self.caches:
-            for buffer in cache.values():
-                buffer[targets] = buffer[sources]
+        copy_blocks([buffer for cache in self.caches for buffer in cache.values()], plan.copies)
 
 
 class ContiguousStore:

@@ -77,6 +77,14 @@ def rank(logits: Tensor, ids: Tensor, count: int) -> Ranking:
     return Ranking(chosen.squeeze(1), (distance < chosen).sum(1) + 1, mass(distance).sum(1), *nearest(distance, count))
 
 
+def sample(logits: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor) -> Tensor:
+    """One id a row, [S] int64, with no filter: argmax at temperature 0, else with noise. noise: [S, 4]; positions: [S]"""
+    logits = logits.float()
+    unused = torch.zeros_like(temperature)
+    drawn = _draw_plain(distances(logits, temperature), Draws(temperature, unused, unused, unused, noise, positions))
+    return torch.where(temperature > 0, drawn, logits.argmax(-1))
+
+
 def distances(logits: Tensor, temperature: Tensor) -> Tensor:
     """How far each token lies below the best of its row: 0 or more, so no temperature can overflow the best one. [S, V]"""
     limits = torch.finfo(torch.float32)

@@ -1,0 +1,24 @@
+"""The twins of the products of a few rows: the norm in front and the gate behind as steps of their own."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.kernels.reference.activation import silu_and_mul
+from octavo.kernels.reference.norm import add_rms_norm
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [rows, in], weight [out, in] -> [rows, out]"""
+    return F.linear(x, weight)
+
+
+def norm_linear(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual) W^T, the new residual)"""
+    normed, stream = add_rms_norm(x, residual, norm_weight, eps)
+    return F.linear(normed, weight), stream
+
+
+def gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(silu(gate) * up of rms_norm(x + residual), the new residual); weight [2 * size, in], gate over up"""
+    product, stream = norm_linear(x, residual, norm_weight, eps, weight)
+    return silu_and_mul(product), stream

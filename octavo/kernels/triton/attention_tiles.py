@@ -1,0 +1,43 @@
+"""How the attention kernels cut their work: tile sizes, warps, pipeline stages and splits, by shape alone.
+
+Chosen by rule, not tried out at run time: the first request is as quick as the last, and equal shapes give equal bits.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+PROGRAMS = 1024  # rows * KV heads * splits that fill a GPU of 132 multiprocessors a few times over
+MAX_SPLITS = 64
+TOKENS_PER_SPLIT = 256  # a split shorter than this costs more in the merge than it gains
+MIN_DOT = 16  # tl.dot takes no smaller side
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    keys: int  # a tile of keys and values
+    warps: int
+    stages: int  # tiles on their way from memory at once
+    queries: int = MIN_DOT  # a tile of queries: tokens * heads of a group
+
+
+def decode_tiles(dtype: torch.dtype, max_context: int) -> Tiles:
+    if dtype == torch.float32:
+        return Tiles(keys=16, warps=4, stages=2)
+    return Tiles(keys=32, warps=2, stages=2) if max_context <= 2048 else Tiles(keys=64, warps=2, stages=4)
+
+
+def prefill_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
+    if dtype == torch.float32:
+        return Tiles(keys=16, warps=4, stages=2, queries=32)
+    if head_dim > 128:
+        return Tiles(keys=32, warps=8, stages=2, queries=128)
+    return Tiles(keys=64, warps=8, stages=3, queries=128)
+
+
+def decode_splits(rows: int, kv_heads: int, max_context: int) -> int:
+    """Into how many parts each row's context is cut, a power of two: more where rows are too few to fill the GPU."""
+    splits = 1
+    while splits < MAX_SPLITS and rows * kv_heads * splits * 2 <= PROGRAMS and max_context >= TOKENS_PER_SPLIT * splits * 2:
+        splits *= 2
+    return splits

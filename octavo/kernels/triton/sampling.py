@@ -1,0 +1,93 @@
+"""Drawing one id a row: argmax of logits, or of logits / temperature plus Gumbel noise, in two passes over [S, V].
+
+    blocks   (row, TILE tokens) -> the block's largest logit, its best score below that, and whose it is
+    rows     the blocks of a row, each lowered by how far its largest logit lies below the row's
+
+Scores are counted from the largest logit, so that no temperature can overflow the best one. Noise comes from the counters of
+`kernels/reference/philox.py`, bit for bit: one counter serves four neighbouring tokens. Equal scores go to the lower id; a row
+that is not finite still yields a valid one.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 2048
+LANES = 4
+MULTIPLIER_0, MULTIPLIER_1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
+KEY_STEP_0, KEY_STEP_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
+ROUNDS = tl.constexpr(10)
+
+
+@triton.jit
+def philox4x32(c0, c1, c2, c3, k0, k1):
+    """The four words of each counter; all are uint32."""
+    for _ in tl.static_range(ROUNDS):
+        high_0, high_1 = tl.umulhi(c0, MULTIPLIER_0), tl.umulhi(c2, MULTIPLIER_1)
+        low_0, low_1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
+        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+        k0, k1 = k0 + KEY_STEP_0, k1 + KEY_STEP_1
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def uniform(noise, position, quad, TILE: tl.constexpr):
+    """Numbers strictly inside (0, 1) for the tokens of the quads, in order. noise: four words; quad [TILE / 4] -> [TILE] float32"""
+    key_0, key_1 = tl.load(noise).to(tl.uint32), tl.load(noise + 1).to(tl.uint32)
+    zero = quad * 0  # gives the other counter words the shape of the first
+    stream, high = tl.load(noise + 2).to(tl.uint32) + zero, tl.load(noise + 3).to(tl.uint32) + zero
+    w0, w1, w2, w3 = philox4x32(quad, position + zero, stream, high, key_0, key_1)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(TILE)  # lane = 2 * middle + last
+    return ((words >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
+
+
+@triton.jit
+def best_of_blocks(logits, temperature, noise, positions, tops, scores, ids, VOCAB: tl.constexpr, STRIDE: tl.constexpr, TILE: tl.constexpr):
+    row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    token = block * TILE + tl.arange(0, TILE)
+    logit = tl.load(logits + row * STRIDE + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+    top = tl.max(logit, 0)
+    warmth = tl.load(temperature + row)
+    score = logit - top
+    if warmth > 0:
+        quad = (block * (TILE // 4) + tl.arange(0, TILE // 4)).to(tl.uint32)
+        position = tl.load(positions + row).to(tl.uint32)
+        gumbel = -tl.log(-tl.log(uniform(noise + row * 4, position, quad, TILE)))
+        score = gumbel + score / tl.maximum(warmth, 1.1754943508222875e-38)
+    score = tl.where(token < VOCAB, score, float("-inf"))
+    best, index = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(tops + row * blocks + block, top)
+    tl.store(scores + row * blocks + block, best)
+    tl.store(ids + row * blocks + block, tl.minimum(block * TILE + index, VOCAB - 1))
+
+
+@triton.jit
+def best_of_rows(tops, scores, ids, temperature, out, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, PADDED)
+    inside = block < BLOCKS
+    top = tl.load(tops + row * BLOCKS + block, mask=inside, other=float("-inf"))
+    best = tl.load(scores + row * BLOCKS + block, mask=inside, other=float("-inf"))
+    warmth = tl.load(temperature + row)
+    score = best + (top - tl.max(top, 0)) / tl.where(warmth > 0, tl.maximum(warmth, 1.1754943508222875e-38), 1.0)
+    score = tl.where(inside, score, float("-inf"))
+    winner = tl.minimum(tl.argmax(score, 0, tie_break_left=True), BLOCKS - 1)
+    tl.store(out + row, tl.load(ids + row * BLOCKS + winner).to(tl.int64))
+
+
+def sample(logits: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor) -> Tensor:
+    """One id a row, [S] int64. logits: [S, V]; temperature: [S] float32, 0 is argmax; noise: [S, 4]; positions: [S]"""
+    assert logits.stride(1) == 1 and noise.is_contiguous()
+    rows, vocab = logits.shape
+    blocks = triton.cdiv(vocab, TILE)
+    tops, scores = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        best_of_blocks[(rows, blocks)](
+            logits, temperature, noise, positions, tops, scores, ids, VOCAB=vocab, STRIDE=logits.stride(0), TILE=TILE, num_warps=4
+        )
+        padded = triton.next_power_of_2(blocks)
+        best_of_rows[(rows,)](tops, scores, ids, temperature, out, BLOCKS=blocks, PADDED=padded, num_warps=4)
+    return out

@@ -1,0 +1,40 @@
+"""The Triton kernels where there is no GPU: their tests in Triton's interpreter, in a process of their own.
+
+The interpreter has to be chosen before triton is first imported, and other tests import it by way of transformers.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def python(*arguments: str, **environment: str) -> str:
+    run = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+def test_kernels_agree_with_their_twins_in_the_interpreter() -> None:
+    said = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton", TRITON_INTERPRET="1")
+    assert " passed" in said
+
+
+def test_the_script_that_times_them_runs_through() -> None:
+    code = "from tests.support.interpreter import mend\nmend()\nimport runpy, sys\nsys.argv = ['gpu_kernels', '--tiny', '--sweep']\n"
+    said = python("-c", code + "runpy.run_path('bench/gpu_kernels.py', run_name='__main__')", TRITON_INTERPRET="1")
+    assert said.count(" ok ") == 14 and "all agree with their twins" in said
+
+
+def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
+    taken = python("-m", "tests.support.hopper", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0").splitlines()
+    names = {line.split()[0] for line in taken}
+    assert names == {"write", "decode", "merge", "prefill", "copy", "product_few", "product_tile", "sum_parts", "add_norm", "gate_rows"} | {
+        "best_of_blocks",
+        "best_of_rows",
+    }
+    assert {line.split()[1] for line in taken if line.startswith("prefill")} == {"wgmma"}

@@ -1,0 +1,30 @@
+"""Where the Triton kernels run: compiled on a GPU, where they are marked `gpu`; in Triton's interpreter where that was asked for
+before anything imported triton (`tests/kernels/test_triton.py` does); else not at all, since they have nothing to run on.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
+if INTERPRETED:
+    from tests.support.interpreter import mend
+
+    mend()
+elif not ON_GPU:
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            # numpy, in the interpreter, warns of numbers that overflow as they should
+            item.add_marker("gpu" if ON_GPU else pytest.mark.filterwarnings("ignore::RuntimeWarning"))
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return "cuda" if ON_GPU else "cpu"

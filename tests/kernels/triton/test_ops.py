@@ -1,0 +1,78 @@
+"""The small kernels against their twins: cache writes, norms, gates, copies."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels.reference import activation as plain_activation
+from octavo.kernels.reference import copy_blocks as plain_copy
+from octavo.kernels.reference import norm as plain_norm
+from octavo.kernels.reference import write_kv as plain_write
+from octavo.kernels.triton.activation import silu_and_mul
+from octavo.kernels.triton.copy_blocks import copy_blocks
+from octavo.kernels.triton.norm import add_rms_norm
+from octavo.kernels.triton.write_kv import write_kv
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # one rounding of the dtype, of numbers near 1
+DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "float16", "bfloat16"])
+
+
+def random(device: str, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, dtype)
+
+
+def assert_near(got: Tensor, exact: Tensor) -> None:
+    torch.testing.assert_close(got, exact, atol=TOLERANCE[got.dtype], rtol=TOLERANCE[got.dtype])
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("heads", [6, 1])
+@DTYPES
+def test_write_kv_writes_the_named_slots_and_no_others(dtype: torch.dtype, heads: int, norm: bool, device: str) -> None:
+    kv_heads, dim, tokens = 1 if heads == 1 else 2, 16, 5
+    angle = torch.outer(torch.arange(64.0), 1e4 ** -(torch.arange(dim // 2) / (dim // 2))).to(device)
+    norms = (random(device, dtype, dim), random(device, dtype, dim + 1)[1:], 1e-5) if norm else None
+    positions, slots = torch.tensor([3, 63, 0, 17, 0], device=device), torch.tensor([9, 40, 11, 31, 0], device=device)  # 0: padding
+    results = []
+    for write in (write_kv, plain_write.write_kv):
+        qkv = random(device, dtype, tokens, (heads + 2 * kv_heads) * dim)
+        caches = [torch.full((6, 8, kv_heads, dim), torch.nan, device=device, dtype=dtype) for _ in "kv"]
+        q = write(qkv, norms, angle.cos(), angle.sin(), positions, slots, *caches)
+        assert q.data_ptr() == qkv.data_ptr() and q.shape == (tokens, heads, dim)
+        results.append([qkv, *(cache.nan_to_num(nan=77) for cache in caches)])
+    for got, exact in zip(*results):
+        assert_near(got, exact)
+
+
+@pytest.mark.parametrize("size", [1, 48, 1025])
+@DTYPES
+def test_add_rms_norm(dtype: torch.dtype, size: int, device: str) -> None:
+    x, residual, weight = random(device, dtype, 3, size), random(device, dtype, 3, size) * 3, random(device, dtype, size)
+    got, exact = add_rms_norm(x, residual, weight, 1e-5), plain_norm.add_rms_norm(x, residual, weight, 1e-5)
+    assert_near(got[0], exact[0])
+    assert torch.equal(got[1], exact[1])
+
+
+@pytest.mark.parametrize("size", [1, 40, 1030])
+@DTYPES
+def test_silu_and_mul(dtype: torch.dtype, size: int, device: str) -> None:
+    x = random(device, dtype, 3, 2 * size) * 4
+    x[0, 0], x[1, 0] = -200, 200  # whose exponentials no float32 holds
+    assert_near(silu_and_mul(x), plain_activation.silu_and_mul(x))
+
+
+def test_no_rows_are_no_work(device: str) -> None:
+    nothing = torch.empty(0, 32, device=device)
+    assert silu_and_mul(nothing).shape == (0, 16)
+    assert add_rms_norm(nothing, nothing, torch.ones(32, device=device), 1e-5)[0].shape == (0, 32)
+    copy_blocks([nothing], [])
+
+
+@pytest.mark.parametrize("pairs", [[(1, 2), (1, 4), (3, 5)], [(1, 2), (2, 3)], [(1, 2), (2, 1), (0, 5)]], ids=["apart", "chain", "swap"])
+def test_copies_read_before_they_write_in_every_buffer(pairs: list[tuple[int, int]], device: str) -> None:
+    for shape in ((6, 1, 2, 16), (6, 16, 3, 256)):  # less than a piece of a block, and more
+        buffers = [random(device, dtype, *shape) for dtype in (torch.bfloat16, torch.float16, torch.bfloat16)]
+        expected = [buffer.clone() for buffer in buffers]
+        copy_blocks(buffers, pairs)
+        plain_copy.copy_blocks(expected, pairs)
+        assert all(map(torch.equal, buffers, expected))

@@ -1,0 +1,47 @@
+"""Products of a few rows against their twins, on both sides of where the kernel changes, with sizes no tile divides."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels.reference import skinny as plain
+from octavo.kernels.triton import skinny
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "float16", "bfloat16"])
+ROWS = pytest.mark.parametrize("rows", [1, skinny.FEW_ROWS, skinny.FEW_ROWS + 1, skinny.MAX_ROWS])
+
+
+def inputs(rows: int, size: int, wide: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows + size)
+    x, residual, scales, weight = (torch.randn(shape, generator=generator) for shape in ((rows, size), (rows, size), (size,), (wide, size)))
+    guarded = torch.cat([weight * size**-0.5, torch.full((2, size), torch.nan)])  # a read past the end shows
+    return x.to(device, dtype), residual.to(device, dtype), scales.to(device, dtype), guarded.to(device, dtype)[:wide]
+
+
+def assert_near(got: Tensor, exact: Tensor) -> None:
+    torch.testing.assert_close(got, exact, atol=TOLERANCE[got.dtype], rtol=TOLERANCE[got.dtype])
+
+
+@ROWS
+@DTYPES
+def test_linear(dtype: torch.dtype, rows: int, device: str) -> None:
+    for size, wide in ((72, 21), (1100, 37)):  # the second is split over its inner dimension where there are more than few rows
+        x, _, _, weight = inputs(rows, size, wide, dtype, device)
+        assert_near(skinny.linear(x, weight), plain.linear(x, weight))
+
+
+@ROWS
+@DTYPES
+def test_norm_in_front_and_gate_behind(dtype: torch.dtype, rows: int, device: str) -> None:
+    x, residual, scales, weight = inputs(rows, 200, 42, dtype, device)
+    for ours, exact in ((skinny.norm_linear, plain.norm_linear), (skinny.gate_up, plain.gate_up)):
+        got, expected = ours(x, residual, scales, 1e-5, weight), exact(x, residual, scales, 1e-5, weight)
+        assert_near(got[0], expected[0])
+        assert torch.equal(got[1], expected[1])
+
+
+def test_more_rows_than_a_tile_are_refused(device: str) -> None:
+    x, _, _, weight = inputs(skinny.MAX_ROWS + 1, 16, 16, torch.float32, device)
+    with pytest.raises(AssertionError, match="17 rows, at most 16"):
+        skinny.linear(x, weight)

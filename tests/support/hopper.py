@@ -1,0 +1,88 @@
+"""Compiles the Triton kernels for Hopper down to machine code, with no GPU about: `python -m tests.support.hopper`.
+
+The interpreter runs what the compiler may refuse. Kernels are asked for through their public functions, so with the very
+arguments they get; a driver that is none says what to compile for, and nothing is launched. A kernel that spills registers or
+takes more shared memory than there is ends it too.
+"""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from octavo.kernels.triton.activation import silu_and_mul
+from octavo.kernels.triton.attention import paged_attention
+from octavo.kernels.triton.copy_blocks import copy_blocks
+from octavo.kernels.triton.norm import add_rms_norm
+from octavo.kernels.triton.sampling import sample
+from octavo.kernels.triton.skinny import gate_up, linear, norm_linear
+from octavo.kernels.triton.write_kv import write_kv
+
+ASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+SHARED_MEMORY = 227 * 1024  # of one block of threads
+
+
+class NoGPU:
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only() -> list[str]:
+    """From here on kernels are compiled and not launched; returns the list of what they took, a line each."""
+    run, taken = JITFunction.run, []
+
+    def compiled(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
+        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+            file.write(kernel.asm["ptx"])
+            file.flush()
+            command = [str(ASSEMBLER), "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+        products = "wgmma" if "wgmma.mma_async" in kernel.asm["ptx"] else "mma" if "mma.sync" in kernel.asm["ptx"] else "-"
+        taken.append(f"{self.fn.__name__} {products} spilled {spilled} shared {kernel.metadata.shared}")
+        assert spilled == 0 and kernel.metadata.shared <= SHARED_MEMORY, taken[-1]
+
+    driver.set_active(NoGPU())
+    JITFunction.run = compiled
+    return taken
+
+
+def main() -> None:
+    taken = compile_only()
+    heads, kv_heads, dim, size = 32, 8, 128, 4096
+    bf16 = {"dtype": torch.bfloat16}
+    index = torch.zeros(5, dtype=torch.int64)
+    cache = torch.empty(9, 16, kv_heads, dim, **bf16)
+    qkv = torch.empty(4, (heads + 2 * kv_heads) * dim, **bf16)
+    norms = torch.empty(dim, **bf16), torch.empty(dim, **bf16), 1e-6
+    turns = torch.empty(64, dim // 2)
+    q = write_kv(qkv, norms, turns, turns, index, index, cache, cache)
+    for max_query, splits, window in ((1, 1, None), (1, 8, None), (64, 1, None), (64, 1, 100)):
+        out = torch.empty(4, heads, dim, **bf16)
+        tables = torch.zeros(4, 2, dtype=torch.int64)
+        paged_attention(q, cache, cache, tables, index, index[:4], 0.1, out, max_query, 4096, window, splits=splits)
+    copy_blocks([cache], [(1, 2)])
+    for rows in (1, 16):
+        x, scales, weight = torch.empty(rows, size, **bf16), torch.empty(size, **bf16), torch.empty(1024, size, **bf16)
+        linear(x, weight), norm_linear(x, x, scales, 1e-6, weight), gate_up(x, x, scales, 1e-6, weight)
+    silu_and_mul(x), add_rms_norm(x, x, scales, 1e-6)
+    sample(torch.empty(4, 151936, **bf16), torch.ones(4), torch.zeros(4, 4, dtype=torch.int64), index[:4])
+    print("\n".join(taken))
+
+
+if __name__ == "__main__":
+    main()

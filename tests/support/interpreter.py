@@ -1,0 +1,46 @@
+"""Triton's interpreter, made to run under this numpy and to compute in bfloat16 as a GPU does.
+
+It keeps bfloat16 as plain bits: as it stands, it cuts digits off instead of rounding to nearest even, and its dot multiplies
+the bits themselves. It also turns arrays of one number into indices in a way that numpy no longer allows.
+"""
+
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+def mend() -> None:
+    cast, dot, patch_tensor = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot, interpreter._patch_lang_tensor
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        kinds = src.dtype.scalar, dst_type.scalar
+        if kinds == (tl.float32, tl.bfloat16):
+            return TensorHandle(_narrow(src.data), tl.bfloat16)
+        if kinds == (tl.bfloat16, tl.float32):
+            return TensorHandle(_widen(src.data), tl.float32)
+        return cast(self, src, dst_type)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = TensorHandle(_widen(a.data), tl.float32), TensorHandle(_widen(b.data), tl.float32)
+        return dot(self, a, b, *rest)
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast_impl, create_dot
+    interpreter._patch_lang_tensor = patch_lang_tensor
+
+
+def _widen(bits: Any) -> Any:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _narrow(numbers: Any) -> Any:
+    bits = np.ascontiguousarray(numbers).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(numbers), 0x7FC0, rounded).astype(np.uint16)
