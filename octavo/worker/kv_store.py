@@ -52,7 +52,8 @@ class PagedStore:
                 buffer[NULL_BLOCK] = 0  # tables are padded with it
 
     def apply(self, plan: StepPlan) -> None:
-        copy_blocks([buffer for cache in self.caches for buffer in cache.values()], plan.copies)
+        if plan.copies:
+            copy_blocks([buffer for cache in self.caches for buffer in cache.values()], plan.copies)
 
 
 class ContiguousStore:

@@ -6,8 +6,6 @@ from torch import Tensor
 
 def copy_blocks(buffers: list[Tensor], pairs: list[tuple[int, int]]) -> None:
     """Copies block `source` onto block `target` for every pair. buffers: each [num_blocks, ...]"""
-    if not pairs:
-        return
     sources, targets = torch.tensor(pairs).unbind(1)
     for buffer in buffers:
         buffer[targets] = buffer[sources]

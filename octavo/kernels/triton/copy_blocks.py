@@ -28,8 +28,6 @@ def copy(froms, tos, sources, targets, WORDS: tl.constexpr, PIECE: tl.constexpr)
 
 def copy_blocks(buffers: list[Tensor], pairs: list[tuple[int, int]]) -> None:
     """Copies block `source` onto block `target` for every pair. buffers: each [num_blocks, ...], of blocks of the same bytes"""
-    if not pairs:
-        return
     device = buffers[0].device
     size = buffers[0][0].numel() * buffers[0].element_size()
     assert size % 16 == 0, f"{size} bytes a block"
