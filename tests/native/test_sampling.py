@@ -156,14 +156,17 @@ def test_a_row_is_drawn_as_by_the_twin_on_every_level(batch: list[Row], vocab: i
 
 @pytest.mark.parametrize("vocab", [49_152, 151_936])
 @pytest.mark.parametrize("level", LEVELS)
-def test_whole_vocabularies_are_drawn_as_by_the_twin(level: str, vocab: int) -> None:
+def test_whole_vocabularies_are_drawn_and_ranked_as_by_the_twin(level: str, vocab: int) -> None:
     plain = Row("normal", 1, temperature=0.7)
     filters: list[dict[str, Any]] = [{}, {"top_k": 50}, {"top_k": 3000}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.9}, {"min_p": 0.05}]
     batch = [replace(plain, kind=kind, seed=n, position=n, **filters[n % 6]) for n, kind in enumerate(["normal"] * 6 + ["peak"] * 6)]
     logits, draws = logits_of(batch, vocab), draws_of(batch)
     expected = twin.draw(logits, draws).tolist()
+    best = twin.rank(logits, torch.tensor(expected), 20)
     with running(level, 2) as library:
         found = NativeSampling(library).draw(logits, draws).tolist()
+        ranked = NativeSampling(library).rank(logits, torch.tensor(expected), 20)
+    assert torch.equal(ranked.near_ids, best.near_ids) and torch.equal(ranked.ranks, best.ranks)
     if found != expected:
         assert all({mine, theirs} <= ids for mine, theirs, ids in zip(found, expected, allowed(logits, draws)))
     assert len(set(found)) > 6
