@@ -1,6 +1,6 @@
 // Drawing a token of a row and ranking its best: the rule of octavo/kernels/reference/sampling.py, with nothing put in order.
 //
-// A row is the distances of its tokens from the best, d = (max - logit) / temperature, in blocks of 64, and the least of each
+// A row is the distances of its tokens from the best, d = (max - logit) / temperature, in blocks of 128, and the least of each
 // block. None is negative, so their bits order like the numbers: the order (d, id) is one of integers.
 //
 //     a filter   finds where it cuts that order, from sums over slots of bits: 11, then 10, then 10 more; what lies beyond is out
