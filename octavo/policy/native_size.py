@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from octavo.model_config import ModelConfig
-from octavo.policy.activations import FLOAT32, SAMPLER_BYTES, StepLoad
+from octavo.policy.activations import FLOAT32, StepLoad
 from octavo.policy.model_size import Codes, Matrix, matrices, num_norms
 
 PANEL, COLUMNS = 16, 64
@@ -55,13 +55,14 @@ def native_weight_bytes(config: ModelConfig, item: int, stored: Mapping[str, Cod
 
 
 def native_step_bytes(model: ModelConfig, load: StepLoad, threads: int) -> int:
-    """Buffers grow to the fullest step and stay; hidden states and logits come on top, and the sampler's copies of those."""
+    """Buffers grow to the fullest step and stay; hidden states and logits come on top, once more where penalties change them, and
+    what each thread needs to draw from a row."""
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     widest = max(model.hidden_size, model.intermediate_size, q) + COLUMNS
     prepared = model.hidden_size + widest  # rows as products read them: of norms, and of attention or gates
     token = 3 * model.hidden_size + 2 * q + 2 * kv + model.intermediate_size + prepared
     logits = load.rows * model.vocab_size
-    return load.tokens * token * FLOAT32 + SAMPLER_BYTES * logits + threads * SCRATCH_BYTES * widest
+    return load.tokens * token * FLOAT32 + 2 * FLOAT32 * logits + threads * (SCRATCH_BYTES * widest + 2 * FLOAT32 * model.vocab_size)
 
 
 def _merged(parts: list[Codes | None]) -> Codes | None:

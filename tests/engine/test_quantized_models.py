@@ -65,7 +65,7 @@ def assert_about_as_sure(found: list[RequestOutput], reference: list[RequestOutp
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logger, "propagate", True)
-    caplog.set_level(logging.WARNING)
+    caplog.set_level(logging.WARNING, "octavo")
     return caplog
 
 
