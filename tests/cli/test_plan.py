@@ -52,7 +52,7 @@ def test_the_default_model_is_planned_without_torch_and_drawn_to_scale() -> None
 def test_what_does_not_fit_says_what_to_turn_and_exits_1_also_where_blocks_cannot_be_drawn() -> None:
     done = run("--memory", "1g", "--max-model-len", "8k", "--dtype", "float32", encoding="ascii")
     assert done.returncode == 1
-    assert re.match(r"Does not fit: this needs .*the largest max_model_len that fits is \d+; lower it", done.stdout.splitlines()[-1])
+    assert re.match(r"Does not fit: .*the largest max_model_len that fits is \d+; lower it", done.stdout.splitlines()[-1])
     longest = re.findall(r"fits is (\d+)", done.stdout)[0]
     assert run("--memory", "1g", "--max-model-len", longest, "--dtype", "float32").returncode == 0
     assert done.stdout.isascii() and "W weights" in done.stdout
