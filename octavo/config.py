@@ -14,7 +14,7 @@ from octavo.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "int8"]
-Device = Literal["auto", "cpu"]
+Device = Literal["auto", "cpu", "cuda"]
 CpuIsa = Literal["auto", "portable", "avx2", "avx512", "amx"]
 Quantization = Literal["auto", "none", "int8", "int4"]
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -106,7 +106,7 @@ _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "dtype": ("auto", "float32", "bfloat16"),
     "quantization": ("auto", "none", "int8", "int4"),
     "kv_cache_dtype": ("auto", "float32", "bfloat16", "int8"),
-    "device": ("auto", "cpu"),
+    "device": ("auto", "cpu", "cuda"),
     "load_format": ("auto", "dummy"),
     "generation_config": ("auto", "none"),
     "cpu_isa": ("auto", "portable", "avx2", "avx512", "amx"),
@@ -122,7 +122,7 @@ class Debug:
     """Switches for tests, from `OCTAVO_DEBUG=isa=avx2,check=1,preempt.every=3,forward.raise@7`."""
 
     check: bool = False  # assert every invariant after every step, fill free blocks with NaN
-    runner: Literal["model", "fake"] = "model"  # fake: FakeKV instead of a model
+    runner: Literal["model", "fake", "device"] = "model"  # fake: FakeKV instead of a model; device: as on a GPU, on the CPU
     isa: CpuIsa = "auto"  # of the native kernels, whatever cpu_isa says
     native: Literal["on", "off"] = "on"  # off: torch computes, whatever `native` says
     preempt_every: int = 0  # preempt the last running sequence every k steps
@@ -153,7 +153,7 @@ class Debug:
 
 
 def _debug_value(name: str, value: str) -> bool | int | str:
-    choices = {"runner": ("model", "fake"), "native": ("on", "off"), "isa": _CHOICES["cpu_isa"]}.get(name)
+    choices = {"runner": ("model", "fake", "device"), "native": ("on", "off"), "isa": _CHOICES["cpu_isa"]}.get(name)
     if choices is not None:
         if value not in choices:
             raise ConfigError(f"OCTAVO_DEBUG {name} must be one of {', '.join(map(str, choices))}, got {value!r}")

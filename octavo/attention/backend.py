@@ -57,10 +57,11 @@ class AttentionBackend(Protocol):
     def prepare(batch: ForwardBatch) -> Any:
         """Index work all layers share; the runner puts it into `batch.attention`."""
 
-    def write(
-        self, q: Tensor, k: Tensor, v: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch
-    ) -> Tensor:
-        """Normalise and rotate q and k, store k and v in the cache; returns q. All are [T, heads, head_dim]."""
+    def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
+        """Normalise and rotate q and k, store k and v in the cache; returns q [T, heads, head_dim].
+
+        qkv [T, (heads + 2 * kv_heads) * head_dim] may be overwritten.
+        """
 
     def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
         """Attention of q over what the cache holds; fills and returns out [T, heads, head_dim]."""
@@ -70,7 +71,15 @@ class AttentionBackend(Protocol):
 REGISTRY = {
     "cpu": "octavo.attention.cpu:CpuBackend",
     "contiguous": "octavo.attention.contiguous:ContiguousBackend",
+    "triton": "octavo.attention.triton:TritonBackend",
 }
+
+
+def split_heads(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of each token: views, [T, heads, head_dim] each."""
+    parts = qkv.view(len(qkv), -1, spec.head_dim)
+    q, k, v = parts.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+    return q, k, v
 
 
 def load_backend(name: str) -> type[AttentionBackend]:
@@ -81,9 +90,9 @@ def load_backend(name: str) -> type[AttentionBackend]:
     return backend
 
 
-def choose_backend(name: str, dtype: str) -> type[AttentionBackend]:
+def choose_backend(name: str, dtype: str, on_device: bool = False) -> type[AttentionBackend]:
     """The backend for this run, or a refusal that says what it lacks."""
-    backend = load_backend("cpu" if name == "auto" else name)
+    backend = load_backend(("triton" if on_device else "cpu") if name == "auto" else name)
     if dtype not in backend.dtypes:
         raise ConfigError(f"attention backend {backend.name} has no {dtype}; it has {', '.join(backend.dtypes)}")
     return backend

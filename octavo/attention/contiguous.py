@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from octavo.attention.backend import AttentionSpec, QKNorm, Rope, refuse_unsupported
+from octavo.attention.backend import AttentionSpec, QKNorm, Rope, refuse_unsupported, split_heads
 from octavo.attention.cpu import attend_group, keep, norm_and_rotate, recall
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.row_groups import RowGroup, group_rows
@@ -38,9 +38,8 @@ class ContiguousBackend:
     def prepare(batch: ForwardBatch) -> Prepared:
         return Prepared(batch.rows.repeat_interleave(batch.query_start.diff()), group_rows(batch))
 
-    def write(
-        self, q: Tensor, k: Tensor, v: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch
-    ) -> Tensor:
+    def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
+        q, k, v = split_heads(qkv, self.spec)
         positions = batch.positions[0]
         q, k = norm_and_rotate(q, k, norms, rope, positions)
         max_len = cache["k"].shape[1]

@@ -22,7 +22,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import AttentionSpec, QKNorm, Rope, refuse_unsupported
+from octavo.attention.backend import AttentionSpec, QKNorm, Rope, refuse_unsupported, split_heads
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.row_groups import RowGroup, group_rows
 from octavo.kernels.reference.attention import attend, load_blocks, store, zero_tail
@@ -45,9 +45,8 @@ class CpuBackend:
         """Groups of rows, each with the blocks to gather for it [rows * num_blocks]."""
         return [(group, batch.tables[group.index, : group.num_blocks].flatten()) for group in group_rows(batch)]
 
-    def write(
-        self, q: Tensor, k: Tensor, v: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch
-    ) -> Tensor:
+    def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
+        q, k, v = split_heads(qkv, self.spec)
         q, k = norm_and_rotate(q, k, norms, rope, batch.positions[0])
         keep(cache, k, v, batch.slots)
         return q

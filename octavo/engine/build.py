@@ -71,7 +71,7 @@ def build_engine(
 
 def _make_runner(config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug) -> Runner:
     worker = Worker(config, source, model, debug)
-    if debug.runner == "model":
+    if debug.runner != "fake":
         return worker
     return FakeRunner(worker.plan_cache(), model.vocab_size, Faults(debug))
 

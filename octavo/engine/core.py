@@ -7,14 +7,13 @@ At depth 2 the result of a step is taken in only after the next one was launched
 """
 
 from collections import deque
-from concurrent.futures import Future
 
 from octavo.errors import VerifyError
 from octavo.log import logger
 from octavo.messages import AddRequest, Delta, StepPlan, StepResult
 from octavo.policy import invariants
 from octavo.policy.scheduler import Scheduler
-from octavo.worker.executor import Executor
+from octavo.worker.executor import Executor, Promise
 
 
 class EngineCore:
@@ -23,7 +22,7 @@ class EngineCore:
         self.executor = executor
         self._depth = depth
         self._check = check
-        self._launched: deque[tuple[StepPlan, Future[StepResult]]] = deque()
+        self._launched: deque[tuple[StepPlan, Promise]] = deque()
         self._news: list[Delta] = []  # not yet given out
 
     @property
@@ -63,9 +62,10 @@ class EngineCore:
     def _settle(self) -> None:
         """Take in every launched step's result."""
         while self._launched:
-            plan, future = self._launched.popleft()
+            plan, promise = self._launched.popleft()
             try:
-                result = future.result()
+                result = promise.result()
+                assert result.step == plan.step, f"result of step {result.step} where that of {plan.step} was due"
             except Exception as error:  # it failed after it was launched
                 self._fail(plan, error)
             else:

@@ -26,7 +26,6 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.rope = rope
-        self.head_dim = config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.qkv = MergedLinear(config.hidden_size, {"q": q_size, "k": kv_size, "v": kv_size}, config.qkv_bias, scheme, dtype)
         self.output = RowParallelLinear(q_size, config.hidden_size, config.output_bias, scheme, dtype, comm)
@@ -46,10 +45,8 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        merged: Tensor = self.qkv(x)
-        q, k, v = (merged[:, part].view(len(x), -1, self.head_dim) for part in self.qkv.parts.values())
         cache = batch.caches[self.layer]
-        q = self.backend.write(q, k, v, self.norms, self.rope, cache, batch)
-        mixed = self.backend.attend(q, cache, batch, torch.empty_like(q))  # [T, heads, head_dim]
+        q = self.backend.write(self.qkv(x), self.norms, self.rope, cache, batch)
+        mixed = self.backend.attend(q, cache, batch, torch.empty_like(q, memory_format=torch.contiguous_format))
         out: Tensor = self.output(mixed.flatten(1))
         return out

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from octavo.kernels.reference.activation import silu_and_mul
+from octavo.kernels.ops import silu_and_mul
 from octavo.layers.comm import Comm
 from octavo.layers.linear import MergedLinear, RowParallelLinear
 from octavo.quant.base import QuantScheme

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from octavo.kernels.reference.norm import add_rms_norm
+from octavo.kernels.ops import add_rms_norm
 from octavo.quant.base import empty_parameter
 
 

@@ -15,14 +15,16 @@ from torch import Tensor
 from octavo.attention.backend import Rope
 from octavo.model_config import RopeConfig
 
-TABLE_DEVICE = "cpu"  # also for a model without memory, where arithmetic on the meta device would import half of torch
+TABLE_DEVICE = torch.device("cpu")  # they are made there: the same for every device, and for a model without memory
 
 
 def build_rope(config: RopeConfig, head_dim: int, max_len: int) -> Rope:
     position = torch.arange(max_len, dtype=torch.float32, device=TABLE_DEVICE)
     angle = torch.outer(position, frequencies(config, head_dim))  # [max_len, head_dim / 2]
     scale = table_scale(config)
-    return Rope(cos=angle.cos() * scale, sin=angle.sin() * scale)
+    default = torch.get_default_device()
+    place = TABLE_DEVICE if default.type == "meta" else default
+    return Rope(cos=(angle.cos() * scale).to(place), sin=(angle.sin() * scale).to(place))
 
 
 def frequencies(config: RopeConfig, head_dim: int) -> Tensor:

@@ -19,12 +19,12 @@ class DummyCheckpoint:
 
     source = "dummy weights"
 
-    def __init__(self, model: Decoder, seed: int) -> None:
+    def __init__(self, model: Decoder, seed: int, device: str = "cpu") -> None:
         self._seed = seed
         self._shapes = {name: tuple(target.values.shape) for name, target in weight_targets(model).items()}
         starts = accumulate((prod(shape) for shape in self._shapes.values()), initial=0)
         self._start = {name: start % POOL for name, start in zip(self._shapes, starts)}
-        self._pool = torch.randn(POOL, generator=torch.Generator().manual_seed(seed % 2**63)).mul_(STD)
+        self._pool = torch.randn(POOL, generator=torch.Generator().manual_seed(seed % 2**63)).mul_(STD).to(device)
 
     def names(self) -> list[str]:
         return list(self._shapes)

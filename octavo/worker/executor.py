@@ -1,16 +1,32 @@
 """The executor seam: how plans reach a runner and results come back.
 
-    start() -> CacheGeometry    forward(plan)    sample(step) -> Future[StepResult]    stop()
+    start() -> CacheGeometry    forward(plan)    sample(step) -> Promise    stop()
 
-`Inproc` runs in the caller's thread: forward computes before it returns, and the future is already done.
+`Inproc` runs in the caller's thread: on the CPU forward computes before it returns, and the promise is kept already; a device
+computes while the caller goes on, and the promise waits for it.
 """
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Protocol
 
 from octavo.messages import StepPlan, StepResult
 from octavo.policy.cache_spec import CacheGeometry
+
+
+class Promise(Protocol):
+    def result(self) -> StepResult:
+        """Waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A promise with nothing to wait for."""
+
+    made: StepResult
+
+    def result(self) -> StepResult:
+        return self.made
 
 
 class Runner(Protocol):
@@ -21,8 +37,8 @@ class Runner(Protocol):
 
     def forward(self, plan: StepPlan) -> None: ...
 
-    def sample(self) -> StepResult:
-        """Tokens of the plan last forwarded."""
+    def sample(self) -> StepResult | Promise:
+        """Tokens of the plan last forwarded, or that they will come."""
 
     def stop(self) -> None:
         """Free everything."""
@@ -33,7 +49,8 @@ class Executor(Protocol):
 
     def forward(self, plan: StepPlan) -> None: ...
 
-    def sample(self, step: int) -> "Future[StepResult]": ...
+    def sample(self, step: int) -> Promise:
+        """Tokens of the plan last forwarded, which was that of `step`."""
 
     def stop(self) -> None: ...
 
@@ -48,12 +65,9 @@ class Inproc:
     def forward(self, plan: StepPlan) -> None:
         self._runner.forward(plan)
 
-    def sample(self, step: int) -> "Future[StepResult]":
-        future: Future[StepResult] = Future()
-        result = self._runner.sample()
-        assert result.step == step, f"result of step {result.step} where {step} was asked for"
-        future.set_result(result)
-        return future
+    def sample(self, step: int) -> Promise:
+        made = self._runner.sample()
+        return Kept(made) if isinstance(made, StepResult) else made
 
     def stop(self) -> None:
         self._runner.stop()

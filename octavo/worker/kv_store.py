@@ -11,12 +11,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.copy_blocks import copy_blocks
+from octavo.kernels.ops import copy_blocks
 from octavo.messages import StepPlan
 from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.cache_spec import LayerCacheSpec
 
 Caches = list[dict[str, Tensor]]  # per layer, by buffer name
+CPU = torch.device("cpu")
 NO_CODE = -128  # no number gets it: codes go from -127 to 127
 
 
@@ -27,10 +28,10 @@ class KVStore(Protocol):
         """What a plan moves inside the cache, before its forward."""
 
 
-def _allocate(specs: list[LayerCacheSpec], places: int, tokens: int) -> Caches:
+def _allocate(specs: list[LayerCacheSpec], places: int, tokens: int, device: torch.device) -> Caches:
     return [
         {
-            name: torch.empty(places, tokens, *buffer.shape, dtype=getattr(torch, buffer.dtype))  # [places, tokens, *token]
+            name: torch.empty(places, tokens, *buffer.shape, dtype=getattr(torch, buffer.dtype), device=device)  # [places, tokens, *token]
             for name, buffer in spec.buffers.items()
         }
         for spec in specs
@@ -45,8 +46,8 @@ def poison(caches: Caches, block: int) -> None:
 
 
 class PagedStore:
-    def __init__(self, specs: list[LayerCacheSpec], num_blocks: int, block_size: int) -> None:
-        self.caches = _allocate(specs, num_blocks, block_size)
+    def __init__(self, specs: list[LayerCacheSpec], num_blocks: int, block_size: int, device: torch.device = CPU) -> None:
+        self.caches = _allocate(specs, num_blocks, block_size, device)
         for cache in self.caches:
             for buffer in cache.values():
                 buffer[NULL_BLOCK] = 0  # tables are padded with it
@@ -57,8 +58,8 @@ class PagedStore:
 
 
 class ContiguousStore:
-    def __init__(self, specs: list[LayerCacheSpec], num_rows: int, max_len: int) -> None:
-        self.caches = _allocate(specs, num_rows, max_len)
+    def __init__(self, specs: list[LayerCacheSpec], num_rows: int, max_len: int, device: torch.device = CPU) -> None:
+        self.caches = _allocate(specs, num_rows, max_len, device)
 
     def apply(self, plan: StepPlan) -> None:
         for fork in plan.row_forks:

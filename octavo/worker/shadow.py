@@ -167,12 +167,10 @@ def shadowed(paged_backend: type[AttentionBackend], shadow: Shadow) -> type[Atte
             plain = replace(batch, attention=ContiguousBackend.prepare(batch))
             return paged, plain
 
-        def write(
-            self, q: Tensor, k: Tensor, v: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch
-        ) -> Tensor:
+        def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
             paged, plain = batch.attention
-            self.plain.write(q, k, v, norms, rope, shadow.regions.caches[self.layer], plain)
-            return self.paged.write(q, k, v, norms, rope, cache, paged)
+            self.plain.write(qkv.clone(), norms, rope, shadow.regions.caches[self.layer], plain)
+            return self.paged.write(qkv, norms, rope, cache, paged)
 
         def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
             paged, plain = batch.attention

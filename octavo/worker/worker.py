@@ -14,6 +14,7 @@ from octavo.kernels.cpu.levels import open_native
 from octavo.kernels.cpu.library import NativeLibrary
 from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.kernels.reference import sampling as torch_sampling
+from octavo.kernels.row_words import RowLayout
 from octavo.layers.comm import NullComm
 from octavo.layers.rotary import build_rope
 from octavo.loading.dummy import DummyCheckpoint
@@ -29,6 +30,9 @@ from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.memory_plan import plan_memory
+from octavo.worker.device_program import DeviceProgram, Steps
+from octavo.worker.device_rows import DeviceRows
+from octavo.worker.device_runner import DeviceRunner, Pending
 from octavo.worker.device import platform_refusal, start_lines, torch_build, torch_refusal
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
@@ -54,13 +58,15 @@ class Worker:
         self.faults = Faults(debug)
         self._shadow_wanted = shadow
         self._check_device()
+        self.device = "cuda" if config.device == "cuda" else "cpu"
+        self.on_device = self.device == "cuda" or debug.runner == "device"  # a runner that never waits, with kernels' twins on the CPU
         self.dtype = resolve_dtype(config.dtype, model_config.dtype)
         self.library = self._open_native()
         self.needs = self._shape().needs(
             self.dtype, config.quantization, config.kv_cache_dtype, native_threads=self.library.threads if self.library else 0
         )
         self.specs = self.needs.specs
-        self.backend = choose_backend(config.attention_backend, self.dtype)
+        self.backend = choose_backend(config.attention_backend, self.dtype, self.on_device)
         if self.backend.layout == "contiguous" and config.enable_prefix_caching:
             raise ConfigError(
                 f"attention backend {self.backend.name} shares no blocks: set enable_prefix_caching=False (--no-enable-prefix-caching)"
@@ -76,10 +82,14 @@ class Worker:
 
     def _build(self, geometry: CacheGeometry, stored: StoredParameters) -> None:
         watch = Stopwatch()
+        self.runner: ModelRunner | DeviceRunner
         self.store: KVStore = self._make_store(geometry)
         logger.info("Reserving the KV cache took %.2f seconds", watch.total())
         if self._shadow_wanted:
             self._add_shadow(geometry)
+        if self.on_device:
+            self._build_on_device(geometry, stored)
+            return
         program = self._load(geometry, stored)
         sampling: Sampling = torch_sampling if self.library is None else NativeSampling(self.library)
         self._log(geometry)
@@ -91,10 +101,26 @@ class Worker:
             warm_up(program, sampling, self.specs, geometry, self.backend.layout)
             logger.info("Warm-up took %.2f seconds", watch.total())
 
+    def _build_on_device(self, geometry: CacheGeometry, stored: StoredParameters) -> None:
+        watch, size = Stopwatch(), geometry.block_size
+        with torch.device(self.device):
+            model = self._load_model(geometry.max_model_len, stored)
+        logger.info("Model loading took %.2f GiB and %.2f seconds", sum(p.nbytes for p in model.parameters()) / GIB, watch.total())
+        self._log(geometry)
+        layout = RowLayout(-(-geometry.max_model_len // size), geometry.max_model_len + 1)
+        rows = DeviceRows(self.config.max_num_seqs, layout, torch.device(self.device))
+        program = DeviceProgram(model, self.store.caches, rows, size, self.config.max_num_batched_tokens)
+        steps = Steps(program, self.config.max_num_seqs, self.config.max_num_batched_tokens, geometry.max_model_len)
+        if self.device == "cuda":
+            watch = Stopwatch()
+            steps.capture()
+            logger.info("Compiling kernels and capturing graphs took %.2f seconds", watch.total())
+        self.runner = DeviceRunner(steps, self.store, rows, self.faults)
+
     def forward(self, plan: StepPlan) -> None:
         self.runner.forward(plan)
 
-    def sample(self) -> StepResult:
+    def sample(self) -> StepResult | Pending:
         return self.runner.sample()
 
     def stop(self) -> None:
@@ -130,7 +156,7 @@ class Worker:
 
     def _make_store(self, geometry: CacheGeometry) -> KVStore:
         if self.backend.layout == "paged":
-            return PagedStore(self.specs, geometry.num_blocks, geometry.block_size)
+            return PagedStore(self.specs, geometry.num_blocks, geometry.block_size, torch.device(self.device))
         blocks = -(-geometry.max_model_len // geometry.block_size)
         return ContiguousStore(self.specs, self.config.max_num_seqs, blocks * geometry.block_size)
 
@@ -143,12 +169,12 @@ class Worker:
         """Names and shapes are compared with a model without memory: a file that does not fit costs none."""
         with torch.device("meta"):
             empty = build_model(self.model_config, torch.float32, self.backend, NullComm(), max_len=1)
-        found = DummyCheckpoint(empty, self.config.seed) if self.config.load_format == "dummy" else open_checkpoint(self.source)
+        found = DummyCheckpoint(empty, self.config.seed, self.device) if self.config.load_format == "dummy" else open_checkpoint(self.source)
         return StoredParameters(empty, as_wanted(found, self.config.quantization, self.model_config))
 
     def _open_native(self) -> NativeLibrary | None:
         """The native kernels, if they are wanted."""
-        if not self.config.wants_native:
+        if not self.config.wants_native or self.on_device:
             return None
         watch = Stopwatch()
         library = open_native(self.config.cpu_isa, num_threads())

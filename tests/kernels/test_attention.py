@@ -39,6 +39,10 @@ def projections(count: int, seed: int, dtype: torch.dtype) -> tuple[Tensor, Tens
     return q, k, v
 
 
+def merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([q, k, v], dim=1).flatten(1)
+
+
 def run(backend: type[AttentionBackend], pool: Pool, steps: Steps, spec: AttentionSpec, norms: QKNorm | None = None) -> list[Tensor]:
     outputs = []
     layer = backend(spec)
@@ -47,7 +51,7 @@ def run(backend: type[AttentionBackend], pool: Pool, steps: Steps, spec: Attenti
             tokens = {row: [0] * count for row, count in counts.items()}
             batch = pool.batch(backend, tokens)
             q, k, v = projections(len(batch.token_ids), seed, pool.dtype)
-            q = layer.write(q, k, v, norms, ROPE, batch.caches[0], batch)
+            q = layer.write(merged(q, k, v), norms, ROPE, batch.caches[0], batch)
             outputs.append(layer.attend(q, batch.caches[0], batch, torch.empty_like(q)))
             pool.advance(tokens)
     return outputs
@@ -151,7 +155,8 @@ def test_a_row_does_not_feel_its_neighbours() -> None:
     layer = CpuBackend(SPEC)
     batch = pool.batch(CpuBackend, {1: [0]})
     q, k, v = (x[1:2] for x in projections(3, 1, torch.float32))
-    alone = layer.attend(layer.write(q, k, v, None, ROPE, batch.caches[0], batch), batch.caches[0], batch, torch.empty_like(q))
+    written = layer.write(merged(q, k, v), None, ROPE, batch.caches[0], batch)
+    alone = layer.attend(written, batch.caches[0], batch, torch.empty_like(q))
     torch.testing.assert_close(alone[0], together[1], atol=1e-6, rtol=1e-6)
 
 

@@ -79,9 +79,9 @@ def rank(logits: Tensor, ids: Tensor, count: int) -> Ranking:
 
 def sample(logits: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor) -> Tensor:
     """One id a row, [S] int64, with no filter: argmax at temperature 0, else with noise. noise: [S, 4]; positions: [S]"""
-    logits = logits.float()
+    logits, noise = logits.float(), noise.long() & LOW32  # words of 32 bits have no sign here
     unused = torch.zeros_like(temperature)
-    drawn = _draw_plain(distances(logits, temperature), Draws(temperature, unused, unused, unused, noise, positions))
+    drawn = _draw_plain(distances(logits, temperature), Draws(temperature, unused, unused, unused, noise, positions.long()))
     return torch.where(temperature > 0, drawn, logits.argmax(-1))
 
 

@@ -1,0 +1,68 @@
+"""The published loads on one NVIDIA GPU, with random weights of Qwen3's shapes: `python bench/gpu_loads.py [--model 0.6B] [--loads single,nano256]`.
+
+Each model runs in this process, the loads in turn, each after a warm-up; `ready` is the time from the start of the process to the
+first token, with whatever is in Triton's cache (TRITON_CACHE_DIR on an empty folder makes it a cold start).
+"""
+
+import argparse
+import cProfile
+import json
+import pstats
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+STARTED = time.perf_counter() - time.process_time()
+
+from octavo import LLM, SamplingParams  # noqa: E402
+from octavo.bench import loads  # noqa: E402
+
+MODELS = {"0.6B": loads.QWEN3_06B, "8B": loads.QWEN3_8B}
+AIMS = {
+    "0.6B": {"single": 1600, "nano256": 30_000, "many1024": 30_000, "prefill": 450_000, "prefix": 16_000},
+    "8B": {"single": 245, "nano256": 10_500, "many1024": 13_400, "prefill": 45_000, "prefix": 9_000},
+}
+
+
+def run(llm: LLM, requests: list[tuple[list[int], int]], temperature: float) -> float:
+    llm.reset_prefix_cache()
+    params = [SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True, detokenize=False) for _, count in requests]
+    start = time.perf_counter()
+    llm.generate([ids for ids, _ in requests], params, use_tqdm=False)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="0.6B", choices=MODELS)
+    parser.add_argument("--loads", default=",".join(loads.GPU))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--profile", action="store_true", help="where the host's time goes, over one round of each load")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the engine")
+    args = parser.parse_args()
+    settings = dict(item.split("=", 1) for item in args.set)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(MODELS[args.model]))
+        llm = LLM(
+            model=folder, load_format="dummy", skip_tokenizer_init=True, device="cuda",
+            **{name: json.loads(value) if value[0].isdigit() or value in ("true", "false") else value for name, value in settings.items()},
+        )  # fmt: skip
+    run(llm, [([1, 2, 3], 1)], 0)
+    print(f"{args.model}: ready after {time.perf_counter() - STARTED:.1f} s", flush=True)
+    for name in args.loads.split(","):
+        requests = loads.GPU[name]()
+        run(llm, [(ids[:64][::-1], min(count, 4)) for ids, count in requests[:64]], args.temperature)
+        seconds = [run(llm, requests, args.temperature) for _ in range(args.rounds)]
+        tokens = sum(len(ids) for ids, _ in requests) if name == "prefill" else sum(count for _, count in requests)
+        rate, aim = tokens / statistics.median(seconds), AIMS[args.model][name]
+        print(f"{args.model} {name:9} {rate:10,.0f} tok/s   aim {aim:8,}   {rate / aim:5.2f}   rounds {[round(s, 2) for s in seconds]}", flush=True)
+        if args.profile:
+            profile = cProfile.Profile()
+            profile.runcall(run, llm, requests, args.temperature)
+            pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+
+
+if __name__ == "__main__":
+    main()

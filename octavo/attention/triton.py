@@ -1,0 +1,37 @@
+"""Paged attention on a GPU: two kernels over the cache in place, one for rows of one query, one for rows of more.
+
+`attention/cpu.py` has the drawing of blocks and tables. Here nothing is gathered: a kernel looks each block up as it reads it.
+On tensors of the CPU the kernels' twins run.
+"""
+
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+
+from octavo.attention.backend import AttentionSpec, QKNorm, Rope, refuse_unsupported
+from octavo.attention.forward_batch import ForwardBatch
+from octavo.kernels.ops import paged_attention, write_kv
+
+
+class TritonBackend:
+    name: ClassVar[str] = "triton"
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16", "bfloat16")
+    layout: ClassVar[Literal["paged", "contiguous"]] = "paged"
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        refuse_unsupported(self.name, spec, supported=("window",))
+        self.spec = spec
+
+    @staticmethod
+    def prepare(batch: ForwardBatch) -> Any:
+        return None  # the kernels find their rows themselves
+
+    def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
+        weights = None if norms is None else (norms.q_weight, norms.k_weight, norms.eps)
+        return write_kv(qkv, weights, rope.cos, rope.sin, batch.positions[0], batch.slots, cache["k"], cache["v"])
+
+    def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
+        return paged_attention(
+            q, cache["k"], cache["v"], batch.tables, batch.query_start, batch.context_len, self.spec.scale, out,
+            batch.max_query, batch.max_context, self.spec.window,
+        )  # fmt: skip

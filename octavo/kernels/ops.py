@@ -1,0 +1,102 @@
+"""Kernels by device: on a GPU the Triton kernel, elsewhere its torch twin, of the same name and signature.
+
+triton is imported by the first that runs on a GPU: where there is none it need not be installed.
+"""
+
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
+from torch import Tensor
+
+from octavo.kernels.reference import activation as reference_activation
+from octavo.kernels.reference import copy_blocks as reference_copy_blocks
+from octavo.kernels.reference import norm as reference_norm
+from octavo.kernels.reference import paged_attention as reference_attention
+from octavo.kernels.reference import rows as reference_rows
+from octavo.kernels.reference import sampling as reference_sampling
+from octavo.kernels.reference import write_kv as reference_write_kv
+from octavo.kernels.row_words import RowLayout
+from octavo.kernels.step_tensors import StepTensors
+
+
+@cache
+def _triton(name: str) -> ModuleType:
+    return import_module(f"octavo.kernels.triton.{name}")
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Adds x to the residual stream and normalises the sum: (normed, new residual), each [T, size]."""
+    kernels = _triton("norm") if x.is_cuda else reference_norm
+    normed, stream = kernels.add_rms_norm(x, residual, weight, eps)
+    return normed, stream
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """x [T, 2 * size], gate then up -> silu(gate) * up [T, size]."""
+    gated: Tensor = (_triton("activation") if x.is_cuda else reference_activation).silu_and_mul(x)
+    return gated
+
+
+def write_kv(
+    qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]
+    norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k [head_dim], eps
+    cos: Tensor,  # [max_position, head_dim / 2] float32
+    sin: Tensor,
+    positions: Tensor,  # [T]
+    slots: Tensor,  # [T]
+    k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
+    v_cache: Tensor,
+) -> Tensor:
+    """Norms and rotates q and k, puts k and v into the cache; returns q [T, heads, head_dim], a view of qkv."""
+    kernels = _triton("write_kv") if qkv.is_cuda else reference_write_kv
+    q: Tensor = kernels.write_kv(qkv, norms, cos, sin, positions, slots, k_cache, v_cache)
+    return q
+
+
+def paged_attention(
+    q: Tensor,  # [T, heads, head_dim]
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,  # [R, B]; not paged: [R, 1], the region of each row
+    query_start: Tensor,  # [R+1]
+    context_len: Tensor,  # [R]
+    scale: float,
+    out: Tensor,  # [T, heads, head_dim]
+    max_query: int,  # bounds the host knows
+    max_context: int,
+    window: int | None = None,
+    paged: bool = True,
+) -> Tensor:
+    """Attention of each row's queries, the last of its context, over its keys and values; fills and returns out."""
+    if not q.is_cuda:
+        return reference_attention.paged_attention(q, k_cache, v_cache, tables, query_start, context_len, scale, out, window)
+    kernels = _triton("attention")
+    kernels.paged_attention(q, k_cache, v_cache, tables, query_start, context_len, scale, out, max_query, max_context, window, paged=paged)
+    return out
+
+
+def copy_blocks(buffers: list[Tensor], pairs: list[tuple[int, int]]) -> None:
+    """Copies block `source` onto block `target` for every pair, all reads before any write. buffers: each [num_blocks, ...]"""
+    (_triton("copy_blocks") if buffers[0].is_cuda else reference_copy_blocks).copy_blocks(buffers, pairs)
+
+
+def sample(logits: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor) -> Tensor:
+    """One id a row, [S] int64, with no filter: argmax at temperature 0, else with noise. noise: [S, 4]; positions: [S]"""
+    ids: Tensor = (_triton("sampling") if logits.is_cuda else reference_sampling).sample(logits, temperature, noise, positions)
+    return ids
+
+
+def copy_words(source: Tensor, target: Tensor, runs: Tensor, longest: int) -> None:
+    """Runs of words (place in source, place in target, count) [N, 3] from one flat tensor to another; no run has more than `longest`."""
+    (_triton("rows") if source.is_cuda else reference_rows).copy_words(source, target, runs, longest)
+
+
+def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors) -> None:
+    """Fills the tensors of a step out of the rows. words: [rows, width] int32"""
+    (_triton("rows") if words.is_cuda else reference_rows).prepare(words, layout, block_size, step)
+
+
+def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, hidden: Tensor, result: Tensor) -> None:
+    """Appends the sampled ids to their rows. result [entries]: the id, 0 where none was sampled, -1 where hidden states are not finite"""
+    (_triton("rows") if words.is_cuda else reference_rows).finish(words, layout, step, ids, hidden, result)

@@ -1,0 +1,128 @@
+"""`DeviceProgram`: a whole step on the device, from entries to sampled ids, without a word from the host in between.
+
+    prepare (rows -> tensors) -> model -> logits -> ids, greedy or by temperature -> finish (ids -> rows, result)
+
+It is captured as CUDA graphs, one for each shape, and replayed: launching a step is then one call. A step is padded to the next
+shape; what is padding computes on the null block and ends nowhere. Steps larger than any shape run kernel by kernel, which
+costs them nothing: the device is busy long enough with each.
+
+    decode   1 2 4 8, then by 8 to 256, by 16 to the row limit: as many tokens as entries
+    mixed    256 512 1024 2048 tokens, and as many entries as there are rows
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.attention.forward_batch import ForwardBatch
+from octavo.kernels.ops import finish, prepare, sample
+from octavo.kernels.step_tensors import StepMemory, StepTensors
+from octavo.models.decoder import Decoder
+from octavo.worker.device_rows import DeviceRows
+from octavo.worker.kv_store import Caches
+
+MIXED_TOKENS = (256, 512, 1024, 2048)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    entries: int
+    tokens: int
+
+    @property
+    def decodes(self) -> bool:
+        """Every entry has one token."""
+        return self.entries == self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceForward:
+    """What a step left on the device."""
+
+    step: StepTensors
+    hidden: Tensor  # [T, hidden], after the final norm
+    logits: Tensor  # [P, vocab], of the last token of each entry
+    result: Tensor  # [P] int32: the id, 0 where none was sampled, -1 where a hidden state is not finite
+
+
+class DeviceProgram:
+    def __init__(self, model: Decoder, caches: Caches, rows: DeviceRows, block_size: int, max_tokens: int) -> None:
+        self.vocab_size = model.config.vocab_size
+        self.rows = rows
+        self._model = model
+        self._caches = caches
+        self._block_size = block_size
+        most_rows, device = len(rows.words), rows.words.device
+        self.memory = StepMemory(rows.layout, most_rows, max(max_tokens, most_rows), device)
+        self._result = torch.zeros(most_rows, dtype=torch.int32, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self._model.parameters())
+
+    def run(self, shape: Shape, max_context: int) -> DeviceForward:
+        """Computes the entries that lie in the memory of steps. `max_context` is a bound."""
+        step, result, layout = self.memory.step(shape.entries, shape.tokens), self._result[: shape.entries], self.rows.layout
+        prepare(self.rows.words, layout, self._block_size, step)
+        hidden: Tensor = self._model(self._batch(step, shape, max_context))
+        logits: Tensor = self._model.head(hidden if shape.decodes else hidden.index_select(0, step.sample_index))
+        ids = sample(logits, step.temperature, step.noise, step.draw_positions)
+        finish(self.rows.words, layout, step, ids, hidden, result)
+        return DeviceForward(step, hidden, logits, result)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._model.head(hidden)
+        return logits
+
+    def _batch(self, step: StepTensors, shape: Shape, max_context: int) -> ForwardBatch:
+        return ForwardBatch(
+            token_ids=step.token_ids, positions=step.positions[None], rows=step.row, query_start=step.query_start,
+            context_len=step.context_len, tables=step.tables, slots=step.slots, sample_index=step.sample_index, sample_row=step.row,
+            caches=self._caches, block_size=self._block_size, max_query=1 if shape.decodes else shape.tokens, max_context=max_context,
+        )  # fmt: skip
+
+
+def shapes(max_rows: int, max_tokens: int) -> list[Shape]:
+    """Those that are captured, small ones first."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_rows, 16)]
+    decode = [Shape(size, size) for size in sizes if size < max_rows] + [Shape(max_rows, max_rows)]
+    mixed = [Shape(max_rows, tokens) for tokens in MIXED_TOKENS if max_rows < tokens <= max_tokens]
+    return decode + mixed
+
+
+class Steps:
+    """Runs steps by shape: as graphs where they are captured."""
+
+    def __init__(self, program: DeviceProgram, max_rows: int, max_tokens: int, max_len: int) -> None:
+        self.program = program
+        self._max_len = max_len
+        self._decode = [shape for shape in shapes(max_rows, max_tokens) if shape.decodes]
+        self._mixed = [shape for shape in shapes(max_rows, max_tokens) if not shape.decodes]
+        self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, DeviceForward]] = {}
+
+    def shape_of(self, entries: int, tokens: int) -> Shape:
+        """The shape a step is padded to; its own, where it is larger than any."""
+        if entries == tokens:
+            return self._decode[bisect_left(self._decode, entries, key=lambda shape: shape.entries)]
+        at = bisect_left(self._mixed, tokens, key=lambda shape: shape.tokens)
+        return self._mixed[at] if at < len(self._mixed) else Shape(entries, tokens)
+
+    def run(self, shape: Shape, max_context: int) -> DeviceForward:
+        if shape not in self._graphs:
+            return self.program.run(shape, max_context)
+        graph, forward = self._graphs[shape]
+        graph.replay()
+        return forward
+
+    def capture(self) -> None:
+        """Large shapes first: smaller ones live in what those leave in the pool they share."""
+        pool = None
+        for shape in reversed(self._decode + self._mixed):
+            self.program.run(shape, self._max_len)  # what is done once is done outside
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                forward = self.program.run(shape, self._max_len)
+            self._graphs[shape] = (graph, forward)
+            pool = graph.pool()
