@@ -3,8 +3,6 @@
 It implements the runner seam of the executor and hands every plan on to `ModelRunner`.
 """
 
-import platform
-
 import torch
 
 from octavo.attention.backend import choose_backend
@@ -27,9 +25,10 @@ from octavo.messages import StepPlan, StepResult
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model
+from octavo.policy.auto import resolved
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.memory_plan import plan_memory
-from octavo.worker.device import platform_refusal, start_lines, torch_build, torch_refusal
+from octavo.worker.device import device_here, start_lines
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
 from octavo.worker.machine import num_threads, resolve_dtype
@@ -48,13 +47,15 @@ GIB = 2**30
 class Worker:
     def __init__(self, config: EngineConfig, source: ModelSource, model_config: ModelConfig, debug: Debug, shadow: bool = False) -> None:
         """With `shadow`, every step is proven against a contiguous cache: slow, and exact."""
-        self.config = config = debug.overrule(config)
+        choice = device_here(config.device)
+        for line in start_lines(choice):
+            logger.info(line)
+        self.config = config = resolved(debug.overrule(config), choice.device, model_config)
         self.source = source
         self.model_config = model_config
         self.faults = Faults(debug)
         self._shadow_wanted = shadow
-        self._check_device()
-        self.dtype = resolve_dtype(config.dtype, model_config.dtype)
+        self.dtype = resolve_dtype(config.dtype, model_config.dtype, config.device)
         self.library = self._open_native()
         self.needs = self._shape().needs(
             self.dtype, config.quantization, config.kv_cache_dtype, native_threads=self.library.threads if self.library else 0
@@ -109,13 +110,6 @@ class Worker:
         if plan.refusal is not None:
             raise ConfigError(plan.refusal)
         return plan.geometry
-
-    def _check_device(self) -> None:
-        build = torch_build()
-        if refusal := platform_refusal(platform.system()) or torch_refusal(build):
-            raise ConfigError(refusal)
-        for line in start_lines(self.config.device, build):
-            logger.info(line)
 
     def _shape(self) -> ModelShape:
         """Of the weights there are; random ones are floats."""
