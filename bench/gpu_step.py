@@ -18,9 +18,9 @@ from torch.profiler import ProfilerActivity, profile
 from bench.gpu_loads import MODELS
 from octavo import LLM
 from octavo.kernels.row_words import NUM_TOKENS
-from octavo.worker.device_runner import DeviceRunner, entries
-from octavo.worker.device_rows import send
 from octavo.messages import StepPlan
+from octavo.worker.device_rows import send
+from octavo.worker.device_runner import DeviceRunner, entries
 
 
 def open_runner(model: str, settings: dict[str, Any]) -> tuple[LLM, DeviceRunner]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from octavo.errors import ConfigError
 
-Dtype = Literal["auto", "float32", "bfloat16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "int8"]
 Device = Literal["auto", "cpu", "cuda"]
 CpuIsa = Literal["auto", "portable", "avx2", "avx512", "amx"]
@@ -29,26 +29,32 @@ def _flag(default: Any, text: str, choices_because: str = "") -> Any:
 class EngineConfig:
     model: str | None = _flag(None, "a folder, a .gguf file, or owner/name[@revision][:QUANT] on the hub; without one, the default model")
     revision: str | None = _flag(None, "branch, tag or commit of a model on the hub")
-    dtype: Dtype = _flag("auto", "float32 or bfloat16; auto takes what this CPU is fast at")
+    dtype: Dtype = _flag("auto", "float32, bfloat16 or, on a GPU, float16; auto: what the CPU is fast at, on a GPU what the file says")
     quantization: Quantization = _flag(
         "auto", "keep weights as the file has them, as floats (none), or in codes of 8 or 4 bits",
         "what a file holds (awq, gptq, gguf) is found by auto",
     )  # fmt: skip
-    device: Device = _flag("auto", "where to compute; this version does on the CPU", "this version computes on the CPU")
+    device: Device = _flag(
+        "auto", "where to compute; auto: on an NVIDIA GPU where there is one that can", "it computes on the CPU or an NVIDIA GPU"
+    )
     load_format: Literal["auto", "dummy"] = _flag("auto", "dummy: random weights, for trying out shapes")
     max_model_len: int | None = _flag(None, "longest sequence, prompt and answer (4096, 32k, auto)")
     block_size: int = _flag(16, "tokens in a block, a power of two from 1 to 256")
     kv_cache_dtype: KVCacheDtype = _flag("auto", "numbers of the KV cache; auto: as dtype; int8: codes, a scale for each token and head")
-    kv_cache_memory_bytes: int | None = _flag(None, "memory for the KV pool (512m, 4g); default: a quarter of memory, at most 4 GiB")
+    kv_cache_memory_bytes: int | None = _flag(
+        None, "memory for the KV pool (512m, 4g); default: a quarter of memory, at most 4 GiB; on a GPU, what is left of it"
+    )
+    gpu_memory_utilization: float = _flag(0.9, "how much of a GPU's memory may be in use, that of other processes included")
     num_gpu_blocks_override: int | None = _flag(None, "exact number of blocks in the KV pool")
-    max_num_seqs: int = _flag(256, "most sequences that run at once (rows)")
-    max_num_batched_tokens: int = _flag(2048, "most tokens one step computes")
+    max_num_seqs: int | None = _flag(None, "most sequences that run at once (rows); default: 256, for small models on a GPU 512")
+    max_num_batched_tokens: int | None = _flag(None, "most tokens one step computes; default: 2048, on a GPU 8192")
     enable_prefix_caching: bool = _flag(True, "reuse blocks of earlier prompts and answers")
     scheduling_policy: SchedulingPolicy = _flag("fcfs", "fcfs: by arrival; priority: lower number first")
-    attention_backend: str = _flag("auto", "auto, cpu (paged) or contiguous (the reference)")
+    attention_backend: str = _flag("auto", "auto, cpu (paged), triton (paged, for a GPU) or contiguous (the reference)")
+    enforce_eager: bool = _flag(False, "on a GPU: launch every kernel by itself, no CUDA graphs")
     native: bool = _flag(True, "compute with the native CPU kernels: quantised weights stay packed, one call a step")
     cpu_isa: CpuIsa = _flag("auto", "the instructions those may use; auto: the best this CPU has")
-    pipeline_depth: int = _flag(1, "steps in flight, 1 or 2")
+    pipeline_depth: int | None = _flag(None, "steps in flight, 1 or 2; default: 1, on a GPU 2")
     max_logprobs: int = _flag(20, "most logprobs one request may ask for")
     generation_config: Literal["auto", "none"] = _flag("auto", "none: do not sample as the model's generation_config.json recommends")
     chat_template: str | None = _flag(None, "a .jinja file to use instead of the model's own template")
@@ -58,17 +64,27 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for each in fields(self):
             check_setting(each.name, getattr(self, each.name))
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if tokens is not None and seqs is not None and tokens < seqs:
             raise ConfigError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs {self.max_num_seqs}: "
+                f"max_num_batched_tokens is {tokens}, below max_num_seqs {seqs}: "
                 "a step must hold one token of every running sequence; raise the first or lower the second"
             )
-
 
     @property
     def wants_native(self) -> bool:
         """Unless another way to compute was asked for."""
-        return self.native and self.attention_backend == "auto"
+        return self.native and self.attention_backend == "auto" and self.device != "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig(EngineConfig):
+    """With nothing left open that device and model decide (`policy/auto.py`)."""
+
+    device: Literal["cpu", "cuda"]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    pipeline_depth: int
 
 
 def check_setting(name: str, value: object) -> None:
@@ -83,6 +99,8 @@ def check_setting(name: str, value: object) -> None:
             raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
         if name == "block_size" and value & (value - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 256, got {value}")
+    if name == "gpu_memory_utilization" and (type(value) not in (int, float) or not 0 < value <= 1):
+        raise ConfigError(f"gpu_memory_utilization must be a number above 0 and at most 1, got {value!r}")
     if name in _CHOICES and not any(type(value) is type(choice) and value == choice for choice in _CHOICES[name]):
         because = EngineConfig.__dataclass_fields__[name].metadata["because"]
         choices = ", ".join(map(str, _CHOICES[name]))
@@ -101,9 +119,11 @@ _INTEGERS = {  # least and most
     "max_logprobs": (0, _MANY),
     "seed": (0, 2**64 - 1),
 }
-_OPTIONAL = ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override")
+_OPTIONAL = (
+    "max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens", "pipeline_depth",
+)  # fmt: skip
 _CHOICES: dict[str, tuple[str | bool, ...]] = {
-    "dtype": ("auto", "float32", "bfloat16"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
     "quantization": ("auto", "none", "int8", "int4"),
     "kv_cache_dtype": ("auto", "float32", "bfloat16", "int8"),
     "device": ("auto", "cpu", "cuda"),
@@ -113,6 +133,7 @@ _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "scheduling_policy": ("fcfs", "priority"),
     "native": (True, False),
     "enable_prefix_caching": (True, False),
+    "enforce_eager": (True, False),
     "skip_tokenizer_init": (True, False),
 }
 
@@ -175,7 +196,10 @@ def log_level(default: str) -> str:
 
 
 # What matters of the environment: read here, or by a library on our behalf.
-VARIABLES = ("HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "NO_COLOR", "OCTAVO_DEBUG", "OCTAVO_LOG_LEVEL", "OMP_NUM_THREADS")
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "NO_COLOR", "OCTAVO_DEBUG", "OCTAVO_LOG_LEVEL",
+    "OMP_NUM_THREADS",
+)  # fmt: skip
 
 
 def environment() -> dict[str, str]:

@@ -3,7 +3,7 @@
 A flag that is not given is absent from the parsed arguments, so the defaults stand in one place: the dataclass. A file given
 with --config stands between the two, and --show-config says which of the three each value came from.
 
-    --max-model-len 32k      int | None: a size (k, m, g are powers of 1024) or auto
+    --max-model-len 32k      int | None: a number (k, m, g are powers of 1024) or auto
     --dtype float32          Literal: a choice
     --no-enable-prefix-caching       bool: the flag and its --no- twin
 """
@@ -123,7 +123,8 @@ def _add_field(group: argparse._ArgumentGroup, field: Field[Any]) -> None:
         names = [flag, *([SHORT[field.name]] if field.name in SHORT else [])]
         group.add_argument(*names, type=_choice(field), metavar=choices, default=argparse.SUPPRESS, help=text)
     else:
-        convert: Callable[[str], object] = size if field.type == int | None else int if field.type is int else str
+        converts: dict[object, Callable[[str], object]] = {int | None: size, int: int, float: float}
+        convert = converts.get(field.type, str)
         group.add_argument(flag, type=convert, metavar=_metavar(convert), default=argparse.SUPPRESS, help=text)
 
 

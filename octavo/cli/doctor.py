@@ -11,7 +11,7 @@ from octavo import __version__
 from octavo.cli.doctor_facts import Facts, gather
 from octavo.cli.doctor_findings import Finding, findings
 from octavo.policy.memory_plan import default_pool_bytes
-from octavo.worker.device import device_choice, platform_note
+from octavo.worker.device import choose_device, platform_note
 
 GIB = 2**30
 FEATURES = {  # what a reader looks for -> any of these flags of the kernel
@@ -46,7 +46,8 @@ def report(facts: Facts, found: list[Finding]) -> str:
         "octavo": f"{__version__}, {facts.python}",
         "platform": f"{facts.system} {facts.release} {facts.machine}, " + ("portable path" if _portable(facts) else "supported"),
         "torch": _torch(facts),
-        "device": device_choice("auto", facts.gpu, facts.torch.build) if facts.torch else "none without torch",
+        "device": str(choose_device("auto", facts.torch.found)) if facts.torch else "none without torch",
+        "gpu": _gpu(facts),
         "cpu": _cpu(facts),
         "native": f"{facts.native} kernels" if facts.native else facts.no_native,
         "threads": _threads(facts),
@@ -72,9 +73,19 @@ def _portable(facts: Facts) -> bool:
 def _torch(facts: Facts) -> str:
     if facts.torch is None:
         return "cannot be imported"
-    build = facts.torch.build
+    build = facts.torch.found.build
     kind = f"CUDA {build.cuda}" if build.cuda else f"ROCm {build.hip}" if build.hip else "CPU"
     return f"{build.version}, {kind} build, mkldnn {'on' if facts.torch.mkldnn else 'off'}"
+
+
+def _gpu(facts: Facts) -> str:
+    if facts.torch is None:
+        return "unknown without torch"
+    found = facts.torch.found
+    if found.gpu is None:
+        return "there, but torch does not see it" if found.signs else "none"
+    versions = {"driver": facts.driver or "unknown", "CUDA": found.build.cuda, "Triton": found.triton or "not installed"}
+    return f"{found.gpu}; " + ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _cpu(facts: Facts) -> str:

@@ -15,8 +15,9 @@ from octavo.config import debug_from_environment, environment, log_level, model_
 from octavo.errors import ConfigError
 from octavo.loading.default_model import default_model
 from octavo.worker import machine
-from octavo.worker.device import TorchBuild, nvidia_gpu, torch_build
+from octavo.worker.device import Found, find
 
+NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
 # name -> the oldest version that works, and name -> what is lost without it
 REQUIRED = {"torch": "2.11", "numpy": "", "safetensors": "", "tokenizers": "", "jinja2": ""}
 OPTIONAL = {"huggingface_hub": "models of the hub cannot be fetched without it", "rich": "terminals show plain lines without it"}
@@ -33,7 +34,7 @@ class Library:
 class Torch:
     """What an imported torch says of itself."""
 
-    build: TorchBuild
+    found: Found
     mkldnn: bool
     dispatch: str  # the widest instructions its own kernels use here
     amx: bool  # asked of the kernel, which may refuse what the CPU has
@@ -48,7 +49,7 @@ class Facts:
     release: str
     libraries: tuple[Library, ...]
     torch: Torch | None
-    gpu: bool
+    driver: str | None  # NVIDIA's
     cpu: str
     cpu_flags: frozenset[str]
     allowed_cpus: int
@@ -79,7 +80,7 @@ def gather() -> Facts:
         release=platform.release(),
         libraries=libraries,
         torch=_torch() if libraries[0].error is None else None,
-        gpu=nvidia_gpu(),
+        driver=_driver(),
         cpu=machine.cpu_model(),
         cpu_flags=machine.cpu_flags(),
         allowed_cpus=machine.allowed_cpus(),
@@ -125,9 +126,15 @@ def _library(name: str) -> Library:
 def _torch() -> Torch:
     import torch
 
-    build = torch_build()
     amx = torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
-    return Torch(build, torch.backends.mkldnn.is_available(), torch.backends.cpu.get_cpu_capability(), amx, machine.fast_dtype())
+    return Torch(find(), torch.backends.mkldnn.is_available(), torch.backends.cpu.get_cpu_capability(), amx, machine.fast_dtype())
+
+
+def _driver() -> str | None:
+    try:
+        return NVIDIA_DRIVER.read_text().strip()
+    except OSError:
+        return None
 
 
 def _mistakes() -> Iterator[str]:

@@ -8,7 +8,7 @@ from octavo.cli.args import nearest
 from octavo.cli.doctor_facts import OPTIONAL, REQUIRED, Facts, Library
 from octavo.config import VARIABLES
 from octavo.loading.default_model import INSTALL
-from octavo.worker.device import CUDA_TORCH, platform_note, torch_refusal
+from octavo.worker.device import missing, platform_note, torch_refusal
 
 GIB = 2**30
 LEAST_MEMORY = 2 * GIB
@@ -38,12 +38,11 @@ def _libraries(facts: Facts) -> Iterator[Finding]:
         elif oldest and _older(library, oldest):
             yield Finding(f"{name} {library.version} is too old, {oldest} is the least", f"pip install --upgrade {wanted}")
     if facts.torch is not None:
-        if refusal := torch_refusal(facts.torch.build):
+        if refusal := torch_refusal(facts.torch.found.build):
             what, _, command = refusal.rpartition(": ")
             yield Finding(what, command)
-        elif facts.gpu and facts.torch.build.cuda is None:
-            what = f"an NVIDIA GPU is there, but torch {facts.torch.build.version} has no CUDA; this version computes on the CPU either way"
-            yield Finding(what, CUDA_TORCH, must=False)
+        elif (lack := missing(facts.torch.found)) is not None and lack.help:
+            yield Finding(f"{lack.what}; the CPU computes", lack.help, must=False)
 
 
 def _older(library: Library, oldest: str) -> bool:

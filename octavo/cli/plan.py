@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from octavo.cli.args import add_engine_flags, engine_config, size
 from octavo.cli.plan_text import plan_text
 from octavo.cli.plan_weights import matrix_forms
-from octavo.config import EngineConfig, no_color
+from octavo.config import ResolvedConfig, no_color
+from octavo.policy.auto import resolved
 from octavo.policy.memory_plan import Memory, MemoryPlan, ModelNeeds, plan_memory
 
 if TYPE_CHECKING:
@@ -41,10 +42,11 @@ def run(args: argparse.Namespace) -> int:
     from octavo.worker.machine import num_threads, resolve_dtype
     from octavo.worker.memory import memory
 
-    config = engine_config(args, args.words)
-    shape = model_shape(config.model, config.revision)
+    asked = engine_config(args, args.words)
+    shape = model_shape(asked.model, asked.revision)
+    config = resolved(asked, "cpu", shape.config)
     threads = native_threads(config, num_threads())
-    needs = shape.needs(resolve_dtype(config.dtype, shape.config.dtype), config.quantization, config.kv_cache_dtype, threads)
+    needs = shape.needs(resolve_dtype(config.dtype, shape.config.dtype, config.device), config.quantization, config.kv_cache_dtype, threads)
     plan = plan_memory(needs, config, memory() if args.memory is None else Memory(args.memory))
     if args.json:
         print(json.dumps(_record(shape, needs, config, plan), indent=1))
@@ -61,7 +63,7 @@ def _draws_blocks() -> bool:
     return True
 
 
-def _record(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig, plan: MemoryPlan) -> dict[str, Any]:
+def _record(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan) -> dict[str, Any]:
     """Everything the table says, sizes in bytes."""
     use, geometry = plan.use, plan.geometry
     return {

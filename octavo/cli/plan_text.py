@@ -6,7 +6,7 @@
 from typing import TYPE_CHECKING
 
 from octavo.cli.plan_weights import matrix_forms, stored
-from octavo.config import EngineConfig
+from octavo.config import ResolvedConfig
 from octavo.policy.memory_plan import MemoryPlan, ModelNeeds, shown
 from octavo.policy.model_size import num_parameters
 
@@ -25,14 +25,14 @@ MARKS = {
 }
 
 
-def plan_text(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig, plan: MemoryPlan, plain: bool, colour: bool) -> str:
+def plan_text(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan, plain: bool, colour: bool) -> str:
     lines = [f"{shape.name}: {shape.config.architecture}, {num_parameters(shape.config):,} parameters, {needs.dtype}", ""]
     lines += [f"  {name:<17}{value:>12}   {note}".rstrip() for name, value, note in _rows(shape, needs, config, plan)]
     lines += ["", *_bar(plan, plain, colour), ""]
     return "\n".join([*lines, _sentence(plan)])
 
 
-def _rows(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig, plan: MemoryPlan) -> list[tuple[str, str, str]]:
+def _rows(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan) -> list[tuple[str, str, str]]:
     use, geometry, memory = plan.use, plan.geometry, plan.memory
     token = f"{geometry.bytes_per_token:,} bytes a token" + ("" if needs.kv_cache_dtype == needs.dtype else f" in {needs.kv_cache_dtype}")
     blocks = f"{geometry.num_blocks:,} blocks of {geometry.block_size} tokens, {token}; taken as used"

@@ -32,12 +32,14 @@ def build_engine(
     source: ModelSource,
     model: ModelConfig,
     debug: Debug,
-    runner: Runner | None = None,
+    worker: Worker | None = None,
     on_event: OnEvent | None = None,
 ) -> Engine:
-    """An engine that is ready. `runner` and `on_event` are for those who watch it, such as `octavo verify`."""
+    """An engine that is ready. `worker` and `on_event` are for those who watch it, such as `octavo verify`."""
     watch = Stopwatch()
-    runner = runner or _make_runner(config, source, model, debug)
+    worker = worker or Worker(config, source, model, debug)
+    runner: Runner = worker if debug.runner != "fake" else FakeRunner(worker.plan_cache(), model.vocab_size, Faults(debug))
+    settled = worker.config  # with nothing left open
     executor = Inproc(lambda: runner)
     geometry = executor.start()
     pool = BlockPool(geometry.num_blocks, on_event or _poison_taken(runner, debug))
@@ -50,8 +52,8 @@ def build_engine(
         force_miss=debug.cache_force_miss,
     )
     limits = Limits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=settled.max_num_seqs,
+        max_num_batched_tokens=settled.max_num_batched_tokens,
         max_model_len=geometry.max_model_len,
         vocab_size=model.vocab_size,
         num_blocks=geometry.num_blocks,
@@ -66,14 +68,7 @@ def build_engine(
         preempt_every=debug.preempt_every,
     )
     logger.info("init engine took %.2f seconds", watch.total())
-    return Engine(EngineCore(scheduler, executor, config.pipeline_depth, debug.check), geometry, runner)
-
-
-def _make_runner(config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug) -> Runner:
-    worker = Worker(config, source, model, debug)
-    if debug.runner != "fake":
-        return worker
-    return FakeRunner(worker.plan_cache(), model.vocab_size, Faults(debug))
+    return Engine(EngineCore(scheduler, executor, settled.pipeline_depth, debug.check), geometry, runner)
 
 
 def _identity(config: EngineConfig, source: ModelSource, runner: Runner, geometry: CacheGeometry) -> bytes:

@@ -11,6 +11,7 @@ from octavo.models.decoder import Decoder
 from octavo.quant.packed import PackedWeight
 
 STD = 0.02
+CPU = torch.device("cpu")
 POOL = 4_000_037  # values drawn; a prime, so that repeats never line up with the rows of a matrix
 
 
@@ -19,7 +20,7 @@ class DummyCheckpoint:
 
     source = "dummy weights"
 
-    def __init__(self, model: Decoder, seed: int, device: str = "cpu") -> None:
+    def __init__(self, model: Decoder, seed: int, device: torch.device = CPU) -> None:
         self._seed = seed
         self._shapes = {name: tuple(target.values.shape) for name, target in weight_targets(model).items()}
         starts = accumulate((prod(shape) for shape in self._shapes.values()), initial=0)

@@ -10,7 +10,7 @@ and fills buffers without knowing their names.
 from dataclasses import dataclass
 from math import prod
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from octavo.config import EngineConfig
+from octavo.config import ResolvedConfig
 from octavo.errors import ConfigError
 from octavo.model_config import ModelConfig
 from octavo.policy.activations import FLOAT32, StepLoad, loaded_bytes, step_bytes
@@ -116,7 +116,7 @@ def largest(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
     return low
 
 
-def plan_memory(needs: ModelNeeds, config: EngineConfig, memory: Memory) -> MemoryPlan:
+def plan_memory(needs: ModelNeeds, config: ResolvedConfig, memory: Memory) -> MemoryPlan:
     """The plan, with a refusal where it does not fit. Settings that are wrong on any machine are a `ConfigError`."""
     most = needs.config.max_position
     if config.max_model_len is not None and config.max_model_len > most:
@@ -134,7 +134,7 @@ class _Planner:
         self.memory = memory
         self.most = needs.config.max_position
 
-    def use(self, config: EngineConfig, num_blocks: int, max_len: int) -> Use:
+    def use(self, config: ResolvedConfig, num_blocks: int, max_len: int) -> Use:
         needs, model, size = self.needs, self.needs.config, config.block_size
         tokens = (num_blocks - 1) * size
         table_blocks = -(-max_len // size)
@@ -161,7 +161,7 @@ class _Planner:
             other=LIBRARIES + kept + BYTES_PER_WORD * model.vocab_size + BYTES_PER_BLOCK * num_blocks,
         )
 
-    def plan(self, config: EngineConfig) -> MemoryPlan:
+    def plan(self, config: ResolvedConfig) -> MemoryPlan:
         """As asked where something was, else the most that fits."""
         size, per_token, wanted = config.block_size, self.needs.bytes_per_token, config.max_model_len
         asked = self._asked_blocks(config)
@@ -174,21 +174,21 @@ class _Planner:
         max_len = wanted or largest(2, self._reach(blocks, size), lambda length: self._holds(config, blocks, length)) or 2
         return MemoryPlan(CacheGeometry(blocks, size, max_len, per_token), self.use(config, blocks, max_len), self.memory)
 
-    def fits(self, config: EngineConfig, plan: MemoryPlan | None = None) -> bool:
+    def fits(self, config: ResolvedConfig, plan: MemoryPlan | None = None) -> bool:
         plan = plan or self.plan(config)
         short = plan.geometry.max_model_len > self._reach(plan.geometry.num_blocks, config.block_size)
         # an exact number of blocks is taken at its word: requests that are too long for it are refused one by one
         return plan.use.total <= self.memory.free and (not short or config.num_gpu_blocks_override is not None)
 
-    def _asked_blocks(self, config: EngineConfig) -> int | None:
+    def _asked_blocks(self, config: ResolvedConfig) -> int | None:
         if config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes is None:
             return config.num_gpu_blocks_override
         return config.kv_cache_memory_bytes // (self.needs.bytes_per_token * config.block_size)
 
-    def _holds(self, config: EngineConfig, num_blocks: int, max_len: int) -> bool:
+    def _holds(self, config: ResolvedConfig, num_blocks: int, max_len: int) -> bool:
         return self.use(config, num_blocks, max_len).total <= self.memory.free
 
-    def _most_blocks(self, config: EngineConfig, most: int) -> int | None:
+    def _most_blocks(self, config: ResolvedConfig, most: int) -> int | None:
         """The largest pool that leaves room for a step over a sequence as long as itself, or as long as asked for."""
         length, size = config.max_model_len, config.block_size
         return largest(2, most, lambda blocks: self._holds(config, blocks, length or self._reach(blocks, size)))
@@ -197,7 +197,7 @@ class _Planner:
         """The longest sequence a pool holds: block 0 is the null block, and the last token is never computed."""
         return min(self.most, (num_blocks - 1) * block_size + 1)
 
-    def _check_blocks(self, config: EngineConfig, num_blocks: int) -> None:
+    def _check_blocks(self, config: ResolvedConfig, num_blocks: int) -> None:
         size, per_token = config.block_size, self.needs.bytes_per_token
         if num_blocks < 2 or self.most < 2:
             raise ConfigError(
@@ -208,7 +208,7 @@ class _Planner:
 
     # -- what to say
 
-    def refusal(self, config: EngineConfig, plan: MemoryPlan) -> str:
+    def refusal(self, config: ResolvedConfig, plan: MemoryPlan) -> str:
         if plan.use.total > self.memory.free:
             return f"{plan.account}: {self._advice(config)}"
         size, wanted = config.block_size, plan.geometry.max_model_len
@@ -222,7 +222,7 @@ class _Planner:
             f"that fits is {self._most_of(config, 'max_model_len', 2, wanted)}; lower it or raise kv_cache_memory_bytes to {enough} or more"
         )
 
-    def _advice(self, config: EngineConfig) -> str:
+    def _advice(self, config: ResolvedConfig) -> str:
         """What to turn and how far, one knob if that is enough, and the longest sequence then."""
         if config.max_model_len is not None and (longest := self._most_of(config, "max_model_len", 2, config.max_model_len)):
             rows = self._most_of(config, "max_num_seqs", 1, config.max_num_seqs)
@@ -240,7 +240,7 @@ class _Planner:
         narrower = "set dtype to bfloat16, " if self.needs.dtype == "float32" else ""
         return f"{narrower}take a smaller model or free memory; no max_model_len fits"
 
-    def _with_a_smaller_pool(self, config: EngineConfig) -> tuple[str, int, EngineConfig] | None:
+    def _with_a_smaller_pool(self, config: ResolvedConfig) -> tuple[str, int, ResolvedConfig] | None:
         """The setting that asked for the pool, the most it may be, and the settings with that."""
         asked = self._asked_blocks(config)
         if asked is None:
@@ -252,15 +252,15 @@ class _Planner:
         turned = _with(config, name, value)
         return (name, value, turned) if self.fits(turned) else None
 
-    def _longest(self, config: EngineConfig) -> str:
+    def _longest(self, config: ResolvedConfig) -> str:
         return f"the largest max_model_len that fits is then {self._most_of(config, 'max_model_len', 2, self.most)}"
 
-    def _most_of(self, config: EngineConfig, name: str, low: int, high: int) -> int | None:
+    def _most_of(self, config: ResolvedConfig, name: str, low: int, high: int) -> int | None:
         """The largest value of a setting with which everything fits."""
         return largest(low, high, lambda value: self.fits(_with(config, name, value)))
 
 
-def _with(config: EngineConfig, name: str, value: int) -> EngineConfig:
+def _with(config: ResolvedConfig, name: str, value: int) -> ResolvedConfig:
     changed: dict[str, Any] = {name: value}
     return replace(config, **changed)
 

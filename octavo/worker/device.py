@@ -3,17 +3,25 @@
     Linux x86-64, also under WSL2     supported and tested
     macOS, Linux on ARM, others       the portable path: plain torch, not tested
     native Windows, ROCm, MPS         refused in one line
+
+A GPU is used where torch sees one of NVIDIA's, of compute capability 8.0 or more, and Triton is installed.
 """
 
+import importlib.metadata
 import platform
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from octavo.config import EngineConfig
+from octavo.errors import ConfigError
 
+GIB = 2**30
+LEAST_CAPABILITY = (8, 0)  # bfloat16 in the matrix units, asynchronous copies
 GPU_SIGNS = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia"))
 CPU_TORCH = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cpu"
 CUDA_TORCH = "pip install --force-reinstall torch"  # on Linux the plain build has CUDA
+TRITON = "pip install triton"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +37,84 @@ def torch_build() -> TorchBuild:
     return TorchBuild(str(torch.__version__), torch.version.cuda, torch.version.hip)
 
 
-def nvidia_gpu() -> bool:
-    """Whether there is one, used or not; asking torch would start CUDA."""
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """An NVIDIA GPU as torch sees it."""
+
+    name: str
+    capability: tuple[int, int]
+    total: int  # bytes
+    free: int  # of them, held by no process
+
+    def __str__(self) -> str:
+        major, minor = self.capability
+        return f"{self.name}, compute capability {major}.{minor}, {self.free / GIB:.1f} of {self.total / GIB:.1f} GiB free"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """All that decides where to compute."""
+
+    build: TorchBuild
+    signs: bool  # of an NVIDIA GPU, whether torch sees it or not
+    gpu: Gpu | None = None
+    trouble: str = ""  # what CUDA said where it did not start
+    triton: str | None = None  # its version
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    what: str
+    help: str = ""  # the command that helps, where one does
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    device: Literal["cpu", "cuda"]
+    why: str
+    gpu: Gpu | None = None
+
+    def __str__(self) -> str:
+        return f"{self.device}: {self.why}"
+
+
+def device_here(asked: str) -> Choice:
+    """Where this process will compute. The GPU is not touched where the CPU was asked for."""
+    build = torch_build()
+    if refusal := platform_refusal(platform.system()) or torch_refusal(build):
+        raise ConfigError(refusal)
+    return choose_device(asked, Found(build, nvidia_signs()) if asked == "cpu" else find())
+
+
+def find() -> Found:
+    """What is here. Where torch can, this starts CUDA."""
+    gpu, trouble = torch_gpu()
+    return Found(torch_build(), nvidia_signs(), gpu, trouble, _version("triton"))
+
+
+def nvidia_signs() -> bool:
+    """Whether the system knows of a GPU, usable or not."""
     return any(sign.exists() for sign in GPU_SIGNS)
+
+
+def torch_gpu() -> tuple[Gpu | None, str]:
+    """The GPU torch takes unless told otherwise; or None, and why."""
+    import torch
+
+    try:
+        torch.cuda.init()
+        properties = torch.cuda.get_device_properties(0)
+        free, total = torch.cuda.mem_get_info(0)
+    except (RuntimeError, AssertionError) as error:  # no driver, or one that is too old, or none that CUDA_VISIBLE_DEVICES shows
+        return None, " ".join(str(error).split()).partition(". ")[0][:200]
+    return Gpu(properties.name, (properties.major, properties.minor), total, free), ""
+
+
+def _version(library: str) -> str | None:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def native_level() -> tuple[str | None, str]:
@@ -67,18 +150,36 @@ def platform_note(system: str, machine: str) -> str | None:
     return f"{name} on {machine} runs on the portable path, which is not tested there; Linux x86-64 is"
 
 
-def device_choice(asked: str, gpu: bool, build: TorchBuild) -> str:
+def choose_device(asked: str, found: Found) -> Choice:
     """The device and why, with what helps where a GPU lies idle."""
     if asked == "cpu":
-        return "cpu, as asked for"
-    if not gpu:
-        return "cpu: no NVIDIA GPU was found"
-    if build.cuda is None:
-        return f"cpu: an NVIDIA GPU is there, but torch {build.version} has no CUDA ({CUDA_TORCH}), and this version computes on the CPU"
-    return "cpu: an NVIDIA GPU is there, but this version computes on the CPU"
+        return Choice("cpu", "as asked for")
+    lack = missing(found)
+    if lack is None:
+        return Choice("cuda", f"{found.gpu}, Triton {found.triton}", found.gpu)
+    why = f"{lack.what} ({lack.help})" if lack.help else lack.what
+    if asked == "cuda":
+        raise ConfigError(f"device is cuda, which cannot be had: {why}; device auto computes on the CPU then")
+    return Choice("cpu", why)
 
 
-def start_lines(asked: str, build: TorchBuild) -> list[str]:
+def missing(found: Found) -> Lack | None:
+    """What keeps us from computing on a GPU."""
+    if found.gpu is None and not found.signs:
+        return Lack("no NVIDIA GPU was found")
+    if found.build.cuda is None:
+        return Lack(f"an NVIDIA GPU is there, but torch {found.build.version} has no CUDA", CUDA_TORCH)
+    if found.gpu is None:
+        return Lack(f"an NVIDIA GPU is there, but CUDA does not start: {found.trouble}", "nvidia-smi")
+    if found.gpu.capability < LEAST_CAPABILITY:
+        own, least = (".".join(map(str, capability)) for capability in (found.gpu.capability, LEAST_CAPABILITY))
+        return Lack(f"{found.gpu.name} has compute capability {own}, the least is {least}")
+    if found.triton is None:
+        return Lack(f"{found.gpu.name} is there, but Triton is not installed", TRITON)
+    return None
+
+
+def start_lines(choice: Choice) -> list[str]:
     """What the log says of this machine at start."""
     note = platform_note(platform.system(), platform.machine())
-    return [f"Device: {device_choice(asked, nvidia_gpu(), build)}", *([f"Platform: {note}"] if note else [])]
+    return [f"Device: {choice}", *([f"Platform: {note}"] if note else [])]

@@ -64,10 +64,12 @@ def fast_dtype() -> str:
     return "bfloat16" if cpu_flags() & {"avx512_bf16", "amx_tile"} else "float32"
 
 
-def resolve_dtype(asked: str, stored: str | None) -> str:
-    """`auto`: float32 checkpoints stay float32, all others take what this CPU is fast at."""
+def resolve_dtype(asked: str, stored: str | None, device: str) -> str:
+    """`auto`: float32 checkpoints stay float32, all others take what this CPU is fast at; a GPU is fast at either half type."""
     if asked != "auto":
         return asked
+    if device == "cuda":
+        return stored if stored in ("float32", "float16") else "bfloat16"
     return "float32" if stored == "float32" else fast_dtype()
 
 

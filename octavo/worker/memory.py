@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from octavo.config import EngineConfig
+from octavo.config import ResolvedConfig
 from octavo.errors import ConfigError
 from octavo.policy.memory_plan import LIBRARIES, Memory, ModelNeeds, plan_memory
 from octavo.worker.machine import OWN_STATUS, available_bytes, groups, memory_bytes, proc_bytes, read_number
@@ -24,7 +24,7 @@ def memory() -> Memory:
 
 
 @contextmanager
-def out_of_memory_explained(needs: ModelNeeds, config: EngineConfig) -> Iterator[None]:
+def out_of_memory_explained(needs: ModelNeeds, config: ResolvedConfig) -> Iterator[None]:
     """Memory that runs out although the plan said it would do ends in a plan for three quarters of it."""
     try:
         yield

@@ -3,8 +3,6 @@
 It implements the runner seam of the executor and hands every plan on to `ModelRunner`.
 """
 
-import platform
-
 import torch
 
 from octavo.attention.backend import choose_backend
@@ -28,12 +26,13 @@ from octavo.messages import StepPlan, StepResult
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model
+from octavo.policy.auto import resolved
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.memory_plan import plan_memory
+from octavo.worker.device import device_here, start_lines
 from octavo.worker.device_program import DeviceProgram, Steps
 from octavo.worker.device_rows import DeviceRows
 from octavo.worker.device_runner import DeviceRunner, Pending
-from octavo.worker.device import platform_refusal, start_lines, torch_build, torch_refusal
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
 from octavo.worker.machine import num_threads, resolve_dtype
@@ -52,15 +51,17 @@ GIB = 2**30
 class Worker:
     def __init__(self, config: EngineConfig, source: ModelSource, model_config: ModelConfig, debug: Debug, shadow: bool = False) -> None:
         """With `shadow`, every step is proven against a contiguous cache: slow, and exact."""
-        self.config = config = debug.overrule(config)
+        choice = device_here(config.device)
+        for line in start_lines(choice):
+            logger.info(line)
+        self.config = config = resolved(debug.overrule(config), choice.device, model_config)
         self.source = source
         self.model_config = model_config
         self.faults = Faults(debug)
         self._shadow_wanted = shadow
-        self._check_device()
-        self.device = "cuda" if config.device == "cuda" else "cpu"
-        self.on_device = self.device == "cuda" or debug.runner == "device"  # a runner that never waits, with kernels' twins on the CPU
-        self.dtype = resolve_dtype(config.dtype, model_config.dtype)
+        self.device = torch.device(config.device)
+        self.on_device = config.device == "cuda" or debug.runner == "device"  # the runner that never waits, on the CPU with kernels' twins
+        self.dtype = resolve_dtype(config.dtype, model_config.dtype, config.device)
         self.library = self._open_native()
         self.needs = self._shape().needs(
             self.dtype, config.quantization, config.kv_cache_dtype, native_threads=self.library.threads if self.library else 0
@@ -103,15 +104,15 @@ class Worker:
 
     def _build_on_device(self, geometry: CacheGeometry, stored: StoredParameters) -> None:
         watch, size = Stopwatch(), geometry.block_size
-        with torch.device(self.device):
+        with self.device:
             model = self._load_model(geometry.max_model_len, stored)
         logger.info("Model loading took %.2f GiB and %.2f seconds", sum(p.nbytes for p in model.parameters()) / GIB, watch.total())
         self._log(geometry)
         layout = RowLayout(-(-geometry.max_model_len // size), geometry.max_model_len + 1)
-        rows = DeviceRows(self.config.max_num_seqs, layout, torch.device(self.device))
+        rows = DeviceRows(self.config.max_num_seqs, layout, self.device)
         program = DeviceProgram(model, self.store.caches, rows, size, self.config.max_num_batched_tokens)
         steps = Steps(program, self.config.max_num_seqs, self.config.max_num_batched_tokens, geometry.max_model_len)
-        if self.device == "cuda":
+        if self.device.type == "cuda" and not self.config.enforce_eager:
             watch = Stopwatch()
             steps.capture()
             logger.info("Compiling kernels and capturing graphs took %.2f seconds", watch.total())
@@ -136,13 +137,6 @@ class Worker:
             raise ConfigError(plan.refusal)
         return plan.geometry
 
-    def _check_device(self) -> None:
-        build = torch_build()
-        if refusal := platform_refusal(platform.system()) or torch_refusal(build):
-            raise ConfigError(refusal)
-        for line in start_lines(self.config.device, build):
-            logger.info(line)
-
     def _shape(self) -> ModelShape:
         """Of the weights there are; random ones are floats."""
         if self.config.load_format == "dummy":
@@ -156,7 +150,7 @@ class Worker:
 
     def _make_store(self, geometry: CacheGeometry) -> KVStore:
         if self.backend.layout == "paged":
-            return PagedStore(self.specs, geometry.num_blocks, geometry.block_size, torch.device(self.device))
+            return PagedStore(self.specs, geometry.num_blocks, geometry.block_size, self.device)
         blocks = -(-geometry.max_model_len // geometry.block_size)
         return ContiguousStore(self.specs, self.config.max_num_seqs, blocks * geometry.block_size)
 
@@ -169,7 +163,8 @@ class Worker:
         """Names and shapes are compared with a model without memory: a file that does not fit costs none."""
         with torch.device("meta"):
             empty = build_model(self.model_config, torch.float32, self.backend, NullComm(), max_len=1)
-        found = DummyCheckpoint(empty, self.config.seed, self.device) if self.config.load_format == "dummy" else open_checkpoint(self.source)
+        dummy = self.config.load_format == "dummy"
+        found = DummyCheckpoint(empty, self.config.seed, self.device) if dummy else open_checkpoint(self.source)
         return StoredParameters(empty, as_wanted(found, self.config.quantization, self.model_config))
 
     def _open_native(self) -> NativeLibrary | None:

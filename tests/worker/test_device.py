@@ -3,7 +3,9 @@
 import logging
 import platform
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,18 +16,56 @@ from octavo.errors import ConfigError
 from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.log import logger
 from octavo.worker import device
-from octavo.worker.device import TorchBuild, device_choice, platform_note, platform_refusal, torch_refusal
+from octavo.worker.device import Choice, Found, Gpu, TorchBuild, choose_device, find, platform_note, platform_refusal, torch_refusal
 from octavo.worker.worker import Worker
 
 CPU, CUDA, ROCM = TorchBuild("2.13.0+cpu", None, None), TorchBuild("2.13.0", "13.0", None), TorchBuild("2.13.0+rocm7", None, "7.0")
+H200 = Gpu("NVIDIA H200", (9, 0), total=140 * 2**30, free=138 * 2**30)
+READY = Found(CUDA, signs=True, gpu=H200, triton="3.6.0")
 
 
-def test_the_choice_says_why_and_what_an_idle_gpu_would_need() -> None:
-    assert device_choice("cpu", True, CUDA) == "cpu, as asked for"
-    assert device_choice("auto", False, CUDA) == device_choice("auto", False, CPU) == "cpu: no NVIDIA GPU was found"
-    assert device_choice("auto", True, CUDA) == "cpu: an NVIDIA GPU is there, but this version computes on the CPU"
-    without = device_choice("auto", True, CPU)
-    assert "torch 2.13.0+cpu has no CUDA (pip install --force-reinstall torch)" in without and "computes on the CPU" in without
+def test_a_gpu_that_can_is_taken_unless_the_cpu_was_asked_for() -> None:
+    assert choose_device("auto", READY) == choose_device("cuda", READY) == choose_device("auto", replace(READY, signs=False))  # WSL2
+    chosen = choose_device("auto", READY)
+    assert chosen.device == "cuda" and chosen.gpu == H200
+    assert str(chosen) == "cuda: NVIDIA H200, compute capability 9.0, 138.0 of 140.0 GiB free, Triton 3.6.0"
+    assert choose_device("auto", replace(READY, gpu=replace(H200, capability=(8, 0)))).device == "cuda"
+    assert str(choose_device("cpu", READY)) == "cpu: as asked for"
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        (Found(CPU, signs=False), "no NVIDIA GPU was found"),
+        (Found(CUDA, signs=False, trouble="no driver"), "no NVIDIA GPU was found"),
+        (Found(CPU, signs=True),
+         "an NVIDIA GPU is there, but torch 2.13.0+cpu has no CUDA (pip install --force-reinstall torch)"),
+        (Found(CUDA, signs=True, trouble="driver too old"),
+         "an NVIDIA GPU is there, but CUDA does not start: driver too old (nvidia-smi)"),
+        (replace(READY, gpu=replace(H200, name="Tesla T4", capability=(7, 5))),
+         "Tesla T4 has compute capability 7.5, the least is 8.0"),
+        (replace(READY, triton=None), "NVIDIA H200 is there, but Triton is not installed (pip install triton)"),
+    ],
+    ids=lambda case: case[:40] if isinstance(case, str) else "",
+)  # fmt: skip
+def test_the_choice_says_why_and_what_an_idle_gpu_would_need(found: Found, why: str) -> None:
+    assert choose_device("auto", found) == Choice("cpu", why)
+    with pytest.raises(ConfigError) as refusal:
+        choose_device("cuda", found)
+    assert str(refusal.value) == f"device is cuda, which cannot be had: {why}; device auto computes on the CPU then"
+
+
+def test_what_torch_says_of_a_gpu_is_kept_and_what_it_complains_of_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="NVIDIA H200", major=9, minor=0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (138 * 2**30, 140 * 2**30))
+    assert (find().gpu, find().trouble) == (H200, "")
+
+    def fail() -> None:
+        raise RuntimeError("Found no NVIDIA driver on\n your system. Please check that you have an NVIDIA GPU and more.")
+
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    assert (find().gpu, find().trouble) == (None, "Found no NVIDIA driver on your system")
 
 
 @pytest.mark.parametrize(("system", "refused"), [("Windows", True), ("CYGWIN_NT-10.0", True), ("Linux", False), ("Darwin", False)])
@@ -79,13 +119,18 @@ def test_a_worker_says_one_device_line_and_refuses_what_cannot_work(
     monkeypatch: pytest.MonkeyPatch, messages: list[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(device, "GPU_SIGNS", (tmp_path / "nvidia0",))
+    monkeypatch.setattr(device, "torch_gpu", lambda: (None, "it is made up"))
     worker(EngineConfig())
     (tmp_path / "nvidia0").touch()
     worker(EngineConfig())
-    worker(EngineConfig(device="cpu"))
+    with monkeypatch.context() as cpu:
+        cpu.setattr(device, "torch_gpu", lambda: pytest.fail("CUDA was started"))
+        worker(EngineConfig(device="cpu"))
     messages[:] = [said for said in messages if not said.startswith("Checking the native kernels")]
     assert [said for said in messages if said.startswith("Device: cpu")] == messages
     assert "no NVIDIA GPU" in messages[0] and "NVIDIA GPU is there" in messages[1] and messages[2].endswith("as asked for")
+    with pytest.raises(ConfigError, match="device is cuda, which cannot be had"):
+        worker(EngineConfig(device="cuda"))
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     worker(EngineConfig())

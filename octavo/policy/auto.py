@@ -1,0 +1,55 @@
+"""What `auto` means, once the device and the model are known: the one place where settings that were left open get their values.
+
+                              CPU      GPU
+    max_num_seqs              256      512 for a small model, else 256
+    max_num_batched_tokens    2,048    8,192
+    pipeline_depth            1        2: the host plans while the device works
+
+What was asked for stays, and what was not gives way to it: a step holds at least one token of every row.
+"""
+
+from dataclasses import asdict
+from typing import Any, Literal
+
+from octavo.config import EngineConfig, ResolvedConfig
+from octavo.errors import ConfigError
+from octavo.model_config import ModelConfig
+from octavo.policy.model_size import num_parameters
+
+SMALL_MODEL = 2 * 10**9  # parameters: below, a step of 256 rows leaves a GPU waiting for work
+BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
+
+
+def resolved(config: EngineConfig, device: Literal["cpu", "cuda"], model: ModelConfig) -> ResolvedConfig:
+    """Nothing is left open; what this device cannot do is refused."""
+    _check(config, device)
+    seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    if seqs is None:
+        seqs = min(default_rows(device, num_parameters(model)), tokens or BATCHED_TOKENS[device])
+    settled: dict[str, Any] = {
+        "device": device,
+        "max_num_seqs": seqs,
+        "max_num_batched_tokens": tokens or max(BATCHED_TOKENS[device], seqs),
+        "pipeline_depth": config.pipeline_depth or PIPELINE_DEPTH[device],
+    }
+    return ResolvedConfig(**{**asdict(config), **settled})
+
+
+def default_rows(device: str, parameters: int) -> int:
+    """Rows cost memory and time to first token; a small model on a GPU needs many to keep the GPU busy."""
+    return 512 if device == "cuda" and parameters <= SMALL_MODEL else 256
+
+
+def _check(config: EngineConfig, device: str) -> None:
+    if device == "cpu":
+        if config.dtype == "float16":
+            raise ConfigError("dtype is float16, which only a GPU computes in, and this runs on the CPU: set dtype to bfloat16 or float32")
+        return
+    if config.attention_backend == "cpu":
+        raise ConfigError("attention_backend is cpu, and this runs on a GPU: set it to auto, or device to cpu")
+    if config.kv_cache_dtype not in ("auto", config.dtype):
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype}, dtype is {config.dtype}: on a GPU the KV cache has the dtype of the run; "
+            "leave kv_cache_dtype at auto, or set device to cpu"
+        )
