@@ -1,4 +1,6 @@
-"""The published loads on one NVIDIA GPU, with random weights of Qwen3's shapes: `python bench/gpu_loads.py [--model 0.6B] [--loads single,nano256]`.
+"""The published loads on one NVIDIA GPU, with random weights of Qwen3's shapes.
+
+    python bench/gpu_loads.py [--model 0.6B] [--loads single,nano256] [--profile] [--busy]
 
 Each model runs in this process, the loads in turn, each after a warm-up; `ready` is the time from the start of the process to the
 first token, with whatever is in Triton's cache (TRITON_CACHE_DIR on an empty folder makes it a cold start).
@@ -14,6 +16,10 @@ import time
 from pathlib import Path
 
 STARTED = time.perf_counter() - time.process_time()
+
+from collections import defaultdict  # noqa: E402
+
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from octavo import LLM, SamplingParams  # noqa: E402
 from octavo.bench import loads  # noqa: E402
@@ -33,6 +39,18 @@ def run(llm: LLM, requests: list[tuple[list[int], int]], temperature: float) -> 
     return time.perf_counter() - start
 
 
+def print_busy(llm: LLM, requests: list[tuple[list[int], int]], temperature: float) -> None:
+    """How long the device computed in one round, and at what."""
+    with profile(activities=[ProfilerActivity.CUDA]) as traced:
+        seconds = run(llm, requests, temperature)
+    spent: dict[str, float] = defaultdict(float)
+    for event in traced.events():
+        spent[event.name.split("<")[0][:50]] += event.time_range.elapsed_us() / 1e6
+    print(f"  device busy {sum(spent.values()):.2f} of {seconds:.2f} s (profiled)")
+    for name, share in sorted(spent.items(), key=lambda item: -item[1])[:14]:
+        print(f"    {share:8.3f} s   {name}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="0.6B", choices=MODELS)
@@ -40,6 +58,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--profile", action="store_true", help="where the host's time goes, over one round of each load")
+    parser.add_argument("--busy", action="store_true", help="how long the device computes in a round, by kernel")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the engine")
     args = parser.parse_args()
     settings = dict(item.split("=", 1) for item in args.set)
@@ -57,7 +76,9 @@ def main() -> None:
         seconds = [run(llm, requests, args.temperature) for _ in range(args.rounds)]
         tokens = sum(len(ids) for ids, _ in requests) if name == "prefill" else sum(count for _, count in requests)
         rate, aim = tokens / statistics.median(seconds), AIMS[args.model][name]
-        print(f"{args.model} {name:9} {rate:10,.0f} tok/s   aim {aim:8,}   {rate / aim:5.2f}   rounds {[round(s, 2) for s in seconds]}", flush=True)
+        print(f"{args.model} {name:9} {rate:10,.0f} tok/s   aim {aim:8,}   {rate / aim:5.2f}   rounds {[f'{s:.2f}' for s in seconds]}", flush=True)
+        if args.busy:
+            print_busy(llm, requests, args.temperature)
         if args.profile:
             profile = cProfile.Profile()
             profile.runcall(run, llm, requests, args.temperature)

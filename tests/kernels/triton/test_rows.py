@@ -1,0 +1,77 @@
+"""The kernels around a forward against their twins: random rows, padded steps, states that are not finite."""
+
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels.reference import rows as twin
+from octavo.kernels.row_words import NUM_TOKENS, RowLayout
+from octavo.kernels.step_tensors import StepMemory, StepTensors
+from octavo.kernels.triton import rows as kernel
+
+LAYOUT = RowLayout(max_blocks=1200, max_len=1200)
+ROWS, VOCAB = 6, 1000
+
+
+def random_words(rng: Random) -> Tensor:
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    words = torch.randint(1, VOCAB, (ROWS, LAYOUT.width), dtype=torch.int32, generator=generator)
+    words[:, NUM_TOKENS] = torch.tensor([rng.randint(2, 1100) for _ in range(ROWS)])
+    return words
+
+
+def random_entries(rng: Random, words: Tensor, padded: int, tokens: int) -> list[int]:
+    """Some rows, some of their last tokens each; the rest is padding: of a token each where all entries have one."""
+    chosen = rng.sample(range(ROWS), rng.randint(1, min(padded, ROWS)))
+    lengths = [int(words[row, NUM_TOKENS]) for row in chosen]
+    counts = [1 if padded == tokens else rng.randint(1, min(length, tokens // len(chosen))) for length in lengths]
+    counts += [int(padded == tokens)] * (padded - len(chosen))
+    starts = [length - count for length, count in zip(lengths, counts)]
+    query_start = [sum(counts[:number]) for number in range(padded + 1)]
+    idle = padded - len(chosen)
+    return [*query_start, *chosen, *[-1] * idle, *starts, *[0] * idle, *[rng.randint(0, 1) for _ in chosen], *[0] * idle]
+
+
+def filled(entries: list[int], padded: int, tokens: int, device: str) -> StepTensors:
+    step = StepMemory(LAYOUT, padded, tokens, torch.device(device)).step(padded, tokens)
+    for tensor in (step.token_ids, step.positions, step.slots, step.context_len, step.sample_index, step.noise, step.draw_positions):
+        tensor.fill_(-77)  # whatever lies there
+    step.entries.copy_(torch.tensor(entries, dtype=torch.int32))
+    return step
+
+
+@pytest.mark.parametrize("padded, tokens", [(1, 1), (8, 8), (4, 64), (7, 1500)])
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_a_step_out_of_the_rows_and_its_results_back_into_them(padded: int, tokens: int, block_size: int, device: str) -> None:
+    rng = Random(f"{padded} {tokens} {block_size}")
+    words = random_words(rng)
+    entries = random_entries(rng, words, padded, tokens)
+    ids = torch.tensor([rng.randrange(VOCAB) for _ in range(padded)])
+    hidden = torch.randn(tokens, 96, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    hidden[rng.randrange(entries[padded]), 5] = rng.choice([torch.nan, -torch.inf])
+    found = []
+    for module, place in ((twin, "cpu"), (kernel, device)):
+        step, rows, result = filled(entries, padded, tokens, place), words.clone().to(place), torch.zeros(padded, dtype=torch.int32)
+        result = result.to(place)
+        module.prepare(rows, LAYOUT, block_size, step)
+        module.finish(rows, LAYOUT, step, ids.to(place), hidden.to(place), result)
+        found.append((step, rows, result))
+    (one, *ours), (other, *theirs) = found
+    for name in ("token_ids", "positions", "slots", "context_len", "sample_index", "noise", "draw_positions", "tables"):
+        assert torch.equal(getattr(one, name), getattr(other, name).cpu()), name
+    assert torch.equal(one.temperature.view(torch.int32), other.temperature.cpu().view(torch.int32))
+    for mine, its in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, its.cpu())
+    assert int((ours[1] == -1).sum()) == 1
+
+
+def test_runs_of_words_go_where_they_are_told_and_nowhere_else(device: str) -> None:
+    source, target = torch.arange(5000, dtype=torch.int32), torch.full((9000,), -1, dtype=torch.int32)
+    runs = torch.tensor([[0, 100, 1], [10, 4000, 2500], [3000, 0, 0], [4999, 8999, 1]], dtype=torch.int32)
+    wanted = target.clone()
+    twin.copy_words(source, wanted, runs, 2500)
+    mine = target.clone().to(device)
+    kernel.copy_words(source.to(device), mine, runs.to(device), 2500)
+    assert torch.equal(mine.cpu(), wanted) and int((wanted != -1).sum()) == 2502
