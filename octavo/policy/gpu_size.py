@@ -1,7 +1,6 @@
 """What the engine holds on a GPU beside the KV pool, counted from shapes as `native_size.py` does for the CPU.
 
-    weights    as the file has them: codes in two numbers a byte or one, each group with its scale and offset; floats in the dtype
-               of the run
+    weights    codes stay codes, in words of 16 bits whose spans of 32 columns stand side by side; floats in the dtype of the run
     a step     the residual stream and what is largest in a layer, or the logits of all rows and what is drawn from them
     graphs     what captured steps keep for themselves: the runner measures it, and until then it is an estimate
     rows       a line of words for each (`kernels/row_words.py`), the step's own tensors, the rotation tables
@@ -19,6 +18,7 @@ MIB = 2**20
 CONTEXT = 520 * MIB  # of a process, once CUDA has started
 LIBRARIES = 100 * MIB  # compiled kernels, and the workspaces of cuBLAS: taken while the engine starts
 WORD = 4  # bytes
+CODE_WORD, SPAN = 16, 32  # bits, and columns that follow each other in the words of a matrix
 ROW_HEAD = 16  # words before the block table
 ENTRY_WORDS = 16  # of a step, for each row it may have
 TOKEN_WORDS = 6  # and for each token: id, position, slot
@@ -76,6 +76,8 @@ def _matrix_bytes(matrix: Matrix, codes: Codes | None, item: int) -> int:
     bias = matrix.rows * item if matrix.bias else 0
     if codes is None:
         return matrix.rows * matrix.columns * item + bias
-    order = matrix.columns * WORD if codes.order else 0
-    groups = matrix.rows * (matrix.columns // codes.group) * SCALE_AND_OFFSET
-    return matrix.rows * matrix.columns * codes.bits // 8 + groups + order + bias
+    block = CODE_WORD // codes.bits * min(codes.group, SPAN)
+    columns = -(-matrix.columns // block) * block  # filled up
+    groups = -(-columns // codes.group)
+    order = matrix.columns * 2 * WORD if codes.order else 0
+    return matrix.rows * (columns * codes.bits // 8 + groups * SCALE_AND_OFFSET) + order + bias

@@ -125,7 +125,7 @@ def test_a_gpu_without_a_size_has_to_be_here(capsys: pytest.CaptureFixture[str],
     monkeypatch.setattr(device, "GPU_SIGNS", ())
     monkeypatch.setattr(device, "torch_gpu", lambda: (None, "none"))
     assert main(["plan", "--device", "cuda"]) == 1
-    said = "octavo: error: device is cuda, which cannot be had: no NVIDIA GPU was found; .*; --memory 80g plans for a GPU of that size which"
+    said = "octavo: error: device is cuda, which cannot be had: no NVIDIA GPU was found; .*; --memory 80g plans for a GPU of"
     assert re.match(said, capsys.readouterr().err)
     gpu = device.Gpu("NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB)
     monkeypatch.setattr(device, "find", lambda: device.Found(device.TorchBuild("2.13", "13.0", None), True, gpu, triton="3.6.0"))

@@ -65,6 +65,9 @@ def test_weights_are_counted_as_they_lie_on_the_device() -> None:
     codes = {part: Codes(4, 32) for matrix in matrices(SMALL) if matrix.name != "head" for part in matrix.parts}
     numbers = sum(matrix.rows * matrix.columns for matrix in matrices(SMALL) if matrix.name != "head")
     assert gpu_weight_bytes(SMALL, 2, codes) == 2 * (num_parameters(SMALL) - numbers) + numbers * 5 // 8  # 4 bits, and 32 for 32 of them
+    narrow = ModelConfig.from_dict(SHAPE | {"hidden_size": 64}, "a test")  # rows of 64 codes of 4 bits fill half a block of 128
+    floats, packed = (gpu_weight_bytes(narrow, 2, stored) for stored in ({}, dict.fromkeys(matrices(narrow)[0].parts, Codes(4, 32))))
+    assert floats - packed == (16 + 2 * 8) * 128 * (64 * 2 - (64 + 4 * 4))
     parted = {**codes, "model.layers.0.self_attn.k_proj.weight": None}  # a part that is no code: all of qkv are floats
     qkv = matrices(SMALL)[0]
     assert gpu_weight_bytes(SMALL, 2, parted) - gpu_weight_bytes(SMALL, 2, codes) == qkv.rows * qkv.columns * (16 - 5) // 8
