@@ -8,12 +8,13 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from octavo.cli.args import add_engine_flags, engine_config, size
 from octavo.cli.plan_text import plan_text
 from octavo.cli.plan_weights import matrix_forms
-from octavo.config import ResolvedConfig, no_color
+from octavo.config import Device, ResolvedConfig, no_color
+from octavo.errors import ConfigError
 from octavo.policy.auto import resolved
 from octavo.policy.memory_plan import Memory, MemoryPlan, ModelNeeds, plan_memory
 
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from octavo.loading.shape import ModelShape
 
 SETTINGS = (
-    "revision", "dtype", "quantization", "kv_cache_dtype",
-    "max_model_len", "block_size", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens", "native",
+    "revision", "dtype", "quantization", "device", "kv_cache_dtype", "max_model_len", "block_size", "kv_cache_memory_bytes",
+    "gpu_memory_utilization", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "native",
 )  # fmt: skip
 
 
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", metavar="MODEL", nargs="?", help=text)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     group = parser.add_argument_group("what if")
-    text = "plan for this much memory, all of it free (24GiB, 512m); default: what there is here"
+    text = "plan for this much memory of the device, all of it free (24GiB, 512m); default: what there is here"
     group.add_argument("--memory", type=size, metavar="SIZE", help=text)
     add_engine_flags(parser, only=SETTINGS)
 
@@ -40,19 +41,40 @@ def run(args: argparse.Namespace) -> int:
     from octavo.loading.shape import model_shape
     from octavo.worker.device import native_threads
     from octavo.worker.machine import num_threads, resolve_dtype
-    from octavo.worker.memory import memory
 
     asked = engine_config(args, args.words)
     shape = model_shape(asked.model, asked.revision)
-    config = resolved(asked, "cpu", shape.config)
-    threads = native_threads(config, num_threads())
-    needs = shape.needs(resolve_dtype(config.dtype, shape.config.dtype, config.device), config.quantization, config.kv_cache_dtype, threads)
-    plan = plan_memory(needs, config, memory() if args.memory is None else Memory(args.memory))
+    config = resolved(asked, _device(asked.device, args.memory), shape.config)
+    dtype, threads = resolve_dtype(config.dtype, shape.config.dtype, config.device), native_threads(config, num_threads())
+    needs = shape.needs(dtype, config.quantization, config.kv_cache_dtype, threads, config.device)
+    plan = plan_memory(needs, config, _memory(config, args.memory))
     if args.json:
         print(json.dumps(_record(shape, needs, config, plan), indent=1))
     else:
         print(plan_text(shape, needs, config, plan, plain=not _draws_blocks(), colour=sys.stdout.isatty() and not no_color()))
     return 0 if plan.refusal is None else 1
+
+
+def _device(asked: Device, size: int | None) -> Literal["cpu", "cuda"]:
+    """A GPU that is not here may be asked about; torch is asked only where there may be one."""
+    from octavo.worker.device import device_here, nvidia_signs
+
+    if asked == "cuda" and size is not None:
+        return "cuda"
+    if asked == "cpu" or (asked == "auto" and not nvidia_signs()):
+        return "cpu"
+    try:
+        return device_here(asked).device
+    except ConfigError as error:
+        raise ConfigError(f"{error}; --memory 80g plans for a GPU of that size which is not here") from error
+
+
+def _memory(config: ResolvedConfig, size: int | None) -> Memory:
+    from octavo.worker.memory import memory
+
+    if size is None:
+        return memory(config)
+    return Memory.of_gpu(size, size, config.gpu_memory_utilization) if config.device == "cuda" else Memory(size)
 
 
 def _draws_blocks() -> bool:
@@ -68,6 +90,7 @@ def _record(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan
     use, geometry = plan.use, plan.geometry
     return {
         "model": shape.name,
+        "device": config.device,
         "dtype": needs.dtype,
         "quantization": config.quantization,
         "stored_bytes": shape.stored_bytes,
@@ -75,10 +98,12 @@ def _record(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan
         "matrices": [asdict(form) for form in matrix_forms(shape, needs, config)],
         "kv_cache_bytes": use.kv_cache,
         "activations_bytes": use.activations,
+        "graphs_bytes": use.graphs,
         "rows_bytes": use.rows,
         "other_bytes": use.other,
         "total_bytes": use.total,
         "memory_bytes": plan.memory.total,
+        "gpu_bytes": plan.memory.gpu,
         "other_processes_bytes": plan.memory.others,
         "kv_cache_dtype": needs.kv_cache_dtype,
         "kv_bytes_per_token": geometry.bytes_per_token,

@@ -26,7 +26,8 @@ MARKS = {
 
 
 def plan_text(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan, plain: bool, colour: bool) -> str:
-    lines = [f"{shape.name}: {shape.config.architecture}, {num_parameters(shape.config):,} parameters, {needs.dtype}", ""]
+    where = ", on a GPU" if config.device == "cuda" else ""
+    lines = [f"{shape.name}: {shape.config.architecture}, {num_parameters(shape.config):,} parameters, {needs.dtype}{where}", ""]
     lines += [f"  {name:<17}{value:>12}   {note}".rstrip() for name, value, note in _rows(shape, needs, config, plan)]
     lines += ["", *_bar(plan, plain, colour), ""]
     return "\n".join([*lines, _sentence(plan)])
@@ -35,16 +36,19 @@ def plan_text(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, pl
 def _rows(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan) -> list[tuple[str, str, str]]:
     use, geometry, memory = plan.use, plan.geometry, plan.memory
     token = f"{geometry.bytes_per_token:,} bytes a token" + ("" if needs.kv_cache_dtype == needs.dtype else f" in {needs.kv_cache_dtype}")
-    blocks = f"{geometry.num_blocks:,} blocks of {geometry.block_size} tokens, {token}; taken as used"
+    blocks = f"{geometry.num_blocks:,} blocks of {geometry.block_size} tokens, {token}"
+    on_gpu = memory.gpu is not None
+    whole = f" (gpu_memory_utilization {config.gpu_memory_utilization} of {shown(memory.gpu)})" if memory.gpu is not None else ""
     held = f", {shown(memory.others)} of it held by other processes" if memory.others else ""
     return [
         ("weights", shown(use.weights), stored(shape, needs, config)),
         *(("", shown(form.nbytes), f"of it {form}") for form in matrix_forms(shape, needs, config)),
-        ("KV cache", shown(use.kv_cache), blocks),
+        ("KV cache", shown(use.kv_cache), blocks if on_gpu else f"{blocks}; taken as used"),
         ("activations", shown(use.activations), f"steps of {config.max_num_batched_tokens:,} tokens, {config.max_num_seqs:,} sequences"),
+        *([("graphs", shown(use.graphs), "captured steps, estimated")] if use.graphs else []),
         ("rows", shown(use.rows), f"{config.max_num_seqs:,} of {geometry.max_model_len:,} tokens"),
-        ("other", shown(use.other), "Python, libraries, tokenizer"),
-        ("in all", shown(use.total), f"of {shown(memory.total)}{held}"),
+        ("other", shown(use.other), "CUDA and its libraries" if on_gpu else "Python, libraries, tokenizer"),
+        ("in all", shown(use.total), f"of {shown(memory.total)}{whole}{held}"),
         ("longest sequence", f"{geometry.max_model_len:,}", f"tokens (the model's own maximum is {shape.config.max_position:,})"),
         ("at that length", f"{plan.concurrency:,.1f}", "sequences at once"),
     ]
@@ -52,7 +56,7 @@ def _rows(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: 
 
 def _bar(plan: MemoryPlan, plain: bool, colour: bool) -> list[str]:
     use = plan.use
-    sizes = dict(zip(MARKS, (use.weights, use.kv_cache, use.activations, use.rows + use.other, 0, plan.memory.others)))
+    sizes = dict(zip(MARKS, (use.weights, use.kv_cache, use.activations + use.graphs, use.rows + use.other, 0, plan.memory.others)))
     sizes["free"] = max(plan.memory.total - sum(sizes.values()), 0)
     marks = {name: block if not plain else letter for name, (block, letter, _) in MARKS.items()}
     paint = {name: f"\033[{code}m" if colour else "" for name, (_, _, code) in MARKS.items()}

@@ -33,19 +33,19 @@ def stored(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig) -> str:
         return "no weights here"
     said = ""
     if config.quantization in ("int8", "int4"):
-        said = f", {config.quantization} at load" + ("" if needs.native_threads else "; torch computes with floats and saves no memory")
+        said = f", {config.quantization} at load" + ("" if needs.keeps_codes else "; torch computes with floats and saves no memory")
     elif shape.packed:
-        said = f", {'codes stay codes' if needs.native_threads and config.quantization == 'auto' else 'unpacked at load'}"
+        said = f", {'codes stay codes' if needs.keeps_codes and config.quantization == 'auto' else 'unpacked at load'}"
     return f"{shown(shape.stored_bytes)} on disk{said}"
 
 
 def matrix_forms(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig) -> list[MatrixForm]:
     """Nothing where torch computes, or where all are floats from the beginning."""
-    if not needs.native_threads or not (shape.packed or config.quantization in ("int8", "int4")):
+    if not needs.keeps_codes or not (shape.packed or config.quantization in ("int8", "int4")):
         return []
     weights = {weight.name: weight for weight in shape.weights}
     found: dict[str, MatrixForm] = {}
-    for one in shape.kept(needs.dtype, config.quantization):
+    for one in shape.kept(needs.dtype, config.quantization, needs.device):
         parts = [weights[part] for part in one.matrix.parts if part in weights]
         kept = needs.dtype if one.codes is None else f"{one.codes.bits}-bit codes in groups of {one.codes.group}"
         if one.codes is None and config.quantization == "auto" and any(part.codes for part in parts):

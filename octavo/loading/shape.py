@@ -24,9 +24,10 @@ from octavo.loading.stored_weights import StoredWeight, of_config, of_folder, st
 from octavo.model_config import ModelConfig
 from octavo.models.registry import cache_specs
 from octavo.policy.cache_spec import ITEM_BYTES
+from octavo.policy.gpu_size import gpu_matrices, gpu_weight_bytes
 from octavo.policy.memory_plan import ModelNeeds
-from octavo.policy.model_size import Codes, matrices, requantised, weight_bytes
-from octavo.policy.native_size import Kept, kept_matrices, native_weight_bytes
+from octavo.policy.model_size import Codes, Kept, matrices, requantised, weight_bytes
+from octavo.policy.native_size import native_matrices, native_weight_bytes
 from octavo.quant.quant_config import read_quant_config
 
 UNPACKED_BYTES = 6  # a weight takes while it is unpacked: float32, and parts of the way there
@@ -46,21 +47,24 @@ class ModelShape:
         return any(weight.codes is not None for weight in self.weights)
 
     def needs(
-        self, dtype: str, quantization: Quantization = "auto", kv_cache_dtype: str = "auto", native_threads: int = 0
+        self, dtype: str, quantization: Quantization = "auto", kv_cache_dtype: str = "auto", native_threads: int = 0, device: str = "cpu"
     ) -> ModelNeeds:
-        """Without threads, torch computes."""
+        """On a CPU without threads, torch computes."""
         specs = cache_specs(self.config, dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
         item = ITEM_BYTES[dtype]
-        if native_threads:
+        if device == "cuda":
+            weights, loading = gpu_weight_bytes(self.config, item, self._forms(quantization)), 0  # they are read on the host
+        elif native_threads:
             unpacked = REQUANTISED_BYTES if self.packed and quantization in ("int8", "int4") else 0
             weights, loading = native_weight_bytes(self.config, item, self._forms(quantization), unpacked)
         else:
             weights, loading = weight_bytes(self.config, dtype), self._loading_bytes(item, quantization in ("int8", "int4"))
-        return ModelNeeds(self.config, dtype, weights, specs, loading, native_threads)
+        return ModelNeeds(self.config, dtype, weights, specs, loading, native_threads, device)
 
-    def kept(self, dtype: str, quantization: Quantization) -> list[Kept]:
-        """What the native program makes of each matrix."""
-        return kept_matrices(self.config, ITEM_BYTES[dtype], self._forms(quantization))
+    def kept(self, dtype: str, quantization: Quantization, device: str = "cpu") -> list[Kept]:
+        """What becomes of each matrix, in the native program or on a GPU."""
+        lay_out = gpu_matrices if device == "cuda" else native_matrices
+        return lay_out(self.config, ITEM_BYTES[dtype], self._forms(quantization))
 
     def _forms(self, quantization: Quantization) -> dict[str, Codes | None]:
         """What each weight is once it has been read."""

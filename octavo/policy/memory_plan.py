@@ -1,10 +1,13 @@
 """Where the memory goes, before any of it is taken: the one count that `octavo plan` shows and the engine starts by.
 
     weights       what the model holds
-    KV cache      the block pool: reserved at start, taken as blocks are written
+    KV cache      the block pool: reserved at start, taken as blocks are written; on a GPU, taken at start
     activations   the most that one step holds at once, or that reading the weights takes beyond them
+    graphs        steps captured on a GPU
     rows          token ids and block tables of every row, and the rotation tables
-    other         Python and its libraries, the tokenizer, the pool's own lists, what malloc keeps back
+    other         Python and its libraries, the tokenizer, the pool's own lists, what malloc keeps back; on a GPU, CUDA's own
+
+A plan is one of the device's memory: the process's on a CPU, a share of the whole on a GPU.
 
 What a user asked for is planned as asked, and refused where it does not fit. What nobody asked for, the size of the pool
 and the longest sequence, is the most that fits. More memory is needed for more of anything, so `largest` finds it.
@@ -19,6 +22,8 @@ from octavo.errors import ConfigError
 from octavo.model_config import ModelConfig
 from octavo.policy.activations import FLOAT32, StepLoad, loaded_bytes, step_bytes
 from octavo.policy.cache_spec import ITEM_BYTES, CacheGeometry, LayerCacheSpec
+from octavo.policy.gpu_size import CONTEXT, gpu_graph_bytes, gpu_row_bytes, gpu_step_bytes
+from octavo.policy.gpu_size import LIBRARIES as GPU_LIBRARIES
 from octavo.policy.native_size import native_step_bytes
 
 MIB, GIB = 2**20, 2**30
@@ -35,6 +40,12 @@ BYTES_PER_ROW = 100  # lengths, sampling parameters, noise key
 class Memory:
     total: int  # what this process may use
     others: int = 0  # what other processes hold of it
+    gpu: int | None = None  # bytes of the GPU that `total` is a share of
+
+    @staticmethod
+    def of_gpu(total: int, free: int, utilization: float) -> "Memory":
+        """`free`: what other processes leave."""
+        return Memory(int(total * utilization), total - free, total)
 
     @property
     def free(self) -> int:
@@ -51,6 +62,12 @@ class ModelNeeds:
     specs: list[LayerCacheSpec]
     loading: int = 0  # the most bytes held while weights are read, weights included
     native_threads: int = 0  # of the native program; none: torch computes
+    device: str = "cpu"
+    graphs: int | None = None  # bytes of captured steps, where they have been measured
+
+    @property
+    def keeps_codes(self) -> bool:
+        return self.native_threads > 0 or self.device == "cuda"
 
     @property
     def bytes_per_token(self) -> int:
@@ -68,10 +85,11 @@ class Use:
     activations: int
     rows: int
     other: int
+    graphs: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_cache + self.activations + self.rows + self.other
+        return self.weights + self.kv_cache + self.activations + self.graphs + self.rows + self.other
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +107,13 @@ class MemoryPlan:
     @property
     def account(self) -> str:
         """What is needed, for what, and what there is."""
-        use, held = self.use, self.memory.others
+        use, memory, held = self.use, self.memory, self.memory.others
+        of_gpu = "" if memory.gpu is None else f" of the GPU's {shown(memory.gpu)} (gpu_memory_utilization)"
         return (
             f"this needs {shown(use.total)}: weights {shown(use.weights)}, KV cache {shown(use.kv_cache)}, "
-            f"activations {shown(use.activations)}, rows {shown(use.rows)}, other {shown(use.other)}; this process may use "
-            f"{shown(self.memory.total)}{f', of which other processes hold {shown(held)}' if held else ''}"
+            f"activations {shown(use.activations)}, {f'graphs {shown(use.graphs)}, ' if use.graphs else ''}rows {shown(use.rows)}, "
+            f"other {shown(use.other)}; this process may use {shown(memory.total)}{of_gpu}"
+            f"{f', of which other processes hold {shown(held)}' if held else ''}"
         )
 
 
@@ -138,6 +158,10 @@ class _Planner:
         needs, model, size = self.needs, self.needs.config, config.block_size
         tokens = (num_blocks - 1) * size
         table_blocks = -(-max_len // size)
+        contiguous = config.attention_backend == "contiguous"  # a region for every row
+        kv_cache = (config.max_num_seqs * table_blocks if contiguous else num_blocks) * size * needs.bytes_per_token
+        if needs.device == "cuda":
+            return self._gpu_use(config, kv_cache, tokens, max_len)
         load = StepLoad(
             tokens=min(config.max_num_batched_tokens, tokens),
             rows=min(config.max_num_seqs, num_blocks - 1),  # a row that is sampled holds a block
@@ -151,21 +175,32 @@ class _Planner:
             loaded = max(loaded_bytes(spec, needs.dtype) for spec in needs.specs)
             step = step_bytes(model, ITEM_BYTES[needs.dtype], loaded, load)
             kept = min(MOST_KEPT, step * 2 // 5)
-        contiguous = config.attention_backend == "contiguous"  # a region for every row
-        places = config.max_num_seqs * table_blocks if contiguous else num_blocks
         return Use(
             weights=needs.weights,
-            kv_cache=places * size * needs.bytes_per_token,
+            kv_cache=kv_cache,
             activations=max(step, needs.loading - needs.weights),
             rows=config.max_num_seqs * (8 * (max_len + table_blocks) + BYTES_PER_ROW) + max_len * model.head_dim * FLOAT32,
             other=LIBRARIES + kept + BYTES_PER_WORD * model.vocab_size + BYTES_PER_BLOCK * num_blocks,
+        )
+
+    def _gpu_use(self, config: ResolvedConfig, kv_cache: int, tokens: int, max_len: int) -> Use:
+        needs, model, item, rows = self.needs, self.needs.config, ITEM_BYTES[self.needs.dtype], config.max_num_seqs
+        load = StepLoad(max(min(config.max_num_batched_tokens, tokens), rows), rows, max_len, gathered=0)  # padded to all rows
+        graphs = 0 if config.enforce_eager else gpu_graph_bytes(model, item, load) if needs.graphs is None else needs.graphs
+        return Use(
+            weights=needs.weights,
+            kv_cache=kv_cache,
+            activations=max(gpu_step_bytes(model, item, load), needs.loading - needs.weights),
+            graphs=graphs,
+            rows=gpu_row_bytes(model, rows, config.max_num_batched_tokens, max_len, -(-max_len // config.block_size)),
+            other=CONTEXT + GPU_LIBRARIES,
         )
 
     def plan(self, config: ResolvedConfig) -> MemoryPlan:
         """As asked where something was, else the most that fits."""
         size, per_token, wanted = config.block_size, self.needs.bytes_per_token, config.max_model_len
         asked = self._asked_blocks(config)
-        most = min(default_pool_bytes(self.memory.total) // (per_token * size), MOST_BLOCKS) if asked is None else asked
+        most = self._default_blocks(config) if asked is None else asked
         self._check_blocks(config, most)
         blocks = most
         if asked is None:
@@ -179,6 +214,13 @@ class _Planner:
         short = plan.geometry.max_model_len > self._reach(plan.geometry.num_blocks, config.block_size)
         # an exact number of blocks is taken at its word: requests that are too long for it are refused one by one
         return plan.use.total <= self.memory.free and (not short or config.num_gpu_blocks_override is not None)
+
+    def _default_blocks(self, config: ResolvedConfig) -> int:
+        """The most where nobody asked: on a GPU the pool may take all that is left."""
+        per_block = config.block_size * self.needs.bytes_per_token
+        if self.memory.gpu is None:
+            return min(default_pool_bytes(self.memory.total) // per_block, MOST_BLOCKS)
+        return min(max(self.memory.free // per_block, 2), MOST_BLOCKS)
 
     def _asked_blocks(self, config: ResolvedConfig) -> int | None:
         if config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes is None:
@@ -210,17 +252,25 @@ class _Planner:
 
     def refusal(self, config: ResolvedConfig, plan: MemoryPlan) -> str:
         if plan.use.total > self.memory.free:
-            return f"{plan.account}: {self._advice(config)}"
+            return f"{plan.account}: {self._advice(config)}{self._larger_share(plan)}"
         size, wanted = config.block_size, plan.geometry.max_model_len
         enough = (-(-wanted // size) + 1) * size * self.needs.bytes_per_token
         larger = replace(config, kv_cache_memory_bytes=enough)  # the pool is all that is short
         if not self.fits(larger):
-            return f"{self.plan(larger).account}: {self._advice(config)}"
+            asked = self.plan(larger)
+            return f"{asked.account}: {self._advice(config)}{self._larger_share(asked)}"
         return (
             f"max_model_len is {wanted}, but the KV pool of {shown(plan.use.kv_cache)} holds {(plan.geometry.num_blocks - 1) * size} "
             f"tokens ({plan.geometry.num_blocks} blocks of {size}, {self.needs.bytes_per_token} bytes a token): the largest max_model_len "
             f"that fits is {self._most_of(config, 'max_model_len', 2, wanted)}; lower it or raise kv_cache_memory_bytes to {enough} or more"
         )
+
+    def _larger_share(self, plan: MemoryPlan) -> str:
+        """How much of a GPU would do, where all of it is enough."""
+        if self.memory.gpu is None or plan.use.total + self.memory.others >= self.memory.gpu:
+            return ""
+        thousandths = -(-(plan.use.total + self.memory.others + 1) * 1000 // self.memory.gpu)
+        return f"; or raise gpu_memory_utilization to {thousandths / 1000} or more"
 
     def _advice(self, config: ResolvedConfig) -> str:
         """What to turn and how far, one knob if that is enough, and the longest sequence then."""

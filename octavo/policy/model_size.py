@@ -10,11 +10,13 @@ Both fall back to smaller groups, and then to floats, where columns are not whol
 own stay floats.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from octavo.model_config import ModelConfig
 from octavo.policy.cache_spec import ITEM_BYTES
 
+SCALE_AND_OFFSET = 4  # bytes for each group of codes
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _GROUPS = {8: (64, 32, 16), 4: (32, 16)}  # the first that fits
 
@@ -63,6 +65,34 @@ def requantised(name: str, columns: int, quantization: str, tied: bool) -> Codes
         return None
     bits = 8 if quantization == "int8" or name in (EMBEDDING, HEAD) else 4
     return next((Codes(bits, group) for group in _GROUPS[bits] if columns % group == 0), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A matrix as a program keeps it."""
+
+    matrix: Matrix
+    codes: Codes | None  # None: floats
+    nbytes: int
+
+
+def kept_matrices(
+    config: ModelConfig, stored: Mapping[str, Codes | None], nbytes: Callable[[Matrix, Codes | None], int]
+) -> list[Kept]:
+    """`stored`: how each weight comes, by its name; `nbytes`: of a matrix, as the program lays it out."""
+    found = []
+    for matrix in matrices(config):
+        codes = _merged([stored.get(part) for part in matrix.parts])
+        found.append(Kept(matrix, codes, nbytes(matrix, codes)))
+    return found
+
+
+def _merged(parts: list[Codes | None]) -> Codes | None:
+    """Parts take the most bits and the smallest group of any, and become floats where one is no code, or in another order."""
+    codes = [part for part in parts if part is not None]
+    if len(codes) < len(parts) or len({part.order for part in codes}) > 1:
+        return None
+    return Codes(max(part.bits for part in codes), min(part.group for part in codes), codes[0].order)
 
 
 def weight_bytes(config: ModelConfig, dtype: str) -> int:

@@ -1,41 +1,25 @@
 """What the native program holds, counted as `octavo/native/octavo.h` lays it out: weights in panels, and the buffers of its steps.
 
-Quantised matrices stay codes; parts of one matrix take the most bits and the smallest group of any, and become floats where
-one of them is no code, or orders its columns in another way. Floats take the dtype of the run, norms and biases are float32.
-Panels are 16 rows; columns are filled up to 64, or to a group.
+Quantised matrices stay codes. Floats take the dtype of the run, norms and biases are float32. Panels are 16 rows; columns are
+filled up to 64, or to a group.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from octavo.model_config import ModelConfig
 from octavo.policy.activations import FLOAT32, StepLoad
-from octavo.policy.model_size import Codes, Matrix, matrices, num_norms
+from octavo.policy.model_size import SCALE_AND_OFFSET, Codes, Kept, Matrix, kept_matrices, num_norms
 
 PANEL, COLUMNS = 16, 64
 SCRATCH_BYTES = 4 * 2 * PANEL  # of each thread, for each column of the widest matrix: four panels unpacked for many rows
-SCALE_AND_OFFSET = 4  # bytes
 # Bytes on the way, for each weight of a matrix: its code, with a share of the scales; or its float, with a share of what malloc
 # keeps back of those before it, and once more where it comes in parts.
 CODES_ON_THE_WAY, FLOATS_ON_THE_WAY, PARTS_ON_THE_WAY = 1.25, 5, 4
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A matrix as the native program keeps it."""
-
-    matrix: Matrix
-    codes: Codes | None  # None: floats
-    nbytes: int
-
-
-def kept_matrices(config: ModelConfig, item: int, stored: Mapping[str, Codes | None]) -> list[Kept]:
+def native_matrices(config: ModelConfig, item: int, stored: Mapping[str, Codes | None]) -> list[Kept]:
     """`item`: bytes of a float; `stored`: how each weight comes, by its name."""
-    found = []
-    for matrix in matrices(config):
-        codes = _merged([stored.get(part) for part in matrix.parts])
-        found.append(Kept(matrix, codes, _panel_bytes(matrix, codes, item)))
-    return found
+    return kept_matrices(config, stored, lambda matrix, codes: _panel_bytes(matrix, codes, item))
 
 
 def native_weight_bytes(config: ModelConfig, item: int, stored: Mapping[str, Codes | None], unpacked: int = 0) -> tuple[int, int]:
@@ -44,7 +28,7 @@ def native_weight_bytes(config: ModelConfig, item: int, stored: Mapping[str, Cod
     if not config.tie_embeddings:
         kept += config.vocab_size * config.hidden_size * item
     most = 0
-    for one in kept_matrices(config, item, stored):
+    for one in native_matrices(config, item, stored):
         on_the_way = CODES_ON_THE_WAY
         if one.codes is None:
             on_the_way = FLOATS_ON_THE_WAY + (PARTS_ON_THE_WAY if len(one.matrix.parts) > 1 else 0)
@@ -63,13 +47,6 @@ def native_step_bytes(model: ModelConfig, load: StepLoad, threads: int) -> int:
     token = 3 * model.hidden_size + 2 * q + 2 * kv + model.intermediate_size + prepared
     logits = load.rows * model.vocab_size
     return load.tokens * token * FLOAT32 + 2 * FLOAT32 * logits + threads * (SCRATCH_BYTES * widest + 2 * FLOAT32 * model.vocab_size)
-
-
-def _merged(parts: list[Codes | None]) -> Codes | None:
-    codes = [part for part in parts if part is not None]
-    if len(codes) < len(parts) or len({part.order for part in codes}) > 1:
-        return None
-    return Codes(max(part.bits for part in codes), min(part.group for part in codes), codes[0].order)
 
 
 def _panel_bytes(matrix: Matrix, codes: Codes | None, item: int) -> int:

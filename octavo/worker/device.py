@@ -18,7 +18,7 @@ from octavo.errors import ConfigError
 
 GIB = 2**30
 LEAST_CAPABILITY = (8, 0)  # bfloat16 in the matrix units, asynchronous copies
-GPU_SIGNS = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia"))
+GPU_SIGNS = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia"), Path("/usr/lib/wsl/lib/libcuda.so.1"))
 CPU_TORCH = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cpu"
 CUDA_TORCH = "pip install --force-reinstall torch"  # on Linux the plain build has CUDA
 TRITON = "pip install triton"

@@ -1,22 +1,37 @@
-"""How much of the machine's memory is still to be had: what the process may use, less what other processes hold.
+"""How much memory is still to be had on the device: what the process may use, less what other processes hold.
 
 The kernel says what is available to newcomers; a cgroup with a limit says what its members hold, file cache included, which
 is given back on demand. Of this process's own share, Python and its libraries are counted in every plan, so they are
-added again; what else it holds, such as another model, is as good as another's.
+added again; what else it holds, such as another model, is as good as another's. Of a GPU the process may use a share; its
+context there is counted in every plan, too, and what torch keeps for later is as good as free.
 """
 
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from octavo.config import ResolvedConfig
 from octavo.errors import ConfigError
+from octavo.policy.gpu_size import CONTEXT
 from octavo.policy.memory_plan import LIBRARIES, Memory, ModelNeeds, plan_memory
 from octavo.worker.machine import OWN_STATUS, available_bytes, groups, memory_bytes, proc_bytes, read_number
 
 
-def memory() -> Memory:
+def memory(config: ResolvedConfig) -> Memory:
+    return gpu_memory(config.gpu_memory_utilization) if config.device == "cuda" else host_memory()
+
+
+def gpu_memory(utilization: float) -> Memory:
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return Memory.of_gpu(total, min(free + kept + CONTEXT, total), utilization)
+
+
+def host_memory() -> Memory:
     total, own = memory_bytes(), min(proc_bytes(OWN_STATUS, "RssAnon") or 0, LIBRARIES)
     available = [available_bytes(), _left_of_addresses(), *map(_left_in, groups("memory"))]
     free = min([total, *(left + own for left in available if left is not None)])
@@ -31,9 +46,9 @@ def out_of_memory_explained(needs: ModelNeeds, config: ResolvedConfig) -> Iterat
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "allocate" not in str(error):
             raise
-        now = memory()
+        now = memory(config)
         failed = plan_memory(needs, config, now)
-        smaller = plan_memory(needs, config, Memory(now.total, others=now.total - min(now.free, failed.use.total * 3 // 4)))
+        smaller = plan_memory(needs, config, replace(now, others=now.total - min(now.free, failed.use.total * 3 // 4)))
         advice = smaller.refusal or (
             f"{failed.account}: set kv_cache_memory_bytes to {smaller.use.kv_cache} or less; "
             f"the largest max_model_len that fits is then {smaller.geometry.max_model_len}"

@@ -63,9 +63,8 @@ class Worker:
         self.on_device = config.device == "cuda" or debug.runner == "device"  # the runner that never waits, on the CPU with kernels' twins
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, config.device)
         self.library = self._open_native()
-        self.needs = self._shape().needs(
-            self.dtype, config.quantization, config.kv_cache_dtype, native_threads=self.library.threads if self.library else 0
-        )
+        threads = self.library.threads if self.library else 0
+        self.needs = self._shape().needs(self.dtype, config.quantization, config.kv_cache_dtype, threads, config.device)
         self.specs = self.needs.specs
         self.backend = choose_backend(config.attention_backend, self.dtype, self.on_device)
         if self.backend.layout == "contiguous" and config.enable_prefix_caching:
@@ -132,7 +131,7 @@ class Worker:
 
     def plan_cache(self) -> CacheGeometry:
         """What fits, counted before anything is loaded; a refusal says what to turn."""
-        plan = plan_memory(self.needs, self.config, memory())
+        plan = plan_memory(self.needs, self.config, memory(self.config))
         if plan.refusal is not None:
             raise ConfigError(plan.refusal)
         return plan.geometry

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from octavo.cli.args import size
 from octavo.cli.main import main
 from octavo.cli.plan_text import MARKS, WIDTH, _cells
-from octavo.policy.memory_plan import GIB, MIB
+from octavo.policy.memory_plan import GIB, MIB, Memory
+from octavo.worker import device, memory
 from tests.cli.processes import ROOT, SECONDS, Typist, environment
 from tests.support.models import stories260k, to_gguf
 from tests.support.quantized_models import Kind, write_both
@@ -103,6 +104,38 @@ def test_what_ifs_change_what_they_say(tmp_path: Path, capsys: pytest.CaptureFix
     assert few["num_blocks"] == 1.5 * MIB // (32 * 1280) and few["rows_bytes"] < base["rows_bytes"]  # type: ignore[operator]
     main(["plan", "--memory", "2GiB", "--dtype", "bfloat16", "--kv-cache-dtype", "int8"])
     assert re.search(r"KV cache +511\.\d MiB   2,741 blocks of 16 tokens, 12,240 bytes a token in int8;", capsys.readouterr().out)
+
+
+def test_a_gpu_that_is_not_here_is_planned_for_without_torch(tmp_path: Path) -> None:
+    done = run("--device", "cuda", "--memory", "4g")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("SmolLM2-135M-Instruct: LlamaForCausalLM, 134,515,008 parameters, bfloat16, on a GPU\n")
+    assert re.search(r"^  weights +93\.7 MiB   92\.1 MiB on disk, codes stay codes$", done.stdout, re.MULTILINE)
+    assert re.search(r"^  activations .* steps of 8,192 tokens, 512 sequences$", done.stdout, re.MULTILINE)
+    assert re.search(r"^  graphs +[\d.]+ MiB   captured steps, estimated$", done.stdout, re.MULTILINE)
+    assert re.search(r"^  in all +3\.60 GiB   of 3\.60 GiB \(gpu_memory_utilization 0\.9 of 4\.00 GiB\)$", done.stdout, re.MULTILINE)
+    half = run("--device", "cuda", "--memory", "4g", "--gpu-memory-utilization", "0.5", "--enforce-eager")
+    assert "of 2.00 GiB (gpu_memory_utilization 0.5 of 4.00 GiB)" in half.stdout and "graphs" not in half.stdout
+    folder = str(stories260k(tmp_path / "stories"))
+    refused = run(folder, "--device", "cuda", "--memory", "512m")
+    assert refused.returncode == 1 and "460.8 MiB of the GPU's 512.0 MiB (gpu_memory_utilization): take a smaller model" in refused.stdout
+
+
+def test_a_gpu_without_a_size_has_to_be_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "GPU_SIGNS", ())
+    monkeypatch.setattr(device, "torch_gpu", lambda: (None, "none"))
+    assert main(["plan", "--device", "cuda"]) == 1
+    said = "octavo: error: device is cuda, which cannot be had: no NVIDIA GPU was found; .*; --memory 80g plans for a GPU of"
+    assert re.match(said, capsys.readouterr().err)
+    gpu = device.Gpu("NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB)
+    monkeypatch.setattr(device, "find", lambda: device.Found(device.TorchBuild("2.13", "13.0", None), True, gpu, triton="3.6.0"))
+    monkeypatch.setattr(memory, "gpu_memory", lambda share: Memory.of_gpu(140 * GIB, 139 * GIB, share))
+    record = planned(capsys, "--device", "cuda")
+    assert (record["device"], record["gpu_bytes"], record["memory_bytes"]) == ("cuda", 140 * GIB, 126 * GIB)
+    assert record["other_processes_bytes"] == GIB and record["dtype"] == "bfloat16"
+    assert planned(capsys)["device"] == "cpu"  # nothing points to a GPU, so torch is not asked
+    monkeypatch.setattr(device, "GPU_SIGNS", (ROOT,))
+    assert planned(capsys)["device"] == "cuda" and planned(capsys, "--device", "cpu")["device"] == "cpu"
 
 
 def test_a_plan_says_what_becomes_of_each_matrix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from octavo.loading.shape import model_shape
 from octavo.models.registry import build_model
 from octavo.policy.activations import StepLoad, loaded_bytes, step_bytes
 from octavo.policy.auto import resolved
+from octavo.policy.gpu_size import CONTEXT
 from octavo.policy.memory_plan import GIB, LIBRARIES, Memory, MemoryPlan, plan_memory
 from octavo.worker import machine
 from octavo.worker import memory as memory_module
@@ -78,7 +79,7 @@ def test_out_of_memory_at_start_says_what_is_needed_and_what_fits(stories: str, 
 
 def test_what_cannot_fit_beside_other_processes_is_refused_before_weights_load(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "load_weights", lambda *_: pytest.fail("weights were loaded"))
-    monkeypatch.setattr(worker_module, "memory", lambda: Memory(8 * GIB, others=6 * GIB))
+    monkeypatch.setattr(worker_module, "memory", lambda _: Memory(8 * GIB, others=6 * GIB))
     said = r"KV cache 3\.00 GiB, .* may use 8\.00 GiB, of which other processes hold 6\.00 GiB: lower kv_cache_memory_bytes to \d+"
     with pytest.raises(ConfigError, match=said):
         LLM(stories, kv_cache_memory_bytes=3 * GIB)
@@ -94,20 +95,31 @@ def test_free_memory_is_what_the_kernel_and_every_cgroup_leave(tmp_path: Path, m
     monkeypatch.setattr(machine, "MEMORY_INFO", info)
     monkeypatch.setattr(memory_module, "memory_bytes", lambda: 9000 * 1024)
     monkeypatch.setattr(memory_module, "groups", lambda _: [tmp_path, group])
-    assert memory_module.memory().free == 5200 * 1024
+    assert memory_module.host_memory().free == 5200 * 1024
     (group / "memory.max").write_text(str(4000 * 1024))
     (group / "memory.current").write_text(str(3000 * 1024))
     (group / "memory.stat").write_text(f"anon 5\ninactive_file {500 * 1024}\nactive_file {100 * 1024}\n")
-    assert memory_module.memory() == Memory(9000 * 1024, others=(9000 - 1800) * 1024)
+    assert memory_module.host_memory() == Memory(9000 * 1024, others=(9000 - 1800) * 1024)
     (group / "memory.max").write_text("max")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1000 * 1024, 1000 * 1024))  # ulimit -v
-    assert memory_module.memory().free == 300 * 1024
+    assert memory_module.host_memory().free == 300 * 1024
     status.write_text(f"RssAnon: {3 * 2**20} kB\n")  # with a model in this process that is no part of the next plan
     info.write_text(f"MemAvailable: {2**20} kB\n")
     monkeypatch.setattr(memory_module, "memory_bytes", lambda: 9 * GIB)
-    assert memory_module.memory().free == GIB + LIBRARIES
+    assert memory_module.host_memory().free == GIB + LIBRARIES
     status.unlink(), info.unlink()
-    assert memory_module.memory().free == 9 * GIB  # another system: all of it
+    assert memory_module.host_memory().free == 9 * GIB  # another system: all of it
+
+
+def test_free_memory_of_a_gpu_is_what_other_processes_leave_of_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process's own context is no other's, and what torch keeps for later is free."""
+    held = {"mem_get_info": (100 * GIB, 140 * GIB), "memory_reserved": 10 * GIB, "memory_allocated": 7 * GIB}
+    for name, value in held.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    config = resolved(EngineConfig(gpu_memory_utilization=0.5), "cuda", model_shape(None).config)
+    assert memory_module.memory(config) == Memory(70 * GIB, others=37 * GIB - CONTEXT, gpu=140 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (140 * GIB, 140 * GIB))
+    assert memory_module.memory(config).others == 0
 
 
 # -- activations, tensor by tensor

@@ -1,0 +1,83 @@
+"""What the engine holds on a GPU beside the KV pool, counted from shapes as `native_size.py` does for the CPU.
+
+    weights    codes stay codes, in words of 16 bits whose spans of 32 columns stand side by side; floats in the dtype of the run
+    a step     the residual stream and what is largest in a layer, or the logits of all rows and what is drawn from them
+    graphs     what captured steps keep for themselves: the runner measures it, and until then it is an estimate
+    rows       a line of words for each (`kernels/row_words.py`), the step's own tensors, the rotation tables
+
+Nothing depends on the length of a context: attention gathers no keys, and masks nothing but in its tiles.
+"""
+
+from collections.abc import Mapping
+
+from octavo.model_config import ModelConfig
+from octavo.policy.activations import FLOAT32, StepLoad
+from octavo.policy.model_size import SCALE_AND_OFFSET, Codes, Kept, Matrix, kept_matrices, num_norms
+
+MIB = 2**20
+CONTEXT = 520 * MIB  # of a process, once CUDA has started
+LIBRARIES = 100 * MIB  # compiled kernels, and the workspaces of cuBLAS: taken while the engine starts
+WORD = 4  # bytes
+CODE_WORD, SPAN = 16, 32  # bits, and columns that follow each other in the words of a matrix
+ROW_HEAD = 16  # words before the block table
+ENTRY_WORDS = 16  # of a step, for each row it may have
+TOKEN_WORDS = 6  # and for each token: id, position, slot
+# Bytes for each (row, token of the vocabulary) that is drawn from with penalties: the logits once more, in float32.
+DRAWN = FLOAT32
+SPLIT_PARTS = 1024  # rows * KV heads * parts of a context at most, where attention splits it
+CAPTURED_TOKENS = 2048  # of the largest graph
+GRAPHS = 56  # as many as there are shapes, for 512 rows
+KERNELS = 8  # of a layer, in a graph
+KERNEL_BYTES = 16 * 2**10  # a graph keeps for each
+
+
+def gpu_matrices(config: ModelConfig, item: int, stored: Mapping[str, Codes | None]) -> list[Kept]:
+    """`item`: bytes of a float; `stored`: how each weight comes, by its name."""
+    return kept_matrices(config, stored, lambda matrix, codes: _matrix_bytes(matrix, codes, item))
+
+
+def gpu_weight_bytes(config: ModelConfig, item: int, stored: Mapping[str, Codes | None]) -> int:
+    embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    return sum(one.nbytes for one in gpu_matrices(config, item, stored)) + (num_norms(config) + embedding) * item
+
+
+def gpu_step_bytes(model: ModelConfig, item: int, load: StepLoad) -> int:
+    """The most that a step holds at once. `item`: bytes of a number of the run's dtype."""
+    logits = load.rows * model.vocab_size * (item + DRAWN)
+    return max(load.tokens * _token_bytes(model, item) + _split_bytes(model), load.tokens * model.hidden_size * item + logits)
+
+
+def gpu_graph_bytes(model: ModelConfig, item: int, load: StepLoad) -> int:
+    """What graphs will take, roughly: they share the memory of the largest step, and each keeps its kernels."""
+    largest = StepLoad(min(load.tokens, max(CAPTURED_TOKENS, load.rows)), load.rows, load.context, load.gathered)
+    return gpu_step_bytes(model, item, largest) + GRAPHS * model.num_layers * KERNELS * KERNEL_BYTES
+
+
+def gpu_row_bytes(model: ModelConfig, rows: int, tokens: int, max_len: int, max_blocks: int) -> int:
+    """Of the rows themselves, of the largest step made out of them, and of the rotation tables. `tokens`: of a step"""
+    step = rows * (max_blocks + ENTRY_WORDS) + tokens * TOKEN_WORDS
+    return (rows * (ROW_HEAD + max_blocks + max_len) + step) * WORD + max_len * model.head_dim * FLOAT32
+
+
+def _token_bytes(model: ModelConfig, item: int) -> int:
+    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    attention = q + 2 * kv + 2 * q  # all three, what was read of earlier context, and the result
+    mlp = 3 * model.intermediate_size  # gate and up, their product
+    stream = 2 * model.hidden_size  # input and sum; both once more where a norm makes new ones
+    return (stream + max(attention, mlp, stream)) * item
+
+
+def _split_bytes(model: ModelConfig) -> int:
+    """Results of the parts of contexts, in float32, with their sums."""
+    return SPLIT_PARTS * (model.num_heads // model.num_kv_heads) * (model.head_dim + 2) * FLOAT32
+
+
+def _matrix_bytes(matrix: Matrix, codes: Codes | None, item: int) -> int:
+    bias = matrix.rows * item if matrix.bias else 0
+    if codes is None:
+        return matrix.rows * matrix.columns * item + bias
+    block = CODE_WORD // codes.bits * min(codes.group, SPAN)
+    columns = -(-matrix.columns // block) * block  # filled up
+    groups = -(-columns // codes.group)
+    order = matrix.columns * 2 * WORD if codes.order else 0
+    return matrix.rows * (columns * codes.bits // 8 + groups * SCALE_AND_OFFSET) + order + bias

@@ -1,0 +1,126 @@
+"""The plan of a GPU's memory: its share of the whole, the parts, and refusals whose advice works when it is followed."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.config import EngineConfig, ResolvedConfig
+from octavo.model_config import ModelConfig
+from octavo.models.registry import cache_specs
+from octavo.policy.activations import StepLoad
+from octavo.policy.auto import resolved
+from octavo.policy.gpu_size import CONTEXT, LIBRARIES, gpu_step_bytes, gpu_weight_bytes
+from octavo.policy.memory_plan import GIB, MIB, Memory, MemoryPlan, ModelNeeds, plan_memory
+from octavo.policy.model_size import Codes, matrices, num_parameters
+from tests.policy.test_memory_plan import follow
+
+SHAPE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 40_960,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+SMALL = ModelConfig.from_dict(SHAPE, "a test")  # Qwen3-0.6B's
+H200 = 140 * GIB
+
+
+def needs(model: ModelConfig = SMALL, dtype: str = "bfloat16", **more: Any) -> ModelNeeds:
+    weights = gpu_weight_bytes(model, 4 if dtype == "float32" else 2, {})
+    return ModelNeeds(model, dtype, weights, cache_specs(model, dtype), device="cuda", **more)
+
+
+def settings(**asked: Any) -> ResolvedConfig:
+    return resolved(EngineConfig(**asked), "cuda", SMALL)
+
+
+def plan(total: int = H200, others: int = 0, model: ModelNeeds | None = None, **asked: Any) -> MemoryPlan:
+    config = settings(**asked)
+    return plan_memory(model or needs(), config, Memory.of_gpu(total, total - others, config.gpu_memory_utilization))
+
+
+def test_the_pool_takes_what_the_share_leaves_to_the_last_block() -> None:
+    for share, others in ((0.9, 0), (0.5, 0), (0.9, 30 * GIB), (1.0, 0)):
+        made = plan(others=others, gpu_memory_utilization=share)
+        block = made.geometry.bytes_per_token * 16
+        spare = int(H200 * share) - others - made.use.total
+        assert made.refusal is None and 0 <= spare < block
+    assert plan(kv_cache_memory_bytes=GIB).use.kv_cache == pytest.approx(GIB, rel=0.01)
+    assert plan(num_gpu_blocks_override=1000).geometry.num_blocks == 1000
+    assert plan().geometry.max_model_len == 40_960
+
+
+def test_graphs_are_estimated_until_they_are_measured_and_eager_steps_have_none() -> None:
+    guess, known, eager = plan(), plan(model=needs(graphs=3 * GIB)), plan(enforce_eager=True)
+    assert (known.use.graphs, eager.use.graphs) == (3 * GIB, 0) and 0 < guess.use.graphs < GIB
+    assert plan(model=needs(graphs=0)).use.graphs == 0
+    blocks = [made.geometry.num_blocks for made in (known, guess, eager)]
+    assert blocks == sorted(blocks) and len(set(blocks)) == 3
+
+
+def test_weights_are_counted_as_they_lie_on_the_device() -> None:
+    assert gpu_weight_bytes(SMALL, 2, {}) == 2 * num_parameters(SMALL)
+    codes = {part: Codes(4, 32) for matrix in matrices(SMALL) if matrix.name != "head" for part in matrix.parts}
+    numbers = sum(matrix.rows * matrix.columns for matrix in matrices(SMALL) if matrix.name != "head")
+    assert gpu_weight_bytes(SMALL, 2, codes) == 2 * (num_parameters(SMALL) - numbers) + numbers * 5 // 8  # 4 bits, and 32 for 32 of them
+    narrow = ModelConfig.from_dict(SHAPE | {"hidden_size": 64}, "a test")  # rows of 64 codes of 4 bits fill half a block of 128
+    floats, packed = (gpu_weight_bytes(narrow, 2, stored) for stored in ({}, dict.fromkeys(matrices(narrow)[0].parts, Codes(4, 32))))
+    assert floats - packed == (16 + 2 * 8) * 128 * (64 * 2 - (64 + 4 * 4))
+    parted = {**codes, "model.layers.0.self_attn.k_proj.weight": None}  # a part that is no code: all of qkv are floats
+    qkv = matrices(SMALL)[0]
+    assert gpu_weight_bytes(SMALL, 2, parted) - gpu_weight_bytes(SMALL, 2, codes) == qkv.rows * qkv.columns * (16 - 5) // 8
+
+
+def test_a_step_is_as_large_as_its_layers_or_its_logits() -> None:
+    """By hand: the stream and the MLP of 8,192 tokens; the hidden states of 512, and their logits twice, once in float32."""
+    layers = gpu_step_bytes(SMALL, 2, StepLoad(8192, 1, 1, 0))
+    assert layers == pytest.approx(8192 * (2 * 1024 + 3 * 3072) * 2, rel=0.02)
+    assert gpu_step_bytes(SMALL, 2, StepLoad(512, 512, 1, 0)) == 512 * 1024 * 2 + 512 * 151_936 * 6
+    assert gpu_step_bytes(SMALL, 4, StepLoad(8192, 1, 1, 0)) > 1.9 * layers
+
+
+@given(
+    total=st.integers(GIB, 12 * GIB),
+    others=st.integers(0, 4 * GIB),
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
+    asked=st.fixed_dictionaries(
+        {"gpu_memory_utilization": st.sampled_from([0.3, 0.9, 1.0])},
+        optional={
+            "max_num_seqs": st.sampled_from([1, 100, 5000]),
+            "max_model_len": st.integers(2, 40_000),
+            "kv_cache_memory_bytes": st.integers(200 * MIB, 20 * GIB),
+            "num_gpu_blocks_override": st.integers(2, 10**4),
+            "enforce_eager": st.just(True),
+            "attention_backend": st.sampled_from(["triton", "contiguous"]),
+        },
+    ),
+)
+def test_what_is_planned_fits_and_what_is_advised_works(total: int, others: int, dtype: str, asked: dict[str, Any]) -> None:
+    model = needs(dtype=dtype)
+    made = plan(total, min(others, total), model, **asked)
+    if made.refusal is None:
+        assert made.use.total <= made.memory.free
+        return
+    assert "of the GPU's" in made.refusal or "max_model_len is" in made.refusal
+    if found := re.search(r"raise gpu_memory_utilization to ([\d.]+) or more$", made.refusal):
+        enough = plan(total, min(others, total), model, **asked | {"gpu_memory_utilization": float(found[1])})
+        assert enough.refusal is None or "but the KV pool" in enough.refusal
+    if "no max_model_len fits" in made.refusal:
+        least: dict[str, Any] = {"max_model_len": 2, "num_gpu_blocks_override": 2}
+        assert plan(total, min(others, total), model, **asked | least).refusal is not None, "something would have helped"
+        return
+    turned, _, longest = follow(settings(**asked), re.sub(r"; or raise gpu.*", "", made.refusal))
+    assert plan_memory(model, turned, made.memory).refusal is None
+    assert plan_memory(model, replace(turned, max_model_len=longest), made.memory).refusal is None
+
+
+def test_a_refusal_names_the_parts_the_share_and_the_knobs() -> None:
+    said = plan(total=2 * GIB, others=100 * MIB).refusal or ""
+    numbers = r"weights 1\.11 GiB, KV cache [\d.]+ MiB, activations [\d.]+ MiB, graphs [\d.]+ MiB, rows [\d.]+ MiB, other 620\.0 MiB"
+    share = r"this process may use 1\.80 GiB of the GPU's 2\.00 GiB \(gpu_memory_utilization\), of which other processes hold 100\.0 MiB"
+    assert re.match(rf"this needs [\d.]+ GiB: {numbers}; {share}: ", said), said
+    assert CONTEXT + LIBRARIES == 620 * MIB
+    gone = plan(total=2 * GIB, others=2 * GIB).refusal or ""
+    assert "of which other processes hold 2.00 GiB: take a smaller model or free memory; no max_model_len fits" in gone
