@@ -76,7 +76,8 @@ def main() -> None:
         seconds = [run(llm, requests, args.temperature) for _ in range(args.rounds)]
         tokens = sum(len(ids) for ids, _ in requests) if name == "prefill" else sum(count for _, count in requests)
         rate, aim = tokens / statistics.median(seconds), AIMS[args.model][name]
-        print(f"{args.model} {name:9} {rate:10,.0f} tok/s   aim {aim:8,}   {rate / aim:5.2f}   rounds {[f'{s:.2f}' for s in seconds]}", flush=True)
+        rounds = " ".join(f"{one:.2f}" for one in seconds)
+        print(f"{args.model} {name:9} {rate:10,.0f} tok/s   aim {aim:8,}   {rate / aim:5.2f}   rounds {rounds} s", flush=True)
         if args.busy:
             print_busy(llm, requests, args.temperature)
         if args.profile:

@@ -1,11 +1,13 @@
 """Paged attention on a GPU: two kernels over the cache in place, one for rows of one query, one for rows of more.
 
 `attention/cpu.py` has the drawing of blocks and tables. Here nothing is gathered: a kernel looks each block up as it reads it.
-On tensors of the CPU the kernels' twins run.
+`TritonRegions` is the same over a contiguous cache, for the proof that paging is invisible: equal tiles in equal order, so
+equal bits. On tensors of the CPU the kernels' twins run.
 """
 
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from octavo.attention.backend import AttentionSpec, QKNorm, Rope, refuse_unsupported
@@ -34,4 +36,38 @@ class TritonBackend:
         return paged_attention(
             q, cache["k"], cache["v"], batch.tables, batch.query_start, batch.context_len, self.spec.scale, out,
             batch.max_query, batch.max_context, self.spec.window,
+        )  # fmt: skip
+
+
+class TritonRegions:
+    """Over the regions of a contiguous cache: row r owns region r. Padding owns the last one."""
+
+    name: ClassVar[str] = "triton"
+    dtypes: ClassVar[tuple[str, ...]] = TritonBackend.dtypes
+    layout: ClassVar[Literal["paged", "contiguous"]] = "contiguous"
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+
+    @staticmethod
+    def prepare(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """The region of each row, and of each token."""
+        regions = torch.where(batch.rows < 0, batch.caches[0]["k"].shape[0] - 1, batch.rows)
+        of_tokens = torch.full_like(batch.slots, -1)
+        starts = batch.query_start.tolist()
+        for region, start, end in zip(regions.tolist(), starts, starts[1:]):
+            of_tokens[start:end] = region
+        return regions[:, None].contiguous(), of_tokens
+
+    def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
+        _, regions = batch.attention
+        slots = (regions % len(cache["k"])) * cache["k"].shape[1] + batch.positions[0]  # of tokens behind the last entry: padding's
+        weights = None if norms is None else (norms.q_weight, norms.k_weight, norms.eps)
+        return write_kv(qkv, weights, rope.cos, rope.sin, batch.positions[0], slots, cache["k"], cache["v"])
+
+    def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
+        tables, _ = batch.attention
+        return paged_attention(
+            q, cache["k"], cache["v"], tables, batch.query_start, batch.context_len, self.spec.scale, out,
+            batch.max_query, batch.max_context, self.spec.window, paged=False,
         )  # fmt: skip

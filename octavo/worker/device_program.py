@@ -7,7 +7,7 @@ shape; what is padding computes on the null block and ends nowhere. Steps larger
 costs them nothing: the device is busy long enough with each.
 
     decode   1 2 4 8, then by 8 to 256, by 16 to the row limit: as many tokens as entries
-    mixed    256 512 1024 2048 tokens, and as many entries as there are rows
+    mixed    256 512 1024 2048 tokens, as far as a step may have them, and as many entries as there are rows
 """
 
 from bisect import bisect_left
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from octavo.attention.backend import AttentionBackend
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.kernels.ops import finish, prepare, sample
 from octavo.kernels.step_tensors import StepMemory, StepTensors
@@ -48,10 +49,13 @@ class DeviceForward:
 
 
 class DeviceProgram:
-    def __init__(self, model: Decoder, caches: Caches, rows: DeviceRows, block_size: int, max_tokens: int) -> None:
+    def __init__(
+        self, model: Decoder, backend: type[AttentionBackend], caches: Caches, rows: DeviceRows, block_size: int, max_tokens: int
+    ) -> None:
         self.vocab_size = model.config.vocab_size
         self.rows = rows
         self._model = model
+        self._backend = backend
         self._caches = caches
         self._block_size = block_size
         most_rows, device = len(rows.words), rows.words.device
@@ -63,14 +67,21 @@ class DeviceProgram:
         return sum(parameter.nbytes for parameter in self._model.parameters())
 
     def run(self, shape: Shape, max_context: int) -> DeviceForward:
-        """Computes the entries that lie in the memory of steps. `max_context` is a bound."""
-        step, result, layout = self.memory.step(shape.entries, shape.tokens), self._result[: shape.entries], self.rows.layout
-        prepare(self.rows.words, layout, self._block_size, step)
-        hidden: Tensor = self._model(self._batch(step, shape, max_context))
-        logits: Tensor = self._model.head(hidden if shape.decodes else hidden.index_select(0, step.sample_index))
+        """A whole step over the entries that lie in the memory of steps. `max_context` is a bound."""
+        hidden, logits = self.compute(shape, max_context)
+        step, result = self.memory.step(shape.entries, shape.tokens), self._result[: shape.entries]
         ids = sample(logits, step.temperature, step.noise, step.draw_positions)
-        finish(self.rows.words, layout, step, ids, hidden, result)
+        finish(self.rows.words, self.rows.layout, step, ids, hidden, result)
         return DeviceForward(step, hidden, logits, result)
+
+    def compute(self, shape: Shape, max_context: int) -> tuple[Tensor, Tensor]:
+        """Hidden states and logits. The rows stay as they are."""
+        step = self.memory.step(shape.entries, shape.tokens)
+        prepare(self.rows.words, self.rows.layout, self._block_size, step)
+        batch = self._batch(step, shape, max_context)
+        batch.attention = self._backend.prepare(batch)
+        hidden: Tensor = self._model(batch)
+        return hidden, self.logits(hidden if shape.decodes else hidden.index_select(0, step.sample_index))
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self._model.head(hidden)
@@ -88,8 +99,8 @@ def shapes(max_rows: int, max_tokens: int) -> list[Shape]:
     """Those that are captured, small ones first."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_rows, 16)]
     decode = [Shape(size, size) for size in sizes if size < max_rows] + [Shape(max_rows, max_rows)]
-    mixed = [Shape(max_rows, tokens) for tokens in MIXED_TOKENS if max_rows < tokens <= max_tokens]
-    return decode + mixed
+    sizes = [tokens for tokens in MIXED_TOKENS if tokens < max_tokens] + [max_tokens] * (max_tokens <= MIXED_TOKENS[-1])
+    return decode + [Shape(max_rows, tokens) for tokens in sizes if tokens > max_rows]
 
 
 class Steps:
@@ -97,7 +108,7 @@ class Steps:
 
     def __init__(self, program: DeviceProgram, max_rows: int, max_tokens: int, max_len: int) -> None:
         self.program = program
-        self._max_len = max_len
+        self._max_len, self._most_tokens = max_len, max_tokens
         self._decode = [shape for shape in shapes(max_rows, max_tokens) if shape.decodes]
         self._mixed = [shape for shape in shapes(max_rows, max_tokens) if not shape.decodes]
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, DeviceForward]] = {}
@@ -111,16 +122,27 @@ class Steps:
 
     def run(self, shape: Shape, max_context: int) -> DeviceForward:
         if shape not in self._graphs:
-            return self.program.run(shape, max_context)
+            return self.program.run(shape, self.bound(shape, max_context))
         graph, forward = self._graphs[shape]
         graph.replay()
         return forward
 
+    def bound(self, shape: Shape, max_context: int) -> int:
+        """Of the context: a graph is made for every length."""
+        return self._max_len if shape in self._graphs else max_context
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Every kernel once, over no sequence at all: what is compiled and set up once is done then."""
+        self.program.memory.entries.zero_()
+        for shape in [*self._decode, *self._mixed, Shape(1, self._most_tokens)]:
+            self.program.run(shape, self._max_len)
+
+    @torch.inference_mode()
     def capture(self) -> None:
         """Large shapes first: smaller ones live in what those leave in the pool they share."""
         pool = None
         for shape in reversed(self._decode + self._mixed):
-            self.program.run(shape, self._max_len)  # what is done once is done outside
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 forward = self.program.run(shape, self._max_len)

@@ -7,13 +7,14 @@ The host plans the next step meanwhile. Plans run in order on one stream, so tha
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.messages import StepPlan, StepResult
-from octavo.worker.device_program import DeviceForward, Shape, Steps
+from octavo.worker.device_program import DeviceForward, DeviceProgram, Shape
 from octavo.worker.device_rows import DeviceRows, Words, send
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import KVStore
@@ -21,8 +22,16 @@ from octavo.worker.kv_store import KVStore
 PADDING = -1  # the row of an entry that stands for no sequence
 
 
+class RunsSteps(Protocol):
+    program: DeviceProgram
+
+    def shape_of(self, entries: int, tokens: int) -> Shape: ...
+
+    def run(self, shape: Shape, max_context: int) -> DeviceForward: ...
+
+
 class DeviceRunner:
-    def __init__(self, steps: Steps, store: KVStore, rows: DeviceRows, faults: Faults) -> None:
+    def __init__(self, steps: RunsSteps, store: KVStore, rows: DeviceRows, faults: Faults) -> None:
         self.steps = steps
         self.store = store
         self.rows = rows

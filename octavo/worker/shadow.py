@@ -11,6 +11,7 @@ attention function runs over the regions, and must give the same output. The fir
     torch program     `shadowed` wraps the attention backend of each layer
     native program    `ShadowedProgram` runs a step layer by layer with `ShadowedAttention`, then in one call, as engines do:
                       both must give the same bits
+    on a device       `ShadowedSteps` runs it kernel by kernel with a shadowed backend, then as engines do, as a graph
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +27,8 @@ from octavo.errors import VerifyError
 from octavo.messages import StepPlan
 from octavo.policy.block_pool import Event
 from octavo.policy.cache_spec import LayerCacheSpec
-from octavo.worker.kv_store import Caches, ContiguousStore, KVStore
+from octavo.worker.device_program import DeviceForward, Shape, Steps
+from octavo.worker.kv_store import CPU, Caches, ContiguousStore, KVStore
 from octavo.worker.native_layers import NativeAttention, NativeLayers
 from octavo.worker.native_program import NativeProgram
 from octavo.worker.program import Forward
@@ -45,10 +47,11 @@ class Compared:
 
 
 class Shadow:
-    def __init__(self, specs: list[LayerCacheSpec], num_rows: int, max_len: int, block_size: int) -> None:
-        self.regions = ContiguousStore(specs, num_rows, -(-max_len // block_size) * block_size)
+    def __init__(self, specs: list[LayerCacheSpec], num_rows: int, max_len: int, block_size: int, device: torch.device = CPU) -> None:
+        self.regions = ContiguousStore(specs, num_rows + 1, -(-max_len // block_size) * block_size, device)  # the last is padding's
         self.block_size = block_size
         self.compared = Compared()
+        self.watches = True  # while not, a shadowed backend is the backend alone
         self.step = 0
         self._tables: dict[int, list[int]] = {}  # row -> blocks, as the plans say
         self._rows_of: dict[int, dict[int, int]] = {}  # block -> {row: index in its table}
@@ -106,8 +109,11 @@ class Shadow:
         """Every row gathered through its block table must be its region."""
         rows, lengths = batch.rows.tolist(), batch.context_len.tolist()
         for entry, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            if row < 0:
+                continue
             for name, buffer in cache.items():
-                paged = buffer[batch.tables[entry]].flatten(0, 1)[:length]  # [length, kv_heads, head_dim]
+                blocks = batch.tables[entry, : -(-length // self.block_size)]
+                paged = buffer[blocks].flatten(0, 1)[:length]  # [length, kv_heads, head_dim]
                 plain = self.regions.caches[layer][name][row, :length]
                 if not same_bits(paged, plain):
                     position = int((_bits(paged) != _bits(plain)).flatten(1).any(1).nonzero()[0])
@@ -115,7 +121,7 @@ class Shadow:
                     block = f"block {int(batch.tables[entry, position // self.block_size])}, offset {position % self.block_size}"
                     raise VerifyError(f"the caches differ: {where} ({block})")
                 self.compared.cache_values += paged.numel()
-        self.compared.rows += len(rows)
+        self.compared.rows += sum(row >= 0 for row in rows)
 
     def contiguous(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch over the regions: they are blocks in a row, so that a table counts up from the first of its row."""
@@ -130,8 +136,9 @@ class Shadow:
             raise VerifyError(f"attention differs over equal caches: step {self.step}, layer {layer}")
         self.compared.output_values += paged.numel()
 
-    def compare_ways(self, at_once: Forward, by_layers: Forward) -> None:
-        if not same_bits(at_once.hidden, by_layers.hidden) or not same_bits(at_once.logits, by_layers.logits):
+    def compare_ways(self, at_once: tuple[Tensor, Tensor], by_layers: tuple[Tensor, Tensor]) -> None:
+        """Hidden states and logits of the same step, computed in two ways."""
+        if not all(map(same_bits, at_once, by_layers)):
             raise VerifyError(f"a step in one call differs from its layers one by one: step {self.step}")
 
 
@@ -148,7 +155,9 @@ class ShadowedStore:
         self._shadow.apply(plan)
 
 
-def shadowed(paged_backend: type[AttentionBackend], shadow: Shadow) -> type[AttentionBackend]:
+def shadowed(
+    paged_backend: type[AttentionBackend], shadow: Shadow, plain_backend: type[AttentionBackend] = ContiguousBackend
+) -> type[AttentionBackend]:
     """The backend, with the proof in every layer. Layers are built in order, so that counting them names them."""
     layers = iter(range(len(shadow.regions.caches)))
 
@@ -158,21 +167,28 @@ def shadowed(paged_backend: type[AttentionBackend], shadow: Shadow) -> type[Atte
         layout: ClassVar[Literal["paged", "contiguous"]] = paged_backend.layout
 
         def __init__(self, spec: AttentionSpec) -> None:
-            self.paged, self.plain = paged_backend(spec), ContiguousBackend(spec)
+            self.paged, self.plain = paged_backend(spec), plain_backend(spec)
             self.layer = next(layers)
 
         @staticmethod
         def prepare(batch: ForwardBatch) -> Any:
+            if not shadow.watches:
+                return paged_backend.prepare(batch)
             paged = replace(batch, attention=paged_backend.prepare(batch))
-            plain = replace(batch, attention=ContiguousBackend.prepare(batch))
+            plain = replace(batch, caches=shadow.regions.caches)
+            plain.attention = plain_backend.prepare(plain)
             return paged, plain
 
         def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
+            if not shadow.watches:
+                return self.paged.write(qkv, norms, rope, cache, batch)
             paged, plain = batch.attention
             self.plain.write(qkv.clone(), norms, rope, shadow.regions.caches[self.layer], plain)
             return self.paged.write(qkv, norms, rope, cache, paged)
 
         def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
+            if not shadow.watches:
+                return self.paged.attend(q, cache, batch, out)
             paged, plain = batch.attention
             shadow.compare_caches(self.layer, cache, batch)
             reference = self.plain.attend(q, shadow.regions.caches[self.layer], plain, torch.empty_like(out))
@@ -216,8 +232,28 @@ class ShadowedProgram:
     def run(self, batch: ForwardBatch) -> Forward:
         by_layers = self._layers.run(batch)
         at_once = self._whole.run(batch)  # writes the same bits into the same slots
-        self._shadow.compare_ways(at_once, by_layers)
+        self._shadow.compare_ways((at_once.hidden, at_once.logits), (by_layers.hidden, by_layers.logits))
         return at_once
+
+
+class ShadowedSteps:
+    """Steps on a device, with the proof in every layer."""
+
+    def __init__(self, steps: Steps, shadow: Shadow) -> None:
+        self.program = steps.program
+        self._steps, self._shadow = steps, shadow
+
+    def shape_of(self, entries: int, tokens: int) -> Shape:
+        return self._steps.shape_of(entries, tokens)
+
+    def run(self, shape: Shape, max_context: int) -> DeviceForward:
+        self._shadow.watches = True
+        watched = self.program.compute(shape, self._steps.bound(shape, max_context))
+        self._shadow.watches = False
+        forward = self._steps.run(shape, max_context)  # writes the same bits into the same slots
+        used = slice(int(forward.step.query_start[-1])) if not shape.decodes else slice(None)  # behind them there is nothing
+        self._shadow.compare_ways((forward.hidden[used], forward.logits), (watched[0][used], watched[1]))
+        return forward
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ It implements the runner seam of the executor and hands every plan on to `ModelR
 import torch
 
 from octavo.attention.backend import choose_backend
+from octavo.attention.contiguous import ContiguousBackend
+from octavo.attention.triton import TritonRegions
 from octavo.config import Debug, EngineConfig
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.levels import open_native
@@ -42,7 +44,7 @@ from octavo.worker.native_program import NativeProgram
 from octavo.worker.program import Eager, Program
 from octavo.worker.request_table import RequestTable
 from octavo.worker.sampler import Sampling
-from octavo.worker.shadow import Shadow, ShadowedProgram, ShadowedStore, shadowed
+from octavo.worker.shadow import Shadow, ShadowedProgram, ShadowedSteps, ShadowedStore, shadowed
 from octavo.worker.warm_up import warm_up
 
 GIB = 2**30
@@ -109,13 +111,17 @@ class Worker:
         self._log(geometry)
         layout = RowLayout(-(-geometry.max_model_len // size), geometry.max_model_len + 1)
         rows = DeviceRows(self.config.max_num_seqs, layout, self.device)
-        program = DeviceProgram(model, self.store.caches, rows, size, self.config.max_num_batched_tokens)
+        program = DeviceProgram(model, self.backend, self.store.caches, rows, size, self.config.max_num_batched_tokens)
         steps = Steps(program, self.config.max_num_seqs, self.config.max_num_batched_tokens, geometry.max_model_len)
+        if self.device.type == "cuda":
+            watch = Stopwatch()
+            steps.warm_up()
+            logger.info("Compiling and warm-up took %.2f seconds", watch.total())
         if self.device.type == "cuda" and not self.config.enforce_eager:
             watch = Stopwatch()
             steps.capture()
-            logger.info("Compiling kernels and capturing graphs took %.2f seconds", watch.total())
-        self.runner = DeviceRunner(steps, self.store, rows, self.faults)
+            logger.info("Graph capturing took %.2f seconds", watch.total())
+        self.runner = DeviceRunner(ShadowedSteps(steps, self.shadow) if self._shadow_wanted else steps, self.store, rows, self.faults)
 
     def forward(self, plan: StepPlan) -> None:
         self.runner.forward(plan)
@@ -154,9 +160,10 @@ class Worker:
         return ContiguousStore(self.specs, self.config.max_num_seqs, blocks * geometry.block_size)
 
     def _add_shadow(self, geometry: CacheGeometry) -> None:
-        self.shadow = Shadow(self.specs, self.config.max_num_seqs, geometry.max_model_len, geometry.block_size)
+        self.shadow = Shadow(self.specs, self.config.max_num_seqs, geometry.max_model_len, geometry.block_size, self.device)
+        self.shadow.watches = not self.on_device  # there a step is computed once more for it
         self.store = ShadowedStore(self.store, self.shadow)
-        self.backend = shadowed(self.backend, self.shadow)
+        self.backend = shadowed(self.backend, self.shadow, TritonRegions if self.on_device else ContiguousBackend)
 
     def _open_stored(self) -> StoredParameters:
         """Names and shapes are compared with a model without memory: a file that does not fit costs none."""
