@@ -3,7 +3,8 @@
     entries   what the host sends: query_start [P+1] | row [P] | start [P] | samples [P], one line of words
     the rest  what `prepare` reads out of the rows for them
 
-An entry with row -1 is padding: it computes at most one token of no sequence, which goes to the null block.
+An entry with row -1 is padding: it computes at most one token of no sequence, which goes to the null block. Every part begins at a
+multiple of 16 bytes, whatever P is: a kernel is compiled for pointers that do, and must not be compiled again for some that do not.
 """
 
 from dataclasses import dataclass
@@ -13,15 +14,18 @@ from torch import Tensor
 
 from octavo.kernels.row_words import NOISE_WORDS, RowLayout
 
+ALIGNED = 4  # words
 
-def entry_words(entries: int) -> int:
-    return 4 * entries + 1
+
+def part_words(entries: int) -> int:
+    """Where each of the four parts begins, in multiples of this."""
+    return -(-(entries + 1) // ALIGNED) * ALIGNED
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    entries: Tensor  # [4P + 1] int32
-    query_start: Tensor  # [P+1], these four are views of it
+    entries: Tensor  # int32; the next four are views of it
+    query_start: Tensor  # [P+1]
     row: Tensor  # [P]
     start: Tensor  # [P]: first position computed
     samples: Tensor  # [P]: 1 where an id is sampled after the last one
@@ -43,20 +47,30 @@ class StepMemory:
         def words(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.entries = words(entry_words(max_entries))
-        self._tokens = words(3, max_tokens, dtype=torch.int64)
-        self._context_len, self._draw_positions = words(2, max_entries)
+        self.entries = words(4 * part_words(max_entries))
+        self._token_ids, self._positions, self._slots = (words(max_tokens, dtype=torch.int64) for _ in range(3))
+        self._context_len, self._draw_positions = words(max_entries), words(max_entries)
         self._tables = words(max_entries, layout.max_blocks)
         self._sample_index = words(max_entries, dtype=torch.int64)
         self._temperature = words(max_entries, dtype=torch.float32)
         self._noise = words(max_entries, NOISE_WORDS)
 
     def step(self, entries: int, tokens: int) -> StepTensors:
-        line, size = self.entries[: entry_words(entries)], entries
-        token_ids, positions, slots = self._tokens[:, :tokens]
+        size, part = entries, part_words(entries)
+        query_start, row, start, samples = self.entries[: 4 * part].view(4, part)
         return StepTensors(
-            entries=line, query_start=line[: size + 1], row=line[size + 1 : 2 * size + 1], start=line[2 * size + 1 : 3 * size + 1],
-            samples=line[3 * size + 1 :], token_ids=token_ids, positions=positions, slots=slots, context_len=self._context_len[:size],
-            tables=self._tables[:size], sample_index=self._sample_index[:size], temperature=self._temperature[:size],
-            noise=self._noise[:size], draw_positions=self._draw_positions[:size],
-        )  # fmt: skip
+            entries=self.entries[: 4 * part],
+            query_start=query_start[: size + 1],
+            row=row[:size],
+            start=start[:size],
+            samples=samples[:size],
+            token_ids=self._token_ids[:tokens],
+            positions=self._positions[:tokens],
+            slots=self._slots[:tokens],
+            context_len=self._context_len[:size],
+            tables=self._tables[:size],
+            sample_index=self._sample_index[:size],
+            temperature=self._temperature[:size],
+            noise=self._noise[:size],
+            draw_positions=self._draw_positions[:size],
+        )

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.kernels.step_tensors import part_words
 from octavo.messages import StepPlan, StepResult
 from octavo.worker.device_program import DeviceForward, DeviceProgram, Shape
 from octavo.worker.device_rows import DeviceRows, Words, send
@@ -84,14 +85,12 @@ class Pending:
 
 
 def entries(plan: StepPlan, shape: Shape) -> Words:
-    """The plan as words, padded to a shape: query_start [P+1] | row [P] | start [P] | samples [P]"""
+    """The plan as words, padded to a shape: query_start | row | start | samples"""
     count, size = len(plan.row), shape.entries
-    words = np.zeros(4 * size + 1, np.int32)
-    ends = words[1 : size + 1]
-    ends[:count] = np.cumsum(plan.num_query)
-    ends[count:] = ends[count - 1] + (np.arange(1, size - count + 1) if shape.decodes else 0)
-    words[size + 1 : 2 * size + 1] = PADDING
-    words[size + 1 : size + 1 + count] = plan.row
-    words[2 * size + 1 : 2 * size + 1 + count] = plan.start
-    words[3 * size + 1 : 3 * size + 1 + count] = plan.samples
-    return words
+    words = np.zeros((4, part_words(size)), np.int32)
+    query_start, row, start, samples = words
+    np.cumsum(plan.num_query, out=query_start[1 : count + 1])
+    query_start[count + 1 : size + 1] = query_start[count] + (np.arange(1, size - count + 1) if shape.decodes else 0)
+    row[:count], row[count:] = plan.row, PADDING
+    start[:count], samples[:count] = plan.start, plan.samples
+    return words.ravel()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.kernels.reference import rows as twin
 from octavo.kernels.row_words import NUM_TOKENS, RowLayout
-from octavo.kernels.step_tensors import StepMemory, StepTensors
+from octavo.kernels.step_tensors import StepMemory, StepTensors, part_words
 from octavo.kernels.triton import rows as kernel
 
 LAYOUT = RowLayout(max_blocks=1200, max_len=1200)
@@ -31,7 +31,8 @@ def random_entries(rng: Random, words: Tensor, padded: int, tokens: int) -> list
     starts = [length - count for length, count in zip(lengths, counts)]
     query_start = [sum(counts[:number]) for number in range(padded + 1)]
     idle = padded - len(chosen)
-    return [*query_start, *chosen, *[-1] * idle, *starts, *[0] * idle, *[rng.randint(0, 1) for _ in chosen], *[0] * idle]
+    parts = (query_start, chosen + [-1] * idle, starts + [0] * idle, [rng.randint(0, 1) for _ in chosen] + [0] * idle)
+    return [word for part in parts for word in part + [9] * (part_words(padded) - len(part))]  # what fills a part up is not read
 
 
 def filled(entries: list[int], padded: int, tokens: int, device: str) -> StepTensors:
@@ -50,7 +51,7 @@ def test_a_step_out_of_the_rows_and_its_results_back_into_them(padded: int, toke
     entries = random_entries(rng, words, padded, tokens)
     ids = torch.tensor([rng.randrange(VOCAB) for _ in range(padded)])
     hidden = torch.randn(tokens, 96, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    hidden[rng.randrange(entries[padded]), 5] = rng.choice([torch.nan, -torch.inf])
+    hidden[rng.randrange(entries[1]), 5] = rng.choice([torch.nan, -torch.inf])
     found = []
     for module, place in ((twin, "cpu"), (kernel, device)):
         step, rows, result = filled(entries, padded, tokens, place), words.clone().to(place), torch.zeros(padded, dtype=torch.int32)
