@@ -50,6 +50,7 @@ class AttentionBackend(Protocol):
     name: ClassVar[str]
     dtypes: ClassVar[tuple[str, ...]]
     layout: ClassVar[Literal["paged", "contiguous"]]
+    spec: AttentionSpec
 
     def __init__(self, spec: AttentionSpec) -> None: ...
 

@@ -1,0 +1,51 @@
+"""How the kernels for the fewest rows cut their work: by shape alone, never tried out at run time.
+
+`bench/gpu_few.py` tries others in whole decode steps and prints the best, which is how these rules are checked.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+FEW_ROWS = 4
+HELD_TILE = 16384  # numbers of W a program holds
+MAX_COLUMNS = 8
+MAX_SPLITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTiles:
+    columns: int  # rows of W in a tile
+    warps: int
+    turns: int = 1  # tiles a program takes one after another
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiles:
+    keys: int  # a tile of keys and values
+    warps: int
+    splits: int  # up to which a context is cut, a power of two
+    few_splits: int  # into which a context is cut as long as that makes shares ...
+    least_share: int  # ... not shorter than this
+    long_share: int  # ... nor longer: longer contexts have more splits, then shares without a limit
+
+
+def product_tiles(size: int, gated: bool) -> ProductTiles:
+    """size: of a row of W, padded to a power of two."""
+    held = HELD_TILE // 2 if gated else HELD_TILE
+    columns = max(min(held // size, MAX_COLUMNS), 1)
+    return ProductTiles(columns, warps=4 if size * columns <= HELD_TILE // 2 else 8 if size <= HELD_TILE else 16)
+
+
+def merge_tiles(size: int) -> ProductTiles:
+    columns = max(min(HELD_TILE // 2 // size, MAX_COLUMNS), 1)
+    return ProductTiles(columns, warps=4 if size <= 2048 else 8)
+
+
+def decode_tiles(dtype: torch.dtype, rows: int, max_context: int) -> DecodeTiles:
+    few = 8 if rows <= 2 else 4
+    splits = few
+    while splits < MAX_SPLITS and splits * 512 < max_context:
+        splits *= 2
+    keys = 16 if dtype == torch.float32 else 64
+    return DecodeTiles(keys, warps=4, splits=splits, few_splits=few, least_share=128, long_share=512)
