@@ -51,6 +51,7 @@ class AttentionBackend(Protocol):
     dtypes: ClassVar[tuple[str, ...]]
     layout: ClassVar[Literal["paged", "contiguous"]]
     spec: AttentionSpec
+    few_rows: int  # up to how many rows of one query it has `attend_few` for: a backend with any is a `FewBackend`
 
     def __init__(self, spec: AttentionSpec) -> None: ...
 
@@ -66,6 +67,16 @@ class AttentionBackend(Protocol):
 
     def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
         """Attention of q over what the cache holds; fills and returns out [T, heads, head_dim]."""
+
+
+class FewBackend(AttentionBackend, Protocol):
+    def attend_few(
+        self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """`write` and `attend` at once for a few rows of one query, their context in splits.
+
+        (parts [R, splits, heads, head_dim], their log-sum-exp [R, splits, heads] in units of log2), both float32
+        """
 
 
 # name -> "module:Class", imported when chosen

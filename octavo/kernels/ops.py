@@ -10,14 +10,17 @@ from types import ModuleType
 from torch import Tensor
 
 from octavo.kernels.reference import activation as reference_activation
+from octavo.kernels.reference import attention_few as reference_attention_few
 from octavo.kernels.reference import copy_blocks as reference_copy_blocks
 from octavo.kernels.reference import norm as reference_norm
 from octavo.kernels.reference import paged_attention as reference_attention
 from octavo.kernels.reference import rows as reference_rows
 from octavo.kernels.reference import sampling as reference_sampling
+from octavo.kernels.reference import skinny as reference_skinny
 from octavo.kernels.reference import write_kv as reference_write_kv
 from octavo.kernels.row_words import RowLayout
 from octavo.kernels.step_tensors import StepTensors
+from octavo.kernels.triton.few_tiles import FEW_ROWS  # rules alone: no triton there
 
 
 @cache
@@ -74,6 +77,59 @@ def paged_attention(
     kernels = _triton("attention")
     kernels.paged_attention(q, k_cache, v_cache, tables, query_start, context_len, scale, out, max_query, max_context, window, paged=paged)
     return out
+
+
+def few_rows(head_dim: int) -> int:
+    """Up to how many rows of a decode step the kernels below are for."""
+    return FEW_ROWS if 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0 else 0
+
+
+def norm_linear(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual) W^T, the new residual)"""
+    product, stream = (_triton("skinny") if x.is_cuda else reference_skinny).norm_linear(x, residual, norm_weight, eps, weight, bias)
+    return product, stream
+
+
+def gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(silu(gate) * up of rms_norm(x + residual), the new residual); weight [2 * size, in], gate over up"""
+    gated, stream = (_triton("skinny") if x.is_cuda else reference_skinny).gate_up(x, residual, norm_weight, eps, weight)
+    return gated, stream
+
+
+def merge_linear(parts: Tensor, parts_lse: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The merged parts [rows, splits, heads, head_dim] times W^T, [rows, out]"""
+    product: Tensor = (_triton("skinny") if parts.is_cuda else reference_skinny).merge_linear(parts, parts_lse, weight, bias)
+    return product
+
+
+def few_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [rows, in], weight [out, in] -> [rows, out]"""
+    product: Tensor = (_triton("skinny") if x.is_cuda else reference_skinny).linear(x, weight, bias)
+    return product
+
+
+def decode_attention_parts(
+    qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim]
+    norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k [head_dim], eps
+    cos: Tensor,  # [max_position, head_dim / 2] float32
+    sin: Tensor,
+    positions: Tensor,  # [rows]
+    slots: Tensor,  # [rows]
+    tables: Tensor,  # [rows, B]
+    context_len: Tensor,  # [rows]: tokens, the new one included; 0 is padding, which writes nothing
+    k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
+    v_cache: Tensor,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """(parts [rows, splits, heads, head_dim], their log-sum-exp [rows, splits, heads] in units of log2), both float32"""
+    kernels = _triton("attention_few") if qkv.is_cuda else reference_attention_few
+    parts, parts_lse = kernels.decode_attention_parts(
+        qkv, norms, cos, sin, positions, slots, tables, context_len, k_cache, v_cache, scale, window
+    )
+    return parts, parts_lse
 
 
 def copy_blocks(buffers: list[Tensor], pairs: list[tuple[int, int]]) -> None:

@@ -1,25 +1,18 @@
 """The five kernels of a few rows mean what a layer means: a whole model by way of their twins, against its own forward."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import Tensor
 
 from octavo.attention.backend import load_backend
-from octavo.attention.cpu import CpuBackend
+from octavo.attention.triton import TritonBackend
 from octavo.attention.forward_batch import ForwardBatch
-from octavo.kernels.reference import attention_few, skinny
 from octavo.layers.comm import NullComm
 from octavo.model_config import ModelConfig
 from octavo.models.dense import DenseModel
-from octavo.models.dense_few import few, takes_few
+from octavo.models.dense_few import few
 from tests.support.batches import Pool
 
-TWINS = SimpleNamespace(
-    norm_linear=skinny.norm_linear, merge_linear=skinny.merge_linear, gate_up=skinny.gate_up, linear=skinny.linear,
-    decode_attention_parts=attention_few.decode_attention_parts,
-)  # fmt: skip
 RAW = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
     "head_dim": 16, "max_position_embeddings": 96, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
@@ -29,7 +22,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 
 
 def model_of(family: str, **fields: object) -> DenseModel:
     config = ModelConfig.from_dict({**RAW, "architectures": [f"{family}ForCausalLM"], **fields}, "test")
-    model = DenseModel(config, torch.float32, load_backend("cpu"), NullComm(), 96)
+    model = DenseModel(config, torch.float32, load_backend("triton"), NullComm(), 96)
     torch.manual_seed(4)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.2)
@@ -40,8 +33,8 @@ def hidden_of(model: DenseModel, batch: ForwardBatch) -> Tensor:
     x = model.embed(batch.token_ids)
     residual = torch.zeros_like(x)
     for layer in model.layers:
-        assert takes_few(layer)
-        x, residual = few(layer, x, residual, batch, TWINS)
+        assert layer.few_rows >= len(x)
+        x, residual = few(layer, x, residual, batch)
     return model.norm(x, residual)[0]
 
 
@@ -54,10 +47,10 @@ def test_a_decode_step_gives_the_hidden_states_and_caches_of_forward(family: str
     with torch.inference_mode():
         for pool in pools:
             prompts = {0: list(range(20)), 2: [7], 1: list(range(33))}
-            model(pool.batch(CpuBackend, prompts))
+            model(pool.batch(TritonBackend, prompts))
             pool.advance(prompts)
         for tokens in ({0: [3], 2: [4], 1: [5]}, {0: [6], 2: [7], 1: [8]}):
-            ours, exact = (pool.batch(CpuBackend, tokens) for pool in pools)
+            ours, exact = (pool.batch(TritonBackend, tokens) for pool in pools)
             torch.testing.assert_close(hidden_of(model, ours), model(exact), atol=1e-4, rtol=1e-4)
             for pool in pools:
                 pool.advance(tokens)
@@ -66,6 +59,6 @@ def test_a_decode_step_gives_the_hidden_states_and_caches_of_forward(family: str
             torch.testing.assert_close(one[name], other[name], equal_nan=True, atol=1e-4, rtol=1e-4)
 
 
-def test_what_the_kernels_cannot_compute_is_refused() -> None:
-    assert not takes_few(model_of("Llama", mlp_bias=True).layers[0])
-    assert not takes_few(model_of("Llama", head_dim=24).layers[0])
+def test_what_the_kernels_cannot_compute_they_are_not_given() -> None:
+    assert model_of("Llama", mlp_bias=True).layers[0].few_rows == 0
+    assert model_of("Llama", head_dim=24).layers[0].few_rows == 0
