@@ -9,6 +9,8 @@ import torch
 
 FEW_ROWS = 4
 HELD_TILE = 16384  # numbers of W a program holds
+PER_THREAD = 64  # of them in one thread's registers
+PROGRAMS = 1056  # eight for each multiprocessor: from there on programs take turns, and make x ready less often
 MAX_COLUMNS = 8
 MAX_SPLITS = 64
 
@@ -30,11 +32,12 @@ class DecodeTiles:
     long_share: int  # ... nor longer: longer contexts have more splits, then shares without a limit
 
 
-def product_tiles(size: int, gated: bool) -> ProductTiles:
-    """size: of a row of W, padded to a power of two."""
-    held = HELD_TILE // 2 if gated else HELD_TILE
-    columns = max(min(held // size, MAX_COLUMNS), 1)
-    return ProductTiles(columns, warps=4 if size * columns <= HELD_TILE // 2 else 8 if size <= HELD_TILE else 16)
+def product_tiles(size: int, out: int, gated: bool) -> ProductTiles:
+    """size: of a row of W, padded to a power of two; out: rows of W, of its gate alone where it is gated."""
+    matrices = 2 if gated else 1
+    columns = max(min(HELD_TILE // matrices // size, MAX_COLUMNS), 1)
+    warps = min(max(columns * size * matrices // (32 * PER_THREAD), 4), 16)
+    return ProductTiles(columns, warps, turns=max(out // (columns * PROGRAMS), 1))
 
 
 def merge_tiles(size: int) -> ProductTiles:

@@ -129,7 +129,7 @@ def _few(
     size, wide = weight.shape[1], len(weight) // 2 if gated else len(weight)
     _check(x, weight)
     padded = triton.next_power_of_2(size)
-    chosen = tiles or product_tiles(padded, gated)
+    chosen = tiles or product_tiles(padded, wide, gated)
     out = torch.empty(len(x), wide, dtype=x.dtype, device=x.device)
     residual, norm_weight, eps = norm or (x, x, 0.0)
     stream = torch.empty_like(x) if norm else x
