@@ -35,7 +35,7 @@ class TritonBackend:
     def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
         return paged_attention(
             q, cache["k"], cache["v"], batch.tables, batch.query_start, batch.context_len, self.spec.scale, out,
-            batch.max_query, batch.max_context, self.spec.window,
+            batch.max_query, batch.max_context, self.spec.window, fresh=_fresh(q, self.spec),
         )  # fmt: skip
 
     def attend_few(
@@ -77,7 +77,7 @@ class TritonRegions:
         tables, _ = batch.attention
         return paged_attention(
             q, cache["k"], cache["v"], tables, batch.query_start, batch.context_len, self.spec.scale, out,
-            batch.max_query, batch.max_context, self.spec.window, paged=False,
+            batch.max_query, batch.max_context, self.spec.window, paged=False, fresh=_fresh(q, self.spec),
         )  # fmt: skip
 
     def attend_few(
@@ -93,6 +93,13 @@ class TritonRegions:
             qkv, _weights(norms), rope.cos, rope.sin, batch.positions[0], of_tokens * blocks * size + batch.positions[0], counted,
             batch.context_len, k_cache, v_cache, self.spec.scale, self.spec.window,
         )  # fmt: skip
+
+
+def _fresh(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """k and v of this step's tokens: they stand behind q in qkv, of which it is a view."""
+    parts = q.as_strided((len(q), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim), q.stride())
+    k, v = parts[:, spec.num_heads :].chunk(2, dim=1)
+    return k, v
 
 
 def _weights(norms: QKNorm | None) -> tuple[Tensor, Tensor, float] | None:

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from octavo.attention.backend import load_backend
-from octavo.attention.triton import TritonBackend
 from octavo.attention.forward_batch import ForwardBatch
+from octavo.attention.triton import TritonBackend
 from octavo.layers.comm import NullComm
 from octavo.model_config import ModelConfig
 from octavo.models.dense import DenseModel

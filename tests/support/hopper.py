@@ -62,20 +62,32 @@ def compile_only() -> list[str]:
     return taken
 
 
+def compile_attention(dim: int, dtype: torch.dtype, heads: int, kv_heads: int = 8, splits: int = 1, **options: Any) -> None:
+    """Prefill of rows in blocks and in this step's qkv, and decode."""
+    index, tables = torch.zeros(5, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
+    cache = torch.empty(9, 16, kv_heads, dim, dtype=dtype)
+    q, k, v = torch.empty(4, heads + 2 * kv_heads, dim, dtype=dtype).split([heads, kv_heads, kv_heads], 1)
+    out = torch.empty(q.shape, dtype=dtype)
+    for fresh in (None, (k, v)):
+        paged_attention(q, cache, cache, tables, index, index[:4], 0.1, out, 64, 4096, splits=splits, fresh=fresh, **options)
+
+
 def main() -> None:
     taken = compile_only()
     heads, kv_heads, dim, size = 32, 8, 128, 4096
     bf16 = {"dtype": torch.bfloat16}
-    index = torch.zeros(5, dtype=torch.int64)
+    index, tables = torch.zeros(5, dtype=torch.int64), torch.zeros(4, 2, dtype=torch.int32)
     cache = torch.empty(9, 16, kv_heads, dim, **bf16)
     qkv = torch.empty(4, (heads + 2 * kv_heads) * dim, **bf16)
     norms = torch.empty(dim, **bf16), torch.empty(dim, **bf16), 1e-6
     turns = torch.empty(64, dim // 2)
-    q = write_kv(qkv, norms, turns, turns, index, index, cache, cache)
-    for max_query, splits, window in ((1, 1, None), (1, 8, None), (64, 1, None), (64, 1, 100)):
-        out = torch.empty(4, heads, dim, **bf16)
-        tables = torch.zeros(4, 2, dtype=torch.int64)
-        paged_attention(q, cache, cache, tables, index, index[:4], 0.1, out, max_query, 4096, window, splits=splits)
+    write_kv(qkv, norms, turns, turns, index, index, cache, cache)
+    compile_attention(dim, torch.bfloat16, heads)
+    compile_attention(dim, torch.bfloat16, heads // 2, splits=8, window=100)
+    for head_dim in (80, 256):
+        learned = torch.ones(heads)
+        compile_attention(head_dim, torch.bfloat16, heads, splits=8, soft_cap=30.0, sinks=learned, slopes=learned)
+    compile_attention(dim, torch.float32, heads)
     copy_blocks([cache], [(1, 2)])
     for rows in (1, 4):
         few = tables.narrow(0, 0, rows), index[:rows]

@@ -32,8 +32,21 @@ class DecodeTiles:
     long_share: int  # ... nor longer: longer contexts have more splits, then shares without a limit
 
 
+# On an H200: (numbers of a row of W, padded to a power of two; rows of W, of its gate alone where it is gated; gated)
+MEASURED = {
+    (1024, 4096, False): ProductTiles(columns=4, warps=4, turns=2),
+    (1024, 3072, True): ProductTiles(columns=4, warps=8),
+    (4096, 1024, False): ProductTiles(columns=4, warps=8),
+    (4096, 6144, False): ProductTiles(columns=4, warps=8),
+    (4096, 12288, True): ProductTiles(columns=1, warps=4, turns=4),
+    (16384, 4096, False): ProductTiles(columns=1, warps=16, turns=8),
+}
+
+
 def product_tiles(size: int, out: int, gated: bool) -> ProductTiles:
     """size: of a row of W, padded to a power of two; out: rows of W, of its gate alone where it is gated."""
+    if (size, out, gated) in MEASURED:
+        return MEASURED[size, out, gated]
     matrices = 2 if gated else 1
     columns = max(min(HELD_TILE // matrices // size, MAX_COLUMNS), 1)
     warps = min(max(columns * size * matrices // (32 * PER_THREAD), 4), 16)
@@ -41,14 +54,13 @@ def product_tiles(size: int, out: int, gated: bool) -> ProductTiles:
 
 
 def merge_tiles(size: int) -> ProductTiles:
-    columns = max(min(HELD_TILE // 2 // size, MAX_COLUMNS), 1)
-    return ProductTiles(columns, warps=4 if size <= 2048 else 8)
+    return ProductTiles(columns=max(min(HELD_TILE // size, 4), 1), warps=4 if size <= 2048 else 8)
 
 
-def decode_tiles(dtype: torch.dtype, rows: int, max_context: int) -> DecodeTiles:
+def decode_tiles(dtype: torch.dtype, rows: int, max_context: int, head_dim: int = 128) -> DecodeTiles:
     few = 8 if rows <= 2 else 4
     splits = few
     while splits < MAX_SPLITS and splits * 512 < max_context:
         splits *= 2
-    keys = 16 if dtype == torch.float32 else 64
-    return DecodeTiles(keys, warps=4, splits=splits, few_splits=few, least_share=128, long_share=512)
+    keys, warps = (16, 4) if dtype == torch.float32 else (64, 4) if head_dim > 128 else (128, 8)
+    return DecodeTiles(keys, warps, splits=splits, few_splits=few, least_share=128, long_share=512)
