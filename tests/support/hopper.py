@@ -28,6 +28,7 @@ from octavo.kernels.triton.write_kv import write_kv
 
 ASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 SHARED_MEMORY = 227 * 1024  # of one block of threads
+SPILLED = {"prefill": 1024}  # bytes: the tiles that were quickest on a GPU spill a little
 
 
 class NoGPU:
@@ -55,7 +56,7 @@ def compile_only() -> list[str]:
         spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
         products = "wgmma" if "wgmma.mma_async" in kernel.asm["ptx"] else "mma" if "mma.sync" in kernel.asm["ptx"] else "-"
         taken.append(f"{self.fn.__name__} {products} spilled {spilled} shared {kernel.metadata.shared}")
-        assert spilled == 0 and kernel.metadata.shared <= SHARED_MEMORY, taken[-1]
+        assert spilled <= SPILLED.get(self.fn.__name__, 0) and kernel.metadata.shared <= SHARED_MEMORY, taken[-1]
 
     driver.set_active(NoGPU())
     JITFunction.run = compiled

@@ -63,7 +63,8 @@ def paged_attention(
     tensors = q, k_cache, v_cache, tables, query_start, context_len, out, lse, sinks, slopes
     numbers = scale, LOG2_E * (1.0 if capped or sloped else scale), soft_cap or 0.0, tables.stride(0), size, window or 0
     if max_query > 1:
-        _prefill(tensors, numbers, shared, fresh, tiles or prefill_tiles(q.dtype, head_dim))
+        plain = window is None and sinks is None and not capped and not sloped
+        _prefill(tensors, numbers, shared, fresh, tiles or prefill_tiles(q.dtype, head_dim, plain))
         tiles = None
     splits = splits or decode_splits(len(context_len), kv_heads, min(max_context, window or max_context))
     _decode(tensors, numbers, shared, common, tiles or decode_tiles(q.dtype, head_dim), splits)

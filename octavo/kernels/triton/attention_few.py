@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton.attention_parts import HIDDEN, LOG2_E, finish, score, slots_of, soften
+from octavo.kernels.triton.attention_parts import HIDDEN, LOG2_E, LOWEST, finish, mix, slots_of, weigh
 from octavo.kernels.triton.attention_tiles import MIN_DOT
 from octavo.kernels.triton.dependent import begin, can_depend, wait
 from octavo.kernels.triton.few_tiles import DecodeTiles, decode_tiles
@@ -47,7 +47,7 @@ def decode_few(
     v_cache,
     parts,
     parts_lse,
-    scale,
+    unit,
     table_width,
     window,
     HEADS: tl.constexpr,
@@ -118,7 +118,7 @@ def decode_few(
     tl.store(k_cache + target, key, mask=(member == 0)[:, None] & owner)
     tl.store(v_cache + target, v, mask=(member == 0)[:, None] & owner)
 
-    largest = tl.where(owner, tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1) * scale, HIDDEN)
+    largest = tl.where(owner, tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1), LOWEST)
     total = tl.zeros([GROUP_TILE], tl.float32) + tl.where(owner, 1.0, 0.0)
     mixed = tl.where(owner, v.to(tl.float32), 0.0)
     for start in range(low, high, TILE):
@@ -127,10 +127,11 @@ def decode_few(
         place = (slots_of(table, following, more, 0, BLOCK_SIZE, True) * KV_HEADS + kv_head) * DIM
         next_keys = tl.load(k_cache + place[:, None] + dim[None, :], mask=more[:, None], other=0.0)
         next_values = tl.load(v_cache + place[:, None] + dim[None, :], mask=more[:, None], other=0.0)
-        scores = tl.where(inside[None, :], score(queries, keys, scale), HIDDEN)
-        largest, total, mixed = soften(scores, values, largest, total, mixed)
+        scores = tl.where(inside[None, :], tl.dot(queries, tl.trans(keys), input_precision="ieee"), HIDDEN)
+        largest, total, weights, fade = weigh(scores, largest, total, unit)
+        mixed = mix(weights, fade, values, mixed)
         keys, values, inside = next_keys, next_values, more
-    result, log_sum = finish(largest, total, mixed)
+    result, log_sum = finish(largest, total, mixed, unit)
     tl.store(parts + at[:, None] * DIM + dim[None, :], result, mask=present[:, None])
     tl.store(parts_lse + at, log_sum, mask=present)
 
