@@ -28,7 +28,7 @@ from octavo.kernels.triton.write_kv import write_kv
 
 ASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 SHARED_MEMORY = 227 * 1024  # of one block of threads
-SPILLED = {"prefill": 1024}  # bytes: the tiles that were quickest on a GPU spill a little
+SPILLED = {"prefill": 2048}  # bytes: the tiles that were quickest on a GPU spill a little, and all features at once more
 
 
 class NoGPU:
