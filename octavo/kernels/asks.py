@@ -6,6 +6,7 @@ Penalties lie in the head as bits of floats. What kernels and host agree on stan
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +55,7 @@ def unpack(words: NDArray[np.int32]) -> Ask:
         allowed=allowed.tolist(),
         bias=dict(zip(bias_ids.tolist(), biases.view(np.float32).tolist(), strict=True)),
         end_ids=end_ids.tolist(),
-        bad_words=[ids[start:end].tolist() for start, end in zip(starts[:-1], starts[1:], strict=True)],
+        bad_words=[ids[start:end].tolist() for start, end in pairwise(starts)],
         min_tokens=int(head[MIN_TOKENS]),
         repetition=penalties[0],
         frequency=penalties[1],

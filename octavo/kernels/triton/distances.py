@@ -41,6 +41,15 @@ def mass(bits):
 
 
 @triton.jit
+def passes(bits, floor):
+    """Whether the mass is at least `floor`; most often it is 0."""
+    passing = bits >= 0
+    if floor > 0:
+        passing = mass(bits) >= floor
+    return passing
+
+
+@triton.jit
 def warmth(temperature):
     return tl.minimum(tl.maximum(tl.load(temperature), TINY), HUGE)
 
@@ -50,6 +59,12 @@ def highest(peaks, TILES: tl.constexpr, PADDED_TILES: tl.constexpr):
     """The largest logit of a row."""
     tile = tl.arange(0, PADDED_TILES)
     return tl.max(tl.load(peaks + tile, mask=tile < TILES, other=float("-inf")), 0)
+
+
+@triton.jit
+def row_total(sums, TILES: tl.constexpr, PADDED_TILES: tl.constexpr):
+    tile = tl.arange(0, PADDED_TILES)
+    return tl.sum(tl.load(sums + tile, mask=tile < TILES, other=0), 0)
 
 
 @triton.jit
@@ -65,7 +80,7 @@ def find_tops(logits, tops, peaks, VOCAB: tl.constexpr, STRIDE: tl.constexpr, TI
 @triton.jit
 def last_within(keys, weights, goal, BITS: tl.constexpr):
     """The largest number with less than `goal` of weight on keys below it: the key the goal falls on, or all ones if none does."""
-    found = tl.zeros([], tl.int32)
+    found = tl.full([], 0, tl.int32)
     bit = tl.full([], 1 << (BITS - 1), tl.int32)
     for _ in range(BITS):
         below = tl.sum(tl.where(keys < (found | bit), weights, 0), 0)
@@ -124,15 +139,15 @@ def collect(
 
     Returns how many there are; where that is more than fit, it stops and returns some number above CAPACITY.
     """
-    count = tl.zeros([], tl.int32)
-    ties = tl.zeros([], tl.int32)
-    tile = tl.zeros([], tl.int32)
+    count = tl.full([], 0, tl.int32)
+    ties = tl.full([], 0, tl.int32)
+    tile = tl.full([], 0, tl.int32)
     while (tile < TILES) & (count <= CAPACITY):
         nearest = distance_bits(most, tl.load(peaks + tile), heat)
-        if (nearest <= high) & (mass(nearest) >= floor):
+        if (nearest <= high) & passes(nearest, floor):
             token = tile * TILE + tl.arange(0, TILE)
             bits = distance_bits(most, read(logits, token, VOCAB), heat)
-            inside = (token < VOCAB) & (bits >= low) & (bits <= high) & (mass(bits) >= floor)
+            inside = (token < VOCAB) & (bits >= low) & (bits <= high) & passes(bits, floor)
             tied = (inside & (bits == high)).to(tl.int32)
             inside = inside & ((bits < high) | (ties + tl.cumsum(tied, 0) <= ties_wanted))
             place = count + tl.cumsum(inside.to(tl.int32), 0) - 1

@@ -4,8 +4,10 @@
     sum_masses   the mass of the row, where top-p needs it                one pass
     settle       k groups have a token up to the k-th smallest of their least distances, so the first k tokens lie up to there;
                  the same with masses for top-p. Those few tokens are collected, cut by halving over bits, then over ids, and raced
-    search       rows with more than CAPACITY such tokens (flat ones, large k): quarters of bits, until what is left fits
-    race         rows that search or no filter leaves: noise for tokens within the cut
+    search       rows with more than CAPACITY such tokens, or none known (flat ones, large k). The k-th token is found by quartering
+                 bits. For top-p the race comes first: if its winner has too much mass before it, so has all behind it, and the
+                 next race is among those before
+    race         rows without top-k and top-p: noise for every token that min-p leaves
 
 The result is that of `kernels/reference/sampling.py` (order (distance, id), equal scores to the lower id) but where two scores, or a
 mass and a cut, are closer than float32 logarithms and exponentials tell.
@@ -33,15 +35,16 @@ from octavo.kernels.triton.distances import (
     last_within,
     mass,
     mass_goal,
+    passes,
     read,
-    ties_within,
+    row_total,
     warmth,
     within,
 )
 from octavo.kernels.triton.sampling import gumbel, uniform, uniform_at
 
-SETTLED, OPEN = tl.constexpr(-1), tl.constexpr(-2)  # in place of the bits of a cut: the id is known; the cut is to be searched
-PIVOTS = tl.constexpr(0x40000000), tl.constexpr(0x40C00000), tl.constexpr(0x41800000)  # the first: distances 2, 6, 16
+SETTLED, OPEN, FREE = map(tl.constexpr, range(3))  # the id is known; it is to be searched; no top-k or top-p
+PIVOT_1, PIVOT_2, PIVOT_3 = tl.constexpr(0x40000000), tl.constexpr(0x40C00000), tl.constexpr(0x41800000)  # distances 2, 6, 16
 UNALIGNED = ["temperature", "top_k", "top_p", "min_p", "noise", "positions"]  # views of one line may start anywhere
 RUNTIME = ["step", "noise_step"]
 
@@ -93,7 +96,7 @@ def settle(
     positions,
     member_bits,
     member_ids,
-    cuts,
+    states,
     out,
     step,
     noise_step,
@@ -114,15 +117,14 @@ def settle(
     top = tl.load(tops + row * GROUPS + group, mask=group < GROUPS, other=float("-inf"))
     most = tl.max(top, 0)
     least = tl.where(group < GROUPS, distance_bits(most, top, heat), LARGEST)  # the bits of each group's best
-    total = tl.zeros([], tl.int64)
+    total = tl.full([], 0, tl.int64)
     high = tl.full([], LARGEST, tl.int32)
     filtered = (k > 0) | (p < 1)
     if k > 0:
         if k <= GROUPS:
             high = last_within(least, (group < GROUPS).to(tl.int32), k, KEY_BITS)
     elif p < 1:
-        tile = tl.arange(0, PADDED_TILES)
-        total = tl.sum(tl.load(sums + row * TILES + tile, mask=tile < TILES, other=0), 0)
+        total = row_total(sums + row * TILES, TILES, PADDED_TILES)
         masses = mass(least)
         high = last_within(least, tl.where((group < GROUPS) & (masses >= floor), masses, 0), mass_goal(p, total), KEY_BITS)
     bits_at, ids_at = member_bits + row * CAPACITY, member_ids + row * CAPACITY
@@ -150,52 +152,74 @@ def settle(
         score = tl.where(kept, score, float("-inf"))
         winner = tl.min(tl.where(kept & (score == tl.max(score, 0)), ids, VOCAB - 1), 0)
         tl.store(out + row, winner.to(tl.int64))
-        tl.store(cuts + row * 2, SETTLED)
+        tl.store(states + row, SETTLED)
     else:
-        tl.store(cuts + row * 2, tl.where(filtered, OPEN, LARGEST))
-        tl.store(cuts + row * 2 + 1, VOCAB)
+        tl.store(states + row, tl.where(filtered, OPEN, FREE))
 
 
 @triton.jit
-def weigh(
+def race_row(
     logits,
     most,
     heat,
     floor,
     cut_bits,
     cut_id,
-    first,
-    second,
-    third,
+    noise,
+    position,
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
-    BY_MASS: tl.constexpr,
 ):
-    """The weight, over a whole row, of tokens within the cut whose bits are below each of three."""
-    below_1 = tl.zeros([TILE], tl.int64)
-    below_2 = tl.zeros([TILE], tl.int64)
-    below_3 = tl.zeros([TILE], tl.int64)
+    """The token within a cut with the highest score."""
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    owner = tl.zeros([TILE], tl.int32)
+    for tile in range(TILES):
+        token = tile * TILE + tl.arange(0, TILE)
+        bits = distance_bits(most, read(logits, token, VOCAB), heat)
+        kept = (token < VOCAB) & within(bits, token, cut_bits, cut_id) & passes(bits, floor)
+        quad = (tile * (TILE // 4) + tl.arange(0, TILE // 4)).to(tl.uint32)
+        score = gumbel(uniform(noise, position, quad, TILE)) - bits.to(tl.float32, bitcast=True)
+        better = kept & (score > best)
+        owner = tl.where(better, token, owner)
+        best = tl.where(better, score, best)
+    return tl.min(tl.where(best == tl.max(best, 0), owner, VOCAB - 1), 0)
+
+
+@triton.jit
+def weigh(logits, most, heat, floor, cut_bits, cut_id, VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
+    """The mass within a cut."""
+    total = tl.zeros([TILE], tl.int64)
     for tile in range(TILES):
         token = tile * TILE + tl.arange(0, TILE)
         bits = distance_bits(most, read(logits, token, VOCAB), heat)
         masses = mass(bits)
-        counted = (token < VOCAB) & (masses >= floor) & within(bits, token, cut_bits, cut_id)
-        weight = masses if BY_MASS else tl.full([TILE], 1, tl.int64)
-        below_1 += tl.where(counted & (bits < first), weight, 0)
-        below_2 += tl.where(counted & (bits < second), weight, 0)
-        below_3 += tl.where(counted & (bits < third), weight, 0)
+        total += tl.where((token < VOCAB) & (masses >= floor) & within(bits, token, cut_bits, cut_id), masses, 0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def count_below(logits, most, heat, floor, first, second, third, VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
+    """How many tokens have bits below each of three."""
+    below_1 = tl.zeros([TILE], tl.int32)
+    below_2 = tl.zeros([TILE], tl.int32)
+    below_3 = tl.zeros([TILE], tl.int32)
+    for tile in range(TILES):
+        token = tile * TILE + tl.arange(0, TILE)
+        bits = distance_bits(most, read(logits, token, VOCAB), heat)
+        bits = tl.where((token < VOCAB) & passes(bits, floor), bits, LARGEST)
+        below_1 += (bits < first).to(tl.int32)
+        below_2 += (bits < second).to(tl.int32)
+        below_3 += (bits < third).to(tl.int32)
     return tl.sum(below_1, 0), tl.sum(below_2, 0), tl.sum(below_3, 0)
 
 
 @triton.jit
-def nth_equal(
-    logits, most, heat, wanted, nth, VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr
-):  # fmt: skip
+def nth_equal(logits, most, heat, wanted, nth, VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
     """The nth token, by its id, with the bits `wanted`; VOCAB where there are fewer."""
     found = tl.full([], VOCAB, tl.int32)
-    seen = tl.zeros([], tl.int32)
-    tile = tl.zeros([], tl.int32)
+    seen = tl.full([], 0, tl.int32)
+    tile = tl.full([], 0, tl.int32)
     while (tile < TILES) & (seen < nth):
         token = tile * TILE + tl.arange(0, TILE)
         tied = (token < VOCAB) & (distance_bits(most, read(logits, token, VOCAB), heat) == wanted)
@@ -207,15 +231,13 @@ def nth_equal(
 
 
 @triton.jit
-def cut_row(
+def cut_count(
     logits,
     peaks,
     most,
     heat,
     floor,
-    cut_bits,
-    cut_id,
-    goal,
+    k,
     bits_at,
     ids_at,
     VOCAB: tl.constexpr,
@@ -223,41 +245,39 @@ def cut_row(
     TILES: tl.constexpr,
     CAPACITY: tl.constexpr,
     ID_BITS: tl.constexpr,
-    BY_MASS: tl.constexpr,
 ):
-    """A cut within another one, found in the whole row: (bits, id) of the last token with less than `goal` of weight before it."""
-    low = tl.zeros([], tl.int32)
+    """(bits, id) of the k-th token: the bits between which it lies are quartered until what lies between them fits."""
+    low = tl.full([], 0, tl.int32)
     high = tl.full([], INFINITE, tl.int32)
-    below = tl.zeros([], tl.int64)  # the weight before `low`
-    first, second, third = tl.full([], PIVOTS[0], tl.int32), tl.full([], PIVOTS[1], tl.int32), tl.full([], PIVOTS[2], tl.int32)
+    below = tl.full([], 0, tl.int32)  # how many come before `low`
+    first = tl.full([], PIVOT_1, tl.int32)
+    second = tl.full([], PIVOT_2, tl.int32)
+    third = tl.full([], PIVOT_3, tl.int32)
     count = tl.full([], CAPACITY + 1, tl.int32)
     while (count > CAPACITY) & (low < high):
         for _ in range(2):
-            a, b, c = weigh(logits, most, heat, floor, cut_bits, cut_id, first, second, third, VOCAB, TILE, TILES, BY_MASS)
-            high = tl.minimum(high, tl.where(a >= goal, first, tl.where(b >= goal, second, tl.where(c >= goal, third, LARGEST))) - 1)
-            below = tl.where(c < goal, c, tl.where(b < goal, b, tl.where(a < goal, a, below)))
-            low = tl.minimum(tl.where(c < goal, third, tl.where(b < goal, second, tl.where(a < goal, first, low))), high)
+            a, b, c = count_below(logits, most, heat, floor, first, second, third, VOCAB, TILE, TILES)
+            high = tl.minimum(high, tl.where(a >= k, first, tl.where(b >= k, second, tl.where(c >= k, third, LARGEST))) - 1)
+            below = tl.where(c < k, c, tl.where(b < k, b, tl.where(a < k, a, below)))
+            low = tl.minimum(tl.where(c < k, third, tl.where(b < k, second, tl.where(a < k, first, low))), high)
             quarter = (high - low) // 4 + 1
             first = low + quarter
             second = first + quarter
             third = second + quarter
         count = collect(logits, peaks, most, heat, floor, low, high, VOCAB, bits_at, ids_at, VOCAB, TILE, TILES, CAPACITY)
     last = low
-    last_id = tl.zeros([], tl.int32)
+    last_id = tl.full([], VOCAB, tl.int32)
     if count <= CAPACITY:
         slot = tl.arange(0, CAPACITY)
         bits = tl.load(bits_at + slot, mask=slot < count, other=LARGEST)
         ids = tl.load(ids_at + slot, mask=slot < count, other=VOCAB)
-        counted = (slot < count) & within(bits, ids, cut_bits, cut_id)
-        weights = tl.where(counted, mass(bits) if BY_MASS else tl.full([CAPACITY], 1, tl.int64), 0)
-        last, last_id = cut_of(tl.where(counted, bits, LARGEST), ids, weights, goal - below, ID_BITS)
+        last, last_id = cut_of(bits, ids, (slot < count).to(tl.int32), k - below, ID_BITS)
     else:  # more tokens than fit are equal
-        each = mass(last) if BY_MASS else tl.full([], 1, tl.int64)
-        last_id = nth_equal(logits, most, heat, last, ties_within(goal, below, each), VOCAB, TILE, TILES)
-    return last, tl.where(last == cut_bits, tl.minimum(last_id, cut_id), last_id)
+        last_id = nth_equal(logits, most, heat, last, k - below, VOCAB, TILE, TILES)
+    return last, last_id
 
 
-@triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=UNALIGNED)
 def search(
     logits,
     peaks,
@@ -266,10 +286,14 @@ def search(
     top_k,
     top_p,
     min_p,
+    noise,
+    positions,
     member_bits,
     member_ids,
-    cuts,
+    states,
+    out,
     step,
+    noise_step,
     VOCAB: tl.constexpr,
     STRIDE: tl.constexpr,
     TILE: tl.constexpr,
@@ -279,31 +303,36 @@ def search(
     ID_BITS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(cuts + row * 2) == OPEN:
+    if tl.load(states + row) == OPEN:
         k, p, floor = load_filters(top_k, top_p, min_p, row * step, VOCAB)
         heat = warmth(temperature + row * step)
         most = highest(peaks + row * TILES, TILES, PADDED_TILES)
         logits += row * STRIDE
-        peaks += row * TILES
-        bits_at, ids_at = member_bits + row * CAPACITY, member_ids + row * CAPACITY
+        position = tl.load(positions + row).to(tl.uint32)
         cut_bits = tl.full([], LARGEST, tl.int32)
         cut_id = tl.full([], VOCAB, tl.int32)
-        tile = tl.arange(0, PADDED_TILES)
-        total = tl.sum(tl.load(sums + row * TILES + tile, mask=(tile < TILES) & (k == 0), other=0), 0)
         if k > 0:
-            cut_bits, cut_id = cut_row(
-                logits, peaks, most, heat, floor, cut_bits, cut_id, k.to(tl.int64), bits_at, ids_at,
-                VOCAB, TILE, TILES, CAPACITY, ID_BITS, False,
-            )  # fmt: skip
-            if p < 1:
-                total, _, _ = weigh(logits, most, heat, floor, cut_bits, cut_id, LARGEST, 0, 0, VOCAB, TILE, TILES, True)
+            bits_at, ids_at = member_bits + row * CAPACITY, member_ids + row * CAPACITY
+            cut_bits, cut_id = cut_count(
+                logits, peaks + row * TILES, most, heat, floor, k, bits_at, ids_at, VOCAB, TILE, TILES, CAPACITY, ID_BITS
+            )
+        goal = tl.full([], 1, tl.int64)
         if p < 1:
-            cut_bits, cut_id = cut_row(
-                logits, peaks, most, heat, floor, cut_bits, cut_id, mass_goal(p, total), bits_at, ids_at,
-                VOCAB, TILE, TILES, CAPACITY, ID_BITS, True,
-            )  # fmt: skip
-        tl.store(cuts + row * 2, cut_bits)
-        tl.store(cuts + row * 2 + 1, cut_id)
+            if k > 0:
+                total = weigh(logits, most, heat, floor, cut_bits, cut_id, VOCAB, TILE, TILES)
+            else:
+                total = row_total(sums + row * TILES, TILES, PADDED_TILES)
+            goal = mass_goal(p, total)
+        winner = tl.full([], -1, tl.int32)
+        while winner < 0:
+            found = race_row(logits, most, heat, floor, cut_bits, cut_id, noise + row * noise_step, position, VOCAB, TILE, TILES)
+            cut_bits = distance_bits(most, read(logits, found, VOCAB), heat)
+            cut_id = found - 1
+            before = tl.full([], 0, tl.int64)
+            if p < 1:
+                before = weigh(logits, most, heat, floor, cut_bits, cut_id, VOCAB, TILE, TILES)
+            winner = tl.where(before < goal, found, winner)
+        tl.store(out + row, winner.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=UNALIGNED)
@@ -314,7 +343,7 @@ def race(
     min_p,
     noise,
     positions,
-    cuts,
+    states,
     scores,
     ids,
     step,
@@ -326,13 +355,12 @@ def race(
     PADDED_TILES: tl.constexpr,
 ):
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    cut_bits, cut_id = tl.load(cuts + row * 2), tl.load(cuts + row * 2 + 1)
-    if cut_bits != SETTLED:
+    if tl.load(states + row) == FREE:
         token = tile * TILE + tl.arange(0, TILE)
         most = highest(peaks + row * TILES, TILES, PADDED_TILES)
         bits = distance_bits(most, read(logits + row * STRIDE, token, VOCAB), warmth(temperature + row * step))
         floor = (tl.load(min_p + row * step).to(tl.float64) * ONE).to(tl.int64)
-        kept = (token < VOCAB) & within(bits, token, cut_bits, cut_id) & (mass(bits) >= floor)
+        kept = (token < VOCAB) & passes(bits, floor)
         quad = (tile * (TILE // 4) + tl.arange(0, TILE // 4)).to(tl.uint32)
         position = tl.load(positions + row).to(tl.uint32)
         score = gumbel(uniform(noise + row * noise_step, position, quad, TILE)) - bits.to(tl.float32, bitcast=True)
@@ -342,9 +370,9 @@ def race(
 
 
 @triton.jit
-def finish(cuts, scores, ids, out, TILES: tl.constexpr, PADDED_TILES: tl.constexpr):
+def finish(states, scores, ids, out, TILES: tl.constexpr, PADDED_TILES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(cuts + row * 2) != SETTLED:
+    if tl.load(states + row) == FREE:
         tile = tl.arange(0, PADDED_TILES)
         score = tl.load(scores + row * TILES + tile, mask=tile < TILES, other=float("-inf"))
         winner = tl.minimum(tl.argmax(score, 0, tie_break_left=True), TILES - 1)
@@ -362,7 +390,7 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
     tops, peaks = (torch.empty(rows, width, device=device) for width in (groups, tiles))
     sums, out = torch.empty(rows, tiles, dtype=torch.int64, device=device), torch.empty(rows, dtype=torch.int64, device=device)
     member_bits, member_ids = torch.empty(2, rows, CAPACITY, dtype=torch.int32, device=device)
-    cuts = torch.empty(rows, 2, dtype=torch.int32, device=device)
+    states = torch.empty(rows, dtype=torch.int32, device=device)
     scores, ids = torch.empty(rows, tiles, device=device), torch.empty(rows, tiles, dtype=torch.int32, device=device)
     if rows == 0:
         return out
@@ -373,13 +401,16 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
     find_tops[(rows, tiles)](logits, tops, peaks, **shape, GROUP=GROUP, num_warps=4)
     sum_masses[(rows, tiles)](logits, peaks, *filters, sums, step, **shape, **across, num_warps=4)
     settle[(rows,)](
-        logits, tops, peaks, sums, *filters, draws.noise, draws.positions, member_bits, member_ids, cuts, out, step, noise_step,
+        logits, tops, peaks, sums, *filters, draws.noise, draws.positions, member_bits, member_ids, states, out, step, noise_step,
         **shape, **across, **cutting, GROUPS=groups, PADDED_GROUPS=triton.next_power_of_2(groups), num_warps=8,
     )  # fmt: skip
-    search[(rows,)](logits, peaks, sums, *filters, member_bits, member_ids, cuts, step, **shape, **across, **cutting, num_warps=8)
+    search[(rows,)](
+        logits, peaks, sums, *filters, draws.noise, draws.positions, member_bits, member_ids, states, out, step, noise_step,
+        **shape, **across, **cutting, num_warps=8,
+    )  # fmt: skip
     race[(rows, tiles)](
-        logits, peaks, draws.temperature, draws.min_p, draws.noise, draws.positions, cuts, scores, ids, step, noise_step,
+        logits, peaks, draws.temperature, draws.min_p, draws.noise, draws.positions, states, scores, ids, step, noise_step,
         **shape, **across, num_warps=4,
     )  # fmt: skip
-    finish[(rows,)](cuts, scores, ids, out, **across, num_warps=1)
+    finish[(rows,)](states, scores, ids, out, **across, num_warps=1)
     return out

@@ -27,6 +27,7 @@ from octavo.kernels.triton.distances import (
     last_within,
     mass,
     read,
+    row_total,
 )
 
 MOST = CAPACITY // (GROUP + 1)  # near tokens that are certain to fit
@@ -86,16 +87,16 @@ def nearest(
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * STRIDE
-    group, tile = tl.arange(0, PADDED_GROUPS), tl.arange(0, PADDED_TILES)
+    group = tl.arange(0, PADDED_GROUPS)
     top = tl.load(tops + row * GROUPS + group, mask=group < GROUPS, other=float("-inf"))
     most = tl.max(top, 0)
     tl.store(chosen + row, distance_bits(most, read(logits, tl.load(ids + row * ids_step), VOCAB), 1.0).to(tl.float32, bitcast=True))
-    tl.store(totals + row, tl.sum(tl.load(sums + row * TILES + tile, mask=tile < TILES, other=0), 0))
-    tl.store(ranks + row, tl.sum(tl.load(counts + row * TILES + tile, mask=tile < TILES, other=0), 0).to(tl.int64) + 1)
+    tl.store(totals + row, row_total(sums + row * TILES, TILES, PADDED_TILES))
+    tl.store(ranks + row, row_total(counts + row * TILES, TILES, PADDED_TILES).to(tl.int64) + 1)
     if count > 0:
         least = tl.where(group < GROUPS, distance_bits(most, top, 1.0), LARGEST)
         high = last_within(least, (group < GROUPS).to(tl.int32), count, KEY_BITS)
-        floor = tl.zeros([], tl.int64)
+        floor = tl.full([], 0, tl.int64)
         bits_at, ids_at = member_bits + row * CAPACITY, member_ids + row * CAPACITY
         found = collect(logits, peaks + row * TILES, most, 1.0, floor, 0, high, count, bits_at, ids_at, VOCAB, TILE, TILES, CAPACITY)
         slot = tl.arange(0, CAPACITY)
