@@ -81,7 +81,7 @@ def find_tops(logits, tops, peaks, VOCAB: tl.constexpr, STRIDE: tl.constexpr, TI
 def last_within(keys, weights, goal, BITS: tl.constexpr):
     """The largest number with less than `goal` of weight on keys below it: the key the goal falls on, or all ones if none does."""
     found = tl.full([], 0, tl.int32)
-    bit = tl.full([], 1 << (BITS - 1), tl.int32)
+    bit = tl.full([], 1, tl.int32) << (BITS - 1)
     for _ in range(BITS):
         below = tl.sum(tl.where(keys < (found | bit), weights, 0), 0)
         found = tl.where(below < goal, found | bit, found)

@@ -402,11 +402,11 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
     sum_masses[(rows, tiles)](logits, peaks, *filters, sums, step, **shape, **across, num_warps=4)
     settle[(rows,)](
         logits, tops, peaks, sums, *filters, draws.noise, draws.positions, member_bits, member_ids, states, out, step, noise_step,
-        **shape, **across, **cutting, GROUPS=groups, PADDED_GROUPS=triton.next_power_of_2(groups), num_warps=8,
+        **shape, **across, **cutting, GROUPS=groups, PADDED_GROUPS=triton.next_power_of_2(groups), num_warps=16,
     )  # fmt: skip
     search[(rows,)](
         logits, peaks, sums, *filters, draws.noise, draws.positions, member_bits, member_ids, states, out, step, noise_step,
-        **shape, **across, **cutting, num_warps=8,
+        **shape, **across, **cutting, num_warps=16,
     )  # fmt: skip
     race[(rows, tiles)](
         logits, peaks, draws.temperature, draws.min_p, draws.noise, draws.positions, states, scores, ids, step, noise_step,
