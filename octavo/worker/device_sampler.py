@@ -64,9 +64,21 @@ NO_RANKINGS = Rankings([], [], None)
 class DeviceSampler:
     def __init__(self, rows: DeviceRows, vocab_size: int, device: torch.device) -> None:
         self._rows = rows
+        self._vocab_size = vocab_size
         self._rows_at_once = max(ADJUSTED_LOGITS // vocab_size, 1)
         self._device = device
         self._special: dict[int, Special] = {}  # row -> what its latest tenant asks for; a freed row stays until the next
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Runs every kernel once on logits of this kind, so that none is compiled later. The rows have to be empty, and stay so."""
+        logits = torch.zeros(1, self._vocab_size, dtype=dtype, device=self._device)
+        words = torch.zeros(1, ENTRY_WORDS, dtype=torch.int32, device=self._device)
+        draws = _draws(words, words[:, ENTRY])
+        ask = pack(SamplingParams(min_tokens=1), (), [])
+        assert ask is not None
+        table = self._rows.token_ids, self._rows.num_tokens, self._rows.num_prompt
+        draw(adjust(logits, [0], [0], [upload(ask, self._device)], *table), draws)
+        rank(logits, draw(logits, draws).to(torch.int32), 1)
 
     def apply(self, plan: StepPlan) -> None:
         """Learns of the rows a plan forks and writes."""
@@ -111,19 +123,9 @@ class DeviceSampler:
         lines = np.stack([one.line for _, _, one in some])
         lines[:, ENTRY], lines[:, ROW] = [entry for entry, _, _ in some], [row for _, row, _ in some]
         words = upload(lines, self._device)  # [n, ENTRY_WORDS]
-        floats, (entries, rows) = words.view(torch.float32), words[:, :TEMPERATURE].T.long()
+        entries, rows = words[:, :TEMPERATURE].T.long()
         positions = self._rows.num_tokens.index_select(0, rows) - 1
-        drawn = draw(
-            scores,
-            Draws(
-                temperature=floats[:, TEMPERATURE],
-                top_k=words[:, TOP_K],
-                top_p=floats[:, TOP_P],
-                min_p=floats[:, MIN_P],
-                noise=words[:, NOISE:],
-                positions=positions,
-            ),
-        )
+        drawn = draw(scores, _draws(words, positions))
         self._rows.token_ids[rows, positions.long()] = drawn.to(torch.int32)
         provisional = ids.index_select(0, entries)
         ids.index_copy_(0, entries, torch.where(provisional < 0, provisional, drawn.to(ids.dtype)))
@@ -152,6 +154,19 @@ class DeviceSampler:
             ask=None if ask is None else upload(ask, self._device),
             logprobs=params.logprobs,
         )
+
+
+def _draws(words: Tensor, positions: Tensor) -> Draws:
+    """words: [n, ENTRY_WORDS]"""
+    floats = words.view(torch.float32)
+    return Draws(
+        temperature=floats[:, TEMPERATURE],
+        top_k=words[:, TOP_K],
+        top_p=floats[:, TOP_P],
+        min_p=floats[:, MIN_P],
+        noise=words[:, NOISE:],
+        positions=positions,
+    )
 
 
 def on_host(found: Ranking) -> Ranking:

@@ -30,11 +30,17 @@ def test_the_script_that_times_them_runs_through() -> None:
     assert said.count(" ok ") == 14 and "all agree with their twins" in said
 
 
+def test_the_script_that_checks_and_times_sampling_runs_through() -> None:
+    code = "from tests.support.interpreter import mend\nmend()\nimport runpy, sys\nsys.argv = ['gpu_sampling', '--tiny']\n"
+    said = python("-W", "ignore", "-c", code + "runpy.run_path('bench/gpu_sampling.py', run_name='__main__')", TRITON_INTERPRET="1")
+    assert "all agree with their twins" in said and said.count(" us, host ") == 14
+
+
 def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
     taken = python("-m", "tests.support.hopper", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0").splitlines()
     names = {line.split()[0] for line in taken}
     assert names == {"write", "decode", "merge", "prefill", "copy", "product_few", "product_tile", "sum_parts", "add_norm", "gate_rows"} | {
         "best_of_blocks",
         "best_of_rows",
-    }
+    } | {"find_tops", "sum_masses", "settle", "search", "race", "finish", "stand", "nearest", "lay_out", "adjust_rows"}
     assert {line.split()[1] for line in taken if line.startswith("prefill")} == {"wgmma"}

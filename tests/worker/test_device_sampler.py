@@ -151,6 +151,13 @@ def test_nothing_is_special_where_nobody_asks_for_more() -> None:
     assert both.sampler.special(plan) == [], "the next tenant asks for nothing"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_warm_up_leaves_no_trace(dtype: torch.dtype) -> None:
+    both = Both()
+    both.sampler.warm_up(dtype)
+    assert not both.rows.words.any() and both.sampler.special(StepPlan(0, row=[0], samples=[True])) == []
+
+
 class Matrix:
     """As much of a program as makes logits."""
 

@@ -47,7 +47,7 @@ def assert_drawn_as_by_the_twin(logits: Tensor, draws: Draws, device: str) -> li
     return found
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(batch=st.lists(rows, min_size=1, max_size=3), vocab=st.sampled_from(VOCABS))
 @example([Row("equal", 1, top_p=0.5), Row("ties", 2, top_k=4500, top_p=0.5), Row("zeros", 1, top_k=4200)], WIDE)  # cuts among many equals
 @example([Row("masked", 1, top_k=50), Row("one", 2, top_p=0.9), Row("masked", 3, top_k=5000, min_p=0.1)], WIDE)
@@ -55,47 +55,43 @@ def test_a_row_is_drawn_as_by_the_twin(device: str, batch: list[Row], vocab: int
     assert_drawn_as_by_the_twin(logits_of(batch, vocab), draws_of(batch), device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("kind", ["flat", "steep"])
-def test_every_filter_cuts_where_the_twin_cuts(kind: str, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(
+    ("spread", "dtype"), [(0.3, torch.float32), (0.3, torch.bfloat16), (5, torch.float16)], ids=["flat", "flat, bfloat16", "steep, float16"]
+)
+def test_every_filter_cuts_where_the_twin_cuts(spread: float, dtype: torch.dtype, device: str) -> None:
     """Flat rows are cut among more tokens than can be collected, steep ones among few."""
-    batch = [Row("normal", 3, **filters, position=place) for filters in FILTERS for place in range(2)]
-    logits = torch.randn(len(batch), WIDE, generator=torch.Generator().manual_seed(7)) * (0.3 if kind == "flat" else 5)
-    found = assert_drawn_as_by_the_twin(logits.to(dtype), draws_of(batch), device)
-    assert len(set(found)) > len(FILTERS) // 2
+    batch = [Row("normal", 3, **filters) for filters in FILTERS]
+    logits = torch.randn(len(batch), WIDE, generator=torch.Generator().manual_seed(7)) * spread
+    assert_drawn_as_by_the_twin(logits.to(dtype), draws_of(batch), device)
 
 
-def test_the_last_token_within_a_cut_can_be_drawn_and_the_next_cannot(device: str) -> None:
-    """Each cut once more by hand: at a temperature of nearly infinity noise alone decides, so every token that is kept turns up."""
-    logits = torch.full((WIDE,), -3.0)
-    logits[[9, 500, 2050, 4100]] = torch.tensor([2.0, 1.0, 1.0, 0.5])
-    expected = {"top_k": {9, 500, 2050}, "top_p": {9, 500}, "min_p": {9, 500, 2050}}
-    hot = {"top_k": 3, "top_p": 0.8, "min_p": 0.3}
-    # e^0 = 1, e^-1 twice, e^-1.5: top-p 0.8 of 1.99 (the others weigh little) is reached by the second one
-    for name, value in hot.items():
-        batch = [Row("", 0, **{name: value}, position=n) for n in range(40)]  # type: ignore[arg-type]
-        shown = logits.clone()
-        shown[logits < 0] = -30 if name == "top_p" else -3
-        found = draw(shown.expand(40, -1).contiguous().to(device), there(draws_of(batch), device)).tolist()
-        assert set(found) == expected[name], name
+@pytest.mark.parametrize(("filters", "kept"), [({"top_k": 3}, 3), ({"top_p": 0.69}, 2), ({"min_p": 0.3}, 3)], ids=str)
+def test_the_last_token_within_a_cut_can_be_drawn_and_the_next_cannot(filters: dict[str, Any], kept: int, device: str) -> None:
+    """Masses 1, 0.37, 0.37, 0.22 and nothing: 0.69 of them is reached by the second one."""
+    count, places = 12, [9, 500, TILE + 2, TILE + 100]
+    logits = torch.full((count, TILE + 300), -30.0)
+    logits[:, places] = torch.tensor([2.0, 1.0, 1.0, 0.5])
+    batch = [Row("", 0, **filters, position=n) for n in range(count)]
+    assert set(draw(logits.to(device), there(draws_of(batch), device)).tolist()) == set(places[:kept])
 
 
 def test_no_filter_is_a_plain_draw_and_a_cut_row_beside_it_changes_nothing(device: str) -> None:
-    plain = [Row("normal", seed, temperature=0.7, position=seed) for seed in range(4)]
+    plain = [Row("normal", seed, temperature=0.7, position=seed) for seed in range(2)]
     alone = assert_drawn_as_by_the_twin(logits_of(plain, WIDE), draws_of(plain), device)
     mixed = [one for row in plain for one in (replace(row, top_k=5), row)]
     assert assert_drawn_as_by_the_twin(logits_of(mixed, WIDE), draws_of(mixed), device)[1::2] == alone
 
 
-@pytest.mark.parametrize("bad", [torch.nan, INF, -INF])
-def test_what_is_not_finite_gives_some_id_and_disturbs_no_neighbour(bad: float, device: str) -> None:
-    batch = [Row("normal", 1, **filters) for filters in [{}, *FILTERS] for _ in range(2)]
+def test_what_is_not_finite_gives_some_id_and_disturbs_no_neighbour(device: str) -> None:
+    kinds: list[dict[str, Any]] = [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 4500, "top_p": 0.7}]
+    batch = [Row("normal", 1, **kind) for kind in kinds for _ in range(4)]
     logits, draws = logits_of(batch, WIDE), there(draws_of(batch), device)
-    whole = draw(logits.to(device), draws)
-    logits[::2] = bad
-    logits[::4, ::3] = 0.5
-    hurt = draw(logits.to(device), draws)
-    assert torch.equal(hurt[1::2], whole[1::2]) and ((hurt >= 0) & (hurt < WIDE)).all()
+    for row, bad in enumerate((torch.nan, INF, -INF)):
+        logits[row::4] = bad
+    logits[::8, ::3] = 0.5
+    hurt = draw(logits.to(device), draws).cpu()
+    assert hurt[3::4].tolist() == draw(logits[3::4].to(device), draws.take(torch.arange(3, len(batch), 4, device=device))).tolist()
+    assert ((hurt >= 0) & (hurt < WIDE)).all()
 
 
 def test_parameters_may_be_columns_of_one_table(device: str) -> None:
@@ -113,7 +109,7 @@ def test_parameters_may_be_columns_of_one_table(device: str) -> None:
 # ---- ranking
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     batch=st.lists(rows, min_size=1, max_size=3),
     vocab=st.sampled_from(VOCABS),
