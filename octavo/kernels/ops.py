@@ -10,6 +10,7 @@ from types import ModuleType
 from torch import Tensor
 
 from octavo.kernels.reference import activation as reference_activation
+from octavo.kernels.reference import adjust as reference_adjust
 from octavo.kernels.reference import attention_few as reference_attention_few
 from octavo.kernels.reference import copy_blocks as reference_copy_blocks
 from octavo.kernels.reference import norm as reference_norm
@@ -18,6 +19,7 @@ from octavo.kernels.reference import rows as reference_rows
 from octavo.kernels.reference import sampling as reference_sampling
 from octavo.kernels.reference import skinny as reference_skinny
 from octavo.kernels.reference import write_kv as reference_write_kv
+from octavo.kernels.reference.sampling import Draws, Ranking
 from octavo.kernels.row_words import RowLayout
 from octavo.kernels.step_tensors import StepTensors
 from octavo.kernels.triton.few_tiles import FEW_ROWS  # rules alone: no triton there
@@ -144,6 +146,33 @@ def sample(logits: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor
     """One id a row, [S] int64, with no filter: argmax at temperature 0, else with noise. noise: [S, 4]; positions: [S]"""
     ids: Tensor = (_triton("sampling") if logits.is_cuda else reference_sampling).sample(logits, temperature, noise, positions)
     return ids
+
+
+def draw(logits: Tensor, draws: Draws) -> Tensor:
+    """One id a row, [S] int64, over what filters leave. logits: [S, V]"""
+    ids: Tensor = (_triton("draw") if logits.is_cuda else reference_sampling).draw(logits, draws)
+    return ids
+
+
+def rank(logits: Tensor, ids: Tensor, count: int) -> Ranking:
+    """Where each row's id stands, and the row's `count` best. logits: [S, V]; ids: [S]"""
+    found: Ranking = (_triton("rank") if logits.is_cuda else reference_sampling).rank(logits, ids, count)
+    return found
+
+
+def adjust(
+    logits: Tensor,  # [P, V]
+    entries: list[int],  # which of these
+    rows: list[int],  # the row of each
+    asks: list[Tensor],  # what each asks for, packed, int32
+    token_ids: Tensor,  # [rows, positions]
+    num_tokens: Tensor,  # [rows], the provisional one among them
+    num_prompt: Tensor,  # [rows]
+) -> Tensor:
+    """The entries' logits after allowed ids, bans, bias and penalties, [len(entries), V] float32."""
+    kernels = _triton("adjust") if logits.is_cuda else reference_adjust
+    scores: Tensor = kernels.adjust(logits, entries, rows, asks, token_ids, num_tokens, num_prompt)
+    return scores
 
 
 def copy_words(source: Tensor, target: Tensor, runs: Tensor, longest: int) -> None:

@@ -136,6 +136,8 @@ class Worker:
             steps.capture()
             logger.info("Graph capturing took %.2f seconds", watch.total())
         self.runner = DeviceRunner(ShadowedSteps(steps, self.shadow) if self._shadow_wanted else steps, self.store, rows, self.faults)
+        if self.device.type == "cuda":
+            self.runner.sampler.warm_up(getattr(torch, self.dtype))
 
     def _compile_ahead(self, geometry: CacheGeometry) -> "list[Future[object]]":
         """Kernels are compiled while weights are read."""

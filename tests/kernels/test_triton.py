@@ -40,6 +40,11 @@ def test_a_layer_of_a_few_rows_agrees_with_the_twins() -> None:
     assert said.count(" ok ") == 2 and "all agree with their twins" in said
 
 
+def test_the_script_that_checks_and_times_sampling_runs_through() -> None:
+    said = script("gpu_sampling", "--tiny")
+    assert "all agree with their twins" in said and said.count(" us, host ") == 14
+
+
 def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
     taken = python("-m", "tests.support.hopper", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0").splitlines()
     names = {line.split()[0] for line in taken}
@@ -48,5 +53,5 @@ def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
         "best_of_rows",
         "decode_few",
         "merge_few",
-    }
+    } | {"find_tops", "sum_masses", "settle", "search", "race", "finish", "stand", "nearest", "lay_out", "adjust_rows"}
     assert {line.split()[1] for line in taken if line.startswith("prefill")} == {"wgmma"}

@@ -17,11 +17,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from octavo.kernels.asks import HEAD
+from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.activation import silu_and_mul
+from octavo.kernels.triton.adjust import adjust
 from octavo.kernels.triton.attention import paged_attention
 from octavo.kernels.triton.attention_few import decode_attention_parts
 from octavo.kernels.triton.copy_blocks import copy_blocks
+from octavo.kernels.triton.draw import draw
 from octavo.kernels.triton.norm import add_rms_norm
+from octavo.kernels.triton.rank import rank
 from octavo.kernels.triton.sampling import sample
 from octavo.kernels.triton.skinny import gate_up, linear, merge_linear, norm_linear
 from octavo.kernels.triton.write_kv import write_kv
@@ -98,7 +103,12 @@ def main() -> None:
         x, scales, weight = torch.empty(rows, size, **bf16), torch.empty(size, **bf16), torch.empty(1024, size, **bf16)
         linear(x, weight), norm_linear(x, x, scales, 1e-6, weight), gate_up(x, x, scales, 1e-6, weight)
     silu_and_mul(x), add_rms_norm(x, x, scales, 1e-6)
-    sample(torch.empty(4, 151936, **bf16), torch.ones(4), torch.zeros(4, 4, dtype=torch.int64), index[:4])
+    logits, lines = torch.empty(4, 151936, **bf16), torch.zeros(4, 11, dtype=torch.int32)
+    sample(logits, torch.ones(4), torch.zeros(4, 4, dtype=torch.int64), index[:4])
+    floats = lines.view(torch.float32)
+    draw(logits, Draws(floats[:, 2], lines[:, 3], floats[:, 4], floats[:, 5], lines[:, 6:10], index[:4].int()))
+    rank(logits, index[:4], 5)
+    adjust(logits, [0], [0], [torch.zeros(HEAD, dtype=torch.int32)], lines[:, 2:], lines[:, 0], lines[:, 1])
     print("\n".join(taken))
 
 
