@@ -26,6 +26,7 @@ from octavo.kernels.triton.skinny import gate_up, linear, norm_linear
 from octavo.kernels.triton.write_kv import write_kv
 
 ASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+PUT_ASIDE = 16  # bytes of a loop's invariants, stored before and loaded after it
 SHARED_MEMORY = 227 * 1024  # of one block of threads
 
 
@@ -54,7 +55,7 @@ def compile_only() -> list[str]:
         spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
         products = "wgmma" if "wgmma.mma_async" in kernel.asm["ptx"] else "mma" if "mma.sync" in kernel.asm["ptx"] else "-"
         taken.append(f"{self.fn.__name__} {products} spilled {spilled} shared {kernel.metadata.shared}")
-        assert spilled == 0 and kernel.metadata.shared <= SHARED_MEMORY, taken[-1]
+        assert spilled <= PUT_ASIDE and kernel.metadata.shared <= SHARED_MEMORY, taken[-1]
 
     driver.set_active(NoGPU())
     JITFunction.run = compiled
