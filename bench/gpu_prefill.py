@@ -36,16 +36,15 @@ RAGGED: Mix = [(300, 300), (77, 500), (1, 700), (0, 40), (513, 513), (1, 1), (2,
 
 PREFILL = [
     Tiles(128, 8, 2, 128, described=True, lagging=True),
+    Tiles(128, 8, 3, 128, described=True, lagging=True),
+    Tiles(128, 8, 2, 128, lagging=True),
     Tiles(128, 8, 2, 128, described=True),
-    Tiles(128, 8, 2, 128),
-    Tiles(128, 8, 3, 128, described=True),
-    Tiles(64, 4, 2, 128, described=True),
-    Tiles(64, 4, 3, 128, described=True),
+    Tiles(64, 8, 2, 128, described=True, lagging=True),
     Tiles(64, 8, 3, 128, described=True, lagging=True),
-    Tiles(64, 8, 3, 128, described=True),
-    Tiles(64, 8, 3, 256, described=True),
-    Tiles(128, 4, 2, 64, described=True, lagging=True),
-    Tiles(128, 4, 2, 64, described=True),
+    Tiles(64, 8, 4, 128, described=True, lagging=True),
+    Tiles(64, 4, 2, 128, described=True),
+    Tiles(64, 4, 2, 64, described=True, lagging=True),
+    Tiles(64, 8, 2, 256, described=True),
 ]
 DECODE = [Tiles(*shape) for shape in ((32, 2, 2), (32, 2, 3), (32, 2, 4), (64, 2, 2), (64, 2, 3), (64, 2, 4), (64, 4, 3), (128, 4, 3))]
 

@@ -32,8 +32,9 @@ from octavo.kernels.triton.skinny import gate_up, linear, norm_linear
 from octavo.kernels.triton.write_kv import write_kv
 
 ASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+PUT_ASIDE = 16  # bytes of a loop's invariants, stored before and loaded after it
 SHARED_MEMORY = 227 * 1024  # of one block of threads
-SPILLED = {"prefill": 2048}  # bytes: the tiles that were quickest on a GPU spill a little, and all features at once more
+SPILLED = {"prefill": 1024}  # the tiles that were quickest on a GPU spill a little
 
 
 class NoGPU:
@@ -61,7 +62,7 @@ def compile_only() -> list[str]:
         spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
         products = "wgmma" if "wgmma.mma_async" in kernel.asm["ptx"] else "mma" if "mma.sync" in kernel.asm["ptx"] else "-"
         taken.append(f"{self.fn.__name__} {products} spilled {spilled} shared {kernel.metadata.shared}")
-        assert spilled <= SPILLED.get(self.fn.__name__, 0) and kernel.metadata.shared <= SHARED_MEMORY, taken[-1]
+        assert spilled <= SPILLED.get(self.fn.__name__, PUT_ASIDE) and kernel.metadata.shared <= SHARED_MEMORY, taken[-1]
 
     driver.set_active(NoGPU())
     JITFunction.run = compiled

@@ -62,16 +62,13 @@ def load_tile(
     if SOURCE == "tiles":
         return source.load([shift + start, kv_head * DIM])
     else:
-        line = tl.arange(0, TILE)
-        position = start + line
+        position = start + tl.arange(0, TILE)
         inside = position < end
-        if SOURCE == "tokens":  # one pointer and known distances from it
-            return load_lines(
-                source + ((shift + start).to(tl.int64) * STRIDE + kv_head * DIM), line.to(tl.int64) * STRIDE, inside, DIM, DIM_TILE, MASKED
-            )
+        if SOURCE == "tokens":
+            place = (shift + position).to(tl.int64) * STRIDE + kv_head * DIM
         else:
             place = (slots_of(table, position, inside, region_size, BLOCK_SIZE, PAGED) * KV_HEADS + kv_head) * DIM
-            return load_lines(source, place, inside, DIM, DIM_TILE, MASKED)
+        return load_lines(source, place, inside, DIM, DIM_TILE, MASKED)
 
 
 @triton.jit

@@ -36,10 +36,10 @@ def prefill_tiles(dtype: torch.dtype, head_dim: int, plain: bool = True) -> Tile
     if dtype == torch.float32:
         return Tiles(keys=16, warps=4, stages=2, queries=32)
     if head_dim > 128:
-        return Tiles(keys=32, warps=8, stages=2, queries=128, described=True, lagging=True)
+        return Tiles(keys=32, warps=8, stages=3, queries=128, described=True, lagging=True)
     if plain:  # no window, cap, sinks or slopes: they would take registers that these tiles do not leave
         return Tiles(keys=64, warps=4, stages=2, queries=128, described=True)
-    return Tiles(keys=128, warps=8, stages=2, queries=128, described=True, lagging=True)
+    return Tiles(keys=64, warps=8, stages=3, queries=128, described=True, lagging=True)
 
 
 def decode_splits(rows: int, kv_heads: int, max_context: int) -> int:
