@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from octavo.attention.backend import Rope, load_backend
@@ -24,11 +23,11 @@ from octavo.kernels.reference import attention_few as plain_attention
 from octavo.kernels.reference import sampling as plain_sampling
 from octavo.kernels.reference import skinny as plain
 from octavo.kernels.triton import attention_few, sampling, skinny
-from octavo.kernels.triton.dependent import begin, can_depend, wait
-from octavo.kernels.triton.few_tiles import DecodeTiles, ProductTiles, decode_tiles, product_tiles
+from octavo.kernels.triton.few_tiles import DecodeTiles, ProductTiles, decode_tiles, merge_tiles, product_tiles
 from octavo.layers.comm import NullComm
 from octavo.model_config import ModelConfig, RopeConfig
 from octavo.models.dense import DenseModel
+from octavo.models.dense_few import few
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -80,16 +79,16 @@ class Kernels:
     def norm_linear(self, *given: Any) -> tuple[Tensor, Tensor]:
         return skinny.norm_linear(*given, tiles=self.tiles.get("qkv"), dependent=self.dependent)
 
-    def decode_attention(self, *given: Any) -> Tensor:
-        return attention_few.decode_attention(*given, tiles=self.tiles.get("decode"), dependent=self.dependent)
+    def decode_attention_parts(self, *given: Any) -> tuple[Tensor, Tensor]:
+        return attention_few.decode_attention_parts(*given, tiles=self.tiles.get("decode"), dependent=self.dependent)
 
-    def output(self, *given: Any) -> Tensor:
-        return skinny.linear(*given, tiles=self.tiles.get("output"), dependent=self.dependent)
+    def merge_linear(self, *given: Any) -> Tensor:
+        return skinny.merge_linear(*given, tiles=self.tiles.get("merge"), dependent=self.dependent)
 
     def gate_up(self, *given: Any) -> tuple[Tensor, Tensor]:
         return skinny.gate_up(*given, tiles=self.tiles.get("gate_up"), dependent=self.dependent)
 
-    def down(self, *given: Any) -> Tensor:
+    def linear(self, *given: Any) -> Tensor:
         return skinny.linear(*given, tiles=self.tiles.get("down"), dependent=self.dependent)
 
     def head(self, *given: Any) -> tuple[Tensor, Tensor]:
@@ -99,14 +98,9 @@ class Kernels:
 
 
 class Twins:
-    norm_linear, gate_up, output, down = map(staticmethod, (plain.norm_linear, plain.gate_up, plain.linear, plain.linear))
-    head, sample, decode_attention = map(staticmethod, (plain.head, plain_sampling.sample, plain_attention.decode_attention))
-
-
-@triton.jit
-def nothing(x, DEPENDENT: tl.constexpr):
-    begin(DEPENDENT)
-    wait(DEPENDENT)
+    norm_linear, merge_linear, gate_up = staticmethod(plain.norm_linear), staticmethod(plain.merge_linear), staticmethod(plain.gate_up)
+    linear, head, sample = staticmethod(plain.linear), staticmethod(plain.head), staticmethod(plain_sampling.sample)
+    decode_attention_parts = staticmethod(plain_attention.decode_attention_parts)
 
 
 class Bench:
@@ -140,7 +134,6 @@ class Bench:
                 slots=torch.zeros(rows, dtype=torch.int64), sample_index=torch.arange(rows), sample_row=torch.arange(rows),
                 caches=self.caches, block_size=BLOCK,
             )  # fmt: skip
-            self.arrivals = torch.zeros(rows * self.shape.kv_heads, dtype=torch.int32)
             self.temperature = torch.zeros(rows)
             self.noise = torch.randint(0, 2**31, (rows, 4), dtype=torch.int64)
             self.zeros = torch.zeros(rows, self.shape.hidden, dtype=self.dtype)
@@ -162,22 +155,10 @@ class Bench:
         model = self.model
         x, residual = F.embedding(self.tokens, model.embed.weight), self.zeros
         for layer in model.layers:
-            own, norm, mlp_norm = layer.attention, layer.attention_norm, layer.mlp_norm
-            qkv, residual = kernels.norm_linear(x, residual, norm.weight, norm.eps, own.qkv.weight, own.qkv.bias)
-            x = kernels.output(self.attend(layer, qkv, kernels), own.output.weight, own.output.bias)
-            gated, residual = kernels.gate_up(x, residual, mlp_norm.weight, mlp_norm.eps, layer.mlp.gate_up.weight)
-            x = kernels.down(gated, layer.mlp.down.weight, layer.mlp.down.bias)
+            x, residual = few(layer, x, residual, self.batch, kernels)
         logits, hidden = kernels.head(x, residual, model.norm.weight, model.norm.eps, model.head.weight)
         self.tokens.copy_(kernels.sample(logits, self.temperature, self.noise, self.batch.positions[0]))
         return logits, hidden
-
-    def attend(self, layer: Any, qkv: Tensor, kernels: Any) -> Tensor:
-        own, batch = layer.attention, self.batch
-        norms = None if own.norms is None else (own.norms.q_weight, own.norms.k_weight, own.norms.eps)
-        place = batch.positions[0], batch.slots, batch.tables, batch.context_len
-        cache, spec = batch.caches[own.layer], own.backend.spec
-        attend = kernels.decode_attention
-        return attend(qkv, norms, own.rope.cos, own.rope.sin, *place, cache["k"], cache["v"], self.arrivals, spec.scale, spec.window)
 
     def graph(self, run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         run()
@@ -276,21 +257,21 @@ def choices(bench: Bench) -> Iterator[tuple[str, list[Any]]]:
     def products(*tried: tuple[int, int, int]) -> list[ProductTiles]:
         return [ProductTiles(*one) for one in tried]
 
-    decode = [(128, 8, 16, 128), (64, 4, 16, 64), (64, 4, 32, 64), (64, 8, 16, 64), (64, 8, 32, 64), (128, 4, 16, 128), (128, 8, 8, 128)]
-    decode += [(32, 4, 32, 32), (32, 4, 16, 64), (256, 16, 8, 256)]
-    yield "decode", [DecodeTiles(keys, warps, few, few, share, 512) for keys, warps, few, share in decode]
+    decode = [(64, 4, 8, 128), (64, 4, 8, 64), (64, 4, 16, 64), (64, 4, 16, 128), (64, 4, 4, 128), (32, 4, 8, 64), (32, 4, 16, 64)]
+    decode += [(64, 8, 8, 64), (128, 8, 8, 128), (128, 8, 16, 128), (32, 2, 16, 64)]
+    yield "decode", [DecodeTiles(keys, warps, max(few, 8), few, share, 512) for keys, warps, few, share in decode]
     if small:
-        yield "gate_up", products((4, 8, 1), (8, 8, 1), (2, 4, 2), (2, 8, 1), (4, 16, 1), (8, 16, 1), (16, 16, 1), (4, 8, 2))
-        yield "qkv", products((16, 8, 1), (8, 8, 1), (4, 4, 2), (16, 16, 1), (32, 16, 1), (8, 16, 1))
-        yield "output", products((4, 4, 1), (2, 4, 1), (4, 8, 1), (8, 8, 1), (8, 16, 1), (1, 4, 1))
-        yield "down", products((2, 4, 1), (4, 8, 1), (4, 16, 1), (8, 16, 1), (2, 8, 1), (1, 4, 1))
-        yield "head", products((4, 4, 1), (4, 4, 8), (16, 8, 1), (4, 4, 32), (8, 8, 16))
+        yield "gate_up", products((4, 4, 1), (2, 4, 1), (8, 8, 1), (4, 8, 1), (2, 4, 2), (2, 4, 4), (4, 4, 2), (4, 8, 2), (8, 4, 1))
+        yield "qkv", products((4, 4, 1), (8, 8, 1), (16, 8, 1), (2, 4, 1), (4, 4, 2), (2, 4, 2), (2, 4, 4))
+        yield "down", products((2, 4, 1), (2, 8, 1), (4, 8, 1), (1, 4, 1), (4, 16, 1), (1, 4, 2), (2, 8, 2))
+        yield "merge", products((2, 4, 1), (4, 8, 1), (8, 8, 1), (8, 4, 1))
+        yield "head", products((4, 4, 1), (16, 8, 1), (16, 4, 1), (4, 4, 8), (4, 4, 32), (8, 4, 8), (8, 8, 16))
     else:
-        yield "output", products((1, 4, 1), (2, 4, 1), (2, 8, 1), (4, 8, 1), (1, 8, 4), (1, 4, 4), (2, 8, 4))
-        yield "qkv", products((1, 4, 1), (2, 8, 1), (2, 8, 4), (1, 8, 4), (1, 8, 8), (4, 16, 1))
-        yield "down", products((1, 16, 8), (1, 16, 4), (1, 16, 1), (2, 16, 1), (1, 16, 16), (1, 8, 1))
-        yield "gate_up", products((1, 4, 4), (1, 8, 8), (1, 8, 4), (1, 8, 16), (2, 16, 4), (1, 4, 2), (2, 8, 8))
-        yield "head", products((2, 4, 1), (4, 8, 1), (2, 8, 16), (2, 8, 64), (1, 4, 16))
+        yield "gate_up", products((1, 4, 1), (1, 8, 1), (1, 4, 4), (1, 4, 8), (1, 4, 16), (1, 8, 8), (1, 8, 16), (2, 8, 4), (2, 8, 8), (2, 4, 1))
+        yield "down", products((1, 8, 1), (1, 16, 1), (1, 16, 4), (1, 16, 8), (2, 16, 1), (1, 8, 4), (1, 8, 8))
+        yield "qkv", products((2, 4, 1), (2, 8, 1), (4, 8, 1), (1, 4, 8), (2, 8, 4), (2, 8, 8))
+        yield "merge", products((2, 4, 1), (2, 8, 1), (4, 8, 1), (1, 4, 1))
+        yield "head", products((2, 4, 1), (4, 8, 1), (2, 8, 4), (2, 8, 16), (2, 8, 64), (1, 4, 16))
 
 
 def defaults(bench: Bench) -> dict[str, Any]:
@@ -298,7 +279,7 @@ def defaults(bench: Bench) -> dict[str, Any]:
     return {
         "qkv": product_tiles(padded(shape.hidden), (shape.heads + 2 * shape.kv_heads) * shape.head_dim, False),
         "decode": decode_tiles(bench.dtype, bench.rows, bench.width * BLOCK),
-        "output": product_tiles(padded(shape.heads * shape.head_dim), shape.hidden, False),
+        "merge": merge_tiles(padded(shape.heads * shape.head_dim)),
         "gate_up": product_tiles(padded(shape.hidden), shape.intermediate, True),
         "down": product_tiles(padded(shape.intermediate), shape.hidden, False),
         "head": product_tiles(padded(shape.hidden), shape.vocab, False),
@@ -342,35 +323,39 @@ def _short(tiles: Any) -> str:
 
 
 def alone(bench: Bench, kernels: Kernels, context: int) -> None:
-    """Each kernel by itself, over the weights of all layers; the step's own order lets more overlap. And one that does nothing."""
+    """Each kernel by itself, over the weights of all layers; the step's own order lets more overlap."""
     bench.place(context)
-    model, shape, rows = bench.model, bench.shape, bench.rows
-    like = {"dtype": bench.dtype, "device": DEVICE}
-    x, wide, mixed = (torch.randn(rows, size, **like) for size in (shape.hidden, shape.intermediate, shape.heads * shape.head_dim))
+    model, batch, shape = bench.model, bench.batch, bench.shape
+    rows, like = bench.rows, {"dtype": bench.dtype, "device": DEVICE}
+    x, wide = torch.randn(rows, shape.hidden, **like), torch.randn(rows, shape.intermediate, **like)
     qkv = torch.randn(rows, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, **like)
-    dependent = kernels.dependent and can_depend()
-    runs: dict[str, Callable[[Any], Any]] = {
-        "nothing": lambda own: nothing[(264,)](x, DEPENDENT=dependent, num_warps=4, launch_pdl=dependent),
-        "qkv": lambda own: kernels.norm_linear(x, x, own.attention_norm.weight, 1e-6, own.attention.qkv.weight, None),
-        "decode": lambda own: bench.attend(own, qkv, kernels),
-        "output": lambda own: kernels.output(mixed, own.attention.output.weight, None),
-        "gate_up": lambda own: kernels.gate_up(x, x, own.mlp_norm.weight, 1e-6, own.mlp.gate_up.weight),
-        "down": lambda own: kernels.down(wide, own.mlp.down.weight, None),
-    }
-    first = model.layers[0]
-    moved = {
-        "qkv": first.attention.qkv.weight.nbytes, "output": first.attention.output.weight.nbytes,
-        "gate_up": first.mlp.gate_up.weight.nbytes, "down": first.mlp.down.weight.nbytes,
-        "decode": 2 * rows * context * shape.kv_heads * shape.head_dim * bench.dtype.itemsize,
+
+    def decode(layer: Any) -> tuple[Tensor, Tensor]:
+        own = layer.attention
+        norms = (own.norms.q_weight, own.norms.k_weight, own.norms.eps)
+        place = batch.positions[0], batch.slots, batch.tables, batch.context_len
+        cache = batch.caches[own.layer]
+        return kernels.decode_attention_parts(qkv, norms, own.rope.cos, own.rope.sin, *place, cache["k"], cache["v"], 0.1, None)
+
+    parts = decode(model.layers[0])
+    runs: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor | None]]] = {
+        "qkv": (lambda own: kernels.norm_linear(x, x, own.attention_norm.weight, 1e-6, own.attention.qkv.weight, None),
+                lambda own: own.attention.qkv.weight),
+        "decode": (decode, lambda own: None),
+        "merge": (lambda own: kernels.merge_linear(*parts, own.attention.output.weight, None), lambda own: own.attention.output.weight),
+        "gate_up": (lambda own: kernels.gate_up(x, x, own.mlp_norm.weight, 1e-6, own.mlp.gate_up.weight), lambda own: own.mlp.gate_up.weight),
+        "down": (lambda own: kernels.linear(wide, own.mlp.down.weight, None), lambda own: own.mlp.down.weight),
     }  # fmt: skip
+    cache_bytes = 2 * rows * context * shape.kv_heads * shape.head_dim * bench.dtype.itemsize
     said = []
-    for name, run in runs.items():
+    for name, (run, weight_of) in runs.items():
         spent = replay_time(bench.graph(lambda run=run: [run(layer) for layer in model.layers])) / shape.layers
-        said.append(f"{name} {spent:.2f} us" + (f" {moved[name] / spent / 1e6:.2f} TB/s" if name in moved else ""))
+        weight = weight_of(model.layers[0])
+        said.append(f"{name} {spent:.2f} us {(cache_bytes if weight is None else weight.nbytes) / spent / 1e6:.2f} TB/s")
     spent = replay_time(bench.graph(lambda: kernels.head(x, x, model.norm.weight, 1e-6, model.head.weight)))
     said.append(f"head {spent:.1f} us {model.head.weight.nbytes / spent / 1e6:.2f} TB/s")
     logits = torch.randn(rows, shape.vocab, **like)
-    spent = replay_time(bench.graph(lambda: sampling.sample(logits, bench.temperature, bench.noise, bench.batch.positions[0])))
+    spent = replay_time(bench.graph(lambda: sampling.sample(logits, bench.temperature, bench.noise, batch.positions[0])))
     said.append(f"sample {spent:.1f} us")
     print(f"alone, dependent={kernels.dependent}, {context}: " + ", ".join(said), flush=True)
 
@@ -389,12 +374,12 @@ def measure(name: str, seconds: float) -> bool:
                   f"{bench.rows * 1e6 / spent[True]:.0f} tok/s, {rate:.2f} TB/s", flush=True)  # fmt: skip
 
     report(Kernels(), "tiles by rule")
-    for context in CONTEXTS:
-        alone(bench, Kernels(), context)
+    alone(bench, Kernels(dependent=False), CONTEXTS[0])
     best = sweep(bench, seconds)
     report(best, "best tiles")
     for on in (False, True):
         alone(bench, replace(best, dependent=on), CONTEXTS[0])
+    alone(bench, best, CONTEXTS[1])
     print(f"{name} best: {best.tiles}", flush=True)
     for rows in (2, 4):
         bench.set(rows, CONTEXTS[0])

@@ -70,8 +70,13 @@ class AttentionBackend(Protocol):
 
 
 class FewBackend(AttentionBackend, Protocol):
-    def attend_few(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
-        """`write` and `attend` at once for a few rows of one query; returns [R, heads * head_dim]."""
+    def attend_few(
+        self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """`write` and `attend` at once for a few rows of one query, their context in splits.
+
+        (parts [R, splits, heads, head_dim], their log-sum-exp [R, splits, heads] in units of log2), both float32
+        """
 
 
 # name -> "module:Class", imported when chosen

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.attention.backend import AttentionSpec, QKNorm, Rope, refuse_unsupported
 from octavo.attention.forward_batch import ForwardBatch
-from octavo.kernels.ops import decode_attention, few_rows, paged_attention, write_kv
+from octavo.kernels.ops import decode_attention_parts, few_rows, paged_attention, write_kv
 
 
 class TritonBackend:
@@ -24,7 +24,6 @@ class TritonBackend:
         refuse_unsupported(self.name, spec, supported=("window",))
         self.spec = spec
         self.few_rows = few_rows(spec.head_dim)
-        self.arrivals = torch.zeros(self.few_rows * spec.num_kv_heads, dtype=torch.int32)  # what `decode_attention` counts by
 
     @staticmethod
     def prepare(batch: ForwardBatch) -> Any:
@@ -39,10 +38,12 @@ class TritonBackend:
             batch.max_query, batch.max_context, self.spec.window, fresh=_fresh(q, self.spec),
         )  # fmt: skip
 
-    def attend_few(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
-        return decode_attention(
+    def attend_few(
+        self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        return decode_attention_parts(
             qkv, _weights(norms), rope.cos, rope.sin, batch.positions[0], batch.slots, batch.tables, batch.context_len,
-            cache["k"], cache["v"], self.arrivals, self.spec.scale, self.spec.window,
+            cache["k"], cache["v"], self.spec.scale, self.spec.window,
         )  # fmt: skip
 
 
@@ -56,7 +57,6 @@ class TritonRegions:
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
         self.few_rows = few_rows(spec.head_dim)
-        self.arrivals = torch.zeros(self.few_rows * spec.num_kv_heads, dtype=torch.int32)  # what `decode_attention` counts by
 
     @staticmethod
     def prepare(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
@@ -80,16 +80,18 @@ class TritonRegions:
             batch.max_query, batch.max_context, self.spec.window, paged=False, fresh=_fresh(q, self.spec),
         )  # fmt: skip
 
-    def attend_few(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
+    def attend_few(
+        self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
         """Regions are blocks in a row: a table counts up from the first of its region."""
         tables, of_tokens = batch.attention
         size = batch.block_size
         blocks = cache["k"].shape[1] // size
         k_cache, v_cache = (cache[name].view(-1, size, *cache[name].shape[2:]) for name in "kv")
         counted = tables * blocks + torch.arange(batch.tables.shape[1], device=tables.device, dtype=tables.dtype)
-        return decode_attention(
+        return decode_attention_parts(
             qkv, _weights(norms), rope.cos, rope.sin, batch.positions[0], of_tokens * blocks * size + batch.positions[0], counted,
-            batch.context_len, k_cache, v_cache, self.arrivals, self.spec.scale, self.spec.window,
+            batch.context_len, k_cache, v_cache, self.spec.scale, self.spec.window,
         )  # fmt: skip
 
 

@@ -103,13 +103,19 @@ def gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight
     return gated, stream
 
 
+def merge_linear(parts: Tensor, parts_lse: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The merged parts [rows, splits, heads, head_dim] times W^T, [rows, out]"""
+    product: Tensor = (_triton("skinny") if parts.is_cuda else reference_skinny).merge_linear(parts, parts_lse, weight, bias)
+    return product
+
+
 def few_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [rows, in], weight [out, in] -> [rows, out]"""
     product: Tensor = (_triton("skinny") if x.is_cuda else reference_skinny).linear(x, weight, bias)
     return product
 
 
-def decode_attention(
+def decode_attention_parts(
     qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim]
     norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k [head_dim], eps
     cos: Tensor,  # [max_position, head_dim / 2] float32
@@ -117,19 +123,18 @@ def decode_attention(
     positions: Tensor,  # [rows]
     slots: Tensor,  # [rows]
     tables: Tensor,  # [rows, B]
-    context_len: Tensor,  # [rows]: tokens, the new one included; 0 is padding, which writes nothing and yields zeros
+    context_len: Tensor,  # [rows]: tokens, the new one included; 0 is padding, which writes nothing
     k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
     v_cache: Tensor,
-    arrivals: Tensor,  # [rows * kv_heads or more] int32, zero; zero again afterwards. Nobody else's while this runs
     scale: float,
     window: int | None,
-) -> Tensor:
-    """Writes the new keys and values to their slots, and returns attention over each row's context [rows, heads * head_dim]."""
+) -> tuple[Tensor, Tensor]:
+    """(parts [rows, splits, heads, head_dim], their log-sum-exp [rows, splits, heads] in units of log2), both float32"""
     kernels = _triton("attention_few") if qkv.is_cuda else reference_attention_few
-    mixed: Tensor = kernels.decode_attention(
-        qkv, norms, cos, sin, positions, slots, tables, context_len, k_cache, v_cache, arrivals, scale, window
+    parts, parts_lse = kernels.decode_attention_parts(
+        qkv, norms, cos, sin, positions, slots, tables, context_len, k_cache, v_cache, scale, window
     )
-    return mixed
+    return parts, parts_lse
 
 
 def copy_blocks(buffers: list[Tensor], pairs: list[tuple[int, int]]) -> None:

@@ -1,10 +1,10 @@
 """A dense layer over the fewest rows of a decode step, as five kernels: each product takes along what stands in front of it.
 
-    norm_linear    residual add, norm, q k v
-    attend_few     norms of the heads, rotation, cache write, attention
-    few_linear     output
-    gate_up        residual add, norm, gate and up, silu(gate) * up
-    few_linear     down
+    norm_linear              residual add, norm, q k v
+    attend_few               norms of the heads, rotation, cache write, attention in splits
+    merge_linear             merge of the splits, output
+    gate_up                  residual add, norm, gate and up, silu(gate) * up
+    few_linear               down
 
 It means what `DenseLayer.forward` does. One stream is all latency: fewer kernels, and each begins while the last one runs.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.attention.backend import FewBackend
 from octavo.attention.forward_batch import ForwardBatch
-from octavo.kernels.ops import few_linear, gate_up, norm_linear
+from octavo.kernels.ops import few_linear, gate_up, merge_linear, norm_linear
 from octavo.layers.linear import Linear
 from octavo.quant.base import Unquantized
 
@@ -36,8 +36,8 @@ def few(layer: "DenseLayer", x: Tensor, residual: Tensor, batch: ForwardBatch) -
     attention, norm = layer.attention, layer.attention_norm
     cache = batch.caches[attention.layer]
     qkv, residual = norm_linear(x, residual, norm.weight, norm.eps, *_parameters(attention.qkv))
-    mixed = cast(FewBackend, attention.backend).attend_few(qkv, attention.norms, attention.rope, cache, batch)
-    x = few_linear(mixed, *_parameters(attention.output))
+    parts, parts_lse = cast(FewBackend, attention.backend).attend_few(qkv, attention.norms, attention.rope, cache, batch)
+    x = merge_linear(parts, parts_lse, *_parameters(attention.output))
     norm = layer.mlp_norm
     gated, residual = gate_up(x, residual, norm.weight, norm.eps, _parameters(layer.mlp.gate_up)[0])
     return few_linear(gated, *_parameters(layer.mlp.down)), residual

@@ -22,13 +22,13 @@ from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.activation import silu_and_mul
 from octavo.kernels.triton.adjust import adjust
 from octavo.kernels.triton.attention import paged_attention
-from octavo.kernels.triton.attention_few import decode_attention
+from octavo.kernels.triton.attention_few import decode_attention_parts
 from octavo.kernels.triton.copy_blocks import copy_blocks
 from octavo.kernels.triton.draw import draw
 from octavo.kernels.triton.norm import add_rms_norm
 from octavo.kernels.triton.rank import rank
 from octavo.kernels.triton.sampling import sample
-from octavo.kernels.triton.skinny import gate_up, linear, norm_linear
+from octavo.kernels.triton.skinny import gate_up, linear, merge_linear, norm_linear
 from octavo.kernels.triton.write_kv import write_kv
 
 ASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
@@ -98,8 +98,8 @@ def main() -> None:
     copy_blocks([cache], [(1, 2)])
     for rows in (1, 4):
         few = tables.narrow(0, 0, rows), index[:rows]
-        counts = torch.zeros(rows * kv_heads, dtype=torch.int32)
-        decode_attention(qkv[:rows], norms, turns, turns, index[:rows], index[:rows], *few, cache, cache, counts, 0.1)
+        parts = decode_attention_parts(qkv[:rows], norms, turns, turns, index[:rows], index[:rows], *few, cache, cache, 0.1)
+        merge_linear(*parts, torch.empty(size, heads * dim, **bf16))
     for rows in (1, 16):
         x, scales, weight = torch.empty(rows, size, **bf16), torch.empty(size, **bf16), torch.empty(1024, size, **bf16)
         linear(x, weight), norm_linear(x, x, scales, 1e-6, weight), gate_up(x, x, scales, 1e-6, weight)

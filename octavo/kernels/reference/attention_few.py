@@ -1,4 +1,6 @@
-"""The twin of decode attention in one kernel: the cache write, then attention over the cache."""
+"""The twin of decode attention in one kernel: the cache write, then attention over the cache, all of it as the first split."""
+
+import math
 
 import torch
 from torch import Tensor
@@ -7,7 +9,7 @@ from octavo.kernels.reference.paged_attention import paged_attention
 from octavo.kernels.reference.write_kv import write_kv
 
 
-def decode_attention(
+def decode_attention_parts(
     qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim]
     norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k [head_dim], eps
     cos: Tensor,  # [max_position, head_dim / 2] float32
@@ -15,19 +17,22 @@ def decode_attention(
     positions: Tensor,  # [rows]
     slots: Tensor,  # [rows]
     tables: Tensor,  # [rows, B]
-    context_len: Tensor,  # [rows]: tokens, the new one included; 0 is padding, which writes nothing and yields zeros
+    context_len: Tensor,  # [rows]: tokens, the new one included; 0 is padding, which writes nothing
     k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
     v_cache: Tensor,
-    arrivals: Tensor | None,  # what the kernel counts its splits by
     scale: float,
     window: int | None = None,
-) -> Tensor:
-    """Writes the new keys and values to their slots, and returns attention over each row's context [rows, heads * head_dim]."""
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(parts [rows, splits, heads, head_dim], their log-sum-exp [rows, splits, heads] in units of log2), both float32"""
     kv_heads, head_dim = k_cache.shape[2:]
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    parts = torch.zeros(len(qkv), splits or 1, heads, head_dim, device=qkv.device)
+    parts_lse = torch.full(parts.shape[:-1], -torch.inf, device=qkv.device)
     rows = context_len.nonzero().squeeze(1)
     q = write_kv(qkv[rows], norms, cos, sin, positions[rows].long(), slots[rows].long(), k_cache, v_cache)
+    out, lse = parts.new_empty(q.shape), parts.new_empty(q.shape[:2])
     starts = torch.arange(len(rows) + 1)
-    mixed = paged_attention(q, k_cache, v_cache, tables[rows], starts, context_len[rows], scale, torch.empty_like(q), window)
-    out = qkv.new_zeros(len(qkv), qkv.shape[1] - 2 * kv_heads * head_dim)
-    out[rows] = mixed.flatten(1)
-    return out
+    paged_attention(q, k_cache, v_cache, tables[rows], starts, context_len[rows], scale, out, window, lse)
+    parts[rows, 0], parts_lse[rows, 0] = out, lse / math.log(2)
+    return parts, parts_lse

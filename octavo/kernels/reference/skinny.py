@@ -1,5 +1,8 @@
 """The twins of the products of a few rows: what stands in front and the gate behind as steps of their own."""
 
+import math
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -30,3 +33,16 @@ def gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight
     """(silu(gate) * up of rms_norm(x + residual), the new residual); weight [2 * size, in], gate over up"""
     product, stream = norm_linear(x, residual, norm_weight, eps, weight)
     return silu_and_mul(product), stream
+
+
+def merge_linear(
+    parts: Tensor,  # [rows, splits, heads, head_dim] float32
+    parts_lse: Tensor,  # [rows, splits, heads], in units of log2; -inf: nothing, and the part is not read
+    weight: Tensor,  # [out, heads * head_dim]
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The merged parts times W^T, [rows, out]"""
+    seen = (parts_lse > -torch.inf).unsqueeze(-1)
+    weights = torch.softmax(parts_lse.nan_to_num(neginf=-1e30) * math.log(2), 1).unsqueeze(-1)
+    mixed = torch.where(seen, parts * weights, 0).sum(1)  # [rows, heads, head_dim]
+    return F.linear(mixed.flatten(1).to(weight.dtype), weight, bias)

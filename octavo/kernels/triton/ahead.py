@@ -14,14 +14,14 @@ from octavo.kernels.row_words import RowLayout
 from octavo.kernels.step_tensors import StepMemory
 from octavo.kernels.triton.activation import silu_and_mul
 from octavo.kernels.triton.attention import paged_attention
-from octavo.kernels.triton.attention_few import decode_attention
+from octavo.kernels.triton.attention_few import decode_attention_parts
 from octavo.kernels.triton.attention_tiles import decode_splits
 from octavo.kernels.triton.copy_blocks import copy_blocks
 from octavo.kernels.triton.few_tiles import FEW_ROWS
 from octavo.kernels.triton.norm import add_rms_norm
 from octavo.kernels.triton.rows import copy_words, finish, prepare
 from octavo.kernels.triton.sampling import sample
-from octavo.kernels.triton.skinny import gate_up, linear, norm_linear
+from octavo.kernels.triton.skinny import gate_up, linear, merge_linear, norm_linear
 from octavo.kernels.triton.write_kv import write_kv
 from octavo.model_config import ModelConfig
 
@@ -78,10 +78,11 @@ class Ahead:
         def call() -> None:
             config = self.config
             tables = self.words(rows, -(-self.max_len // self.size))
-            decode_attention(
+            parts = decode_attention_parts(
                 self.qkv(rows), self.norms(), *self.turns(), self.places(rows), self.places(rows), tables, self.words(rows) + 1,
-                self.cache(), self.cache(), self.words(rows * config.num_kv_heads), config.head_dim**-0.5, window,
+                self.cache(), self.cache(), config.head_dim**-0.5, window,
             )  # fmt: skip
+            merge_linear(*parts, self.numbers(config.hidden_size, config.num_heads * config.head_dim), None)
 
         return call
 
@@ -94,8 +95,6 @@ class Ahead:
             norm_linear(x, x, scale, config.norm_eps, self.numbers(wide, hidden), bias)
             gate_up(x, x, scale, config.norm_eps, self.numbers(2 * inner, hidden))
             linear(self.numbers(rows, inner), self.numbers(hidden, inner), None)
-            heads = config.num_heads * config.head_dim
-            linear(self.numbers(rows, heads), self.numbers(hidden, heads), None)
 
         return call
 

@@ -5,8 +5,7 @@
                     split, tile by tile                                      writes them to their slot, which no program reads
 
 The splits grow with the context, and so does their number, so that a short context is not cut to pieces that cost more to merge
-than they gain, and a long one fills the GPU. Each program leaves its part and its log-sum-exp; the one that comes last, by a count
-of arrivals, merges them all, in the order of the splits, so that it does not matter who that is.
+than they gain, and a long one fills the GPU. Each program leaves its part and its log-sum-exp; `merge_few` weighs them.
 """
 
 import torch
@@ -19,8 +18,6 @@ from octavo.kernels.triton.attention_tiles import MIN_DOT
 from octavo.kernels.triton.dependent import begin, can_depend, wait
 from octavo.kernels.triton.few_tiles import DecodeTiles, decode_tiles
 
-TOGETHER = tl.constexpr(16)  # splits read at once
-
 
 @triton.jit
 def turned(head, exchanged, scales, scales_exchanged, eps, cos, sin, DIM: tl.constexpr, NORM: tl.constexpr):
@@ -32,31 +29,6 @@ def turned(head, exchanged, scales, scales_exchanged, eps, cos, sin, DIM: tl.con
         x = ((x * scale).to(kind).to(tl.float32) * scales.to(tl.float32)[None, :]).to(kind).to(tl.float32)
         y = ((y * scale).to(kind).to(tl.float32) * scales_exchanged.to(tl.float32)[None, :]).to(kind).to(tl.float32)
     return (x * cos[None, :] + y * sin[None, :]).to(kind)
-
-
-@triton.jit
-def merged(parts, parts_lse, used, GROUP: tl.constexpr, MEMBERS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr):
-    """The first `used` splits of one KV head's queries, [1, MEMBERS, DIM]. parts [splits, HEADS, DIM]
-
-    Read around the L1, which other programs' writes do not reach.
-    """
-    split = tl.arange(0, TOGETHER)[:, None, None]
-    member = tl.arange(0, MEMBERS)[None, :, None]
-    dim = tl.arange(0, DIM)[None, None, :]
-    largest = tl.full([1, MEMBERS, 1], HIDDEN, tl.float32)
-    total = tl.zeros([1, MEMBERS, 1], tl.float32)
-    mixed = tl.zeros([1, MEMBERS, DIM], tl.float32)
-    for start in range(0, used, TOGETHER):
-        wanted = (start + split < used) & (member < GROUP)
-        at = (start + split) * HEADS + member
-        log_sum = tl.load(parts_lse + at, mask=wanted, other=float("-inf"), cache_modifier=".cg")
-        part = tl.load(parts + at * DIM + dim, mask=wanted & (dim < DIM), other=0.0, cache_modifier=".cg")
-        now = tl.maximum(largest, tl.max(log_sum, 0, keep_dims=True))
-        weights, fade = tl.exp2(log_sum - now), tl.exp2(largest - now)
-        total = total * fade + tl.sum(weights, 0, keep_dims=True)
-        mixed = mixed * fade + tl.sum(part * weights, 0, keep_dims=True)
-        largest = now
-    return mixed / tl.where(total > 0, total, 1.0)
 
 
 @triton.jit(do_not_specialize=["table_width", "window"])
@@ -73,10 +45,8 @@ def decode_few(
     context_len,
     k_cache,
     v_cache,
-    arrivals,
     parts,
     parts_lse,
-    out,
     unit,
     table_width,
     window,
@@ -84,7 +54,6 @@ def decode_few(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     GROUP_TILE: tl.constexpr,
-    MEMBERS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -124,11 +93,12 @@ def decode_few(
     last = length - 1  # the new token's place
     share = tl.minimum(tl.maximum(tl.cdiv(last - first, FEW_SPLITS), LEAST_SHARE), LONG_SHARE)
     share = tl.cdiv(tl.maximum(share, tl.cdiv(last - first, SPLITS)), TILE) * TILE
-    used = tl.maximum(tl.cdiv(last - first, share), 1)
-    if split >= used:
-        return
     low = first + split * share
     high = tl.minimum(low + share, last)
+    at = (row.to(tl.int64) * SPLITS + split) * HEADS + head
+    if (low >= high) & (split > 0):
+        tl.store(parts_lse + at, tl.full([GROUP_TILE], float("-inf"), tl.float32), mask=present)
+        return
 
     # The first tile is asked for before q is made ready, each next one before its predecessor is used.
     table = tables + row.to(tl.int64) * table_width
@@ -144,9 +114,9 @@ def decode_few(
     queries = turned(q, q_exchanged, q_scales, q_scales_exchanged, eps, c, s, DIM, NORM)
     key = turned(k, k_exchanged, k_scales, k_scales_exchanged, eps, c, s, DIM, NORM)
     owner = (split == 0) & (length > 0)
-    place_of_new = (slot * KV_HEADS + kv_head) * DIM + dim[None, :] + member[:, None] * 0
-    tl.store(k_cache + place_of_new, key, mask=(member == 0)[:, None] & owner)
-    tl.store(v_cache + place_of_new, v, mask=(member == 0)[:, None] & owner)
+    target = (slot * KV_HEADS + kv_head) * DIM + dim[None, :] + member[:, None] * 0
+    tl.store(k_cache + target, key, mask=(member == 0)[:, None] & owner)
+    tl.store(v_cache + target, v, mask=(member == 0)[:, None] & owner)
 
     largest = tl.where(owner, tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1), LOWEST)
     total = tl.zeros([GROUP_TILE], tl.float32) + tl.where(owner, 1.0, 0.0)
@@ -162,27 +132,11 @@ def decode_few(
         mixed = mix(weights, fade, values, mixed)
         keys, values, inside = next_keys, next_values, more
     result, log_sum = finish(largest, total, mixed, unit)
-
-    kind = out.dtype.element_ty
-    target = out + row.to(tl.int64) * HEADS * DIM
-    if used == 1:
-        tl.store(target + head[:, None] * DIM + dim[None, :], result.to(kind), mask=present[:, None])
-    else:
-        first_part = row.to(tl.int64) * SPLITS * HEADS
-        at = first_part + split * HEADS + head
-        tl.store(parts + at[:, None] * DIM + dim[None, :], result, mask=present[:, None])
-        tl.store(parts_lse + at, log_sum, mask=present)
-        tl.debug_barrier()  # all threads have written what the count below makes known
-        count = arrivals + row * KV_HEADS + kv_head
-        if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == used - 1:
-            tl.store(count, 0)  # for the next kernel
-            first_part += kv_head * GROUP
-            whole = merged(parts + first_part * DIM, parts_lse + first_part, used, GROUP, MEMBERS, HEADS, DIM).to(kind)
-            member_dim = tl.arange(0, MEMBERS)[None, :, None] * DIM + tl.arange(0, DIM)[None, None, :]
-            tl.store(target + kv_head * GROUP * DIM + member_dim, whole, mask=member_dim < GROUP * DIM)
+    tl.store(parts + at[:, None] * DIM + dim[None, :], result, mask=present[:, None])
+    tl.store(parts_lse + at, log_sum, mask=present)
 
 
-def decode_attention(
+def decode_attention_parts(
     qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim]
     norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k [head_dim], eps
     cos: Tensor,  # [max_position, head_dim / 2] float32
@@ -190,38 +144,36 @@ def decode_attention(
     positions: Tensor,  # [rows]
     slots: Tensor,  # [rows]
     tables: Tensor,  # [rows, B]
-    context_len: Tensor,  # [rows]: tokens, the new one included; 0 is padding, which writes nothing and yields zeros
+    context_len: Tensor,  # [rows]: tokens, the new one included; 0 is padding, which writes nothing
     k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
     v_cache: Tensor,
-    arrivals: Tensor,  # [rows * kv_heads or more] int32, zero; zero again afterwards. Nobody else's while this runs
     scale: float,
     window: int | None = None,
+    splits: int | None = None,  # up to which a context is cut; by default as many as the widest table calls for
     tiles: DecodeTiles | None = None,
     dependent: bool = True,
-) -> Tensor:
-    """Writes the new keys and values to their slots, and returns attention over each row's context [rows, heads * head_dim]."""
+) -> tuple[Tensor, Tensor]:
+    """(parts [rows, splits, heads, head_dim], their log-sum-exp [rows, splits, heads] in units of log2), both float32"""
     size, kv_heads, head_dim = k_cache.shape[1:]
     rows, heads = len(qkv), qkv.shape[1] // head_dim - 2 * kv_heads
     _check(qkv, k_cache, v_cache, tables, cos)
     assert positions.is_contiguous() and slots.is_contiguous() and context_len.is_contiguous()
-    assert arrivals.dtype == torch.int32 and arrivals.is_contiguous() and arrivals.numel() >= rows * kv_heads
     chosen = tiles or decode_tiles(qkv.dtype, rows, tables.shape[1] * size, head_dim)
-    out = torch.empty(rows, heads * head_dim, dtype=qkv.dtype, device=qkv.device)
-    parts = torch.empty(rows, chosen.splits, heads, head_dim, dtype=torch.float32, device=qkv.device)
-    parts_lse = torch.empty(rows, chosen.splits, heads, dtype=torch.float32, device=qkv.device)
+    splits = splits or chosen.splits
+    parts = torch.empty(rows, splits, heads, head_dim, dtype=torch.float32, device=qkv.device)
+    parts_lse = torch.empty(rows, splits, heads, dtype=torch.float32, device=qkv.device)
     q_weight, k_weight, eps = norms or (qkv, qkv, 0.0)
-    members = triton.next_power_of_2(heads // kv_heads)
     dependent = dependent and can_depend()
     if rows:
-        decode_few[(rows, kv_heads, chosen.splits)](
-            qkv, q_weight, k_weight, eps, cos, sin, positions, slots, tables, context_len, k_cache, v_cache, arrivals, parts, parts_lse,
-            out, scale * LOG2_E, tables.stride(0), window or 0,
-            HEADS=heads, KV_HEADS=kv_heads, DIM=head_dim, GROUP_TILE=max(members, MIN_DOT), MEMBERS=members,
-            BLOCK_SIZE=size, NORM=norms is not None, WINDOWED=window is not None, SPLITS=chosen.splits, FEW_SPLITS=chosen.few_splits,
+        decode_few[(rows, kv_heads, splits)](
+            qkv, q_weight, k_weight, eps, cos, sin, positions, slots, tables, context_len, k_cache, v_cache, parts, parts_lse,
+            scale * LOG2_E, tables.stride(0), window or 0,
+            HEADS=heads, KV_HEADS=kv_heads, DIM=head_dim, GROUP_TILE=max(triton.next_power_of_2(heads // kv_heads), MIN_DOT),
+            BLOCK_SIZE=size, NORM=norms is not None, WINDOWED=window is not None, SPLITS=splits, FEW_SPLITS=chosen.few_splits,
             LEAST_SHARE=chosen.least_share, LONG_SHARE=chosen.long_share, TILE=chosen.keys, DEPENDENT=dependent,
             num_warps=chosen.warps, num_stages=1, launch_pdl=dependent,
         )  # fmt: skip
-    return out
+    return parts, parts_lse
 
 
 def _check(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, cos: Tensor) -> None:

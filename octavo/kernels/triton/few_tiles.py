@@ -13,7 +13,6 @@ PER_THREAD = 64  # of them in one thread's registers
 PROGRAMS = 1056  # eight for each multiprocessor: from there on programs take turns, and make x ready less often
 MAX_COLUMNS = 8
 MAX_SPLITS = 64
-LONG_SHARE = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,6 @@ class DecodeTiles:
 MEASURED = {
     (1024, 4096, False): ProductTiles(columns=4, warps=4, turns=2),
     (1024, 3072, True): ProductTiles(columns=4, warps=8),
-    (2048, 1024, False): ProductTiles(columns=4, warps=4),
     (4096, 1024, False): ProductTiles(columns=4, warps=8),
     (4096, 6144, False): ProductTiles(columns=4, warps=8),
     (4096, 12288, True): ProductTiles(columns=1, warps=4, turns=4),
@@ -55,10 +53,14 @@ def product_tiles(size: int, out: int, gated: bool) -> ProductTiles:
     return ProductTiles(columns, warps, turns=max(out // (columns * PROGRAMS), 1))
 
 
+def merge_tiles(size: int) -> ProductTiles:
+    return ProductTiles(columns=max(min(HELD_TILE // size, 4), 1), warps=4 if size <= 2048 else 8)
+
+
 def decode_tiles(dtype: torch.dtype, rows: int, max_context: int, head_dim: int = 128) -> DecodeTiles:
-    few = 16 if rows <= 2 else 8
+    few = 8 if rows <= 2 else 4
     splits = few
-    while splits < MAX_SPLITS and splits * LONG_SHARE < max_context:
+    while splits < MAX_SPLITS and splits * 512 < max_context:
         splits *= 2
     keys, warps = (16, 4) if dtype == torch.float32 else (64, 4) if head_dim > 128 else (128, 8)
-    return DecodeTiles(keys, warps, splits=splits, few_splits=few, least_share=128, long_share=LONG_SHARE)
+    return DecodeTiles(keys, warps, splits=splits, few_splits=few, least_share=128, long_share=512)

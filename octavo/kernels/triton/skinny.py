@@ -1,10 +1,11 @@
 """Products of a few rows with large weights, bound by reading the weights once; with what stands in front, in one kernel.
 
-    linear         x W^T                              gate_up    silu(gate) * up of rms_norm(x + residual) W^T
-    norm_linear    rms_norm(x + residual) W^T         head       the same, with the normed rows
+    linear         x W^T                                  head         rms_norm(x + residual) W^T, and the normed rows
+    norm_linear    rms_norm(x + residual) W^T             merge_linear the splits of decode attention, merged, W^T
+    gate_up        silu(gate) * up of that
 
-    rows    1 to 4      all of it is one kernel (product_few)
-            5 to 16     add and norm are one, product and gate another (product_tile)
+    rows    1 to 4      all of it is one kernel (product_few, merge_few)
+            5 to 16     add and norm are one, product and gate another (product_tile); merge_linear ends at 4
 
 Weights are [out, in]; float32, float16 and bfloat16. More rows are a matter of matrix units, and of another kernel.
 """
@@ -14,7 +15,8 @@ import triton
 from torch import Tensor
 
 from octavo.kernels.triton.dependent import can_depend
-from octavo.kernels.triton.few_tiles import FEW_ROWS, ProductTiles, product_tiles
+from octavo.kernels.triton.few_tiles import FEW_ROWS, ProductTiles, merge_tiles, product_tiles
+from octavo.kernels.triton.merge_few import merge_few
 from octavo.kernels.triton.norm import add_rms_norm
 from octavo.kernels.triton.product_few import product_few
 from octavo.kernels.triton.product_tile import product_tile, sum_parts
@@ -82,6 +84,32 @@ def gate_up(
         return _few(x, (residual, norm_weight, eps), weight, None, tiles, dependent, gated=True)
     x, stream = add_rms_norm(x, residual, norm_weight, eps)
     return _tile(x, weight, gated=True), stream
+
+
+def merge_linear(
+    parts: Tensor,  # [rows, splits, heads, head_dim] float32
+    parts_lse: Tensor,  # [rows, splits, heads], in units of log2; -inf: nothing, and the part is not read
+    weight: Tensor,  # [out, heads * head_dim]
+    bias: Tensor | None = None,
+    tiles: ProductTiles | None = None,
+    dependent: bool = True,
+) -> Tensor:
+    """The merged parts times W^T, [rows, out]"""
+    rows, splits, heads, dim = parts.shape
+    assert rows <= FEW_ROWS, f"{rows} rows, at most {FEW_ROWS}"
+    assert parts.is_contiguous() and parts_lse.is_contiguous() and weight.is_contiguous() and weight.shape[1] == heads * dim
+    heads_tile = triton.next_power_of_2(heads)
+    chosen = tiles or merge_tiles(heads_tile * dim)
+    out = torch.empty(rows, len(weight), dtype=weight.dtype, device=parts.device)
+    dependent = dependent and can_depend()
+    if rows:
+        merge_few[(triton.cdiv(len(weight), chosen.columns),)](
+            parts, parts_lse, weight, weight if bias is None else bias, out, rows,
+            HEADS=heads, HEADS_TILE=heads_tile, DIM=dim, SPLITS=splits, OUT=len(weight), COLUMNS=chosen.columns,
+            ROWS=triton.next_power_of_2(rows), BIASED=bias is not None, DEPENDENT=dependent,
+            num_warps=chosen.warps, launch_pdl=dependent,
+        )  # fmt: skip
+    return out
 
 
 def _is_few(x: Tensor) -> bool:

@@ -1,14 +1,14 @@
-"""Decode attention of a few rows in one kernel, against its twin."""
-
-from collections.abc import Callable
+"""Decode attention of a few rows in one kernel and the product that merges its splits, against their twins."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from octavo.kernels.reference import attention_few as plain
-from octavo.kernels.triton.attention_few import decode_attention
+from octavo.kernels.reference import skinny as plain_products
+from octavo.kernels.triton.attention_few import decode_attention_parts
 from octavo.kernels.triton.few_tiles import FEW_ROWS, DecodeTiles, decode_tiles
+from octavo.kernels.triton.skinny import merge_linear
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -28,7 +28,7 @@ class Rows:
         generator = torch.Generator().manual_seed(sum(lengths))
         width = -(-max(lengths) // size)
         order = (torch.randperm(len(lengths) * width, generator=generator) + 1).view(len(lengths), width)
-        self.tables = torch.full((len(lengths), width + 3), 10**6, dtype=torch.int32)[:, :width]  # rows lie apart
+        self.tables = torch.full((len(lengths), width + 3), 10**6, dtype=torch.int32)[:, :width]  # rows lie apart; garbage past the last block
         self.caches = [torch.full((len(lengths) * width + 1, size, KV_HEADS, DIM), torch.nan) for _ in "kv"]
         self.slots = torch.zeros(len(lengths), dtype=torch.int64)
         for row, length in enumerate(lengths):
@@ -48,13 +48,14 @@ class Rows:
         angle = torch.outer(torch.arange(float(max(lengths))), 1e4 ** -(torch.arange(DIM // 2) / (DIM // 2))).to(device)
         self.turns = angle.cos(), angle.sin()
 
-    def attend(self, attention: Callable[..., Tensor], norms: object, window: int | None, **chosen: object) -> list[Tensor]:
-        """What comes out, and the caches after it."""
-        caches, arrivals = [cache.clone() for cache in self.caches], torch.zeros_like(self.slots, dtype=torch.int32).repeat(KV_HEADS)
+    def attend(self, attention: object, norms: object, window: int | None, **chosen: object) -> list[Tensor]:
+        """The merged parts and the caches."""
+        caches = [cache.clone() for cache in self.caches]
         rows = self.positions, self.slots, self.tables, self.context_len
-        out = attention(self.qkv.clone(), norms, *self.turns, *rows, *caches, arrivals, DIM**-0.5, window, **chosen)
-        assert not arrivals.any()
-        return [out, *(cache.nan_to_num(nan=77) for cache in caches)]
+        parts, parts_lse = attention(self.qkv.clone(), norms, *self.turns, *rows, *caches, DIM**-0.5, window, **chosen)  # type: ignore[operator]
+        assert parts.dtype == parts_lse.dtype == torch.float32
+        merged = plain_products.merge_linear(parts, parts_lse, torch.eye(HEADS * DIM, device=parts.device))
+        return [merged, *(cache.nan_to_num(nan=77) for cache in caches)]
 
 
 def assert_near(got: Tensor, exact: Tensor, tolerance: float) -> None:
@@ -64,23 +65,46 @@ def assert_near(got: Tensor, exact: Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("norm", [True, False], ids=["norms", "plain"])
 @DTYPES
-def test_the_new_token_is_written_and_seen_once(dtype: torch.dtype, norm: bool, window: int | None, device: str) -> None:
+def test_the_new_token_is_written_and_seen_once_whatever_the_splits(dtype: torch.dtype, norm: bool, window: int | None, device: str) -> None:
     norms = (random(device, dtype, DIM), random(device, dtype, DIM + 1)[1:], 1e-5) if norm else None
     for lengths, size in (([70, 1, 0, 33], 16), ([91, 2, 17], 1), ([201], 8)):
         rows = Rows(lengths, size, dtype, device)
-        exact = rows.attend(plain.decode_attention, norms, window)
-        for got, expected in zip(rows.attend(decode_attention, norms, window, tiles=TILES), exact):
+        exact = rows.attend(plain.decode_attention_parts, norms, window, splits=4)
+        for got, expected in zip(rows.attend(decode_attention_parts, norms, window, tiles=TILES), exact):
             assert_near(got, expected, TOLERANCE[dtype])
 
 
 def test_tiles_by_rule_agree(device: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         rows = Rows([150, 3], 16, dtype, device)
-        exact = rows.attend(plain.decode_attention, None, None)
-        for got, expected in zip(rows.attend(decode_attention, None, None), exact):
+        exact = rows.attend(plain.decode_attention_parts, None, None)
+        for got, expected in zip(rows.attend(decode_attention_parts, None, None), exact):
             assert_near(got, expected, TOLERANCE[dtype])
 
 
 def test_splits_are_few_until_contexts_are_long() -> None:
-    assert [decode_tiles(torch.bfloat16, 1, context).splits for context in (2048, 32_768, 131_072)] == [16, 64, 64]
-    assert decode_tiles(torch.bfloat16, FEW_ROWS, 2048).splits == 8
+    assert decode_tiles(torch.bfloat16, rows=1, max_context=2048).splits == 8
+    assert decode_tiles(torch.bfloat16, rows=1, max_context=32_768).splits == 64
+    assert decode_tiles(torch.bfloat16, rows=1, max_context=131_072).splits == 64
+    assert decode_tiles(torch.bfloat16, rows=FEW_ROWS, max_context=2048).splits == 4
+
+
+@pytest.mark.parametrize("rows", [1, 3, FEW_ROWS])
+@DTYPES
+def test_merge_linear_reads_only_splits_that_hold_something(dtype: torch.dtype, rows: int, device: str) -> None:
+    for splits in (1, 2, 16):
+        parts, weight = random(device, torch.float32, rows, splits, HEADS, DIM), random(device, dtype, 23, HEADS * DIM)[2:]
+        parts_lse, bias = random(device, torch.float32, rows, splits, HEADS) * 9, random(device, dtype, 21)
+        for row in range(rows):
+            filled = (splits - 2 * row) if row < 2 else 0  # the third row is padding
+            parts[row, max(filled, 0) :], parts_lse[row, max(filled, 0) :] = torch.nan, -torch.inf
+        for offset in (bias, None):
+            got = merge_linear(parts, parts_lse, weight, offset)
+            assert got.dtype == dtype
+            assert_near(got, plain_products.merge_linear(parts, parts_lse, weight, offset), 4 * TOLERANCE[dtype])
+
+
+def test_more_rows_than_a_few_are_refused(device: str) -> None:
+    parts = torch.zeros(FEW_ROWS + 1, 1, HEADS, DIM, device=device)
+    with pytest.raises(AssertionError, match="5 rows, at most 4"):
+        merge_linear(parts, parts[..., 0], torch.zeros(4, HEADS * DIM, device=device))
