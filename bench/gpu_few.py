@@ -27,7 +27,6 @@ from octavo.kernels.triton.few_tiles import DecodeTiles, ProductTiles, decode_ti
 from octavo.layers.comm import NullComm
 from octavo.model_config import ModelConfig, RopeConfig
 from octavo.models.dense import DenseModel
-from octavo.models.dense_few import few
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -155,10 +154,24 @@ class Bench:
         model = self.model
         x, residual = F.embedding(self.tokens, model.embed.weight), self.zeros
         for layer in model.layers:
-            x, residual = few(layer, x, residual, self.batch, kernels)
+            own, norm, mlp_norm = layer.attention, layer.attention_norm, layer.mlp_norm
+            qkv, residual = kernels.norm_linear(x, residual, norm.weight, norm.eps, own.qkv.weight, own.qkv.bias)
+            x = kernels.merge_linear(*self.attend(layer, qkv, kernels), own.output.weight, own.output.bias)
+            gated, residual = kernels.gate_up(x, residual, mlp_norm.weight, mlp_norm.eps, layer.mlp.gate_up.weight)
+            x = kernels.linear(gated, layer.mlp.down.weight, layer.mlp.down.bias)
         logits, hidden = kernels.head(x, residual, model.norm.weight, model.norm.eps, model.head.weight)
         self.tokens.copy_(kernels.sample(logits, self.temperature, self.noise, self.batch.positions[0]))
         return logits, hidden
+
+    def attend(self, layer: Any, qkv: Tensor, kernels: Any) -> tuple[Tensor, Tensor]:
+        own, batch = layer.attention, self.batch
+        norms = None if own.norms is None else (own.norms.q_weight, own.norms.k_weight, own.norms.eps)
+        place = batch.positions[0], batch.slots, batch.tables, batch.context_len
+        cache, spec, attend = batch.caches[own.layer], own.backend.spec, kernels.decode_attention_parts
+        parts: tuple[Tensor, Tensor] = attend(
+            qkv, norms, own.rope.cos, own.rope.sin, *place, cache["k"], cache["v"], spec.scale, spec.window
+        )
+        return parts
 
     def graph(self, run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         run()
@@ -267,7 +280,7 @@ def choices(bench: Bench) -> Iterator[tuple[str, list[Any]]]:
         yield "merge", products((2, 4, 1), (4, 8, 1), (8, 8, 1), (8, 4, 1))
         yield "head", products((4, 4, 1), (16, 8, 1), (16, 4, 1), (4, 4, 8), (4, 4, 32), (8, 4, 8), (8, 8, 16))
     else:
-        yield "gate_up", products((1, 4, 1), (1, 8, 1), (1, 4, 4), (1, 4, 8), (1, 4, 16), (1, 8, 8), (1, 8, 16), (2, 8, 4), (2, 8, 8), (2, 4, 1))
+        yield "gate_up", products((1, 4, 1), (1, 8, 1), (1, 4, 4), (1, 4, 8), (1, 4, 16), (1, 8, 8), (1, 8, 16), (2, 8, 4), (2, 4, 1))
         yield "down", products((1, 8, 1), (1, 16, 1), (1, 16, 4), (1, 16, 8), (2, 16, 1), (1, 8, 4), (1, 8, 8))
         yield "qkv", products((2, 4, 1), (2, 8, 1), (4, 8, 1), (1, 4, 8), (2, 8, 4), (2, 8, 8))
         yield "merge", products((2, 4, 1), (2, 8, 1), (4, 8, 1), (1, 4, 1))
@@ -343,7 +356,8 @@ def alone(bench: Bench, kernels: Kernels, context: int) -> None:
                 lambda own: own.attention.qkv.weight),
         "decode": (decode, lambda own: None),
         "merge": (lambda own: kernels.merge_linear(*parts, own.attention.output.weight, None), lambda own: own.attention.output.weight),
-        "gate_up": (lambda own: kernels.gate_up(x, x, own.mlp_norm.weight, 1e-6, own.mlp.gate_up.weight), lambda own: own.mlp.gate_up.weight),
+        "gate_up": (lambda own: kernels.gate_up(x, x, own.mlp_norm.weight, 1e-6, own.mlp.gate_up.weight),
+                    lambda own: own.mlp.gate_up.weight),
         "down": (lambda own: kernels.linear(wide, own.mlp.down.weight, None), lambda own: own.mlp.down.weight),
     }  # fmt: skip
     cache_bytes = 2 * rows * context * shape.kv_heads * shape.head_dim * bench.dtype.itemsize

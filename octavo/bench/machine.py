@@ -9,6 +9,7 @@ import torch
 from octavo import __version__
 from octavo.config import EngineConfig
 from octavo.model_config import ModelConfig
+from octavo.worker.device import device_here
 from octavo.worker.machine import OWN_STATUS, cpu_model, num_threads, proc_bytes, resolve_dtype
 
 
@@ -22,24 +23,28 @@ class Machine:
     python: str
     torch: str
     octavo: str
+    gpu: str | None = None  # that it computed on
 
     def __str__(self) -> str:
+        chip = f"{self.gpu}; {self.cpu}" if self.gpu else self.cpu
         return (
-            f"{self.model}, {self.dtype}; {self.cpu}, {self.threads} thread{'s' if self.threads > 1 else ''}; "
+            f"{self.model}, {self.dtype}; {chip}, {self.threads} thread{'s' if self.threads > 1 else ''}; "
             f"octavo {self.octavo}, torch {self.torch}, Python {self.python}, {self.system}"
         )
 
 
 def describe(config: EngineConfig, name: str, model: ModelConfig) -> Machine:
+    choice = device_here(config.device)
     return Machine(
         model=name,
-        dtype=resolve_dtype(config.dtype, model.dtype),
+        dtype=resolve_dtype(config.dtype, model.dtype, choice.device),
         cpu=cpu_model(),
         threads=num_threads(),
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         torch=torch.__version__,
         octavo=__version__,
+        gpu=None if choice.gpu is None else choice.gpu.name,
     )
 
 

@@ -139,7 +139,7 @@ class Worker:
         if self.device.type == "cuda":
             self.runner.sampler.warm_up(getattr(torch, self.dtype))
 
-    def _compile_ahead(self, geometry: CacheGeometry) -> "list[Future[object]]":
+    def _compile_ahead(self, geometry: CacheGeometry) -> "list[Future[None]]":
         """Kernels are compiled while weights are read."""
         if self.device.type != "cuda":
             return []

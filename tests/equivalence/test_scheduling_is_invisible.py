@@ -35,12 +35,19 @@ def alone(folder: str) -> list[RequestOutput]:
     return outputs
 
 
+@pytest.fixture(params=["model", "device"])
+def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Also as on a GPU: steps padded to shapes, rows on the device, sampled there. The kernels' twins compute."""
+    monkeypatch.setenv("OCTAVO_DEBUG", f"runner={request.param}")
+    return str(request.param)
+
+
 def agree(alone: list[RequestOutput], others: list[RequestOutput]) -> bool:
     return all(same_greedy_text(one, other) for one, other in zip(alone, others, strict=True))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_among_32(folder: str, alone: list[RequestOutput], depth: int) -> None:
+def test_among_32(folder: str, alone: list[RequestOutput], depth: int, runner: str) -> None:
     with engine(folder, depth=depth) as llm:
         for number, target in enumerate(TARGETS):
             outputs = llm.generate([*CROWD[:16], target, *CROWD[16:]], PARAMS, use_tqdm=False)
@@ -48,13 +55,13 @@ def test_among_32(folder: str, alone: list[RequestOutput], depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_chunked_at_16_tokens(folder: str, alone: list[RequestOutput], depth: int) -> None:
+def test_chunked_at_16_tokens(folder: str, alone: list[RequestOutput], depth: int, runner: str) -> None:
     with engine(folder, rows=8, batched=16, depth=depth) as llm:
         assert agree(alone, llm.generate(TARGETS, PARAMS, use_tqdm=False))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_after_a_prefix_hit(folder: str, alone: list[RequestOutput], depth: int) -> None:
+def test_after_a_prefix_hit(folder: str, alone: list[RequestOutput], depth: int, runner: str) -> None:
     with engine(folder, depth=depth) as llm:
         llm.generate(TARGETS, PARAMS, use_tqdm=False)
         again = llm.generate(TARGETS, PARAMS, use_tqdm=False)
@@ -63,8 +70,10 @@ def test_after_a_prefix_hit(folder: str, alone: list[RequestOutput], depth: int)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_preempted_every_3_steps(folder: str, alone: list[RequestOutput], depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OCTAVO_DEBUG", "check=1,preempt.every=3")
+def test_preempted_every_3_steps(
+    folder: str, alone: list[RequestOutput], depth: int, runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCTAVO_DEBUG", f"runner={runner},check=1,preempt.every=3")
     with engine(folder, depth=depth) as llm:
         outputs = llm.generate(TARGETS, PARAMS, use_tqdm=False)
     assert sum(output.metrics.preemptions for output in outputs) > 10
@@ -72,7 +81,7 @@ def test_preempted_every_3_steps(folder: str, alone: list[RequestOutput], depth:
     assert agree(alone, outputs)
 
 
-def test_in_a_pool_too_small_for_all(folder: str, alone: list[RequestOutput]) -> None:
+def test_in_a_pool_too_small_for_all(folder: str, alone: list[RequestOutput], runner: str) -> None:
     with engine(folder, blocks=9) as llm:
         outputs = llm.generate(TARGETS, PARAMS, use_tqdm=False)
         assert llm.stats().preemptions > 0

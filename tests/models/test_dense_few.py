@@ -14,8 +14,8 @@ from octavo.models.dense_few import few
 from tests.support.batches import Pool
 
 RAW = {
-    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
-    "head_dim": 16, "max_position_embeddings": 96, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 96, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
 }  # fmt: skip
 WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 

@@ -10,20 +10,27 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from octavo.kernels.asks import pack
+from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.row_words import RowLayout
 from octavo.kernels.step_tensors import StepMemory
 from octavo.kernels.triton.activation import silu_and_mul
+from octavo.kernels.triton.adjust import adjust
 from octavo.kernels.triton.attention import paged_attention
 from octavo.kernels.triton.attention_few import decode_attention_parts
 from octavo.kernels.triton.attention_tiles import decode_splits
 from octavo.kernels.triton.copy_blocks import copy_blocks
+from octavo.kernels.triton.draw import draw
 from octavo.kernels.triton.few_tiles import FEW_ROWS
 from octavo.kernels.triton.norm import add_rms_norm
+from octavo.kernels.triton.rank import rank
 from octavo.kernels.triton.rows import copy_words, finish, prepare
 from octavo.kernels.triton.sampling import sample
 from octavo.kernels.triton.skinny import gate_up, linear, merge_linear, norm_linear
 from octavo.kernels.triton.write_kv import write_kv
+from octavo.log import logger
 from octavo.model_config import ModelConfig
+from octavo.sampling_params import SamplingParams
 
 AT_ONCE = 16
 Call = Callable[[], object]
@@ -36,12 +43,19 @@ class Ahead:
         self.config, self.dtype, self.size, self.device = config, dtype, block_size, device
         self.max_rows, self.max_len = max_rows, max_len
 
-    def start(self) -> list["Future[object]"]:
+    def start(self) -> "list[Future[None]]":
         """Compiles in threads, and returns at once."""
         pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="compile")
-        started = [pool.submit(call) for call in self.calls()]
+        started = [pool.submit(self.attempt, call) for call in self.calls()]
         pool.shutdown(wait=False)
         return started
+
+    def attempt(self, call: Call) -> None:
+        try:
+            with torch.inference_mode():
+                call()
+        except Exception as error:  # the warm-up calls it again, and says why where it cannot
+            logger.debug("A kernel was not compiled ahead: %r", error)
 
     def calls(self) -> list[Call]:
         config, hidden, inner = self.config, self.config.hidden_size, self.config.intermediate_size
@@ -59,6 +73,9 @@ class Ahead:
             lambda: sample(self.numbers(2, config.vocab_size), torch.ones(2, device=self.device), self.words(2, 4), self.words(2)),
             lambda: copy_blocks([self.cache()], [(0, 1)]),
             self.around_a_step,
+            lambda: draw(self.logits(), self.draws()),
+            lambda: rank(self.logits(), self.words(1), 1),
+            self.adjusted,
         ]  # fmt: skip
 
     def attend_to(self, rows: int, queries: int, window: int | None) -> Call:
@@ -104,6 +121,20 @@ class Ahead:
         prepare(words, layout, self.size, step)
         finish(words, layout, step, self.places(2), self.numbers(2, self.config.hidden_size), self.words(2))
         copy_words(words.view(-1), words.view(-1), self.words(1, 3), 1)
+
+    def logits(self) -> Tensor:
+        return self.numbers(1, self.config.vocab_size)
+
+    def draws(self) -> Draws:
+        words = self.words(1, 16)
+        floats = words.view(torch.float32)
+        return Draws(floats[:, 0], words[:, 0], floats[:, 0], floats[:, 0], words[:, 4:8], words[:, 0])
+
+    def adjusted(self) -> None:
+        words, ask = self.words(1, 32), pack(SamplingParams(min_tokens=1), (), [])
+        assert ask is not None
+        scores = adjust(self.logits(), [0], [0], [torch.from_numpy(ask).to(self.device)], words[:, 16:], words[:, 0], words[:, 1])
+        draw(scores, self.draws())  # of float32, whatever the model's own dtype
 
     def written(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         cache = self.cache()

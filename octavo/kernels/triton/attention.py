@@ -23,6 +23,7 @@ from octavo.kernels.triton.attention_prefill import prefill
 from octavo.kernels.triton.attention_tiles import MIN_DOT, TOKENS_PER_SPLIT, Tiles, decode_splits, decode_tiles, prefill_tiles
 
 Pair = tuple[Tensor, Tensor]
+Given = tuple[Any, ...]  # arguments both kernels begin with
 
 
 def paged_attention(
@@ -71,12 +72,12 @@ def paged_attention(
     return out
 
 
-def _prefill(tensors: tuple, numbers: tuple, shared: dict[str, Any], fresh: Pair | None, tiles: Tiles) -> None:
+def _prefill(tensors: Given, numbers: Given, shared: dict[str, Any], fresh: Pair | None, tiles: Tiles) -> None:
     q, context_len = tensors[0], tensors[5]
     heads, kv_heads = shared["HEADS"], shared["KV_HEADS"]
     lines = max(tiles.queries, triton.next_power_of_2(heads // kv_heads))
     described = tiles.described and fresh is not None and _describable(q)
-    new: tuple = fresh or (None, None)
+    new: tuple[Any, Any] = fresh or (None, None)
     descriptors = [_describe(one, tiles.keys) if described else None for one in new]
     prefill[(len(q) // (lines * kv_heads // heads) + len(context_len), kv_heads)](
         *tensors, *new, *descriptors, *numbers, len(context_len), **shared, LINES=lines, NEW_STRIDE=new[0].stride(0) if fresh else 0,
@@ -85,7 +86,7 @@ def _prefill(tensors: tuple, numbers: tuple, shared: dict[str, Any], fresh: Pair
     )  # fmt: skip
 
 
-def _decode(tensors: tuple, numbers: tuple, shared: dict[str, Any], common: dict[str, Any], tiles: Tiles, splits: int) -> None:
+def _decode(tensors: Given, numbers: Given, shared: dict[str, Any], common: dict[str, Any], tiles: Tiles, splits: int) -> None:
     q, (query_start, context_len, out, lse, sinks) = tensors[0], tensors[4:9]
     heads, kv_heads, head_dim, rows = shared["HEADS"], shared["KV_HEADS"], shared["DIM"], len(context_len)
     parts = sums = None

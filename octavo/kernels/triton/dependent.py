@@ -25,7 +25,7 @@ def can_depend() -> bool:
     if knobs.runtime.interpret:
         return False
     target = driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch >= 90
+    return bool(target.backend == "cuda" and target.arch >= 90)
 
 
 @triton.jit

@@ -26,8 +26,8 @@ def blend(parts, parts_lse, start, head, present, largest, total, mixed, SPLITS:
     for index in tl.static_range(TOGETHER):  # all are asked for before any is used
         wanted = present & (start + index < SPLITS)
         at = (start + index) * HEADS + head
-        sums = sums + (tl.load(parts_lse + at, mask=wanted, other=float("-inf")),)
-        tiles = tiles + (tl.load(parts + at * DIM + dim, mask=wanted, other=0.0),)
+        sums = sums + (tl.load(parts_lse + at, mask=wanted, other=float("-inf")),)  # type: ignore[assignment]
+        tiles = tiles + (tl.load(parts + at * DIM + dim, mask=wanted, other=0.0),)  # type: ignore[assignment]
     for index in tl.static_range(TOGETHER):
         now = tl.maximum(largest, sums[index])
         weight, fade = tl.exp2(sums[index] - now), tl.exp2(largest - now)
@@ -88,5 +88,6 @@ def merge_few(
     held = ()
     for row in tl.static_range(ROWS):
         at = row * SPLITS * HEADS
-        held = held + (merged(parts + at * DIM, parts_lse + at, row < rows, SPLITS, HEADS, HEADS_TILE, DIM, out.dtype.element_ty),)
+        whole = merged(parts + at * DIM, parts_lse + at, row < rows, SPLITS, HEADS, HEADS_TILE, DIM, out.dtype.element_ty)
+        held = held + (whole,)  # type: ignore[assignment]
     multiply(matrix, matrix, held, bias, out, program, rows, OUT, COLUMNS, ROWS, False, BIASED)

@@ -98,7 +98,7 @@ def product_few(
             ready = normed(added.to(tl.float32), scales, eps, SIZE, kind)
             if program == 0:
                 tl.store(stream + row * SIZE + k, ready if KEEP_NORMED else added, mask=present)
-        held = held + (ready,)
+        held = held + (ready,)  # type: ignore[assignment]
 
     if LOOPED:
         for tile in tl.range(program, (OUT + COLUMNS - 1) // COLUMNS, programs):

@@ -28,7 +28,8 @@ class Rows:
         generator = torch.Generator().manual_seed(sum(lengths))
         width = -(-max(lengths) // size)
         order = (torch.randperm(len(lengths) * width, generator=generator) + 1).view(len(lengths), width)
-        self.tables = torch.full((len(lengths), width + 3), 10**6, dtype=torch.int32)[:, :width]  # rows lie apart; garbage past the last block
+        # rows lie apart; garbage past the last block
+        self.tables = torch.full((len(lengths), width + 3), 10**6, dtype=torch.int32)[:, :width]
         self.caches = [torch.full((len(lengths) * width + 1, size, KV_HEADS, DIM), torch.nan) for _ in "kv"]
         self.slots = torch.zeros(len(lengths), dtype=torch.int64)
         for row, length in enumerate(lengths):
@@ -65,7 +66,7 @@ def assert_near(got: Tensor, exact: Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("norm", [True, False], ids=["norms", "plain"])
 @DTYPES
-def test_the_new_token_is_written_and_seen_once_whatever_the_splits(dtype: torch.dtype, norm: bool, window: int | None, device: str) -> None:
+def test_the_new_token_is_written_and_seen_once_whatever_the_split(dtype: torch.dtype, norm: bool, window: int | None, device: str) -> None:
     norms = (random(device, dtype, DIM), random(device, dtype, DIM + 1)[1:], 1e-5) if norm else None
     for lengths, size in (([70, 1, 0, 33], 16), ([91, 2, 17], 1), ([201], 8)):
         rows = Rows(lengths, size, dtype, device)
