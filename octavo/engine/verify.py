@@ -101,10 +101,16 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
         requests=len(requests),
         dtype=worker.dtype,
         kv_cache_dtype=worker.needs.kv_cache_dtype,
-        kernels="torch" if worker.library is None else f"native {worker.library.level}",
+        kernels=_kernels(worker),
     )
     _demand_stress(verified, config.block_size)
     return verified
+
+
+def _kernels(worker: Worker) -> str:
+    if worker.library is not None:
+        return f"native {worker.library.level}"
+    return "Triton" if worker.device.type == "cuda" else "torch"
 
 
 def _run(engine: Engine, requests: list[AddRequest]) -> int:

@@ -15,6 +15,8 @@ from octavo.engine.verify import Verified, verify
 from octavo.errors import ConfigError, VerifyError
 from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.messages import StepPlan
+from octavo.worker.device_program import DeviceForward, Shape, Steps
+from octavo.worker.device_rows import DeviceRows
 from octavo.worker.kv_store import PagedStore
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.native_layers import NativeAttention
@@ -55,6 +57,42 @@ def test_tiny_model_agrees_at_both_depths_and_other_block_sizes(folder: str, dep
     verified = run(folder, native, depth, block_size=block_size, cache=cache)
     assert verified.compared.cache_values > 100_000 and verified.compared.output_values > 10_000
     assert verified.kernels.startswith("native ") == native and verified.kv_cache_dtype == cache
+
+
+@pytest.mark.parametrize("depth, block_size", [(1, 2), (2, 16)])
+def test_steps_on_a_device_agree(folder: str, depth: int, block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, padded steps and all; the kernels' twins compute."""
+    monkeypatch.setenv("OCTAVO_DEBUG", "runner=device")
+    verified = run(folder, depth=depth, block_size=block_size)
+    assert verified.compared.cache_values > 100_000 and verified.compared.output_values > 10_000
+
+
+def test_a_step_on_a_device_that_is_not_its_kernels_is_caught(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_DEBUG", "runner=device")
+    replay = Steps.run
+
+    def with_slip(self: Steps, shape: Shape, max_context: int) -> DeviceForward:
+        forward = replay(self, shape, max_context)
+        forward.logits[0, 7] += 1e-3
+        return forward
+
+    monkeypatch.setattr(Steps, "run", with_slip)
+    with pytest.raises(VerifyError, match=r"a step in one call differs from its layers one by one: step 1$"):
+        run(folder)
+
+
+def test_a_block_table_that_slipped_on_a_device_is_caught(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_DEBUG", "runner=device")
+    apply = DeviceRows.apply
+
+    def with_slip(self: DeviceRows, plan: StepPlan) -> None:
+        apply(self, plan)
+        if plan.step == 20:
+            self.tables[plan.row[0]] = self.tables[plan.row[0]].roll(1)
+
+    monkeypatch.setattr(DeviceRows, "apply", with_slip)
+    with pytest.raises(VerifyError, match="caches differ: step 20"):
+        run(folder)
 
 
 def test_a_switch_for_tests_says_which_kernels_are_proven(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

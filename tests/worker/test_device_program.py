@@ -1,0 +1,45 @@
+"""Shapes that steps are padded to, and the words a plan becomes: what does not need a model."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.kernels.step_tensors import part_words
+from octavo.messages import StepPlan
+from octavo.worker.device_program import Shape, Steps, shapes
+from octavo.worker.device_runner import PADDING, entries
+
+
+def steps(rows: int, tokens: int) -> Steps:
+    return Steps(None, rows, tokens, 4096)  # type: ignore[arg-type]  # shapes are chosen without a program
+
+
+def test_decode_shapes_are_fine_where_steps_are_small() -> None:
+    sizes = [shape.entries for shape in shapes(512, 8192) if shape.decodes]
+    assert sizes[:5] == [1, 2, 4, 8, 16] and sizes[-3:] == [480, 496, 512] and len(sizes) == 51
+    assert [shape for shape in shapes(256, 8192) if not shape.decodes] == [Shape(256, tokens) for tokens in (512, 1024, 2048)]
+    assert shapes(6, 32)[-1] == Shape(6, 32)
+
+
+@given(st.integers(1, 600), st.integers(1, 3000), st.data())
+def test_every_step_fits_into_its_shape_and_decode_stays_decode(rows: int, budget: int, data: st.DataObject) -> None:
+    budget = max(rows, budget)
+    count = data.draw(st.integers(1, rows))
+    tokens = data.draw(st.integers(count, budget))
+    shape = steps(rows, budget).shape_of(count, tokens)
+    assert shape.entries >= count and shape.tokens >= tokens and shape.entries <= rows
+    assert shape.decodes == (count == tokens)
+    if shape not in shapes(rows, budget):
+        assert shape == Shape(count, tokens) and (tokens > 2048 or budget == rows)  # no mixed step is larger than a decode step
+
+
+@pytest.mark.parametrize("shape", [Shape(4, 4), Shape(5, 64)])
+def test_a_plan_becomes_words_and_padding_has_no_row(shape: Shape) -> None:
+    counts = [1, 1] if shape.decodes else [20, 1]
+    plan = StepPlan(1, row=[7, 3], seq_id=[0, 1], start=[40, 9], num_query=counts, samples=[False, True])
+    query_start, row, start, samples = entries(plan, shape).reshape(4, part_words(shape.entries)).tolist()
+    idle = shape.entries - 2
+    ends = [3, 4] if shape.decodes else [21] * idle  # a token each, or none
+    assert query_start[: shape.entries + 1] == [0, counts[0], sum(counts), *ends]
+    assert row[: shape.entries] == [7, 3] + [PADDING] * idle
+    assert start[:2] == [40, 9] and samples[: shape.entries] == [0, 1] + [0] * idle
