@@ -31,7 +31,7 @@ from octavo.policy.native_size import native_matrices, native_weight_bytes
 from octavo.quant.quant_config import read_quant_config
 
 UNPACKED_BYTES = 6  # a weight takes while it is unpacked: float32, and parts of the way there
-REQUANTISED_BYTES = 5  # while it is quantised out of such floats, or into them: those and its code
+REQUANTISED_BYTES = 6  # while it is quantised out of such floats, or into them: those, its code, and shares of its group's
 
 
 @dataclass(frozen=True, slots=True)
