@@ -1,9 +1,9 @@
-"""The Triton kernels on a GPU, checked against their twins and timed: `python bench/gpu_kernels.py [--only NAME] [--sweep]`.
+"""The Triton kernels on a GPU, checked against their twins and timed: `python bench/gpu_kernels.py [--only NAME]`.
 
 A line a case: the error against the twin (relative, over the whole result), microseconds, TB/s and TFLOP/s by the bytes and
 operations that cannot be avoided, the share of the aim, and what torch needs for the same. Times are medians of CUDA graphs
 replayed, each over enough sets of inputs that none waits in the L2. A case that fails says why, and the next one runs.
-`--sweep` then tries tiles of the attention kernels. `--tiny` is for the interpreter: small sizes, times without meaning.
+`bench/gpu_prefill.py` tries tiles of the attention kernels. `--tiny` is for the interpreter: small sizes, times without meaning.
 """
 
 import argparse
@@ -26,7 +26,6 @@ from octavo.kernels.reference import skinny as plain_skinny
 from octavo.kernels.reference import write_kv as plain_write
 from octavo.kernels.triton.activation import silu_and_mul
 from octavo.kernels.triton.attention import paged_attention
-from octavo.kernels.triton.attention_tiles import Tiles
 from octavo.kernels.triton.norm import add_rms_norm
 from octavo.kernels.triton.sampling import sample
 from octavo.kernels.triton.skinny import gate_up, linear, norm_linear
@@ -92,16 +91,21 @@ class Rows:
     def __post_init__(self) -> None:
         width = -(-self.context // BLOCK)
         self.tables = (torch.randperm(self.rows * width, device=DEVICE, dtype=torch.int32) + 1).view(self.rows, width)
-        self.q = random(self.rows * self.num_query, HEADS, DIM)
+        qkv = random(self.rows * self.num_query, HEADS + 2 * KV_HEADS, DIM)
+        self.q, *self.fresh = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
         self.k, self.v = (random(self.rows * width + 1, BLOCK, KV_HEADS, DIM) for _ in range(2))
+        new = torch.arange(self.context - self.num_query, self.context, device=DEVICE)
+        slots = (self.tables.long()[:, new // BLOCK] * BLOCK + new % BLOCK).flatten()
+        for cache, fresh in zip((self.k, self.v), self.fresh):
+            cache.view(-1, KV_HEADS, DIM)[slots] = fresh
         self.query_start = torch.arange(self.rows + 1, device=DEVICE, dtype=torch.int32) * self.num_query
         self.context_len = torch.full((self.rows,), self.context, device=DEVICE, dtype=torch.int32)
-        self.out = torch.full_like(self.q, torch.nan)
+        self.out = torch.full(self.q.shape, torch.nan, device=DEVICE, dtype=DTYPE)
 
-    def attend(self, tiles: Tiles | None = None, splits: int | None = None) -> Tensor:
+    def attend(self) -> Tensor:
         return paged_attention(
             self.q, self.k, self.v, self.tables, self.query_start, self.context_len, DIM**-0.5, self.out,
-            self.num_query, self.context, tiles=tiles, splits=splits,
+            self.num_query, self.context, fresh=(self.fresh[0], self.fresh[1]),
         )  # fmt: skip
 
     def error(self) -> float:
@@ -292,40 +296,9 @@ def report(name: str, make: Callable[[bool], Iterator[Case]], tiny: bool, deadli
     return failed
 
 
-def sweep(tiny: bool, deadline: float) -> None:
-    """The best tiles of the decode and the prefill kernel, for each shape of the table."""
-    decode = [Tiles(*shape) for shape in ((32, 2, 2), (32, 2, 3), (32, 4, 3), (64, 2, 2), (64, 2, 3), (64, 2, 4), (64, 4, 3), (128, 4, 3))]
-    prefill = [
-        Tiles(*shape)
-        for shape in ((64, 8, 2, 128), (64, 8, 3, 128), (64, 4, 3, 64), (128, 8, 2, 128), (128, 8, 3, 128), (128, 4, 2, 64))
-    ]
-    shapes: list[tuple[str, Rows, list[Tiles], tuple[int, ...]]] = []
-    if tiny:
-        shapes = [("decode", Rows(1, 20, 1), decode[:2], (1, 2))]
-    else:
-        for rows, context in DECODE:
-            shapes.append((f"decode {rows} x {context}", Rows(rows, context, 1), decode, (1, 2) if rows > 1 else (32, 64, 128)))
-        for rows, tokens in PREFILL:
-            shapes.append((f"prefill {rows} x {tokens}", Rows(rows, tokens, tokens), prefill, (1,)))
-    for name, case, choices, splits in shapes:
-        found = []
-        for tiles, split in product(choices, splits):
-            if time.monotonic() > deadline:
-                break
-            try:
-                found.append((microseconds([lambda case=case, t=tiles, s=split: case.attend(t, s)]), split, tiles))
-            except Exception as error:
-                print(f"{name} {tiles}: {type(error).__name__}", flush=True)
-        for spent, split, tiles in sorted(found, key=lambda one: one[0])[:3]:
-            rate = case.bytes / spent / 1e6 if case.num_query == 1 else case.flops / spent / 1e6
-            unit = "TB/s" if case.num_query == 1 else "TFLOP/s"
-            print(f"{name}: {spent:.1f} us {rate:.2f} {unit} with {split} splits, {tiles}", flush=True)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=list(KINDS), help="one kind of kernel")
-    parser.add_argument("--sweep", action="store_true", help="try tiles of the attention kernels afterwards")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for the interpreter")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
@@ -335,8 +308,6 @@ def main(arguments: list[str] | None = None) -> int:
     kinds = {options.only: KINDS[options.only]} if options.only else KINDS
     with torch.inference_mode():
         failed = sum(report(kind, make, options.tiny, deadline) for kind, make in kinds.items())
-        if options.sweep:
-            sweep(options.tiny, deadline)
     print(f"{failed} failed" if failed else "all agree with their twins")
     return 1 if failed else 0
 

@@ -50,6 +50,8 @@ class AttentionBackend(Protocol):
     name: ClassVar[str]
     dtypes: ClassVar[tuple[str, ...]]
     layout: ClassVar[Literal["paged", "contiguous"]]
+    spec: AttentionSpec
+    few_rows: int  # up to how many rows of one query it has `attend_few` for: a backend with any is a `FewBackend`
 
     def __init__(self, spec: AttentionSpec) -> None: ...
 
@@ -65,6 +67,11 @@ class AttentionBackend(Protocol):
 
     def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
         """Attention of q over what the cache holds; fills and returns out [T, heads, head_dim]."""
+
+
+class FewBackend(AttentionBackend, Protocol):
+    def attend_few(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
+        """`write` and `attend` at once for a few rows of one query; returns [R, heads * head_dim]."""
 
 
 # name -> "module:Class", imported when chosen

@@ -33,6 +33,7 @@ class ContiguousBackend:
     def __init__(self, spec: AttentionSpec) -> None:
         refuse_unsupported(self.name, spec, supported=("window",))
         self.spec = spec
+        self.few_rows = 0
 
     @staticmethod
     def prepare(batch: ForwardBatch) -> Prepared:

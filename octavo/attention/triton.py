@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.attention.backend import AttentionSpec, QKNorm, Rope, refuse_unsupported
 from octavo.attention.forward_batch import ForwardBatch
-from octavo.kernels.ops import paged_attention, write_kv
+from octavo.kernels.ops import decode_attention, few_rows, paged_attention, write_kv
 
 
 class TritonBackend:
@@ -23,19 +23,26 @@ class TritonBackend:
     def __init__(self, spec: AttentionSpec) -> None:
         refuse_unsupported(self.name, spec, supported=("window",))
         self.spec = spec
+        self.few_rows = few_rows(spec.head_dim)
+        self.arrivals = torch.zeros(self.few_rows * spec.num_kv_heads, dtype=torch.int32)  # what `decode_attention` counts by
 
     @staticmethod
     def prepare(batch: ForwardBatch) -> Any:
         return None  # the kernels find their rows themselves
 
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
-        weights = None if norms is None else (norms.q_weight, norms.k_weight, norms.eps)
-        return write_kv(qkv, weights, rope.cos, rope.sin, batch.positions[0], batch.slots, cache["k"], cache["v"])
+        return write_kv(qkv, _weights(norms), rope.cos, rope.sin, batch.positions[0], batch.slots, cache["k"], cache["v"])
 
     def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
         return paged_attention(
             q, cache["k"], cache["v"], batch.tables, batch.query_start, batch.context_len, self.spec.scale, out,
-            batch.max_query, batch.max_context, self.spec.window,
+            batch.max_query, batch.max_context, self.spec.window, fresh=_fresh(q, self.spec),
+        )  # fmt: skip
+
+    def attend_few(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
+        return decode_attention(
+            qkv, _weights(norms), rope.cos, rope.sin, batch.positions[0], batch.slots, batch.tables, batch.context_len,
+            cache["k"], cache["v"], self.arrivals, self.spec.scale, self.spec.window,
         )  # fmt: skip
 
 
@@ -48,6 +55,8 @@ class TritonRegions:
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
+        self.few_rows = few_rows(spec.head_dim)
+        self.arrivals = torch.zeros(self.few_rows * spec.num_kv_heads, dtype=torch.int32)  # what `decode_attention` counts by
 
     @staticmethod
     def prepare(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
@@ -62,12 +71,34 @@ class TritonRegions:
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
         _, regions = batch.attention
         slots = (regions % len(cache["k"])) * cache["k"].shape[1] + batch.positions[0]  # of tokens behind the last entry: padding's
-        weights = None if norms is None else (norms.q_weight, norms.k_weight, norms.eps)
-        return write_kv(qkv, weights, rope.cos, rope.sin, batch.positions[0], slots, cache["k"], cache["v"])
+        return write_kv(qkv, _weights(norms), rope.cos, rope.sin, batch.positions[0], slots, cache["k"], cache["v"])
 
     def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
         tables, _ = batch.attention
         return paged_attention(
             q, cache["k"], cache["v"], tables, batch.query_start, batch.context_len, self.spec.scale, out,
-            batch.max_query, batch.max_context, self.spec.window, paged=False,
+            batch.max_query, batch.max_context, self.spec.window, paged=False, fresh=_fresh(q, self.spec),
         )  # fmt: skip
+
+    def attend_few(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
+        """Regions are blocks in a row: a table counts up from the first of its region."""
+        tables, of_tokens = batch.attention
+        size = batch.block_size
+        blocks = cache["k"].shape[1] // size
+        k_cache, v_cache = (cache[name].view(-1, size, *cache[name].shape[2:]) for name in "kv")
+        counted = tables * blocks + torch.arange(batch.tables.shape[1], device=tables.device, dtype=tables.dtype)
+        return decode_attention(
+            qkv, _weights(norms), rope.cos, rope.sin, batch.positions[0], of_tokens * blocks * size + batch.positions[0], counted,
+            batch.context_len, k_cache, v_cache, self.arrivals, self.spec.scale, self.spec.window,
+        )  # fmt: skip
+
+
+def _fresh(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """k and v of this step's tokens: they stand behind q in qkv, of which it is a view."""
+    parts = q.as_strided((len(q), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim), q.stride())
+    k, v = parts[:, spec.num_heads :].chunk(2, dim=1)
+    return k, v
+
+
+def _weights(norms: QKNorm | None) -> tuple[Tensor, Tensor, float] | None:
+    return None if norms is None else (norms.q_weight, norms.k_weight, norms.eps)

@@ -10,14 +10,19 @@ from types import ModuleType
 from torch import Tensor
 
 from octavo.kernels.reference import activation as reference_activation
+from octavo.kernels.reference import adjust as reference_adjust
+from octavo.kernels.reference import attention_few as reference_attention_few
 from octavo.kernels.reference import copy_blocks as reference_copy_blocks
 from octavo.kernels.reference import norm as reference_norm
 from octavo.kernels.reference import paged_attention as reference_attention
 from octavo.kernels.reference import rows as reference_rows
 from octavo.kernels.reference import sampling as reference_sampling
+from octavo.kernels.reference import skinny as reference_skinny
 from octavo.kernels.reference import write_kv as reference_write_kv
+from octavo.kernels.reference.sampling import Draws, Ranking
 from octavo.kernels.row_words import RowLayout
 from octavo.kernels.step_tensors import StepTensors
+from octavo.kernels.triton.few_tiles import FEW_ROWS  # rules alone: no triton there
 
 
 @cache
@@ -67,13 +72,64 @@ def paged_attention(
     max_context: int,
     window: int | None = None,
     paged: bool = True,
+    fresh: tuple[Tensor, Tensor] | None = None,  # k and v of q's tokens, as write_kv leaves them in qkv: the same as in the cache
 ) -> Tensor:
     """Attention of each row's queries, the last of its context, over its keys and values; fills and returns out."""
     if not q.is_cuda:
         return reference_attention.paged_attention(q, k_cache, v_cache, tables, query_start, context_len, scale, out, window)
     kernels = _triton("attention")
-    kernels.paged_attention(q, k_cache, v_cache, tables, query_start, context_len, scale, out, max_query, max_context, window, paged=paged)
+    kernels.paged_attention(
+        q, k_cache, v_cache, tables, query_start, context_len, scale, out, max_query, max_context, window, paged=paged, fresh=fresh
+    )
     return out
+
+
+def few_rows(head_dim: int) -> int:
+    """Up to how many rows of a decode step the kernels below are for."""
+    return FEW_ROWS if 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0 else 0
+
+
+def norm_linear(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual) W^T, the new residual)"""
+    product, stream = (_triton("skinny") if x.is_cuda else reference_skinny).norm_linear(x, residual, norm_weight, eps, weight, bias)
+    return product, stream
+
+
+def gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(silu(gate) * up of rms_norm(x + residual), the new residual); weight [2 * size, in], gate over up"""
+    gated, stream = (_triton("skinny") if x.is_cuda else reference_skinny).gate_up(x, residual, norm_weight, eps, weight)
+    return gated, stream
+
+
+def few_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [rows, in], weight [out, in] -> [rows, out]"""
+    product: Tensor = (_triton("skinny") if x.is_cuda else reference_skinny).linear(x, weight, bias)
+    return product
+
+
+def decode_attention(
+    qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim]
+    norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k [head_dim], eps
+    cos: Tensor,  # [max_position, head_dim / 2] float32
+    sin: Tensor,
+    positions: Tensor,  # [rows]
+    slots: Tensor,  # [rows]
+    tables: Tensor,  # [rows, B]
+    context_len: Tensor,  # [rows]: tokens, the new one included; 0 is padding, which writes nothing and yields zeros
+    k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
+    v_cache: Tensor,
+    arrivals: Tensor,  # [rows * kv_heads or more] int32, zero; zero again afterwards. Nobody else's while this runs
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Writes the new keys and values to their slots, and returns attention over each row's context [rows, heads * head_dim]."""
+    kernels = _triton("attention_few") if qkv.is_cuda else reference_attention_few
+    mixed: Tensor = kernels.decode_attention(
+        qkv, norms, cos, sin, positions, slots, tables, context_len, k_cache, v_cache, arrivals, scale, window
+    )
+    return mixed
 
 
 def copy_blocks(buffers: list[Tensor], pairs: list[tuple[int, int]]) -> None:
@@ -85,6 +141,33 @@ def sample(logits: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor
     """One id a row, [S] int64, with no filter: argmax at temperature 0, else with noise. noise: [S, 4]; positions: [S]"""
     ids: Tensor = (_triton("sampling") if logits.is_cuda else reference_sampling).sample(logits, temperature, noise, positions)
     return ids
+
+
+def draw(logits: Tensor, draws: Draws) -> Tensor:
+    """One id a row, [S] int64, over what filters leave. logits: [S, V]"""
+    ids: Tensor = (_triton("draw") if logits.is_cuda else reference_sampling).draw(logits, draws)
+    return ids
+
+
+def rank(logits: Tensor, ids: Tensor, count: int) -> Ranking:
+    """Where each row's id stands, and the row's `count` best. logits: [S, V]; ids: [S]"""
+    found: Ranking = (_triton("rank") if logits.is_cuda else reference_sampling).rank(logits, ids, count)
+    return found
+
+
+def adjust(
+    logits: Tensor,  # [P, V]
+    entries: list[int],  # which of these
+    rows: list[int],  # the row of each
+    asks: list[Tensor],  # what each asks for, packed, int32
+    token_ids: Tensor,  # [rows, positions]
+    num_tokens: Tensor,  # [rows], the provisional one among them
+    num_prompt: Tensor,  # [rows]
+) -> Tensor:
+    """The entries' logits after allowed ids, bans, bias and penalties, [len(entries), V] float32."""
+    kernels = _triton("adjust") if logits.is_cuda else reference_adjust
+    scores: Tensor = kernels.adjust(logits, entries, rows, asks, token_ids, num_tokens, num_prompt)
+    return scores
 
 
 def copy_words(source: Tensor, target: Tensor, runs: Tensor, longest: int) -> None:

@@ -17,6 +17,7 @@ from octavo.layers.norm import RMSNorm
 from octavo.layers.rotary import build_rope
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
+from octavo.models.dense_few import few, few_rows
 from octavo.quant.base import QuantScheme, Unquantized
 
 
@@ -36,8 +37,11 @@ class DenseLayer(nn.Module):
         self.attention = Attention(config, layer, rope, backend, scheme, dtype, comm)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, scheme, dtype, comm)
+        self.few_rows = few_rows(self)
 
     def forward(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        if batch.max_query == 1 and len(x) <= self.few_rows:
+            return few(self, x, residual, batch)
         x, residual = self.attention_norm(x, residual)
         x = self.attention(x, batch)
         x, residual = self.mlp_norm(x, residual)

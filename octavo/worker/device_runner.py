@@ -16,7 +16,9 @@ from torch import Tensor
 from octavo.kernels.step_tensors import part_words
 from octavo.messages import StepPlan, StepResult
 from octavo.worker.device_program import DeviceForward, DeviceProgram, Shape
+from octavo.worker.device_prompt_logprobs import DevicePromptLogprobs, PromptRankings
 from octavo.worker.device_rows import DeviceRows, Words, send
+from octavo.worker.device_sampler import NO_RANKINGS, DeviceSampler, Rankings
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import KVStore
 
@@ -37,6 +39,10 @@ class DeviceRunner:
         self.store = store
         self.rows = rows
         self.faults = faults
+        vocab_size = steps.program.vocab_size
+        self.sampler = DeviceSampler(rows, vocab_size, rows.words.device)
+        self.prompts = DevicePromptLogprobs(rows, vocab_size)
+        self._pieces: list[PromptRankings] = []
         self._plan = StepPlan(0)
         self._forward: DeviceForward | None = None
 
@@ -44,27 +50,30 @@ class DeviceRunner:
     def forward(self, plan: StepPlan) -> None:
         self.faults.before_forward(plan.step)
         self.store.apply(plan)
-        self.rows.apply(plan)
-        self._plan, self._forward = plan, None
+        for part in (self.rows, self.sampler, self.prompts):
+            part.apply(plan)
+        self._plan, self._forward, self._pieces = plan, None, []
         if plan.row:
             shape = self.steps.shape_of(len(plan.row), sum(plan.num_query))
             send(entries(plan, shape), self.steps.program.memory.entries)
             context = max(start + count for start, count in zip(plan.start, plan.num_query, strict=True))
             self._forward = self.steps.run(shape, context)
+            self._pieces = self.prompts.rankings(self._forward.hidden, plan, self.steps.program.logits)
 
     @torch.inference_mode()
     def sample(self) -> "Pending":
         plan, forward = self._plan, self._forward
         if forward is None:
-            return Pending(plan, torch.empty(0, dtype=torch.int32), None, [])
-        ids = forward.result[: len(plan.row)]
-        poisoned = [0] if self.faults.poisons(plan.step, 0) or self.faults.spoils_id(plan.step) else []
-        if not ids.is_cuda:
-            return Pending(plan, ids.clone(), None, poisoned)
-        host, event = torch.empty(len(ids), dtype=ids.dtype, pin_memory=True), torch.cuda.Event()
-        host.copy_(ids, non_blocking=True)
-        event.record()
-        return Pending(plan, host, event, poisoned)
+            return Pending(plan, torch.empty(0, dtype=torch.int32), NO_RANKINGS, [], [], None)
+        ids, special = forward.result[: len(plan.row)], self.sampler.special(plan)
+        rankings = self.sampler.sample(forward.logits, special, plan.row, ids) if special else NO_RANKINGS
+        spoiled = [0] if self.faults.poisons(plan.step, 0) or self.faults.spoils_id(plan.step) else []
+        host = torch.empty(len(ids), dtype=ids.dtype, pin_memory=ids.is_cuda).copy_(ids, non_blocking=True)
+        pieces = [piece.to_host() for piece in self._pieces]
+        pending = Pending(plan, host, rankings.to_host(), pieces, spoiled, torch.cuda.Event() if ids.is_cuda else None)
+        if pending.event is not None:
+            pending.event.record()
+        return pending
 
 
 @dataclass(slots=True)
@@ -72,16 +81,24 @@ class Pending:
     """A result on its way."""
 
     plan: StepPlan
-    ids: Tensor  # [R], of the host
-    event: torch.cuda.Event | None  # when they are there
-    bad: list[int]
+    ids: Tensor  # [R], in memory of the host, as all the rest
+    rankings: Rankings
+    pieces: list[PromptRankings]
+    spoiled: list[int]  # entries that tests made bad
+    event: torch.cuda.Event | None  # when all of it is there
 
     def result(self) -> StepResult:
         if self.event is not None:
             self.event.synchronize()
         ids, samples = self.ids.tolist(), self.plan.samples
         tokens = [[max(token, 0)] if sampled else [] for token, sampled in zip(ids, samples)]
-        return StepResult(self.plan.step, tokens, bad_rows=self.bad + [entry for entry, token in enumerate(ids) if token < 0])
+        return StepResult(
+            self.plan.step,
+            tokens,
+            logprobs=self.rankings.logprobs(),
+            prompt_logprobs={piece.entry: piece.piece() for piece in self.pieces},
+            bad_rows=self.spoiled + [entry for entry, token in enumerate(ids) if token < 0],
+        )
 
 
 def entries(plan: StepPlan, shape: Shape) -> Words:

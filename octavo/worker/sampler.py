@@ -126,7 +126,11 @@ def _asked_logprobs(logits: Tensor, ids: Tensor, asked: dict[int, int], sampling
 
 def token_logprobs(logits: Tensor, ids: Tensor, counts: Sequence[int], sampling: Sampling) -> list[TokenLogprobs]:
     """Of each row's id, and the best of the row, as many as its count says. logits: [S, V], raw; ids: [S]"""
-    found = sampling.rank(logits, ids, max(counts))
+    return listed(sampling.rank(logits, ids, max(counts)), counts)
+
+
+def listed(found: Ranking, counts: Sequence[int]) -> list[TokenLogprobs]:
+    """What a ranking says of each row, with as many of its best as its count says."""
     columns = (found.totals, found.ranks, found.chosen, found.near, found.near_ids)
     return [
         _with_total(total, rank, [chosen, *near[:count]], near_ids[:count])

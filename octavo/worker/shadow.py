@@ -15,12 +15,12 @@ attention function runs over the regions, and must give the same output. The fir
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import AttentionBackend, AttentionSpec, QKNorm, Rope
+from octavo.attention.backend import AttentionBackend, AttentionSpec, FewBackend, QKNorm, Rope
 from octavo.attention.contiguous import ContiguousBackend
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.errors import VerifyError
@@ -168,6 +168,7 @@ def shadowed(
 
         def __init__(self, spec: AttentionSpec) -> None:
             self.paged, self.plain = paged_backend(spec), plain_backend(spec)
+            self.spec, self.few_rows = spec, self.paged.few_rows
             self.layer = next(layers)
 
         @staticmethod
@@ -195,6 +196,17 @@ def shadowed(
             out = self.paged.attend(q, cache, paged, out)
             used = int(batch.query_start[-1])  # behind it, in a padded step, lies whatever was there
             shadow.compare_outputs(self.layer, out[:used], reference[:used])
+            return out
+
+        def attend_few(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
+            both = cast(FewBackend, self.paged), cast(FewBackend, self.plain)
+            if not shadow.watches:
+                return both[0].attend_few(qkv, norms, rope, cache, batch)
+            paged, plain = batch.attention
+            reference = both[1].attend_few(qkv.clone(), norms, rope, shadow.regions.caches[self.layer], plain)
+            out = both[0].attend_few(qkv, norms, rope, cache, paged)
+            shadow.compare_caches(self.layer, cache, batch)
+            shadow.compare_outputs(self.layer, out, reference)
             return out
 
     return ShadowedBackend

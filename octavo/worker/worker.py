@@ -3,6 +3,8 @@
 It implements the runner seam of the executor and hands every plan on to `ModelRunner`.
 """
 
+from concurrent.futures import Future
+
 import torch
 
 from octavo.attention.backend import choose_backend
@@ -83,15 +85,11 @@ class Worker:
         return geometry
 
     def _build(self, geometry: CacheGeometry, stored: StoredParameters) -> None:
-        watch = Stopwatch()
         self.runner: ModelRunner | DeviceRunner
-        self.store: KVStore = self._make_store(geometry)
-        logger.info("Reserving the KV cache took %.2f seconds", watch.total())
-        if self._shadow_wanted:
-            self._add_shadow(geometry)
         if self.on_device:
             self._build_on_device(geometry, stored)
             return
+        self._reserve(geometry)
         program = self._load(geometry, stored)
         sampling: Sampling = torch_sampling if self.library is None else NativeSampling(self.library)
         self._log(geometry)
@@ -103,11 +101,27 @@ class Worker:
             warm_up(program, sampling, self.specs, geometry, self.backend.layout)
             logger.info("Warm-up took %.2f seconds", watch.total())
 
+    def _reserve(self, geometry: CacheGeometry) -> None:
+        watch = Stopwatch()
+        self.store: KVStore = self._make_store(geometry)
+        logger.info("Reserving the KV cache took %.2f seconds", watch.total())
+        if self._shadow_wanted:
+            self._add_shadow(geometry)
+
     def _build_on_device(self, geometry: CacheGeometry, stored: StoredParameters) -> None:
+        compiling = self._compile_ahead(geometry)
+        if self._shadow_wanted:
+            self._reserve(geometry)  # the model is built around the shadow
         watch, size = Stopwatch(), geometry.block_size
         with self.device:
             model = self._load_model(geometry.max_model_len, stored)
         logger.info("Model loading took %.2f GiB and %.2f seconds", sum(p.nbytes for p in model.parameters()) / GIB, watch.total())
+        watch = Stopwatch()
+        for kernel in compiling:
+            kernel.result()
+        logger.info("Waiting for kernels to be compiled took %.2f seconds", watch.total())
+        if not self._shadow_wanted:
+            self._reserve(geometry)
         self._log(geometry)
         layout = RowLayout(-(-geometry.max_model_len // size), geometry.max_model_len + 1)
         rows = DeviceRows(self.config.max_num_seqs, layout, self.device)
@@ -122,6 +136,17 @@ class Worker:
             steps.capture()
             logger.info("Graph capturing took %.2f seconds", watch.total())
         self.runner = DeviceRunner(ShadowedSteps(steps, self.shadow) if self._shadow_wanted else steps, self.store, rows, self.faults)
+        if self.device.type == "cuda":
+            self.runner.sampler.warm_up(getattr(torch, self.dtype))
+
+    def _compile_ahead(self, geometry: CacheGeometry) -> "list[Future[object]]":
+        """Kernels are compiled while weights are read."""
+        if self.device.type != "cuda":
+            return []
+        from octavo.kernels.triton.ahead import Ahead  # triton need not be installed where there is no GPU
+
+        dtype, rows = getattr(torch, self.dtype), self.config.max_num_seqs
+        return Ahead(self.model_config, dtype, geometry.block_size, rows, geometry.max_model_len, self.device).start()
 
     def forward(self, plan: StepPlan) -> None:
         self.runner.forward(plan)

@@ -24,10 +24,25 @@ def test_kernels_agree_with_their_twins_in_the_interpreter() -> None:
     assert " passed" in said
 
 
+def script(name: str, *arguments: str) -> str:
+    """What a script of `bench/` prints in the interpreter."""
+    code = f"from tests.support.interpreter import mend\nmend()\nimport runpy, sys\nsys.argv = {[name, *arguments]!r}\n"
+    return python("-c", code + f"runpy.run_path('bench/{name}.py', run_name='__main__')", TRITON_INTERPRET="1")
+
+
 def test_the_script_that_times_them_runs_through() -> None:
-    code = "from tests.support.interpreter import mend\nmend()\nimport runpy, sys\nsys.argv = ['gpu_kernels', '--tiny', '--sweep']\n"
-    said = python("-c", code + "runpy.run_path('bench/gpu_kernels.py', run_name='__main__')", TRITON_INTERPRET="1")
+    said = script("gpu_kernels", "--tiny", "--sweep")
     assert said.count(" ok ") == 14 and "all agree with their twins" in said
+
+
+def test_a_layer_of_a_few_rows_agrees_with_the_twins() -> None:
+    said = script("gpu_few", "--tiny")
+    assert said.count(" ok ") == 2 and "all agree with their twins" in said
+
+
+def test_the_script_that_checks_and_times_sampling_runs_through() -> None:
+    said = script("gpu_sampling", "--tiny")
+    assert "all agree with their twins" in said and said.count(" us, host ") == 14
 
 
 def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
@@ -36,5 +51,6 @@ def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
     assert names == {"write", "decode", "merge", "prefill", "copy", "product_few", "product_tile", "sum_parts", "add_norm", "gate_rows"} | {
         "best_of_blocks",
         "best_of_rows",
-    }
+        "decode_few",
+    } | {"find_tops", "sum_masses", "settle", "search", "race", "finish", "stand", "nearest", "lay_out", "adjust_rows"}
     assert {line.split()[1] for line in taken if line.startswith("prefill")} == {"wgmma"}

@@ -17,16 +17,24 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from octavo.kernels.asks import HEAD
+from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.activation import silu_and_mul
+from octavo.kernels.triton.adjust import adjust
 from octavo.kernels.triton.attention import paged_attention
+from octavo.kernels.triton.attention_few import decode_attention
 from octavo.kernels.triton.copy_blocks import copy_blocks
+from octavo.kernels.triton.draw import draw
 from octavo.kernels.triton.norm import add_rms_norm
+from octavo.kernels.triton.rank import rank
 from octavo.kernels.triton.sampling import sample
 from octavo.kernels.triton.skinny import gate_up, linear, norm_linear
 from octavo.kernels.triton.write_kv import write_kv
 
 ASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+PUT_ASIDE = 16  # bytes of a loop's invariants, stored before and loaded after it
 SHARED_MEMORY = 227 * 1024  # of one block of threads
+SPILLED = {"prefill": 1024}  # the tiles that were quickest on a GPU spill a little
 
 
 class NoGPU:
@@ -54,33 +62,54 @@ def compile_only() -> list[str]:
         spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
         products = "wgmma" if "wgmma.mma_async" in kernel.asm["ptx"] else "mma" if "mma.sync" in kernel.asm["ptx"] else "-"
         taken.append(f"{self.fn.__name__} {products} spilled {spilled} shared {kernel.metadata.shared}")
-        assert spilled == 0 and kernel.metadata.shared <= SHARED_MEMORY, taken[-1]
+        assert spilled <= SPILLED.get(self.fn.__name__, PUT_ASIDE) and kernel.metadata.shared <= SHARED_MEMORY, taken[-1]
 
     driver.set_active(NoGPU())
     JITFunction.run = compiled
     return taken
 
 
+def compile_attention(dim: int, dtype: torch.dtype, heads: int, kv_heads: int = 8, splits: int = 1, **options: Any) -> None:
+    """Prefill of rows in blocks and in this step's qkv, and decode."""
+    index, tables = torch.zeros(5, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
+    cache = torch.empty(9, 16, kv_heads, dim, dtype=dtype)
+    q, k, v = torch.empty(4, heads + 2 * kv_heads, dim, dtype=dtype).split([heads, kv_heads, kv_heads], 1)
+    out = torch.empty(q.shape, dtype=dtype)
+    for fresh in (None, (k, v)):
+        paged_attention(q, cache, cache, tables, index, index[:4], 0.1, out, 64, 4096, splits=splits, fresh=fresh, **options)
+
+
 def main() -> None:
     taken = compile_only()
     heads, kv_heads, dim, size = 32, 8, 128, 4096
     bf16 = {"dtype": torch.bfloat16}
-    index = torch.zeros(5, dtype=torch.int64)
+    index, tables = torch.zeros(5, dtype=torch.int64), torch.zeros(4, 2, dtype=torch.int32)
     cache = torch.empty(9, 16, kv_heads, dim, **bf16)
     qkv = torch.empty(4, (heads + 2 * kv_heads) * dim, **bf16)
     norms = torch.empty(dim, **bf16), torch.empty(dim, **bf16), 1e-6
     turns = torch.empty(64, dim // 2)
-    q = write_kv(qkv, norms, turns, turns, index, index, cache, cache)
-    for max_query, splits, window in ((1, 1, None), (1, 8, None), (64, 1, None), (64, 1, 100)):
-        out = torch.empty(4, heads, dim, **bf16)
-        tables = torch.zeros(4, 2, dtype=torch.int64)
-        paged_attention(q, cache, cache, tables, index, index[:4], 0.1, out, max_query, 4096, window, splits=splits)
+    write_kv(qkv, norms, turns, turns, index, index, cache, cache)
+    compile_attention(dim, torch.bfloat16, heads)
+    compile_attention(dim, torch.bfloat16, heads // 2, splits=8, window=100)
+    for head_dim in (80, 256):
+        learned = torch.ones(heads)
+        compile_attention(head_dim, torch.bfloat16, heads, splits=8, soft_cap=30.0, sinks=learned, slopes=learned)
+    compile_attention(dim, torch.float32, heads)
     copy_blocks([cache], [(1, 2)])
+    for rows in (1, 4):
+        few = tables.narrow(0, 0, rows), index[:rows]
+        counts = torch.zeros(rows * kv_heads, dtype=torch.int32)
+        decode_attention(qkv[:rows], norms, turns, turns, index[:rows], index[:rows], *few, cache, cache, counts, 0.1)
     for rows in (1, 16):
         x, scales, weight = torch.empty(rows, size, **bf16), torch.empty(size, **bf16), torch.empty(1024, size, **bf16)
         linear(x, weight), norm_linear(x, x, scales, 1e-6, weight), gate_up(x, x, scales, 1e-6, weight)
     silu_and_mul(x), add_rms_norm(x, x, scales, 1e-6)
-    sample(torch.empty(4, 151936, **bf16), torch.ones(4), torch.zeros(4, 4, dtype=torch.int64), index[:4])
+    logits, lines = torch.empty(4, 151936, **bf16), torch.zeros(4, 11, dtype=torch.int32)
+    sample(logits, torch.ones(4), torch.zeros(4, 4, dtype=torch.int64), index[:4])
+    floats = lines.view(torch.float32)
+    draw(logits, Draws(floats[:, 2], lines[:, 3], floats[:, 4], floats[:, 5], lines[:, 6:10], index[:4].int()))
+    rank(logits, index[:4], 5)
+    adjust(logits, [0], [0], [torch.zeros(HEAD, dtype=torch.int32)], lines[:, 2:], lines[:, 0], lines[:, 1])
     print("\n".join(taken))
 
 

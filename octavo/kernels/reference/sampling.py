@@ -13,7 +13,7 @@ summed as integers, so the sum does not depend on shape, threads or device. The 
 that row's arguments.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -54,8 +54,9 @@ class Ranking:
 
 
 def draw(logits: Tensor, draws: Draws) -> Tensor:
-    """One id a row. logits: [S, V] float32; returns [S] int64"""
-    vocab = logits.shape[1]
+    """One id a row. logits: [S, V]; returns [S] int64"""
+    logits, vocab = logits.float(), logits.shape[1]
+    draws = replace(draws, noise=draws.noise.long() & LOW32, positions=draws.positions.long())  # words of 32 bits have no sign here
     distance = distances(logits, draws.temperature)
     plain = (draws.top_k == 0) & (draws.top_p >= 1) & (draws.min_p <= 0)
     narrow = ~plain & (draws.top_k <= NARROW)
@@ -72,8 +73,8 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
 
 def rank(logits: Tensor, ids: Tensor, count: int) -> Ranking:
     """Where each row's id stands, and the row's `count` best. logits: [S, V]; ids: [S]"""
-    distance = distances(logits, torch.ones(len(ids)))  # [S, V]
-    chosen = distance.gather(1, ids[:, None])  # [S, 1]
+    distance = distances(logits.float(), torch.ones(len(ids)))  # [S, V]
+    chosen = distance.gather(1, ids[:, None].long())  # [S, 1]
     return Ranking(chosen.squeeze(1), (distance < chosen).sum(1) + 1, mass(distance).sum(1), *nearest(distance, count))
 
 

@@ -1,4 +1,4 @@
-"""The twins of the products of a few rows: the norm in front and the gate behind as steps of their own."""
+"""The twins of the products of a few rows: what stands in front and the gate behind as steps of their own."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,15 +7,23 @@ from octavo.kernels.reference.activation import silu_and_mul
 from octavo.kernels.reference.norm import add_rms_norm
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [rows, in], weight [out, in] -> [rows, out]"""
-    return F.linear(x, weight)
+    return F.linear(x, weight, bias)
 
 
-def norm_linear(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor]:
+def norm_linear(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual) W^T, the new residual)"""
     normed, stream = add_rms_norm(x, residual, norm_weight, eps)
-    return F.linear(normed, weight), stream
+    return F.linear(normed, weight, bias), stream
+
+
+def head(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(logits, the normed rows they were made of)"""
+    hidden, _ = add_rms_norm(x, residual, norm_weight, eps)
+    return F.linear(hidden, weight), hidden
 
 
 def gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor]:

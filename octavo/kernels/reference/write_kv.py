@@ -17,7 +17,7 @@ def write_kv(
     k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
     v_cache: Tensor,
 ) -> Tensor:
-    """Returns q [T, heads, head_dim], a view of qkv, which is overwritten there."""
+    """Returns q [T, heads, head_dim], a view of qkv; q and k are overwritten there."""
     kv_heads, head_dim = k_cache.shape[2:]
     parts = qkv.view(len(qkv), -1, head_dim)
     heads = parts.shape[1] - 2 * kv_heads
@@ -26,7 +26,8 @@ def write_kv(
     if norms is not None:
         normed_q, normed_k = rms_norm(q, norms[0], norms[2]), rms_norm(k, norms[1], norms[2])
     turns = cos[positions], sin[positions]  # [T, head_dim / 2] each
-    store(k_cache, rotate(normed_k, *turns), slots)
-    store(v_cache, v, slots)
     q.copy_(rotate(normed_q, *turns))
+    k.copy_(rotate(normed_k, *turns))
+    store(k_cache, k, slots)
+    store(v_cache, v, slots)
     return q

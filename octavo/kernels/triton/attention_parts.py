@@ -1,7 +1,9 @@
-"""What the decode and the prefill kernel share: where a key lies, and one tile of softmax.
+"""What the decode and the prefill kernel share: where a key lies, what a score is, and one tile of softmax.
 
-Scores are kept in units of log2, scaled once: exp2 is the GPU's own exponential. A hidden score is a large negative number
-and not -inf, so that a tile in which a query sees nothing stays finite; the first key it does see wipes out what that left.
+Scores stay as they come from the product; `unit` takes them to units of log2 inside the exponential, in one fused multiply-add,
+and exp2 is the GPU's own exponential. A cap or a slope needs the true score, whose unit is then log2(e) alone. A hidden score
+is a large negative number and not -inf, so that differences stay finite, and far below the number the largest score begins
+with, so that a tile in which a query sees nothing adds nothing.
 """
 
 import triton
@@ -9,7 +11,9 @@ import triton.language as tl
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
+LOG2E = tl.constexpr(LOG2_E)
 HIDDEN = tl.constexpr(-1.0e30)
+LOWEST = tl.constexpr(-1.0e28)
 
 
 @triton.jit
@@ -23,25 +27,59 @@ def slots_of(table, position, mask, region_size, BLOCK_SIZE: tl.constexpr, PAGED
 
 
 @triton.jit
-def score(q, keys, scale):
-    """In units of log2. q [M, DIM], keys [N, DIM] -> [M, N] float32; float32 stays float32, never tf32"""
-    return tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+def load_lines(source, place, inside, DIM: tl.constexpr, DIM_TILE: tl.constexpr, MASKED: tl.constexpr):
+    """A head's numbers at each place [N] -> [N, DIM_TILE]; zeros past DIM and, if MASKED, where not inside."""
+    dim = tl.arange(0, DIM_TILE)
+    pointers = source + place[:, None] + dim[None, :]
+    if MASKED:
+        return tl.load(pointers, mask=inside[:, None] & (dim < DIM)[None, :], other=0.0)
+    elif DIM < DIM_TILE:
+        return tl.load(pointers, mask=(dim < DIM)[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
 
 
 @triton.jit
-def soften(scores, values, largest, total, mixed):
-    """One step of online softmax over a tile; returns the new (largest, total, mixed)."""
+def score(q, keys, scale, cap, slope, behind, CAPPED: tl.constexpr, SLOPED: tl.constexpr):
+    """q [M, DIM], keys [N, DIM] -> [M, N] float32; float32 stays float32, never tf32. behind [M, N]: key's position - query's"""
+    scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+    if CAPPED:
+        scores = cap - 2 * cap / (tl.exp2(scores * (2 * LOG2E * scale / cap)) + 1)  # cap * tanh(scale * score / cap)
+    elif SLOPED:
+        scores *= scale
+    if SLOPED:
+        scores += slope[:, None] * behind.to(tl.float32)
+    return scores
+
+
+@triton.jit
+def begin(sinks, head, present, unit, ROWS: tl.constexpr, DIM_TILE: tl.constexpr, WITH_SINKS: tl.constexpr):
+    """(largest, total, mixed) before any key: nothing, or the head's sink, a score without a value."""
+    mixed = tl.zeros([ROWS, DIM_TILE], tl.float32)
+    if WITH_SINKS:
+        sink = tl.load(sinks + head, mask=present, other=0.0).to(tl.float32) * (LOG2E / unit)
+        return tl.maximum(sink, LOWEST), tl.full([ROWS], 1.0, tl.float32), mixed
+    else:
+        return tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32), mixed
+
+
+@triton.jit
+def weigh(scores, largest, total, unit):
+    """One tile's step of online softmax: the new (largest, total), the keys' weights, and by how much all before fades."""
     now = tl.maximum(largest, tl.max(scores, 1))
-    weights = tl.exp2(scores - now[:, None])
-    fade = tl.exp2(largest - now)
-    total = total * fade + tl.sum(weights, 1)
-    mixed = tl.dot(weights.to(values.dtype), values, mixed * fade[:, None], input_precision="ieee")
-    return now, total, mixed
+    weights = tl.exp2(scores * unit - (now * unit)[:, None])
+    fade = tl.exp2((largest - now) * unit)
+    return now, total * fade + tl.sum(weights, 1), weights, fade
 
 
 @triton.jit
-def finish(largest, total, mixed):
+def mix(weights, fade, values, mixed):
+    return tl.dot(weights.to(values.dtype), values, mixed * fade[:, None], input_precision="ieee")
+
+
+@triton.jit
+def finish(largest, total, mixed, unit):
     """(output, log-sum-exp in units of log2); nothing seen gives zeros and -inf."""
     seen = total > 0
     safe = tl.where(seen, total, 1.0)
-    return mixed / safe[:, None], tl.where(seen, largest + tl.log2(safe), float("-inf"))
+    return mixed / safe[:, None], tl.where(seen, largest * unit + tl.log2(safe), float("-inf"))

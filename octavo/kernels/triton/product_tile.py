@@ -14,6 +14,7 @@ from octavo.kernels.triton.activation import gated
 def product_tile(
     x,
     weight,
+    bias,
     out,
     parts,
     rows,
@@ -24,6 +25,7 @@ def product_tile(
     DEPTH: tl.constexpr,
     SPLITS: tl.constexpr,
     GATED: tl.constexpr,
+    BIASED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     split = tl.program_id(1)
@@ -48,6 +50,8 @@ def product_tile(
         tl.store(parts + split * rows * OUT + at, sums, mask=stored)
     else:
         kind = out.dtype.element_ty
+        if BIASED:
+            sums += tl.load(bias + column, mask=column < OUT, other=0.0).to(tl.float32)[None, :]
         result = sums.to(kind)
         if GATED:
             result = gated(result.to(tl.float32), sums_up.to(kind).to(tl.float32), kind)
@@ -55,11 +59,13 @@ def product_tile(
 
 
 @triton.jit(do_not_specialize=["size"])
-def sum_parts(parts, out, size, SPLITS: tl.constexpr, TILE: tl.constexpr):
-    """parts [SPLITS, size] -> out [size]"""
+def sum_parts(parts, bias, out, size, OUT: tl.constexpr, SPLITS: tl.constexpr, BIASED: tl.constexpr, TILE: tl.constexpr):
+    """parts [SPLITS, size], bias [OUT] -> out [size], rows of OUT"""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = at < size
     total = tl.zeros([TILE], tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(parts + split * size + at, mask=inside, other=0.0)
+    if BIASED:
+        total += tl.load(bias + at % OUT, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)

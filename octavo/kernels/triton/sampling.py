@@ -32,14 +32,37 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def uniform(noise, position, quad, TILE: tl.constexpr):
-    """Numbers strictly inside (0, 1) for the tokens of the quads, in order. noise: four words; quad [TILE / 4] -> [TILE] float32"""
+def noise_words(noise, position, quad):
+    """The four words of each quad's counter. noise: key, key, stream, high; position: uint32; quad: uint32"""
     key_0, key_1 = tl.load(noise).to(tl.uint32), tl.load(noise + 1).to(tl.uint32)
     zero = quad * 0  # gives the other counter words the shape of the first
     stream, high = tl.load(noise + 2).to(tl.uint32) + zero, tl.load(noise + 3).to(tl.uint32) + zero
-    w0, w1, w2, w3 = philox4x32(quad, position + zero, stream, high, key_0, key_1)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(TILE)  # lane = 2 * middle + last
+    return philox4x32(quad, position + zero, stream, high, key_0, key_1)
+
+
+@triton.jit
+def open_unit(words):
     return ((words >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
+
+
+@triton.jit
+def uniform(noise, position, quad, TILE: tl.constexpr):
+    """Numbers strictly inside (0, 1) for the tokens of the quads, in order. quad [TILE / 4] -> [TILE] float32"""
+    w0, w1, w2, w3 = noise_words(noise, position, quad)
+    return open_unit(tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(TILE))  # lane = 2 * middle + last
+
+
+@triton.jit
+def uniform_at(noise, position, token):
+    """The same numbers for any tokens."""
+    w0, w1, w2, w3 = noise_words(noise, position, (token // 4).to(tl.uint32))
+    lane = token % 4
+    return open_unit(tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3)))
+
+
+@triton.jit
+def gumbel(unit):
+    return -tl.log(-tl.log(unit))
 
 
 @triton.jit
@@ -53,8 +76,7 @@ def best_of_blocks(logits, temperature, noise, positions, tops, scores, ids, VOC
     if warmth > 0:
         quad = (block * (TILE // 4) + tl.arange(0, TILE // 4)).to(tl.uint32)
         position = tl.load(positions + row).to(tl.uint32)
-        gumbel = -tl.log(-tl.log(uniform(noise + row * 4, position, quad, TILE)))
-        score = gumbel + score / tl.maximum(warmth, 1.1754943508222875e-38)
+        score = gumbel(uniform(noise + row * 4, position, quad, TILE)) + score / tl.maximum(warmth, 1.1754943508222875e-38)
     score = tl.where(token < VOCAB, score, float("-inf"))
     best, index = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(tops + row * blocks + block, top)

@@ -1,6 +1,9 @@
-"""Products of a few rows with large weights, bound by reading the weights once: `linear`, `norm_linear`, `gate_up`.
+"""Products of a few rows with large weights, bound by reading the weights once; with what stands in front, in one kernel.
 
-    rows    1 to 4      add, norm, product and gate are one kernel (product_few)
+    linear         x W^T                              gate_up    silu(gate) * up of rms_norm(x + residual) W^T
+    norm_linear    rms_norm(x + residual) W^T         head       the same, with the normed rows
+
+    rows    1 to 4      all of it is one kernel (product_few)
             5 to 16     add and norm are one, product and gate another (product_tile)
 
 Weights are [out, in]; float32, float16 and bfloat16. More rows are a matter of matrix units, and of another kernel.
@@ -10,59 +13,110 @@ import torch
 import triton
 from torch import Tensor
 
+from octavo.kernels.triton.dependent import can_depend
+from octavo.kernels.triton.few_tiles import FEW_ROWS, ProductTiles, product_tiles
 from octavo.kernels.triton.norm import add_rms_norm
 from octavo.kernels.triton.product_few import product_few
 from octavo.kernels.triton.product_tile import product_tile, sum_parts
 
-FEW_ROWS = 4
 MAX_ROWS = 16
-MAX_HELD = 16384  # the longest row of W that `product_few` holds in registers
+MAX_HELD = 32768  # the longest row of W that `product_few` holds in registers
 PROGRAMS = 264  # two for each multiprocessor
 COLUMNS, DEPTH, STAGES = 32, 128, 4
 SUM_TILE = 512
 
+Norm = tuple[Tensor, Tensor, float]  # residual, weight, eps
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiles: ProductTiles | None = None, dependent: bool = True) -> Tensor:
     """x [rows, in], weight [out, in] -> [rows, out]"""
-    if len(x) <= FEW_ROWS and x.shape[1] <= MAX_HELD:
-        return _few(x, weight, None, gated=False)[0]
-    return _tile(x, weight, gated=False)
+    if _is_few(x):
+        return _few(x, None, weight, bias, tiles, dependent)[0]
+    return _tile(x, weight, bias)
 
 
-def norm_linear(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor]:
+def norm_linear(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    tiles: ProductTiles | None = None,
+    dependent: bool = True,
+) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual) W^T, the new residual)"""
-    if len(x) <= FEW_ROWS and x.shape[1] <= MAX_HELD:
-        return _few(x, weight, (residual, norm_weight, eps), gated=False)
+    if _is_few(x):
+        return _few(x, (residual, norm_weight, eps), weight, bias, tiles, dependent)
     x, stream = add_rms_norm(x, residual, norm_weight, eps)
-    return _tile(x, weight, gated=False), stream
+    return _tile(x, weight, bias), stream
 
 
-def gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor]:
+def head(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    tiles: ProductTiles | None = None,
+    dependent: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """(logits, the normed rows they were made of)"""
+    if _is_few(x):
+        return _few(x, (residual, norm_weight, eps), weight, None, tiles, dependent, keep_normed=True)
+    hidden, _ = add_rms_norm(x, residual, norm_weight, eps)
+    return _tile(hidden, weight), hidden
+
+
+def gate_up(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    tiles: ProductTiles | None = None,
+    dependent: bool = True,
+) -> tuple[Tensor, Tensor]:
     """(silu(gate) * up of rms_norm(x + residual), the new residual); weight [2 * size, in], gate over up"""
-    if len(x) <= FEW_ROWS and x.shape[1] <= MAX_HELD:
-        return _few(x, weight, (residual, norm_weight, eps), gated=True)
+    if _is_few(x):
+        return _few(x, (residual, norm_weight, eps), weight, None, tiles, dependent, gated=True)
     x, stream = add_rms_norm(x, residual, norm_weight, eps)
     return _tile(x, weight, gated=True), stream
 
 
-def _few(x: Tensor, weight: Tensor, norm: tuple[Tensor, Tensor, float] | None, gated: bool) -> tuple[Tensor, Tensor]:
+def _is_few(x: Tensor) -> bool:
+    return len(x) <= FEW_ROWS and x.shape[1] <= MAX_HELD
+
+
+def _few(
+    x: Tensor,
+    norm: Norm | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    tiles: ProductTiles | None,
+    dependent: bool,
+    gated: bool = False,
+    keep_normed: bool = False,
+) -> tuple[Tensor, Tensor]:
     size, wide = weight.shape[1], len(weight) // 2 if gated else len(weight)
     _check(x, weight)
     padded = triton.next_power_of_2(size)
-    columns = max(min((8192 if gated else 16384) // padded, 8), 1)
+    chosen = tiles or product_tiles(padded, wide, gated)
     out = torch.empty(len(x), wide, dtype=x.dtype, device=x.device)
     residual, norm_weight, eps = norm or (x, x, 0.0)
     stream = torch.empty_like(x) if norm else x
+    dependent = dependent and can_depend()
     if len(x):
-        product_few[(triton.cdiv(wide, columns),)](
-            x, residual, norm_weight, stream, weight, out, eps, len(x),
-            SIZE=size, PADDED=padded, OUT=wide, COLUMNS=columns, NORM=norm is not None, GATED=gated,
-            num_warps=4 if padded * columns <= 8192 else 8,
+        product_few[(triton.cdiv(wide, chosen.columns * chosen.turns),)](
+            x, residual, norm_weight, stream, weight, weight if bias is None else bias, out, eps, len(x),
+            SIZE=size, PADDED=padded, OUT=wide, COLUMNS=chosen.columns, ROWS=triton.next_power_of_2(len(x)),
+            NORM=norm is not None, GATED=gated, BIASED=bias is not None, KEEP_NORMED=keep_normed, LOOPED=chosen.turns > 1,
+            DEPENDENT=dependent, num_warps=chosen.warps, launch_pdl=dependent,
         )  # fmt: skip
     return out, stream
 
 
-def _tile(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
+def _tile(x: Tensor, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
     size, wide = weight.shape[1], len(weight) // 2 if gated else len(weight)
     _check(x, weight)
     assert len(x) <= MAX_ROWS, f"{len(x)} rows, at most {MAX_ROWS}"
@@ -72,13 +126,16 @@ def _tile(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
         splits *= 2
     out = torch.empty(len(x), wide, dtype=x.dtype, device=x.device)
     parts = out if splits == 1 else torch.empty(splits, *out.shape, dtype=torch.float32, device=x.device)
+    offset = weight if bias is None else bias
     product_tile[(programs, splits)](
-        x, weight, out, parts, len(x),
+        x, weight, offset, out, parts, len(x),
         SIZE=size, OUT=wide, ROWS=MAX_ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH if x.element_size() == 2 else DEPTH // 2,
-        SPLITS=splits, GATED=gated, STAGES=STAGES, num_warps=4,
+        SPLITS=splits, GATED=gated, BIASED=bias is not None, STAGES=STAGES, num_warps=4,
     )  # fmt: skip
     if splits > 1:
-        sum_parts[(triton.cdiv(out.numel(), SUM_TILE),)](parts, out, out.numel(), SPLITS=splits, TILE=SUM_TILE, num_warps=4)
+        sum_parts[(triton.cdiv(out.numel(), SUM_TILE),)](
+            parts, offset, out, out.numel(), OUT=wide, SPLITS=splits, BIASED=bias is not None, TILE=SUM_TILE, num_warps=4
+        )
     return out
 
 

@@ -1,9 +1,10 @@
 """New tokens into the cache: norm of each head (optional), rotation, and the write of k and v to their slots, in one kernel.
 
-    qkv    [T, q: heads | k: kv_heads | v: kv_heads]      q is normed and rotated in place; k and v go to the cache
+    qkv    [T, q: heads | k: kv_heads | v: kv_heads]      q and k are normed and rotated in place; k and v go to the cache
 
-One program takes one token's q, k or v with all its heads. Halves of a head are loaded apart: dimension i and i + head_dim/2
-are turned together. Roundings are those of the twin: after the norm, after its weight, after the rotation.
+So prefill finds this step's keys and values side by side in qkv, without a look at the tables. One program takes one token's q,
+k or v with all its heads. Halves of a head are loaded apart: dimension i and i + head_dim/2 are turned together. Roundings are
+those of the twin: after the norm, after its weight, after the rotation.
 """
 
 import torch
@@ -33,6 +34,7 @@ def write(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    HALF_TILE: tl.constexpr,
     HEADS_TILE: tl.constexpr,
     NORM: tl.constexpr,
 ):
@@ -41,7 +43,7 @@ def write(
     kind = qkv.dtype.element_ty
     num_heads = tl.where(part == 0, HEADS, KV_HEADS)
     first_head = tl.where(part == 0, 0, tl.where(part == 1, HEADS, HEADS + KV_HEADS))
-    head, half = tl.arange(0, HEADS_TILE)[:, None], tl.arange(0, HALF)[None, :]
+    head, half = tl.arange(0, HEADS_TILE)[:, None], tl.arange(0, HALF_TILE)[None, :]
     present = (head < num_heads) & (half < HALF)
     source = qkv + token * STRIDE + (first_head + head) * DIM + half
     first = tl.load(source, mask=present, other=0.0)
@@ -54,17 +56,17 @@ def write(
     else:
         x, y = first.to(tl.float32), second.to(tl.float32)
         if NORM:
-            weight = q_weight if part == 0 else k_weight
+            weight = (q_weight if part == 0 else k_weight) + half
             scale = rms_scale(x, y, eps, DIM)
-            x = ((x * scale).to(kind).to(tl.float32) * tl.load(weight + half).to(tl.float32)).to(kind).to(tl.float32)
-            y = ((y * scale).to(kind).to(tl.float32) * tl.load(weight + half + HALF).to(tl.float32)).to(kind).to(tl.float32)
+            weight_x, weight_y = tl.load(weight, mask=half < HALF), tl.load(weight + HALF, mask=half < HALF)
+            x = ((x * scale).to(kind).to(tl.float32) * weight_x.to(tl.float32)).to(kind).to(tl.float32)
+            y = ((y * scale).to(kind).to(tl.float32) * weight_y.to(tl.float32)).to(kind).to(tl.float32)
         angle = tl.load(positions + token).to(tl.int64) * HALF + half
-        c, s = tl.load(cos + angle), tl.load(sin + angle)
+        c, s = tl.load(cos + angle, mask=half < HALF), tl.load(sin + angle, mask=half < HALF)
         turned_x, turned_y = (x * c - y * s).to(kind), (y * c + x * s).to(kind)
-        if part == 0:
-            tl.store(source, turned_x, mask=present)
-            tl.store(source + HALF, turned_y, mask=present)
-        else:
+        tl.store(source, turned_x, mask=present)
+        tl.store(source + HALF, turned_y, mask=present)
+        if part == 1:
             tl.store(k_cache + target, turned_x, mask=present)
             tl.store(k_cache + target + HALF, turned_y, mask=present)
 
@@ -79,16 +81,16 @@ def write_kv(
     k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
     v_cache: Tensor,
 ) -> Tensor:
-    """Returns q [T, heads, head_dim], a view of qkv."""
+    """Returns q [T, heads, head_dim], a view of qkv; q and k are overwritten there."""
     kv_heads, head_dim = k_cache.shape[2:]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    assert head_dim == triton.next_power_of_2(head_dim), f"head_dim {head_dim}"
+    assert head_dim % 2 == 0, f"head_dim {head_dim}"
     assert qkv.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous() and cos.dtype == torch.float32
     q_weight, k_weight, eps = norms or (qkv, qkv, 0.0)
     if len(qkv):
         write[(len(qkv), 3)](
             qkv, q_weight, k_weight, eps, cos, sin, positions, slots, k_cache, v_cache,
-            STRIDE=qkv.shape[1], HEADS=heads, KV_HEADS=kv_heads, DIM=head_dim,
+            STRIDE=qkv.shape[1], HEADS=heads, KV_HEADS=kv_heads, DIM=head_dim, HALF_TILE=triton.next_power_of_2(head_dim // 2),
             HEADS_TILE=triton.next_power_of_2(max(heads, kv_heads)), NORM=norms is not None, num_warps=4,
         )  # fmt: skip
     return qkv.view(len(qkv), -1, head_dim)[:, :heads]

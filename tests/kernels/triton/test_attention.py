@@ -1,6 +1,8 @@
 """Paged attention over mixes of rows, against its twin and against itself without blocks; nothing unwritten is ever read."""
 
+from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -11,56 +13,75 @@ from octavo.kernels.triton.attention import paged_attention
 from octavo.kernels.triton.attention_tiles import TOKENS_PER_SPLIT, Tiles, decode_splits
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
-SCALE = DIM**-0.5
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "float16", "bfloat16"])
+SMALL = Tiles(keys=16, warps=4, stages=2, queries=32)
+DESCRIBED = Tiles(keys=16, warps=4, stages=2, queries=32, described=True)
+LAGGING = Tiles(keys=16, warps=4, stages=2, queries=32, described=True, lagging=True)
 
 Mix = list[tuple[int, int]]  # a row's queries and its context
 # A chunk over a past, decode, a row that is not asked, a whole prompt over several tiles, padding of a graph, two queries, a first token.
 MIX: Mix = [(7, 37), (1, 41), (0, 5), (19, 19), (1, 0), (2, 33), (1, 1), (1, 70)]
 
 
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 class Caches:
     """Rows in a shuffled pool of blocks and in regions of their own, with NaN wherever no row has written."""
 
-    def __init__(self, mix: Mix, size: int, dtype: torch.dtype, device: str, heads: int = HEADS, index: torch.dtype = torch.int32) -> None:
+    def __init__(
+        self, mix: Mix, size: int, dtype: torch.dtype, device: str, heads: int = HEADS, dim: int = DIM, index: torch.dtype = torch.int32
+    ) -> None:
         generator = torch.Generator().manual_seed(size)
         length = max(context for _, context in mix)
         width = -(-length // size)
         blocks = torch.randperm(len(mix) * width, generator=generator).view(len(mix), width) + 1
         self.tables = torch.zeros_like(blocks)  # padded with the null block
         self.regions = torch.randperm(len(mix), generator=generator)[:, None]
-        self.paged = [torch.full((len(mix) * width + 1, size, KV_HEADS, DIM), torch.nan, dtype=dtype) for _ in "kv"]
-        self.contiguous = [torch.full((len(mix), length + 3, KV_HEADS, DIM), torch.nan, dtype=dtype) for _ in "kv"]
-        for row, (_, context) in enumerate(mix):
-            used = -(-context // size)
-            self.tables[row, :used] = blocks[row, :used]
-            for paged, contiguous in zip(self.paged, self.contiguous):
-                new = torch.randn(context, KV_HEADS, DIM, generator=generator).to(dtype)
-                contiguous[self.regions[row, 0], :context] = new
-                paged.view(-1, KV_HEADS, DIM)[(blocks[row] * size)[:, None].add(torch.arange(size)).flatten()[:context]] = new
+        self.paged = [torch.full((len(mix) * width + 1, size, KV_HEADS, dim), torch.nan, dtype=dtype) for _ in "kv"]
+        self.contiguous = [torch.full((len(mix), length + 3, KV_HEADS, dim), torch.nan, dtype=dtype) for _ in "kv"]
         counts = torch.tensor([queries for queries, _ in mix])
         self.query_start = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-        # As in a product qkv: tokens lie apart.
-        self.q = torch.randn(int(counts.sum()), heads + 2, DIM, generator=generator).to(dtype).to(device)[:, :heads]
+        qkv = torch.randn(int(counts.sum()), heads + 2 * KV_HEADS, dim, generator=generator).to(dtype)
+        qkv[:, heads:] = torch.nan
+        for row, (queries, context) in enumerate(mix):
+            used = -(-context // size)
+            self.tables[row, :used] = blocks[row, :used]
+            for part, (paged, contiguous) in enumerate(zip(self.paged, self.contiguous)):
+                new = torch.randn(context, KV_HEADS, dim, generator=generator).to(dtype)
+                contiguous[self.regions[row, 0], :context] = new
+                paged.view(-1, KV_HEADS, dim)[(blocks[row] * size)[:, None].add(torch.arange(size)).flatten()[:context]] = new
+                if context:
+                    start = int(self.query_start[row])
+                    qkv[start : start + queries, heads:].unflatten(1, (2, -1))[:, part] = new[context - queries :]
+        self.q, *self.fresh = qkv.to(device).split([heads, KV_HEADS, KV_HEADS], 1)
         self.context_len = torch.tensor([context for _, context in mix])
-        self.mix = mix
+        self.mix, self.scale = mix, dim**-0.5
         for name in ("tables", "regions", "query_start", "context_len"):
             setattr(self, name, getattr(self, name).to(device, index))
         self.paged, self.contiguous = ([cache.to(device) for cache in caches] for caches in (self.paged, self.contiguous))
 
     def attend(
-        self, window: int | None = None, tiles: Tiles | None = None, splits: int | None = None, paged: bool = True
+        self, tiles: Tiles | None = None, splits: int | None = None, paged: bool = True, fresh: bool = False, **options: Any
     ) -> tuple[Tensor, Tensor]:
         out, lse = self.poison()
         max_query, max_context = (max(part) for part in zip(*self.mix))
         caches, tables = (self.paged, self.tables) if paged else (self.contiguous, self.regions)
         rows = tables, self.query_start, self.context_len
-        return paged_attention(self.q, *caches, *rows, SCALE, out, max_query, max_context, window, lse, paged, tiles, splits), lse
+        return paged_attention(
+            self.q, *caches, *rows, self.scale, out, max_query, max_context, lse=lse, paged=paged, tiles=tiles, splits=splits,
+            fresh=tuple(self.fresh) if fresh else None, **options,
+        ), lse  # fmt: skip
 
-    def exact(self, window: int | None = None) -> tuple[Tensor, Tensor]:
+    def exact(self, **options: Any) -> tuple[Tensor, Tensor]:
         out, lse = self.poison()
-        return plain.paged_attention(self.q, *self.paged, self.tables, self.query_start, self.context_len, SCALE, out, window, lse), lse
+        rows = self.tables, self.query_start, self.context_len
+        return plain.paged_attention(self.q, *self.paged, *rows, self.scale, out, lse=lse, **options), lse
 
     def poison(self) -> tuple[Tensor, Tensor]:
         shape = self.q.shape
@@ -74,42 +95,89 @@ def assert_near(got: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> Non
     torch.testing.assert_close(got[1], exact[1], atol=1e-5, rtol=1e-5)
 
 
+def assert_same(got: tuple[Tensor, Tensor], *others: tuple[Tensor, Tensor]) -> None:
+    for other in others:
+        assert all(map(torch.equal, got, other))
+
+
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(
     ("dtype", "size"),
-    [*((torch.float32, size) for size in (1, 8, 16, 256)), *product((torch.float16, torch.bfloat16), (1, 16))],
+    [*((torch.float32, size) for size in (1, 2, 8, 16, 256)), *product((torch.float16, torch.bfloat16), (4, 16))],
     ids=str,
 )
-def test_a_mix_of_rows_agrees_with_the_twin_and_with_the_contiguous_cache(
+def test_a_mix_of_rows_agrees_with_the_twin_and_with_every_other_way_to_its_keys(
     dtype: torch.dtype, size: int, window: int | None, device: str
 ) -> None:
     caches = Caches(MIX, size, dtype, device, index=torch.int64 if size == 8 else torch.int32)
-    small = Tiles(keys=16, warps=4, stages=2, queries=32)
-    got = caches.attend(window, small)
-    assert_near(got, caches.exact(window))
-    assert all(map(torch.equal, got, caches.attend(window, small, paged=False)))
+    got = caches.attend(SMALL, window=window)
+    assert_near(got, caches.exact(window=window))
+    assert_same(got, caches.attend(SMALL, paged=False, window=window))
+    if size == 16:
+        assert_same(got, *(caches.attend(tiles, fresh=True, window=window) for tiles in (SMALL, DESCRIBED)))
+        late = caches.attend(LAGGING, window=window)
+        assert_near(late, caches.exact(window=window))
+        assert_same(late, caches.attend(LAGGING, fresh=True, window=window), caches.attend(LAGGING, paged=False, window=window))
 
 
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("window", [None, 300])
 @DTYPES
-def test_decode_in_splits_agrees_also_where_a_split_is_empty(dtype: torch.dtype, window: int | None, device: str) -> None:
-    caches = Caches([(1, 70), (1, 5), (1, 0), (0, 9), (1, 33)], 16, dtype, device)
+def test_decode_in_splits_agrees_and_short_rows_fill_few(dtype: torch.dtype, window: int | None, device: str) -> None:
+    least = TOKENS_PER_SPLIT
+    caches = Caches([(1, 2 * least + 70), (1, 5), (1, 0), (0, 9), (1, least + 1)], 16, dtype, device)
+    exact = caches.exact(window=window)
     for splits in (1, 4):
-        got = caches.attend(window, splits=splits)
-        assert_near(got, caches.exact(window))
-        assert all(map(torch.equal, got, caches.attend(window, splits=splits, paged=False)))
+        got = caches.attend(splits=splits, window=window)
+        assert_near(got, exact)
+        assert_same(got, caches.attend(splits=splits, paged=False, window=window))
+    assert_same(got, caches.attend(splits=64, window=window))  # splits no row fills are neither written nor read
 
 
-@pytest.mark.parametrize("heads", [2, 40])
-def test_groups_of_one_head_and_of_more_than_a_tile(heads: int, device: str) -> None:
-    caches = Caches([(3, 20), (1, 9)], 16, torch.float32, device, heads=heads)
-    assert_near(caches.attend(), caches.exact())
+LEARNED = torch.linspace(-1.5, 2.5, HEADS)
+FEATURES: dict[str, dict[str, Any]] = {
+    "soft_cap": {"soft_cap": 1.5},
+    "sinks": {"sinks": LEARNED},
+    "slopes": {"slopes": LEARNED.abs()},
+    "all": {"soft_cap": 2.5, "sinks": LEARNED, "slopes": LEARNED.abs() / 9, "window": 20},
+}
+
+
+@pytest.mark.parametrize("feature", list(FEATURES))
+def test_scores_are_capped_and_sloped_and_sinks_take_their_share(feature: str, device: str) -> None:
+    given = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in FEATURES[feature].items()}
+    for dtype, mix, splits in ((torch.float32, MIX, 1), (torch.float32, [(1, 300), (1, 30), (1, 0)], 2), (torch.bfloat16, MIX, 1)):
+        caches = Caches(mix, 16, dtype, device)
+        got, exact = caches.attend(SMALL, splits, **given), caches.exact(**given)
+        assert_near(got, exact)
+        assert_same(got, caches.attend(SMALL, splits, paged=False, **given))
+        assert (caches.exact()[1] - exact[1]).nan_to_num().abs().max() > 0.1  # the feature shows
+
+
+@pytest.mark.parametrize("dim", [80, 96, 256])
+def test_head_sizes_beside_the_usual(dim: int, device: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        caches = Caches([(7, 37), (1, 41), (1, 300), (18, 18)], 16, dtype, device, dim=dim)
+        got = caches.attend(DESCRIBED, 2)
+        assert_near(got, caches.exact())
+        assert_same(got, caches.attend(DESCRIBED, 2, fresh=True), caches.attend(DESCRIBED, 2, paged=False))
+
+
+@pytest.mark.parametrize("heads", [2, 10, 40])
+def test_groups_of_one_head_of_five_and_of_more_than_a_tile(heads: int, device: str) -> None:
+    caches = Caches([(15, 20), (1, 9)], 16, torch.float32, device, heads=heads)
+    assert_near(caches.attend(SMALL), caches.exact())
 
 
 def test_tiles_chosen_by_default_agree(device: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        caches = Caches([(45, 70), (1, 70)], 16, dtype, device)
-        assert_near(caches.attend(), caches.exact())
+        caches = Caches([(45, 70), (1, 70), (140, 140)], 16, dtype, device)
+        got = caches.attend(fresh=True)
+        assert_near(got, caches.exact())
+        assert_same(got, caches.attend(), caches.attend(paged=False))
+
+
+def test_no_tokens_are_no_work(device: str) -> None:
+    assert Caches([(0, 5)], 16, torch.float32, device).attend()[0].shape == (0, HEADS, DIM)
 
 
 def test_contexts_are_split_where_rows_are_few_and_only_if_long() -> None:

@@ -29,7 +29,7 @@ def assert_near(got: Tensor, exact: Tensor) -> None:
 @pytest.mark.parametrize("heads", [6, 1])
 @DTYPES
 def test_write_kv_writes_the_named_slots_and_no_others(dtype: torch.dtype, heads: int, norm: bool, device: str) -> None:
-    kv_heads, dim, tokens = 1 if heads == 1 else 2, 16, 5
+    kv_heads, dim, tokens = (1, 20, 5) if heads == 1 else (2, 16, 5)
     angle = torch.outer(torch.arange(64.0), 1e4 ** -(torch.arange(dim // 2) / (dim // 2))).to(device)
     norms = (random(device, dtype, dim), random(device, dtype, dim + 1)[1:], 1e-5) if norm else None
     positions, slots = torch.tensor([3, 63, 0, 17, 0], device=device), torch.tensor([9, 40, 11, 31, 0], device=device)  # 0: padding

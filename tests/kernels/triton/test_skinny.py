@@ -6,10 +6,11 @@ from torch import Tensor
 
 from octavo.kernels.reference import skinny as plain
 from octavo.kernels.triton import skinny
+from octavo.kernels.triton.few_tiles import FEW_ROWS, ProductTiles
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "float16", "bfloat16"])
-ROWS = pytest.mark.parametrize("rows", [1, skinny.FEW_ROWS, skinny.FEW_ROWS + 1, skinny.MAX_ROWS])
+ROWS = pytest.mark.parametrize("rows", [1, FEW_ROWS - 1, FEW_ROWS, FEW_ROWS + 1, skinny.MAX_ROWS])
 
 
 def inputs(rows: int, size: int, wide: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -27,18 +28,40 @@ def assert_near(got: Tensor, exact: Tensor) -> None:
 @DTYPES
 def test_linear(dtype: torch.dtype, rows: int, device: str) -> None:
     for size, wide in ((72, 21), (1100, 37)):  # the second is split over its inner dimension where there are more than few rows
-        x, _, _, weight = inputs(rows, size, wide, dtype, device)
-        assert_near(skinny.linear(x, weight), plain.linear(x, weight))
+        x, _, scales, weight = inputs(rows, size, wide, dtype, device)
+        for bias in (None, scales[:wide].contiguous()):
+            assert_near(skinny.linear(x, weight, bias), plain.linear(x, weight, bias))
 
 
 @ROWS
 @DTYPES
 def test_norm_in_front_and_gate_behind(dtype: torch.dtype, rows: int, device: str) -> None:
     x, residual, scales, weight = inputs(rows, 200, 42, dtype, device)
-    for ours, exact in ((skinny.norm_linear, plain.norm_linear), (skinny.gate_up, plain.gate_up)):
-        got, expected = ours(x, residual, scales, 1e-5, weight), exact(x, residual, scales, 1e-5, weight)
+    given, bias = (x, residual, scales, 1e-5, weight), scales[:42].contiguous()
+    pairs = [(skinny.norm_linear(*given), plain.norm_linear(*given)), (skinny.gate_up(*given), plain.gate_up(*given))]
+    pairs.append((skinny.norm_linear(*given, bias), plain.norm_linear(*given, bias)))
+    for got, expected in pairs:
         assert_near(got[0], expected[0])
         assert torch.equal(got[1], expected[1])
+
+
+@ROWS
+@DTYPES
+def test_head_leaves_logits_and_normed_rows(dtype: torch.dtype, rows: int, device: str) -> None:
+    x, residual, scales, weight = inputs(rows, 72, 50, dtype, device)
+    got, expected = skinny.head(x, residual, scales, 1e-5, weight), plain.head(x, residual, scales, 1e-5, weight)
+    assert_near(got[0], expected[0])
+    assert_near(got[1], expected[1])
+
+
+@pytest.mark.parametrize("rows", [1, FEW_ROWS])
+def test_a_program_that_takes_turns_leaves_out_no_tile(rows: int, device: str) -> None:
+    x, residual, scales, weight = inputs(rows, 72, 46, torch.float32, device)
+    for turns in (2, 3, 64):  # 12 tiles over several programs, evenly and not, and over one
+        tiles = ProductTiles(columns=4, warps=4, turns=turns)
+        assert_near(skinny.linear(x, weight, scales[:46].contiguous(), tiles), plain.linear(x, weight, scales[:46]))
+        got = skinny.gate_up(x, residual, scales, 1e-5, weight, tiles)
+        assert_near(got[0], plain.gate_up(x, residual, scales, 1e-5, weight)[0])
 
 
 def test_more_rows_than_a_tile_are_refused(device: str) -> None:

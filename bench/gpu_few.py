@@ -1,0 +1,421 @@
+"""One decode step of few rows on a GPU, checked and timed: `python bench/gpu_few.py [--model 0.6B|8B] [--seconds 60]`.
+
+Checks small models of odd sizes against the twins, then 1,000 decode steps with dependent launch against as many without, bit for
+bit. Then, for random weights of a shape: the step as one CUDA graph with and without dependent launch, tiles tried one kernel at
+a time in whole steps (coordinate descent, so many seconds), the best of them, and each kernel alone over the weights of all layers.
+Times are medians of replays. A choice that fails is named and passed over. `--tiny` is for the interpreter: the checks alone.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.attention.backend import Rope, load_backend
+from octavo.attention.forward_batch import ForwardBatch
+from octavo.kernels.reference import attention_few as plain_attention
+from octavo.kernels.reference import sampling as plain_sampling
+from octavo.kernels.reference import skinny as plain
+from octavo.kernels.triton import attention_few, sampling, skinny
+from octavo.kernels.triton.dependent import begin, can_depend, wait
+from octavo.kernels.triton.few_tiles import DecodeTiles, ProductTiles, decode_tiles, product_tiles
+from octavo.layers.comm import NullComm
+from octavo.model_config import ModelConfig, RopeConfig
+from octavo.models.dense import DenseModel
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+BLOCK = 16
+CONTEXTS = (384, 2000)
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    family: str = "Qwen3"
+
+    def config(self) -> ModelConfig:
+        return ModelConfig(
+            architecture=f"{self.family}ForCausalLM", vocab_size=self.vocab, hidden_size=self.hidden, intermediate_size=self.intermediate,
+            num_layers=self.layers, num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.head_dim, max_position=4096,
+            norm_eps=1e-6, rope=RopeConfig(theta=1e6), tie_embeddings=self.tied, qkv_bias=self.family == "Qwen2", output_bias=False,
+            mlp_bias=False, qk_norm=self.family == "Qwen3", windows=(None,) * self.layers, dtype=None, eos_token_ids=(), bos_token_id=None,
+        )  # fmt: skip
+
+
+SHAPES = {
+    "0.6B": Shape(1024, 3072, 28, 16, 8, 128, 151_936, tied=True),
+    "8B": Shape(4096, 12_288, 36, 32, 8, 128, 151_936, tied=False),
+}
+SMALL = [
+    (Shape(576, 1536, 2, 9, 3, 64, 4000, tied=True, family="Llama"), torch.bfloat16),
+    (Shape(896, 4864, 2, 14, 2, 64, 3001, tied=True, family="Qwen2"), torch.bfloat16),
+    (Shape(2560, 9728, 2, 32, 8, 128, 5000, tied=True), torch.float16),
+    (Shape(320, 768, 2, 6, 2, 64, 999, tied=False), torch.float32),
+]
+TINY = [(Shape(48, 80, 2, 6, 2, 16, 99, tied=False, family="Qwen2"), torch.float32)]
+
+
+@dataclass
+class Kernels:
+    """The Triton kernels with chosen tiles."""
+
+    dependent: bool = True
+    tiles: dict[str, Any] = field(default_factory=dict)
+
+    def norm_linear(self, *given: Any) -> tuple[Tensor, Tensor]:
+        return skinny.norm_linear(*given, tiles=self.tiles.get("qkv"), dependent=self.dependent)
+
+    def decode_attention(self, *given: Any) -> Tensor:
+        return attention_few.decode_attention(*given, tiles=self.tiles.get("decode"), dependent=self.dependent)
+
+    def output(self, *given: Any) -> Tensor:
+        return skinny.linear(*given, tiles=self.tiles.get("output"), dependent=self.dependent)
+
+    def gate_up(self, *given: Any) -> tuple[Tensor, Tensor]:
+        return skinny.gate_up(*given, tiles=self.tiles.get("gate_up"), dependent=self.dependent)
+
+    def down(self, *given: Any) -> Tensor:
+        return skinny.linear(*given, tiles=self.tiles.get("down"), dependent=self.dependent)
+
+    def head(self, *given: Any) -> tuple[Tensor, Tensor]:
+        return skinny.head(*given, tiles=self.tiles.get("head"), dependent=self.dependent)
+
+    sample = staticmethod(sampling.sample)
+
+
+class Twins:
+    norm_linear, gate_up, output, down = map(staticmethod, (plain.norm_linear, plain.gate_up, plain.linear, plain.linear))
+    head, sample, decode_attention = map(staticmethod, (plain.head, plain_sampling.sample, plain_attention.decode_attention))
+
+
+@triton.jit
+def nothing(x, DEPENDENT: tl.constexpr):
+    begin(DEPENDENT)
+    wait(DEPENDENT)
+
+
+class Bench:
+    """A model of random weights, rows of one context over a shuffled pool, and the tensors of a step."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, rows: int, context: int, max_len: int) -> None:
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            self.model = DenseModel(shape.config(), dtype, load_backend("cpu"), NullComm(), max_len)
+            for name, parameter in self.model.named_parameters():
+                parameter.normal_().mul_(parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.1)
+                if name.endswith("norm.weight"):
+                    parameter.add_(1)
+            for layer in self.model.layers:
+                layer.attention.rope = Rope(layer.attention.rope.cos.to(DEVICE), layer.attention.rope.sin.to(DEVICE))
+            self.shape, self.dtype, self.width = shape, dtype, -(-max_len // BLOCK)
+            self.caches = [
+                {name: torch.randn(4 * self.width + 1, BLOCK, shape.kv_heads, shape.head_dim, dtype=dtype) for name in "kv"}
+                for _ in range(shape.layers)
+            ]
+            self.pool = torch.randperm(4 * self.width).view(4, -1).int() + 1
+            self.set(rows, context)
+
+    def set(self, rows: int, context: int) -> None:
+        with torch.device(DEVICE):
+            self.rows = rows
+            self.tokens = torch.randint(0, self.shape.vocab, (rows,))
+            self.batch = ForwardBatch(
+                token_ids=self.tokens, positions=torch.zeros(1, rows, dtype=torch.int64), rows=torch.arange(rows),
+                query_start=torch.arange(rows + 1), context_len=torch.zeros(rows, dtype=torch.int32), tables=self.pool[:rows],
+                slots=torch.zeros(rows, dtype=torch.int64), sample_index=torch.arange(rows), sample_row=torch.arange(rows),
+                caches=self.caches, block_size=BLOCK,
+            )  # fmt: skip
+            self.arrivals = torch.zeros(rows * self.shape.kv_heads, dtype=torch.int32)
+            self.temperature = torch.zeros(rows)
+            self.noise = torch.randint(0, 2**31, (rows, 4), dtype=torch.int64)
+            self.zeros = torch.zeros(rows, self.shape.hidden, dtype=self.dtype)
+        self.place(context)
+
+    def place(self, context: int) -> None:
+        """The new token of each row is the last of so many; rows differ a little."""
+        self.batch.context_len.copy_(context - torch.arange(self.rows, dtype=torch.int32))
+        self.follow()
+
+    def follow(self) -> None:
+        """Positions and slots from lengths."""
+        last = self.batch.context_len.long() - 1
+        self.batch.positions[0].copy_(last)
+        blocks = self.batch.tables.gather(1, last[:, None] // BLOCK)[:, 0].long()
+        self.batch.slots.copy_(blocks * BLOCK + last % BLOCK)
+
+    def step(self, kernels: Any) -> tuple[Tensor, Tensor]:
+        model = self.model
+        x, residual = F.embedding(self.tokens, model.embed.weight), self.zeros
+        for layer in model.layers:
+            own, norm, mlp_norm = layer.attention, layer.attention_norm, layer.mlp_norm
+            qkv, residual = kernels.norm_linear(x, residual, norm.weight, norm.eps, own.qkv.weight, own.qkv.bias)
+            x = kernels.output(self.attend(layer, qkv, kernels), own.output.weight, own.output.bias)
+            gated, residual = kernels.gate_up(x, residual, mlp_norm.weight, mlp_norm.eps, layer.mlp.gate_up.weight)
+            x = kernels.down(gated, layer.mlp.down.weight, layer.mlp.down.bias)
+        logits, hidden = kernels.head(x, residual, model.norm.weight, model.norm.eps, model.head.weight)
+        self.tokens.copy_(kernels.sample(logits, self.temperature, self.noise, self.batch.positions[0]))
+        return logits, hidden
+
+    def attend(self, layer: Any, qkv: Tensor, kernels: Any) -> Tensor:
+        own, batch = layer.attention, self.batch
+        norms = None if own.norms is None else (own.norms.q_weight, own.norms.k_weight, own.norms.eps)
+        place = batch.positions[0], batch.slots, batch.tables, batch.context_len
+        cache, spec = batch.caches[own.layer], own.backend.spec
+        attend = kernels.decode_attention
+        return attend(qkv, norms, own.rope.cos, own.rope.sin, *place, cache["k"], cache["v"], self.arrivals, spec.scale, spec.window)
+
+    def graph(self, run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return graph
+
+    def microseconds(self, kernels: Any, milliseconds: int = 100) -> float:
+        return replay_time(self.graph(lambda: self.step(kernels)), milliseconds)
+
+    @property
+    def weight_bytes(self) -> int:
+        embedding = 0 if self.shape.tied else self.model.embed.weight.nbytes
+        return sum(parameter.nbytes for parameter in self.model.parameters()) - embedding
+
+
+def replay_time(graph: torch.cuda.CUDAGraph, milliseconds: int = 100) -> float:
+    return float(triton.testing.do_bench(graph.replay, warmup=20, rep=milliseconds, return_mode="median")) * 1e3
+
+
+def distance(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact.double()).norm() / exact.double().norm())
+
+
+def check(cases: list[tuple[Shape, torch.dtype]]) -> int:
+    """Small models over a few steps against the twins: the worst of hidden states, logits and caches. Returns how many fail."""
+    failed = 0
+    for shape, dtype in cases:
+        for rows, context in ((1, 5), (2, 70), (3, 900), (4, 300))[: None if ON_GPU else 2]:
+            try:
+                worst = _compare(shape, dtype, rows, context)
+            except Exception as error:
+                print(f"check {shape} {dtype} {rows} rows: {type(error).__name__}: {error}", flush=True)
+                failed += 1
+                continue
+            good = worst <= (1e-4 if dtype == torch.float32 else 2e-2)
+            failed += not good
+            name = f"{shape.family} {shape.hidden}/{shape.intermediate}, {shape.heads}/{shape.kv_heads} heads of {shape.head_dim}"
+            print(f"check {name}, {dtype}, {rows} rows x {context}: {'ok' if good else 'WRONG'} {worst:.1e}", flush=True)
+    return failed
+
+
+def _compare(shape: Shape, dtype: torch.dtype, rows: int, context: int) -> float:
+    bench = Bench(shape, dtype, rows, context, 1024 if ON_GPU else 96)
+    before = [{name: buffer.clone() for name, buffer in cache.items()} for cache in bench.caches]
+    tokens, results = bench.tokens.clone(), []
+    if rows > 1:
+        bench.batch.context_len[-1] = 0  # padding
+    for kernels in (Kernels(), Twins()):
+        for cache, old in zip(bench.caches, before):
+            for name, buffer in cache.items():
+                buffer.copy_(old[name])
+        bench.tokens.copy_(tokens)
+        logits, hidden = bench.step(kernels)
+        results.append([logits, hidden, *(cache[name] for cache in bench.caches for name in "kv")])
+        results[-1] = [tensor.clone() for tensor in results[-1]]
+    return max(distance(got, exact) for got, exact in zip(*results))
+
+
+def race(bench: Bench, steps: int = 1000) -> bool:
+    """Text of so many steps, token after token into a growing cache: the same bits with dependent launch as without?"""
+    start = 300
+    seen: list[Tensor] = []
+    tokens = bench.tokens.clone()
+    for dependent in (False, True):
+        kernels, kept = Kernels(dependent), torch.empty(steps, bench.rows, bench.shape.hidden, dtype=bench.dtype, device=DEVICE)
+        number = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+
+        def run(kernels: Kernels = kernels, kept: Tensor = kept, number: Tensor = number) -> None:
+            _, hidden = bench.step(kernels)
+            kept.index_copy_(0, number, hidden[None])
+            number.add_(1)
+            bench.batch.context_len.add_(1)
+            bench.follow()
+
+        bench.place(start)
+        graph = bench.graph(run)
+        bench.place(start)
+        bench.tokens.copy_(tokens)
+        number.zero_()
+        for _ in range(steps):
+            graph.replay()
+        torch.cuda.synchronize()
+        seen.append(kept)
+    different = int((seen[0] != seen[1]).any(-1).any(-1).sum())
+    print(f"race: {steps} steps of {bench.rows} rows, {different} differ with dependent launch", flush=True)
+    return different == 0
+
+
+def choices(bench: Bench) -> Iterator[tuple[str, list[Any]]]:
+    """By kernel, tiles worth a try: (columns, warps, turns); all turns above 1 are one program, so they cost no time to compile."""
+    small = bench.shape.hidden <= 2048
+
+    def products(*tried: tuple[int, int, int]) -> list[ProductTiles]:
+        return [ProductTiles(*one) for one in tried]
+
+    decode = [(128, 8, 16, 128), (64, 4, 16, 64), (64, 4, 32, 64), (64, 8, 16, 64), (64, 8, 32, 64), (128, 4, 16, 128), (128, 8, 8, 128)]
+    decode += [(32, 4, 32, 32), (32, 4, 16, 64), (256, 16, 8, 256)]
+    yield "decode", [DecodeTiles(keys, warps, few, few, share, 512) for keys, warps, few, share in decode]
+    if small:
+        yield "gate_up", products((4, 8, 1), (8, 8, 1), (2, 4, 2), (2, 8, 1), (4, 16, 1), (8, 16, 1), (16, 16, 1), (4, 8, 2))
+        yield "qkv", products((16, 8, 1), (8, 8, 1), (4, 4, 2), (16, 16, 1), (32, 16, 1), (8, 16, 1))
+        yield "output", products((4, 4, 1), (2, 4, 1), (4, 8, 1), (8, 8, 1), (8, 16, 1), (1, 4, 1))
+        yield "down", products((2, 4, 1), (4, 8, 1), (4, 16, 1), (8, 16, 1), (2, 8, 1), (1, 4, 1))
+        yield "head", products((4, 4, 1), (4, 4, 8), (16, 8, 1), (4, 4, 32), (8, 8, 16))
+    else:
+        yield "output", products((1, 4, 1), (2, 4, 1), (2, 8, 1), (4, 8, 1), (1, 8, 4), (1, 4, 4), (2, 8, 4))
+        yield "qkv", products((1, 4, 1), (2, 8, 1), (2, 8, 4), (1, 8, 4), (1, 8, 8), (4, 16, 1))
+        yield "down", products((1, 16, 8), (1, 16, 4), (1, 16, 1), (2, 16, 1), (1, 16, 16), (1, 8, 1))
+        yield "gate_up", products((1, 4, 4), (1, 8, 8), (1, 8, 4), (1, 8, 16), (2, 16, 4), (1, 4, 2), (2, 8, 8))
+        yield "head", products((2, 4, 1), (4, 8, 1), (2, 8, 16), (2, 8, 64), (1, 4, 16))
+
+
+def defaults(bench: Bench) -> dict[str, Any]:
+    shape, padded = bench.shape, triton.next_power_of_2
+    return {
+        "qkv": product_tiles(padded(shape.hidden), (shape.heads + 2 * shape.kv_heads) * shape.head_dim, False),
+        "decode": decode_tiles(bench.dtype, bench.rows, bench.width * BLOCK),
+        "output": product_tiles(padded(shape.heads * shape.head_dim), shape.hidden, False),
+        "gate_up": product_tiles(padded(shape.hidden), shape.intermediate, True),
+        "down": product_tiles(padded(shape.intermediate), shape.hidden, False),
+        "head": product_tiles(padded(shape.hidden), shape.vocab, False),
+    }
+
+
+def sweep(bench: Bench, seconds: float) -> Kernels:
+    """Coordinate descent in whole steps; the context of attention is the mean of both."""
+    deadline = time.monotonic() + seconds
+    best = Kernels(tiles=defaults(bench))
+
+    def cost(kernels: Kernels, contexts: tuple[int, ...]) -> float:
+        total = 0.0
+        for context in contexts:
+            bench.place(context)
+            total += bench.microseconds(kernels, 60 if bench.shape.hidden <= 2048 else 120)
+        return total / len(contexts)
+
+    for name, tiles in choices(bench):
+        contexts = CONTEXTS if name == "decode" else CONTEXTS[:1]
+        found = [(cost(best, contexts), best.tiles[name])]
+        for choice in tiles:
+            if time.monotonic() > deadline:
+                print(f"{name}: time is up", flush=True)
+                break
+            try:
+                found.append((cost(replace(best, tiles={**best.tiles, name: choice}), contexts), choice))
+            except Exception as error:
+                print(f"{name} {choice}: {type(error).__name__} {str(error).strip().splitlines()[-1:]}", flush=True)
+        start = found[0][0]
+        found.sort(key=lambda one: one[0])
+        best = replace(best, tiles={**best.tiles, name: found[0][1]})
+        print(f"{name:8s} {start:7.1f} us by rule; " + "; ".join(f"{spent:.1f} {_short(tiles)}" for spent, tiles in found[:4]), flush=True)
+    return best
+
+
+def _short(tiles: Any) -> str:
+    if isinstance(tiles, ProductTiles):
+        return f"{tiles.columns}c {tiles.warps}w {tiles.turns}t"
+    return f"{tiles.keys}k {tiles.warps}w {tiles.few_splits}/{tiles.splits}s {tiles.least_share}-{tiles.long_share}"
+
+
+def alone(bench: Bench, kernels: Kernels, context: int) -> None:
+    """Each kernel by itself, over the weights of all layers; the step's own order lets more overlap. And one that does nothing."""
+    bench.place(context)
+    model, shape, rows = bench.model, bench.shape, bench.rows
+    like = {"dtype": bench.dtype, "device": DEVICE}
+    x, wide, mixed = (torch.randn(rows, size, **like) for size in (shape.hidden, shape.intermediate, shape.heads * shape.head_dim))
+    qkv = torch.randn(rows, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, **like)
+    dependent = kernels.dependent and can_depend()
+    runs: dict[str, Callable[[Any], Any]] = {
+        "nothing": lambda own: nothing[(264,)](x, DEPENDENT=dependent, num_warps=4, launch_pdl=dependent),
+        "qkv": lambda own: kernels.norm_linear(x, x, own.attention_norm.weight, 1e-6, own.attention.qkv.weight, None),
+        "decode": lambda own: bench.attend(own, qkv, kernels),
+        "output": lambda own: kernels.output(mixed, own.attention.output.weight, None),
+        "gate_up": lambda own: kernels.gate_up(x, x, own.mlp_norm.weight, 1e-6, own.mlp.gate_up.weight),
+        "down": lambda own: kernels.down(wide, own.mlp.down.weight, None),
+    }
+    first = model.layers[0]
+    moved = {
+        "qkv": first.attention.qkv.weight.nbytes, "output": first.attention.output.weight.nbytes,
+        "gate_up": first.mlp.gate_up.weight.nbytes, "down": first.mlp.down.weight.nbytes,
+        "decode": 2 * rows * context * shape.kv_heads * shape.head_dim * bench.dtype.itemsize,
+    }  # fmt: skip
+    said = []
+    for name, run in runs.items():
+        spent = replay_time(bench.graph(lambda run=run: [run(layer) for layer in model.layers])) / shape.layers
+        said.append(f"{name} {spent:.2f} us" + (f" {moved[name] / spent / 1e6:.2f} TB/s" if name in moved else ""))
+    spent = replay_time(bench.graph(lambda: kernels.head(x, x, model.norm.weight, 1e-6, model.head.weight)))
+    said.append(f"head {spent:.1f} us {model.head.weight.nbytes / spent / 1e6:.2f} TB/s")
+    logits = torch.randn(rows, shape.vocab, **like)
+    spent = replay_time(bench.graph(lambda: sampling.sample(logits, bench.temperature, bench.noise, bench.batch.positions[0])))
+    said.append(f"sample {spent:.1f} us")
+    print(f"alone, dependent={kernels.dependent}, {context}: " + ", ".join(said), flush=True)
+
+
+def measure(name: str, seconds: float) -> bool:
+    bench = Bench(SHAPES[name], torch.bfloat16, 1, CONTEXTS[0], 4096)
+    print(f"--- {name}: {bench.weight_bytes / 1e9:.2f} GB of weights", flush=True)
+    good = race(bench) if bench.shape.hidden <= 2048 else race(bench, 200)
+
+    def report(kernels: Kernels, title: str) -> None:
+        for context in CONTEXTS:
+            bench.place(context)
+            spent = {on: bench.microseconds(replace(kernels, dependent=on), 200) for on in (False, True)}
+            rate = bench.weight_bytes / spent[True] / 1e6
+            print(f"{name} {bench.rows} rows x {context}, {title}: {spent[False]:.0f} us plain, {spent[True]:.0f} us dependent = "
+                  f"{bench.rows * 1e6 / spent[True]:.0f} tok/s, {rate:.2f} TB/s", flush=True)  # fmt: skip
+
+    report(Kernels(), "tiles by rule")
+    for context in CONTEXTS:
+        alone(bench, Kernels(), context)
+    best = sweep(bench, seconds)
+    report(best, "best tiles")
+    for on in (False, True):
+        alone(bench, replace(best, dependent=on), CONTEXTS[0])
+    print(f"{name} best: {best.tiles}", flush=True)
+    for rows in (2, 4):
+        bench.set(rows, CONTEXTS[0])
+        report(Kernels(), "tiles by rule")
+    return good
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=list(SHAPES), help="one shape; else both")
+    parser.add_argument("--seconds", type=float, default=60, help="of trying tiles, each shape")
+    parser.add_argument("--tiny", action="store_true", help="a small check, for the interpreter")
+    options = parser.parse_args(arguments)
+    with torch.inference_mode():
+        failed = check(TINY if options.tiny else SMALL)
+        if not options.tiny:
+            for name in [options.model] if options.model else SHAPES:
+                failed += not measure(name, options.seconds)
+    print(f"{failed} failed" if failed else "all agree with their twins")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

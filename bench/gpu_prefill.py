@@ -1,0 +1,296 @@
+"""Tiles of the attention kernels on a GPU, checked and swept: `python bench/gpu_prefill.py [--decode] [--only NAME] [--tiny]`.
+
+First every choice of tiles, and every feature with the tiles of the table, is compared with the twin over a ragged mix of rows, and
+paged with contiguous and new tokens' own k and v bit for bit: each in a process of its own, all at once, so that they also compile
+at once, and one that crashes or hangs is only left out. Then what was right is timed, the best first: TFLOP/s of causal prefill
+beside torch's cuDNN attention, or with --decode TB/s of keys and values. `--tiny` is for the interpreter: times without meaning.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from bench.gpu_kernels import DEVICE, ON_GPU, distance, microseconds
+from octavo.kernels.reference import paged_attention as plain
+from octavo.kernels.triton.attention import paged_attention
+from octavo.kernels.triton.attention_tiles import Tiles, decode_splits, decode_tiles, prefill_tiles
+
+SECONDS = 85  # no measurement begins later
+AT_ONCE = 14  # processes that check
+GROUPS = [(32, 8), (16, 8)]  # heads, KV heads
+LONGEST = 40960  # tokens an engine would allow: what splits are chosen by in a graph
+
+Mix = list[tuple[int, int]]  # a row's queries and its context
+RAGGED: Mix = [(300, 300), (77, 500), (1, 700), (0, 40), (513, 513), (1, 1), (2, 900), (1, 0), (130, 1000)]
+
+PREFILL = [
+    Tiles(128, 8, 2, 128, described=True, lagging=True),
+    Tiles(128, 8, 3, 128, described=True, lagging=True),
+    Tiles(128, 8, 2, 128, lagging=True),
+    Tiles(128, 8, 2, 128, described=True),
+    Tiles(64, 8, 2, 128, described=True, lagging=True),
+    Tiles(64, 8, 3, 128, described=True, lagging=True),
+    Tiles(64, 8, 4, 128, described=True, lagging=True),
+    Tiles(64, 4, 2, 128, described=True),
+    Tiles(64, 4, 2, 64, described=True, lagging=True),
+    Tiles(64, 8, 2, 256, described=True),
+]
+DECODE = [Tiles(*shape) for shape in ((32, 2, 2), (32, 2, 3), (32, 2, 4), (64, 2, 2), (64, 2, 3), (64, 2, 4), (64, 4, 3), (128, 4, 3))]
+
+
+@dataclass
+class Case:
+    """Rows over a shuffled pool of blocks, their new tokens in a qkv; block 0 is the null block."""
+
+    mix: Mix
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    block: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    options: dict[str, Any] = field(default_factory=dict)  # window, soft_cap, sinks, slopes
+
+    def __post_init__(self) -> None:
+        queries, contexts = zip(*self.mix)
+        self.max_query, self.max_context = max(queries), max(contexts)
+        width = -(-self.max_context // self.block)
+        rows = len(self.mix)
+        self.tables = (torch.randperm(rows * width, device=DEVICE, dtype=torch.int32) + 1).view(rows, width)
+        qkv = self.random(sum(queries), self.heads + 2 * self.kv_heads, self.dim)
+        self.q, *fresh = qkv.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        self.fresh = fresh[0], fresh[1]
+        self.caches = [self.random(rows * width + 1, self.block, self.kv_heads, self.dim) for _ in "kv"]
+        self.query_start = torch.tensor([0, *queries], device=DEVICE).cumsum(0).to(torch.int32)
+        self.context_len = torch.tensor(contexts, device=DEVICE, dtype=torch.int32)
+        new = [torch.arange(context - count, context, device=DEVICE) for count, context in self.mix]
+        slots = torch.cat([self.tables[row].long()[at // self.block] * self.block + at % self.block for row, at in enumerate(new)])
+        for cache, fresh_one in zip(self.caches, self.fresh):
+            cache.view(-1, self.kv_heads, self.dim)[slots] = fresh_one
+        self.out = torch.empty(self.q.shape, device=DEVICE, dtype=self.dtype)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=DEVICE, dtype=torch.float32 if not ON_GPU else self.dtype).to(self.dtype)
+
+    def attend(self, tiles: Tiles | None = None, splits: int | None = None, with_fresh: bool = True) -> Tensor:
+        return paged_attention(
+            self.q, *self.caches, self.tables, self.query_start, self.context_len, self.dim**-0.5, self.out, self.max_query,
+            self.max_context, tiles=tiles, splits=splits, fresh=self.fresh if with_fresh else None, **self.options,
+        )  # fmt: skip
+
+    def contiguous(self, tiles: Tiles | None, splits: int | None) -> Tensor:
+        regions = torch.arange(len(self.mix), device=DEVICE, dtype=torch.int32)[:, None]
+        caches = [cache[self.tables.long()].flatten(1, 2).contiguous() for cache in self.caches]
+        return paged_attention(
+            self.q, *caches, regions, self.query_start, self.context_len, self.dim**-0.5, torch.empty_like(self.out), self.max_query,
+            self.max_context, tiles=tiles, splits=splits, paged=False, **self.options,
+        )  # fmt: skip
+
+    def error(self, tiles: Tiles | None = None, splits: int | None = None) -> float:
+        """Against the twin, relative; infinite where the three ways to the same keys give other bits."""
+        self.out.fill_(torch.nan)
+        fresh = self.attend(tiles, splits).clone()
+        self.out.fill_(torch.nan)
+        paged = self.attend(tiles, splits, with_fresh=False).clone()
+        if not (torch.equal(fresh, paged) and torch.equal(paged, self.contiguous(tiles, splits))):
+            return float("inf")
+        rows = self.tables, self.query_start, self.context_len
+        exact = plain.paged_attention(self.q, *self.caches, *rows, self.dim**-0.5, torch.empty_like(paged), **self.options)
+        return distance(paged, exact)
+
+    @property
+    def bytes(self) -> float:
+        return 2 * sum(context for _, context in self.mix) * self.kv_heads * self.dim * self.dtype.itemsize
+
+    @property
+    def flops(self) -> float:
+        return 4 * self.heads * self.dim * sum(count * (context - count) + count * (count + 1) / 2 for count, context in self.mix)
+
+    def by_torch(self) -> Callable[[], object]:
+        """cuDNN's attention over the new tokens as they lie in qkv: rows of one length together, others one by one."""
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        lengths = [count for count, _ in self.mix]
+        if len(set(lengths)) == 1:
+            parts = [[one.unflatten(0, (-1, lengths[0])).transpose(1, 2) for one in (self.q, *self.fresh)]]
+        else:
+            cut = zip(*(one.split(lengths) for one in (self.q, *self.fresh)))
+            parts = [[one[None].transpose(1, 2) for one in row] for row in cut]
+
+        def run() -> None:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                for q, k, v in parts:
+                    F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        return run
+
+
+def checks(tiny: bool) -> dict[str, Callable[[], Case]]:
+    """Each feature, head size, dtype and block size once, with the tiles of the table."""
+    mix: Mix = [(20, 20), (3, 25), (1, 30), (1, 0)] if tiny else RAGGED
+    learned = {name: torch.randn(32, generator=torch.Generator().manual_seed(1)).abs().to(DEVICE) for name in ("sinks", "slopes")}
+    features: dict[str, dict[str, Any]] = {
+        "window": {"window": 100}, "soft cap": {"soft_cap": 5.0}, "sinks": {"sinks": learned["sinks"]},
+        "ALiBi": {"slopes": learned["slopes"] / 10}, "all four": {"window": 200, "soft_cap": 20.0, **learned},
+    }  # fmt: skip
+    found: dict[str, Callable[[], Case]] = {name: lambda o=one: Case(mix, options=o) for name, one in features.items()}
+    for dim in (64, 80, 96, 256):
+        found[f"heads of {dim}"] = lambda d=dim: Case(mix, dim=d)
+    for block in (1, 2, 8, 256):
+        found[f"blocks of {block}"] = lambda b=block: Case(mix, block=b)
+    for dtype in (torch.float16, torch.float32):
+        found[str(dtype)] = lambda d=dtype: Case(mix, dtype=d)
+    for heads, kv_heads in ((28, 4), (40, 8), (8, 8)):
+        found[f"{heads} over {kv_heads} heads"] = lambda h=heads, k=kv_heads: Case(mix, heads=h, kv_heads=k)
+    return {name: found[name] for name in ("sinks", "heads of 80")} if tiny else found
+
+
+def named(tiles: Tiles) -> str:
+    marks = "".join(mark for mark, on in (("d", tiles.described), ("l", tiles.lagging)) if on)
+    return f"{tiles.queries}x{tiles.keys} w{tiles.warps} s{tiles.stages} {marks}".strip()
+
+
+def jobs(tiny: bool, decode: bool) -> dict[str, Callable[[], float]]:
+    """What is checked, by name."""
+    found: dict[str, Callable[[], float]] = {}
+    if decode:
+        decoding: Mix = [(1, context) for context in (1, 0, 257, 513, 900, 100, 2000, 4096)]
+        for (heads, kv_heads), tiles in product(GROUPS, DECODE):
+            found[f"{heads}/{kv_heads} {named(tiles)}"] = lambda h=heads, k=kv_heads, t=tiles: max(
+                Case(decoding, h, k).error(t, splits) for splits in (1, 4, 64)
+            )
+        return found
+    for (heads, kv_heads), tiles in product(GROUPS, PREFILL):
+        found[f"{heads}/{kv_heads} {named(tiles)}"] = lambda h=heads, k=kv_heads, t=tiles: Case(RAGGED, h, k).error(t)
+    if tiny:
+        found.clear()
+    for name, make in checks(tiny).items():
+        found[name] = lambda m=make: m().error()
+    return found
+
+
+def check_all(names: list[str], decode: bool, deadline: float) -> dict[str, str]:
+    """What each check said, from a process of its own."""
+    waiting, running, said = list(names), {}, {}
+    while (waiting or running) and time.monotonic() < deadline:
+        while waiting and len(running) < AT_ONCE:
+            name = waiting.pop(0)
+            command = [sys.executable, __file__, "--job", name, *(["--decode"] if decode else [])]
+            running[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for name, process in list(running.items()):
+            if process.poll() is not None:
+                lines = (process.stdout.read() if process.stdout else "").strip().splitlines()
+                said[name] = lines[-1][:150] if lines else f"exit {process.returncode}"
+                del running[name]
+        time.sleep(0.05)
+    for name, process in running.items():
+        process.kill()
+        said[name] = "did not end"
+    return said | dict.fromkeys(waiting, "not begun")
+
+
+def prefill_cases() -> Iterator[tuple[str, Mix, int, int]]:
+    lengths = torch.randint(200, 4096, (16,), generator=torch.Generator().manual_seed(0)).tolist()
+    for heads, kv_heads in GROUPS:
+        for rows, tokens in ((4, 4096), (16, 1024), (1, 16384), (64, 2048)):
+            yield f"{rows} x {tokens}, {heads}/{kv_heads}", [(tokens, tokens)] * rows, heads, kv_heads
+    yield "16 ragged rows, 32/8", [(one, one) for one in lengths], 32, 8
+    yield "4 x 2048 after 2048, 32/8", [(2048, 4096)] * 4, 32, 8
+
+
+def sweep_prefill(right: set[str], deadline: float) -> None:
+    for number, (name, mix, heads, kv_heads) in enumerate(prefill_cases()):
+        case = Case(mix, heads, kv_heads)
+        table = prefill_tiles(case.dtype, case.dim)
+        found: list[tuple[float, str]] = []
+        tried = [tiles for tiles in PREFILL if f"{heads}/{kv_heads} {named(tiles)}" in right]
+        ways: dict[str, Callable[[], object]] = {named(tiles): lambda c=case, t=tiles: c.attend(t) for tiles in tried}
+        if number in (0, 9):
+            ways[f"{named(table)}, all through the table"] = lambda c=case: c.attend(with_fresh=False)
+        if all(count == context for count, context in mix):
+            ways["cuDNN"] = case.by_torch()
+        for way, run in ways.items():
+            if time.monotonic() < deadline:
+                found.append((timed(run), way))
+        best = sorted(found)
+        shown = best if number == 0 else [one for place, one in enumerate(best) if place < 3 or one[1] in ("cuDNN", named(table))]
+        print(f"prefill {name}: " + "; ".join(f"{way}: {case.flops / spent / 1e6:.0f}" for spent, way in shown) + " TFLOP/s", flush=True)
+        del case, ways
+
+
+def decode_cases() -> Iterator[tuple[str, Mix, tuple[int, ...]]]:
+    mixed = torch.randint(100, 2000, (256,), generator=torch.Generator().manual_seed(0)).tolist()
+    yield "64 x 4096", [(1, 4096)] * 64, (1, 2, 4)
+    yield "256 x 1024", [(1, 1024)] * 256, (1, 2)
+    yield "1 x 32768", [(1, 32768)], (32, 64, 128)
+    yield "256 of 100 to 2000", [(1, one) for one in mixed], (1, 2, 4)
+    yield "1 x 1024", [(1, 1024)], (4, 64)
+    yield "16 x 1024", [(1, 1024)] * 16, (2, 4, 8)
+
+
+def sweep_decode(right: set[str], deadline: float) -> None:
+    for (heads, kv_heads), (name, mix, splits) in product(GROUPS, decode_cases()):
+        case = Case(mix, heads, kv_heads)
+        table = decode_tiles(case.dtype, case.dim), decode_splits(len(mix), kv_heads, LONGEST)
+        ways = [(tiles, split) for tiles, split in product(DECODE, splits) if f"{heads}/{kv_heads} {named(tiles)}" in right]
+        found = []
+        for tiles, split in ways if table in ways else [*ways, table]:
+            if time.monotonic() < deadline:
+                found.append((timed(lambda c=case, t=tiles, s=split: c.attend(t, s)), (tiles, split)))
+        shown = [one for place, one in enumerate(sorted(found, key=lambda one: one[0])) if place < 3 or one[1] == table]
+        text = [f"{named(way[0])} / {way[1]}{' (table)' if way == table else ''}: {spent:.1f} us" for spent, way in shown]
+        rate = case.bytes / shown[0][0] / 1e6 if shown else 0
+        print(f"decode {name}, {heads}/{kv_heads}: {rate:.2f} TB/s; " + "; ".join(text), flush=True)
+
+
+def timed(run: Callable[[], object]) -> float:
+    try:
+        return microseconds([run])
+    except Exception as error:
+        print(f"{type(error).__name__}: {str(error).splitlines()[0][:100]}", flush=True)
+        return float("inf")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--decode", action="store_true", help="the decode kernel instead of the prefill kernel")
+    parser.add_argument("--only", help="check and time only what has this in its name")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--tiny", action="store_true", help="small sizes and no times, for the interpreter")
+    options = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    todo = jobs(options.tiny, options.decode)
+    with torch.inference_mode():
+        if options.job:
+            print(f"{todo[options.job]():.1e}")
+            return 0
+        begun = time.monotonic()
+        names = [name for name in todo if (options.only or "") in name]
+        if options.tiny:
+            said = {name: f"{todo[name]():.1e}" for name in names}
+        else:
+            said = check_all(names, options.decode, begun + SECONDS / 2)
+        right = {name for name, text in said.items() if text[:1].isdigit() and float(text) < 1e-2}
+        for name in names:
+            if name not in right:
+                print(f"{name}: WRONG {said[name]}")
+        print(f"{len(right)} of {len(names)} right, {time.monotonic() - begun:.0f} s", flush=True)
+        if ON_GPU:
+            name = torch.cuda.get_device_name()
+            print(f"{name}, torch {torch.__version__}, triton {triton.__version__}, cores {os.cpu_count()}")
+            (sweep_decode if options.decode else sweep_prefill)(right, begun + SECONDS)
+    return 0 if len(right) == len(names) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

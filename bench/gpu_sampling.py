@@ -1,0 +1,231 @@
+"""Sampling on a GPU beyond the graph, checked against its twins and timed: `python bench/gpu_sampling.py [--tiny]`.
+
+First the checks: rows of all kinds are drawn, ranked and adjusted as by the twins, which run on the CPU. A drawn id may differ
+where float64 arithmetic with a little slack allows both: those are counted. Then the table: microseconds on the device (a CUDA
+graph replayed) and of the host for launching it. `--tiny` is for the interpreter: small sizes, times without meaning.
+"""
+
+import argparse
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from octavo.kernels.asks import pack
+from octavo.kernels.reference import adjust as twin_adjust
+from octavo.kernels.reference import sampling as twin
+from octavo.kernels.reference.philox import uniform
+from octavo.kernels.reference.sampling import Draws
+from octavo.kernels.triton.adjust import adjust
+from octavo.kernels.triton.draw import draw
+from octavo.kernels.triton.rank import rank
+from octavo.sampling_params import SamplingParams
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+SLACK = 1e-5
+SECONDS = 55  # no case begins later
+FILTERS = {  # top_k, top_p, min_p
+    "temperature": (0, 1.0, 0.0),
+    "top_k 50": (50, 1.0, 0.0),
+    "top_p 0.9": (0, 0.9, 0.0),
+    "top_k 50, top_p 0.9": (50, 0.9, 0.0),
+    "min_p 0.05": (0, 1.0, 0.05),
+}
+WIDE = {"top_k 5000": (5000, 1.0, 0.0), "top_k 5000, top_p 0.9": (5000, 0.9, 0.0), "all three": (100, 0.95, 0.001)}
+
+
+def rows_of(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(len(kind) + rows)
+    logits = torch.randn(rows, vocab, generator=generator)
+    if kind == "random":
+        logits *= 3
+    if kind == "peaked":
+        logits *= 2
+        logits[:, 7::1001] += 14 * torch.rand(rows, 1, generator=generator)
+    if kind == "ties":
+        logits = logits.mul_(2).round_()
+    if kind == "equal":
+        logits[:] = 1.5
+    if kind == "masked":
+        logits[:, 3:] = -torch.inf
+    return logits.to(dtype)
+
+
+def draws_of(filters: list[tuple[int, float, float]], rows: int) -> Draws:
+    """The filters in turn."""
+    chosen = [filters[row % len(filters)] for row in range(rows)]
+    generator = torch.Generator().manual_seed(rows)
+    top_k, top_p, min_p = (torch.tensor(column) for column in zip(*chosen, strict=True))
+    noise = torch.randint(0, 2**32, (rows, 4), generator=generator)
+    return Draws(torch.full((rows,), 0.8), top_k, top_p.float(), min_p.float(), noise, torch.arange(rows) + 40)
+
+
+def there(draws: Draws) -> Draws:
+    return Draws(*(getattr(draws, field.name).to(DEVICE) for field in fields(draws)))
+
+
+def excused(logits: Tensor, draws: Draws, row: int, found: int) -> bool:
+    """Whether an id is as good as the right one, as far as float32 can tell."""
+    some = draws.take(torch.tensor([row]))
+    distance = twin.distances(logits[row : row + 1].float(), some.temperature)
+    ids = np.argsort(distance[0].numpy(), kind="stable")
+    mass = np.exp(-distance[0].double().numpy()[ids])
+    score = (-torch.log(-torch.log(uniform(some.noise, some.positions, logits.shape[1]).double())) - distance.double())[0].numpy()[ids]
+    kept = []
+    for slack in (-SLACK, SLACK):
+        keep = mass >= float(some.min_p) * (1 - slack)
+        keep &= (np.arange(len(ids)) < int(some.top_k)) | (int(some.top_k) == 0)
+        total = (mass * keep).sum()
+        before = (mass * keep).cumsum() - mass * keep
+        keep &= (before < (float(some.top_p) + slack) * total) | (float(some.top_p) >= 1)
+        keep[0] = True
+        kept.append(keep)
+    best = score[kept[0]].max()
+    mine = int(np.nonzero(ids == found)[0][0])
+    return bool(kept[1][mine] and score[mine] >= best - SLACK * max(1, abs(best)))
+
+
+def check_draw(kind: str, vocab: int, dtype: torch.dtype, rows: int) -> str:
+    logits, draws = rows_of(kind, rows, vocab, dtype), draws_of([*FILTERS.values(), *WIDE.values()], rows)
+    found, expected = draw(logits.to(DEVICE), there(draws)).cpu(), twin.draw(logits, draws)
+    differing = (found != expected).nonzero().flatten().tolist()
+    wrong = [row for row in differing if not excused(logits, draws, row, int(found[row]))]
+    return f"{len(differing) - len(wrong)} near ties" if not wrong else f"WRONG rows {wrong[:8]}"
+
+
+def check_broken(vocab: int, rows: int) -> str:
+    logits, draws = rows_of("random", rows, vocab, torch.float32), draws_of([*FILTERS.values(), *WIDE.values()], rows)
+    whole = draw(logits.to(DEVICE), there(draws)).cpu()
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        broken = logits.clone()
+        broken[::2] = bad
+        broken[::4, ::3] = 0.5
+        found = draw(broken.to(DEVICE), there(draws)).cpu()
+        if not ((found >= 0) & (found < vocab)).all() or not torch.equal(found[1::2], whole[1::2]):
+            return f"WRONG with {bad}"
+    return "ok"
+
+
+def check_rank(kind: str, vocab: int, dtype: torch.dtype, rows: int, count: int) -> str:
+    logits = rows_of(kind, rows, vocab, dtype)
+    ids = torch.randint(0, vocab, (rows,), generator=torch.Generator().manual_seed(1))
+    found, expected = rank(logits.to(DEVICE), ids.to(DEVICE), count), twin.rank(logits, ids, count)
+    for name in ("chosen", "ranks", "near", "near_ids"):
+        if not torch.equal(getattr(found, name).cpu(), getattr(expected, name)):
+            return f"WRONG {name}"
+    off = ((found.totals.cpu() - expected.totals).double() / expected.totals).abs().max()
+    return "ok" if off < 2e-6 else f"WRONG totals by {off:.1e}"
+
+
+class Asking:
+    """Rows of ids that ask for everything, each in its own way."""
+
+    def __init__(self, rows: int, vocab: int, length: int) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.token_ids = torch.randint(0, min(vocab, 3 * length), (rows, length + 1), generator=generator).int()
+        self.num_tokens, self.num_prompt = torch.full((rows,), length + 1).int(), torch.full((rows,), length // 2).int()
+        params = SamplingParams(repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=0.3, min_tokens=length, max_tokens=None)
+        some = SamplingParams(allowed_token_ids=list(range(5, vocab, 7)), logit_bias={5: 2.0, 12: -1.5, 13: 9.0}, frequency_penalty=0.5)
+        words = [[int(self.token_ids[0, length - 1]), 9], [11]]
+        packed = [pack(params, (3, 4), words) if row % 8 < 7 else pack(some, (5,), words) for row in range(rows)]
+        self.asks = [torch.from_numpy(one) for one in packed if one is not None]
+
+    def adjust(self, logits: Tensor, kernel: Callable[..., Tensor], device: str) -> Callable[[], Tensor]:
+        every = list(range(len(self.asks)))
+        step = len(self.token_ids[0])
+        words = torch.stack([self.token_ids, self.num_tokens[:, None].expand(-1, step), self.num_prompt[:, None].expand(-1, step)])
+        token_ids, num_tokens, num_prompt = words.contiguous().to(device)
+        asks = [one.to(device) for one in self.asks]
+        return lambda: kernel(logits, every, every, asks, token_ids, num_tokens[:, 0], num_prompt[:, 0])
+
+
+def check_adjust(vocab: int, dtype: torch.dtype, rows: int, length: int) -> str:
+    logits, asking = rows_of("random", rows, vocab, dtype), Asking(rows, vocab, length)
+    found = asking.adjust(logits.to(DEVICE), adjust, DEVICE)().cpu()
+    expected = asking.adjust(logits, twin_adjust.adjust, "cpu")()
+    return "ok" if torch.allclose(found, expected, rtol=1e-6, atol=1e-6) else f"WRONG by {(found - expected).abs().nan_to_num().max():.1e}"
+
+
+def checks(tiny: bool) -> Iterator[tuple[str, Callable[[], str]]]:
+    vocab, rows = (5000, 8) if tiny else (151_936, 16)
+    for kind in ("flat",) if tiny else ("random", "peaked", "flat", "ties", "equal", "masked"):
+        for dtype in (torch.bfloat16,) if tiny else (torch.bfloat16, torch.float32):
+            yield f"draw {kind} {dtype}", lambda k=kind, d=dtype: check_draw(k, vocab, d, rows)
+    yield "draw broken", lambda: check_broken(vocab, 2 if tiny else rows)
+    for kind in ("ties",) if tiny else ("random", "ties", "equal", "masked"):
+        for count in (5, 1000) if tiny else (0, 5, 20, 63, 1000):
+            yield f"rank {kind} {count}", lambda k=kind, c=count: check_rank(k, vocab, torch.bfloat16, rows // 4, c)
+    yield "adjust", lambda: check_adjust(vocab, torch.bfloat16, 8 if tiny else 64, 40 if tiny else 2000)
+
+
+def microseconds(run: Callable[[], object]) -> tuple[float, float]:
+    """Of the device for one run, and of the host."""
+    start = time.perf_counter()
+    run()
+    if not ON_GPU:
+        return (time.perf_counter() - start) * 1e6, 0.0
+    run()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(10):
+        run()
+    host = (time.perf_counter() - start) * 1e5
+    torch.cuda.synchronize()
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        replay: Callable[[], object] = graph.replay
+    except RuntimeError:  # what uploads cannot be captured
+        replay = run
+    return float(triton.testing.do_bench(replay, warmup=10, rep=60, return_mode="median")) * 1e3, host
+
+
+def timings(tiny: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+    vocab = 5000 if tiny else 151_936
+    for rows in (1,) if tiny else (256, 32, 1):
+        mixed = {"mixed": list(FILTERS.values())}
+        for spread in ("random", "flat"):
+            logits = rows_of(spread, rows, vocab, torch.bfloat16).to(DEVICE)
+            for name, filters in ({n: [f] for n, f in FILTERS.items()} | mixed).items():
+                draws = there(draws_of(filters, rows))
+                yield f"draw {rows} {spread}, {name}", lambda lo=logits, d=draws: draw(lo, d)
+            if spread == "random":
+                ids = torch.arange(rows, device=DEVICE)
+                yield f"rank {rows}, 5", lambda lo=logits, i=ids: rank(lo, i, 5)
+                yield f"adjust {rows}, 2000 ids", Asking(rows, vocab, 40 if tiny else 2000).adjust(logits, adjust, DEVICE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true")
+    tiny = parser.parse_args().tiny
+    deadline, failed = time.monotonic() + SECONDS, 0
+    for name, check in checks(tiny):
+        try:
+            said = check()
+        except Exception as error:
+            traceback.print_exc()
+            said = f"FAILED {type(error).__name__}"
+        failed += "WRONG" in said or "FAILED" in said
+        print(f"{name:28s} {said}", flush=True)
+    print(f"{failed} checks failed\n" if failed else "all agree with their twins\n", flush=True)
+    for name, run in timings(tiny):
+        if time.monotonic() > deadline:
+            print("time is up, the rest is left out")
+            break
+        try:
+            device, host = microseconds(run)
+            print(f"{name:40s} {device:9.1f} us, host {host:7.1f} us", flush=True)
+        except Exception as error:
+            print(f"{name:40s} FAILED {type(error).__name__}: {str(error).strip().splitlines()[-1:]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

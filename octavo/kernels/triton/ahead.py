@@ -1,0 +1,136 @@
+"""Kernels compiled ahead, many at once: each is called on a few numbers of the model's shape, in a thread of its own.
+
+Compiling is most of a cold start. A kernel that is not called here, or in another way than a step calls it, is compiled when the
+first step warms up: that costs time, not correctness. Nothing may be compiled later.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.row_words import RowLayout
+from octavo.kernels.step_tensors import StepMemory
+from octavo.kernels.triton.activation import silu_and_mul
+from octavo.kernels.triton.attention import paged_attention
+from octavo.kernels.triton.attention_few import decode_attention
+from octavo.kernels.triton.attention_tiles import decode_splits
+from octavo.kernels.triton.copy_blocks import copy_blocks
+from octavo.kernels.triton.few_tiles import FEW_ROWS
+from octavo.kernels.triton.norm import add_rms_norm
+from octavo.kernels.triton.rows import copy_words, finish, prepare
+from octavo.kernels.triton.sampling import sample
+from octavo.kernels.triton.skinny import gate_up, linear, norm_linear
+from octavo.kernels.triton.write_kv import write_kv
+from octavo.model_config import ModelConfig
+
+AT_ONCE = 16
+Call = Callable[[], object]
+
+
+class Ahead:
+    """Calls of every kernel, on tensors of the model's shape."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, block_size: int, max_rows: int, max_len: int, device: torch.device) -> None:
+        self.config, self.dtype, self.size, self.device = config, dtype, block_size, device
+        self.max_rows, self.max_len = max_rows, max_len
+
+    def start(self) -> list["Future[object]"]:
+        """Compiles in threads, and returns at once."""
+        pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="compile")
+        started = [pool.submit(call) for call in self.calls()]
+        pool.shutdown(wait=False)
+        return started
+
+    def calls(self) -> list[Call]:
+        config, hidden, inner = self.config, self.config.hidden_size, self.config.intermediate_size
+        x, scale = self.numbers(2, hidden), self.numbers(hidden)
+        splits = {decode_splits(rows, config.num_kv_heads, self.max_len): rows for rows in range(1, self.max_rows + 1)}
+        windows = {window is not None: window for window in config.windows}.values()
+        calls: list[Call] = [self.attend_to(rows, 1, window) for rows in splits.values() for window in windows]
+        calls += [self.attend_to(1, 32, window) for window in windows]
+        calls += [self.few_rows(rows, window) for rows in (1, 2, FEW_ROWS) for window in windows]
+        calls += [self.few_products(rows) for rows in (1, 2, FEW_ROWS)]
+        return [
+            *calls,
+            lambda: add_rms_norm(x, x, scale, config.norm_eps),
+            lambda: silu_and_mul(self.numbers(2, 2 * inner)),
+            lambda: sample(self.numbers(2, config.vocab_size), torch.ones(2, device=self.device), self.words(2, 4), self.words(2)),
+            lambda: copy_blocks([self.cache()], [(0, 1)]),
+            self.around_a_step,
+        ]  # fmt: skip
+
+    def attend_to(self, rows: int, queries: int, window: int | None) -> Call:
+        def call() -> None:
+            config, tokens = self.config, rows * queries
+            q, _, _ = self.written(tokens)
+            k, v = self.qkv(tokens).view(tokens, -1, config.head_dim)[:, config.num_heads :].chunk(2, dim=1)
+            starts = torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=self.device)
+            paged_attention(
+                q, self.cache(), self.cache(), self.words(rows, 2), starts, self.words(rows) + queries, config.head_dim**-0.5,
+                torch.empty(q.shape, dtype=q.dtype, device=q.device), queries, self.max_len, window, fresh=(k, v),
+            )  # fmt: skip
+
+        return call
+
+    def few_rows(self, rows: int, window: int | None) -> Call:
+        def call() -> None:
+            config = self.config
+            tables = self.words(rows, -(-self.max_len // self.size))
+            decode_attention(
+                self.qkv(rows), self.norms(), *self.turns(), self.places(rows), self.places(rows), tables, self.words(rows) + 1,
+                self.cache(), self.cache(), self.words(rows * config.num_kv_heads), config.head_dim**-0.5, window,
+            )  # fmt: skip
+
+        return call
+
+    def few_products(self, rows: int) -> Call:
+        def call() -> None:
+            config, hidden, inner = self.config, self.config.hidden_size, self.config.intermediate_size
+            x, scale = self.numbers(rows, hidden), self.numbers(hidden)
+            wide = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+            bias = self.numbers(wide) if config.qkv_bias else None
+            norm_linear(x, x, scale, config.norm_eps, self.numbers(wide, hidden), bias)
+            gate_up(x, x, scale, config.norm_eps, self.numbers(2 * inner, hidden))
+            linear(self.numbers(rows, inner), self.numbers(hidden, inner), None)
+            heads = config.num_heads * config.head_dim
+            linear(self.numbers(rows, heads), self.numbers(hidden, heads), None)
+
+        return call
+
+    def around_a_step(self) -> None:
+        layout = RowLayout(2, 4)
+        words, step = self.words(2, layout.width), StepMemory(layout, 2, 2, self.device).step(2, 2)
+        prepare(words, layout, self.size, step)
+        finish(words, layout, step, self.places(2), self.numbers(2, self.config.hidden_size), self.words(2))
+        copy_words(words.view(-1), words.view(-1), self.words(1, 3), 1)
+
+    def written(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        cache = self.cache()
+        q = write_kv(self.qkv(tokens), self.norms(), *self.turns(), self.places(tokens), self.places(tokens), cache, cache)
+        return q, cache, cache
+
+    def qkv(self, tokens: int) -> Tensor:
+        config = self.config
+        return self.numbers(tokens, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+
+    def norms(self) -> tuple[Tensor, Tensor, float] | None:
+        config = self.config
+        return (self.numbers(config.head_dim), self.numbers(config.head_dim), config.norm_eps) if config.qk_norm else None
+
+    def turns(self) -> tuple[Tensor, Tensor]:
+        table = torch.zeros(2, self.config.head_dim // 2, device=self.device)
+        return table, table
+
+    def cache(self) -> Tensor:
+        return self.numbers(2, self.size, self.config.num_kv_heads, self.config.head_dim)
+
+    def numbers(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def words(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+    def places(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int64, device=self.device)

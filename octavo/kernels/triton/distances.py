@@ -1,0 +1,161 @@
+"""Parts of the kernels that cut a row: its tokens as bits of their distance from the best, d = (max - logit) / temperature.
+
+    tops     [S, groups]     the largest logit of every GROUP tokens
+    peaks    [S, tiles]      the largest logit of every TILE tokens
+    members  [S, CAPACITY]   tokens near a cut, as bits and ids, in the order of their ids
+
+No distance is negative, so bits order like distances, and with the id behind them no two tokens are equal. A number that is none
+counts as -inf. Masses are fixed point, so their sums do not depend on the order of summing; of `kernels/reference/sampling.py`
+they differ by what a float32 exponential may.
+"""
+
+import triton
+import triton.language as tl
+
+TILE, GROUP, CAPACITY = 2048, 64, 4096
+INFINITE, LARGEST = tl.constexpr(0x7F800000), tl.constexpr(0x7FFFFFFF)
+ONE = tl.constexpr(float(2**40))  # the mass of the best token
+KEY_BITS = tl.constexpr(31)
+TINY, HUGE = tl.constexpr(1.1754943508222875e-38), tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def read(logits, token, VOCAB: tl.constexpr):
+    logit = tl.load(logits + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+    return tl.where(logit == logit, logit, float("-inf"))
+
+
+@triton.jit
+def distance_bits(most, logit, heat):
+    distance = tl.div_rn(most - logit, heat)
+    return tl.minimum(distance.to(tl.int32, bitcast=True) & LARGEST, INFINITE)  # infinite less infinite is no number
+
+
+@triton.jit
+def mass(bits):
+    """exp(-distance) in fixed point, int64, of two halves of 20 bits: conversions to 32 bits are quick."""
+    scaled = tl.exp(-bits.to(tl.float32, bitcast=True)) * 1048576.0
+    high = scaled.to(tl.int32)
+    low = ((scaled - high.to(tl.float32)) * 1048576.0).to(tl.int32)
+    return (high.to(tl.int64) << 20) + low
+
+
+@triton.jit
+def passes(bits, floor):
+    """Whether the mass is at least `floor`; most often it is 0."""
+    passing = bits >= 0
+    if floor > 0:
+        passing = mass(bits) >= floor
+    return passing
+
+
+@triton.jit
+def warmth(temperature):
+    return tl.minimum(tl.maximum(tl.load(temperature), TINY), HUGE)
+
+
+@triton.jit
+def highest(peaks, TILES: tl.constexpr, PADDED_TILES: tl.constexpr):
+    """The largest logit of a row."""
+    tile = tl.arange(0, PADDED_TILES)
+    return tl.max(tl.load(peaks + tile, mask=tile < TILES, other=float("-inf")), 0)
+
+
+@triton.jit
+def row_total(sums, TILES: tl.constexpr, PADDED_TILES: tl.constexpr):
+    tile = tl.arange(0, PADDED_TILES)
+    return tl.sum(tl.load(sums + tile, mask=tile < TILES, other=0), 0)
+
+
+@triton.jit
+def find_tops(logits, tops, peaks, VOCAB: tl.constexpr, STRIDE: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
+    row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    GROUPS: tl.constexpr = TILE // GROUP
+    token = tile * TILE + tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    best = tl.max(read(logits + row * STRIDE, token, VOCAB), 1)  # [GROUPS]
+    tl.store(tops + (row * tiles + tile) * GROUPS + tl.arange(0, GROUPS), best)
+    tl.store(peaks + row * tiles + tile, tl.max(best, 0))
+
+
+@triton.jit
+def last_within(keys, weights, goal, BITS: tl.constexpr):
+    """The largest number with less than `goal` of weight on keys below it: the key the goal falls on, or all ones if none does."""
+    found = tl.full([], 0, tl.int32)
+    bit = tl.full([], 1, tl.int32) << (BITS - 1)
+    for _ in range(BITS):
+        below = tl.sum(tl.where(keys < (found | bit), weights, 0), 0)
+        found = tl.where(below < goal, found | bit, found)
+        bit = bit >> 1
+    return found
+
+
+@triton.jit
+def ties_within(goal, below, each):
+    """How many of equals, of the weight `each`, have less than `goal` before them if `below` comes before the first."""
+    each = tl.maximum(each, 1)
+    return tl.minimum((goal - below + each - 1) // each, 1 << 30).to(tl.int32)
+
+
+@triton.jit
+def cut_of(bits, ids, weights, goal, ID_BITS: tl.constexpr):
+    """(bits, id) of the last token, in that order, with less than `goal` of weight before it. Equal bits have equal weights."""
+    last = last_within(bits, weights, goal, KEY_BITS)
+    tied = bits == last
+    ties = ties_within(goal, tl.sum(tl.where(bits < last, weights, 0), 0), tl.max(tl.where(tied, weights, 0), 0))
+    return last, last_within(ids, tied.to(tl.int32), ties, ID_BITS)
+
+
+@triton.jit
+def within(bits, ids, last_bits, last_id):
+    return (bits < last_bits) | ((bits == last_bits) & (ids <= last_id))
+
+
+@triton.jit
+def mass_goal(top_p, total):
+    """Tokens with less than this before them are within top-p: top_p * total, rounded up; the best one always is."""
+    part = top_p.to(tl.float64) * total.to(tl.float64)
+    whole = part.to(tl.int64)
+    return tl.maximum(whole + (whole.to(tl.float64) < part).to(tl.int64), 1)
+
+
+@triton.jit
+def collect(
+    logits,
+    peaks,
+    most,
+    heat,
+    floor,
+    low,
+    high,
+    ties_wanted,
+    bits_at,
+    ids_at,
+    VOCAB: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
+    """Writes the members of a row: bits from `low` to `high`, of those at `high` the first `ties_wanted`, and no mass below `floor`.
+
+    Returns how many there are; where that is more than fit, it stops and returns some number above CAPACITY.
+    """
+    count = tl.full([], 0, tl.int32)
+    ties = tl.full([], 0, tl.int32)
+    tile = tl.full([], 0, tl.int32)
+    while (tile < TILES) & (count <= CAPACITY):
+        nearest = distance_bits(most, tl.load(peaks + tile), heat)
+        if (nearest <= high) & passes(nearest, floor):
+            token = tile * TILE + tl.arange(0, TILE)
+            bits = distance_bits(most, read(logits, token, VOCAB), heat)
+            inside = (token < VOCAB) & (bits >= low) & (bits <= high) & passes(bits, floor)
+            tied = (inside & (bits == high)).to(tl.int32)
+            inside = inside & ((bits < high) | (ties + tl.cumsum(tied, 0) <= ties_wanted))
+            place = count + tl.cumsum(inside.to(tl.int32), 0) - 1
+            fits = inside & (place < CAPACITY)
+            tl.store(bits_at + place, bits, mask=fits)
+            tl.store(ids_at + place, token, mask=fits)
+            ties += tl.sum(tied, 0)
+            count += tl.sum(inside.to(tl.int32), 0)
+        tile += 1
+    tl.debug_barrier()  # what other threads wrote is read next
+    return count

@@ -1,0 +1,86 @@
+"""Decode attention of a few rows in one kernel, against its twin."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.kernels.reference import attention_few as plain
+from octavo.kernels.triton.attention_few import decode_attention
+from octavo.kernels.triton.few_tiles import FEW_ROWS, DecodeTiles, decode_tiles
+
+HEADS, KV_HEADS, DIM = 6, 2, 16
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "float16", "bfloat16"])
+# Shares of one tile, then two, then as many as it takes: 90 tokens before the new one are three splits of 32, 200 four of 64.
+TILES = DecodeTiles(keys=16, warps=4, splits=4, few_splits=2, least_share=16, long_share=32)
+
+
+def random(device: str, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(device, dtype)
+
+
+class Rows:
+    """Rows over a shuffled pool whose slots are NaN where nothing was written, the new tokens' too."""
+
+    def __init__(self, lengths: list[int], size: int, dtype: torch.dtype, device: str) -> None:
+        generator = torch.Generator().manual_seed(sum(lengths))
+        width = -(-max(lengths) // size)
+        order = (torch.randperm(len(lengths) * width, generator=generator) + 1).view(len(lengths), width)
+        self.tables = torch.full((len(lengths), width + 3), 10**6, dtype=torch.int32)[:, :width]  # rows lie apart
+        self.caches = [torch.full((len(lengths) * width + 1, size, KV_HEADS, DIM), torch.nan) for _ in "kv"]
+        self.slots = torch.zeros(len(lengths), dtype=torch.int64)
+        for row, length in enumerate(lengths):
+            used = -(-length // size)
+            self.tables[row, :used] = order[row, :used].int()
+            places = ((order[row] * size)[:, None] + torch.arange(size)).flatten()[:length]
+            for cache in self.caches if length else ():
+                cache.view(-1, KV_HEADS, DIM)[places[:-1]] = torch.randn(length - 1, KV_HEADS, DIM, generator=generator)
+                self.slots[row] = places[-1]
+        self.context_len = torch.tensor(lengths, dtype=torch.int32)
+        self.positions = (self.context_len - 1).clamp(min=0)
+        for name in ("slots", "context_len", "positions"):
+            setattr(self, name, getattr(self, name).to(device))
+        self.tables = self.tables.to(device) if device != "cpu" else self.tables
+        self.caches = [cache.to(device, dtype) for cache in self.caches]
+        self.qkv = random(device, dtype, len(lengths), (HEADS + 2 * KV_HEADS) * DIM)
+        angle = torch.outer(torch.arange(float(max(lengths))), 1e4 ** -(torch.arange(DIM // 2) / (DIM // 2))).to(device)
+        self.turns = angle.cos(), angle.sin()
+
+    def attend(self, attention: Callable[..., Tensor], norms: object, window: int | None, **chosen: object) -> list[Tensor]:
+        """What comes out, and the caches after it."""
+        caches, arrivals = [cache.clone() for cache in self.caches], torch.zeros_like(self.slots, dtype=torch.int32).repeat(KV_HEADS)
+        rows = self.positions, self.slots, self.tables, self.context_len
+        out = attention(self.qkv.clone(), norms, *self.turns, *rows, *caches, arrivals, DIM**-0.5, window, **chosen)
+        assert not arrivals.any()
+        return [out, *(cache.nan_to_num(nan=77) for cache in caches)]
+
+
+def assert_near(got: Tensor, exact: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(got.float(), exact.float(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("norm", [True, False], ids=["norms", "plain"])
+@DTYPES
+def test_the_new_token_is_written_and_seen_once(dtype: torch.dtype, norm: bool, window: int | None, device: str) -> None:
+    norms = (random(device, dtype, DIM), random(device, dtype, DIM + 1)[1:], 1e-5) if norm else None
+    for lengths, size in (([70, 1, 0, 33], 16), ([91, 2, 17], 1), ([201], 8)):
+        rows = Rows(lengths, size, dtype, device)
+        exact = rows.attend(plain.decode_attention, norms, window)
+        for got, expected in zip(rows.attend(decode_attention, norms, window, tiles=TILES), exact):
+            assert_near(got, expected, TOLERANCE[dtype])
+
+
+def test_tiles_by_rule_agree(device: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        rows = Rows([150, 3], 16, dtype, device)
+        exact = rows.attend(plain.decode_attention, None, None)
+        for got, expected in zip(rows.attend(decode_attention, None, None), exact):
+            assert_near(got, expected, TOLERANCE[dtype])
+
+
+def test_splits_are_few_until_contexts_are_long() -> None:
+    assert [decode_tiles(torch.bfloat16, 1, context).splits for context in (2048, 32_768, 131_072)] == [16, 64, 64]
+    assert decode_tiles(torch.bfloat16, FEW_ROWS, 2048).splits == 8

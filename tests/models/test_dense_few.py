@@ -1,0 +1,64 @@
+"""The five kernels of a few rows mean what a layer means: a whole model by way of their twins, against its own forward."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.attention.backend import load_backend
+from octavo.attention.forward_batch import ForwardBatch
+from octavo.attention.triton import TritonBackend
+from octavo.layers.comm import NullComm
+from octavo.model_config import ModelConfig
+from octavo.models.dense import DenseModel
+from octavo.models.dense_few import few
+from tests.support.batches import Pool
+
+RAW = {
+    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 96, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+}  # fmt: skip
+WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+
+
+def model_of(family: str, **fields: object) -> DenseModel:
+    config = ModelConfig.from_dict({**RAW, "architectures": [f"{family}ForCausalLM"], **fields}, "test")
+    model = DenseModel(config, torch.float32, load_backend("triton"), NullComm(), 96)
+    torch.manual_seed(4)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2)
+    return model
+
+
+def hidden_of(model: DenseModel, batch: ForwardBatch) -> Tensor:
+    x = model.embed(batch.token_ids)
+    residual = torch.zeros_like(x)
+    for layer in model.layers:
+        assert layer.few_rows >= len(x)
+        x, residual = few(layer, x, residual, batch)
+    return model.norm(x, residual)[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"), [("Llama", {}), ("Llama", {"attention_bias": True}), ("Qwen2", WINDOW), ("Qwen3", {})], ids=str
+)
+def test_a_decode_step_gives_the_hidden_states_and_caches_of_forward(family: str, fields: dict[str, object]) -> None:
+    model = model_of(family, **fields)
+    pools = [Pool(3, kv_heads=2, head_dim=16, num_rows=3, max_len=96) for _ in range(2)]
+    with torch.inference_mode():
+        for pool in pools:
+            prompts = {0: list(range(20)), 2: [7], 1: list(range(33))}
+            model(pool.batch(TritonBackend, prompts))
+            pool.advance(prompts)
+        for tokens in ({0: [3], 2: [4], 1: [5]}, {0: [6], 2: [7], 1: [8]}):
+            ours, exact = (pool.batch(TritonBackend, tokens) for pool in pools)
+            torch.testing.assert_close(hidden_of(model, ours), model(exact), atol=1e-4, rtol=1e-4)
+            for pool in pools:
+                pool.advance(tokens)
+    for one, other in zip(*(pool.paged for pool in pools)):
+        for name in "kv":
+            torch.testing.assert_close(one[name], other[name], equal_nan=True, atol=1e-4, rtol=1e-4)
+
+
+def test_what_the_kernels_cannot_compute_they_are_not_given() -> None:
+    assert model_of("Llama", mlp_bias=True).layers[0].few_rows == 0
+    assert model_of("Llama", head_dim=24).layers[0].few_rows == 0
