@@ -9,6 +9,7 @@ import torch
 from octavo import __version__
 from octavo.config import EngineConfig
 from octavo.model_config import ModelConfig
+from octavo.worker.device import device_here
 from octavo.worker.machine import OWN_STATUS, cpu_model, num_threads, proc_bytes, resolve_dtype
 
 
@@ -16,6 +17,7 @@ from octavo.worker.machine import OWN_STATUS, cpu_model, num_threads, proc_bytes
 class Machine:
     model: str
     dtype: str
+    gpu: str | None  # where it computes
     cpu: str
     threads: int
     system: str
@@ -24,16 +26,19 @@ class Machine:
     octavo: str
 
     def __str__(self) -> str:
+        gpu = f"{self.gpu}; " if self.gpu else ""
         return (
-            f"{self.model}, {self.dtype}; {self.cpu}, {self.threads} thread{'s' if self.threads > 1 else ''}; "
+            f"{self.model}, {self.dtype}; {gpu}{self.cpu}, {self.threads} thread{'s' if self.threads > 1 else ''}; "
             f"octavo {self.octavo}, torch {self.torch}, Python {self.python}, {self.system}"
         )
 
 
 def describe(config: EngineConfig, name: str, model: ModelConfig) -> Machine:
+    choice = device_here(config.device)
     return Machine(
         model=name,
-        dtype=resolve_dtype(config.dtype, model.dtype),
+        dtype=resolve_dtype(config.dtype, model.dtype, choice.device),
+        gpu=choice.gpu.name if choice.gpu else None,
         cpu=cpu_model(),
         threads=num_threads(),
         system=f"{platform.system()} {platform.machine()}",
