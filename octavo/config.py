@@ -99,7 +99,9 @@ def check_setting(name: str, value: object) -> None:
             raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
         if name == "block_size" and value & (value - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 256, got {value}")
-    if name == "gpu_memory_utilization" and (not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1):
+    if name == "gpu_memory_utilization" and (
+        isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1
+    ):
         raise ConfigError(f"gpu_memory_utilization must be a number above 0 and at most 1, got {value!r}")
     if name in _CHOICES and not any(type(value) is type(choice) and value == choice for choice in _CHOICES[name]):
         because = EngineConfig.__dataclass_fields__[name].metadata["because"]

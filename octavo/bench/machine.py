@@ -17,18 +17,18 @@ from octavo.worker.machine import OWN_STATUS, cpu_model, num_threads, proc_bytes
 class Machine:
     model: str
     dtype: str
+    gpu: str | None  # where it computes
     cpu: str
     threads: int
     system: str
     python: str
     torch: str
     octavo: str
-    gpu: str | None = None  # that it computed on
 
     def __str__(self) -> str:
-        chip = f"{self.gpu}; {self.cpu}" if self.gpu else self.cpu
+        gpu = f"{self.gpu}; " if self.gpu else ""
         return (
-            f"{self.model}, {self.dtype}; {chip}, {self.threads} thread{'s' if self.threads > 1 else ''}; "
+            f"{self.model}, {self.dtype}; {gpu}{self.cpu}, {self.threads} thread{'s' if self.threads > 1 else ''}; "
             f"octavo {self.octavo}, torch {self.torch}, Python {self.python}, {self.system}"
         )
 
@@ -38,13 +38,13 @@ def describe(config: EngineConfig, name: str, model: ModelConfig) -> Machine:
     return Machine(
         model=name,
         dtype=resolve_dtype(config.dtype, model.dtype, choice.device),
+        gpu=choice.gpu.name if choice.gpu else None,
         cpu=cpu_model(),
         threads=num_threads(),
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         torch=torch.__version__,
         octavo=__version__,
-        gpu=None if choice.gpu is None else choice.gpu.name,
     )
 
 

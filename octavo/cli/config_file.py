@@ -68,7 +68,7 @@ def _converted(path: str, name: str, value: object) -> object:
     except (ConfigError, argparse.ArgumentTypeError) as error:
         said = str(error) if isinstance(error, ConfigError) else f"{name}: {error}"
         raise ConfigError(f"{path}: {said[:300]}") from error
-    return float(str(value)) if kind is float else value  # 1 is a number, too
+    return float(value) if kind is float and isinstance(value, int) else value  # 1 is a number, too
 
 
 def settings_table(config: EngineConfig, names: frozenset[str], origins: Mapping[str, str]) -> str:

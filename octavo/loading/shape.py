@@ -31,7 +31,7 @@ from octavo.policy.native_size import native_matrices, native_weight_bytes
 from octavo.quant.quant_config import read_quant_config
 
 UNPACKED_BYTES = 6  # a weight takes while it is unpacked: float32, and parts of the way there
-REQUANTISED_BYTES = 5  # while it is quantised out of such floats, or into them: those and its code
+REQUANTISED_BYTES = 6  # while it is quantised out of such floats, or into them: those, its code, and shares of its group's
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class ModelShape:
         specs = cache_specs(self.config, dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
         item = ITEM_BYTES[dtype]
         if device == "cuda":
-            weights, loading = gpu_weight_bytes(self.config, item, self._forms(quantization)), 0  # they are read on the host
+            weights, loading = gpu_weight_bytes(self.config, item, {}), 0  # codes become floats on the host, where they are read
         elif native_threads:
             unpacked = REQUANTISED_BYTES if self.packed and quantization in ("int8", "int4") else 0
             weights, loading = native_weight_bytes(self.config, item, self._forms(quantization), unpacked)

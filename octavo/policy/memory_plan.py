@@ -2,7 +2,7 @@
 
     weights       what the model holds
     KV cache      the block pool: reserved at start, taken as blocks are written; on a GPU, taken at start
-    activations   the most that one step holds at once, or that reading the weights takes beyond them
+    activations   the most that one step holds at once, or that reading the weights takes beyond them and the pool
     graphs        steps captured on a GPU
     rows          token ids and block tables of every row, and the rotation tables
     other         Python and its libraries, the tokenizer, the pool's own lists, what malloc keeps back; on a GPU, CUDA's own
@@ -67,7 +67,7 @@ class ModelNeeds:
 
     @property
     def keeps_codes(self) -> bool:
-        return self.native_threads > 0 or self.device == "cuda"
+        return self.native_threads > 0
 
     @property
     def bytes_per_token(self) -> int:
@@ -170,7 +170,7 @@ class _Planner:
         )
         if needs.native_threads:
             step = native_step_bytes(model, load, needs.native_threads)
-            kept = min(MOST_KEPT, step // 5)  # its own buffers are never given back
+            kept = 0  # buffers that grow take the place of what reading the weights left behind
         else:
             loaded = max(loaded_bytes(spec, needs.dtype) for spec in needs.specs)
             step = step_bytes(model, ITEM_BYTES[needs.dtype], loaded, load)
@@ -178,7 +178,7 @@ class _Planner:
         return Use(
             weights=needs.weights,
             kv_cache=kv_cache,
-            activations=max(step, needs.loading - needs.weights),
+            activations=max(step, needs.loading - needs.weights - kv_cache),  # nothing is in the pool yet while weights are read
             rows=config.max_num_seqs * (8 * (max_len + table_blocks) + BYTES_PER_ROW) + max_len * model.head_dim * FLOAT32,
             other=LIBRARIES + kept + BYTES_PER_WORD * model.vocab_size + BYTES_PER_BLOCK * num_blocks,
         )
@@ -190,7 +190,7 @@ class _Planner:
         return Use(
             weights=needs.weights,
             kv_cache=kv_cache,
-            activations=max(gpu_step_bytes(model, item, load), needs.loading - needs.weights),
+            activations=gpu_step_bytes(model, item, load),
             graphs=graphs,
             rows=gpu_row_bytes(model, rows, config.max_num_batched_tokens, max_len, -(-max_len // config.block_size)),
             other=CONTEXT + GPU_LIBRARIES,

@@ -14,7 +14,7 @@ PANEL, COLUMNS = 16, 64
 SCRATCH_BYTES = 4 * 2 * PANEL  # of each thread, for each column of the widest matrix: four panels unpacked for many rows
 # Bytes on the way, for each weight of a matrix: its code, with a share of the scales; or its float, with a share of what malloc
 # keeps back of those before it, and once more where it comes in parts.
-CODES_ON_THE_WAY, FLOATS_ON_THE_WAY, PARTS_ON_THE_WAY = 1.25, 5, 4
+CODES_ON_THE_WAY, FLOATS_ON_THE_WAY, PARTS_ON_THE_WAY = 1.25, 5.3, 4
 
 
 def native_matrices(config: ModelConfig, item: int, stored: Mapping[str, Codes | None]) -> list[Kept]:
@@ -39,8 +39,8 @@ def native_weight_bytes(config: ModelConfig, item: int, stored: Mapping[str, Cod
 
 
 def native_step_bytes(model: ModelConfig, load: StepLoad, threads: int) -> int:
-    """Buffers grow to the fullest step and stay; hidden states and logits come on top, once more where penalties change them, and
-    what each thread needs to draw from a row."""
+    """Buffers grow to the fullest step and stay; hidden states and logits come on top, those of the step before too, and what each
+    thread needs to draw from a row. A level that multiplies bfloat16 leaves some of the floats counted here untouched."""
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     widest = max(model.hidden_size, model.intermediate_size, q) + COLUMNS
     prepared = model.hidden_size + widest  # rows as products read them: of norms, and of attention or gates

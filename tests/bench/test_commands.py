@@ -49,7 +49,7 @@ def report(folder: Path, command: str) -> dict[str, Any]:
     """The JSON report, after a look at what all reports and pictures have in common."""
     found: dict[str, Any] = json.loads((folder / "out.json").read_text())
     assert found["command"].startswith(f"octavo bench {command} ")
-    assert {"cpu", "threads", "torch", "octavo", "model", "dtype", "python", "system"} == set(found["machine"])
+    assert {"gpu", "cpu", "threads", "torch", "octavo", "model", "dtype", "python", "system"} == set(found["machine"])
     assert found["machine"]["threads"] == 1 and found["kind"] == command
     root = ET.parse(folder / "out.svg").getroot()
     small = [text.text or "" for text in root.iter(f"{SVG}text") if text.get("class") == "small"]

@@ -88,3 +88,10 @@ def test_the_fast_dtype_is_what_torch_would_say_and_float32_where_nobody_knows(t
     for flags, dtype in (("fpu avx512_bf16 sse", "bfloat16"), ("amx_tile", "bfloat16"), ("avx512f amx_tiles", "float32")):
         machine.CPU_INFO.write_text(f"processor : 0\nflags\t\t: {flags}\nflags\t\t: {flags}\n")
         assert machine.fast_dtype() == dtype
+
+
+def test_a_gpu_takes_the_type_of_the_file_and_bfloat16_where_it_has_another() -> None:
+    stored = ["float32", "float16", "bfloat16", "float64", None]
+    assert [machine.resolve_dtype("auto", one, "cuda") for one in stored] == ["float32", "float16", "bfloat16", "bfloat16", "bfloat16"]
+    assert machine.resolve_dtype("float16", "float32", "cuda") == "float16"
+    assert [machine.resolve_dtype("auto", one, "cpu") for one in stored[:2]] == ["float32", machine.fast_dtype()]
