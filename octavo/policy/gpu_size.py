@@ -22,8 +22,7 @@ CODE_WORD, SPAN = 16, 32  # bits, and columns that follow each other in the word
 ROW_HEAD = 16  # words before the block table
 ENTRY_WORDS = 16  # of a step, for each row it may have
 TOKEN_WORDS = 6  # and for each token: id, position, slot
-# Bytes for each (row, token of the vocabulary) that is drawn from with penalties: the logits once more, in float32.
-DRAWN = FLOAT32
+DRAWN = 2 * FLOAT32  # bytes for each (row, token of the vocabulary) under penalties: the score, and what the row has of the token
 SPLIT_PARTS = 1024  # rows * KV heads * parts of a context at most, where attention splits it
 CAPTURED_TOKENS = 2048  # of the largest graph
 GRAPHS = 56  # as many as there are shapes, for 512 rows
