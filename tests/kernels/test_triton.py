@@ -24,10 +24,18 @@ def test_kernels_agree_with_their_twins_in_the_interpreter() -> None:
     assert " passed" in said
 
 
+def run_bench(name: str) -> str:
+    code = f"from tests.support.interpreter import mend\nmend()\nimport runpy, sys\nsys.argv = ['{name}', '--tiny']\n"
+    return python("-c", code + f"runpy.run_path('bench/{name}.py', run_name='__main__')", TRITON_INTERPRET="1")
+
+
 def test_the_script_that_times_them_runs_through() -> None:
-    code = "from tests.support.interpreter import mend\nmend()\nimport runpy, sys\nsys.argv = ['gpu_kernels', '--tiny', '--sweep']\n"
-    said = python("-c", code + "runpy.run_path('bench/gpu_kernels.py', run_name='__main__')", TRITON_INTERPRET="1")
+    said = run_bench("gpu_kernels")
     assert said.count(" ok ") == 14 and "all agree with their twins" in said
+
+
+def test_the_script_that_sweeps_tiles_checks_them_first() -> None:
+    assert "2 of 2 right" in run_bench("gpu_prefill")
 
 
 def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
