@@ -31,8 +31,12 @@ def script(name: str, *arguments: str) -> str:
 
 
 def test_the_script_that_times_them_runs_through() -> None:
-    said = script("gpu_kernels", "--tiny", "--sweep")
+    said = script("gpu_kernels", "--tiny")
     assert said.count(" ok ") == 14 and "all agree with their twins" in said
+
+
+def test_the_script_that_sweeps_tiles_checks_them_first() -> None:
+    assert "2 of 2 right" in script("gpu_prefill", "--tiny")
 
 
 def test_a_layer_of_a_few_rows_agrees_with_the_twins() -> None:

@@ -34,7 +34,7 @@ def decode_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
 
 def prefill_tiles(dtype: torch.dtype, head_dim: int, plain: bool = True) -> Tiles:
     if dtype == torch.float32:
-        return Tiles(keys=16, warps=4, stages=2, queries=32)
+        return Tiles(keys=16, warps=8, stages=2, queries=32)
     if head_dim > 128:
         return Tiles(keys=32, warps=8, stages=3, queries=128, described=True, lagging=True)
     if plain:  # no window, cap, sinks or slopes: they would take registers that these tiles do not leave
