@@ -10,15 +10,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from octavo.kernels.asks import HEAD
+from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.row_words import RowLayout
 from octavo.kernels.step_tensors import StepMemory
 from octavo.kernels.triton.activation import silu_and_mul
+from octavo.kernels.triton.adjust import adjust
 from octavo.kernels.triton.attention import paged_attention
 from octavo.kernels.triton.attention_few import decode_attention
 from octavo.kernels.triton.attention_tiles import decode_splits
 from octavo.kernels.triton.copy_blocks import copy_blocks
+from octavo.kernels.triton.draw import draw
 from octavo.kernels.triton.few_tiles import FEW_ROWS
 from octavo.kernels.triton.norm import add_rms_norm
+from octavo.kernels.triton.rank import rank
 from octavo.kernels.triton.rows import copy_words, finish, prepare
 from octavo.kernels.triton.sampling import sample
 from octavo.kernels.triton.skinny import gate_up, linear, norm_linear
@@ -59,6 +64,7 @@ class Ahead:
             lambda: sample(self.numbers(2, config.vocab_size), torch.ones(2, device=self.device), self.words(2, 4), self.words(2)),
             lambda: copy_blocks([self.cache()], [(0, 1)]),
             self.around_a_step,
+            *self.behind_a_step(),
         ]  # fmt: skip
 
     def attend_to(self, rows: int, queries: int, window: int | None) -> Call:
@@ -105,6 +111,19 @@ class Ahead:
         prepare(words, layout, self.size, step)
         finish(words, layout, step, self.places(2), self.numbers(2, self.config.hidden_size), self.words(2))
         copy_words(words.view(-1), words.view(-1), self.words(1, 3), 1)
+
+    def behind_a_step(self) -> list[Call]:
+        """What the sampler of the device calls."""
+        logits, scores = self.numbers(1, self.config.vocab_size), torch.zeros(1, self.config.vocab_size, device=self.device)
+        line, ids = self.words(1, 10), self.words(1)
+        floats = line.view(torch.float32)
+        draws = Draws(floats[:, 2], line[:, 3], floats[:, 4], floats[:, 5], line[:, 6:], ids)
+        return [
+            lambda: draw(logits, draws),
+            lambda: draw(scores, draws),
+            lambda: rank(logits, ids, 1),
+            lambda: adjust(logits, [0], [0], [self.words(HEAD)], line, line[:, 0], line[:, 0]),
+        ]
 
     def written(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         cache = self.cache()
