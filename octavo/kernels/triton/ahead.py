@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from octavo.kernels.asks import pack
+from octavo.kernels.asks import HEAD
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.row_words import RowLayout
 from octavo.kernels.step_tensors import StepMemory
@@ -30,7 +30,6 @@ from octavo.kernels.triton.skinny import gate_up, linear, merge_linear, norm_lin
 from octavo.kernels.triton.write_kv import write_kv
 from octavo.log import logger
 from octavo.model_config import ModelConfig
-from octavo.sampling_params import SamplingParams
 
 AT_ONCE = 16
 Call = Callable[[], object]
@@ -73,9 +72,7 @@ class Ahead:
             lambda: sample(self.numbers(2, config.vocab_size), torch.ones(2, device=self.device), self.words(2, 4), self.words(2)),
             lambda: copy_blocks([self.cache()], [(0, 1)]),
             self.around_a_step,
-            lambda: draw(self.logits(), self.draws()),
-            lambda: rank(self.logits(), self.words(1), 1),
-            self.adjusted,
+            *self.behind_a_step(),
         ]  # fmt: skip
 
     def attend_to(self, rows: int, queries: int, window: int | None) -> Call:
@@ -122,19 +119,18 @@ class Ahead:
         finish(words, layout, step, self.places(2), self.numbers(2, self.config.hidden_size), self.words(2))
         copy_words(words.view(-1), words.view(-1), self.words(1, 3), 1)
 
-    def logits(self) -> Tensor:
-        return self.numbers(1, self.config.vocab_size)
-
-    def draws(self) -> Draws:
-        words = self.words(1, 16)
-        floats = words.view(torch.float32)
-        return Draws(floats[:, 0], words[:, 0], floats[:, 0], floats[:, 0], words[:, 4:8], words[:, 0])
-
-    def adjusted(self) -> None:
-        words, ask = self.words(1, 32), pack(SamplingParams(min_tokens=1), (), [])
-        assert ask is not None
-        scores = adjust(self.logits(), [0], [0], [torch.from_numpy(ask).to(self.device)], words[:, 16:], words[:, 0], words[:, 1])
-        draw(scores, self.draws())  # of float32, whatever the model's own dtype
+    def behind_a_step(self) -> list[Call]:
+        """What the sampler of the device calls."""
+        logits, scores = self.numbers(1, self.config.vocab_size), torch.zeros(1, self.config.vocab_size, device=self.device)
+        line, ids = self.words(1, 10), self.words(1)
+        floats = line.view(torch.float32)
+        draws = Draws(floats[:, 2], line[:, 3], floats[:, 4], floats[:, 5], line[:, 6:], ids)
+        return [
+            lambda: draw(logits, draws),
+            lambda: draw(scores, draws),
+            lambda: rank(logits, ids, 1),
+            lambda: adjust(logits, [0], [0], [self.words(HEAD)], line, line[:, 0], line[:, 0]),
+        ]
 
     def written(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         cache = self.cache()
