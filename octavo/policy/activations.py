@@ -57,7 +57,7 @@ def _forward_bytes(model: ModelConfig, item: int, loaded: int, load: StepLoad) -
     normed = (q + kv) * item if model.qk_norm else 0
     turning = 3 * q * FLOAT32 if item < FLOAT32 else 2 * q * FLOAT32  # a copy in float32, two halves, both together
     rotate = projected + normed + turning + model.head_dim * FLOAT32
-    queries = projected + 3 * q * item  # rotated, picked for a group, and room for the result
+    queries = 3 * q * item  # rotated, picked for a group, and room for the result
     result = q * item
     gathered = loaded * load.gathered
     scores = load.tokens * load.context  # places of a mask

@@ -162,7 +162,7 @@ def test_debug_switches_are_announced_in_the_first_log_line(stories: str, kept: 
     ("name", "value", "said"),
     [
         ("OCTAVO_DEBUG", "chekc=1", "OCTAVO_DEBUG has no switch 'chekc'; known: cache_force_miss, check"),
-        ("OCTAVO_DEBUG", "runner=real", "runner must be one of model, fake, got 'real'"),
+        ("OCTAVO_DEBUG", "runner=real", "runner must be one of model, fake, device, got 'real'"),
         ("OCTAVO_DEBUG", "preempt.every=often", "preempt_every must be a number, got 'often'"),
         ("OCTAVO_DEBUG", "forward.raise", "forward_raise must be a number, got ''"),
         ("OCTAVO_LOG_LEVEL", "loud", "OCTAVO_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR, got 'LOUD'"),

@@ -58,7 +58,7 @@ def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
         "decode_few",
         "merge_few",
     } | {"find_tops", "sum_masses", "settle", "search", "race", "finish", "stand", "nearest", "lay_out", "adjust_rows"}
-    assert {line.split()[1] for line in taken if line.startswith("prefill")} == {"wgmma"}
+    assert {line.split()[1] for line in taken if line.startswith("prefill")} == {"wgmma", "-"}  # that of float32 has no matrix units
 
 
 def test_sampling_compiles_nothing_after_the_start() -> None:

@@ -6,9 +6,8 @@
 
 New keys and values lie side by side in this step's qkv, if the caller hands it over, and are then loaded by the tile, without a
 look at the table; the cache holds the same. Tiles of keys are cut in two at the first new token whoever is read, so all ways give
-the same bits. A row of n queries has n // TOKENS + 1 tiles at most, so row r's tiles start at query_start[r] // TOKENS + r: the
-grid needs no more than the number of tokens and rows, and a program finds its row by bisection. Late tiles are the long ones:
-they go first.
+the same bits. A row of n queries has n // TOKENS + 1 tiles at most, so row r's tiles start at query_start[r] // TOKENS + r: the grid
+needs no more than the number of tokens and rows, and a program finds its row by bisection. Late tiles, the long ones, go first.
 
     lagging    scores of tile 1 | weights of 1, meanwhile values of 0 | scores of 2 | weights of 2, meanwhile values of 1 | ...
 
