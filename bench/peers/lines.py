@@ -3,6 +3,7 @@
 A curve may have a fainter second one above it: p95 beside the median. Every number also stands in the description.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
@@ -54,7 +55,7 @@ def draw(title: str, rows: Sequence[Sequence[Plot]], small_print: str) -> str:
 
 
 def _plot(plot: Plot, left: float, top: float) -> list[str]:
-    most = max(value for curve in plot.curves for value in [*curve.values, *(curve.upper or [])]) or 1.0
+    most = _round_above(max(value for curve in plot.curves for value in [*curve.values, *(curve.upper or [])]))
     step = WIDTH / max(len(plot.points) - 1, 1)
     parts = [_text(left, top - 10, plot.title, "head")]
     for part in range(5):
@@ -70,6 +71,13 @@ def _plot(plot: Plot, left: float, top: float) -> list[str]:
         parts.append(f'<rect x="{key}" y="{top + HEIGHT + 26}" width="12" height="12" rx="2" fill="{colour}"/>')
         parts.append(_text(key + 18, top + HEIGHT + 36, curve.label, "label"))
     return parts
+
+
+def _round_above(value: float) -> float:
+    """The top of a scale whose quarters are round numbers."""
+    quarter = value / 4 or 0.25
+    power = 10.0 ** math.floor(math.log10(quarter))
+    return 4 * power * next(step for step in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if step * power >= quarter)
 
 
 def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:

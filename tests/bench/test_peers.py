@@ -132,3 +132,10 @@ def test_curves_say_their_numbers() -> None:
     grid = [float(line.get("y1", "")) for line in root.iter("{http://www.w3.org/2000/svg}line")]
     heights = [float(place.split(",")[1]) for place in f"{first} {second}".split()]
     assert heights == pytest.approx([max(grid) - (max(grid) - min(grid)) * value / 40 for value in (10, 20, 15, 40)], abs=0.2)
+
+
+def test_scales_of_curves_are_round_and_just_above_the_most() -> None:
+    plots = [Plot("", [1, 2], [Curve("A", [0.0, most])]) for most in (653.6, 382.7, 152.7, 40.0, 0.0)]
+    root = ET.fromstring(draw("", [plots], ""))
+    labels = [text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text") if text.get("text-anchor") == "end"]
+    assert labels[:5] == ["0", "200", "400", "600", "800"] and labels[9::5] == ["400", "160", "40", "1"]
