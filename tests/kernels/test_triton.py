@@ -55,3 +55,7 @@ def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
         "merge_few",
     } | {"find_tops", "sum_masses", "settle", "search", "race", "finish", "stand", "nearest", "lay_out", "adjust_rows"}
     assert {line.split()[1] for line in taken if line.startswith("prefill")} == {"wgmma"}
+
+
+def test_sampling_compiles_nothing_after_the_start() -> None:
+    assert python("-m", "tests.support.variants", TRITON_INTERPRET="0").split() == []

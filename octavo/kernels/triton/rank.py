@@ -120,7 +120,7 @@ def rank(logits: Tensor, ids: Tensor, count: int) -> Ranking:
     sums = torch.empty(rows, tiles, dtype=torch.int64, device=device)
     counts = torch.empty(rows, tiles, dtype=torch.int32, device=device)
     members = torch.empty(2, rows, CAPACITY, dtype=torch.int32, device=device)
-    ranks, totals = torch.empty(2, rows, dtype=torch.int64, device=device)
+    ranks, totals = (torch.empty(rows, dtype=torch.int64, device=device) for _ in range(2))  # each aligned, whatever their number
     found = Ranking(
         chosen=torch.empty(rows, device=device), ranks=ranks, totals=totals,
         near=torch.empty(rows, count, device=device), near_ids=torch.empty(rows, count, dtype=torch.int64, device=device),

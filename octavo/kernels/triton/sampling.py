@@ -103,7 +103,7 @@ def sample(logits: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor
     assert logits.stride(1) == 1 and noise.is_contiguous()
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, TILE)
-    tops, scores = torch.empty(2, rows, blocks, dtype=torch.float32, device=logits.device)
+    tops, scores = (torch.empty(rows, blocks, device=logits.device) for _ in range(2))  # each aligned, whatever their number
     ids = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
