@@ -25,5 +25,6 @@ class LMHead(nn.Module):
         self.weight = embedding.weight if tied else empty_parameter(*embedding.weight.shape, dtype=embedding.weight.dtype)
         self.comm = comm
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.comm.all_gather(F.linear(hidden, self.weight))  # [S, vocab]
+    def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[S, hidden] -> [S, vocab], in `out` if that is given."""
+        return self.comm.all_gather(F.linear(hidden, self.weight) if out is None else torch.mm(hidden, self.weight.t(), out=out))

@@ -57,7 +57,7 @@ def _forward_bytes(model: ModelConfig, item: int, loaded: int, load: StepLoad) -
     normed = (q + kv) * item if model.qk_norm else 0
     turning = 3 * q * FLOAT32 if item < FLOAT32 else 2 * q * FLOAT32  # a copy in float32, two halves, both together
     rotate = projected + normed + turning + model.head_dim * FLOAT32
-    queries = 3 * q * item  # rotated, picked for a group, and room for the result
+    queries = (3 * q + 2 * kv) * item  # rotated, picked for a group, room for the result; new keys and values lined up (measured)
     result = q * item
     gathered = loaded * load.gathered
     scores = load.tokens * load.context  # places of a mask

@@ -61,6 +61,8 @@ class DeviceProgram:
         most_rows, device = len(rows.words), rows.words.device
         self.memory = StepMemory(rows.layout, most_rows, max(max_tokens, most_rows), device)
         self._result = torch.zeros(most_rows, dtype=torch.int32, device=device)
+        # one place for the logits of all graphs: what each kept for itself would be gigabytes
+        self._logits = torch.empty(most_rows, self.vocab_size, dtype=model.head.weight.dtype, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -75,13 +77,14 @@ class DeviceProgram:
         return DeviceForward(step, hidden, logits, result)
 
     def compute(self, shape: Shape, max_context: int) -> tuple[Tensor, Tensor]:
-        """Hidden states and logits. The rows stay as they are."""
+        """Hidden states, and logits, which last until the next step. The rows stay as they are."""
         step = self.memory.step(shape.entries, shape.tokens)
         prepare(self.rows.words, self.rows.layout, self._block_size, step)
         batch = self._batch(step, shape, max_context)
         batch.attention = self._backend.prepare(batch)
         hidden: Tensor = self._model(batch)
-        return hidden, self.logits(hidden if shape.decodes else hidden.index_select(0, step.sample_index))
+        sampled = hidden if shape.decodes else hidden.index_select(0, step.sample_index)
+        return hidden, self._model.head(sampled, self._logits[: shape.entries])
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self._model.head(hidden)

@@ -265,7 +265,7 @@ class ShadowedSteps:
 
     def run(self, shape: Shape, max_context: int) -> DeviceForward:
         self._shadow.watches = True
-        watched = self.program.compute(shape, self._steps.bound(shape, max_context))
+        watched = [values.clone() for values in self.program.compute(shape, self._steps.bound(shape, max_context))]
         self._shadow.watches = False
         forward = self._steps.run(shape, max_context)  # writes the same bits into the same slots
         used, entries = int(forward.step.query_start[-1]), int((forward.step.row >= 0).sum())  # the rest is padding

@@ -12,7 +12,7 @@ HELD_TILE = 16384  # numbers of W a program holds
 PER_THREAD = 64  # of them in one thread's registers
 PROGRAMS = 1056  # eight for each multiprocessor: from there on programs take turns, and make x ready less often
 MAX_COLUMNS = 8
-MAX_SPLITS = 64
+MAX_SPLITS = 16
 
 
 @dataclass(frozen=True, slots=True)
