@@ -77,8 +77,9 @@ class ModelRunner:
         vocab_size = self.program.vocab_size
         if self.faults.spoils_id(self._plan.step):
             ids[0] = vocab_size
-        outside = (ids < 0) | (ids >= vocab_size)
-        if bool(outside.any()):
+        numbers = ids.numpy()
+        if numbers.min() < 0 or numbers.max() >= vocab_size:
+            outside = (ids < 0) | (ids >= vocab_size)
             self._bad += [entries[index] for index in outside.nonzero().flatten().tolist() if entries[index] not in self._bad]
             ids = ids.masked_fill(outside, 0)
         return ids
@@ -119,7 +120,8 @@ def _shared_blocks(tables: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _rows_not_finite(hidden: Tensor, batch: ForwardBatch) -> list[int]:
     """Plan entries with a hidden state, of any planned token, that is not finite."""
-    if isfinite(float(hidden.sum())):  # as it nearly always is
+    total = hidden.numpy().sum() if hidden.dtype == torch.float32 else hidden.sum()  # numpy is quicker at the few of a decode step
+    if isfinite(float(total)):  # as it nearly always is
         return []
     finite = hidden.isfinite().all(dim=1)
     tokens = (~finite).nonzero().flatten()

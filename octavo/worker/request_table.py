@@ -44,10 +44,11 @@ class RequestTable:
             self.tables[rows, index] = blocks
 
     def append(self, rows: Tensor, ids: Tensor) -> None:
-        """Sampled ids join their rows. rows and ids: [S]"""
-        ends = self.num_tokens[rows]
-        self.token_ids[rows, ends] = ids
-        self.num_tokens[rows] = ends + 1
+        """Sampled ids join their rows. rows and ids: [S]. In numpy, which is quicker at small arrays."""
+        places, lengths = rows.numpy(), self.num_tokens.numpy()
+        ends = lengths[places]
+        self.token_ids.numpy()[places, ends] = ids.numpy()
+        lengths[places] = ends + 1
 
     def _write(self, write: RowWrite) -> None:
         row, count = write.row, len(write.token_ids)
