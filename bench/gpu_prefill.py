@@ -38,7 +38,7 @@ RAGGED: Mix = [(300, 300), (77, 500), (1, 700), (0, 40), (513, 513), (1, 1), (2,
 PREFILL = [
     Tiles(128, 8, 2, 128, described=True, lagging=True),
     Tiles(128, 8, 3, 128, described=True, lagging=True),
-    Tiles(128, 8, 2, 128, lagging=True),
+    Tiles(128, 8, 3, 128, described=True),
     Tiles(128, 8, 2, 128, described=True),
     Tiles(64, 8, 2, 128, described=True, lagging=True),
     Tiles(64, 8, 3, 128, described=True, lagging=True),
