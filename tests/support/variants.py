@@ -71,7 +71,8 @@ def main() -> None:
     driver.set_active(NoGPU())
     met = record()
     ahead = Ahead(SimpleNamespace(vocab_size=VOCAB), DTYPE, 16, 8, 64, CPU)  # type: ignore[arg-type]
-    draw(ahead.logits(), ahead.draws()), rank(ahead.logits(), ahead.words(1), 1), ahead.adjusted()
+    for call in ahead.behind_a_step():
+        call()
     known = set(met)
     assert len(known) == 15, "ten kernels, five of them for two types of logits"
     serve()
