@@ -33,7 +33,7 @@ from tests.support.resident import held_under_load
 def plan_for(model: str | None, engine: dict[str, Any]) -> MemoryPlan:
     settings = engine.get("quantization", "auto"), engine.get("kv_cache_dtype", "auto")
     needs = model_shape(model).needs(engine["dtype"], *settings, native_threads=1 if engine.get("native") else 0)
-    plan = plan_memory(needs, resolved(EngineConfig(**engine), "cpu", needs.config), Memory(16 * GIB))
+    plan = plan_memory(needs, resolved(EngineConfig(**engine), "cpu"), Memory(16 * GIB))
     assert plan.refusal is None
     return plan
 
@@ -116,7 +116,7 @@ def test_free_memory_of_a_gpu_is_what_other_processes_leave_of_its_share(monkeyp
     held = {"mem_get_info": (100 * GIB, 140 * GIB), "memory_reserved": 10 * GIB, "memory_allocated": 7 * GIB}
     for name, value in held.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    config = resolved(EngineConfig(gpu_memory_utilization=0.5), "cuda", model_shape(None).config)
+    config = resolved(EngineConfig(gpu_memory_utilization=0.5), "cuda")
     assert memory_module.memory(config) == Memory(70 * GIB, others=37 * GIB - CONTEXT, gpu=140 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (140 * GIB, 140 * GIB))
     assert memory_module.memory(config).others == 0

@@ -28,7 +28,7 @@ MODEL = ModelConfig.from_dict(
 
 
 def settings(**asked: Any) -> ResolvedConfig:
-    return resolved(EngineConfig(**asked), "cpu", MODEL)
+    return resolved(EngineConfig(**asked), "cpu")
 
 
 def needs(most: int = 10_000, weights: int = 0, dtype: str = "bfloat16") -> ModelNeeds:
