@@ -15,7 +15,7 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.messages import AddRequest, TokenLogprobs
 from octavo.policy import invariants
-from tests.support.places import PLACES, Place, open_engine, random_model, vocabulary
+from tests.support.places import Place, open_engine, random_model, vocabulary
 
 ASKS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -98,6 +98,10 @@ def run(folder: Path, place: Place, dtype: Any, **settings: Any) -> dict[tuple[s
         return heard
 
 
+def numbers(logprobs: list[TokenLogprobs]) -> list[float]:
+    return [number for each in logprobs for number in (each.logprob, *each.top_logprobs)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_and_their_kernels_one_by_one_say_the_same(dtype: str, tmp_path: Path) -> None:
@@ -115,5 +119,4 @@ def test_padded_steps_say_what_the_cpus_own_say(tmp_path: Path) -> None:
         assert (one.token_ids, one.ends) == (other.token_ids, other.ends), which
         for mine, theirs in ((one.logprobs, other.logprobs), (one.prompt_logprobs, other.prompt_logprobs)):
             assert [each.rank for each in mine] == [each.rank for each in theirs]
-            best = [[each.logprob, *each.top_logprobs] for each in mine]
-            assert sum(best, []) == pytest.approx(sum(([each.logprob, *each.top_logprobs] for each in theirs), []), abs=1e-4)
+            assert numbers(mine) == pytest.approx(numbers(theirs), abs=1e-4)

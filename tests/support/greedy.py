@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo import RequestOutput
 
 TIE, ROUGH_TIE = 1e-4, 0.1
-TIES_ALLOWED, ROUGH_TIES_ALLOWED = 5000, 20
+TIES_ALLOWED, ROUGH_TIES_ALLOWED = 5000, 10
 LOGIT_TOLERANCE, ROUGH_TOLERANCE = 1e-3, 0.2
 
 

@@ -79,10 +79,11 @@ def tiny_model(
     head_dim: int = 32,
     vocab: int = 320,
     context: int = 512,
+    spread: float = 2.0,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "5GB",
 ) -> Path:
-    """A random model of 2 layers whose logits spread (standard deviation about 2), saved as `transformers` saves it.
+    """A random model of 2 layers whose logits spread (standard deviation about `spread`), saved as `transformers` saves it.
 
     `rope` is config.json's rope_parameters; `window` (Qwen only) makes every layer but the first slide; `head_dim` is Qwen3's alone:
     elsewhere it is hidden size over heads.
@@ -103,18 +104,18 @@ def tiny_model(
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = _spread(name, noise).to(dtype)
+        parameter.data = _scaled(name, noise, spread).to(dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 
-def _spread(name: str, noise: Tensor) -> Tensor:
+def _scaled(name: str, noise: Tensor, spread: float) -> Tensor:
     if name.endswith("norm.weight"):
         return 1 + 0.1 * noise
     if name.endswith("bias"):
         return 0.5 * noise
     if "embed_tokens" in name or "lm_head" in name:
-        return 2 * noise / noise.shape[1] ** 0.5  # normed states times this: logits of standard deviation 2
+        return spread * noise / noise.shape[1] ** 0.5  # times normed states
     return noise / noise.shape[1] ** 0.5
 
 
