@@ -23,7 +23,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "Qwen2ForCausalLM": {"heads": 8, "kv_heads": 2},
     "Qwen3ForCausalLM": {"heads": 16, "kv_heads": 8, "head_dim": 128},
 }
-LARGE: dict[str, int] = {"hidden": 1024, "layers": 3, "vocab": 4096, "context": 1024}
+LARGE: dict[str, int] = {"hidden": 1024, "layers": 2, "vocab": 4096, "context": 1024}
 
 
 def random_model(folder: Path, architecture: str, place: Place) -> Path:
