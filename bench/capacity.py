@@ -126,7 +126,8 @@ def blocks_of(model: ModelConfig, gpu: int) -> tuple[int, int]:
     config, needs = resolved(EngineConfig(block_size=SIZE), "cuda", model), ModelShape("", model).needs("bfloat16", device="cuda")
     plan = plan_memory(needs, config, Memory.of_gpu(gpu, gpu, config.gpu_memory_utilization))
     assert plan.refusal is None, plan.refusal
-    return plan.geometry.num_blocks, plan.geometry.max_model_len
+    num_blocks = plan.geometry.num_blocks
+    return num_blocks, min(plan.geometry.max_model_len, (num_blocks - 1) * SIZE)
 
 
 def table(found: dict[tuple[str, int], dict[str, dict[str, Fit]]]) -> str:
