@@ -91,7 +91,8 @@ def counting_slots(llm: LLM) -> Iterator[list[float]]:
         news = step()
         held = (kv.pool.num_blocks - 1 - kv.pool.num_free) * kv.block_size
         if held:
-            shares.append(1 - sum(seq.num_planned for seq in core.scheduler.running) / held)
+            unused = sum(len(seq.table) * kv.block_size - seq.num_planned for seq in core.scheduler.running)
+            shares.append(unused / held)
         return news
 
     core.step = watched

@@ -123,7 +123,7 @@ def _token(wanted: list[int], seq_id: int) -> int:
 
 def blocks_of(model: ModelConfig, gpu: int) -> tuple[int, int]:
     """(blocks, the longest sequence) the engine's plan leaves on a GPU of so many bytes."""
-    config, needs = resolved(EngineConfig(block_size=SIZE), "cuda", model), ModelShape("", model).needs("bfloat16", device="cuda")
+    config, needs = resolved(EngineConfig(block_size=SIZE), "cuda"), ModelShape("", model).needs("bfloat16", device="cuda")
     plan = plan_memory(needs, config, Memory.of_gpu(gpu, gpu, config.gpu_memory_utilization))
     assert plan.refusal is None, plan.refusal
     num_blocks = plan.geometry.num_blocks

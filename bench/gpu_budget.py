@@ -203,7 +203,7 @@ def measure(args: argparse.Namespace, shape: dict[str, Any]) -> dict[int, tuple[
     with open_engine(args, shape) as llm:
         watch = Watch(llm)
         for rows in map(int, args.rows.split(",")):
-            load = Load(llm, rows, args.context, tokens=2 * args.steps + 64)
+            load = Load(llm, rows, args.context, tokens=2 * args.steps + 200)
             load.until_all_decode()
             host = host_times(load, watch, args.steps)
             found[rows] = host, device_times(load, args.steps) if args.device == "cuda" else None

@@ -118,7 +118,7 @@ def test_tensors_that_stay_are_those_of_the_plan(tmp_path: Path, monkeypatch: py
         parts = gpu_memory.held_parts(llm._client._core.executor._runner)  # type: ignore[attr-defined]
     model = ModelConfig.from_dict(SHAPE, "a test")
     needs = ModelShape("", model).needs("bfloat16", device="cuda")
-    use = plan_memory(needs, resolved(EngineConfig(**settings), "cuda", model), Memory.of_gpu(80 * GIB, 80 * GIB, 0.9)).use
+    use = plan_memory(needs, resolved(EngineConfig(**settings), "cuda"), Memory.of_gpu(80 * GIB, 80 * GIB, 0.9)).use
     assert (parts["weights"], parts["kv_cache"]) == (use.weights, use.kv_cache)
     assert parts["rows"] == pytest.approx(use.rows, rel=0.05) and parts["logits"] < use.activations
 
