@@ -28,7 +28,7 @@ class Comparison:
     largest_difference: float = 0.0  # of logprobs
 
     def accept(self) -> None:
-        print(f"{self.tokens} tokens compared, {self.ties} ties, logprobs within {self.largest_difference:.1e}")
+        print(f"{self.tokens} tokens, {self.ties} ties within {self.largest_gap:.1e}, logprobs within {self.largest_difference:.1e}")
         assert self.ties <= -(-self.tokens // (ROUGH_TIES_ALLOWED if self.rough else TIES_ALLOWED))
         assert self.largest_difference <= (ROUGH_TOLERANCE if self.rough else LOGIT_TOLERANCE)
 
