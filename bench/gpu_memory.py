@@ -1,7 +1,15 @@
-"""What an engine takes of a GPU beside what was planned, part by part: `python bench/gpu_memory.py [--model 0.6B] [--set NAME=VALUE]`.
+"""What an engine takes of a GPU beside what was planned, part by part.
 
-Bytes are those missing from the GPU, read by another process, so that CUDA's own are seen, too; torch says what of it is its own.
-The load fills every row and steps of the largest size. `context` and `libraries` are the constants of `policy/gpu_size.py`.
+    python bench/gpu_memory.py [--model 0.6B] [--set kv_cache_memory_bytes=4294967296 max_num_seqs=256]
+
+The plan is the one the engine starts by, which is that of `octavo plan`. All that is held is read off the GPU by another process, so
+that CUDA's own is seen, too. The load fills every row and steps of the largest size, with filters and penalties. Measured are:
+
+    weights, KV cache, rows    the tensors themselves
+    graphs                     what is missing from the GPU once they are captured
+    activations                room for logits, and the most in use at once under load beyond what was in use before it
+    other                      what torch does not know of; `context` and `libraries` are the constants of `policy/gpu_size.py`
+    kept by torch              what it holds beyond all these, for later
 """
 
 import argparse
@@ -15,19 +23,91 @@ from typing import Any
 
 import torch
 
+from octavo import LLM, SamplingParams
 from octavo.bench import loads
 from octavo.policy.gpu_size import CONTEXT, LIBRARIES
+from octavo.policy.memory_plan import MemoryPlan
+from octavo.worker import worker as worker_module
+from octavo.worker.device_program import Steps
+from octavo.worker.worker import Worker
 
 MIB = 2**20
 MODELS = {"0.6B": loads.QWEN3_06B, "8B": loads.QWEN3_8B}
+KINDS: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.9}, {"repetition_penalty": 1.1})
+PARTS = ("weights", "kv_cache", "activations", "graphs", "rows", "other")
+
+
+def held_parts(worker: Worker) -> dict[str, int]:
+    """Bytes of what stays: weights, the pool, and all that belongs to rows."""
+    runner: Any = worker.runner
+    program = runner.steps.program
+    rope = program._model.layers[0].attention.rope
+    rows = [runner.rows.words, *vars(program.memory).values(), program._result, rope.cos, rope.sin]
+    pool = sum(buffer.nbytes for cache in runner.store.caches for buffer in cache.values())
+    return {"weights": program._model.nbytes, "kv_cache": pool, "rows": sum(one.nbytes for one in rows), "logits": program._logits.nbytes}
+
+
+def recorded_plans() -> list[MemoryPlan]:
+    """Those the engine will make from now on."""
+    plans, plan_memory = list[MemoryPlan](), worker_module.plan_memory
+
+    def plan(*given: Any) -> MemoryPlan:
+        plans.append(plan_memory(*given))
+        return plans[-1]
+
+    worker_module.plan_memory = plan
+    return plans
+
+
+def recorded_graphs() -> list[int]:
+    """Bytes that captured steps will take: of the GPU, and of those what torch knows of."""
+    taken, capture = [0, 0], Steps.capture
+
+    def watched(self: Steps) -> None:
+        torch.cuda.empty_cache()
+        free, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
+        capture(self)
+        torch.cuda.synchronize()
+        taken[:] = free - torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved() - reserved
+
+    Steps.capture = watched  # type: ignore[method-assign]
+    return taken
+
+
+def full_load(llm: LLM, rows: int, tokens: int) -> None:
+    prompts = [[(7 * row + at) % 9973 for at in range(max(2 * tokens // rows, 16))] for row in range(rows)]
+    for extra in KINDS:
+        params = SamplingParams(temperature=0.6, max_tokens=8, ignore_eos=True, detokenize=False, **extra)
+        llm.generate(prompts, params, use_tqdm=False)
+
+
+def child(settings: dict[str, Any]) -> None:
+    def done(what: str, **said: Any) -> None:
+        torch.cuda.synchronize()
+        print(json.dumps({"done": what, "reserved": torch.cuda.memory_reserved(), **said}), flush=True)
+        sys.stdin.readline()
+
+    torch.cuda.mem_get_info()
+    done("context")
+    plans, graphs = recorded_plans(), recorded_graphs()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(MODELS[settings.pop("model")]))
+        llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, device="cuda", **settings)
+    worker: Worker = llm._client._core.executor._runner  # type: ignore[attr-defined]
+    planned, parts = {part: getattr(plans[0].use, part) for part in PARTS}, held_parts(worker)
+    done("ready", planned=planned)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    full_load(llm, worker.config.max_num_seqs, worker.config.max_num_batched_tokens)
+    parts["activations"] = parts.pop("logits") + torch.cuda.max_memory_allocated() - before
+    done("full load", parts=parts | {"graphs": graphs[0]}, graphs_in_torch=graphs[1])
 
 
 def watched(settings: dict[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """(what the other process has done, bytes it holds, what it says)"""
     before, _ = torch.cuda.mem_get_info()
-    process = subprocess.Popen(
-        [sys.executable, __file__, "--child", json.dumps(settings)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, __file__, "--child", json.dumps(settings)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin and process.stdout
     for line in process.stdout:
         if line.startswith("{"):
@@ -35,39 +115,28 @@ def watched(settings: dict[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]
             yield said.pop("done"), before - torch.cuda.mem_get_info()[0], said
             process.stdin.write("\n")
             process.stdin.flush()
-    assert process.wait() == 0
+    assert process.wait() == 0, "the engine's process failed; its words are above"
 
 
-def child(settings: dict[str, Any]) -> None:
-    def done(what: str, **said: Any) -> None:
-        torch.cuda.synchronize()
-        reserved = torch.cuda.memory_reserved()
-        print(json.dumps({"done": what, "reserved": reserved, "peak": torch.cuda.max_memory_allocated(), **said}), flush=True)
-        sys.stdin.readline()
+def table(planned: dict[str, int], held: int, said: dict[str, Any]) -> str:
+    """Planned and measured beside each other; the last line is what `octavo plan` promises within 5 %."""
+    parts, reserved = said["parts"], said["reserved"]
+    outside = parts["graphs"] - said["graphs_in_torch"]
+    measured = parts | {"other": held - reserved - outside}
+    slack = held - sum(measured.values())
+    lines = ["| part | planned, MiB | measured, MiB | measured / planned |", "|---|---|---|---|"]
+    lines += [_line(part, planned[part], measured[part]) for part in PARTS]
+    lines.append(f"| kept by torch | - | {slack / MIB:,.0f} | - |")
+    return "\n".join([*lines, _line("all", sum(planned.values()), held)])
 
-    torch.cuda.mem_get_info()
-    done("context")
-    from octavo import LLM, SamplingParams
-    from octavo.policy.memory_plan import plan_memory
-    from octavo.worker.memory import memory
 
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(MODELS[settings.pop("model")]))
-        llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, device="cuda", **settings)
-    worker = llm._engine._core.executor._runner  # type: ignore[union-attr]
-    plan = plan_memory(worker.needs, worker.config, memory(worker.config)).use
-    weights, pool = worker.needs.weights, sum(buffer.nbytes for cache in worker.store.caches for buffer in cache.values())
-    planned = {name: getattr(plan, name) for name in ("activations", "graphs", "rows", "other")} | {"weights": weights, "kv_cache": pool}
-    done("ready", planned=planned)
-    rows, tokens = worker.config.max_num_seqs, worker.config.max_num_batched_tokens
-    prompts = [[(7 * row + at) % 9973 for at in range(max(2 * tokens // rows, 16))] for row in range(rows)]
-    for extra in ({"temperature": 0.6}, {"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "repetition_penalty": 1.1}):
-        llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False, **extra), use_tqdm=False)
-        done(f"load {extra}")
+def _line(part: str, planned: int, measured: int) -> str:
+    ratio = f"{measured / planned:.3f}" if planned else "-"
+    return f"| {part.replace('kv_cache', 'KV cache')} | {planned / MIB:,.0f} | {measured / MIB:,.0f} | {ratio} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="0.6B", choices=MODELS)
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the engine")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -78,12 +147,10 @@ def main() -> None:
     planned: dict[str, int] = {}
     for what, held, said in watched({"model": args.model, **settings}):
         planned = said.get("planned", planned)
-        own = held - said["reserved"]
-        print(f"{what:45} held {held / MIB:9,.0f} MiB   torch {said['reserved'] / MIB:9,.0f}   most in use {said['peak'] / MIB:9,.0f}   "
-              f"CUDA and libraries {own / MIB:6,.0f}", flush=True)  # fmt: skip
-    total = sum(planned.values())
-    print("planned: " + ", ".join(f"{name} {size / MIB:,.0f}" for name, size in planned.items()) + f", in all {total / MIB:,.0f} MiB")
-    print(f"held at last / planned: {held / total:.3f}   (constants: context {CONTEXT / MIB:.0f}, libraries {LIBRARIES / MIB:.0f})")
+        print(f"{what:10} held {held / MIB:9,.0f} MiB, of which torch knows {said['reserved'] / MIB:9,.0f}", flush=True)
+        if what == "full load":
+            print(table(planned, held, said))
+    print(f"constants: context {CONTEXT / MIB:.0f} MiB, libraries {LIBRARIES / MIB:.0f} MiB")
 
 
 if __name__ == "__main__":

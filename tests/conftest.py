@@ -1,4 +1,4 @@
-"""What holds for every test: how Hypothesis draws, and that CI hides nothing.
+"""What holds for every test: how Hypothesis draws, that tests of a GPU want one, and that CI hides nothing.
 
 Where CI=true, a skip is a failure unless the test is marked `gpu`: a suite that skips is a suite that proves less than
 it says. A module that skips itself while it is imported fails too, mark or no mark.
@@ -8,7 +8,11 @@ import os
 from collections.abc import Generator
 
 import pytest
-from hypothesis import settings
+
+try:
+    from hypothesis import settings
+except ModuleNotFoundError:  # a machine with a GPU may have the engine, pytest and no more: tests marked gpu do without
+    settings = None  # type: ignore[assignment,misc]
 
 # No test reaches out. Those of the hub have one of their own, on this machine, and say where its cache is.
 os.environ |= {"HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
@@ -19,9 +23,10 @@ IN_CI = os.environ.get("CI") == "true"
 
 # In CI the same examples every time, so that a red run means a changed program; by hand, new ones on every run.
 # A failure prints the blob that replays it.
-settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
-settings.register_profile("dev", deadline=None, print_blob=True)
-settings.load_profile("ci" if IN_CI else "dev")
+if settings is not None:
+    settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
+    settings.register_profile("dev", deadline=None, print_blob=True)
+    settings.load_profile("ci" if IN_CI else "dev")
 
 
 def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
@@ -29,6 +34,14 @@ def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
         report.longrepr = f"{report.nodeid} was skipped in CI, where only tests marked gpu may be: {reason}"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None:
+        import torch  # not before it is needed: most tests of policy do without
+
+        if not torch.cuda.is_available():
+            pytest.skip("there is no GPU")
 
 
 @pytest.hookimpl(wrapper=True)

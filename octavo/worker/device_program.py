@@ -109,11 +109,14 @@ def shapes(max_rows: int, max_tokens: int, captured: int) -> list[Shape]:
 
 
 class Steps:
-    """Runs steps by shape: as graphs where they are captured."""
+    """Runs steps by shape: as graphs where they are captured.
+
+    Kernels are cut for the longest context there may be, graph or not: so both have the same bits, and neither compiles anything new.
+    """
 
     def __init__(self, program: DeviceProgram, max_rows: int, max_tokens: int, max_len: int, captured: int = MIXED_TOKENS[-1]) -> None:
         self.program = program
-        self._max_len, self._most_tokens = max_len, max_tokens
+        self.max_len, self._most_tokens = max_len, max_tokens
         every = shapes(max_rows, max_tokens, captured)
         self._decode = [shape for shape in every if shape.decodes]
         self._mixed = [shape for shape in every if not shape.decodes]
@@ -126,23 +129,19 @@ class Steps:
         fits = (shape for shape in self._mixed if shape.entries >= entries and shape.tokens >= tokens)
         return next(fits, Shape(entries, tokens))
 
-    def run(self, shape: Shape, max_context: int) -> DeviceForward:
+    def run(self, shape: Shape) -> DeviceForward:
         if shape not in self._graphs:
-            return self.program.run(shape, max_context)
+            return self.program.run(shape, self.max_len)
         graph, forward = self._graphs[shape]
         graph.replay()
         return forward
-
-    def bound(self, shape: Shape, max_context: int) -> int:
-        """Of the context: a graph is made for every length."""
-        return self._max_len if shape in self._graphs else max_context
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Every kernel once, over no sequence at all: what is compiled and set up once is done then."""
         self.program.memory.entries.zero_()
         for shape in [*self._decode, *self._mixed, Shape(1, self._most_tokens)]:
-            self.program.run(shape, self._max_len)
+            self.program.run(shape, self.max_len)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -151,6 +150,6 @@ class Steps:
         for shape in reversed(self._decode + self._mixed):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                forward = self.program.run(shape, self._max_len)
+                forward = self.program.run(shape, self.max_len)
             self._graphs[shape] = (graph, forward)
             pool = graph.pool()

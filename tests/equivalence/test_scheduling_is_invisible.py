@@ -1,5 +1,4 @@
-"""The same request gives the same greedy text in float32, whatever happens around it."""
-
+"""The same request gives the same greedy text in float32, whatever happens around it, also on a GPU: there, too, the CPU's text."""
 
 import pytest
 
@@ -17,9 +16,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_model(tmp_path_factory.mktemp("tiny") / "model", "Qwen3ForCausalLM", seed=5))
 
 
-def engine(folder: str, rows: int = 64, batched: int = 2048, blocks: int = 400, depth: int = 1) -> LLM:
+def engine(folder: str, runner: str = "model", rows: int = 64, batched: int = 2048, blocks: int = 400, depth: int = 1) -> LLM:
     return LLM(
-        folder, dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=blocks,
+        folder, device="cuda" if runner == "gpu" else "cpu", dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=blocks,
         max_num_seqs=rows, max_num_batched_tokens=batched, pipeline_depth=depth,
     )  # fmt: skip
 
@@ -35,11 +34,15 @@ def alone(folder: str) -> list[RequestOutput]:
     return outputs
 
 
-@pytest.fixture(params=["model", "device"])
+@pytest.fixture(params=["model", "device", pytest.param("gpu", marks=pytest.mark.gpu)])
 def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Also as on a GPU: steps padded to shapes, rows on the device, sampled there. The kernels' twins compute."""
-    monkeypatch.setenv("OCTAVO_DEBUG", f"runner={request.param}")
+    """Also as on a GPU, where the kernels' twins compute: steps padded to shapes, rows on the device, sampled there. And on one."""
+    monkeypatch.setenv("OCTAVO_DEBUG", switches(request.param))
     return str(request.param)
+
+
+def switches(runner: str) -> str:
+    return f"runner={'model' if runner == 'gpu' else runner}"
 
 
 def agree(alone: list[RequestOutput], others: list[RequestOutput]) -> bool:
@@ -48,7 +51,7 @@ def agree(alone: list[RequestOutput], others: list[RequestOutput]) -> bool:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_among_32(folder: str, alone: list[RequestOutput], depth: int, runner: str) -> None:
-    with engine(folder, depth=depth) as llm:
+    with engine(folder, runner, depth=depth) as llm:
         for number, target in enumerate(TARGETS):
             outputs = llm.generate([*CROWD[:16], target, *CROWD[16:]], PARAMS, use_tqdm=False)
             assert same_greedy_text(alone[number], outputs[16])
@@ -56,13 +59,13 @@ def test_among_32(folder: str, alone: list[RequestOutput], depth: int, runner: s
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_chunked_at_16_tokens(folder: str, alone: list[RequestOutput], depth: int, runner: str) -> None:
-    with engine(folder, rows=8, batched=16, depth=depth) as llm:
+    with engine(folder, runner, rows=8, batched=16, depth=depth) as llm:
         assert agree(alone, llm.generate(TARGETS, PARAMS, use_tqdm=False))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_after_a_prefix_hit(folder: str, alone: list[RequestOutput], depth: int, runner: str) -> None:
-    with engine(folder, depth=depth) as llm:
+    with engine(folder, runner, depth=depth) as llm:
         llm.generate(TARGETS, PARAMS, use_tqdm=False)
         again = llm.generate(TARGETS, PARAMS, use_tqdm=False)
     assert [output.num_cached_tokens for output in again] == [0, 0, 0, 16, 48]
@@ -73,8 +76,8 @@ def test_after_a_prefix_hit(folder: str, alone: list[RequestOutput], depth: int,
 def test_preempted_every_3_steps(
     folder: str, alone: list[RequestOutput], depth: int, runner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OCTAVO_DEBUG", f"runner={runner},check=1,preempt.every=3")
-    with engine(folder, depth=depth) as llm:
+    monkeypatch.setenv("OCTAVO_DEBUG", f"{switches(runner)},check=1,preempt.every=3")
+    with engine(folder, runner, depth=depth) as llm:
         outputs = llm.generate(TARGETS, PARAMS, use_tqdm=False)
     assert sum(output.metrics.preemptions for output in outputs) > 10
     assert sum(output.metrics.recomputed_tokens for output in outputs) > 0
@@ -82,7 +85,7 @@ def test_preempted_every_3_steps(
 
 
 def test_in_a_pool_too_small_for_all(folder: str, alone: list[RequestOutput], runner: str) -> None:
-    with engine(folder, blocks=9) as llm:
+    with engine(folder, runner, blocks=9) as llm:
         outputs = llm.generate(TARGETS, PARAMS, use_tqdm=False)
         assert llm.stats().preemptions > 0
     assert agree(alone, outputs)
@@ -90,15 +93,15 @@ def test_in_a_pool_too_small_for_all(folder: str, alone: list[RequestOutput], ru
 
 def test_without_blocks_at_all(folder: str, alone: list[RequestOutput]) -> None:
     with LLM(
-        folder, dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=400, max_num_seqs=8,
+        folder, device="cpu", dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=400, max_num_seqs=8,
         attention_backend="contiguous", enable_prefix_caching=False,
     ) as llm:  # fmt: skip
         assert agree(alone, llm.generate(TARGETS, PARAMS, use_tqdm=False))
 
 
-def test_samples_of_one_seed_do_not_depend_on_the_batch(folder: str) -> None:
+def test_samples_of_one_seed_do_not_depend_on_the_batch(folder: str, runner: str) -> None:
     params = SamplingParams(temperature=0.9, top_p=0.9, n=3, seed=11, max_tokens=24, ignore_eos=True)
-    with engine(folder) as llm:
+    with engine(folder, runner) as llm:
         (one,) = llm.generate([TARGETS[4]], params, use_tqdm=False)
         crowd = llm.generate([*CROWD, TARGETS[4]], params, use_tqdm=False)[-1]
         assert [sample.token_ids for sample in one.outputs] == [sample.token_ids for sample in crowd.outputs]

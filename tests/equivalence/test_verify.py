@@ -23,6 +23,7 @@ from octavo.worker.native_layers import NativeAttention
 from octavo.worker.native_program import NativeProgram
 from octavo.worker.program import Forward
 from tests.support.models import tiny_model
+from tests.support.places import PLACES, Place
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 BOTH = pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 
 
-def run(folder: str, native: bool = True, depth: int = 1, requests: int = 60, block_size: int = 16, cache: Any = "auto") -> Verified:
+def run(folder: str, native: bool = True, depth: int = 1, requests: int = 60, block_size: int = 16, **settings: Any) -> Verified:
     source = resolve_model(folder)
-    config = EngineConfig(model=folder, dtype="float32", native=native, kv_cache_dtype=cache, block_size=block_size)
+    config = EngineConfig(**{"model": folder, "dtype": "float32", "device": "cpu", "native": native, "block_size": block_size} | settings)
     return verify(config, source, load_model_config(source), depth, requests)
 
 
@@ -54,7 +55,7 @@ def test_default_model_agrees_bit_for_bit() -> None:
 @pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("depth, block_size", [(1, 2), (2, 16)])
 def test_tiny_model_agrees_at_both_depths_and_other_block_sizes(folder: str, depth: int, block_size: int, cache: str, native: bool) -> None:
-    verified = run(folder, native, depth, block_size=block_size, cache=cache)
+    verified = run(folder, native, depth, block_size=block_size, kv_cache_dtype=cache)
     assert verified.compared.cache_values > 100_000 and verified.compared.output_values > 10_000
     assert verified.kernels.startswith("native ") == native and verified.kv_cache_dtype == cache
 
@@ -67,12 +68,20 @@ def test_steps_on_a_device_agree(folder: str, depth: int, block_size: int, monke
     assert verified.compared.cache_values > 100_000 and verified.compared.output_values > 10_000
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, depth, eager", [("bfloat16", 2, False), ("float16", 1, True), ("float32", 2, False)])
+def test_steps_on_a_gpu_agree(folder: str, dtype: str, depth: int, eager: bool) -> None:
+    """The kernels themselves, over blocks and over regions; graphs, and what they are made of."""
+    verified = run(folder, depth=depth, requests=40, device="cuda", dtype=dtype, enforce_eager=eager)
+    assert verified.kernels == "Triton" and verified.compared.cache_values > 100_000 and verified.compared.output_values > 10_000
+
+
 def test_a_step_on_a_device_that_is_not_its_kernels_is_caught(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_DEBUG", "runner=device")
     replay = Steps.run
 
-    def with_slip(self: Steps, shape: Shape, max_context: int) -> DeviceForward:
-        forward = replay(self, shape, max_context)
+    def with_slip(self: Steps, shape: Shape) -> DeviceForward:
+        forward = replay(self, shape)
         forward.logits[0, 7] += 1e-3
         return forward
 
@@ -81,7 +90,8 @@ def test_a_step_on_a_device_that_is_not_its_kernels_is_caught(folder: str, monke
         run(folder)
 
 
-def test_a_block_table_that_slipped_on_a_device_is_caught(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@PLACES
+def test_a_block_table_that_slipped_on_a_device_is_caught(folder: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_DEBUG", "runner=device")
     apply = DeviceRows.apply
 
@@ -92,7 +102,7 @@ def test_a_block_table_that_slipped_on_a_device_is_caught(folder: str, monkeypat
 
     monkeypatch.setattr(DeviceRows, "apply", with_slip)
     with pytest.raises(VerifyError, match="caches differ: step 20"):
-        run(folder)
+        run(folder, device=place)
 
 
 def test_a_switch_for_tests_says_which_kernels_are_proven(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +148,7 @@ def test_scales_left_behind_by_a_copy_are_caught(folder: str, monkeypatch: pytes
     monkeypatch.setattr(PagedStore, "apply", without_scales)
     for native in (True, False):
         with pytest.raises(VerifyError, match=r"the caches differ: .* k_scale of position"):
-            run(folder, native, cache="int8")
+            run(folder, native, kv_cache_dtype="int8")
 
 
 @BOTH

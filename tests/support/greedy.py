@@ -2,7 +2,8 @@
 
 Every sequence an engine made is fed to the reference once (teacher-forced): if each token is the reference's argmax over
 the same beginning, the reference would have made the same text by itself. A token may differ only where the reference's
-top two logits are within `TIE`; such places are counted, and there may be one in `TIES_ALLOWED` tokens at most.
+top two logits are within `TIE`; such places are counted, and there may be one in `TIES_ALLOWED` tokens at most. In bfloat16 both
+engines round all the way: there logits are ties within `ROUGH_TIE`.
 """
 
 from dataclasses import dataclass
@@ -13,33 +14,35 @@ from torch import Tensor
 
 from octavo import RequestOutput
 
-TIE = 1e-4
-TIES_ALLOWED = 5000
-LOGIT_TOLERANCE = 1e-3
+TIE, ROUGH_TIE = 1e-4, 0.1
+TIES_ALLOWED, ROUGH_TIES_ALLOWED = 5000, 10
+LOGIT_TOLERANCE, ROUGH_TOLERANCE = 1e-3, 0.2
 
 
 @dataclass
 class Comparison:
+    rough: bool = False
     tokens: int = 0
     ties: int = 0
+    largest_gap: float = 0.0  # of a token to the reference's best, where they differ
     largest_difference: float = 0.0  # of logprobs
 
     def accept(self) -> None:
-        print(f"{self.tokens} tokens compared, {self.ties} ties, logprobs within {self.largest_difference:.1e}")
-        assert self.ties <= -(-self.tokens // TIES_ALLOWED)
-        assert self.largest_difference <= LOGIT_TOLERANCE
+        print(f"{self.tokens} tokens, {self.ties} ties within {self.largest_gap:.1e}, logprobs within {self.largest_difference:.1e}")
+        assert self.ties <= -(-self.tokens // (ROUGH_TIES_ALLOWED if self.rough else TIES_ALLOWED))
+        assert self.largest_difference <= (ROUGH_TOLERANCE if self.rough else LOGIT_TOLERANCE)
 
 
 @torch.inference_mode()
 def compare_with_reference(outputs: list[RequestOutput], model: Any, batch_size: int = 20) -> Comparison:
-    """`outputs` of one completion each, with logprobs, against a transformers model."""
-    comparison = Comparison()
+    """`outputs` of one completion each, with logprobs, against a transformers model, on its device and in its dtype."""
+    comparison = Comparison(rough=model.dtype != torch.float32)
     outputs = sorted(outputs, key=lambda output: len(output.prompt_token_ids))
     for start in range(0, len(outputs), batch_size):
         batch = outputs[start : start + batch_size]
         sequences = [torch.tensor(output.prompt_token_ids + output.outputs[0].token_ids) for output in batch]
         padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)  # the tail is masked by causality
-        logits = model(padded, use_cache=False).logits.float()
+        logits = model(padded.to(model.device), use_cache=False).logits.float().cpu()
         for output, rows in zip(batch, logits, strict=True):
             _compare_one(output, rows, comparison)
     return comparison
@@ -53,8 +56,10 @@ def _compare_one(output: RequestOutput, logits: Tensor, comparison: Comparison) 
         best = row.topk(2)
         if int(best.indices[0]) != token:
             gap = float(best.values[0] - row[token])
-            assert gap <= TIE, f"request {output.request_id}, position {position}: {token} for {int(best.indices[0])}, {gap:.2e} behind"
+            tie = ROUGH_TIE if comparison.rough else TIE
+            assert gap <= tie, f"request {output.request_id}, position {position}: {token} for {int(best.indices[0])}, {gap:.2e} behind"
             comparison.ties += 1
+            comparison.largest_gap = max(comparison.largest_gap, gap)
         reference = row.log_softmax(0)
         for other, found in choices.items():
             comparison.largest_difference = max(comparison.largest_difference, abs(float(reference[other]) - found.logprob))

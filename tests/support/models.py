@@ -73,43 +73,49 @@ def tiny_model(
     rope: dict[str, Any] | None = None,
     window: int | None = None,
     layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
     vocab: int = 320,
     context: int = 512,
+    spread: float = 2.0,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "5GB",
 ) -> Path:
-    """A random model of 2 layers whose logits spread (standard deviation about 2), saved as `transformers` saves it.
+    """A random model of 2 layers whose logits spread (standard deviation about `spread`), saved as `transformers` saves it.
 
-    `rope` is config.json's rope_parameters; `window` (Qwen only) makes every layer but the first slide.
+    `rope` is config.json's rope_parameters; `window` (Qwen only) makes every layer but the first slide; `head_dim` is Qwen3's alone:
+    elsewhere it is hidden size over heads.
     """
     import transformers
 
     options: dict[str, Any] = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", **(rope or {})}}
     if architecture == "Qwen3ForCausalLM":
-        options["head_dim"] = 32  # as the real ones: wider than hidden size over heads
+        options["head_dim"] = head_dim  # as the real ones: wider than hidden size over heads
     if window is not None:
         options |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1}
     family = architecture.removesuffix("ForCausalLM")
     config = getattr(transformers, f"{family}Config")(
-        vocab_size=vocab, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=context, tie_word_embeddings=tie, bos_token_id=1, eos_token_id=2, **options,
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, max_position_embeddings=context, tie_word_embeddings=tie, bos_token_id=1, eos_token_id=2, **options,
     )  # fmt: skip
     model = getattr(transformers, architecture)(config)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = _spread(name, noise).to(dtype)
+        parameter.data = _scaled(name, noise, spread).to(dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 
-def _spread(name: str, noise: Tensor) -> Tensor:
+def _scaled(name: str, noise: Tensor, spread: float) -> Tensor:
     if name.endswith("norm.weight"):
         return 1 + 0.1 * noise
     if name.endswith("bias"):
         return 0.5 * noise
     if "embed_tokens" in name or "lm_head" in name:
-        return 0.25 * noise  # times the square root of 64: logits of standard deviation 2
+        return spread * noise / noise.shape[1] ** 0.5  # times normed states
     return noise / noise.shape[1] ** 0.5
 
 

@@ -1,0 +1,134 @@
+"""The scripts that show what the engine does with a GPU's time and memory, as far as they run without one."""
+
+import json
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import block_sizes, capacity, gpu_budget, gpu_memory
+from bench.capacity import Lengths, fit
+from bench.gpu_budget import REST, SAMPLING, Event, budget
+from octavo import LLM
+from octavo.bench import loads
+from octavo.config import EngineConfig
+from octavo.loading.shape import ModelShape
+from octavo.model_config import ModelConfig
+from octavo.policy.auto import resolved
+from octavo.policy.memory_plan import GIB, Memory, plan_memory
+from tests.support.story_folder import story_folder
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """What a script prints, on the twins of the kernels."""
+    monkeypatch.setenv("OCTAVO_DEBUG", "runner=device")
+    monkeypatch.setenv("OCTAVO_LOG_LEVEL", "ERROR")
+
+    def call(script: Any, *words: str) -> str:
+        monkeypatch.setattr("sys.argv", [script.__name__, *words])
+        script.main()
+        return capsys.readouterr().out
+
+    return call
+
+
+def cells(table: str) -> dict[str, list[str]]:
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")]
+    return {line[0]: line[1:] for line in lines}
+
+
+def step_events(start: float) -> list[Event]:
+    """100 us: two kernels that overlap, a gap of 5, and 10 after the last one."""
+    times = [
+        ("prepare_entries", 0, 10), ("write", 10, 20), ("decode", 15, 40), ("nvjet_tst_128x8", 45, 60), ("gate_rows", 60, 64),
+        ("add_norm", 64, 70), ("nvjet_tst_64x8", 70, 80), ("best_of_blocks", 80, 85), ("finish_entries", 85, 88), ("Memcpy DtoH", 88, 90),
+    ]  # fmt: skip
+    return [Event(name, start + begin, start + end) for name, begin, end in times]
+
+
+def test_kinds_and_gaps_add_up_to_the_step() -> None:
+    found = budget([event for step in range(5) for event in step_events(100.0 * step)][::-1], skipped=1)
+    assert found.kinds == {
+        "attention": 20, "products": 15, SAMPLING: 15, "norms, rotation, KV writes": 16, REST: 15, "gate": 4
+    }  # fmt: skip
+    assert (found.gaps, found.between, found.step) == (5, 10, 100)
+    assert sum(found.kinds.values()) + found.gaps + found.between == pytest.approx(found.step)
+    assert found.kernels["decode"] == 20  # from the end of the one before
+    with pytest.raises(AssertionError, match="no two steps"):
+        budget(step_events(0))
+
+
+def test_the_hosts_part_of_a_step_is_measured_in_the_running_engine(run: Run, tmp_path: Path) -> None:
+    files = ("--json", str(tmp_path / "b.json"), "--picture", str(tmp_path / "b.svg"))
+    table = cells(run(gpu_budget, "--device", "cpu", "--rows", "1,4", "--context", "30", "--steps", "6", *files))
+    assert table["us of one step"] == ["0.6B, 1 row", "0.6B, 4 rows"]
+    for parts in json.loads((tmp_path / "b.json").read_text()).values():
+        own = {part: parts[f"host: {part}"] for part in gpu_budget.HOST_PARTS}
+        assert sum(own.values()) == pytest.approx(parts["step"]) and all(us > 0 for us in own.values())
+        assert own["launch"] > own["plan"]  # on the CPU, launching a step computes it
+    assert ET.parse(tmp_path / "b.svg").getroot().tag.endswith("svg")
+
+
+def test_small_blocks_waste_nothing_and_find_everything(run: Run, tmp_path: Path) -> None:
+    folder = story_folder(tmp_path / "stories")
+    files = ("--json", str(tmp_path / "s.json"), "--picture", str(tmp_path / "s.svg"))
+    table = cells(run(block_sizes, "--tiny", "--model", str(folder), "--pool", "4096", "--sizes", "1,16,256", "--rounds", "1", *files))
+    assert [table[size][1:3] for size in ("1", "16")] == [["0.0%", "100.0%"], ["17.3%", "97.7%"]]
+    found = {int(size): one for size, one in json.loads((tmp_path / "s.json").read_text()).items()}
+    assert found[256]["unused"] > 0.8 and found[256]["served"] < 0.7
+    assert {size: one["table_bytes"] for size, one in found.items()} == {size: 2 * 64 * 4 * 512 // size for size in (1, 16, 256)}
+    assert all(one["tokens_per_second"][0] > 0 for one in found.values())
+
+
+def test_what_fits_follows_from_what_is_reserved() -> None:
+    lengths = [Lengths(prompt=65, answer=31, limit=95)]  # 96 tokens at the end, of which the last is never in the cache
+    blocks = 120 + 1
+    whole, limit, paged = (fit(way, lengths, blocks, max_len=320) for way in ("model", "limit", "blocks"))
+    assert whole.sequences == 120 // 20 and limit.sequences == 120 // 10
+    assert 120 / 6 <= paged.sequences <= 120 / 5 and paged.filled > 0.8  # each holds five blocks, then six
+    assert whole.preemptions == limit.preemptions == 0
+    assert whole.filled == pytest.approx(limit.filled / 2, rel=0.05)
+
+
+def test_the_loads_are_those_at_hand_and_blocks_hold_the_most(run: Run, tmp_path: Path) -> None:
+    found = capacity.load_lengths()
+    assert [len(found[name]) for name in ("nano256", "azure", "mooncake")] == [256, 8, 6]
+    assert sum(one.answer for one in found["nano256"]) == 133_966  # as published
+    assert all(one.limit >= one.answer for each in found.values() for one in each)
+    files = ("--json", str(tmp_path / "c.json"), "--picture", str(tmp_path / "c.svg"))
+    assert run(capacity, "--gpu", "40", "--loads", "azure", *files).count("\n| Qwen3-") == 2
+    for by_load in json.loads((tmp_path / "c.json").read_text()).values():
+        sequences = [by_load["azure"][way]["sequences"] for way in capacity.WAYS]
+        assert sequences == sorted(sequences) and sequences[2] > 2 * sequences[1] > 4 * sequences[0]
+
+
+SHAPE = dict(loads.QWEN3_06B, num_hidden_layers=2, vocab_size=2000, bos_token_id=1, eos_token_id=2)
+
+
+def test_tensors_that_stay_are_those_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_DEBUG", "runner=device")
+    settings: dict[str, Any] = {"num_gpu_blocks_override": 100, "max_num_seqs": 40, "max_num_batched_tokens": 512, "max_model_len": 2000}
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    with LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, device="cpu", dtype="bfloat16", **settings) as llm:
+        parts = gpu_memory.held_parts(llm._client._core.executor._runner)  # type: ignore[attr-defined]
+    model = ModelConfig.from_dict(SHAPE, "a test")
+    needs = ModelShape("", model).needs("bfloat16", device="cuda")
+    use = plan_memory(needs, resolved(EngineConfig(**settings), "cuda"), Memory.of_gpu(80 * GIB, 80 * GIB, 0.9)).use
+    assert (parts["weights"], parts["kv_cache"]) == (use.weights, use.kv_cache)
+    assert parts["rows"] == pytest.approx(use.rows, rel=0.05) and parts["logits"] < use.activations
+
+
+def test_the_table_of_memory_leaves_nothing_out() -> None:
+    mib = 2**20
+    planned = {"weights": 100 * mib, "kv_cache": 200 * mib, "activations": 50 * mib, "graphs": 0, "rows": 10 * mib, "other": 600 * mib}
+    parts = {"weights": 100 * mib, "kv_cache": 200 * mib, "activations": 40 * mib, "graphs": 30 * mib, "rows": 10 * mib}
+    said = {"parts": parts, "reserved": 400 * mib, "graphs_in_torch": 20 * mib}
+    table = cells(gpu_memory.table(planned, 1010 * mib, said))
+    assert table["graphs"] == ["0", "30", "-"] and table["activations"] == ["50", "40", "0.800"]
+    assert table["other"] == ["600", "600", "1.000"]  # 1010 held, 400 of torch, 10 of the graphs' outside it
+    assert table["kept by torch"][1] == "30" and table["all"] == ["960", "1,010", "1.052"]

@@ -1,0 +1,122 @@
+"""Everything at once: samples, penalties, logprobs, seeds, filters, stop ids, chunks, hits, preemption, aborts.
+
+On a GPU graphs and single kernels must agree in every bit; on the twins, padded steps must say what the CPU's own runner says.
+Requests come and go by the number of the step, so both engines plan the same steps.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.messages import AddRequest, TokenLogprobs
+from octavo.policy import invariants
+from tests.support.places import Place, open_engine, random_model, vocabulary
+
+ASKS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.8, "n": 3, "seed": 7},
+    {"temperature": 0.9, "top_k": 20, "logprobs": 3},
+    {"temperature": 0.7, "top_p": 0.8, "presence_penalty": 0.5},
+    {"temperature": 1.0, "min_p": 0.05, "frequency_penalty": 0.5, "seed": 3},
+    {"temperature": 0.6, "repetition_penalty": 1.2, "prompt_logprobs": 2},
+    {"temperature": 0, "logprobs": 5, "logit_bias": {5: 3.0}},
+    {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "n": 2},
+    {"temperature": 0.9, "stop_token_ids": list(range(0, 300, 7))},
+    {"temperature": 0.8, "allowed_token_ids": list(range(100)), "min_tokens": 4},
+]  # fmt: skip
+SIZE, ROWS, BATCHED = 16, 12, 64
+REQUESTS, BLOCKS, EVERY = 40, 40, 3  # one comes every so many steps
+ABORTED = 9  # of ten, the last, some steps after it came
+
+
+@dataclass
+class Heard:
+    """All that was said of one sample."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    ends: list[object] = field(default_factory=list)
+
+
+def requests(place: Place) -> list[AddRequest]:
+    rng, vocab = Random(11), vocabulary(place)
+    prefix = [rng.randrange(vocab) for _ in range(4 * SIZE)]
+    made = []
+    for number in range(REQUESTS):
+        own = [rng.randrange(vocab) for _ in range(rng.choice([1, 5, SIZE - 1, SIZE, 40, 150]))]  # the longest take three steps
+        shared = prefix[: rng.choice([0, 20, 3 * SIZE, 4 * SIZE])]
+        params = SamplingParams(**ASKS[number % len(ASKS)], max_tokens=rng.randint(8, 60), ignore_eos=True, detokenize=False)
+        made.append(AddRequest(str(number), shared + own, params))
+    return made
+
+
+def serve(llm: LLM, place: Place) -> dict[tuple[str, int], Heard]:
+    core: Any = llm._client._core  # type: ignore[attr-defined]
+    heard: dict[tuple[str, int], Heard] = defaultdict(Heard)
+    waiting = requests(place)
+    while waiting or core.has_work:
+        if waiting and core.scheduler.step % EVERY == 0:
+            core.add(waiting.pop(0))
+        late = REQUESTS - len(waiting) - 5
+        news = core.abort(str(late)) if late >= 0 and late % len(ASKS) == ABORTED else []
+        for delta in [*news, *core.step()]:
+            one = heard[delta.request_id, delta.index]
+            one.token_ids += delta.token_ids
+            one.logprobs += delta.logprobs or []
+            one.prompt_logprobs += delta.prompt_logprobs[1] if delta.prompt_logprobs else []
+            if delta.finish_reason is not None:
+                one.ends.append((delta.finish_reason, delta.stop_reason, delta.error))
+    return heard
+
+
+def assert_all_happened_and_nothing_is_held(llm: LLM, heard: dict[tuple[str, int], Heard]) -> None:
+    scheduler: Any = llm._client._core.scheduler  # type: ignore[attr-defined]
+    invariants.check(scheduler)
+    pool, stats = scheduler.kv.pool, llm.stats()
+    assert pool.num_free == pool.num_blocks - 1 and not any(pool.ref), "blocks are held though nothing runs"
+    assert len(scheduler.free_rows) == ROWS and not scheduler.kv.pending
+    reasons = {reason for one in heard.values() for reason, _, _ in one.ends}  # type: ignore[misc]
+    assert reasons == {"length", "stop", "abort"} and all(len(one.ends) == 1 for one in heard.values())
+    assert stats.preemptions > 0 and stats.prefix_hits > 0 and pool.counts.evicted > 0
+    assert len(heard) == sum(request.params.n for request in requests("cpu"))
+    assert sum(len(one.logprobs) for one in heard.values()) > 100 and sum(len(one.prompt_logprobs) for one in heard.values()) > 100
+
+
+def run(folder: Path, place: Place, dtype: Any, **settings: Any) -> dict[tuple[str, int], Heard]:
+    with open_engine(
+        folder, place, check=True, dtype=dtype, block_size=SIZE, num_gpu_blocks_override=BLOCKS, max_model_len=20 * SIZE,
+        max_num_seqs=ROWS, max_num_batched_tokens=BATCHED, pipeline_depth=2, **settings,
+    ) as llm:  # fmt: skip
+        heard = serve(llm, place)
+        assert_all_happened_and_nothing_is_held(llm, heard)
+        return heard
+
+
+def numbers(logprobs: list[TokenLogprobs]) -> list[float]:
+    return [number for each in logprobs for number in (each.logprob, *each.top_logprobs)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_and_their_kernels_one_by_one_say_the_same(dtype: str, tmp_path: Path) -> None:
+    folder = random_model(tmp_path, "Qwen3ForCausalLM", "cuda")
+    replayed, launched = (run(folder, "cuda", dtype, enforce_eager=eager) for eager in (False, True))
+    assert replayed == launched
+
+
+def test_padded_steps_say_what_the_cpus_own_say(tmp_path: Path) -> None:
+    folder = random_model(tmp_path, "Qwen3ForCausalLM", "cpu")
+    padded, plain = (run(folder, "cpu", "float32", runner=runner) for runner in ("device", "model"))
+    assert padded.keys() == plain.keys()
+    for which, one in padded.items():
+        other = plain[which]
+        assert (one.token_ids, one.ends) == (other.token_ids, other.ends), which
+        for mine, theirs in ((one.logprobs, other.logprobs), (one.prompt_logprobs, other.prompt_logprobs)):
+            assert [each.rank for each in mine] == [each.rank for each in theirs]
+            assert numbers(mine) == pytest.approx(numbers(theirs), abs=1e-4)
