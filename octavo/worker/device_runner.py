@@ -30,7 +30,7 @@ class RunsSteps(Protocol):
 
     def shape_of(self, entries: int, tokens: int) -> Shape: ...
 
-    def run(self, shape: Shape, max_context: int) -> DeviceForward: ...
+    def run(self, shape: Shape) -> DeviceForward: ...
 
 
 class DeviceRunner:
@@ -56,8 +56,7 @@ class DeviceRunner:
         if plan.row:
             shape = self.steps.shape_of(len(plan.row), sum(plan.num_query))
             send(entries(plan, shape), self.steps.program.memory.entries)
-            context = max(start + count for start, count in zip(plan.start, plan.num_query, strict=True))
-            self._forward = self.steps.run(shape, context)
+            self._forward = self.steps.run(shape)
             self._pieces = self.prompts.rankings(self._forward.hidden, plan, self.steps.program.logits)
 
     @torch.inference_mode()

@@ -263,11 +263,11 @@ class ShadowedSteps:
     def shape_of(self, entries: int, tokens: int) -> Shape:
         return self._steps.shape_of(entries, tokens)
 
-    def run(self, shape: Shape, max_context: int) -> DeviceForward:
+    def run(self, shape: Shape) -> DeviceForward:
         self._shadow.watches = True
-        watched = [values.clone() for values in self.program.compute(shape, self._steps.bound(shape, max_context))]
+        watched = [values.clone() for values in self.program.compute(shape)]
         self._shadow.watches = False
-        forward = self._steps.run(shape, max_context)  # writes the same bits into the same slots
+        forward = self._steps.run(shape)  # writes the same bits into the same slots
         used, entries = int(forward.step.query_start[-1]), int((forward.step.row >= 0).sum())  # the rest is padding
         self._shadow.compare_ways((forward.hidden[:used], forward.logits[:entries]), (watched[0][:used], watched[1][:entries]))
         return forward
