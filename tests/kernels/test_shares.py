@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,6 +28,7 @@ def walked(shares: Tensor, program: int) -> list[tuple[int, int, int]]:
     return found
 
 
+@example(mix=[(1, TILE)] * 4, window=None, programs=4, least=1)  # every share is a row
 @given(
     mix=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 500)), min_size=1, max_size=20),
     window=st.none() | st.integers(1, 90),
