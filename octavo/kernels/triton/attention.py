@@ -108,7 +108,7 @@ def _decode(tensors: Given, numbers: Given, shared: dict[str, Any], shares: Tens
         q, k_cache, v_cache, tables, shares, out, lse, sinks, slopes, parts, sums, scale, unit, cap, width, size, **both,
         Q_STRIDE=shared["Q_STRIDE"], GROUP_TILE=max(triton.next_power_of_2(group), MIN_DOT), BLOCK_SIZE=shared["BLOCK_SIZE"],
         PAGED=shared["PAGED"], CAPPED=shared["CAPPED"], SLOPED=shared["SLOPED"], TILE=tiles.keys, STAGES=tiles.stages,
-        num_warps=tiles.warps,
+        num_warps=tiles.warps, launch_pdl=dependent,
     )  # fmt: skip
     merge[(programs, group)](parts, sums, shares, out, lse, sinks, **both, PARTS=PARTS, num_warps=4, launch_pdl=dependent)
 

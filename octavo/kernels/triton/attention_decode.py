@@ -57,6 +57,7 @@ def decode(
     DEPENDENT: tl.constexpr,
 ):
     begin_dependents(DEPENDENT)
+    wait(DEPENDENT)
     program = tl.program_id(0)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     share, in_all = tl.load(shares + AT_SHARE), tl.load(shares + AT_ALL)

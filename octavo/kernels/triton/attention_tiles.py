@@ -22,7 +22,7 @@ class Tiles:
     lagging: bool = False  # prefill: values are mixed one tile late, so that the product runs under the next tile's softmax
     programs: int = 4  # decode: that a multiprocessor runs at once; each takes a share of all tiles
     least: int = 2  # decode: tiles of a share, so that a short row is not cut into crumbs
-    dependent: bool = True  # decode: merge is launched while decode still runs
+    dependent: bool = True  # decode and merge are each launched while the kernel before still runs
 
 
 def decode_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
