@@ -53,14 +53,14 @@ def time_step(runner: DeviceRunner, rows: int, context: int) -> None:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(10):
-            steps.run(shape, context)
+            steps.run(shape)
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 100)
     print(f"\n{rows} rows of {context} tokens: {statistics.median(times):,.0f} us a step")
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
         for _ in range(5):
-            steps.run(shape, context)
+            steps.run(shape)
         torch.cuda.synchronize()
     spent: dict[str, list[float]] = defaultdict(list)
     for event in traced.events():

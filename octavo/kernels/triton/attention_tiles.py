@@ -16,7 +16,7 @@ MIN_DOT = 16  # tl.dot takes no smaller side
 class Tiles:
     keys: int  # a tile of keys and values
     warps: int
-    stages: int  # tiles on their way from memory at once
+    stages: int  # of the pipeline. Decode also waits for the table: 3 keep one tile on its way, 5 two
     queries: int = MIN_DOT  # a tile of queries: tokens * heads of a group
     described: bool = False  # prefill: new keys and values come by tensor descriptors (Hopper's copy engine), not by pointers
     lagging: bool = False  # prefill: values are mixed one tile late, so that the product runs under the next tile's softmax
