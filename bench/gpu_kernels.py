@@ -25,7 +25,7 @@ from octavo.kernels.reference import sampling as plain_sampling
 from octavo.kernels.reference import skinny as plain_skinny
 from octavo.kernels.reference import write_kv as plain_write
 from octavo.kernels.triton.activation import silu_and_mul
-from octavo.kernels.triton.attention import paged_attention
+from octavo.kernels.triton.attention import paged_attention, shares_of
 from octavo.kernels.triton.norm import add_rms_norm
 from octavo.kernels.triton.sampling import sample
 from octavo.kernels.triton.skinny import gate_up, linear, norm_linear
@@ -62,8 +62,8 @@ def distance(got: Tensor, exact: Tensor) -> float:
     return float((got.double() - exact.double()).norm() / exact.double().norm())
 
 
-def microseconds(runs: list[Run]) -> float:
-    """Of one run."""
+def microseconds(runs: list[Run], spent: int = 150) -> float:
+    """Of one run; `spent`: ms of measuring"""
     if not ON_GPU:
         start = time.perf_counter()
         runs[0]()
@@ -77,7 +77,7 @@ def microseconds(runs: list[Run]) -> float:
         for _ in range(repeats):
             for run in runs:
                 run()
-    return float(triton.testing.do_bench(graph.replay, warmup=20, rep=150, return_mode="median")) * 1e3 / (repeats * len(runs))
+    return float(triton.testing.do_bench(graph.replay, warmup=20, rep=spent, return_mode="median")) * 1e3 / (repeats * len(runs))
 
 
 @dataclass
@@ -100,12 +100,13 @@ class Rows:
             cache.view(-1, KV_HEADS, DIM)[slots] = fresh
         self.query_start = torch.arange(self.rows + 1, device=DEVICE, dtype=torch.int32) * self.num_query
         self.context_len = torch.full((self.rows,), self.context, device=DEVICE, dtype=torch.int32)
+        self.shares = shares_of(self.query_start, self.context_len, self.k, None)  # once a step, for all layers
         self.out = torch.full(self.q.shape, torch.nan, device=DEVICE, dtype=DTYPE)
 
     def attend(self) -> Tensor:
         return paged_attention(
             self.q, self.k, self.v, self.tables, self.query_start, self.context_len, DIM**-0.5, self.out,
-            self.num_query, self.context, fresh=(self.fresh[0], self.fresh[1]),
+            self.num_query, shares=self.shares, fresh=(self.fresh[0], self.fresh[1]),
         )  # fmt: skip
 
     def error(self) -> float:
@@ -115,9 +116,7 @@ class Rows:
         k, v = (cache[self.tables.long()].flatten(1, 2).contiguous() for cache in (self.k, self.v))  # [rows, length, kv_heads, dim]
         regions = torch.arange(self.rows, device=DEVICE, dtype=torch.int32)[:, None]
         lengths = self.query_start, self.context_len
-        contiguous = paged_attention(
-            self.q, k, v, regions, *lengths, DIM**-0.5, torch.empty_like(paged), self.num_query, self.context, paged=False
-        )
+        contiguous = paged_attention(self.q, k, v, regions, *lengths, DIM**-0.5, torch.empty_like(paged), self.num_query, paged=False)
         exact = plain_attention.paged_attention(self.q, self.k, self.v, self.tables, *lengths, DIM**-0.5, torch.empty_like(paged))
         return distance(paged, exact) if torch.equal(paged, contiguous) else float("inf")
 

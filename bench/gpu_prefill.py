@@ -3,8 +3,9 @@
 First every choice of tiles is compared with the twin over a ragged mix of rows, and paged with contiguous and new tokens' own k and
 v bit for bit: each in a process of its own, all at once, so that they also compile at once, and one that crashes or hangs is only
 left out. Then what was right is timed, the best first: TFLOP/s of causal prefill beside torch's cuDNN attention, or with --decode
-TB/s of keys and values. `--features` compares every feature, head size, dtype and block size with the tiles of the table, and times
-nothing; `--tiny` does the same with two of them and small sizes, for the interpreter.
+TB/s of keys and values, merge included; a step makes its shares once, so they are timed by themselves. `--features` compares every
+feature, head size, dtype and block size with the tiles of the table, and times nothing; `--tiny` does the same with two of them and
+small sizes, for the interpreter.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -24,13 +25,13 @@ from torch import Tensor
 
 from bench.gpu_kernels import DEVICE, ON_GPU, distance, microseconds
 from octavo.kernels.reference import paged_attention as plain
-from octavo.kernels.triton.attention import paged_attention
-from octavo.kernels.triton.attention_tiles import Tiles, decode_splits, decode_tiles, prefill_tiles
+from octavo.kernels.triton import attention
+from octavo.kernels.triton.attention import paged_attention, shares_of
+from octavo.kernels.triton.attention_tiles import Tiles, decode_tiles, prefill_tiles
 
 SECONDS = 85  # no measurement begins later
 AT_ONCE = 14  # processes that check
 GROUPS = [(32, 8), (16, 8)]  # heads, KV heads
-LONGEST = 40960  # tokens an engine would allow: what splits are chosen by in a graph
 
 Mix = list[tuple[int, int]]  # a row's queries and its context
 RAGGED: Mix = [(300, 300), (77, 500), (1, 700), (0, 40), (513, 513), (1, 1), (2, 900), (1, 0), (130, 1000)]
@@ -47,8 +48,14 @@ PREFILL = [
     Tiles(64, 4, 2, 64, described=True, lagging=True),
     Tiles(64, 8, 2, 256, described=True),
 ]
-DECODE = [Tiles(*shape) for shape in ((32, 2, 2), (64, 2, 3), (64, 2, 4), (64, 4, 3), (128, 4, 3))]
+# Keys, warps and stages, of which 2 and 3 keep one tile on its way, 5 two, 7 three: they also wait for the table. With each, as many
+# programs of a multiprocessor as its registers and shared memory have room for, and fewer.
+DECODE = {
+    (32, 2, 3): 4, (32, 2, 5): 4, (32, 2, 7): 4, (32, 4, 3): 4, (32, 4, 5): 3, (64, 2, 2): 4, (64, 2, 3): 4, (64, 2, 5): 3,
+    (64, 4, 2): 4, (64, 4, 3): 3, (64, 4, 5): 3, (128, 4, 2): 2, (128, 4, 3): 2, (128, 4, 5): 1,
+}  # fmt: skip
 BEST = 4  # tiles that go on from the first shape of a group to the others
+BRIEF = 40  # ms of measuring one of many tiles
 
 
 @dataclass
@@ -80,31 +87,42 @@ class Case:
         for cache, fresh_one in zip(self.caches, self.fresh):
             cache.view(-1, self.kv_heads, self.dim)[slots] = fresh_one
         self.out = torch.empty(self.q.shape, device=DEVICE, dtype=self.dtype)
+        self._shares: dict[Tiles | None, Tensor] = {}
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=DEVICE, dtype=torch.float32 if not ON_GPU else self.dtype).to(self.dtype)
 
-    def attend(self, tiles: Tiles | None = None, splits: int | None = None, with_fresh: bool = True) -> Tensor:
+    def shares(self, tiles: Tiles | None) -> Tensor:
+        """Made once, as in a step."""
+        of_decode = tiles if self.max_query == 1 else None
+        if of_decode not in self._shares:
+            self._shares[of_decode] = self.divide(of_decode)
+        return self._shares[of_decode]
+
+    def divide(self, tiles: Tiles | None = None) -> Tensor:
+        return shares_of(self.query_start, self.context_len, self.caches[0], self.options.get("window"), tiles)
+
+    def attend(self, tiles: Tiles | None = None, with_fresh: bool = True) -> Tensor:
         return paged_attention(
             self.q, *self.caches, self.tables, self.query_start, self.context_len, self.dim**-0.5, self.out, self.max_query,
-            self.max_context, tiles=tiles, splits=splits, fresh=self.fresh if with_fresh else None, **self.options,
+            tiles=tiles, shares=self.shares(tiles), fresh=self.fresh if with_fresh else None, **self.options,
         )  # fmt: skip
 
-    def contiguous(self, tiles: Tiles | None, splits: int | None) -> Tensor:
+    def contiguous(self, tiles: Tiles | None) -> Tensor:
         regions = torch.arange(len(self.mix), device=DEVICE, dtype=torch.int32)[:, None]
         caches = [cache[self.tables.long()].flatten(1, 2).contiguous() for cache in self.caches]
         return paged_attention(
             self.q, *caches, regions, self.query_start, self.context_len, self.dim**-0.5, torch.empty_like(self.out), self.max_query,
-            self.max_context, tiles=tiles, splits=splits, paged=False, **self.options,
+            tiles=tiles, paged=False, **self.options,
         )  # fmt: skip
 
-    def error(self, tiles: Tiles | None = None, splits: int | None = None) -> float:
+    def error(self, tiles: Tiles | None = None) -> float:
         """Against the twin, relative; infinite where the three ways to the same keys give other bits."""
         self.out.fill_(torch.nan)
-        fresh = self.attend(tiles, splits).clone()
+        fresh = self.attend(tiles).clone()
         self.out.fill_(torch.nan)
-        paged = self.attend(tiles, splits, with_fresh=False).clone()
-        if not (torch.equal(fresh, paged) and torch.equal(paged, self.contiguous(tiles, splits))):
+        paged = self.attend(tiles, with_fresh=False).clone()
+        if not (torch.equal(fresh, paged) and torch.equal(paged, self.contiguous(tiles))):
             return float("inf")
         rows = self.tables, self.query_start, self.context_len
         exact = plain.paged_attention(self.q, *self.caches, *rows, self.dim**-0.5, torch.empty_like(paged), **self.options)
@@ -169,18 +187,22 @@ def named(tiles: Tiles) -> str:
     return f"{tiles.queries}x{tiles.keys} w{tiles.warps} s{tiles.stages} {marks}".strip()
 
 
+def named_shares(tiles: Tiles) -> str:
+    plainly = "" if tiles.dependent else ", plainly"
+    return f"{tiles.keys} w{tiles.warps} s{tiles.stages} p{tiles.programs}, at least {tiles.least}{plainly}"
+
+
 def jobs(tiny: bool, decode: bool, features: bool) -> dict[str, Callable[[], float]]:
     """What is checked, by name."""
     if tiny or features:
         return {name: lambda m=make: m().error() for name, make in checks(tiny).items()}
-    decoding: Mix = [(1, context) for context in (1, 0, 257, 513, 900, 100, 2000, 4096)]
+    decoding: Mix = [(1, context) for context in (1, 0, 257, 513, 900, 100, 2000, 4096, 20000)]
     found: dict[str, Callable[[], float]] = {}
-    for (heads, kv_heads), tiles in product(GROUPS, DECODE if decode else PREFILL):
-        if decode:
-            check = lambda h=heads, k=kv_heads, t=tiles: max(Case(decoding, h, k).error(t, splits) for splits in (1, 4, 64))  # noqa: E731
-        else:
-            check = lambda h=heads, k=kv_heads, t=tiles: Case(RAGGED, h, k).error(t)  # noqa: E731
-        found[f"{heads}/{kv_heads} {named(tiles)}"] = check
+    for (heads, kv_heads), shape in product(GROUPS, DECODE if decode else ()):
+        cut = [Tiles(*shape, programs=programs, least=least) for programs, least in ((1, 1), (4, 1), (4, 16))]
+        found[f"{heads}/{kv_heads} {shape}"] = lambda h=heads, k=kv_heads, c=cut: max(map(Case(decoding, h, k).error, c))
+    for (heads, kv_heads), tiles in product(GROUPS, () if decode else PREFILL):
+        found[f"{heads}/{kv_heads} {named(tiles)}"] = lambda h=heads, k=kv_heads, t=tiles: Case(RAGGED, h, k).error(t)
     return found
 
 
@@ -235,34 +257,58 @@ def sweep_prefill(right: set[str], deadline: float) -> None:
     print(f"table: {named(table)}")
 
 
-def decode_cases() -> Iterator[tuple[str, Mix, tuple[int, ...]]]:
-    mixed = torch.randint(100, 2000, (256,), generator=torch.Generator().manual_seed(0)).tolist()
-    yield "64 x 4096", [(1, 4096)] * 64, (1, 2, 4)
-    yield "256 x 1024", [(1, 1024)] * 256, (1, 2)
-    yield "1 x 32768", [(1, 32768)], (32, 64, 128)
-    yield "256 of 100 to 2000", [(1, one) for one in mixed], (1, 2, 4)
-    yield "1 x 1024", [(1, 1024)], (4, 64)
-    yield "16 x 1024", [(1, 1024)] * 16, (2, 4, 8)
+def decode_cases() -> Iterator[tuple[str, Mix]]:
+    """Ragged ones first: the tiles that are best for the very first go on."""
+    for rows, most in ((256, 2000), (128, 2000), (64, 2000), (32, 2000), (512, 1100)):
+        lengths = torch.randint(100, most, (rows,), generator=torch.Generator().manual_seed(0)).tolist()
+        yield f"{rows} of 100 to {most}", [(1, one) for one in lengths]
+    for rows, context in ((256, 1024), (64, 4096), (1, 32768), (16, 1024), (1, 1024)):
+        yield f"{rows} x {context}", [(1, context)] * rows
 
 
 def sweep_decode(right: set[str], deadline: float) -> None:
-    for (heads, kv_heads), (name, mix, splits) in product(GROUPS, decode_cases()):
+    best: dict[tuple[int, int], list[Tiles]] = {}
+    for (name, mix), (heads, kv_heads) in product(decode_cases(), GROUPS):
         case = Case(mix, heads, kv_heads)
-        table = decode_tiles(case.dtype, case.dim), decode_splits(len(mix), kv_heads, LONGEST)
-        ways = [(tiles, split) for tiles, split in product(DECODE, splits) if f"{heads}/{kv_heads} {named(tiles)}" in right]
+        table = decode_tiles(case.dtype, case.dim)
+        every = [Tiles(*shape, programs=programs) for shape, most in DECODE.items() for programs in range(1, most + 1)
+                 if f"{heads}/{kv_heads} {shape}" in right]  # fmt: skip
+        ways = best.get((heads, kv_heads), every)
+        others = [replace(table, least=least) for least in (1, 2, 4, 8)] + [replace(table, dependent=not table.dependent)]
         found = []
-        for tiles, split in ways if table in ways else [*ways, table]:
+        for tiles in dict.fromkeys([*ways, table, *others]):
             if time.monotonic() < deadline:
-                found.append((timed(lambda c=case, t=tiles, s=split: c.attend(t, s)), (tiles, split)))
-        shown = [one for place, one in enumerate(sorted(found, key=lambda one: one[0])) if place < 3 or one[1] == table]
-        text = [f"{named(way[0])} / {way[1]}{' (table)' if way == table else ''}: {spent:.1f} us" for spent, way in shown]
+                found.append((timed(lambda c=case, t=tiles: c.attend(t), BRIEF), tiles))
+        found.sort(key=lambda one: one[0])
+        best.setdefault((heads, kv_heads), [tiles for _, tiles in found if tiles in ways][:BEST])
+        shown = [one for place, one in enumerate(found) if place < 4 or one[1] == table]
+        text = [f"{named_shares(way)}{' (table)' if way == table else ''}: {spent:.1f} us" for spent, way in shown]
+        if shown and time.monotonic() < deadline:
+            text.append(f"table without merge: {without_merge(lambda c=case, t=table: c.attend(t)):.1f} us")
+            text.append(f"its shares: {timed(case.divide, BRIEF):.1f} us")
         rate = case.bytes / shown[0][0] / 1e6 if shown else 0
         print(f"decode {name}, {heads}/{kv_heads}: {rate:.2f} TB/s; " + "; ".join(text), flush=True)
+        del case
 
 
-def timed(run: Callable[[], object]) -> float:
+class Skipped:
+    """A kernel that is not launched."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *arguments, **options: None
+
+
+def without_merge(run: Callable[[], object]) -> float:
+    merge, attention.merge = attention.merge, Skipped()
     try:
-        return microseconds([run])
+        return timed(run, BRIEF)
+    finally:
+        attention.merge = merge
+
+
+def timed(run: Callable[[], object], spent: int = 150) -> float:
+    try:
+        return microseconds([run], spent)
     except Exception as error:
         print(f"{type(error).__name__}: {str(error).splitlines()[0][:100]}", flush=True)
         return float("inf")

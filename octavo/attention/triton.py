@@ -5,14 +5,28 @@
 equal bits. On tensors of the CPU the kernels' twins run.
 """
 
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from octavo.attention.backend import AttentionSpec, QKNorm, Rope, refuse_unsupported
 from octavo.attention.forward_batch import ForwardBatch
-from octavo.kernels.ops import decode_attention_parts, few_rows, paged_attention, write_kv
+from octavo.kernels.ops import decode_attention_parts, decode_shares, few_rows, paged_attention, write_kv
+
+
+class Shares:
+    """How decode is divided in a step: counted by the first layer that asks, once for each window that layers have."""
+
+    def __init__(self, batch: ForwardBatch) -> None:
+        self._rows = batch.query_start, batch.context_len
+        self._by_window: dict[int | None, Tensor | None] = {}
+
+    def of(self, window: int | None, k_cache: Tensor) -> Tensor | None:
+        if window not in self._by_window:
+            self._by_window[window] = decode_shares(*self._rows, k_cache, window)
+        return self._by_window[window]
 
 
 class TritonBackend:
@@ -26,16 +40,16 @@ class TritonBackend:
         self.few_rows = few_rows(spec.head_dim)
 
     @staticmethod
-    def prepare(batch: ForwardBatch) -> Any:
-        return None  # the kernels find their rows themselves
+    def prepare(batch: ForwardBatch) -> Shares:
+        return Shares(batch)
 
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
         return write_kv(qkv, _weights(norms), rope.cos, rope.sin, batch.positions[0], batch.slots, cache["k"], cache["v"])
 
     def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
         return paged_attention(
-            q, cache["k"], cache["v"], batch.tables, batch.query_start, batch.context_len, self.spec.scale, out,
-            batch.max_query, batch.max_context, self.spec.window, fresh=_fresh(q, self.spec),
+            q, cache["k"], cache["v"], batch.tables, batch.query_start, batch.context_len, self.spec.scale, out, batch.max_query,
+            batch.attention.of(self.spec.window, cache["k"]), self.spec.window, fresh=_fresh(q, self.spec),
         )  # fmt: skip
 
     def attend_few(
@@ -45,6 +59,13 @@ class TritonBackend:
             qkv, _weights(norms), rope.cos, rope.sin, batch.positions[0], batch.slots, batch.tables, batch.context_len,
             cache["k"], cache["v"], self.spec.scale, self.spec.window,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Regions:
+    of_rows: Tensor  # [R, 1]
+    of_tokens: Tensor  # [T]
+    shares: Shares
 
 
 class TritonRegions:
@@ -59,32 +80,31 @@ class TritonRegions:
         self.few_rows = few_rows(spec.head_dim)
 
     @staticmethod
-    def prepare(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """The region of each row, and of each token."""
+    def prepare(batch: ForwardBatch) -> Regions:
         regions = torch.where(batch.rows < 0, batch.caches[0]["k"].shape[0] - 1, batch.rows)
         of_tokens = torch.full_like(batch.slots, -1)
         starts = batch.query_start.tolist()
         for region, start, end in zip(regions.tolist(), starts, starts[1:]):
             of_tokens[start:end] = region
-        return regions[:, None].contiguous(), of_tokens
+        return Regions(regions[:, None].contiguous(), of_tokens, Shares(batch))
 
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
-        _, regions = batch.attention
+        regions = batch.attention.of_tokens
         slots = (regions % len(cache["k"])) * cache["k"].shape[1] + batch.positions[0]  # of tokens behind the last entry: padding's
         return write_kv(qkv, _weights(norms), rope.cos, rope.sin, batch.positions[0], slots, cache["k"], cache["v"])
 
     def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
-        tables, _ = batch.attention
+        regions: Regions = batch.attention
         return paged_attention(
-            q, cache["k"], cache["v"], tables, batch.query_start, batch.context_len, self.spec.scale, out,
-            batch.max_query, batch.max_context, self.spec.window, paged=False, fresh=_fresh(q, self.spec),
+            q, cache["k"], cache["v"], regions.of_rows, batch.query_start, batch.context_len, self.spec.scale, out, batch.max_query,
+            regions.shares.of(self.spec.window, cache["k"]), self.spec.window, paged=False, fresh=_fresh(q, self.spec),
         )  # fmt: skip
 
     def attend_few(
         self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
         """Regions are blocks in a row: a table counts up from the first of its region."""
-        tables, of_tokens = batch.attention
+        tables, of_tokens = batch.attention.of_rows, batch.attention.of_tokens
         size = batch.block_size
         blocks = cache["k"].shape[1] // size
         k_cache, v_cache = (cache[name].view(-1, size, *cache[name].shape[2:]) for name in "kv")

@@ -68,8 +68,8 @@ def paged_attention(
     context_len: Tensor,  # [R]
     scale: float,
     out: Tensor,  # [T, heads, head_dim]
-    max_query: int,  # bounds the host knows
-    max_context: int,
+    max_query: int,  # a bound the host knows
+    shares: Tensor | None,  # of the same rows and window
     window: int | None = None,
     paged: bool = True,
     fresh: tuple[Tensor, Tensor] | None = None,  # k and v of q's tokens, as write_kv leaves them in qkv: the same as in the cache
@@ -79,9 +79,17 @@ def paged_attention(
         return reference_attention.paged_attention(q, k_cache, v_cache, tables, query_start, context_len, scale, out, window)
     kernels = _triton("attention")
     kernels.paged_attention(
-        q, k_cache, v_cache, tables, query_start, context_len, scale, out, max_query, max_context, window, paged=paged, fresh=fresh
+        q, k_cache, v_cache, tables, query_start, context_len, scale, out, max_query, window, paged=paged, shares=shares, fresh=fresh
     )
     return out
+
+
+def decode_shares(query_start: Tensor, context_len: Tensor, k_cache: Tensor, window: int | None) -> Tensor | None:
+    """How decode attention is divided among programs in this step (`kernels/share_words.py`); the twin of attention divides nothing."""
+    if not k_cache.is_cuda:
+        return None
+    shares: Tensor = _triton("attention").shares_of(query_start, context_len, k_cache, window)
+    return shares
 
 
 def few_rows(head_dim: int) -> int:

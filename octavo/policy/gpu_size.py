@@ -23,7 +23,9 @@ ROW_HEAD = 16  # words before the block table
 ENTRY_WORDS = 16  # of a step, for each row it may have
 TOKEN_WORDS = 6  # and for each token: id, position, slot
 DRAWN = 2 * FLOAT32  # bytes for each (row, token of the vocabulary) under penalties: the score, and what the row has of the token
-SPLIT_PARTS = 1024  # rows * KV heads * parts of a context at most, where attention splits it
+DECODE_PROGRAMS = 640  # of decode attention at most: four for each of 160 multiprocessors
+LEFT_PARTS = 2  # that each may leave to merge
+SHARE_WORDS = 8  # of a step, for each row and each of those programs
 CAPTURED_TOKENS = 2048  # of the largest graph
 GRAPHS = 56  # as many as there are shapes, for 512 rows
 KERNELS = 8  # of a layer, in a graph
@@ -43,7 +45,7 @@ def gpu_weight_bytes(config: ModelConfig, item: int, stored: Mapping[str, Codes 
 def gpu_step_bytes(model: ModelConfig, item: int, load: StepLoad) -> int:
     """The most that a step holds at once. `item`: bytes of a number of the run's dtype."""
     logits = load.rows * model.vocab_size * (item + DRAWN)
-    return max(load.tokens * _token_bytes(model, item) + _split_bytes(model), load.tokens * model.hidden_size * item + logits)
+    return max(load.tokens * _token_bytes(model, item) + _decode_bytes(model, load.rows), load.tokens * model.hidden_size * item + logits)
 
 
 def gpu_graph_bytes(model: ModelConfig, item: int, load: StepLoad) -> int:
@@ -66,9 +68,10 @@ def _token_bytes(model: ModelConfig, item: int) -> int:
     return (stream + max(attention, mlp, stream)) * item
 
 
-def _split_bytes(model: ModelConfig) -> int:
-    """Results of the parts of contexts, in float32, with their sums."""
-    return SPLIT_PARTS * (model.num_heads // model.num_kv_heads) * (model.head_dim + 2) * FLOAT32
+def _decode_bytes(model: ModelConfig, rows: int) -> int:
+    """The shares of decode attention, and what its programs leave of contexts they share, in float32, with their sums."""
+    parts = DECODE_PROGRAMS * LEFT_PARTS * (model.num_heads // model.num_kv_heads) * (model.head_dim + 1)
+    return parts * FLOAT32 + (DECODE_PROGRAMS + rows) * SHARE_WORDS * WORD
 
 
 def _matrix_bytes(matrix: Matrix, codes: Codes | None, item: int) -> int:

@@ -65,19 +65,19 @@ class DeviceProgram:
         # one place for the logits of all graphs: what each kept for itself would be gigabytes
         self._logits = torch.empty(most_rows, self.vocab_size, dtype=model.head.weight.dtype, device=device)
 
-    def run(self, shape: Shape, max_context: int) -> DeviceForward:
-        """A whole step over the entries that lie in the memory of steps. `max_context` is a bound."""
-        hidden, logits = self.compute(shape, max_context)
+    def run(self, shape: Shape) -> DeviceForward:
+        """A whole step over the entries that lie in the memory of steps."""
+        hidden, logits = self.compute(shape)
         step, result = self.memory.step(shape.entries, shape.tokens), self._result[: shape.entries]
         ids = sample(logits, step.temperature, step.noise, step.draw_positions)
         finish(self.rows.words, self.rows.layout, step, ids, hidden, result)
         return DeviceForward(step, hidden, logits, result)
 
-    def compute(self, shape: Shape, max_context: int) -> tuple[Tensor, Tensor]:
+    def compute(self, shape: Shape) -> tuple[Tensor, Tensor]:
         """Hidden states, and logits, which last until the next step. The rows stay as they are."""
         step = self.memory.step(shape.entries, shape.tokens)
         prepare(self.rows.words, self.rows.layout, self._block_size, step)
-        batch = self._batch(step, shape, max_context)
+        batch = self._batch(step, shape)
         batch.attention = self._backend.prepare(batch)
         hidden: Tensor = self._model(batch)
         sampled = hidden if shape.decodes else hidden.index_select(0, step.sample_index)
@@ -87,11 +87,11 @@ class DeviceProgram:
         logits: Tensor = self._model.head(hidden)
         return logits
 
-    def _batch(self, step: StepTensors, shape: Shape, max_context: int) -> ForwardBatch:
+    def _batch(self, step: StepTensors, shape: Shape) -> ForwardBatch:
         return ForwardBatch(
             token_ids=step.token_ids, positions=step.positions[None], rows=step.row, query_start=step.query_start,
             context_len=step.context_len, tables=step.tables, slots=step.slots, sample_index=step.sample_index, sample_row=step.row,
-            caches=self._caches, block_size=self._block_size, max_query=1 if shape.decodes else shape.tokens, max_context=max_context,
+            caches=self._caches, block_size=self._block_size, max_query=1 if shape.decodes else shape.tokens,
         )  # fmt: skip
 
 
@@ -109,14 +109,11 @@ def shapes(max_rows: int, max_tokens: int, captured: int) -> list[Shape]:
 
 
 class Steps:
-    """Runs steps by shape: as graphs where they are captured.
+    """Runs steps by shape: as graphs where they are captured."""
 
-    Kernels are cut for the longest context there may be, graph or not: so both have the same bits, and neither compiles anything new.
-    """
-
-    def __init__(self, program: DeviceProgram, max_rows: int, max_tokens: int, max_len: int, captured: int = MIXED_TOKENS[-1]) -> None:
+    def __init__(self, program: DeviceProgram, max_rows: int, max_tokens: int, captured: int = MIXED_TOKENS[-1]) -> None:
         self.program = program
-        self.max_len, self._most_tokens = max_len, max_tokens
+        self._most_tokens = max_tokens
         every = shapes(max_rows, max_tokens, captured)
         self._decode = [shape for shape in every if shape.decodes]
         self._mixed = [shape for shape in every if not shape.decodes]
@@ -131,7 +128,7 @@ class Steps:
 
     def run(self, shape: Shape) -> DeviceForward:
         if shape not in self._graphs:
-            return self.program.run(shape, self.max_len)
+            return self.program.run(shape)
         graph, forward = self._graphs[shape]
         graph.replay()
         return forward
@@ -141,7 +138,7 @@ class Steps:
         """Every kernel once, over no sequence at all: what is compiled and set up once is done then."""
         self.program.memory.entries.zero_()
         for shape in [*self._decode, *self._mixed, Shape(1, self._most_tokens)]:
-            self.program.run(shape, self.max_len)
+            self.program.run(shape)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -150,6 +147,6 @@ class Steps:
         for shape in reversed(self._decode + self._mixed):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                forward = self.program.run(shape, self.max_len)
+                forward = self.program.run(shape)
             self._graphs[shape] = (graph, forward)
             pool = graph.pool()

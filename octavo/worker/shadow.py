@@ -265,7 +265,7 @@ class ShadowedSteps:
 
     def run(self, shape: Shape) -> DeviceForward:
         self._shadow.watches = True
-        watched = [values.clone() for values in self.program.compute(shape, self._steps.max_len)]
+        watched = [values.clone() for values in self.program.compute(shape)]
         self._shadow.watches = False
         forward = self._steps.run(shape)  # writes the same bits into the same slots
         used, entries = int(forward.step.query_start[-1]), int((forward.step.row >= 0).sum())  # the rest is padding

@@ -129,7 +129,7 @@ class Worker:
         rows = DeviceRows(self.config.max_num_seqs, layout, self.device)
         program = DeviceProgram(model, self.backend, self.store.caches, rows, size, self.config.max_num_batched_tokens)
         captured, settings = captured_tokens(num_parameters(self.model_config)), self.config
-        steps = Steps(program, settings.max_num_seqs, settings.max_num_batched_tokens, geometry.max_model_len, captured)
+        steps = Steps(program, settings.max_num_seqs, settings.max_num_batched_tokens, captured)
         self.runner = DeviceRunner(ShadowedSteps(steps, self.shadow) if self._shadow_wanted else steps, self.store, rows, self.faults)
         if self.device.type == "cuda":
             self._warm_up(steps, self.runner.sampler)

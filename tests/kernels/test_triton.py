@@ -57,6 +57,7 @@ def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
         "best_of_rows",
         "decode_few",
         "merge_few",
+        "share_out",
     } | {"find_tops", "sum_masses", "settle", "search", "race", "finish", "stand", "nearest", "lay_out", "adjust_rows"}
     assert {line.split()[1] for line in taken if line.startswith("prefill")} == {"wgmma", "-"}  # that of float32 has no matrix units
 

@@ -69,14 +69,14 @@ def compile_only() -> list[str]:
     return taken
 
 
-def compile_attention(dim: int, dtype: torch.dtype, heads: int, kv_heads: int = 8, splits: int = 1, **options: Any) -> None:
+def compile_attention(dim: int, dtype: torch.dtype, heads: int, kv_heads: int = 8, **options: Any) -> None:
     """Prefill of rows in blocks and in this step's qkv, and decode."""
     index, tables = torch.zeros(5, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
     cache = torch.empty(9, 16, kv_heads, dim, dtype=dtype)
     q, k, v = torch.empty(4, heads + 2 * kv_heads, dim, dtype=dtype).split([heads, kv_heads, kv_heads], 1)
     out = torch.empty(q.shape, dtype=dtype)
     for fresh in (None, (k, v)):
-        paged_attention(q, cache, cache, tables, index, index[:4], 0.1, out, 64, 4096, splits=splits, fresh=fresh, **options)
+        paged_attention(q, cache, cache, tables, index, index[:4], 0.1, out, 64, fresh=fresh, **options)
 
 
 def main() -> None:
@@ -90,10 +90,10 @@ def main() -> None:
     turns = torch.empty(64, dim // 2)
     write_kv(qkv, norms, turns, turns, index, index, cache, cache)
     compile_attention(dim, torch.bfloat16, heads)
-    compile_attention(dim, torch.bfloat16, heads // 2, splits=8, window=100)
+    compile_attention(dim, torch.bfloat16, heads // 2, window=100)
     for head_dim in (80, 256):
         learned = torch.ones(heads)
-        compile_attention(head_dim, torch.bfloat16, heads, splits=8, soft_cap=30.0, sinks=learned, slopes=learned)
+        compile_attention(head_dim, torch.bfloat16, heads, soft_cap=30.0, sinks=learned, slopes=learned)
     compile_attention(dim, torch.float32, heads)
     copy_blocks([cache], [(1, 2)])
     for rows in (1, 4):

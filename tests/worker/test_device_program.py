@@ -13,7 +13,7 @@ from octavo.worker.device_runner import PADDING, entries
 
 
 def steps(rows: int, tokens: int) -> Steps:
-    return Steps(None, rows, tokens, 4096)  # type: ignore[arg-type]  # shapes are chosen without a program
+    return Steps(None, rows, tokens)  # type: ignore[arg-type]  # shapes are chosen without a program
 
 
 def test_decode_shapes_are_fine_where_steps_are_small() -> None:

@@ -18,7 +18,6 @@ from octavo.kernels.triton.activation import silu_and_mul
 from octavo.kernels.triton.adjust import adjust
 from octavo.kernels.triton.attention import paged_attention
 from octavo.kernels.triton.attention_few import decode_attention_parts
-from octavo.kernels.triton.attention_tiles import decode_splits
 from octavo.kernels.triton.copy_blocks import copy_blocks
 from octavo.kernels.triton.draw import draw
 from octavo.kernels.triton.few_tiles import FEW_ROWS
@@ -59,10 +58,8 @@ class Ahead:
     def calls(self) -> list[Call]:
         config, hidden, inner = self.config, self.config.hidden_size, self.config.intermediate_size
         x, scale = self.numbers(2, hidden), self.numbers(hidden)
-        splits = {decode_splits(rows, config.num_kv_heads, self.max_len): rows for rows in range(1, self.max_rows + 1)}
         windows = {window is not None: window for window in config.windows}.values()
-        calls: list[Call] = [self.attend_to(rows, 1, window) for rows in splits.values() for window in windows]
-        calls += [self.attend_to(1, 32, window) for window in windows]
+        calls: list[Call] = [self.attend_to(1, 1, None), *(self.attend_to(1, 32, window) for window in windows)]
         calls += [self.few_rows(rows, window) for rows in (1, 2, FEW_ROWS) for window in windows]
         calls += [self.few_products(rows) for rows in (1, 2, FEW_ROWS)]
         return [
@@ -83,7 +80,7 @@ class Ahead:
             starts = torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=self.device)
             paged_attention(
                 q, self.cache(), self.cache(), self.words(rows, 2), starts, self.words(rows) + queries, config.head_dim**-0.5,
-                torch.empty(q.shape, dtype=q.dtype, device=q.device), queries, self.max_len, window, fresh=(k, v),
+                torch.empty(q.shape, dtype=q.dtype, device=q.device), queries, window, fresh=(k, v),
             )  # fmt: skip
 
         return call

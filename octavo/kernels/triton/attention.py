@@ -4,9 +4,8 @@
     contiguous    cache [num_rows, max_len, kv_heads, head_dim], tables [R, 1]: the region of each row
 
 Both run the same tiles in the same order, so with equal bytes in the caches the results are equal bit for bit. Nothing here
-waits for the GPU: `max_query` and `max_context` are bounds the caller knows, and rows are told apart on the device. A row's
-context ends with its queries; slots past it are never read. A row without context yields zeros, its log-sum-exp is -inf, or
-its sink's score.
+waits for the GPU: `max_query` is a bound the caller knows, and rows are told apart on the device. A row's context ends with its
+queries; slots past it are never read. A row without context yields zeros, its log-sum-exp is -inf, or its sink's score.
 """
 
 from functools import cache
@@ -17,11 +16,15 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from octavo.kernels.share_words import num_lines
 from octavo.kernels.triton.attention_decode import decode, merge
 from octavo.kernels.triton.attention_parts import LOG2_E
 from octavo.kernels.triton.attention_prefill import prefill
-from octavo.kernels.triton.attention_tiles import MIN_DOT, TOKENS_PER_SPLIT, Tiles, decode_splits, decode_tiles, prefill_tiles
+from octavo.kernels.triton.attention_tiles import MIN_DOT, Tiles, decode_tiles, multiprocessors, prefill_tiles
+from octavo.kernels.triton.decode_shares import decode_shares
+from octavo.kernels.triton.dependent import can_depend
 
+PARTS = 32  # of a head that merge weighs at once
 Pair = tuple[Tensor, Tensor]
 Given = tuple[Any, ...]  # arguments both kernels begin with
 
@@ -36,12 +39,11 @@ def paged_attention(
     scale: float,
     out: Tensor,  # [T, heads, head_dim]
     max_query: int,
-    max_context: int,
     window: int | None = None,
     lse: Tensor | None = None,  # [T, heads] float32, natural log
     paged: bool = True,
     tiles: Tiles | None = None,  # of the kernel that max_query calls for
-    splits: int | None = None,
+    shares: Tensor | None = None,  # of decode, as `shares_of` makes them of the same rows: layers of one window share them
     fresh: Pair | None = None,  # k and v of q's tokens, as write_kv leaves them in qkv [T, kv_heads, head_dim]: read instead of the cache
     soft_cap: float | None = None,
     sinks: Tensor | None = None,  # [heads]
@@ -52,14 +54,11 @@ def paged_attention(
     _check(q, k_cache, v_cache, tables, out, paged, scale)
     if not len(q):
         return out
-    common = {
-        "HEADS": heads, "DIM": head_dim, "DIM_TILE": triton.next_power_of_2(head_dim),
-        "WINDOWED": window is not None, "WITH_SINKS": sinks is not None, "WITH_LSE": lse is not None,
-    }  # fmt: skip
     capped, sloped = soft_cap is not None, slopes is not None
-    shared = common | {
-        "Q_STRIDE": q.stride(0), "KV_HEADS": kv_heads, "BLOCK_SIZE": size if paged else 1, "PAGED": paged,
-        "CAPPED": capped, "SLOPED": sloped,
+    shared = {
+        "Q_STRIDE": q.stride(0), "HEADS": heads, "KV_HEADS": kv_heads, "DIM": head_dim, "DIM_TILE": triton.next_power_of_2(head_dim),
+        "BLOCK_SIZE": size if paged else 1, "PAGED": paged, "CAPPED": capped, "SLOPED": sloped,
+        "WITH_SINKS": sinks is not None, "WITH_LSE": lse is not None,
     }  # fmt: skip
     tensors = q, k_cache, v_cache, tables, query_start, context_len, out, lse, sinks, slopes
     numbers = scale, LOG2_E * (1.0 if capped or sloped else scale), soft_cap or 0.0, tables.stride(0), size, window or 0
@@ -67,9 +66,18 @@ def paged_attention(
         plain = window is None and sinks is None and not capped and not sloped
         _prefill(tensors, numbers, shared, fresh, tiles or prefill_tiles(q.dtype, head_dim, plain))
         tiles = None
-    splits = splits or decode_splits(len(context_len), kv_heads, min(max_context, window or max_context))
-    _decode(tensors, numbers, shared, common, tiles or decode_tiles(q.dtype, head_dim), splits)
+    chosen = tiles or decode_tiles(q.dtype, head_dim)
+    if shares is None:
+        shares = shares_of(query_start, context_len, k_cache, window, chosen)
+    _decode(tensors, numbers, shared, shares, chosen)
     return out
+
+
+def shares_of(query_start: Tensor, context_len: Tensor, k_cache: Tensor, window: int | None, tiles: Tiles | None = None) -> Tensor:
+    """How decode's work is divided in this step (`kernels/share_words.py`)."""
+    chosen = tiles or decode_tiles(k_cache.dtype, k_cache.shape[3])
+    programs = chosen.programs * multiprocessors(k_cache.device)
+    return decode_shares(query_start, context_len, window, k_cache.shape[2], chosen.keys, programs, chosen.least)
 
 
 def _prefill(tensors: Given, numbers: Given, shared: dict[str, Any], fresh: Pair | None, tiles: Tiles) -> None:
@@ -81,25 +89,28 @@ def _prefill(tensors: Given, numbers: Given, shared: dict[str, Any], fresh: Pair
     descriptors = [_describe(one, tiles.keys) if described else None for one in new]
     prefill[(len(q) // (lines * kv_heads // heads) + len(context_len), kv_heads)](
         *tensors, *new, *descriptors, *numbers, len(context_len), **shared, LINES=lines, NEW_STRIDE=new[0].stride(0) if fresh else 0,
-        WITH_NEW=fresh is not None, DESCRIBED=described, TILE=tiles.keys, STAGES=tiles.stages, LAGGING=tiles.lagging,
-        num_warps=tiles.warps,
+        WINDOWED=numbers[-1] > 0, WITH_NEW=fresh is not None, DESCRIBED=described, TILE=tiles.keys, STAGES=tiles.stages,
+        LAGGING=tiles.lagging, num_warps=tiles.warps,
     )  # fmt: skip
 
 
-def _decode(tensors: Given, numbers: Given, shared: dict[str, Any], common: dict[str, Any], tiles: Tiles, splits: int) -> None:
-    q, (query_start, context_len, out, lse, sinks) = tensors[0], tensors[4:9]
-    heads, kv_heads, head_dim, rows = shared["HEADS"], shared["KV_HEADS"], shared["DIM"], len(context_len)
-    parts = sums = None
-    if splits > 1:
-        parts = torch.empty(rows, splits, heads, head_dim, dtype=torch.float32, device=q.device)
-        sums = torch.empty(rows, splits, heads, dtype=torch.float32, device=q.device)
-    cut = {"SPLITS": splits, "LEAST": max(TOKENS_PER_SPLIT, tiles.keys), "TILE": tiles.keys}
-    group_tile = max(triton.next_power_of_2(heads // kv_heads), MIN_DOT)
-    decode[(rows, kv_heads, splits)](
-        *tensors, parts, sums, *numbers, **shared, **cut, GROUP_TILE=group_tile, STAGES=tiles.stages, num_warps=tiles.warps
-    )
-    if splits > 1:
-        merge[(rows, heads)](parts, sums, query_start, context_len, out, lse, sinks, numbers[-1], **common, **cut, num_warps=4)
+def _decode(tensors: Given, numbers: Given, shared: dict[str, Any], shares: Tensor, tiles: Tiles) -> None:
+    q, k_cache, v_cache, tables, _query_start, context_len, out, lse, sinks, slopes = tensors
+    scale, unit, cap, width, size, _window = numbers
+    heads, kv_heads, head_dim = shared["HEADS"], shared["KV_HEADS"], shared["DIM"]
+    group, programs = heads // kv_heads, tiles.programs * multiprocessors(q.device)
+    assert len(shares) == num_lines(programs, len(context_len)), f"{len(shares)} lines for {programs} programs, {len(context_len)} rows"
+    parts = torch.empty(programs, 2, group, head_dim, dtype=torch.float32, device=q.device)
+    sums = torch.empty(programs, 2, group, dtype=torch.float32, device=q.device)
+    dependent = tiles.dependent and can_depend()
+    both = {name: shared[name] for name in ("HEADS", "KV_HEADS", "DIM", "DIM_TILE", "WITH_SINKS", "WITH_LSE")} | {"DEPENDENT": dependent}
+    decode[(programs,)](
+        q, k_cache, v_cache, tables, shares, out, lse, sinks, slopes, parts, sums, scale, unit, cap, width, size, **both,
+        Q_STRIDE=shared["Q_STRIDE"], GROUP_TILE=max(triton.next_power_of_2(group), MIN_DOT), BLOCK_SIZE=shared["BLOCK_SIZE"],
+        PAGED=shared["PAGED"], CAPPED=shared["CAPPED"], SLOPED=shared["SLOPED"], TILE=tiles.keys, STAGES=tiles.stages,
+        num_warps=tiles.warps, launch_pdl=dependent,
+    )  # fmt: skip
+    merge[(programs, group)](parts, sums, shares, out, lse, sinks, **both, PARTS=PARTS, num_warps=4, launch_pdl=dependent)
 
 
 def _describable(q: Tensor) -> bool:

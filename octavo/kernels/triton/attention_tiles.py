@@ -1,16 +1,14 @@
-"""How the attention kernels cut their work: tile sizes, warps, pipeline stages and splits, by shape alone.
+"""How the attention kernels cut their work: tile sizes, warps, pipeline stages and shares, by shape alone.
 
-Chosen by rule, not tried out at run time: the first request is as quick as the last, and equal shapes give equal bits.
+Chosen by rule, not tried out at run time: the first request is as quick as the last, and equal steps give equal bits.
 `bench/gpu_prefill.py` is how the rules were found, on an H200.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
-PROGRAMS = 1024  # rows * KV heads * splits that fill a GPU of 132 multiprocessors a few times over
-MAX_SPLITS = 64
-TOKENS_PER_SPLIT = 256  # a split shorter than this costs more in the merge than it gains
 MIN_DOT = 16  # tl.dot takes no smaller side
 
 
@@ -18,10 +16,13 @@ MIN_DOT = 16  # tl.dot takes no smaller side
 class Tiles:
     keys: int  # a tile of keys and values
     warps: int
-    stages: int  # tiles on their way from memory at once
+    stages: int  # of the pipeline. Decode also waits for the table: 3 keep one tile on its way, 5 two
     queries: int = MIN_DOT  # a tile of queries: tokens * heads of a group
     described: bool = False  # prefill: new keys and values come by tensor descriptors (Hopper's copy engine), not by pointers
     lagging: bool = False  # prefill: values are mixed one tile late, so that the product runs under the next tile's softmax
+    programs: int = 4  # decode: that a multiprocessor runs at once; each takes a share of all tiles
+    least: int = 2  # decode: tiles of a share, so that a short row is not cut into crumbs
+    dependent: bool = True  # decode and merge are each launched while the kernel before still runs
 
 
 def decode_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
@@ -42,9 +43,8 @@ def prefill_tiles(dtype: torch.dtype, head_dim: int, plain: bool = True) -> Tile
     return Tiles(keys=64, warps=8, stages=3, queries=128, described=True, lagging=True)
 
 
-def decode_splits(rows: int, kv_heads: int, max_context: int) -> int:
-    """Into how many parts a row's context is cut at most, a power of two: more where rows are too few to fill the GPU."""
-    splits = 1
-    while splits < MAX_SPLITS and rows * kv_heads * splits * 2 <= PROGRAMS and max_context >= TOKENS_PER_SPLIT * splits * 2:
-        splits *= 2
-    return splits
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """One, where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

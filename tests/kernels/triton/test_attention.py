@@ -5,11 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from octavo.kernels.reference import decode_shares as plain_shares
 from octavo.kernels.reference import paged_attention as plain
+from octavo.kernels.share_words import TILES
+from octavo.kernels.triton import attention
 from octavo.kernels.triton.attention import paged_attention
-from octavo.kernels.triton.attention_tiles import TOKENS_PER_SPLIT, Tiles, decode_splits
+from octavo.kernels.triton.attention_tiles import Tiles
+from octavo.kernels.triton.decode_shares import decode_shares
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -64,14 +70,14 @@ class Caches:
         self.paged, self.contiguous = ([cache.to(device) for cache in caches] for caches in (self.paged, self.contiguous))
 
     def attend(
-        self, tiles: Tiles | None = None, splits: int | None = None, paged: bool = True, fresh: bool = False, **options: Any
+        self, tiles: Tiles | None = None, paged: bool = True, fresh: bool = False, **options: Any
     ) -> tuple[Tensor, Tensor]:
         out, lse = self.poison()
-        max_query, max_context = (max(part) for part in zip(*self.mix))
+        max_query = max(queries for queries, _ in self.mix)
         caches, tables = (self.paged, self.tables) if paged else (self.contiguous, self.regions)
         rows = tables, self.query_start, self.context_len
         return paged_attention(
-            self.q, *caches, *rows, self.scale, out, max_query, max_context, lse=lse, paged=paged, tiles=tiles, splits=splits,
+            self.q, *caches, *rows, self.scale, out, max_query, lse=lse, paged=paged, tiles=tiles,
             fresh=tuple(self.fresh) if fresh else None, **options,
         ), lse  # fmt: skip
 
@@ -116,15 +122,43 @@ def test_a_mix_of_rows_agrees_with_the_twin_and_with_every_other_way_to_its_keys
         assert_same(got, caches.attend(tiles, paged=False, window=window), caches.attend(tiles, fresh=True, window=window))
 
 
-@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float16, 300), (torch.bfloat16, None)], ids=str)
-def test_decode_in_splits_agrees_and_short_rows_fill_few(dtype: torch.dtype, window: int | None, device: str) -> None:
-    least = TOKENS_PER_SPLIT
-    caches = Caches([(1, 2 * least + 70), (1, 5), (1, 0), (0, 9), (1, least + 1)], 16, dtype, device)
-    wide = Tiles(keys=128, warps=4, stages=2)
-    got = caches.attend(wide, 4, window=window)
+# 28 tiles of 16 keys, for both KV heads: rows inside a share and across many, a row that is not asked, one without context.
+RAGGED: Mix = [(1, 33), (1, 5), (1, 118), (0, 9), (1, 0), (1, 16)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "programs", "least"),
+    [(torch.float32, None, 1, 1), (torch.float32, None, 5, 1), (torch.float16, 70, 3, 1), (torch.bfloat16, None, 12, 1),
+     (torch.bfloat16, None, 12, 4)],
+    ids=str,
+)  # fmt: skip
+def test_decode_agrees_wherever_its_shares_are_cut(
+    dtype: torch.dtype, window: int | None, programs: int, least: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "PARTS", 2)  # the longest row leaves more
+    caches = Caches(RAGGED, 16, dtype, device)
+    tiles = Tiles(keys=16, warps=4, stages=2, programs=programs, least=least)
+    got = caches.attend(tiles, window=window)
     assert_near(got, caches.exact(window=window))
-    assert_same(got, caches.attend(wide, 4, paged=False, window=window))
-    assert_same(got, caches.attend(wide, 16, window=window))  # splits no row fills are neither written nor read
+    assert_same(got, caches.attend(tiles, paged=False, window=window))
+
+
+@given(
+    mix=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 200)), min_size=1, max_size=7),
+    window=st.none() | st.integers(1, 90),
+    programs=st.integers(1, 9),
+    least=st.integers(1, 4),
+)
+@settings(max_examples=20, phases=[Phase.explicit, Phase.generate])
+def test_shares_are_those_of_the_twin(mix: Mix, window: int | None, programs: int, least: int, device: str) -> None:
+    query_start = torch.tensor([0, *(queries for queries, _ in mix)], device=device, dtype=torch.int32).cumsum(0)
+    context_len = torch.tensor([max(queries, context) for queries, context in mix], device=device, dtype=torch.int32)
+    asked = query_start, context_len, window, KV_HEADS, 16, programs, least
+    got, exact = decode_shares(*asked), plain_shares.decode_shares(*asked)
+    assert got.shape == exact.shape and torch.equal(got[0, :2], exact[0, :2])
+    written = exact[:, TILES] > 0
+    written[0] = False
+    assert torch.equal(got[written, :-1], exact[written, :-1])
 
 
 LEARNED = torch.linspace(-1.5, 2.5, HEADS)
@@ -138,21 +172,21 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("feature", list(FEATURES))
 def test_scores_are_capped_and_sloped_and_sinks_take_their_share(feature: str, device: str) -> None:
-    given = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in FEATURES[feature].items()}
-    for dtype, mix, splits in ((torch.float32, [(7, 37), (19, 19)], 1), (torch.bfloat16, [(1, 300), (1, 30), (1, 0)], 2)):
+    asked = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in FEATURES[feature].items()}
+    for dtype, mix in ((torch.float32, [(7, 37), (19, 19)]), (torch.bfloat16, [(1, 300), (1, 30), (1, 0)])):
         caches = Caches(mix, 16, dtype, device)
-        got, exact = caches.attend(SMALL, splits, **given), caches.exact(**given)
+        got, exact = caches.attend(SMALL, **asked), caches.exact(**asked)
         assert_near(got, exact)
-        assert_same(got, caches.attend(SMALL, splits, paged=False, **given))
+        assert_same(got, caches.attend(SMALL, paged=False, **asked))
         assert (caches.exact()[1] - exact[1]).nan_to_num().abs().max() > 0.1  # the feature shows
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(80, torch.float32), (96, torch.bfloat16), (256, torch.bfloat16)], ids=str)
 def test_head_sizes_beside_the_usual(dim: int, dtype: torch.dtype, device: str) -> None:
     caches = Caches([(7, 37), (1, 300), (18, 18)], 16, dtype, device, dim=dim)
-    got = caches.attend(LAGGING, 2)
+    got = caches.attend(LAGGING)
     assert_near(got, caches.exact())
-    assert_same(got, caches.attend(LAGGING, 2, fresh=True), caches.attend(LAGGING, 2, paged=False))
+    assert_same(got, caches.attend(LAGGING, fresh=True), caches.attend(LAGGING, paged=False))
 
 
 @pytest.mark.parametrize("heads", [2, 10, 40])
@@ -172,10 +206,3 @@ def test_tiles_chosen_by_default_agree(device: str) -> None:
 
 def test_no_tokens_are_no_work(device: str) -> None:
     assert Caches([(0, 5)], 16, torch.float32, device).attend()[0].shape == (0, HEADS, DIM)
-
-
-def test_contexts_are_split_where_rows_are_few_and_only_if_long() -> None:
-    assert decode_splits(rows=256, kv_heads=8, max_context=100_000) == 1
-    assert decode_splits(rows=1, kv_heads=8, max_context=32_768) == 64
-    assert decode_splits(rows=1, kv_heads=8, max_context=TOKENS_PER_SPLIT) == 1
-    assert [decode_splits(rows, 8, 8192) for rows in (4, 16, 32, 64)] == [32, 8, 4, 2]
