@@ -158,8 +158,9 @@ class _Planner:
         needs, model, size = self.needs, self.needs.config, config.block_size
         tokens = (num_blocks - 1) * size
         table_blocks = -(-max_len // size)
-        contiguous = config.attention_backend == "contiguous"  # a region for every row
-        kv_cache = (config.max_num_seqs * table_blocks if contiguous else num_blocks) * size * needs.bytes_per_token
+        contiguous = config.attention_backend == "contiguous"  # a region for every row, on a GPU one for padding
+        regions = config.max_num_seqs + (needs.device == "cuda")
+        kv_cache = (regions * table_blocks if contiguous else num_blocks) * size * needs.bytes_per_token
         if needs.device == "cuda":
             return self._gpu_use(config, kv_cache, tokens, max_len)
         load = StepLoad(

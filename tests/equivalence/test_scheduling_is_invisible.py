@@ -88,12 +88,28 @@ def test_in_a_pool_too_small_for_all(folder: str, alone: list[RequestOutput], ru
     assert agree(alone, outputs)
 
 
-def test_without_blocks_at_all(folder: str, alone: list[RequestOutput]) -> None:
+def test_without_blocks_at_all(folder: str, alone: list[RequestOutput], runner: str) -> None:
     with LLM(
         folder, dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=400, max_num_seqs=8,
         attention_backend="contiguous", enable_prefix_caching=False,
     ) as llm:  # fmt: skip
         assert agree(alone, llm.generate(TARGETS, PARAMS, use_tqdm=False))
+
+
+def test_a_caches_layout_does_not_show_in_any_bit(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefixes shared, samples forked by copies of blocks, rows preempted, in few blocks."""
+    monkeypatch.setenv("OCTAVO_DEBUG", "runner=device,check=1,preempt.every=5")
+    params = SamplingParams(temperature=0.8, n=3, seed=7, max_tokens=20, ignore_eos=True, logprobs=4)
+    told = []
+    for layout in ("nhd", "hnd"):
+        with LLM(
+            folder, dtype="bfloat16", skip_tokenizer_init=True, num_gpu_blocks_override=60, max_num_seqs=8, block_size=4,
+            kv_cache_layout=layout,  # type: ignore[arg-type]
+        ) as llm:  # fmt: skip
+            outputs = llm.generate([*TARGETS, TARGETS[4]], params, use_tqdm=False)
+            assert llm.stats().preemptions > 0 and outputs[-1].num_cached_tokens > 0
+            told.append([(sample.token_ids, sample.logprobs) for output in outputs for sample in output.outputs])
+    assert told[0] == told[1]
 
 
 def test_samples_of_one_seed_do_not_depend_on_the_batch(folder: str) -> None:

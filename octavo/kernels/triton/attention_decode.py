@@ -12,7 +12,7 @@ each split writes a part and its log-sum-exp, and `merge` weighs them.
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.attention_parts import HIDDEN, LN_2, LOG2E, LOWEST, begin, finish, load_lines, mix, score, slots_of, weigh
+from octavo.kernels.triton.attention_parts import HIDDEN, LN_2, LOG2E, LOWEST, begin, finish, load_lines, mix, places_of, score, weigh
 
 LN2 = tl.constexpr(LN_2)
 
@@ -53,6 +53,7 @@ def decode(
     GROUP_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAGED: tl.constexpr,
+    TOGETHER: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     SLOPED: tl.constexpr,
@@ -90,7 +91,7 @@ def decode(
     for start in tl.range(low, high, TILE, num_stages=STAGES):
         position = start + tl.arange(0, TILE)
         inside = position < high
-        place = (slots_of(table, position, inside, region_size, BLOCK_SIZE, PAGED) * KV_HEADS + kv_head) * DIM
+        place = places_of(table, position, inside, kv_head, region_size, KV_HEADS, DIM, BLOCK_SIZE, PAGED, TOGETHER)
         keys = load_lines(k_cache, place, inside, DIM, DIM_TILE, True)
         behind = (position - (end - 1))[None, :]
         scores = tl.where(inside[None, :], score(queries, keys, scale, cap, slope, behind, CAPPED, SLOPED), HIDDEN)
