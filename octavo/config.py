@@ -54,7 +54,9 @@ class EngineConfig:
     max_num_batched_tokens: int | None = _flag(None, "most tokens one step computes; default: 2048, on a GPU 8192")
     enable_prefix_caching: bool = _flag(True, "reuse blocks of earlier prompts and answers")
     scheduling_policy: SchedulingPolicy = _flag("fcfs", "fcfs: by arrival; priority: lower number first")
-    attention_backend: str = _flag("auto", "auto, cpu (paged), triton (paged, for a GPU) or contiguous (the reference)")
+    attention_backend: str = _flag(
+        "auto", "auto, cpu (paged), triton or, where it is installed, flashinfer (paged, for a GPU), or contiguous (the reference)"
+    )
     enforce_eager: bool = _flag(False, "on a GPU: launch every kernel by itself, no CUDA graphs")
     native: bool = _flag(True, "compute with the native CPU kernels: quantised weights stay packed, one call a step")
     cpu_isa: CpuIsa = _flag("auto", "the instructions those may use; auto: the best this CPU has")

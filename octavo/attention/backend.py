@@ -91,6 +91,7 @@ ON_CPU = {
 ON_DEVICE = {
     "triton": "octavo.attention.triton:TritonBackend",
     "contiguous": "octavo.attention.triton:TritonRegions",
+    "flashinfer": "octavo.attention.flashinfer:FlashInferBackend",
 }
 
 

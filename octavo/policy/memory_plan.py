@@ -22,7 +22,7 @@ from octavo.errors import ConfigError
 from octavo.model_config import ModelConfig
 from octavo.policy.activations import FLOAT32, StepLoad, loaded_bytes, step_bytes
 from octavo.policy.cache_spec import ITEM_BYTES, CacheGeometry, LayerCacheSpec
-from octavo.policy.gpu_size import CONTEXT, gpu_graph_bytes, gpu_row_bytes, gpu_step_bytes
+from octavo.policy.gpu_size import CONTEXT, FLASHINFER, gpu_graph_bytes, gpu_row_bytes, gpu_step_bytes
 from octavo.policy.gpu_size import LIBRARIES as GPU_LIBRARIES
 from octavo.policy.native_size import native_step_bytes
 
@@ -194,7 +194,7 @@ class _Planner:
             activations=gpu_step_bytes(model, item, load),
             graphs=graphs,
             rows=gpu_row_bytes(model, rows, config.max_num_batched_tokens, max_len, -(-max_len // config.block_size)),
-            other=CONTEXT + GPU_LIBRARIES,
+            other=CONTEXT + GPU_LIBRARIES + (FLASHINFER if config.attention_backend == "flashinfer" else 0),
         )
 
     def plan(self, config: ResolvedConfig) -> MemoryPlan:

@@ -73,6 +73,8 @@ class Worker:
         self.needs = self._shape().needs(self.dtype, config.quantization, config.kv_cache_dtype, threads, config.device)
         self.specs = self.needs.specs
         self.backend = choose_backend(config, self.dtype, self.on_device)
+        if shadow and self.backend.name == "flashinfer":
+            raise ConfigError("attention backend flashinfer reads blocks alone and cannot be verified: leave attention_backend at auto")
 
     def start(self) -> CacheGeometry:
         torch.set_num_threads(num_threads() if self.library is None else 1)  # the native library has threads of its own
