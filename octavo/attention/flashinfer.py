@@ -80,5 +80,6 @@ class FlashInferBackend:
         count = planned.num_query  # behind them, in a padded step, stands nothing
         if count:
             k, v = (cache[name] if cache[name].is_contiguous() else cache[name].transpose(1, 2) for name in "kv")
-            planned.wrapper(self.spec, cache["k"]).run(q[:count], (k, v), out=out[:count])
+            wrapper = planned.wrapper(self.spec, cache["k"])
+            wrapper.run(q[:count], (k, v), out=out[:count], enable_pdl=False)  # our rules of dependent launch are not its
         return out

@@ -44,8 +44,10 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self._options: dict[str, Any] = {"window": window_left + 1 if window_left >= 0 else None, "soft_cap": logits_soft_cap}
         self._scale = sm_scale
 
-    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], out: Tensor | None = None) -> Tensor:
-        assert out is not None and len(q) == len(out) == self._rows[1][-1]
+    def run(
+        self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor | None = None, enable_pdl: bool | None = None
+    ) -> Tensor:
+        assert enable_pdl is False and out is not None and len(q) == len(out) == self._rows[1][-1]
         assert all(cache.is_contiguous() for cache in paged_kv_cache)
         k, v = (cache if self._layout == "NHD" else cache.transpose(1, 2) for cache in paged_kv_cache)
         assert self._shape == (q.shape[1], k.shape[2], q.shape[2], k.shape[1], q.dtype, k.dtype)
