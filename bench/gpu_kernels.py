@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from octavo.kernels.cache_layout import Layout, empty_cache
 from octavo.kernels.reference import activation as plain_activation
 from octavo.kernels.reference import norm as plain_norm
 from octavo.kernels.reference import paged_attention as plain_attention
@@ -57,6 +58,10 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, device=DEVICE).to(DTYPE)
 
 
+def laid_out(cache: Tensor, layout: Layout) -> Tensor:
+    return empty_cache(layout, tuple(cache.shape), cache.dtype, cache.device).copy_(cache)
+
+
 def distance(got: Tensor, exact: Tensor) -> float:
     """Relative to the exact one's length; NaN, which no limit lets pass, if anything is not finite."""
     return float((got.double() - exact.double()).norm() / exact.double().norm())
@@ -87,6 +92,7 @@ class Rows:
     rows: int
     context: int
     num_query: int
+    layout: Layout = "nhd"
 
     def __post_init__(self) -> None:
         width = -(-self.context // BLOCK)
@@ -98,6 +104,7 @@ class Rows:
         slots = (self.tables.long()[:, new // BLOCK] * BLOCK + new % BLOCK).flatten()
         for cache, fresh in zip((self.k, self.v), self.fresh):
             cache.view(-1, KV_HEADS, DIM)[slots] = fresh
+        self.k, self.v = (laid_out(cache, self.layout) for cache in (self.k, self.v))
         self.query_start = torch.arange(self.rows + 1, device=DEVICE, dtype=torch.int32) * self.num_query
         self.context_len = torch.full((self.rows,), self.context, device=DEVICE, dtype=torch.int32)
         self.shares = shares_of(self.query_start, self.context_len, self.k, None)  # once a step, for all layers
@@ -163,6 +170,16 @@ def prefill_cases(tiny: bool) -> Iterator[Case]:
         )
 
 
+def layout_cases(tiny: bool) -> Iterator[Case]:
+    """All that touches the cache, in either layout: decode, prefill over a past, the write."""
+    rows_of = [(rows, context, 1) for rows, context in DECODE] + [(4, 8192, 1024)]
+    for (rows, context, queries), layout in product(rows_of[: 1 if tiny else None], ("nhd", "hnd")):
+        case = Rows(1, 20, 1, layout) if tiny else Rows(rows, context, queries, layout)
+        yield Case(f"{layout} {rows} x {context}, {queries} new", [case.attend], case.error, bytes=case.bytes, flops=case.flops)
+    for tokens, layout in product((256, 8192)[: 1 if tiny else None], ("nhd", "hnd")):
+        yield _write_case(3 if tiny else tokens, tokens, layout)
+
+
 def skinny_cases(tiny: bool) -> Iterator[Case]:
     for rows, (size, wide) in product((1, 4, 16), [(64, 48)] if tiny else PRODUCTS):
         yield _product_case("linear", rows, size, wide)
@@ -221,9 +238,9 @@ def small_cases(tiny: bool) -> Iterator[Case]:
         yield _write_case(rows, tokens)
 
 
-def _write_case(rows: int, tokens: int) -> Case:
+def _write_case(rows: int, tokens: int, layout: Layout = "nhd") -> Case:
     qkv = random(rows, (HEADS + 2 * KV_HEADS) * DIM)
-    cache = [torch.zeros(rows // BLOCK + 2, BLOCK, KV_HEADS, DIM, device=DEVICE, dtype=DTYPE) for _ in range(4)]
+    cache = [laid_out(torch.zeros(rows // BLOCK + 2, BLOCK, KV_HEADS, DIM, device=DEVICE, dtype=DTYPE), layout) for _ in range(4)]
     slots = torch.randperm(rows, device=DEVICE) + BLOCK
     positions = torch.randint(0, 4096, (rows,), device=DEVICE)
     angle = torch.outer(torch.arange(4096, device=DEVICE).float(), 1e6 ** -(torch.arange(DIM // 2, device=DEVICE) / (DIM // 2)))
@@ -237,7 +254,7 @@ def _write_case(rows: int, tokens: int) -> Case:
 
     moved = 2 * qkv.numel() * DTYPE.itemsize
     run = lambda: write_kv(qkv, norms, cos, sin, positions, slots, cache[0], cache[1])  # noqa: E731
-    return Case(f"write_kv {tokens} tokens", [run], error, bytes=moved)
+    return Case(f"write_kv {tokens} tokens, {layout}", [run], error, bytes=moved)
 
 
 def sampling_cases(tiny: bool) -> Iterator[Case]:
@@ -257,7 +274,10 @@ def sampling_cases(tiny: bool) -> Iterator[Case]:
         )
 
 
-KINDS = {"decode": decode_cases, "prefill": prefill_cases, "small": small_cases, "sampling": sampling_cases, "skinny": skinny_cases}
+KINDS = {
+    "decode": decode_cases, "prefill": prefill_cases, "small": small_cases, "sampling": sampling_cases, "skinny": skinny_cases,
+    "layouts": layout_cases,
+}  # fmt: skip
 
 
 def line(case: Case) -> str:

@@ -14,6 +14,7 @@ from octavo.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "int8"]
+KVCacheLayout = Literal["auto", "nhd", "hnd"]
 Device = Literal["auto", "cpu", "cuda"]
 CpuIsa = Literal["auto", "portable", "avx2", "avx512", "amx"]
 Quantization = Literal["auto", "none", "int8", "int4"]
@@ -41,6 +42,9 @@ class EngineConfig:
     max_model_len: int | None = _flag(None, "longest sequence, prompt and answer (4096, 32k, auto)")
     block_size: int = _flag(16, "tokens in a block, a power of two from 1 to 256")
     kv_cache_dtype: KVCacheDtype = _flag("auto", "numbers of the KV cache; auto: as dtype; int8: codes, a scale for each token and head")
+    kv_cache_layout: KVCacheLayout = _flag(
+        "auto", "on a GPU: whether a token's heads (nhd) or a head's tokens (hnd) lie side by side in a block; auto: nhd"
+    )
     kv_cache_memory_bytes: int | None = _flag(
         None, "memory for the KV pool (512m, 4g); default: a quarter of memory, at most 4 GiB; on a GPU, what is left of it"
     )
@@ -50,7 +54,9 @@ class EngineConfig:
     max_num_batched_tokens: int | None = _flag(None, "most tokens one step computes; default: 2048, on a GPU 8192")
     enable_prefix_caching: bool = _flag(True, "reuse blocks of earlier prompts and answers")
     scheduling_policy: SchedulingPolicy = _flag("fcfs", "fcfs: by arrival; priority: lower number first")
-    attention_backend: str = _flag("auto", "auto, cpu (paged), triton (paged, for a GPU) or contiguous (the reference)")
+    attention_backend: str = _flag(
+        "auto", "auto, cpu (paged), triton or, where it is installed, flashinfer (paged, for a GPU), or contiguous (the reference)"
+    )
     enforce_eager: bool = _flag(False, "on a GPU: launch every kernel by itself, no CUDA graphs")
     native: bool = _flag(True, "compute with the native CPU kernels: quantised weights stay packed, one call a step")
     cpu_isa: CpuIsa = _flag("auto", "the instructions those may use; auto: the best this CPU has")
@@ -82,6 +88,7 @@ class ResolvedConfig(EngineConfig):
     """With nothing left open that device and model decide (`policy/auto.py`)."""
 
     device: Literal["cpu", "cuda"]
+    kv_cache_layout: Literal["nhd", "hnd"]
     max_num_seqs: int
     max_num_batched_tokens: int
     pipeline_depth: int
@@ -128,6 +135,7 @@ _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "quantization": ("auto", "none", "int8", "int4"),
     "kv_cache_dtype": ("auto", "float32", "bfloat16", "int8"),
+    "kv_cache_layout": ("auto", "nhd", "hnd"),
     "device": ("auto", "cpu", "cuda"),
     "load_format": ("auto", "dummy"),
     "generation_config": ("auto", "none"),

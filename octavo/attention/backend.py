@@ -1,4 +1,4 @@
-"""The attention seam: what a backend is, the registry of them, and how one is chosen.
+"""The attention seam: what a backend is, the registries of them, and how one is chosen.
 
 A backend is built once per layer from an `AttentionSpec`; what it lacks it refuses by name, at start, not in a step.
 `prepare` runs once a step (work shared by all layers), `write` and `attend` once a layer.
@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from torch import Tensor
 
 from octavo.attention.forward_batch import ForwardBatch
+from octavo.config import ResolvedConfig
 from octavo.errors import ConfigError
 
 
@@ -49,7 +50,9 @@ class Rope:
 class AttentionBackend(Protocol):
     name: ClassVar[str]
     dtypes: ClassVar[tuple[str, ...]]
-    layout: ClassVar[Literal["paged", "contiguous"]]
+    paged: ClassVar[bool]  # else every row has a region of its own
+    layouts: ClassVar[tuple[str, ...]]  # of a block, that it reads
+    captured: ClassVar[bool]  # on a device: whether a step with it can be captured as a CUDA graph
     spec: AttentionSpec
     few_rows: int  # up to how many rows of one query it has `attend_few` for: a backend with any is a `FewBackend`
 
@@ -80,10 +83,15 @@ class FewBackend(AttentionBackend, Protocol):
 
 
 # name -> "module:Class", imported when chosen
-REGISTRY = {
+ON_CPU = {
     "cpu": "octavo.attention.cpu:CpuBackend",
     "contiguous": "octavo.attention.contiguous:ContiguousBackend",
     "triton": "octavo.attention.triton:TritonBackend",
+}
+ON_DEVICE = {
+    "triton": "octavo.attention.triton:TritonBackend",
+    "contiguous": "octavo.attention.triton:TritonRegions",
+    "flashinfer": "octavo.attention.flashinfer:FlashInferBackend",
 }
 
 
@@ -94,19 +102,30 @@ def split_heads(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tenso
     return q, k, v
 
 
-def load_backend(name: str) -> type[AttentionBackend]:
-    if name not in REGISTRY:
-        raise ConfigError(f"attention_backend {name!r} is not known; there are auto, {', '.join(REGISTRY)}")
-    module, _, attribute = REGISTRY[name].partition(":")
+def load_backend(name: str, on_device: bool = False) -> type[AttentionBackend]:
+    known, place = (ON_DEVICE, "on a GPU") if on_device else (ON_CPU, "on the CPU")
+    if name not in known:
+        raise ConfigError(f"attention_backend {name!r} is not known {place}; there are auto, {', '.join(known)}")
+    module, _, attribute = known[name].partition(":")
     backend: type[AttentionBackend] = getattr(import_module(module), attribute)
     return backend
 
 
-def choose_backend(name: str, dtype: str, on_device: bool = False) -> type[AttentionBackend]:
-    """The backend for this run, or a refusal that says what it lacks."""
-    backend = load_backend(("triton" if on_device else "cpu") if name == "auto" else name)
+def choose_backend(config: ResolvedConfig, dtype: str, on_device: bool) -> type[AttentionBackend]:
+    """The backend for this run, or a refusal that says what it lacks and what to turn."""
+    default = "triton" if on_device else "cpu"
+    backend = load_backend(default if config.attention_backend == "auto" else config.attention_backend, on_device)
+    name, layout = backend.name, config.kv_cache_layout
     if dtype not in backend.dtypes:
-        raise ConfigError(f"attention backend {backend.name} has no {dtype}; it has {', '.join(backend.dtypes)}")
+        raise ConfigError(f"attention backend {name} has no {dtype}; it has {', '.join(backend.dtypes)}")
+    if layout not in backend.layouts:
+        raise ConfigError(
+            f"kv_cache_layout is {layout}, attention backend {name} has {', '.join(backend.layouts)} alone: leave kv_cache_layout at auto"
+        )
+    if not backend.paged and config.enable_prefix_caching:
+        raise ConfigError(f"attention backend {name} shares no blocks: set enable_prefix_caching=False (--no-enable-prefix-caching)")
+    if on_device and not backend.captured and not config.enforce_eager:
+        raise ConfigError(f"attention backend {name} cannot be captured in CUDA graphs: set enforce_eager=True (--enforce-eager)")
     return backend
 
 

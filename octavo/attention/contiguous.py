@@ -8,7 +8,7 @@ is the very function the paged backend calls.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -28,7 +28,9 @@ class Prepared:
 class ContiguousBackend:
     name: ClassVar[str] = "contiguous"
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
-    layout: ClassVar[Literal["paged", "contiguous"]] = "contiguous"
+    paged: ClassVar[bool] = False
+    layouts: ClassVar[tuple[str, ...]] = ("nhd",)
+    captured: ClassVar[bool] = False
 
     def __init__(self, spec: AttentionSpec) -> None:
         refuse_unsupported(self.name, spec, supported=("window",))

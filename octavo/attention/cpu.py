@@ -17,7 +17,7 @@ that is all a shared prefix is.
 
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,7 +34,9 @@ from octavo.kernels.reference.rotary import rotate
 class CpuBackend:
     name: ClassVar[str] = "cpu"
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
-    layout: ClassVar[Literal["paged", "contiguous"]] = "paged"
+    paged: ClassVar[bool] = True
+    layouts: ClassVar[tuple[str, ...]] = ("nhd",)
+    captured: ClassVar[bool] = False
 
     def __init__(self, spec: AttentionSpec) -> None:
         refuse_unsupported(self.name, spec, supported=("window",))

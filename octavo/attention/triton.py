@@ -6,7 +6,7 @@ equal bits. On tensors of the CPU the kernels' twins run.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,31 +32,33 @@ class Shares:
 class TritonBackend:
     name: ClassVar[str] = "triton"
     dtypes: ClassVar[tuple[str, ...]] = ("float32", "float16", "bfloat16")
-    layout: ClassVar[Literal["paged", "contiguous"]] = "paged"
+    paged: ClassVar[bool] = True
+    layouts: ClassVar[tuple[str, ...]] = ("nhd", "hnd")
+    captured: ClassVar[bool] = True
 
     def __init__(self, spec: AttentionSpec) -> None:
-        refuse_unsupported(self.name, spec, supported=("window",))
+        refuse_unsupported(self.name, spec, supported=SUPPORTED)
         self.spec = spec
-        self.few_rows = few_rows(spec.head_dim)
+        self.few_rows = _few_rows(spec)
 
     @staticmethod
     def prepare(batch: ForwardBatch) -> Shares:
         return Shares(batch)
 
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
-        return write_kv(qkv, _weights(norms), rope.cos, rope.sin, batch.positions[0], batch.slots, cache["k"], cache["v"])
+        return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], batch.slots, cache["k"], cache["v"])
 
     def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
         return paged_attention(
             q, cache["k"], cache["v"], batch.tables, batch.query_start, batch.context_len, self.spec.scale, out, batch.max_query,
-            batch.attention.of(self.spec.window, cache["k"]), self.spec.window, fresh=_fresh(q, self.spec),
+            batch.attention.of(self.spec.window, cache["k"]), self.spec.window, fresh=_fresh(q, self.spec), soft_cap=self.spec.soft_cap,
         )  # fmt: skip
 
     def attend_few(
         self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
         return decode_attention_parts(
-            qkv, _weights(norms), rope.cos, rope.sin, batch.positions[0], batch.slots, batch.tables, batch.context_len,
+            qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], batch.slots, batch.tables, batch.context_len,
             cache["k"], cache["v"], self.spec.scale, self.spec.window,
         )  # fmt: skip
 
@@ -64,55 +66,70 @@ class TritonBackend:
 @dataclass(frozen=True, slots=True)
 class Regions:
     of_rows: Tensor  # [R, 1]
-    of_tokens: Tensor  # [T]
+    blocks: Tensor  # [R, B]: regions are blocks in a row, so that a table counts up from the first of its region
+    slots: Tensor  # [T]
     shares: Shares
 
 
 class TritonRegions:
-    """Over the regions of a contiguous cache: row r owns region r. Padding owns the last one."""
+    """Over the regions of a contiguous cache: row r owns region r. Padding, and tokens behind the last row, own the last one."""
 
-    name: ClassVar[str] = "triton"
+    name: ClassVar[str] = "contiguous"
     dtypes: ClassVar[tuple[str, ...]] = TritonBackend.dtypes
-    layout: ClassVar[Literal["paged", "contiguous"]] = "contiguous"
+    paged: ClassVar[bool] = False
+    layouts: ClassVar[tuple[str, ...]] = ("nhd",)
+    captured: ClassVar[bool] = True
 
     def __init__(self, spec: AttentionSpec) -> None:
+        refuse_unsupported(self.name, spec, supported=SUPPORTED)
         self.spec = spec
-        self.few_rows = few_rows(spec.head_dim)
+        self.few_rows = _few_rows(spec)
 
     @staticmethod
     def prepare(batch: ForwardBatch) -> Regions:
-        regions = torch.where(batch.rows < 0, batch.caches[0]["k"].shape[0] - 1, batch.rows)
-        of_tokens = torch.full_like(batch.slots, -1)
-        starts = batch.query_start.tolist()
-        for region, start, end in zip(regions.tolist(), starts, starts[1:]):
-            of_tokens[start:end] = region
-        return Regions(regions[:, None].contiguous(), of_tokens, Shares(batch))
+        """On the device, without a word from the host."""
+        count, length = batch.caches[0]["k"].shape[:2]
+        device, starts = batch.slots.device, batch.query_start
+        regions = torch.where(batch.rows < 0, count - 1, batch.rows)
+        row_of_token = torch.searchsorted(starts, torch.arange(len(batch.slots), device=device, dtype=starts.dtype), right=True) - 1
+        of_tokens = torch.nn.functional.pad(regions, (0, 1), value=count - 1)[row_of_token]
+        blocks = torch.arange(batch.tables.shape[1], device=device, dtype=regions.dtype)
+        return Regions(
+            of_rows=regions[:, None],
+            blocks=regions[:, None] * (length // batch.block_size) + blocks,
+            slots=of_tokens.long() * length + batch.positions[0],
+            shares=Shares(batch),
+        )
 
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
-        regions = batch.attention.of_tokens
-        slots = (regions % len(cache["k"])) * cache["k"].shape[1] + batch.positions[0]  # of tokens behind the last entry: padding's
-        return write_kv(qkv, _weights(norms), rope.cos, rope.sin, batch.positions[0], slots, cache["k"], cache["v"])
+        slots = batch.attention.slots
+        return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], slots, cache["k"], cache["v"])
 
     def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
         regions: Regions = batch.attention
         return paged_attention(
             q, cache["k"], cache["v"], regions.of_rows, batch.query_start, batch.context_len, self.spec.scale, out, batch.max_query,
             regions.shares.of(self.spec.window, cache["k"]), self.spec.window, paged=False, fresh=_fresh(q, self.spec),
+            soft_cap=self.spec.soft_cap,
         )  # fmt: skip
 
     def attend_few(
         self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
-        """Regions are blocks in a row: a table counts up from the first of its region."""
-        tables, of_tokens = batch.attention.of_rows, batch.attention.of_tokens
-        size = batch.block_size
-        blocks = cache["k"].shape[1] // size
-        k_cache, v_cache = (cache[name].view(-1, size, *cache[name].shape[2:]) for name in "kv")
-        counted = tables * blocks + torch.arange(batch.tables.shape[1], device=tables.device, dtype=tables.dtype)
+        k_cache, v_cache = (cache[name].view(-1, batch.block_size, *cache[name].shape[2:]) for name in "kv")
+        regions: Regions = batch.attention
         return decode_attention_parts(
-            qkv, _weights(norms), rope.cos, rope.sin, batch.positions[0], of_tokens * blocks * size + batch.positions[0], counted,
+            qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], regions.slots, regions.blocks,
             batch.context_len, k_cache, v_cache, self.spec.scale, self.spec.window,
         )  # fmt: skip
+
+
+SUPPORTED = ("window", "soft_cap")
+
+
+def _few_rows(spec: AttentionSpec) -> int:
+    """The kernel of a few rows caps no scores."""
+    return few_rows(spec.head_dim) if spec.soft_cap is None else 0
 
 
 def _fresh(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -122,5 +139,5 @@ def _fresh(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def _weights(norms: QKNorm | None) -> tuple[Tensor, Tensor, float] | None:
+def norm_weights(norms: QKNorm | None) -> tuple[Tensor, Tensor, float] | None:
     return None if norms is None else (norms.q_weight, norms.k_weight, norms.eps)

@@ -73,14 +73,17 @@ def paged_attention(
     window: int | None = None,
     paged: bool = True,
     fresh: tuple[Tensor, Tensor] | None = None,  # k and v of q's tokens, as write_kv leaves them in qkv: the same as in the cache
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Attention of each row's queries, the last of its context, over its keys and values; fills and returns out."""
     if not q.is_cuda:
-        return reference_attention.paged_attention(q, k_cache, v_cache, tables, query_start, context_len, scale, out, window)
+        rows = tables, query_start, context_len
+        return reference_attention.paged_attention(q, k_cache, v_cache, *rows, scale, out, window, soft_cap=soft_cap)
     kernels = _triton("attention")
     kernels.paged_attention(
-        q, k_cache, v_cache, tables, query_start, context_len, scale, out, max_query, window, paged=paged, shares=shares, fresh=fresh
-    )
+        q, k_cache, v_cache, tables, query_start, context_len, scale, out, max_query, window, paged=paged, shares=shares, fresh=fresh,
+        soft_cap=soft_cap,
+    )  # fmt: skip
     return out
 
 

@@ -4,6 +4,7 @@
     max_num_seqs              256      512
     max_num_batched_tokens    2,048    8,192
     pipeline_depth            1        2: the host plans while the device works
+    kv_cache_layout           nhd      nhd
 
 What was asked for stays, and what was not gives way to it: a step holds at least one token of every row.
 """
@@ -27,6 +28,7 @@ def resolved(config: EngineConfig, device: Literal["cpu", "cuda"]) -> ResolvedCo
         seqs = min(MAX_NUM_SEQS[device], tokens or BATCHED_TOKENS[device])
     settled: dict[str, Any] = {
         "device": device,
+        "kv_cache_layout": "nhd" if config.kv_cache_layout == "auto" else config.kv_cache_layout,
         "max_num_seqs": seqs,
         "max_num_batched_tokens": tokens or max(BATCHED_TOKENS[device], seqs),
         "pipeline_depth": config.pipeline_depth or PIPELINE_DEPTH[device],

@@ -17,6 +17,7 @@ from octavo.policy.model_size import SCALE_AND_OFFSET, Codes, Kept, Matrix, kept
 MIB = 2**20
 CONTEXT = 520 * MIB  # of a process, once CUDA has started
 LIBRARIES = 100 * MIB  # compiled kernels, and the workspaces of cuBLAS: taken while the engine starts
+FLASHINFER = 144 * MIB  # its workspaces, of a step with two kinds of layers
 WORD = 4  # bytes
 CODE_WORD, SPAN = 16, 32  # bits, and columns that follow each other in the words of a matrix
 ROW_HEAD = 16  # words before the block table

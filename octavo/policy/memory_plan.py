@@ -22,7 +22,7 @@ from octavo.errors import ConfigError
 from octavo.model_config import ModelConfig
 from octavo.policy.activations import FLOAT32, StepLoad, loaded_bytes, step_bytes
 from octavo.policy.cache_spec import ITEM_BYTES, CacheGeometry, LayerCacheSpec
-from octavo.policy.gpu_size import CONTEXT, gpu_graph_bytes, gpu_row_bytes, gpu_step_bytes
+from octavo.policy.gpu_size import CONTEXT, FLASHINFER, gpu_graph_bytes, gpu_row_bytes, gpu_step_bytes
 from octavo.policy.gpu_size import LIBRARIES as GPU_LIBRARIES
 from octavo.policy.native_size import native_step_bytes
 
@@ -158,8 +158,9 @@ class _Planner:
         needs, model, size = self.needs, self.needs.config, config.block_size
         tokens = (num_blocks - 1) * size
         table_blocks = -(-max_len // size)
-        contiguous = config.attention_backend == "contiguous"  # a region for every row
-        kv_cache = (config.max_num_seqs * table_blocks if contiguous else num_blocks) * size * needs.bytes_per_token
+        contiguous = config.attention_backend == "contiguous"  # a region for every row, on a GPU one for padding
+        regions = config.max_num_seqs + (needs.device == "cuda")
+        kv_cache = (regions * table_blocks if contiguous else num_blocks) * size * needs.bytes_per_token
         if needs.device == "cuda":
             return self._gpu_use(config, kv_cache, tokens, max_len)
         load = StepLoad(
@@ -193,7 +194,7 @@ class _Planner:
             activations=gpu_step_bytes(model, item, load),
             graphs=graphs,
             rows=gpu_row_bytes(model, rows, config.max_num_batched_tokens, max_len, -(-max_len // config.block_size)),
-            other=CONTEXT + GPU_LIBRARIES,
+            other=CONTEXT + GPU_LIBRARIES + (FLASHINFER if config.attention_backend == "flashinfer" else 0),
         )
 
     def plan(self, config: ResolvedConfig) -> MemoryPlan:

@@ -1,6 +1,6 @@
 """The bytes of the cache: named buffers per layer, laid out as a backend likes them. It chooses no id; plans do.
 
-    paged         [num_blocks, block_size, *token]     copies move whole blocks, all reads before any write
+    paged         [num_blocks, block_size, *token]     copies move whole blocks, all reads before any write; in either layout
     contiguous    [num_rows, max_len, *token]          a fork copies its parent's row
 
 Memory is reserved but not touched: a large pool costs nothing until it is used.
@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from octavo.kernels.cache_layout import Layout, empty_cache
 from octavo.kernels.ops import copy_blocks
 from octavo.messages import StepPlan
 from octavo.policy.block_pool import NULL_BLOCK
@@ -28,10 +29,10 @@ class KVStore(Protocol):
         """What a plan moves inside the cache, before its forward."""
 
 
-def _allocate(specs: list[LayerCacheSpec], places: int, tokens: int, device: torch.device) -> Caches:
+def _allocate(specs: list[LayerCacheSpec], places: int, tokens: int, device: torch.device, layout: Layout = "nhd") -> Caches:
     return [
         {
-            name: torch.empty(places, tokens, *buffer.shape, dtype=getattr(torch, buffer.dtype), device=device)  # [places, tokens, *token]
+            name: empty_cache(layout, (places, tokens, *buffer.shape), getattr(torch, buffer.dtype), device)
             for name, buffer in spec.buffers.items()
         }
         for spec in specs
@@ -46,8 +47,10 @@ def poison(caches: Caches, block: int) -> None:
 
 
 class PagedStore:
-    def __init__(self, specs: list[LayerCacheSpec], num_blocks: int, block_size: int, device: torch.device = CPU) -> None:
-        self.caches = _allocate(specs, num_blocks, block_size, device)
+    def __init__(
+        self, specs: list[LayerCacheSpec], num_blocks: int, block_size: int, device: torch.device = CPU, layout: Layout = "nhd"
+    ) -> None:
+        self.caches = _allocate(specs, num_blocks, block_size, device, layout)
         for cache in self.caches:
             for buffer in cache.values():
                 buffer[NULL_BLOCK] = 0  # tables are padded with it

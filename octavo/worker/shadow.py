@@ -15,7 +15,7 @@ attention function runs over the regions, and must give the same output. The fir
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -164,12 +164,13 @@ def shadowed(
     class ShadowedBackend:
         name: ClassVar[str] = paged_backend.name
         dtypes: ClassVar[tuple[str, ...]] = paged_backend.dtypes
-        layout: ClassVar[Literal["paged", "contiguous"]] = paged_backend.layout
+        paged: ClassVar[bool] = paged_backend.paged
+        layouts: ClassVar[tuple[str, ...]] = paged_backend.layouts
+        captured: ClassVar[bool] = paged_backend.captured
 
         def __init__(self, spec: AttentionSpec) -> None:
-            self.paged, self.plain = paged_backend(spec), plain_backend(spec)
-            self.spec, self.few_rows = spec, self.paged.few_rows
-            self.layer = next(layers)
+            self.over_blocks, self.over_regions = paged_backend(spec), plain_backend(spec)
+            self.spec, self.few_rows, self.layer = spec, self.over_blocks.few_rows, next(layers)
 
         @staticmethod
         def prepare(batch: ForwardBatch) -> Any:
@@ -182,18 +183,18 @@ def shadowed(
 
         def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
             if not shadow.watches:
-                return self.paged.write(qkv, norms, rope, cache, batch)
+                return self.over_blocks.write(qkv, norms, rope, cache, batch)
             paged, plain = batch.attention
-            self.plain.write(qkv.clone(), norms, rope, shadow.regions.caches[self.layer], plain)
-            return self.paged.write(qkv, norms, rope, cache, paged)
+            self.over_regions.write(qkv.clone(), norms, rope, shadow.regions.caches[self.layer], plain)
+            return self.over_blocks.write(qkv, norms, rope, cache, paged)
 
         def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
             if not shadow.watches:
-                return self.paged.attend(q, cache, batch, out)
+                return self.over_blocks.attend(q, cache, batch, out)
             paged, plain = batch.attention
             shadow.compare_caches(self.layer, cache, batch)
-            reference = self.plain.attend(q, shadow.regions.caches[self.layer], plain, torch.empty_like(out))
-            out = self.paged.attend(q, cache, paged, out)
+            reference = self.over_regions.attend(q, shadow.regions.caches[self.layer], plain, torch.empty_like(out))
+            out = self.over_blocks.attend(q, cache, paged, out)
             used = int(batch.query_start[-1])  # behind it, in a padded step, lies whatever was there
             shadow.compare_outputs(self.layer, out[:used], reference[:used])
             return out
@@ -201,7 +202,7 @@ def shadowed(
         def attend_few(
             self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch
         ) -> tuple[Tensor, Tensor]:
-            both = cast(FewBackend, self.paged), cast(FewBackend, self.plain)
+            both = cast(FewBackend, self.over_blocks), cast(FewBackend, self.over_regions)
             if not shadow.watches:
                 return both[0].attend_few(qkv, norms, rope, cache, batch)
             paged, plain = batch.attention

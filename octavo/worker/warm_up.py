@@ -5,7 +5,6 @@ knows of them. A model that cannot run at all shows it here, before anybody is t
 """
 
 from array import array
-from typing import Literal
 
 from octavo.config import Debug
 from octavo.messages import NoiseKey, RowWrite, StepPlan
@@ -22,12 +21,12 @@ PROMPT_TOKENS = 2
 
 
 def warm_up(
-    program: Program, sampling: Sampling, specs: list[LayerCacheSpec], geometry: CacheGeometry, layout: Literal["paged", "contiguous"]
+    program: Program, sampling: Sampling, specs: list[LayerCacheSpec], geometry: CacheGeometry, paged: bool
 ) -> None:
     size, prompt = geometry.block_size, min(PROMPT_TOKENS, geometry.max_model_len - 1)
     blocks = -(-(prompt + 1) // size)
     store: KVStore
-    if layout == "paged":
+    if paged:
         store = PagedStore(specs, 1 + blocks, size)  # block 0 is the null block
     else:
         store = ContiguousStore(specs, 1, blocks * size)

@@ -72,11 +72,9 @@ class Worker:
         threads = self.library.threads if self.library else 0
         self.needs = self._shape().needs(self.dtype, config.quantization, config.kv_cache_dtype, threads, config.device)
         self.specs = self.needs.specs
-        self.backend = choose_backend(config.attention_backend, self.dtype, self.on_device)
-        if self.backend.layout == "contiguous" and config.enable_prefix_caching:
-            raise ConfigError(
-                f"attention backend {self.backend.name} shares no blocks: set enable_prefix_caching=False (--no-enable-prefix-caching)"
-            )
+        self.backend = choose_backend(config, self.dtype, self.on_device)
+        if shadow and self.backend.name == "flashinfer":
+            raise ConfigError("attention backend flashinfer reads blocks alone and cannot be verified: leave attention_backend at auto")
 
     def start(self) -> CacheGeometry:
         torch.set_num_threads(num_threads() if self.library is None else 1)  # the native library has threads of its own
@@ -100,7 +98,7 @@ class Worker:
         self.runner = ModelRunner(program, sampling, self.store, self.table, geometry.block_size, self.faults)
         if not self._shadow_wanted:  # it would compare the warm-up with a cache that has not seen it
             watch = Stopwatch()
-            warm_up(program, sampling, self.specs, geometry, self.backend.layout)
+            warm_up(program, sampling, self.specs, geometry, self.backend.paged)
             logger.info("Warm-up took %.2f seconds", watch.total())
 
     def _reserve(self, geometry: CacheGeometry) -> None:
@@ -151,7 +149,8 @@ class Worker:
         from octavo.kernels.triton.ahead import Ahead  # triton need not be installed where there is no GPU
 
         dtype, rows = getattr(torch, self.dtype), self.config.max_num_seqs
-        return Ahead(self.model_config, dtype, geometry.block_size, rows, geometry.max_model_len, self.device).start()
+        layout = self.config.kv_cache_layout
+        return Ahead(self.model_config, dtype, geometry.block_size, rows, geometry.max_model_len, self.device, layout).start()
 
     def forward(self, plan: StepPlan) -> None:
         self.runner.forward(plan)
@@ -184,10 +183,10 @@ class Worker:
         return shape
 
     def _make_store(self, geometry: CacheGeometry) -> KVStore:
-        if self.backend.layout == "paged":
-            return PagedStore(self.specs, geometry.num_blocks, geometry.block_size, self.device)
-        blocks = -(-geometry.max_model_len // geometry.block_size)
-        return ContiguousStore(self.specs, self.config.max_num_seqs, blocks * geometry.block_size)
+        if self.backend.paged:
+            return PagedStore(self.specs, geometry.num_blocks, geometry.block_size, self.device, self.config.kv_cache_layout)
+        regions, blocks = self.config.max_num_seqs + self.on_device, -(-geometry.max_model_len // geometry.block_size)
+        return ContiguousStore(self.specs, regions, blocks * geometry.block_size, self.device)  # on a device the last is padding's
 
     def _add_shadow(self, geometry: CacheGeometry) -> None:
         self.shadow = Shadow(self.specs, self.config.max_num_seqs, geometry.max_model_len, geometry.block_size, self.device)

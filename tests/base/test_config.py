@@ -17,6 +17,7 @@ BAD: dict[str, list[Any]] = {
     "quantization": ["awq", "fp8", "int2", None, 4],
     "device": ["gpu", "mps", "", None, 5],
     "kv_cache_dtype": ["float16", "int4", "", None, 8],
+    "kv_cache_layout": ["ndh", "NHD", "", None, 1],
     "load_format": ["pt", None],
     "generation_config": ["vllm", None],
     "native": ["yes", None],

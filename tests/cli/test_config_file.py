@@ -24,6 +24,7 @@ WAYS: dict[str, list[tuple[str, list[str], Any]]] = {
                       ('"auto"', ["--max-model-len", "auto"], None)],
     "block_size": [("32", ["--block-size", "32"], 32)],
     "kv_cache_dtype": [('"int8"', ["--kv-cache-dtype", "int8"], "int8")],
+    "kv_cache_layout": [('"hnd"', ["--kv-cache-layout", "hnd"], "hnd")],
     "kv_cache_memory_bytes": [('"512M"', ["--kv-cache-memory-bytes", "512m"], 2**29)],
     "gpu_memory_utilization": [("0.5", ["--gpu-memory-utilization", "0.5"], 0.5), ("1", ["--gpu-memory-utilization=1"], 1.0)],
     "num_gpu_blocks_override": [("1_000", ["--num-gpu-blocks-override", "1000"], 1000)],

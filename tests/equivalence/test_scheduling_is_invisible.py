@@ -1,8 +1,13 @@
 """The same request gives the same greedy text in float32, whatever happens around it, also on a GPU: there, too, the CPU's text."""
 
+from typing import Any
+
 import pytest
+from torch import Tensor
 
 from octavo import LLM, RequestOutput, SamplingParams
+from octavo.kernels.cache_layout import Layout, empty_cache
+from octavo.worker import kv_store
 from tests.support.greedy import same_greedy_text
 from tests.support.models import tiny_model
 
@@ -91,12 +96,34 @@ def test_in_a_pool_too_small_for_all(folder: str, alone: list[RequestOutput], ru
     assert agree(alone, outputs)
 
 
-def test_without_blocks_at_all(folder: str, alone: list[RequestOutput]) -> None:
-    with LLM(
-        folder, device="cpu", dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=400, max_num_seqs=8,
+def test_without_blocks_at_all(folder: str, alone: list[RequestOutput], runner: str) -> None:
+    with LLM(  # with not a row to spare
+        folder, device="cpu", dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=400, max_num_seqs=len(TARGETS),
         attention_backend="contiguous", enable_prefix_caching=False,
     ) as llm:  # fmt: skip
         assert agree(alone, llm.generate(TARGETS, PARAMS, use_tqdm=False))
+
+
+def test_a_caches_layout_does_not_show_in_any_bit(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefixes shared, samples forked by copies of blocks, rows preempted, in few blocks."""
+    monkeypatch.setenv("OCTAVO_DEBUG", "runner=device,check=1,preempt.every=5")
+    params = SamplingParams(temperature=0.8, n=3, seed=7, max_tokens=20, ignore_eos=True, logprobs=4)
+    told, layouts = [], set()
+
+    def noted(layout: Layout, *given: Any) -> Tensor:
+        layouts.add(layout)
+        return empty_cache(layout, *given)
+
+    monkeypatch.setattr(kv_store, "empty_cache", noted)
+    for layout in ("nhd", "hnd"):
+        with LLM(
+            folder, dtype="bfloat16", skip_tokenizer_init=True, num_gpu_blocks_override=60, max_num_seqs=8, block_size=4,
+            kv_cache_layout=layout,  # type: ignore[arg-type]
+        ) as llm:  # fmt: skip
+            outputs = llm.generate([*TARGETS, TARGETS[4]], params, use_tqdm=False)
+            assert llm.stats().preemptions > 0 and outputs[-1].num_cached_tokens > 0
+            told.append([(sample.token_ids, sample.logprobs) for output in outputs for sample in output.outputs])
+    assert told[0] == told[1] and layouts == {"nhd", "hnd"}
 
 
 def test_samples_of_one_seed_do_not_depend_on_the_batch(folder: str, runner: str) -> None:

@@ -60,11 +60,11 @@ def test_tiny_model_agrees_at_both_depths_and_other_block_sizes(folder: str, dep
     assert verified.kernels.startswith("native ") == native and verified.kv_cache_dtype == cache
 
 
-@pytest.mark.parametrize("depth, block_size", [(1, 2), (2, 16)])
-def test_steps_on_a_device_agree(folder: str, depth: int, block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("depth, block_size, layout", [(1, 2, "hnd"), (2, 16, "nhd")])
+def test_steps_on_a_device_agree(folder: str, depth: int, block_size: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, padded steps and all; the kernels' twins compute."""
     monkeypatch.setenv("OCTAVO_DEBUG", "runner=device")
-    verified = run(folder, depth=depth, block_size=block_size)
+    verified = run(folder, depth=depth, block_size=block_size, kv_cache_layout=layout)
     assert verified.compared.cache_values > 100_000 and verified.compared.output_values > 10_000
 
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import AttentionBackend, AttentionSpec, QKNorm, Rope, choose_backend
+from octavo.attention.backend import AttentionBackend, AttentionSpec, QKNorm, Rope, load_backend
 from octavo.attention.contiguous import ContiguousBackend
 from octavo.attention.cpu import CpuBackend
 from octavo.attention.row_groups import SLACK, group_rows
+from octavo.attention.triton import TritonBackend, TritonRegions
 from octavo.errors import ConfigError
 from tests.support.batches import Pool
 
@@ -57,7 +58,9 @@ def run(backend: type[AttentionBackend], pool: Pool, steps: Steps, spec: Attenti
     return outputs
 
 
-def naive(steps: Steps, dtype: torch.dtype, window: int | None, norms: QKNorm | None = None) -> list[Tensor]:
+def naive(
+    steps: Steps, dtype: torch.dtype, window: int | None, norms: QKNorm | None = None, soft_cap: float | None = None
+) -> list[Tensor]:
     """Token by token and head by head in float64, over plain lists instead of caches."""
     past: dict[int, list[tuple[Tensor, Tensor]]] = {}
     outputs = []
@@ -74,7 +77,8 @@ def naive(steps: Steps, dtype: torch.dtype, window: int | None, norms: QKNorm | 
             keys, values = (torch.stack(part) for part in zip(*seen[-(window or MAX_LEN) :]))
             for head, query in enumerate(turn(q[i], angle)):
                 kv = head // (HEADS // KV_HEADS)
-                weights = torch.softmax(keys[:, kv] @ query * HEAD_DIM**-0.5, 0)
+                scores = keys[:, kv] @ query * HEAD_DIM**-0.5
+                weights = torch.softmax(scores if soft_cap is None else soft_cap * (scores / soft_cap).tanh(), 0)
                 result.append(weights @ values[:, kv])
         outputs.append(torch.stack(result).view(-1, HEADS, HEAD_DIM))
     return outputs
@@ -98,6 +102,15 @@ def test_attention_agrees_with_naive_float64(backend: type[AttentionBackend], si
     got = run(backend, new_pool(size), steps, replace(SPEC, window=window))
     for ours, exact in zip(got, naive(steps, torch.float32, window), strict=True):
         torch.testing.assert_close(ours.double(), exact, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "window", "soft_cap"), [(1, None, None), (2, 5, 0.3), (16, None, 0.3)])
+def test_twins_of_a_gpus_kernels_agree_with_naive_float64_and_without_blocks(size: int, window: int | None, soft_cap: float | None) -> None:
+    steps, spec = lengths_around_a_block(size), replace(SPEC, window=window, soft_cap=soft_cap)
+    paged, contiguous = (run(backend, new_pool(size), steps, spec) for backend in (TritonBackend, TritonRegions))
+    for ours, theirs, exact in zip(paged, contiguous, naive(steps, torch.float32, window, soft_cap=soft_cap), strict=True):
+        torch.testing.assert_close(ours.double(), exact, atol=2e-6, rtol=1e-5)
+        assert torch.equal(ours, theirs)
 
 
 def test_heads_are_normalised_before_they_are_rotated() -> None:
@@ -176,4 +189,13 @@ def test_groups_hold_each_row_once_and_pad_no_row_by_much_more_than_half() -> No
 @pytest.mark.parametrize("name", ["cpu", "contiguous"])
 def test_what_a_backend_lacks_is_refused_by_name(name: str, field: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{name}.*{next(iter(field))}"):
-        choose_backend(name, "float32")(replace(SPEC, **field))
+        load_backend(name)(replace(SPEC, **field))
+
+
+@pytest.mark.parametrize("name", ["triton", "contiguous"])
+def test_what_kernels_of_a_gpu_lack_is_refused_and_capped_scores_have_none_for_a_few_rows(name: str) -> None:
+    backend = load_backend(name, on_device=True)
+    for field in ({"sinks": True}, {"alibi": True}, {"kind": "encoder"}):
+        with pytest.raises(ConfigError, match=f"{name}.*{next(iter(field))}"):
+            backend(replace(SPEC, **field))
+    assert backend(SPEC).few_rows > 0 and backend(replace(SPEC, soft_cap=30.0)).few_rows == 0

@@ -18,6 +18,7 @@ Place = Literal["cpu", "cuda"]
 def test_defaults_are_those_of_the_device(device: Place, expected: tuple[int, int, int]) -> None:
     config = resolved(EngineConfig(), device)
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.pipeline_depth) == expected and config.device == device
+    assert (config.kv_cache_layout, resolved(EngineConfig(kv_cache_layout="hnd"), device).kv_cache_layout) == ("nhd", "hnd")
 
 
 NUMBER = st.none() | st.integers(1, 20_000)
@@ -29,7 +30,7 @@ def test_what_was_asked_for_stays_and_the_rest_gives_way(device: Place, seqs: in
         return
     asked = EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens, pipeline_depth=depth, seed=7, dtype="float32")  # type: ignore[arg-type]
     config = resolved(asked, device)
-    open_fields = [name for name, value in asdict(asked).items() if value is None] + ["device"]
+    open_fields = [name for name, value in asdict(asked).items() if value is None] + ["device", "kv_cache_layout"]
     assert {name: value for name, value in asdict(config).items() if name not in open_fields}.items() <= asdict(asked).items()
     assert 1 <= config.max_num_seqs <= config.max_num_batched_tokens and config.pipeline_depth in (1, 2)
     assert resolved(config, device) == config  # nothing is left to be decided

@@ -60,6 +60,12 @@ def test_graphs_are_estimated_until_they_are_measured_and_eager_steps_have_none(
     assert blocks == sorted(blocks) and len(set(blocks)) == 3
 
 
+def test_regions_have_one_for_padding_and_flashinfer_has_its_workspaces() -> None:
+    regions = plan(attention_backend="contiguous", max_num_seqs=8, max_model_len=160, num_gpu_blocks_override=1000)
+    assert regions.use.kv_cache == (8 + 1) * 160 * regions.geometry.bytes_per_token
+    assert plan(attention_backend="flashinfer").use.other - plan().use.other == (128 + 2 * 8) * MIB
+
+
 def test_weights_are_counted_as_they_lie_on_the_device() -> None:
     assert gpu_weight_bytes(SMALL, 2, {}) == 2 * num_parameters(SMALL)
     codes = {part: Codes(4, 32) for matrix in matrices(SMALL) if matrix.name != "head" for part in matrix.parts}

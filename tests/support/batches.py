@@ -70,7 +70,7 @@ class Pool:
             slots=self.tables[token_rows, positions // self.block_size] * self.block_size + positions % self.block_size,
             sample_index=query_start[1:] - 1,
             sample_row=torch.tensor(rows),
-            caches=self.paged if backend.layout == "paged" else self.contiguous,
+            caches=self.paged if backend.paged else self.contiguous,
             block_size=self.block_size,
         )
         batch.attention = backend.prepare(batch)

@@ -18,6 +18,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from octavo.kernels.asks import HEAD
+from octavo.kernels.cache_layout import Layout, empty_cache
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.activation import silu_and_mul
 from octavo.kernels.triton.adjust import adjust
@@ -69,10 +70,12 @@ def compile_only() -> list[str]:
     return taken
 
 
-def compile_attention(dim: int, dtype: torch.dtype, heads: int, kv_heads: int = 8, **options: Any) -> None:
+def compile_attention(
+    dim: int, dtype: torch.dtype, heads: int, kv_heads: int = 8, layout: Layout = "nhd", **options: Any
+) -> None:
     """Prefill of rows in blocks and in this step's qkv, and decode."""
     index, tables = torch.zeros(5, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
-    cache = torch.empty(9, 16, kv_heads, dim, dtype=dtype)
+    cache = empty_cache(layout, (9, 16, kv_heads, dim), dtype, torch.device("cpu"))
     q, k, v = torch.empty(4, heads + 2 * kv_heads, dim, dtype=dtype).split([heads, kv_heads, kv_heads], 1)
     out = torch.empty(q.shape, dtype=dtype)
     for fresh in (None, (k, v)):
@@ -90,11 +93,11 @@ def main() -> None:
     turns = torch.empty(64, dim // 2)
     write_kv(qkv, norms, turns, turns, index, index, cache, cache)
     compile_attention(dim, torch.bfloat16, heads)
-    compile_attention(dim, torch.bfloat16, heads // 2, window=100)
+    compile_attention(dim, torch.bfloat16, heads // 2, layout="hnd", window=100)
     for head_dim in (80, 256):
         learned = torch.ones(heads)
         compile_attention(head_dim, torch.bfloat16, heads, soft_cap=30.0, sinks=learned, slopes=learned)
-    compile_attention(dim, torch.float32, heads)
+    compile_attention(dim, torch.float32, heads, layout="hnd")
     copy_blocks([cache], [(1, 2)])
     for rows in (1, 4):
         few = tables.narrow(0, 0, rows), index[:rows]

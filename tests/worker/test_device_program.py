@@ -1,6 +1,5 @@
 """Shapes that steps are padded to, and the words a plan becomes: what does not need a model."""
 
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -44,13 +43,6 @@ def test_every_step_fits_into_its_shape_and_decode_stays_decode(rows: int, budge
     assert shape.decodes == (count == tokens)
     if shape not in shapes(rows, budget, 2048):
         assert shape == Shape(count, tokens) and tokens > 2048
-
-
-def test_steps_without_a_graph_are_cut_as_graphs_are() -> None:
-    """How often attention cuts a context follows from the bound: another one would be other bits, and another kernel."""
-    program = SimpleNamespace(run=lambda shape, max_context: (shape, max_context))
-    runs = Steps(program, 8, 512, 4096)  # type: ignore[arg-type]
-    assert [runs.run(shape) for shape in (Shape(8, 8), Shape(3, 5000))] == [(Shape(8, 8), 4096), (Shape(3, 5000), 4096)]
 
 
 @pytest.mark.parametrize("shape", [Shape(4, 4), Shape(5, 64)])

@@ -2,7 +2,6 @@
 
 from torch import Tensor
 
-from octavo.kernels.reference.attention import store
 from octavo.kernels.reference.norm import rms_norm
 from octavo.kernels.reference.rotary import rotate
 
@@ -28,6 +27,6 @@ def write_kv(
     turns = cos[positions], sin[positions]  # [T, head_dim / 2] each
     q.copy_(rotate(normed_q, *turns))
     k.copy_(rotate(normed_k, *turns))
-    store(k_cache, k, slots)
-    store(v_cache, v, slots)
+    places = slots // k_cache.shape[1], slots % k_cache.shape[1]  # a cache may be strided: there is no view of it by slots
+    k_cache[places], v_cache[places] = k, v
     return q

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.asks import HEAD
+from octavo.kernels.cache_layout import Layout, empty_cache
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.row_words import RowLayout
 from octavo.kernels.step_tensors import StepMemory
@@ -37,8 +38,17 @@ Call = Callable[[], object]
 class Ahead:
     """Calls of every kernel, on tensors of the model's shape."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, block_size: int, max_rows: int, max_len: int, device: torch.device) -> None:
-        self.config, self.dtype, self.size, self.device = config, dtype, block_size, device
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        block_size: int,
+        max_rows: int,
+        max_len: int,
+        device: torch.device,
+        layout: Layout = "nhd",
+    ) -> None:
+        self.config, self.dtype, self.size, self.device, self.layout = config, dtype, block_size, device, layout
         self.max_rows, self.max_len = max_rows, max_len
 
     def start(self) -> "list[Future[None]]":
@@ -147,7 +157,8 @@ class Ahead:
         return table, table
 
     def cache(self) -> Tensor:
-        return self.numbers(2, self.size, self.config.num_kv_heads, self.config.head_dim)
+        shape = 2, self.size, self.config.num_kv_heads, self.config.head_dim
+        return empty_cache(self.layout, shape, self.dtype, self.device).zero_()
 
     def numbers(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)

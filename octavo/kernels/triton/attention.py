@@ -1,6 +1,6 @@
 """Attention over a KV cache: rows of one query go to the decode kernel, rows of more to the prefill kernel.
 
-    paged         cache [num_blocks, block_size, kv_heads, head_dim], tables [R, B]: the blocks of each row
+    paged         cache [num_blocks, block_size, kv_heads, head_dim] in any layout, tables [R, B]: the blocks of each row
     contiguous    cache [num_rows, max_len, kv_heads, head_dim], tables [R, 1]: the region of each row
 
 Both run the same tiles in the same order, so with equal bytes in the caches the results are equal bit for bit. Nothing here
@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from octavo.kernels.cache_layout import tokens_together
 from octavo.kernels.share_words import num_lines
 from octavo.kernels.triton.attention_decode import decode, merge
 from octavo.kernels.triton.attention_parts import LOG2_E
@@ -57,7 +58,7 @@ def paged_attention(
     capped, sloped = soft_cap is not None, slopes is not None
     shared = {
         "Q_STRIDE": q.stride(0), "HEADS": heads, "KV_HEADS": kv_heads, "DIM": head_dim, "DIM_TILE": triton.next_power_of_2(head_dim),
-        "BLOCK_SIZE": size if paged else 1, "PAGED": paged, "CAPPED": capped, "SLOPED": sloped,
+        "BLOCK_SIZE": size if paged else 1, "PAGED": paged, "TOGETHER": tokens_together(k_cache), "CAPPED": capped, "SLOPED": sloped,
         "WITH_SINKS": sinks is not None, "WITH_LSE": lse is not None,
     }  # fmt: skip
     tensors = q, k_cache, v_cache, tables, query_start, context_len, out, lse, sinks, slopes
@@ -134,4 +135,4 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, out: Ten
     assert not paged or (size == triton.next_power_of_2(size) and size <= 256), f"block size {size}"
     assert q.shape[1] % kv_heads == 0, f"{q.shape[1]} heads over {kv_heads} KV heads"
     assert q.stride()[1:] == (head_dim, 1) and tables.stride(1) == 1 and out.is_contiguous() and scale > 0
-    assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape == v_cache.shape
+    assert k_cache.shape == v_cache.shape and k_cache.stride() == v_cache.stride() and (paged or k_cache.is_contiguous())

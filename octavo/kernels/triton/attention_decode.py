@@ -14,7 +14,7 @@ it cannot end.
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.attention_parts import HIDDEN, LN_2, LOG2E, LOWEST, begin, finish, load_lines, mix, score, slots_of, weigh
+from octavo.kernels.triton.attention_parts import HIDDEN, LN_2, LOG2E, LOWEST, begin, finish, load_lines, mix, places_of, score, weigh
 from octavo.kernels.triton.decode_shares import AT_ALL, AT_SHARE, load_line
 from octavo.kernels.triton.dependent import begin as begin_dependents
 from octavo.kernels.triton.dependent import wait
@@ -48,6 +48,7 @@ def decode(
     GROUP_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAGED: tl.constexpr,
+    TOGETHER: tl.constexpr,
     CAPPED: tl.constexpr,
     SLOPED: tl.constexpr,
     WITH_SINKS: tl.constexpr,
@@ -92,7 +93,7 @@ def decode(
         for position_0 in tl.range(low, high, TILE, num_stages=STAGES):
             position = position_0 + tl.arange(0, TILE)
             inside = position < high
-            of_keys = (slots_of(table, position, inside, region_size, BLOCK_SIZE, PAGED) * KV_HEADS + kv_head) * DIM
+            of_keys = places_of(table, position, inside, kv_head, region_size, KV_HEADS, DIM, BLOCK_SIZE, PAGED, TOGETHER)
             keys = load_lines(k_cache, of_keys, inside, DIM, DIM_TILE, True)
             behind = (position - (end - 1))[None, :]
             scores = tl.where(inside[None, :], score(queries, keys, scale, cap, slope, behind, CAPPED, SLOPED), HIDDEN)

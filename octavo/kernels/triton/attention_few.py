@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton.attention_parts import HIDDEN, LOG2_E, LOWEST, finish, mix, slots_of, weigh
+from octavo.kernels.cache_layout import tokens_together
+from octavo.kernels.triton.attention_parts import HIDDEN, LOG2_E, LOWEST, finish, mix, place_of, places_of, weigh
 from octavo.kernels.triton.attention_tiles import MIN_DOT
 from octavo.kernels.triton.dependent import begin, can_depend, wait
 from octavo.kernels.triton.few_tiles import DecodeTiles, decode_tiles
@@ -55,6 +56,7 @@ def decode_few(
     DIM: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    TOGETHER: tl.constexpr,
     NORM: tl.constexpr,
     WINDOWED: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -104,7 +106,7 @@ def decode_few(
     table = tables + row.to(tl.int64) * table_width
     lane = tl.arange(0, TILE)
     inside = low + lane < high
-    place = (slots_of(table, low + lane, inside, 0, BLOCK_SIZE, True) * KV_HEADS + kv_head) * DIM
+    place = places_of(table, low + lane, inside, kv_head, 0, KV_HEADS, DIM, BLOCK_SIZE, True, TOGETHER)
     keys = tl.load(k_cache + place[:, None] + dim[None, :], mask=inside[:, None], other=0.0)
     values = tl.load(v_cache + place[:, None] + dim[None, :], mask=inside[:, None], other=0.0)
 
@@ -114,7 +116,7 @@ def decode_few(
     queries = turned(q, q_exchanged, q_scales, q_scales_exchanged, eps, c, s, DIM, NORM)
     key = turned(k, k_exchanged, k_scales, k_scales_exchanged, eps, c, s, DIM, NORM)
     owner = (split == 0) & (length > 0)
-    target = (slot * KV_HEADS + kv_head) * DIM + dim[None, :] + member[:, None] * 0
+    target = place_of(slot, kv_head, KV_HEADS, DIM, TOGETHER) + dim[None, :] + member[:, None] * 0
     tl.store(k_cache + target, key, mask=(member == 0)[:, None] & owner)
     tl.store(v_cache + target, v, mask=(member == 0)[:, None] & owner)
 
@@ -124,7 +126,7 @@ def decode_few(
     for start in range(low, high, TILE):
         following = start + TILE + lane
         more = following < high
-        place = (slots_of(table, following, more, 0, BLOCK_SIZE, True) * KV_HEADS + kv_head) * DIM
+        place = places_of(table, following, more, kv_head, 0, KV_HEADS, DIM, BLOCK_SIZE, True, TOGETHER)
         next_keys = tl.load(k_cache + place[:, None] + dim[None, :], mask=more[:, None], other=0.0)
         next_values = tl.load(v_cache + place[:, None] + dim[None, :], mask=more[:, None], other=0.0)
         scores = tl.where(inside[None, :], tl.dot(queries, tl.trans(keys), input_precision="ieee"), HIDDEN)
@@ -145,7 +147,7 @@ def decode_attention_parts(
     slots: Tensor,  # [rows]
     tables: Tensor,  # [rows, B]
     context_len: Tensor,  # [rows]: tokens, the new one included; 0 is padding, which writes nothing
-    k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
+    k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim] in any layout
     v_cache: Tensor,
     scale: float,
     window: int | None = None,
@@ -169,9 +171,9 @@ def decode_attention_parts(
             qkv, q_weight, k_weight, eps, cos, sin, positions, slots, tables, context_len, k_cache, v_cache, parts, parts_lse,
             scale * LOG2_E, tables.stride(0), window or 0,
             HEADS=heads, KV_HEADS=kv_heads, DIM=head_dim, GROUP_TILE=max(triton.next_power_of_2(heads // kv_heads), MIN_DOT),
-            BLOCK_SIZE=size, NORM=norms is not None, WINDOWED=window is not None, SPLITS=splits, FEW_SPLITS=chosen.few_splits,
-            LEAST_SHARE=chosen.least_share, LONG_SHARE=chosen.long_share, TILE=chosen.keys, DEPENDENT=dependent,
-            num_warps=chosen.warps, num_stages=1, launch_pdl=dependent,
+            BLOCK_SIZE=size, TOGETHER=tokens_together(k_cache), NORM=norms is not None, WINDOWED=window is not None, SPLITS=splits,
+            FEW_SPLITS=chosen.few_splits, LEAST_SHARE=chosen.least_share, LONG_SHARE=chosen.long_share, TILE=chosen.keys,
+            DEPENDENT=dependent, num_warps=chosen.warps, num_stages=1, launch_pdl=dependent,
         )  # fmt: skip
     return parts, parts_lse
 
@@ -183,4 +185,4 @@ def _check(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, cos: T
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     assert heads > 0 and heads % kv_heads == 0, f"{heads} heads over {kv_heads} KV heads"
     assert qkv.is_contiguous() and qkv.dtype == k_cache.dtype and tables.stride(1) == 1 and cos.dtype == torch.float32
-    assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape == v_cache.shape
+    assert k_cache.shape == v_cache.shape and k_cache.stride() == v_cache.stride()

@@ -27,6 +27,30 @@ def slots_of(table, position, mask, region_size, BLOCK_SIZE: tl.constexpr, PAGED
 
 
 @triton.jit
+def place_of(slot, kv_head, KV_HEADS: tl.constexpr, DIM: tl.constexpr, TOGETHER: tl.constexpr):
+    """Where a head's numbers of a slot begin. TOGETHER tokens of a head lie side by side: 1, or a block of them (`cache_layout.py`)."""
+    among = slot & (TOGETHER - 1)
+    return ((slot - among) * KV_HEADS + kv_head * TOGETHER + among) * DIM
+
+
+@triton.jit
+def places_of(
+    table,
+    position,
+    mask,
+    kv_head,
+    region_size,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PAGED: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """Where a head's numbers begin at each position of a row."""
+    return place_of(slots_of(table, position, mask, region_size, BLOCK_SIZE, PAGED), kv_head, KV_HEADS, DIM, TOGETHER)
+
+
+@triton.jit
 def load_lines(source, place, inside, DIM: tl.constexpr, DIM_TILE: tl.constexpr, MASKED: tl.constexpr):
     """A head's numbers at each place [N] -> [N, DIM_TILE]; zeros past DIM and, if MASKED, where not inside."""
     dim = tl.arange(0, DIM_TILE)

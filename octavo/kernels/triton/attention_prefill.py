@@ -18,7 +18,7 @@ late, while the weights of the next tile are computed; what is left of the last 
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.attention_parts import HIDDEN, LN_2, begin, finish, load_lines, mix, score, slots_of, weigh
+from octavo.kernels.triton.attention_parts import HIDDEN, LN_2, begin, finish, load_lines, mix, places_of, score, weigh
 
 LN2 = tl.constexpr(LN_2)
 
@@ -51,6 +51,7 @@ def load_tile(
     DIM_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAGED: tl.constexpr,
+    TOGETHER: tl.constexpr,
     SOURCE: tl.constexpr,
     STRIDE: tl.constexpr,
     MASKED: tl.constexpr,
@@ -66,7 +67,7 @@ def load_tile(
         if SOURCE == "tokens":
             place = (shift + position).to(tl.int64) * STRIDE + kv_head * DIM
         else:
-            place = (slots_of(table, position, inside, region_size, BLOCK_SIZE, PAGED) * KV_HEADS + kv_head) * DIM
+            place = places_of(table, position, inside, kv_head, region_size, KV_HEADS, DIM, BLOCK_SIZE, PAGED, TOGETHER)
         return load_lines(source, place, inside, DIM, DIM_TILE, MASKED)
 
 
@@ -99,6 +100,7 @@ def over_keys(
     DIM_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAGED: tl.constexpr,
+    TOGETHER: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     SLOPED: tl.constexpr,
@@ -117,7 +119,7 @@ def over_keys(
     for start in tl.range(low, high, TILE, num_stages=STAGES):
         keys = load_tile(
             k_source, table, kv_head, start, end, shift, region_size,
-            KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, SOURCE, STRIDE, MASKED, TILE,
+            KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, SOURCE, STRIDE, MASKED, TILE,
         )  # fmt: skip
         position = start + tl.arange(0, TILE)
         behind = position[None, :] - query_position[:, None]
@@ -125,7 +127,7 @@ def over_keys(
         mixed_from = tl.maximum(start - TILE, first) if LAGGING else start
         values = load_tile(
             v_source, table, kv_head, mixed_from, end, shift, region_size,
-            KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, SOURCE, STRIDE, MASKED, TILE,
+            KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, SOURCE, STRIDE, MASKED, TILE,
         )  # fmt: skip
         if LAGGING:
             mixed = mix(weights, fade, values, mixed)
@@ -172,6 +174,7 @@ def prefill(
     LINES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAGED: tl.constexpr,
+    TOGETHER: tl.constexpr,
     WITH_NEW: tl.constexpr,
     DESCRIBED: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -214,13 +217,13 @@ def prefill(
     largest, total, mixed, weights, fade = over_keys(
         queries, query_position, k_cache, v_cache, table, kv_head, low, low, past, past, 0,
         scale, unit, cap, slope, region_size, window, largest, total, mixed, weights, fade,
-        KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, WINDOWED, CAPPED, SLOPED, "cache", 0, "inside", TILE, STAGES, LAGGING,
+        KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, WINDOWED, CAPPED, SLOPED, "cache", 0, "inside", TILE, STAGES, LAGGING,
     )  # fmt: skip
     if LAGGING:
         if low < past:
             values = load_tile(
                 v_cache, table, kv_head, low + (past - low - 1) // TILE * TILE, past, 0, region_size,
-                KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, "cache", 0, True, TILE,
+                KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, "cache", 0, True, TILE,
             )  # fmt: skip
             mixed = mix(weights, fade, values, mixed)
         weights, fade = tl.zeros([LINES, TILE], tl.float32), tl.full([LINES], 1.0, tl.float32)
@@ -237,18 +240,18 @@ def prefill(
         largest, total, mixed, weights, fade = over_keys(
             queries, query_position, k_whole, v_whole, table, kv_head, past, past, masked_from, end, shift,
             scale, unit, cap, slope, region_size, window, largest, total, mixed, weights, fade,
-            KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, WINDOWED, CAPPED, SLOPED,
+            KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, WINDOWED, CAPPED, SLOPED,
             "tiles" if DESCRIBED else SOURCE, NEW_STRIDE, "all", TILE, STAGES, LAGGING,
         )  # fmt: skip
     largest, total, mixed, weights, fade = over_keys(
         queries, query_position, k_source, v_source, table, kv_head, first, masked_from, last, end, shift,
         scale, unit, cap, slope, region_size, window, largest, total, mixed, weights, fade,
-        KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, WINDOWED, CAPPED, SLOPED, SOURCE, NEW_STRIDE, "causal", TILE, STAGES, LAGGING,
+        KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, WINDOWED, CAPPED, SLOPED, SOURCE, NEW_STRIDE, "causal", TILE, STAGES, LAGGING,
     )  # fmt: skip
     if LAGGING:
         values = load_tile(
             v_source, table, kv_head, first + (last - first - 1) // TILE * TILE, end, shift, region_size,
-            KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, SOURCE, NEW_STRIDE, True, TILE,
+            KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, TOGETHER, SOURCE, NEW_STRIDE, True, TILE,
         )  # fmt: skip
         mixed = mix(weights, fade, values, mixed)
     result, log_sum = finish(largest, total, mixed, unit)

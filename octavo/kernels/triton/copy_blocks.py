@@ -31,7 +31,7 @@ def copy_blocks(buffers: list[Tensor], pairs: list[tuple[int, int]]) -> None:
     device = buffers[0].device
     size = buffers[0][0].numel() * buffers[0].element_size()
     assert size % 16 == 0, f"{size} bytes a block"
-    assert all(b.is_contiguous() and b.data_ptr() % 16 == 0 and b[0].numel() * b.element_size() == size for b in buffers)
+    assert all(b.stride(0) * b.element_size() == size and b.data_ptr() % 16 == 0 and b[0].numel() == b.stride(0) for b in buffers)
     addresses = torch.tensor([b.data_ptr() for b in buffers]).to(device)
     sources, targets = torch.tensor(pairs).T.contiguous().to(device)  # [pairs] each
     grid = (len(pairs), len(buffers), triton.cdiv(size, 4 * PIECE))

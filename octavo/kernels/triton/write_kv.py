@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.cache_layout import tokens_together
+from octavo.kernels.triton.attention_parts import place_of
 from octavo.kernels.triton.dependent import begin, can_depend, wait
 
 
@@ -39,6 +41,7 @@ def write(
     HALF_TILE: tl.constexpr,
     HEADS_TILE: tl.constexpr,
     NORM: tl.constexpr,
+    TOGETHER: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     begin(DEPENDENT)
@@ -54,7 +57,7 @@ def write(
     first = tl.load(source, mask=present, other=0.0)
     second = tl.load(source + HALF, mask=present, other=0.0)
     slot = tl.load(slots + token).to(tl.int64)
-    target = (slot * KV_HEADS + head) * DIM + half
+    target = place_of(slot, head, KV_HEADS, DIM, TOGETHER) + half
     if part == 2:
         tl.store(v_cache + target, first, mask=present)
         tl.store(v_cache + target + HALF, second, mask=present)
@@ -83,20 +86,20 @@ def write_kv(
     sin: Tensor,
     positions: Tensor,  # [T]
     slots: Tensor,  # [T]
-    k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
+    k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim] in any layout
     v_cache: Tensor,
 ) -> Tensor:
     """Returns q [T, heads, head_dim], a view of qkv; q and k are overwritten there."""
     kv_heads, head_dim = k_cache.shape[2:]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     assert head_dim % 2 == 0, f"head_dim {head_dim}"
-    assert qkv.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous() and cos.dtype == torch.float32
+    assert qkv.is_contiguous() and k_cache.stride() == v_cache.stride() and cos.dtype == torch.float32
     q_weight, k_weight, eps = norms or (qkv, qkv, 0.0)
     if len(qkv):
         write[(len(qkv), 3)](
             qkv, q_weight, k_weight, eps, cos, sin, positions, slots, k_cache, v_cache,
             STRIDE=qkv.shape[1], HEADS=heads, KV_HEADS=kv_heads, DIM=head_dim, HALF_TILE=triton.next_power_of_2(head_dim // 2),
             HEADS_TILE=triton.next_power_of_2(max(heads, kv_heads)), NORM=norms is not None,
-            DEPENDENT=can_depend(), num_warps=4, launch_pdl=can_depend(),
+            TOGETHER=tokens_together(k_cache), DEPENDENT=can_depend(), num_warps=4, launch_pdl=can_depend(),
         )  # fmt: skip
     return qkv.view(len(qkv), -1, head_dim)[:, :heads]

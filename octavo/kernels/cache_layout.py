@@ -1,0 +1,31 @@
+"""How a block of the KV cache lies in memory. The shape is the same in every layout; strides tell them apart.
+
+    shape   [num_blocks, block_size, kv_heads, head_dim]
+    nhd     block | token | head | numbers      a token's heads side by side: it is written in one piece
+    hnd     block | head | token | numbers      a head's tokens side by side: they are read in one piece
+
+What reads or writes a cache by its shape needs no word of this. Kernels, which count addresses themselves, need one number.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Layout = Literal["nhd", "hnd"]
+
+
+def empty_cache(layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """shape: [num_blocks, block_size, kv_heads, ...], whatever the layout; memory is not touched."""
+    if layout == "nhd":
+        return torch.empty(shape, dtype=dtype, device=device)
+    blocks, tokens, heads, *numbers = shape
+    return torch.empty(blocks, heads, tokens, *numbers, dtype=dtype, device=device).transpose(1, 2)
+
+
+def tokens_together(cache: Tensor) -> int:
+    """How many tokens of one head lie side by side: one, or all of a block."""
+    if cache.is_contiguous():
+        return 1
+    assert cache.transpose(1, 2).is_contiguous(), f"a cache of strides {cache.stride()}"
+    return cache.shape[1]

@@ -1,0 +1,98 @@
+"""FlashInfer behind our protocol, with a stand-in for the package: whole engines, backend alone, and what is refused."""
+
+import inspect
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from octavo.attention.backend import AttentionBackend, AttentionSpec, load_backend
+from octavo.attention.triton import TritonBackend
+from octavo.config import EngineConfig
+from octavo.engine.verify import verify
+from octavo.errors import ConfigError
+from octavo.loading.resolve import load_model_config, resolve_model
+from tests.kernels.test_attention import SPEC, lengths_around_a_block, new_pool, run
+from tests.support import flashinfer_stand_in
+from tests.support.models import tiny_model
+
+MODULE = "octavo.attention.flashinfer"
+ASKED: dict[str, Any] = {"attention_backend": "flashinfer", "enforce_eager": True}
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> type[AttentionBackend]:
+    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer_stand_in)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    monkeypatch.setenv("OCTAVO_DEBUG", "runner=device")
+    return load_backend("flashinfer", on_device=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("tiny") / "model", "Qwen3ForCausalLM", seed=5))
+
+
+@pytest.mark.parametrize("spec", [SPEC, replace(SPEC, window=5), replace(SPEC, soft_cap=0.4)], ids=["plain", "window", "cap"])
+@pytest.mark.parametrize("size", [1, 16])
+def test_rows_of_every_kind_are_handed_over(size: int, spec: AttentionSpec, backend: type[AttentionBackend]) -> None:
+    steps = lengths_around_a_block(size)
+    theirs, ours = (run(kind, new_pool(size, torch.bfloat16), steps, spec) for kind in (backend, TritonBackend))
+    assert all(map(torch.equal, theirs, ours))
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+def test_an_engine_says_what_it_says_with_our_kernels(
+    folder: str, layout: str, backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps padded to shapes, chunks, prefixes that are shared; the same twin computes behind both."""
+    monkeypatch.setattr("octavo.attention.triton.few_rows", lambda head_dim: 0)  # those would be rounded in other places
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=24, ignore_eos=True, logprobs=2)
+    prompts = [list(range(3, 3 + length)) for length in (1, 5, 15, 40, 40)]
+    told = []
+    for asked in (ASKED, {}):
+        with LLM(
+            folder, dtype="bfloat16", skip_tokenizer_init=True, num_gpu_blocks_override=60, max_num_seqs=8, max_num_batched_tokens=24,
+            kv_cache_layout=layout, **asked,
+        ) as llm:  # fmt: skip
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            told.append([(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs])
+            assert outputs[-1].num_cached_tokens > 0
+    assert told[0] == told[1]
+
+
+def test_what_it_cannot_do_is_refused_with_the_knob(folder: str, backend: type[AttentionBackend]) -> None:
+    refusals: dict[str, dict[str, Any]] = {
+        r"flashinfer cannot be captured in CUDA graphs: set enforce_eager=True \(--enforce-eager\)": {"enforce_eager": False},
+        "attention backend flashinfer has no float32; it has float16, bfloat16": {"dtype": "float32"},
+    }
+    for said, asked in refusals.items():
+        with pytest.raises(ConfigError, match=said):
+            LLM(folder, skip_tokenizer_init=True, **{"dtype": "bfloat16", **ASKED, **asked})
+    with pytest.raises(ConfigError, match="flashinfer does not support sinks"):
+        backend(replace(SPEC, sinks=True))
+    source = resolve_model(folder)
+    with pytest.raises(ConfigError, match=r"flashinfer reads blocks alone .* leave attention_backend at auto"):
+        verify(EngineConfig(model=folder, dtype="bfloat16", **ASKED), source, load_model_config(source), 1, 10)
+
+
+def test_where_it_is_not_installed_that_is_said_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    with pytest.raises(ConfigError, match=r"^attention_backend is flashinfer, which is not installed: pip install flashinfer-python$"):
+        load_backend("flashinfer", on_device=True)
+
+
+@pytest.mark.gpu
+def test_the_stand_in_takes_what_the_package_takes() -> None:
+    flashinfer = pytest.importorskip("flashinfer")
+    real, ours = (module.BatchPrefillWithPagedKVCacheWrapper for module in (flashinfer, flashinfer_stand_in))
+    for name in ("__init__", "plan", "run"):
+        known = inspect.signature(getattr(real, name)).parameters
+        for parameter in inspect.signature(getattr(ours, name)).parameters.values():
+            assert known[parameter.name].default == parameter.default, f"{name}({parameter.name})"
+        by_place = [each.name for each in inspect.signature(getattr(ours, name)).parameters.values() if each.default is each.empty]
+        assert list(known)[: len(by_place)] == by_place
