@@ -1,14 +1,16 @@
-"""Kernels compiled ahead, many at once: each is called on a few numbers of the model's shape, in a thread of its own.
+"""Calls of every kernel, on a few numbers of the model's shape: what they make Triton compile is what an engine needs.
 
-Compiling is most of a cold start. A kernel that is not called here, or in another way than a step calls it, is compiled when the
-first step warms up: that costs time, not correctness. Nothing may be compiled later.
+Nothing is launched: `worker/compile_process.py` writes down what would be compiled, and compiles it. A kernel that is not called
+here, or in another way than a step calls it, is compiled when the first step warms up: that costs time, not correctness.
+Nothing may be compiled later.
 """
 
+import sys
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from octavo.kernels.asks import HEAD
 from octavo.kernels.reference.sampling import Draws
@@ -28,11 +30,21 @@ from octavo.kernels.triton.rows import copy_words, finish, prepare
 from octavo.kernels.triton.sampling import sample
 from octavo.kernels.triton.skinny import gate_up, linear, merge_linear, norm_linear
 from octavo.kernels.triton.write_kv import write_kv
-from octavo.log import logger
 from octavo.model_config import ModelConfig
 
-AT_ONCE = 16
 Call = Callable[[], object]
+
+
+def settle_keys() -> None:
+    """Has Triton name every kernel, in one order, before it compiles any.
+
+    The name it gives a kernel in its cache depends on which others it has named before, where they share functions. Whoever
+    compiles has to call this first, or does not find what others compiled.
+    """
+    for module in sorted(name for name in sys.modules if name.startswith("octavo.kernels.triton.")):
+        for _, function in sorted(vars(sys.modules[module]).items()):
+            if isinstance(function, JITFunction):
+                _ = function.cache_key
 
 
 class Ahead:
@@ -41,20 +53,6 @@ class Ahead:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, block_size: int, max_rows: int, max_len: int, device: torch.device) -> None:
         self.config, self.dtype, self.size, self.device = config, dtype, block_size, device
         self.max_rows, self.max_len = max_rows, max_len
-
-    def start(self) -> "list[Future[None]]":
-        """Compiles in threads, and returns at once."""
-        pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="compile")
-        started = [pool.submit(self.attempt, call) for call in self.calls()]
-        pool.shutdown(wait=False)
-        return started
-
-    def attempt(self, call: Call) -> None:
-        try:
-            with torch.inference_mode():
-                call()
-        except Exception as error:  # the warm-up calls it again, and says why where it cannot
-            logger.debug("A kernel was not compiled ahead: %r", error)
 
     def calls(self) -> list[Call]:
         config, hidden, inner = self.config, self.config.hidden_size, self.config.intermediate_size

@@ -1,0 +1,57 @@
+"""What is not in Triton's cache of all that an engine calls: `python -m tests.support.cached < wanted.json` says, a line each.
+
+Kernels are called as an engine calls them, for a GPU that is not there, and loaded, but not launched.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
+from triton.runtime import build
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from octavo.kernels.triton.ahead import Ahead, settle_keys
+from octavo.worker.compile_process import NoGPU, read_wanted
+
+
+def compile_only() -> None:
+    run = JITFunction.run
+
+    def compiled(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
+        CudaLauncher(kernel.src, kernel.metadata)
+
+    JITFunction.run = compiled
+
+
+def report() -> None:
+    make = build._build
+
+    def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        print("found" if cache_hit else "compiled", src.name)
+
+    def built(name: str, *rest: Any) -> Any:
+        print("built", name)
+        return make(name, *rest)
+
+    knobs.compilation.listener = listen
+    build._build = built
+
+
+def main() -> None:
+    wanted = read_wanted(sys.stdin.readline())
+    driver.set_active(NoGPU(wanted.capability))
+    report()
+    compile_only()
+    CudaUtils()
+    settle_keys()
+    calls = Ahead(wanted.config, getattr(torch, wanted.dtype), wanted.block_size, wanted.max_rows, wanted.max_len, torch.device("cpu"))
+    for call in calls.calls():
+        call()
+
+
+if __name__ == "__main__":
+    main()
