@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from octavo.kernels.asks import HEAD
+from octavo.kernels.ops import few_rows
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.row_words import RowLayout
 from octavo.kernels.step_tensors import StepMemory
@@ -61,8 +62,9 @@ class Ahead:
         windows = {window is not None: window for window in config.windows}.values()
         calls: list[Call] = [self.attend_to(rows, 1, window) for rows in splits.values() for window in windows]
         calls += [self.attend_to(1, 32, window) for window in windows]
-        calls += [self.few_rows(rows, window) for rows in (1, 2, FEW_ROWS) for window in windows]
-        calls += [self.few_products(rows) for rows in (1, 2, FEW_ROWS)]
+        few = (1, 2, FEW_ROWS) if few_rows(config.head_dim) else ()
+        calls += [self.few_rows(rows, window) for rows in few for window in windows]
+        calls += [self.few_products(rows) for rows in few]
         return [
             *calls,
             lambda: add_rms_norm(x, x, scale, config.norm_eps),
