@@ -37,7 +37,6 @@ from octavo.worker.device import device_here, start_lines
 from octavo.worker.device_program import DeviceProgram, Steps, captured_tokens
 from octavo.worker.device_rows import DeviceRows
 from octavo.worker.device_runner import DeviceRunner, Pending
-from octavo.worker.device_sampler import DeviceSampler
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
 from octavo.worker.machine import num_cpus, num_threads, resolve_dtype
@@ -140,9 +139,9 @@ class Worker:
         steps = Steps(program, settings.max_num_seqs, settings.max_num_batched_tokens, geometry.max_model_len, captured)
         self.runner = DeviceRunner(ShadowedSteps(steps, self.shadow) if self._shadow_wanted else steps, self.store, rows, self.faults)
         if self.device.type == "cuda":
-            self._warm_up(steps, self.runner.sampler)
+            self._warm_up(steps, self.runner)
 
-    def _warm_up(self, steps: Steps, sampler: DeviceSampler) -> None:
+    def _warm_up(self, steps: Steps, runner: DeviceRunner) -> None:
         watch = Stopwatch()
         with self.compilers.awaited():
             steps.warm_up()
@@ -152,7 +151,7 @@ class Worker:
                 steps.capture()
                 logger.info("Graph capturing took %.2f seconds", watch.total())
             watch = Stopwatch()
-            sampler.warm_up(getattr(torch, self.dtype))  # last: its kernels take longest to compile
+            runner.warm_up(getattr(torch, self.dtype))  # last: its kernels take longest to compile
         waited = self.compilers.seconds_waited
         logger.info("Waiting for kernels to be compiled took %.2f seconds", waited)
         logger.info("Warm-up took %.2f seconds", warm + watch.total() - waited)

@@ -1,4 +1,7 @@
-"""Which kernels an engine calls that were not compiled ahead, and which were for nothing: `python -m tests.support.variants`.
+"""Where an engine differs from what is compiled ahead for it: `python -m tests.support.variants` says, a line each.
+
+    missing     the warm-up calls it, and nobody compiled it        needless    compiled, and never called
+    late        called after the warm-up for the first time
 
 Triton compiles a kernel once more for other types, for pointers that are not aligned, for other constants. Its hook tells the key
 of what it would compile. So plans of every kind are carried out by the runner of a device on tensors that pretend to be on a
@@ -84,12 +87,13 @@ def record() -> set[str]:
     return met
 
 
-def build_runner(config: ModelConfig, dtype: str) -> DeviceRunner:
+def build_runner(config: ModelConfig, dtype: str) -> tuple[DeviceRunner, Steps]:
     model = build_model(config, getattr(torch, dtype), TritonBackend, NullComm(), LENGTH)  # type: ignore[arg-type]
     rows = DeviceRows(ROWS, RowLayout(LENGTH // SIZE, LENGTH + 1), CPU)
     store = PagedStore(cache_specs(config, dtype), 40, SIZE, CPU)
     program = DeviceProgram(model, TritonBackend, store.caches, rows, SIZE, TOKENS)  # type: ignore[arg-type]
-    return DeviceRunner(Steps(program, ROWS, TOKENS, LENGTH), store, rows, Faults(Debug()))
+    steps = Steps(program, ROWS, TOKENS, LENGTH)
+    return DeviceRunner(steps, store, rows, Faults(Debug())), steps
 
 
 def plans() -> list[StepPlan]:
@@ -116,12 +120,15 @@ def main() -> None:
         driver.set_active(NoGPU(CAPABILITY))
         met = record()
         pretend()
-        runner = build_runner(config, dtype)
+        runner, steps = build_runner(config, dtype)
+        steps.warm_up()
+        runner.warm_up(getattr(torch, dtype))
+        warm = set(met)
         for plan in plans():
             runner.forward(plan)
             runner.sample()
-        print("".join(f"missing {name}\n" for name in sorted(met - ahead)), end="")
-        print("".join(f"needless {name}\n" for name in sorted(ahead - met)), end="")
+        for word, names in {"missing": warm - ahead, "needless": ahead - warm, "late": met - warm}.items():
+            print("".join(f"{word} {name}\n" for name in sorted(names)), end="")
 
 
 if __name__ == "__main__":
