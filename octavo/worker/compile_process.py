@@ -26,7 +26,7 @@ from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 
-from octavo.kernels.triton.ahead import Ahead, settle_keys
+from octavo.kernels.triton.ahead import Ahead, kernel_keys
 from octavo.model_config import ModelConfig, RopeConfig
 from octavo.worker.compilers import DONE, DRIVER, FAILED, SEEN, Wanted, variant
 
@@ -144,7 +144,7 @@ def main(parent: int) -> None:
     results = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no result
     torch.set_num_threads(1)
-    settle_keys()
+    kernel_keys()
     triton_key()  # hashes all of Triton: once, before there are children
     line = sys.stdin.readline()
     if line and not knobs.runtime.interpret:

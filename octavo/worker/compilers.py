@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -51,6 +52,7 @@ class Compilers:
     def __init__(self, process: "subprocess.Popen[str] | None" = None) -> None:
         self.seconds_waited = 0.0
         self._process = process
+        self._asked = ""
         self._known: set[str] | None = None  # None: it has not said yet
         self._coming: set[str] = set()
 
@@ -67,33 +69,33 @@ class Compilers:
 
     def compile(self, wanted: Wanted) -> None:
         """Has them begin, and returns at once."""
+        self._asked = json.dumps(asdict(wanted))
         if self._process is None or self._process.stdin is None:
             return
         try:
-            os.write(self._process.stdin.fileno(), json.dumps(asdict(wanted)).encode() + b"\n")
+            os.write(self._process.stdin.fileno(), self._asked.encode() + b"\n")
         except OSError as error:  # it has died
             logger.debug("Kernels are not compiled ahead: %r", error)
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """In here a kernel that they compile is waited for when it is first called."""
+        """In here a kernel that they compile is waited for when it is first called. Whoever comes out has called all there are."""
         from triton import knobs
-        from triton.runtime.cache import triton_key
 
-        from octavo.kernels.triton.ahead import settle_keys  # loads all kernels: there is time
-
-        settle_keys()
-        triton_key()  # hashes all of Triton, once
-        if self._process is None:
-            yield
-            return
-        self._wait_for(DRIVER)
+        mark = self._mark()
+        if mark.exists():
+            self.close()
+        if self._process is not None:
+            self._wait_for(DRIVER)
         before = knobs.runtime.jit_cache_hook
         knobs.runtime.jit_cache_hook = self._before_compiling
         try:
             yield
         finally:
             knobs.runtime.jit_cache_hook = before
+        with suppress(OSError):
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
 
     def close(self) -> None:
         """Ends them, whatever they do."""
@@ -110,8 +112,20 @@ class Compilers:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def _mark(self) -> Path:
+        """A file in Triton's cache: where it is, all that is asked for was compiled before, and nobody is waited for."""
+        from triton import knobs
+        from triton._C.libtriton import get_cache_invalidating_env_vars
+        from triton.runtime.cache import triton_key
+
+        from octavo.kernels.triton.ahead import kernel_keys
+
+        decides = [self._asked, sys.version, triton_key(), str(sorted(get_cache_invalidating_env_vars().items())), *kernel_keys()]
+        return Path(knobs.cache.dir) / f"octavo-{hashlib.sha256(' '.join(decides).encode()).hexdigest()}"
+
     def _before_compiling(self, *, key: str, fn: Any, **_: Any) -> None:
-        self._wait_for(variant(fn, key))
+        if self._process is not None:
+            self._wait_for(variant(fn, key))
 
     def _wait_for(self, name: str) -> None:
         """Until it lies in the cache, or is known not to come from there."""

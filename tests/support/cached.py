@@ -13,7 +13,7 @@ from triton.runtime import build
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from octavo.kernels.triton.ahead import Ahead, settle_keys
+from octavo.kernels.triton.ahead import Ahead, kernel_keys
 from octavo.worker.compile_process import NoGPU, read_wanted
 
 
@@ -53,7 +53,7 @@ def main() -> None:
     call_fewer()
     compile_only()
     CudaUtils()
-    settle_keys()
+    kernel_keys()
     calls = Ahead(wanted.config, getattr(torch, wanted.dtype), wanted.block_size, wanted.max_rows, wanted.max_len, torch.device("cpu"))
     for call in calls.calls():
         call()

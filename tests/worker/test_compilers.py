@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +79,21 @@ def test_processes_that_die_are_no_trouble(monkeypatch: pytest.MonkeyPatch, capl
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with Compilers.start() as none:
         none.compile(WANTED)
+
+
+def test_where_all_was_compiled_before_nobody_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    more = replace(WANTED, max_len=128)
+    for wanted, waits in ((WANTED, True), (WANTED, False), (more, True)):
+        with started(monkeypatch, "import time; time.sleep(1)") as some:
+            some.compile(wanted)
+            with some.awaited():
+                assert (some.seconds_waited > 0) == waits
+    with pytest.raises(MemoryError), started(monkeypatch, "") as some:
+        some.compile(replace(WANTED, dtype="float16"))
+        with some.awaited():
+            raise MemoryError
+    assert len(list(tmp_path.iterdir())) == 2  # and none of a start that failed
 
 
 def test_none_outlives_the_engine_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,16 +36,15 @@ from octavo.model_config import ModelConfig
 Call = Callable[[], object]
 
 
-def settle_keys() -> None:
-    """Has Triton name every kernel, in one order, before it compiles any.
+def kernel_keys() -> list[str]:
+    """Has Triton name every kernel and what it calls, in one order, before it compiles any; the names change with the source.
 
     The name it gives a kernel in its cache depends on which others it has named before, where they share functions. Whoever
     compiles has to call this first, or does not find what others compiled.
     """
-    for module in sorted(name for name in sys.modules if name.startswith("octavo.kernels.triton.")):
-        for _, function in sorted(vars(sys.modules[module]).items()):
-            if isinstance(function, JITFunction):
-                _ = function.cache_key
+    modules = [vars(sys.modules[name]) for name in sorted(sys.modules) if name.startswith("octavo.kernels.triton.")]
+    functions = [function for module in modules for _, function in sorted(module.items()) if isinstance(function, JITFunction)]
+    return [function.cache_key for function in functions]
 
 
 class Ahead:
