@@ -148,13 +148,13 @@ class Steps:
     def warm_up(self) -> None:
         """Every shape once, over no sequence at all: what is compiled, loaded and set up once is done then, and captured after that.
 
-        One layer of a kind is enough for that; one step of all layers shows that there is nothing else.
+        One layer of a kind is enough for that; the last step, the smallest, is one of all layers.
         """
         self.program.memory.entries.zero_()
         kinds = self.program.kinds
-        for shape in reversed(self._decode + self._mixed):
+        for shape in [Shape(1, self._most_tokens), *reversed(self._decode + self._mixed)]:
             self.program.run(shape, self._max_len, kinds)
-        self.program.run(Shape(1, self._most_tokens), self._max_len)
+        self.program.run(self._decode[0], self._max_len)
 
     @torch.inference_mode()
     def capture(self) -> None:
