@@ -13,6 +13,7 @@ from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.door import Limits
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.scheduler import Scheduler
+from octavo.worker.compilers import Compilers
 from octavo.worker.executor import Inproc, Runner
 from octavo.worker.fake_runner import FakeRunner
 from octavo.worker.faults import Faults
@@ -34,10 +35,11 @@ def build_engine(
     debug: Debug,
     worker: Worker | None = None,
     on_event: OnEvent | None = None,
+    compilers: Compilers | None = None,
 ) -> Engine:
     """An engine that is ready. `worker` and `on_event` are for those who watch it, such as `octavo verify`."""
     watch = Stopwatch()
-    worker = worker or Worker(config, source, model, debug)
+    worker = worker or Worker(config, source, model, debug, compilers=compilers)
     runner: Runner = worker if debug.runner != "fake" else FakeRunner(worker.plan_cache(), model.vocab_size, Faults(debug))
     settled = worker.config  # with nothing left open
     executor = Inproc(lambda: runner)

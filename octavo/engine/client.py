@@ -11,6 +11,7 @@ from octavo.log import Stopwatch, logger
 from octavo.messages import AddRequest, Delta, SchedulerStats
 from octavo.model_config import ModelConfig
 from octavo.policy.cache_spec import CacheGeometry
+from octavo.worker.device import compilers_for
 
 
 class EngineClient(Protocol):
@@ -32,11 +33,12 @@ class EngineClient(Protocol):
 
 class InprocClient:
     def __init__(self, config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug) -> None:
-        watch = Stopwatch()
-        from octavo.engine.build import build_engine  # torch loads here, not with the module
+        with compilers_for(config.device) as compilers:
+            watch = Stopwatch()
+            from octavo.engine.build import build_engine  # torch loads here, not with the module
 
-        logger.info("Importing torch and the engine took %.2f seconds", watch.total())
-        engine = build_engine(config, source, model, debug)
+            logger.info("Importing torch and the engine took %.2f seconds", watch.total())
+            engine = build_engine(config, source, model, debug, compilers=compilers)
         self._core = engine.core
         self.geometry = engine.geometry
 

@@ -15,6 +15,7 @@ from octavo.messages import AddRequest
 from octavo.model_config import ModelConfig
 from octavo.policy.block_pool import Event, PoolCounts
 from octavo.sampling_params import SamplingParams
+from octavo.worker.device import compilers_for
 from octavo.worker.kv_store import poison
 from octavo.worker.shadow import Compared
 from octavo.worker.worker import Worker
@@ -81,14 +82,15 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
         )
     config = stress_config(config, depth)
     debug = replace(debug_from_environment(), check=True, preempt_every=11)
-    worker = Worker(config, source, model, debug, shadow=True)
 
     def on_event(event: Event, block: int, digest: bytes | None) -> None:
         worker.shadow.on_event(event, block, digest)
         if event == "take":
             poison(worker.store.caches, block)
 
-    engine = build_engine(config, source, model, debug, worker, on_event)
+    with compilers_for(config.device) as compilers:
+        worker = Worker(config, source, model, debug, shadow=True, compilers=compilers)
+        engine = build_engine(config, source, model, debug, worker, on_event)
     requests = stress_requests(num_requests, config.block_size, model.vocab_size, config.seed)
     cached = _run(engine, requests)
     scheduler = engine.core.scheduler

@@ -34,10 +34,11 @@ class Decoder(nn.Module):
         """What the weights take."""
         return sum(parameter.nbytes for parameter in self.parameters())
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
+    def forward(self, batch: ForwardBatch, layers: Iterable[nn.Module] | None = None) -> Tensor:
+        """`layers`: all, if not said."""
         x = self.embed(batch.token_ids)
         residual = torch.zeros_like(x)
-        for layer in self.layers:
+        for layer in self.layers if layers is None else layers:
             x, residual = layer(x, residual, batch)
         hidden: Tensor = self.norm(x, residual)[0]
         return hidden  # [T, hidden]

@@ -15,6 +15,7 @@ from typing import Literal
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.worker.compilers import Compilers
 
 GIB = 2**30
 LEAST_CAPABILITY = (8, 0)  # bfloat16 in the matrix units, asynchronous copies
@@ -95,6 +96,11 @@ def find() -> Found:
 def nvidia_signs() -> bool:
     """Whether the system knows of a GPU, usable or not."""
     return any(sign.exists() for sign in GPU_SIGNS)
+
+
+def compilers_for(asked: str) -> Compilers:
+    """Processes that compile a GPU's kernels while this one starts; none where there cannot be one to compute on."""
+    return Compilers.start() if asked != "cpu" and nvidia_signs() and _version("triton") else Compilers()
 
 
 def torch_gpu() -> tuple[Gpu | None, str]:

@@ -11,10 +11,11 @@ costs them nothing: the device computes for longer than the host takes to launch
 """
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.attention.backend import AttentionBackend
 from octavo.attention.forward_batch import ForwardBatch
@@ -65,21 +66,27 @@ class DeviceProgram:
         # one place for the logits of all graphs: what each kept for itself would be gigabytes
         self._logits = torch.empty(most_rows, self.vocab_size, dtype=model.head.weight.dtype, device=device)
 
-    def run(self, shape: Shape) -> DeviceForward:
-        """A whole step over the entries that lie in the memory of steps."""
-        hidden, logits = self.compute(shape)
+    @property
+    def kinds(self) -> list[nn.Module]:
+        """The first layer with a window and the first without one: between them they call all that any layer calls."""
+        backwards = zip(reversed(self._model.config.windows), reversed(self._model.layers))
+        return list({window is None: layer for window, layer in backwards}.values())
+
+    def run(self, shape: Shape, layers: Iterable[nn.Module] | None = None) -> DeviceForward:
+        """A whole step over the entries that lie in the memory of steps. `layers`: all, if not said"""
+        hidden, logits = self.compute(shape, layers)
         step, result = self.memory.step(shape.entries, shape.tokens), self._result[: shape.entries]
         ids = sample(logits, step.temperature, step.noise, step.draw_positions)
         finish(self.rows.words, self.rows.layout, step, ids, hidden, result)
         return DeviceForward(step, hidden, logits, result)
 
-    def compute(self, shape: Shape) -> tuple[Tensor, Tensor]:
+    def compute(self, shape: Shape, layers: Iterable[nn.Module] | None = None) -> tuple[Tensor, Tensor]:
         """Hidden states, and logits, which last until the next step. The rows stay as they are."""
         step = self.memory.step(shape.entries, shape.tokens)
         prepare(self.rows.words, self.rows.layout, self._block_size, step)
         batch = self._batch(step, shape)
         batch.attention = self._backend.prepare(batch)
-        hidden: Tensor = self._model(batch)
+        hidden: Tensor = self._model(batch, layers)
         sampled = hidden if shape.decodes else hidden.index_select(0, step.sample_index)
         return hidden, self._model.head(sampled, self._logits[: shape.entries])
 
@@ -135,10 +142,15 @@ class Steps:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Every kernel once, over no sequence at all: what is compiled and set up once is done then."""
+        """Every shape once, over no sequence at all: what is compiled, loaded and set up once is done then, and captured after that.
+
+        One layer of a kind is enough for that; the last step, the smallest, is one of all layers.
+        """
         self.program.memory.entries.zero_()
-        for shape in [*self._decode, *self._mixed, Shape(1, self._most_tokens)]:
-            self.program.run(shape)
+        kinds = self.program.kinds
+        for shape in [Shape(1, self._most_tokens), *reversed(self._decode + self._mixed)]:
+            self.program.run(shape, kinds)
+        self.program.run(self._decode[0])
 
     @torch.inference_mode()
     def capture(self) -> None:

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.kernels.ops import copy_blocks
 from octavo.kernels.step_tensors import part_words
-from octavo.messages import StepPlan, StepResult
+from octavo.messages import NoiseKey, RowFork, StepPlan, StepResult
+from octavo.policy.block_pool import NULL_BLOCK
 from octavo.worker.device_program import DeviceForward, DeviceProgram, Shape
 from octavo.worker.device_prompt_logprobs import DevicePromptLogprobs, PromptRankings
 from octavo.worker.device_rows import DeviceRows, Words, send
@@ -45,6 +47,13 @@ class DeviceRunner:
         self._pieces: list[PromptRankings] = []
         self._plan = StepPlan(0)
         self._forward: DeviceForward | None = None
+
+    @torch.inference_mode()
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """All that is called around steps, once, in a way that changes nothing: none of it is compiled or loaded later."""
+        copy_blocks([buffer for cache in self.store.caches for buffer in cache.values()], [(NULL_BLOCK, NULL_BLOCK)])
+        self.rows.apply(StepPlan(0, row_forks=[RowFork(0, 0, 0, NoiseKey((0, 0), 0, 0))]))
+        self.sampler.warm_up(dtype)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:

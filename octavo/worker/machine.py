@@ -33,9 +33,14 @@ def available_bytes() -> int | None:
 
 
 def num_threads() -> int:
-    """CPUs in the affinity mask, within the cgroup's quota and OMP_NUM_THREADS."""
+    """CPUs we may use, within OMP_NUM_THREADS."""
+    return max(1, min(num_cpus(), thread_limit() or num_cpus()))
+
+
+def num_cpus() -> int:
+    """CPUs in the affinity mask, within the cgroup's quota."""
     cpus = allowed_cpus()
-    return max(1, min(cpus, quota_cpus() or cpus, thread_limit() or cpus))
+    return min(cpus, quota_cpus() or cpus)
 
 
 def allowed_cpus() -> int:

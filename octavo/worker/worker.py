@@ -3,8 +3,6 @@
 It implements the runner seam of the executor and hands every plan on to `ModelRunner`.
 """
 
-from concurrent.futures import Future
-
 import torch
 
 from octavo.attention.backend import choose_backend
@@ -34,14 +32,14 @@ from octavo.policy.auto import resolved
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.memory_plan import plan_memory
 from octavo.policy.model_size import num_parameters
+from octavo.worker.compilers import Compilers, Wanted
 from octavo.worker.device import device_here, start_lines
 from octavo.worker.device_program import DeviceProgram, Steps, captured_tokens
 from octavo.worker.device_rows import DeviceRows
 from octavo.worker.device_runner import DeviceRunner, Pending
-from octavo.worker.device_sampler import DeviceSampler
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
-from octavo.worker.machine import num_threads, resolve_dtype
+from octavo.worker.machine import num_cpus, num_threads, resolve_dtype
 from octavo.worker.memory import memory, out_of_memory_explained
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.native_program import NativeProgram
@@ -55,14 +53,26 @@ GIB = 2**30
 
 
 class Worker:
-    def __init__(self, config: EngineConfig, source: ModelSource, model_config: ModelConfig, debug: Debug, shadow: bool = False) -> None:
-        """With `shadow`, every step is proven against a contiguous cache: slow, and exact."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        model_config: ModelConfig,
+        debug: Debug,
+        shadow: bool = False,
+        compilers: Compilers | None = None,
+    ) -> None:
+        """With `shadow`, every step is proven against a contiguous cache: slow, and exact. `compilers`: for a GPU's kernels"""
+        watch = Stopwatch()
         choice = device_here(config.device)
+        if choice.device == "cuda":
+            logger.info("Starting CUDA took %.2f seconds", watch.total())
         for line in start_lines(choice):
             logger.info(line)
         self.config = config = resolved(debug.overrule(config), choice.device)
         self.source = source
         self.model_config = model_config
+        self.compilers = compilers or Compilers()
         self.faults = Faults(debug)
         self._shadow_wanted = shadow
         self.device = torch.device(config.device)
@@ -79,6 +89,8 @@ class Worker:
     def start(self) -> CacheGeometry:
         torch.set_num_threads(num_threads() if self.library is None else 1)  # the native library has threads of its own
         geometry = self.plan_cache()
+        if self.device.type == "cuda":
+            self._compile_ahead(geometry)
         stored = self._open_stored()
         with out_of_memory_explained(self.needs, self.config):
             self._build(geometry, stored)
@@ -109,17 +121,12 @@ class Worker:
             self._add_shadow(geometry)
 
     def _build_on_device(self, geometry: CacheGeometry, stored: StoredParameters) -> None:
-        compiling = self._compile_ahead(geometry)
         if self._shadow_wanted:
             self._reserve(geometry)  # the model is built around the shadow
         watch, size = Stopwatch(), geometry.block_size
         with self.device:
             model = self._load_model(geometry.max_model_len, stored)
         logger.info("Model loading took %.2f GiB and %.2f seconds", model.nbytes / GIB, watch.total())
-        watch = Stopwatch()
-        for kernel in compiling:
-            kernel.result()
-        logger.info("Waiting for kernels to be compiled took %.2f seconds", watch.total())
         if not self._shadow_wanted:
             self._reserve(geometry)
         self._log(geometry)
@@ -130,27 +137,30 @@ class Worker:
         steps = Steps(program, settings.max_num_seqs, settings.max_num_batched_tokens, captured)
         self.runner = DeviceRunner(ShadowedSteps(steps, self.shadow) if self._shadow_wanted else steps, self.store, rows, self.faults)
         if self.device.type == "cuda":
-            self._warm_up(steps, self.runner.sampler)
+            self._warm_up(steps, self.runner)
 
-    def _warm_up(self, steps: Steps, sampler: DeviceSampler) -> None:
+    def _warm_up(self, steps: Steps, runner: DeviceRunner) -> None:
         watch = Stopwatch()
-        steps.warm_up()
-        sampler.warm_up(getattr(torch, self.dtype))
-        logger.info("Compiling and warm-up took %.2f seconds", watch.total())
-        if not self.config.enforce_eager:
+        with self.compilers.awaited():
+            steps.warm_up()
+            warm = watch.total()
+            if not self.config.enforce_eager:
+                watch = Stopwatch()
+                steps.capture()
+                logger.info("Graph capturing took %.2f seconds", watch.total())
             watch = Stopwatch()
-            steps.capture()
-            logger.info("Graph capturing took %.2f seconds", watch.total())
+            runner.warm_up(getattr(torch, self.dtype))  # last: its kernels take longest to compile
+        waited = self.compilers.seconds_waited
+        logger.info("Waiting for kernels to be compiled took %.2f seconds", waited)
+        logger.info("Warm-up took %.2f seconds", warm + watch.total() - waited)
 
-    def _compile_ahead(self, geometry: CacheGeometry) -> "list[Future[None]]":
+    def _compile_ahead(self, geometry: CacheGeometry) -> None:
         """Kernels are compiled while weights are read."""
-        if self.device.type != "cuda":
-            return []
-        from octavo.kernels.triton.ahead import Ahead  # triton need not be installed where there is no GPU
-
-        dtype, rows = getattr(torch, self.dtype), self.config.max_num_seqs
-        layout = self.config.kv_cache_layout
-        return Ahead(self.model_config, dtype, geometry.block_size, rows, geometry.max_model_len, self.device, layout).start()
+        major, minor = torch.cuda.get_device_capability(self.device)
+        sizes = geometry.block_size, geometry.max_model_len
+        self.compilers.compile(
+            Wanted(self.model_config, self.dtype, *sizes, self.config.kv_cache_layout, 10 * major + minor, processes=num_cpus())
+        )
 
     def forward(self, plan: StepPlan) -> None:
         self.runner.forward(plan)

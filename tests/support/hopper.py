@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -31,22 +30,13 @@ from octavo.kernels.triton.rank import rank
 from octavo.kernels.triton.sampling import sample
 from octavo.kernels.triton.skinny import gate_up, linear, merge_linear, norm_linear
 from octavo.kernels.triton.write_kv import write_kv
+from octavo.worker.compile_process import NoGPU
 
 ASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
 PUT_ASIDE = 16  # bytes of a loop's invariants, stored before and loaded after it
+HOPPER = 90
 SHARED_MEMORY = 227 * 1024  # of one block of threads
 SPILLED = {"prefill": 1024}  # the tiles that were quickest on a GPU spill a little
-
-
-class NoGPU:
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def compile_only() -> list[str]:
@@ -65,7 +55,7 @@ def compile_only() -> list[str]:
         taken.append(f"{self.fn.__name__} {products} spilled {spilled} shared {kernel.metadata.shared}")
         assert spilled <= SPILLED.get(self.fn.__name__, PUT_ASIDE) and kernel.metadata.shared <= SHARED_MEMORY, taken[-1]
 
-    driver.set_active(NoGPU())
+    driver.set_active(NoGPU(HOPPER))
     JITFunction.run = compiled
     return taken
 

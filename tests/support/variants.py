@@ -1,10 +1,16 @@
-"""Which kernels the device's sampler would have compiled after the start: `python -m tests.support.variants` says, a line each.
+"""Where an engine differs from what is compiled ahead for it: `python -m tests.support.variants` says, a line each.
+
+    missing     the warm-up calls it, and nobody compiled it        needless    compiled, and never called
+    late        called after the warm-up for the first time
 
 Triton compiles a kernel once more for other types, for pointers that are not aligned, for other constants. Its hook tells the key
-of what it would compile; nothing is compiled, and there need be no GPU.
+of what it would compile. So plans of every kind are carried out by the runner of a device on tensors that pretend to be on a
+GPU; nothing is compiled or launched, and there need be none.
 """
 
+import functools
 from array import array
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,71 +18,117 @@ import torch
 from triton import knobs
 from triton.runtime.driver import driver
 
+from octavo.attention.triton import TritonBackend
+from octavo.config import Debug
 from octavo.kernels.row_words import RowLayout
-from octavo.kernels.triton.adjust import adjust
-from octavo.kernels.triton.ahead import Ahead
-from octavo.kernels.triton.draw import draw
-from octavo.kernels.triton.rank import rank
-from octavo.messages import NoiseKey, RowWrite, StepPlan
+from octavo.kernels.triton import attention
+from octavo.layers.comm import NullComm
+from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
+from octavo.model_config import ModelConfig, RopeConfig
+from octavo.models.registry import build_model, cache_specs
 from octavo.sampling_params import SamplingParams
-from octavo.worker import device_prompt_logprobs, device_sampler
-from octavo.worker.device_prompt_logprobs import DevicePromptLogprobs
+from octavo.worker.compile_process import NoGPU, find_jobs
+from octavo.worker.compilers import DRIVER, Wanted, variant
+from octavo.worker.device_program import DeviceProgram, Steps
 from octavo.worker.device_rows import DeviceRows
-from octavo.worker.device_sampler import DeviceSampler
-from tests.support.hopper import NoGPU
+from octavo.worker.device_runner import DeviceRunner
+from octavo.worker.faults import Faults
+from octavo.worker.kv_store import PagedStore
 
-VOCAB, CPU, DTYPE = 151936, torch.device("cpu"), torch.bfloat16
+CPU, CAPABILITY, SIZE, ROWS, TOKENS, LENGTH = torch.device("cpu"), 90, 16, 20, 600, 2048
+QWEN3 = ModelConfig(
+    architecture="Qwen3ForCausalLM", vocab_size=1000, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=32, max_position=LENGTH, norm_eps=1e-6, rope=RopeConfig(), tie_embeddings=True, qkv_bias=False, output_bias=False,
+    mlp_bias=False, qk_norm=True, windows=(None, None), dtype="bfloat16", eos_token_ids=(), bos_token_id=None,
+)  # fmt: skip
+MODELS = [
+    (QWEN3, "bfloat16"),
+    (replace(QWEN3, architecture="Qwen2ForCausalLM", qk_norm=False, qkv_bias=True, windows=(None, 64)), "float16"),
+    (replace(QWEN3, architecture="LlamaForCausalLM", qk_norm=False, head_dim=48, tie_embeddings=False), "float32"),
+]
 KINDS: list[dict[str, Any]] = [
+    {"temperature": 0},
     {"top_k": 5, "logprobs": 3, "prompt_logprobs": 2},
     {"frequency_penalty": 1.0, "temperature": 0},
     {"logprobs": 20},
     {"top_p": 0.4, "logit_bias": {3: 1.0}},
     {"min_p": 0.1},
+    {"temperature": 0.7},
 ]
+
+
+def pretend() -> None:
+    """Tensors are on a GPU, and memory that is pinned is like any other."""
+    torch.Tensor.is_cuda = property(lambda _: True)  # type: ignore[assignment, method-assign]
+    torch.Tensor.pin_memory = lambda self: self  # type: ignore[assignment, method-assign]
+    for name in ("tensor", "empty"):
+        setattr(torch, name, _without_pinning(getattr(torch, name)))
+    torch.cuda.Event = lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None)  # type: ignore[assignment, misc]
+    attention._has_copy_engine = lambda _: True  # type: ignore[assignment]
+    Steps.run = lambda self, shape, _: self.program.run(shape, self._max_len)  # type: ignore[method-assign]  # as graphs do
+
+
+def _without_pinning(make: Any) -> Any:
+    @functools.wraps(make)
+    def made(*arguments: Any, pin_memory: bool = False, **options: Any) -> Any:
+        return make(*arguments, **options)
+
+    return made
 
 
 def record() -> set[str]:
     met: set[str] = set()
 
-    def hook(*, key: Any, repr: str, **_: Any) -> bool:
-        met.add(f"{repr} {key}")
+    def hook(*, key: str, fn: Any, **_: Any) -> bool:
+        met.add(variant(fn, key))
         return True  # that is, do not compile it
 
     knobs.runtime.jit_cache_hook = hook
     return met
 
 
-def serve() -> None:
-    """Steps of every kind of entry, in batches of odd and even numbers."""
-    for module in (device_sampler, device_prompt_logprobs):
-        for kernel in (draw, rank, adjust):
-            setattr(module, kernel.__name__, kernel)  # as on a GPU
-    rows = DeviceRows(6, RowLayout(3, 41), CPU)
-    sampler, prompts = DeviceSampler(rows, VOCAB, CPU), DevicePromptLogprobs(rows, VOCAB)
-    writes = [
-        RowWrite(row, row, array("i", range(12)), 11, 0, [], SamplingParams(**kind), (1,), [], NoiseKey((1, 2), 3, 4), b"")
-        for row, kind in enumerate(KINDS)
-    ]
-    plan = StepPlan(0, row=[4, 3, 2, 1, 0], start=[11, 11, 11, 11, 3], num_query=[1, 1, 1, 1, 8], samples=[True] * 5, row_writes=writes)
-    for part in (rows, sampler, prompts):
-        part.apply(plan)  # type: ignore[attr-defined]
-    for entries in (5, 8):
-        for special in ([0, 1, 2, 3, 4], [1], [2, 4], [3], [0, 4]):
-            logits, ids = torch.zeros(entries, VOCAB, dtype=DTYPE), torch.zeros(entries, dtype=torch.int32)
-            sampler.sample(logits, special, plan.row, ids)
-    prompts.rankings(torch.zeros(12, 4), plan, lambda hidden: torch.zeros(len(hidden), VOCAB, dtype=DTYPE))
+def build_runner(config: ModelConfig, dtype: str) -> tuple[DeviceRunner, Steps]:
+    model = build_model(config, getattr(torch, dtype), TritonBackend, NullComm(), LENGTH)  # type: ignore[arg-type]
+    rows = DeviceRows(ROWS, RowLayout(LENGTH // SIZE, LENGTH + 1), CPU)
+    store = PagedStore(cache_specs(config, dtype), 40, SIZE, CPU)
+    program = DeviceProgram(model, TritonBackend, store.caches, rows, SIZE, TOKENS)  # type: ignore[arg-type]
+    steps = Steps(program, ROWS, TOKENS, LENGTH)
+    return DeviceRunner(steps, store, rows, Faults(Debug())), steps
+
+
+def plans() -> list[StepPlan]:
+    """Rows of every kind of sampling are written, decode in numbers odd and even, and have prompts long and short."""
+    noise = NoiseKey((1, 2), 3, 4)
+    prompt = array("q", range(600))
+    writes = [RowWrite(row, row, prompt, 599, 0, [], SamplingParams(**kind), (1,), [], noise, b"") for row, kind in enumerate(KINDS)]
+    every = list(range(len(KINDS)))
+    made = [StepPlan(1, every, every, [0] * 7, [80] * 7, [True] * 7, row_writes=writes, new_blocks=[(row, 0, 1 + row) for row in every])]
+    for rows in ([0], [1], [0, 1], [2, 3, 4], [1, 3, 5, 6], [0, 1, 2, 3, 4], every):
+        made.append(StepPlan(1, rows, rows, [90] * len(rows), [1] * len(rows), [True] * len(rows)))
+    for count in (2, 7, 33, 599):
+        made.append(StepPlan(1, [5, 1], [5, 1], [20, 3], [1, count], [True, True]))
+    made.append(StepPlan(1, copies=[(1, 2)], row_forks=[RowFork(7, 1, 7, noise)]))
+    made.append(StepPlan(1, [7], [7], [90], [1], [True], copies=[(1, 2), (2, 3)]))
+    return made
 
 
 def main() -> None:
-    driver.set_active(NoGPU())
-    met = record()
-    ahead = Ahead(SimpleNamespace(vocab_size=VOCAB), DTYPE, 16, 8, 64, CPU)  # type: ignore[arg-type]
-    for call in ahead.behind_a_step():
-        call()
-    known = set(met)
-    assert len(known) == 15, "ten kernels, five of them for two types of logits"
-    serve()
-    print("\n".join(sorted(met - known)))
+    for config, dtype in MODELS:
+        jobs, _ = find_jobs(Wanted(config, dtype, SIZE, ROWS, LENGTH, CAPABILITY, 1))
+        ahead = {job.name for job in jobs} - {DRIVER}
+        assert len(ahead) > 20
+        driver.set_active(NoGPU(CAPABILITY))
+        met = record()
+        pretend()
+        runner, steps = build_runner(config, dtype)
+        steps.warm_up()
+        runner.warm_up(getattr(torch, dtype))
+        warm = set(met)
+        for plan in plans():
+            runner.forward(plan)
+            runner.sample()
+        for word, names in {"missing": warm - ahead, "needless": ahead - warm, "late": met - warm}.items():
+            print("".join(f"{word} {name}\n" for name in sorted(names)), end="")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
-"""Kernels compiled ahead, many at once: each is called on a few numbers of the model's shape, in a thread of its own.
+"""Calls of every kernel, on a few numbers of the model's shape: what they make Triton compile is what an engine needs.
 
-Compiling is most of a cold start. A kernel that is not called here, or in another way than a step calls it, is compiled when the
-first step warms up: that costs time, not correctness. Nothing may be compiled later.
+Nothing is launched: `worker/compile_process.py` writes down what would be compiled, and compiles it. A kernel that is not called
+here, or in another way than a step calls it, is compiled when the first step warms up: that costs time, not correctness.
+Nothing may be compiled later.
 """
 
+import sys
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from octavo.kernels.asks import HEAD
 from octavo.kernels.cache_layout import Layout, empty_cache
+from octavo.kernels.ops import few_rows
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.row_words import RowLayout
 from octavo.kernels.step_tensors import StepMemory
@@ -28,11 +31,20 @@ from octavo.kernels.triton.rows import copy_words, finish, prepare
 from octavo.kernels.triton.sampling import sample
 from octavo.kernels.triton.skinny import gate_up, linear, merge_linear, norm_linear
 from octavo.kernels.triton.write_kv import write_kv
-from octavo.log import logger
 from octavo.model_config import ModelConfig
 
-AT_ONCE = 16
 Call = Callable[[], object]
+
+
+def kernel_keys() -> list[str]:
+    """Has Triton name every kernel and what it calls, in one order, before it compiles any; the names change with the source.
+
+    The name it gives a kernel in its cache depends on which others it has named before, where they share functions. Whoever
+    compiles has to call this first, or does not find what others compiled.
+    """
+    modules = [vars(sys.modules[name]) for name in sorted(sys.modules) if name.startswith("octavo.kernels.triton.")]
+    functions = [function for module in modules for _, function in sorted(module.items()) if isinstance(function, JITFunction)]
+    return [function.cache_key for function in functions]
 
 
 class Ahead:
@@ -43,35 +55,21 @@ class Ahead:
         config: ModelConfig,
         dtype: torch.dtype,
         block_size: int,
-        max_rows: int,
         max_len: int,
         device: torch.device,
         layout: Layout = "nhd",
     ) -> None:
         self.config, self.dtype, self.size, self.device, self.layout = config, dtype, block_size, device, layout
-        self.max_rows, self.max_len = max_rows, max_len
-
-    def start(self) -> "list[Future[None]]":
-        """Compiles in threads, and returns at once."""
-        pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="compile")
-        started = [pool.submit(self.attempt, call) for call in self.calls()]
-        pool.shutdown(wait=False)
-        return started
-
-    def attempt(self, call: Call) -> None:
-        try:
-            with torch.inference_mode():
-                call()
-        except Exception as error:  # the warm-up calls it again, and says why where it cannot
-            logger.debug("A kernel was not compiled ahead: %r", error)
+        self.max_len = max_len
 
     def calls(self) -> list[Call]:
         config, hidden, inner = self.config, self.config.hidden_size, self.config.intermediate_size
         x, scale = self.numbers(2, hidden), self.numbers(hidden)
         windows = {window is not None: window for window in config.windows}.values()
         calls: list[Call] = [self.attend_to(1, 1, None), *(self.attend_to(1, 32, window) for window in windows)]
-        calls += [self.few_rows(rows, window) for rows in (1, 2, FEW_ROWS) for window in windows]
-        calls += [self.few_products(rows) for rows in (1, 2, FEW_ROWS)]
+        few = (1, 2, FEW_ROWS) if few_rows(config.head_dim) else ()
+        calls += [self.few_rows(rows, window) for rows in few for window in windows]
+        calls += [self.few_products(rows) for rows in few]
         return [
             *calls,
             lambda: add_rms_norm(x, x, scale, config.norm_eps),

@@ -1,0 +1,156 @@
+"""The process that compiles kernels for another one, its parent, which starts it in `compilers.py`.
+
+Reads what is `Wanted` as a line of JSON. Every kernel is called on tensors of the CPU, and what Triton would compile is written
+down instead; then as many processes as are allowed take one after another, the slow ones first. Neither this process nor its
+children start CUDA: a driver that is none says what to compile for. Says, a line each:
+
+    all NAME...         what will come
+    done NAME           it lies in Triton's cache
+    failed NAME why     or it does not
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
+from triton.runtime.cache import triton_key
+from triton.runtime.driver import driver
+
+from octavo.kernels.triton.ahead import Ahead, kernel_keys
+from octavo.model_config import ModelConfig, RopeConfig
+from octavo.worker.compilers import DONE, DRIVER, FAILED, SEEN, Wanted, variant
+
+SLOW = ("prefill", "search", "settle", "merge_few", "decode_few", "decode", "race", "nearest", "adjust_rows")  # slowest first
+MOST_PROCESSES = 16
+PR_SET_PDEATHSIG = 1
+MOST_LETTERS = 1000  # of an error: a line has to go through a pipe in one piece
+
+
+class NoGPU:
+    """A driver that says what to compile for, and can do nothing else."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    name: str
+    compile: Callable[[], object]
+
+
+def find_jobs(wanted: Wanted) -> tuple[list[Job], list[str]]:
+    """One for each kernel that is compiled, slow ones first; and why some may be missing."""
+    found: dict[str, Job] = {}
+    troubles = []
+
+    def write_down(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        name = variant(fn, key)
+        found[name] = Job(name, partial(compile_kernel, fn.jit_function, compile["specialization_data"]))
+        return True  # that is, do not compile it now
+
+    driver.set_active(NoGPU(wanted.capability))
+    knobs.runtime.jit_cache_hook = write_down
+    dtype, cpu = getattr(torch, wanted.dtype), torch.device("cpu")
+    for call in Ahead(wanted.config, dtype, wanted.block_size, wanted.max_len, cpu, wanted.layout).calls():
+        try:
+            call()
+        except Exception as error:
+            troubles.append(repr(error))
+    knobs.runtime.jit_cache_hook = None
+    return [Job(DRIVER, CudaUtils), *sorted(found.values(), key=lambda job: _slowness(job.name))], troubles
+
+
+def _slowness(name: str) -> int:
+    kernel = name.partition("-")[0].rpartition(".")[2]
+    return SLOW.index(kernel) if kernel in SLOW else len(SLOW)
+
+
+def compile_kernel(function: Any, specialization: str) -> None:
+    """Machine code, and the little C library that launches it: both go into the cache."""
+    kernel = function.preload(specialization)
+    CudaLauncher(kernel.src, kernel.metadata)
+
+
+def die_with(parent: int) -> None:
+    """Of all ways in which a parent can end, the system knows."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def compile_all(jobs: list[Job], processes: int, results: int) -> None:
+    """The numbers of the jobs lie in a pipe, a byte each: whoever is free takes the next."""
+    queue, filling = os.pipe()
+    os.write(filling, bytes(range(len(jobs))))
+    os.close(filling)
+    own = os.getpid()
+    for child in [_fork(partial(work, jobs, queue, results, own)) for _ in range(min(processes, MOST_PROCESSES, len(jobs)))]:
+        os.waitpid(child, 0)
+
+
+def _fork(task: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            task()
+        finally:
+            os._exit(0)  # never on into what the parent does next
+    return pid
+
+
+def work(jobs: list[Job], queue: int, results: int, parent: int) -> None:
+    die_with(parent)
+    while number := os.read(queue, 1):
+        job = jobs[number[0]]
+        try:
+            job.compile()
+            say(results, DONE, job.name)
+        except Exception as error:
+            say(results, FAILED, job.name, repr(error)[:MOST_LETTERS])
+
+
+def say(results: int, *words: str) -> None:
+    os.write(results, " ".join(" ".join(words).split()).encode() + b"\n")
+
+
+def read_wanted(line: str) -> Wanted:
+    words = json.loads(line)
+    config = words.pop("config")
+    return Wanted(ModelConfig(**config | {"rope": RopeConfig(**config["rope"])}), **words)
+
+
+def main(parent: int) -> None:
+    die_with(parent)
+    results = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what compilers print is no result
+    torch.set_num_threads(1)
+    kernel_keys()
+    triton_key()  # hashes all of Triton: once, before there are children
+    line = sys.stdin.readline()
+    if line and not knobs.runtime.interpret:
+        wanted = read_wanted(line)
+        jobs, troubles = find_jobs(wanted)
+        for why in troubles:
+            say(results, FAILED, "call", why[:MOST_LETTERS])
+        say(results, SEEN, *(job.name for job in jobs))
+        compile_all(jobs, wanted.processes, results)

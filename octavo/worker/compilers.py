@@ -1,0 +1,153 @@
+"""Kernels are compiled by other processes while this one imports torch, starts CUDA and reads weights.
+
+    here     starts it | torch, CUDA | says what is wanted | weights | the warm-up: waits for each kernel it calls, if need be
+    there    torch, triton ..........| a kernel each, many processes at once, into Triton's cache on disk ....
+
+It is one process, which forks the others (`compile_process.py`): this one, where CUDA runs, is never forked. None of them starts
+CUDA or outlives this one. What they do not get done is compiled here when it is first called: that costs time, nothing else.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from octavo.log import Stopwatch, logger
+from octavo.model_config import ModelConfig
+
+DRIVER = "driver"  # what Triton itself needs to launch anything
+PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from octavo.worker.compile_process import main; main(int(sys.argv[1]))"
+SEEN, DONE, FAILED = "all", "done", "failed"  # what a line from there begins with
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """All that decides which kernels there are."""
+
+    config: ModelConfig
+    dtype: str
+    block_size: int
+    max_len: int
+    layout: Literal["nhd", "hnd"]  # of the KV cache
+    capability: int  # 90 for 9.0
+    processes: int
+
+
+def variant(function: Any, key: str) -> str:
+    """What a kernel is called by both sides. `function`, `key`: as Triton's hook has them; a key is types, constants and options."""
+    return f"{function.module}.{function.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+
+class Compilers:
+    """The other processes; without a process, none, and kernels are compiled here."""
+
+    def __init__(self, process: "subprocess.Popen[str] | None" = None) -> None:
+        self.seconds_waited = 0.0
+        self._process = process
+        self._asked = ""
+        self._known: set[str] | None = None  # None: it has not said yet
+        self._coming: set[str] = set()
+
+    @classmethod
+    def start(cls) -> "Compilers":
+        """In a group of its own: Ctrl-C is for this process, and all of them can be ended at once."""
+        command = [sys.executable, "-P", "-c", PROGRAM, str(os.getpid()), *sys.path]
+        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+        try:
+            return cls(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True, process_group=0))
+        except OSError as error:
+            logger.debug("No process to compile kernels in: %r", error)
+            return cls()
+
+    def compile(self, wanted: Wanted) -> None:
+        """Has them begin, and returns at once."""
+        self._asked = json.dumps(asdict(wanted))
+        if self._process is None or self._process.stdin is None:
+            return
+        try:
+            os.write(self._process.stdin.fileno(), self._asked.encode() + b"\n")
+        except OSError as error:  # it has died
+            logger.debug("Kernels are not compiled ahead: %r", error)
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """In here a kernel that they compile is waited for when it is first called. Whoever comes out has called all there are."""
+        from triton import knobs
+
+        mark = self._mark()
+        if mark.exists():
+            self.close()
+        if self._process is not None:
+            self._wait_for(DRIVER)
+        before = knobs.runtime.jit_cache_hook
+        knobs.runtime.jit_cache_hook = self._before_compiling
+        try:
+            yield
+        finally:
+            knobs.runtime.jit_cache_hook = before
+        with suppress(OSError):
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+
+    def close(self) -> None:
+        """Ends them, whatever they do."""
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with self._process:  # closes pipes, and waits
+            self._process = None
+
+    def __enter__(self) -> "Compilers":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _mark(self) -> Path:
+        """A file in Triton's cache: where it is, all that is asked for was compiled before, and nobody is waited for."""
+        from triton import knobs
+        from triton._C.libtriton import get_cache_invalidating_env_vars
+        from triton.runtime.cache import triton_key
+
+        from octavo.kernels.triton.ahead import kernel_keys
+
+        decides = [self._asked, sys.version, triton_key(), str(sorted(get_cache_invalidating_env_vars().items())), *kernel_keys()]
+        return Path(knobs.cache.dir) / f"octavo-{hashlib.sha256(' '.join(decides).encode()).hexdigest()}"
+
+    def _before_compiling(self, *, key: str, fn: Any, **_: Any) -> None:
+        if self._process is not None:
+            self._wait_for(variant(fn, key))
+
+    def _wait_for(self, name: str) -> None:
+        """Until it lies in the cache, or is known not to come from there."""
+        watch = Stopwatch()
+        while (self._known is None or name in self._coming) and self._hear():
+            pass
+        self.seconds_waited += watch.total()
+        if name not in (self._known or ()):
+            logger.debug("Not compiled ahead: %s", name)
+
+    def _hear(self) -> bool:
+        """Takes one line; false where none will come any more."""
+        assert self._process is not None and self._process.stdout is not None
+        word, _, rest = self._process.stdout.readline().rstrip("\n").partition(" ")
+        if word == SEEN:
+            self._known = set(rest.split())
+            self._coming = set(self._known)
+        elif word in (DONE, FAILED):
+            name, _, why = rest.partition(" ")
+            self._coming.discard(name)
+            if word == FAILED:
+                logger.debug("Compiling ahead failed: %s: %s", name, why)
+        else:  # it has ended
+            self._known, self._coming = self._known or set(), set()
+        return bool(word)
