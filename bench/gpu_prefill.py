@@ -36,16 +36,15 @@ Mix = list[tuple[int, int]]  # a row's queries and its context
 RAGGED: Mix = [(300, 300), (77, 500), (1, 700), (0, 40), (513, 513), (1, 1), (2, 900), (1, 0), (130, 1000)]
 
 PREFILL = [
-    Tiles(128, 8, 2, 128, described=True, lagging=True),
-    Tiles(128, 8, 3, 128, described=True, lagging=True),
-    Tiles(128, 8, 3, 128, described=True),
-    Tiles(128, 8, 2, 128, described=True),
-    Tiles(64, 8, 2, 128, described=True, lagging=True),
-    Tiles(64, 8, 3, 128, described=True, lagging=True),
-    Tiles(64, 8, 4, 128, described=True, lagging=True),
+    Tiles(128, 4, 2, 128, divided=True, turns=True),
+    Tiles(128, 4, 2, 128, divided=True),
+    Tiles(64, 4, 4, 128, divided=True, turns=True),
+    Tiles(64, 4, 4, 128, divided=True),
+    Tiles(64, 4, 3, 128, divided=True),
     Tiles(64, 4, 2, 128, described=True),
-    Tiles(64, 4, 2, 64, described=True, lagging=True),
-    Tiles(64, 8, 2, 256, described=True),
+    Tiles(128, 8, 3, 128, described=True),
+    Tiles(128, 8, 2, 128, described=True, lagging=True),
+    Tiles(64, 8, 3, 128, described=True, lagging=True),
 ]
 DECODE = [Tiles(*shape) for shape in ((32, 2, 2), (64, 2, 3), (64, 2, 4), (64, 4, 3), (128, 4, 3))]
 BEST = 4  # tiles that go on from the first shape of a group to the others
@@ -165,7 +164,7 @@ def checks(tiny: bool) -> dict[str, Callable[[], Case]]:
 
 
 def named(tiles: Tiles) -> str:
-    marks = "".join(mark for mark, on in (("d", tiles.described), ("l", tiles.lagging)) if on)
+    marks = "".join(mark for mark, on in (("d", tiles.described), ("l", tiles.lagging), ("divided", tiles.divided), (" turns", tiles.turns)) if on)
     return f"{tiles.queries}x{tiles.keys} w{tiles.warps} s{tiles.stages} {marks}".strip()
 
 
@@ -207,7 +206,7 @@ def check_all(names: list[str], mode: list[str], deadline: float) -> dict[str, s
 def prefill_cases() -> Iterator[tuple[str, Mix, int, int]]:
     lengths = torch.randint(200, 4096, (16,), generator=torch.Generator().manual_seed(0)).tolist()
     for heads, kv_heads in GROUPS:
-        for rows, tokens in ((4, 4096), (16, 1024), (1, 16384), (64, 2048)):
+        for rows, tokens in ((4, 4096), (4, 2048), (16, 1024), (1, 16384)):
             yield f"{rows} x {tokens}, {heads}/{kv_heads}", [(tokens, tokens)] * rows, heads, kv_heads
     yield "16 ragged rows, 32/8", [(one, one) for one in lengths], 32, 8
     yield "4 x 2048 after 2048, 32/8", [(2048, 4096)] * 4, 32, 8

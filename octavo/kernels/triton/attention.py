@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.triton.attention_decode import decode, merge
+from octavo.kernels.triton.attention_hopper import prefill_divided
 from octavo.kernels.triton.attention_parts import LOG2_E
 from octavo.kernels.triton.attention_prefill import prefill
 from octavo.kernels.triton.attention_tiles import MIN_DOT, TOKENS_PER_SPLIT, Tiles, decode_splits, decode_tiles, prefill_tiles
@@ -65,7 +66,11 @@ def paged_attention(
     numbers = scale, LOG2_E * (1.0 if capped or sloped else scale), soft_cap or 0.0, tables.stride(0), size, window or 0
     if max_query > 1:
         plain = window is None and sinks is None and not capped and not sloped
-        _prefill(tensors, numbers, shared, fresh, tiles or prefill_tiles(q.dtype, head_dim, plain))
+        tiles = tiles or prefill_tiles(q.dtype, head_dim, plain)
+        if tiles.divided and plain and _describable(q):
+            prefill_divided(*tensors[:8], fresh, numbers, shared, tiles)
+        else:
+            _prefill(tensors, numbers, shared, fresh, tiles)
         tiles = None
     splits = splits or decode_splits(len(context_len), kv_heads, min(max_context, window or max_context))
     _decode(tensors, numbers, shared, common, tiles or decode_tiles(q.dtype, head_dim), splits)
