@@ -42,6 +42,8 @@ PREFILL = [
     Tiles(64, 4, 4, 128, divided=True),
     Tiles(64, 4, 3, 128, divided=True),
     Tiles(64, 4, 2, 128, described=True),
+    Tiles(64, 4, 2, 128, described=True, joined=True),
+    Tiles(128, 8, 3, 128, described=True, joined=True),
     Tiles(128, 8, 3, 128, described=True),
     Tiles(128, 8, 2, 128, described=True, lagging=True),
     Tiles(64, 8, 3, 128, described=True, lagging=True),
@@ -164,7 +166,8 @@ def checks(tiny: bool) -> dict[str, Callable[[], Case]]:
 
 
 def named(tiles: Tiles) -> str:
-    marks = "".join(mark for mark, on in (("d", tiles.described), ("l", tiles.lagging), ("divided", tiles.divided), (" turns", tiles.turns)) if on)
+    kinds = {"d": tiles.described, "l": tiles.lagging, "j": tiles.joined, "divided": tiles.divided, " turns": tiles.turns}
+    marks = "".join(mark for mark, on in kinds.items() if on)
     return f"{tiles.queries}x{tiles.keys} w{tiles.warps} s{tiles.stages} {marks}".strip()
 
 

@@ -87,7 +87,7 @@ def _prefill(tensors: Given, numbers: Given, shared: dict[str, Any], fresh: Pair
     prefill[(len(q) // (lines * kv_heads // heads) + len(context_len), kv_heads)](
         *tensors, *new, *descriptors, *numbers, len(context_len), **shared, LINES=lines, NEW_STRIDE=new[0].stride(0) if fresh else 0,
         WITH_NEW=fresh is not None, DESCRIBED=described, TILE=tiles.keys, STAGES=tiles.stages, LAGGING=tiles.lagging,
-        num_warps=tiles.warps,
+        JOINED=tiles.joined, num_warps=tiles.warps,
     )  # fmt: skip
 
 

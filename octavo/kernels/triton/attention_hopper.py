@@ -1,8 +1,8 @@
 """Prefill attention for Hopper, in Gluon: one group of warps brings keys and values, two compute, none waits for memory.
 
-    warps 8-11   | keys of tile 0 | values of 0 | keys of 1 | values of 1 | keys of 2 | ...        producer: into STAGES places of shared memory
-    warps 0-3    | scores 0 | weights 0 | scores 1, values 0 | weights 1 | scores 2, values 1 | ...       consumer: lines 0 to 63
-    warps 4-7    | the same of lines 64 to 127 ...
+    warps 8-11   | keys of 0 | values of 0 | keys of 1 | values of 1 | ...          producer: into STAGES places of shared memory
+    warps 0-3    | scores 0 | weights 0 | scores 1, values 0 | weights 1 | ...      consumer: lines 0 to 63
+    warps 4-7    | the same ...                                                     consumer: lines 64 to 127
 
 Work is cut as in `attention_prefill`, which this stands in for wherever there are no windows, caps, slopes or sinks: a program takes
 a tile of a row's queries and one KV head. Consumers see tiles of keys in order and know nothing of where they came from, so paged,
@@ -99,11 +99,12 @@ def produce(k_cache, v_cache, k_new, v_new, k_tiles, v_tiles, table, kv_head, pa
             ready, free, NEW_STRIDE: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
             PAGED: gl.constexpr, DESCRIBED: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     behind = (past + TILE - 1) // TILE  # tiles of the past
-    for step in range(0, steps):
+    for step in range(steps):
         stage = step % STAGES
         phase = step // STAGES % 2 ^ 1
         k_place, v_place = k_places.index(stage), v_places.index(stage)
-        k_ready, v_ready, k_free, v_free = ready.index(2 * stage), ready.index(2 * stage + 1), free.index(2 * stage), free.index(2 * stage + 1)
+        k_ready, v_ready = ready.index(2 * stage), ready.index(2 * stage + 1)
+        k_free, v_free = free.index(2 * stage), free.index(2 * stage + 1)
         mbarrier.wait(k_free, phase)
         if step < behind:
             copy_both(k_cache, v_cache, table, kv_head, step * TILE, past, 0, region_size, k_place, v_place, k_ready, v_ready, v_free,

@@ -81,6 +81,7 @@ def over_keys(
     first,
     low,
     high,
+    masked_from,
     end,
     shift,
     scale,
@@ -108,6 +109,7 @@ def over_keys(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     LAGGING: tl.constexpr,
+    JOINED: tl.constexpr,
 ):
     """Takes the keys from low to high in; `first` is where this source's keys began, and weights are zeros there.
 
@@ -134,6 +136,9 @@ def over_keys(
             if WINDOWED:
                 visible &= behind > -window
             scores = tl.where(visible, scores, HIDDEN)
+        elif JOINED:  # noqa: SIM102  (known when compiled, the other is not)
+            if start >= masked_from:
+                scores = tl.where(behind <= 0, scores, HIDDEN)
         largest, total, weights, fade = weigh(scores, largest, total, unit)
         if not LAGGING:
             mixed = mix(weights, fade, values, mixed)
@@ -182,6 +187,7 @@ def prefill(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     LAGGING: tl.constexpr,
+    JOINED: tl.constexpr,
 ):
     tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -212,9 +218,9 @@ def prefill(
     seen_from = tl.maximum(earliest - window + 1, 0) if WINDOWED else 0
     low = seen_from // TILE * TILE
     largest, total, mixed, weights, fade = over_keys(
-        queries, query_position, k_cache, v_cache, table, kv_head, low, low, past, past, 0,
+        queries, query_position, k_cache, v_cache, table, kv_head, low, low, past, 0, past, 0,
         scale, unit, cap, slope, region_size, window, largest, total, mixed, weights, fade,
-        KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, WINDOWED, CAPPED, SLOPED, "cache", 0, "inside", TILE, STAGES, LAGGING,
+        KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, WINDOWED, CAPPED, SLOPED, "cache", 0, "inside", TILE, STAGES, LAGGING, JOINED,
     )  # fmt: skip
     if LAGGING:
         if low < past:
@@ -229,21 +235,23 @@ def prefill(
     SOURCE: tl.constexpr = "tokens" if WITH_NEW else "cache"
     if WINDOWED:
         first = past + tl.maximum(seen_from - past, 0) // TILE * TILE
-        masked_from = first
+        rest = first
     else:
         first = past
         masked_from = past + (offset + 1) // TILE * TILE
+        whole = tl.minimum(last, past + count // TILE * TILE) if JOINED else masked_from  # joined: tiles that end before the row does
+        rest = past + tl.cdiv(whole - past, TILE) * TILE
         k_whole, v_whole = (k_tiles, v_tiles) if DESCRIBED else (k_source, v_source)
         largest, total, mixed, weights, fade = over_keys(
-            queries, query_position, k_whole, v_whole, table, kv_head, past, past, masked_from, end, shift,
+            queries, query_position, k_whole, v_whole, table, kv_head, past, past, whole, masked_from, end, shift,
             scale, unit, cap, slope, region_size, window, largest, total, mixed, weights, fade,
             KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, WINDOWED, CAPPED, SLOPED,
-            "tiles" if DESCRIBED else SOURCE, NEW_STRIDE, "all", TILE, STAGES, LAGGING,
+            "tiles" if DESCRIBED else SOURCE, NEW_STRIDE, "all", TILE, STAGES, LAGGING, JOINED,
         )  # fmt: skip
     largest, total, mixed, weights, fade = over_keys(
-        queries, query_position, k_source, v_source, table, kv_head, first, masked_from, last, end, shift,
+        queries, query_position, k_source, v_source, table, kv_head, first, rest, last, 0, end, shift,
         scale, unit, cap, slope, region_size, window, largest, total, mixed, weights, fade,
-        KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, WINDOWED, CAPPED, SLOPED, SOURCE, NEW_STRIDE, "causal", TILE, STAGES, LAGGING,
+        KV_HEADS, DIM, DIM_TILE, BLOCK_SIZE, PAGED, WINDOWED, CAPPED, SLOPED, SOURCE, NEW_STRIDE, "causal", TILE, STAGES, LAGGING, JOINED,
     )  # fmt: skip
     if LAGGING:
         values = load_tile(

@@ -22,6 +22,7 @@ class Tiles:
     queries: int = MIN_DOT  # a tile of queries: tokens * heads of a group
     described: bool = False  # prefill: new keys and values come by tensor descriptors (Hopper's copy engine), not by pointers
     lagging: bool = False  # prefill: values are mixed one tile late, so that the product runs under the next tile's softmax
+    joined: bool = False  # prefill: the diagonal is masked in the same loop as all before it
     divided: bool = False  # prefill: Hopper's own kernel, one group of warps to copy and two to compute
     turns: bool = False  # of divided: the two that compute take turns at the tensor cores
 
