@@ -30,7 +30,7 @@ from octavo.kernels.triton.ahead import Ahead, kernel_keys
 from octavo.model_config import ModelConfig, RopeConfig
 from octavo.worker.compilers import DONE, DRIVER, FAILED, SEEN, Wanted, variant
 
-SLOW = ("prefill", "search", "settle", "merge_few", "decode_few", "decode", "race", "nearest", "adjust_rows")  # slowest first
+SLOW = ("prefill_hopper", "prefill", "search", "settle", "merge_few", "decode_few", "decode", "race", "nearest", "adjust_rows")  # slowest first
 MOST_PROCESSES = 16
 PR_SET_PDEATHSIG = 1
 MOST_LETTERS = 1000  # of an error: a line has to go through a pipe in one piece

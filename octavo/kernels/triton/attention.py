@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from octavo.kernels.cache_layout import tokens_together
 from octavo.kernels.share_words import num_lines
 from octavo.kernels.triton.attention_decode import decode, merge
+from octavo.kernels.triton.attention_hopper import on_hopper, prefill_divided
 from octavo.kernels.triton.attention_parts import LOG2_E
 from octavo.kernels.triton.attention_prefill import prefill
 from octavo.kernels.triton.attention_tiles import MIN_DOT, Tiles, decode_tiles, multiprocessors, prefill_tiles
@@ -65,7 +66,11 @@ def paged_attention(
     numbers = scale, LOG2_E * (1.0 if capped or sloped else scale), soft_cap or 0.0, tables.stride(0), size, window or 0
     if max_query > 1:
         plain = window is None and sinks is None and not capped and not sloped
-        _prefill(tensors, numbers, shared, fresh, tiles or prefill_tiles(q.dtype, head_dim, plain))
+        tiles = tiles or prefill_tiles(q.dtype, head_dim, plain, on_hopper())
+        if tiles.divided:
+            prefill_divided(*tensors[:8], fresh, numbers, shared, tiles)
+        else:
+            _prefill(tensors, numbers, shared, fresh, tiles)
         tiles = None
     chosen = tiles or decode_tiles(q.dtype, head_dim)
     if shares is None:
@@ -105,11 +110,11 @@ def _decode(tensors: Given, numbers: Given, shared: dict[str, Any], shares: Tens
     sums = torch.empty(programs, 2, group, dtype=torch.float32, device=q.device)
     dependent = tiles.dependent and can_depend()
     both = {name: shared[name] for name in ("HEADS", "KV_HEADS", "DIM", "DIM_TILE", "WITH_SINKS", "WITH_LSE")} | {"DEPENDENT": dependent}
+    names = ("Q_STRIDE", "BLOCK_SIZE", "PAGED", "TOGETHER", "CAPPED", "SLOPED")
     decode[(programs,)](
-        q, k_cache, v_cache, tables, shares, out, lse, sinks, slopes, parts, sums, scale, unit, cap, width, size, **both,
-        Q_STRIDE=shared["Q_STRIDE"], GROUP_TILE=max(triton.next_power_of_2(group), MIN_DOT), BLOCK_SIZE=shared["BLOCK_SIZE"],
-        PAGED=shared["PAGED"], CAPPED=shared["CAPPED"], SLOPED=shared["SLOPED"], TILE=tiles.keys, STAGES=tiles.stages,
-        num_warps=tiles.warps, launch_pdl=dependent,
+        q, k_cache, v_cache, tables, shares, out, lse, sinks, slopes, parts, sums, scale, unit, cap, width, size,
+        **both, **{name: shared[name] for name in names}, GROUP_TILE=max(triton.next_power_of_2(group), MIN_DOT), TILE=tiles.keys,
+        STAGES=tiles.stages, num_warps=tiles.warps, launch_pdl=dependent,
     )  # fmt: skip
     merge[(programs, group)](parts, sums, shares, out, lse, sinks, **both, PARTS=PARTS, num_warps=4, launch_pdl=dependent)
 

@@ -23,6 +23,7 @@ class Tiles:
     programs: int = 4  # decode: that a multiprocessor runs at once; each takes a share of all tiles
     least: int = 2  # decode: tiles of a share, so that a short row is not cut into crumbs
     dependent: bool = True  # decode and merge are each launched while the kernel before still runs
+    divided: bool = False  # prefill: Hopper's own kernel, one group of warps to copy and two to compute
 
 
 def decode_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
@@ -33,15 +34,16 @@ def decode_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
     return Tiles(keys=64, warps=2, stages=3)
 
 
-def prefill_tiles(dtype: torch.dtype, head_dim: int, plain: bool = True) -> Tiles:
+def prefill_tiles(dtype: torch.dtype, head_dim: int, plain: bool = True, hopper: bool = False) -> Tiles:
     if dtype == torch.float32:
         return Tiles(keys=16, warps=8, stages=2, queries=32)
     if head_dim > 128:
         return Tiles(keys=32, warps=8, stages=3, queries=128, described=True, lagging=True)
+    if plain and hopper and head_dim in (64, 128):
+        return Tiles(keys=128, warps=4, stages=2, queries=128, divided=True)
     if plain:  # no window, cap, sinks or slopes: they would take registers that these tiles do not leave
         return Tiles(keys=64, warps=4, stages=2, queries=128, described=True)
     return Tiles(keys=64, warps=8, stages=3, queries=128, described=True, lagging=True)
-
 
 
 @cache
