@@ -1,9 +1,10 @@
-"""Tiles of the attention kernels on a GPU, checked and swept: `python bench/gpu_prefill.py [--decode] [--only NAME] [--tiny]`.
+"""Tiles of the attention kernels on a GPU, checked and swept: `python bench/gpu_prefill.py [--decode | --features] [--only NAME]`.
 
-First every choice of tiles, and every feature with the tiles of the table, is compared with the twin over a ragged mix of rows, and
-paged with contiguous and new tokens' own k and v bit for bit: each in a process of its own, all at once, so that they also compile
-at once, and one that crashes or hangs is only left out. Then what was right is timed, the best first: TFLOP/s of causal prefill
-beside torch's cuDNN attention, or with --decode TB/s of keys and values. `--tiny` is for the interpreter: times without meaning.
+First every choice of tiles is compared with the twin over a ragged mix of rows, and paged with contiguous and new tokens' own k and
+v bit for bit: each in a process of its own, all at once, so that they also compile at once, and one that crashes or hangs is only
+left out. Then what was right is timed, the best first: TFLOP/s of causal prefill beside torch's cuDNN attention, or with --decode
+TB/s of keys and values. `--features` compares every feature, head size, dtype and block size with the tiles of the table, and times
+nothing; `--tiny` does the same with two of them and small sizes, for the interpreter.
 """
 
 import argparse
@@ -37,7 +38,7 @@ RAGGED: Mix = [(300, 300), (77, 500), (1, 700), (0, 40), (513, 513), (1, 1), (2,
 PREFILL = [
     Tiles(128, 8, 2, 128, described=True, lagging=True),
     Tiles(128, 8, 3, 128, described=True, lagging=True),
-    Tiles(128, 8, 2, 128, lagging=True),
+    Tiles(128, 8, 3, 128, described=True),
     Tiles(128, 8, 2, 128, described=True),
     Tiles(64, 8, 2, 128, described=True, lagging=True),
     Tiles(64, 8, 3, 128, described=True, lagging=True),
@@ -46,7 +47,8 @@ PREFILL = [
     Tiles(64, 4, 2, 64, described=True, lagging=True),
     Tiles(64, 8, 2, 256, described=True),
 ]
-DECODE = [Tiles(*shape) for shape in ((32, 2, 2), (32, 2, 3), (32, 2, 4), (64, 2, 2), (64, 2, 3), (64, 2, 4), (64, 4, 3), (128, 4, 3))]
+DECODE = [Tiles(*shape) for shape in ((32, 2, 2), (64, 2, 3), (64, 2, 4), (64, 4, 3), (128, 4, 3))]
+BEST = 4  # tiles that go on from the first shape of a group to the others
 
 
 @dataclass
@@ -167,30 +169,28 @@ def named(tiles: Tiles) -> str:
     return f"{tiles.queries}x{tiles.keys} w{tiles.warps} s{tiles.stages} {marks}".strip()
 
 
-def jobs(tiny: bool, decode: bool) -> dict[str, Callable[[], float]]:
+def jobs(tiny: bool, decode: bool, features: bool) -> dict[str, Callable[[], float]]:
     """What is checked, by name."""
+    if tiny or features:
+        return {name: lambda m=make: m().error() for name, make in checks(tiny).items()}
+    decoding: Mix = [(1, context) for context in (1, 0, 257, 513, 900, 100, 2000, 4096)]
     found: dict[str, Callable[[], float]] = {}
-    if decode:
-        decoding: Mix = [(1, context) for context in (1, 0, 257, 513, 900, 100, 2000, 4096)]
-        for (heads, kv_heads), tiles in product(GROUPS, DECODE):
-            found[f"{heads}/{kv_heads} {named(tiles)}"] = lambda h=heads, k=kv_heads, t=tiles: max(
-                Case(decoding, h, k).error(t, splits) for splits in (1, 4, 64)
-            )
-        return found
-    for (heads, kv_heads), tiles in () if tiny else product(GROUPS, PREFILL):
-        found[f"{heads}/{kv_heads} {named(tiles)}"] = lambda h=heads, k=kv_heads, t=tiles: Case(RAGGED, h, k).error(t)
-    for name, make in checks(tiny).items():
-        found[name] = lambda m=make: m().error()
+    for (heads, kv_heads), tiles in product(GROUPS, DECODE if decode else PREFILL):
+        if decode:
+            check = lambda h=heads, k=kv_heads, t=tiles: max(Case(decoding, h, k).error(t, splits) for splits in (1, 4, 64))  # noqa: E731
+        else:
+            check = lambda h=heads, k=kv_heads, t=tiles: Case(RAGGED, h, k).error(t)  # noqa: E731
+        found[f"{heads}/{kv_heads} {named(tiles)}"] = check
     return found
 
 
-def check_all(names: list[str], decode: bool, deadline: float) -> dict[str, str]:
+def check_all(names: list[str], mode: list[str], deadline: float) -> dict[str, str]:
     """What each check said, from a process of its own."""
     waiting, running, said = list(names), {}, {}
     while (waiting or running) and time.monotonic() < deadline:
         while waiting and len(running) < AT_ONCE:
             name = waiting.pop(0)
-            command = [sys.executable, __file__, "--job", name, *(["--decode"] if decode else [])]
+            command = [sys.executable, __file__, "--job", name, *mode]
             running[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for name, process in list(running.items()):
             if process.poll() is not None:
@@ -214,23 +214,25 @@ def prefill_cases() -> Iterator[tuple[str, Mix, int, int]]:
 
 
 def sweep_prefill(right: set[str], deadline: float) -> None:
-    for number, (name, mix, heads, kv_heads) in enumerate(prefill_cases()):
+    best: dict[tuple[int, int], list[str]] = {}  # tiles of a group, by its first shape
+    for name, mix, heads, kv_heads in prefill_cases():
         case = Case(mix, heads, kv_heads)
         table = prefill_tiles(case.dtype, case.dim)
-        found: list[tuple[float, str]] = []
-        tried = [tiles for tiles in PREFILL if f"{heads}/{kv_heads} {named(tiles)}" in right]
-        ways: dict[str, Callable[[], object]] = {named(tiles): lambda c=case, t=tiles: c.attend(t) for tiles in tried}
-        if number in (0, 9):
-            ways[f"{named(table)}, all through the table"] = lambda c=case: c.attend(with_fresh=False)
+        tried = best.get((heads, kv_heads), [named(tiles) for tiles in PREFILL])
+        ways: dict[str, Callable[[], object]] = {
+            named(tiles): lambda c=case, t=tiles: c.attend(t)
+            for tiles in PREFILL
+            if named(tiles) in tried and f"{heads}/{kv_heads} {named(tiles)}" in right
+        }
+        ways["table"] = lambda c=case: c.attend()
+        ways["table, without qkv"] = lambda c=case: c.attend(with_fresh=False)
         if all(count == context for count, context in mix):
             ways["cuDNN"] = case.by_torch()
-        for way, run in ways.items():
-            if time.monotonic() < deadline:
-                found.append((timed(run), way))
-        best = sorted(found)
-        shown = best if number == 0 else [one for place, one in enumerate(best) if place < 3 or one[1] in ("cuDNN", named(table))]
-        print(f"prefill {name}: " + "; ".join(f"{way}: {case.flops / spent / 1e6:.0f}" for spent, way in shown) + " TFLOP/s", flush=True)
+        found = sorted((timed(run), way) for way, run in ways.items() if time.monotonic() < deadline)
+        best.setdefault((heads, kv_heads), [way for _, way in found if way in tried][:BEST])
+        print(f"prefill {name}: " + "; ".join(f"{way}: {case.flops / spent / 1e6:.0f}" for spent, way in found) + " TFLOP/s", flush=True)
         del case, ways
+    print(f"table: {named(table)}")
 
 
 def decode_cases() -> Iterator[tuple[str, Mix, tuple[int, ...]]]:
@@ -269,12 +271,13 @@ def timed(run: Callable[[], object]) -> float:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--decode", action="store_true", help="the decode kernel instead of the prefill kernel")
+    parser.add_argument("--features", action="store_true", help="check features, head sizes, dtypes and block sizes, and time nothing")
     parser.add_argument("--only", help="check and time only what has this in its name")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--tiny", action="store_true", help="small sizes and no times, for the interpreter")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
-    todo = jobs(options.tiny, options.decode)
+    todo = jobs(options.tiny, options.decode, options.features)
     with torch.inference_mode():
         if options.job:
             print(f"{todo[options.job]():.1e}")
@@ -284,13 +287,14 @@ def main(arguments: list[str] | None = None) -> int:
         if options.tiny:
             said = {name: f"{todo[name]():.1e}" for name in names}
         else:
-            said = check_all(names, options.decode, begun + SECONDS / 2)
+            mode = [f"--{name}" for name in ("decode", "features") if getattr(options, name)]
+            said = check_all(names, mode, begun + (SECONDS if options.features else SECONDS / 2))
         right = {name for name, text in said.items() if text[:1].isdigit() and float(text) < 1e-2}
         for name in names:
             if name not in right:
                 print(f"{name}: WRONG {said[name]}")
         print(f"{len(right)} of {len(names)} right, {time.monotonic() - begun:.0f} s", flush=True)
-        if ON_GPU:
+        if ON_GPU and not options.features:
             name = torch.cuda.get_device_name()
             print(f"{name}, torch {torch.__version__}, triton {triton.__version__}, cores {os.cpu_count()}")
             (sweep_decode if options.decode else sweep_prefill)(right, begun + SECONDS)

@@ -30,6 +30,11 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
         self.head = LMHead(self.embed, config.tie_embeddings, scheme, comm)
 
+    @property
+    def nbytes(self) -> int:
+        """What the weights take."""
+        return sum(parameter.nbytes for parameter in self.parameters())
+
     def forward(self, batch: ForwardBatch) -> Tensor:
         x = self.embed(batch.token_ids)
         residual = torch.zeros_like(x)

@@ -252,25 +252,39 @@ class _Planner:
 
     def refusal(self, config: ResolvedConfig, plan: MemoryPlan) -> str:
         if plan.use.total > self.memory.free:
-            return f"{plan.account}: {self._advice(config)}{self._larger_share(plan)}"
+            return f"{plan.account}: {self._advice(config)}{self._larger_share(config, plan)}"
         size, wanted = config.block_size, plan.geometry.max_model_len
-        enough = (-(-wanted // size) + 1) * size * self.needs.bytes_per_token
-        larger = replace(config, kv_cache_memory_bytes=enough)  # the pool is all that is short
+        larger = self.with_room(config, plan)  # the pool is all that is short
         if not self.fits(larger):
             asked = self.plan(larger)
-            return f"{asked.account}: {self._advice(config)}{self._larger_share(asked)}"
+            return f"{asked.account}: {self._advice(config)}{self._larger_share(config, asked)}"
+        enough = larger.kv_cache_memory_bytes
         return (
             f"max_model_len is {wanted}, but the KV pool of {shown(plan.use.kv_cache)} holds {(plan.geometry.num_blocks - 1) * size} "
             f"tokens ({plan.geometry.num_blocks} blocks of {size}, {self.needs.bytes_per_token} bytes a token): the largest max_model_len "
             f"that fits is {self._most_of(config, 'max_model_len', 2, wanted)}; lower it or raise kv_cache_memory_bytes to {enough} or more"
         )
 
-    def _larger_share(self, plan: MemoryPlan) -> str:
-        """How much of a GPU would do, where all of it is enough."""
-        if self.memory.gpu is None or plan.use.total + self.memory.others >= self.memory.gpu:
+    def with_room(self, config: ResolvedConfig, plan: MemoryPlan) -> ResolvedConfig:
+        """With a pool that holds the longest sequence of the plan."""
+        size = config.block_size
+        return replace(config, kv_cache_memory_bytes=(-(-plan.geometry.max_model_len // size) + 1) * size * self.needs.bytes_per_token)
+
+    def _larger_share(self, config: ResolvedConfig, plan: MemoryPlan) -> str:
+        """How much of a GPU would do, where all of it is enough: the plan is made again with that, since it may take more then."""
+        gpu, others = self.memory.gpu, self.memory.others
+        if gpu is None:
             return ""
-        thousandths = -(-(plan.use.total + self.memory.others + 1) * 1000 // self.memory.gpu)
-        return f"; or raise gpu_memory_utilization to {thousandths / 1000} or more"
+        needed = plan.use.total
+        while (thousandths := -(-(needed + others + 1) * 1000 // gpu)) <= 1000:
+            share = _Planner(self.needs, Memory.of_gpu(gpu, gpu - others, thousandths / 1000))
+            made = share.plan(config)
+            if not share.fits(config, made) and made.use.total <= share.memory.free:
+                made = share.plan(share.with_room(config, made))  # the pool is short: it has to grow, too
+            if made.use.total <= share.memory.free:
+                return f"; or raise gpu_memory_utilization to {thousandths / 1000} or more"
+            needed = made.use.total
+        return ""
 
     def _advice(self, config: ResolvedConfig) -> str:
         """What to turn and how far, one knob if that is enough, and the longest sequence then."""

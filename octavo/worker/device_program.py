@@ -64,10 +64,6 @@ class DeviceProgram:
         # one place for the logits of all graphs: what each kept for itself would be gigabytes
         self._logits = torch.empty(most_rows, self.vocab_size, dtype=model.norm.weight.dtype, device=device)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self._model.parameters())
-
     def run(self, shape: Shape, max_context: int) -> DeviceForward:
         """A whole step over the entries that lie in the memory of steps. `max_context` is a bound."""
         hidden, logits = self.compute(shape, max_context)
@@ -112,8 +108,9 @@ class Steps:
     def __init__(self, program: DeviceProgram, max_rows: int, max_tokens: int, max_len: int) -> None:
         self.program = program
         self._max_len, self._most_tokens = max_len, max_tokens
-        self._decode = [shape for shape in shapes(max_rows, max_tokens) if shape.decodes]
-        self._mixed = [shape for shape in shapes(max_rows, max_tokens) if not shape.decodes]
+        every = shapes(max_rows, max_tokens)
+        self._decode = [shape for shape in every if shape.decodes]
+        self._mixed = [shape for shape in every if not shape.decodes]
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, DeviceForward]] = {}
 
     def shape_of(self, entries: int, tokens: int) -> Shape:
@@ -125,7 +122,7 @@ class Steps:
 
     def run(self, shape: Shape, max_context: int) -> DeviceForward:
         if shape not in self._graphs:
-            return self.program.run(shape, self.bound(shape, max_context))
+            return self.program.run(shape, max_context)
         graph, forward = self._graphs[shape]
         graph.replay()
         return forward

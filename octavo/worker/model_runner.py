@@ -120,7 +120,8 @@ def _shared_blocks(tables: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _rows_not_finite(hidden: Tensor, batch: ForwardBatch) -> list[int]:
     """Plan entries with a hidden state, of any planned token, that is not finite."""
-    total = hidden.numpy().sum() if hidden.dtype == torch.float32 else hidden.sum()  # numpy is quicker at the few of a decode step
+    with np.errstate(invalid="ignore"):
+        total = hidden.numpy().sum() if hidden.dtype == torch.float32 else hidden.sum()  # numpy is quicker at the few of a decode step
     if isfinite(float(total)):  # as it nearly always is
         return []
     finite = hidden.isfinite().all(dim=1)

@@ -42,7 +42,7 @@ class Eager:
 
     @property
     def nbytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self._model.parameters())
+        return self._model.nbytes
 
     def run(self, batch: ForwardBatch) -> Forward:
         batch.attention = self._backend.prepare(batch)

@@ -37,6 +37,7 @@ from octavo.worker.device import device_here, start_lines
 from octavo.worker.device_program import DeviceProgram, Steps
 from octavo.worker.device_rows import DeviceRows
 from octavo.worker.device_runner import DeviceRunner, Pending
+from octavo.worker.device_sampler import DeviceSampler
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
 from octavo.worker.machine import num_threads, resolve_dtype
@@ -115,7 +116,7 @@ class Worker:
         watch, size = Stopwatch(), geometry.block_size
         with self.device:
             model = self._load_model(geometry.max_model_len, stored)
-        logger.info("Model loading took %.2f GiB and %.2f seconds", sum(p.nbytes for p in model.parameters()) / GIB, watch.total())
+        logger.info("Model loading took %.2f GiB and %.2f seconds", model.nbytes / GIB, watch.total())
         watch = Stopwatch()
         for kernel in compiling:
             kernel.result()
@@ -127,17 +128,19 @@ class Worker:
         rows = DeviceRows(self.config.max_num_seqs, layout, self.device)
         program = DeviceProgram(model, self.backend, self.store.caches, rows, size, self.config.max_num_batched_tokens)
         steps = Steps(program, self.config.max_num_seqs, self.config.max_num_batched_tokens, geometry.max_model_len)
+        self.runner = DeviceRunner(ShadowedSteps(steps, self.shadow) if self._shadow_wanted else steps, self.store, rows, self.faults)
         if self.device.type == "cuda":
-            watch = Stopwatch()
-            steps.warm_up()
-            logger.info("Compiling and warm-up took %.2f seconds", watch.total())
-        if self.device.type == "cuda" and not self.config.enforce_eager:
+            self._warm_up(steps, self.runner.sampler)
+
+    def _warm_up(self, steps: Steps, sampler: DeviceSampler) -> None:
+        watch = Stopwatch()
+        steps.warm_up()
+        sampler.warm_up(getattr(torch, self.dtype))
+        logger.info("Compiling and warm-up took %.2f seconds", watch.total())
+        if not self.config.enforce_eager:
             watch = Stopwatch()
             steps.capture()
             logger.info("Graph capturing took %.2f seconds", watch.total())
-        self.runner = DeviceRunner(ShadowedSteps(steps, self.shadow) if self._shadow_wanted else steps, self.store, rows, self.faults)
-        if self.device.type == "cuda":
-            self.runner.sampler.warm_up(getattr(torch, self.dtype))
 
     def _compile_ahead(self, geometry: CacheGeometry) -> "list[Future[None]]":
         """Kernels are compiled while weights are read."""

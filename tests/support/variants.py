@@ -70,12 +70,13 @@ def serve() -> None:
 def main() -> None:
     driver.set_active(NoGPU())
     met = record()
-    for call in Ahead(SimpleNamespace(vocab_size=VOCAB), DTYPE, 16, 8, 64, CPU).behind_a_step():  # type: ignore[arg-type]
+    ahead = Ahead(SimpleNamespace(vocab_size=VOCAB), DTYPE, 16, 8, 64, CPU)  # type: ignore[arg-type]
+    for call in ahead.behind_a_step():
         call()
-    ahead = set(met)
-    assert len(ahead) == 15, "ten kernels, five of them for two types of logits"
+    known = set(met)
+    assert len(known) == 15, "ten kernels, five of them for two types of logits"
     serve()
-    print("\n".join(sorted(met - ahead)))
+    print("\n".join(sorted(met - known)))
 
 
 if __name__ == "__main__":

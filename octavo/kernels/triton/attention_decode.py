@@ -85,8 +85,8 @@ def decode(
 
     alone = used == 1
     largest, total, mixed = begin(sinks, head, present, unit, GROUP_TILE, DIM_TILE, WITH_SINKS)
-    if WITH_SINKS:  # counted once: by the only split, or by merge
-        largest, total = tl.where(alone, largest, LOWEST), tl.where(alone, total, 0.0)
+    if WITH_SINKS:  # counted once, by the only split or by merge: from the lowest, a split's first key wipes it out
+        largest = tl.where(alone, largest, LOWEST)
     for start in tl.range(low, high, TILE, num_stages=STAGES):
         position = start + tl.arange(0, TILE)
         inside = position < high

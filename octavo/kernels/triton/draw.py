@@ -6,7 +6,7 @@
                  the same with masses for top-p. Those few tokens are collected, cut by halving over bits, then over ids, and raced
     search       rows with more than CAPACITY such tokens, or none known (flat ones, large k). The k-th token is found by quartering
                  bits. For top-p the race comes first: if its winner has too much mass before it, so has all behind it, and the
-                 next race is among those before
+                 next race is among those before. Each race also halves the bits where the cut can lie, so that there are few
     race         rows without top-k and top-p: noise for every token that min-p leaves
 
 The result is that of `kernels/reference/sampling.py` (order (distance, id), equal scores to the lower id) but where two scores, or a
@@ -187,15 +187,18 @@ def race_row(
 
 
 @triton.jit
-def weigh(logits, most, heat, floor, cut_bits, cut_id, VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
-    """The mass within a cut."""
+def weigh(logits, most, heat, floor, cut_bits, cut_id, middle, VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
+    """The mass within a cut, and that part of it whose bits are below `middle`."""
     total = tl.zeros([TILE], tl.int64)
+    nearer = tl.zeros([TILE], tl.int64)
     for tile in range(TILES):
         token = tile * TILE + tl.arange(0, TILE)
         bits = distance_bits(most, read(logits, token, VOCAB), heat)
         masses = mass(bits)
-        total += tl.where((token < VOCAB) & (masses >= floor) & within(bits, token, cut_bits, cut_id), masses, 0)
-    return tl.sum(total, 0)
+        masses = tl.where((token < VOCAB) & (masses >= floor) & within(bits, token, cut_bits, cut_id), masses, 0)
+        total += masses
+        nearer += tl.where(bits < middle, masses, 0)
+    return tl.sum(total, 0), tl.sum(nearer, 0)
 
 
 @triton.jit
@@ -319,18 +322,23 @@ def search(
         goal = tl.full([], 1, tl.int64)
         if p < 1:
             if k > 0:
-                total = weigh(logits, most, heat, floor, cut_bits, cut_id, VOCAB, TILE, TILES)
+                total, _ = weigh(logits, most, heat, floor, cut_bits, cut_id, 0, VOCAB, TILE, TILES)
             else:
                 total = row_total(sums + row * TILES, TILES, PADDED_TILES)
             goal = mass_goal(p, total)
         winner = tl.full([], -1, tl.int32)
+        low = tl.full([], 0, tl.int32)  # bits with less than the goal before them
         while winner < 0:
             found = race_row(logits, most, heat, floor, cut_bits, cut_id, noise + row * noise_step, position, VOCAB, TILE, TILES)
             cut_bits = distance_bits(most, read(logits, found, VOCAB), heat)
             cut_id = found - 1
             before = tl.full([], 0, tl.int64)
             if p < 1:
-                before = weigh(logits, most, heat, floor, cut_bits, cut_id, VOCAB, TILE, TILES)
+                middle = low + (cut_bits - low + 1) // 2
+                before, nearer = weigh(logits, most, heat, floor, cut_bits, cut_id, middle, VOCAB, TILE, TILES)
+                low = tl.where(nearer < goal, middle, low)
+                cut_id = tl.where(nearer < goal, cut_id, VOCAB)
+                cut_bits = tl.where(nearer < goal, cut_bits, middle - 1)
             winner = tl.where(before < goal, found, winner)
         tl.store(out + row, winner.to(tl.int64))
 

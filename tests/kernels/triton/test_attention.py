@@ -157,8 +157,8 @@ def test_head_sizes_beside_the_usual(dim: int, dtype: torch.dtype, device: str) 
 
 @pytest.mark.parametrize("heads", [2, 10, 40])
 def test_groups_of_one_head_of_five_and_of_more_than_a_tile(heads: int, device: str) -> None:
-    caches = Caches([(15, 20), (1, 9)], 16, torch.float32, device, heads=heads)
-    assert_near(caches.attend(SMALL), caches.exact())
+    caches = Caches([(16, 20), (1, 9)], 16, torch.float32, device, heads=heads)  # the 16th query may see whole tiles only
+    assert_near(caches.attend(LAGGING), caches.exact())
 
 
 def test_tiles_chosen_by_default_agree(device: str) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo.kernels.reference import sampling as twin
+from octavo.kernels.reference.philox import uniform
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton import rank as ranking
 from octavo.kernels.triton.distances import CAPACITY, GROUP, TILE
@@ -25,13 +26,12 @@ VOCABS = (1, GROUP + 1, TILE + 3, WIDE)
 FILTERS: list[dict[str, Any]] = [
     {"top_k": 1},
     {"top_k": 50},
-    {"top_k": 5000},
+    {"top_k": 4500},
     {"top_p": 0.9},
-    {"top_p": 0.2},
-    {"min_p": 0.05},
-    {"min_p": 1e-6, "top_p": 0.99},
-    {"top_k": 20, "top_p": 0.8, "min_p": 0.01},
-    {"top_k": 4500, "top_p": 0.7},
+    {"top_p": 0.3},
+    {"min_p": 0.97},
+    {"top_k": 40, "top_p": 0.8},
+    {"top_k": 4500, "top_p": 0.7, "min_p": 0.95},
 ]
 
 
@@ -55,14 +55,31 @@ def test_a_row_is_drawn_as_by_the_twin(device: str, batch: list[Row], vocab: int
     assert_drawn_as_by_the_twin(logits_of(batch, vocab), draws_of(batch), device)
 
 
+def edges(draws: Draws, tokens: Tensor, vocab: int) -> Tensor:
+    """Rows in which the winner is the last token within the cut: tokens lie ever so little behind each other as their noise rises.
+
+    tokens: those that count at all; returns logits [S, vocab]
+    """
+    noise = uniform(draws.noise, draws.positions, vocab)[:, tokens]
+    logits = torch.full((len(noise), vocab), -40.0)
+    logits[:, tokens] = -1e-5 * noise.argsort(1).argsort(1)
+    return logits
+
+
 @pytest.mark.parametrize(
-    ("spread", "dtype"), [(0.3, torch.float32), (0.3, torch.bfloat16), (5, torch.float16)], ids=["flat", "flat, bfloat16", "steep, float16"]
+    ("tokens", "dtype"),
+    [(range(WIDE), torch.float32), (range(WIDE), torch.bfloat16), (range(5, WIDE, GROUP), torch.float32)],
+    ids=["wide", "wide, equals", "narrow"],
 )
-def test_every_filter_cuts_where_the_twin_cuts(spread: float, dtype: torch.dtype, device: str) -> None:
-    """Flat rows are cut among more tokens than can be collected, steep ones among few."""
-    batch = [Row("normal", 3, **filters) for filters in FILTERS]
-    logits = torch.randn(len(batch), WIDE, generator=torch.Generator().manual_seed(7)) * spread
-    assert_drawn_as_by_the_twin(logits.to(dtype), draws_of(batch), device)
+def test_every_filter_cuts_where_the_twin_cuts(tokens: range, dtype: torch.dtype, device: str) -> None:
+    """Among more tokens than can be collected, and among one of each group; as bfloat16 many of them are equal."""
+    batch = [Row("", 0, **filters, position=place) for place, filters in enumerate(FILTERS)]
+    draws = draws_of(batch)
+    logits = edges(draws, torch.tensor(tokens), WIDE)
+    found = assert_drawn_as_by_the_twin(logits.to(dtype), draws, device)
+    if dtype == torch.float32:
+        order = logits.argsort(dim=1, descending=True, stable=True)
+        assert [found[row] for row in (0, 1)] == [int(order[row, k - 1]) for row, k in ((0, 1), (1, 50))]
 
 
 @pytest.mark.parametrize(("filters", "kept"), [({"top_k": 3}, 3), ({"top_p": 0.69}, 2), ({"min_p": 0.3}, 3)], ids=str)
