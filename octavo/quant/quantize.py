@@ -17,7 +17,7 @@ from octavo.quant.packed import BITS, PackedWeight, fitting_factor
 
 ROUNDS = 2
 CHUNK = 1 << 18  # weights at a time: what fits into a core's cache
-GPU_CHUNKS = 64  # as many at once keep a GPU busy
+GPU_CHUNKS = 16  # as many at once keep a GPU busy
 
 
 def quantize(weight: Tensor, bits: int, group: int = 32, name: str = "weight") -> PackedWeight:

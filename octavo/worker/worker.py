@@ -3,6 +3,7 @@
 It implements the runner seam of the executor and hands every plan on to `ModelRunner`.
 """
 
+from collections import Counter
 from concurrent.futures import Future
 
 import torch
@@ -22,6 +23,7 @@ from octavo.layers.rotary import build_rope
 from octavo.loading.dummy import DummyCheckpoint
 from octavo.loading.loader import load_weights
 from octavo.loading.native_loader import NativeWeights, StoredParameters
+from octavo.loading.packed_loader import load_packed
 from octavo.loading.requantized import as_wanted
 from octavo.loading.resolve import ModelSource, open_checkpoint
 from octavo.loading.shape import ModelShape, shape_of
@@ -33,6 +35,8 @@ from octavo.models.registry import build_model
 from octavo.policy.auto import resolved
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.memory_plan import plan_memory
+from octavo.policy.model_size import Kept
+from octavo.quant.device_packed import Packed
 from octavo.worker.device import device_here, start_lines
 from octavo.worker.device_program import DeviceProgram, Steps
 from octavo.worker.device_rows import DeviceRows
@@ -69,7 +73,9 @@ class Worker:
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, config.device)
         self.library = self._open_native()
         threads = self.library.threads if self.library else 0
-        self.needs = self._shape().needs(self.dtype, config.quantization, config.kv_cache_dtype, threads, config.device)
+        shape = self._shape()
+        self.needs = shape.needs(self.dtype, config.quantization, config.kv_cache_dtype, threads, config.device)
+        self.kept = self._kept(shape)
         self.specs = self.needs.specs
         self.backend = choose_backend(config.attention_backend, self.dtype, self.on_device)
         if self.backend.layout == "contiguous" and config.enable_prefix_caching:
@@ -114,13 +120,13 @@ class Worker:
         if self._shadow_wanted:
             self._reserve(geometry)  # the model is built around the shadow
         watch, size = Stopwatch(), geometry.block_size
-        with self.device:
-            model = self._load_model(geometry.max_model_len, stored)
+        model = self._load_model(geometry.max_model_len, stored)
         logger.info("Model loading took %.2f GiB and %.2f seconds", model.nbytes / GIB, watch.total())
         watch = Stopwatch()
         for kernel in compiling:
             kernel.result()
         logger.info("Waiting for kernels to be compiled took %.2f seconds", watch.total())
+        torch.cuda.empty_cache()  # what was held on the way is no part of the plan
         if not self._shadow_wanted:
             self._reserve(geometry)
         self._log(geometry)
@@ -147,9 +153,12 @@ class Worker:
         if self.device.type != "cuda":
             return []
         from octavo.kernels.triton.ahead import Ahead  # triton need not be installed where there is no GPU
+        from octavo.kernels.triton.packed_ahead import PackedShape
 
         dtype, rows = getattr(torch, self.dtype), self.config.max_num_seqs
-        return Ahead(self.model_config, dtype, geometry.block_size, rows, geometry.max_model_len, self.device).start()
+        codes = [(one.matrix, one.codes) for one in self.kept if one.codes]
+        packed = [PackedShape(one.rows, one.columns, form.bits, form.group, one.bias, one.name == "gate_up") for one, form in codes]
+        return Ahead(self.model_config, dtype, geometry.block_size, rows, geometry.max_model_len, self.device, packed).start()
 
     def forward(self, plan: StepPlan) -> None:
         self.runner.forward(plan)
@@ -177,9 +186,21 @@ class Worker:
         shape, asked = shape_of(self.source, self.model_config), self.config.quantization
         if shape.packed and asked in ("int8", "int4"):
             logger.warning("The weights are codes already and are quantised again: quantization=auto keeps them as they are")
-        if self.library is None and asked in ("int8", "int4"):
+        if self.library is None and not self.on_device and asked in ("int8", "int4"):
             logger.warning("quantization=%s saves no memory here: torch computes with the numbers that codes stand for", asked)
         return shape
+
+    def _kept(self, shape: ModelShape) -> list[Kept]:
+        """What becomes of each matrix, where codes are computed with; what cannot be codes is said."""
+        if self.library is None and not self.on_device:
+            return []
+        kept, asked = shape.kept(self.dtype, self.config.quantization, self.config.device), self.config.quantization
+        floats = Counter(one.matrix.name for one in kept if one.codes is None and (asked in ("int8", "int4") or shape.expands(one, asked)))
+        if floats:
+            names = ", ".join(f"{count} {name}" for name, count in floats.items())
+            why = "their parts cannot be merged as codes, or their rows are not of whole groups"
+            logger.warning("Some matrices are kept as %s, not as codes: %s (%s)", self.dtype, names, why)
+        return kept
 
     def _make_store(self, geometry: CacheGeometry) -> KVStore:
         if self.backend.layout == "paged":
@@ -199,7 +220,7 @@ class Worker:
             empty = build_model(self.model_config, torch.float32, self.backend, NullComm(), max_len=1)
         dummy = self.config.load_format == "dummy"
         found = DummyCheckpoint(empty, self.config.seed, self.device) if dummy else open_checkpoint(self.source)
-        return StoredParameters(empty, as_wanted(found, self.config.quantization, self.model_config))
+        return StoredParameters(empty, as_wanted(found, self.config.quantization, self.model_config, self.device))
 
     def _open_native(self) -> NativeLibrary | None:
         """The native kernels, if they are wanted."""
@@ -223,8 +244,14 @@ class Worker:
         return program
 
     def _load_model(self, max_len: int, stored: StoredParameters) -> Decoder:
-        model = build_model(self.model_config, getattr(torch, self.dtype), self.backend, NullComm(), max_len)
-        load_weights(model, stored.checkpoint)
+        packed = self.on_device and any(one.codes for one in self.kept)
+        dtype, scheme = getattr(torch, self.dtype), Packed() if packed else None
+        with self.device:  # not while files are read: that is done on the host
+            model = build_model(self.model_config, dtype, self.backend, NullComm(), max_len, scheme)
+        if packed:
+            load_packed(model, stored)
+        else:
+            load_weights(model, stored.checkpoint)
         return model
 
     def _load_native(self, geometry: CacheGeometry, stored: StoredParameters, library: NativeLibrary) -> Program:

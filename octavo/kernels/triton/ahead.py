@@ -4,7 +4,7 @@ Compiling is most of a cold start. A kernel that is not called here, or in anoth
 first step warms up: that costs time, not correctness. Nothing may be compiled later.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -23,6 +23,7 @@ from octavo.kernels.triton.copy_blocks import copy_blocks
 from octavo.kernels.triton.draw import draw
 from octavo.kernels.triton.few_tiles import FEW_ROWS
 from octavo.kernels.triton.norm import add_rms_norm
+from octavo.kernels.triton.packed_ahead import PackedShape, packed_calls
 from octavo.kernels.triton.rank import rank
 from octavo.kernels.triton.rows import copy_words, finish, prepare
 from octavo.kernels.triton.sampling import sample
@@ -38,9 +39,19 @@ Call = Callable[[], object]
 class Ahead:
     """Calls of every kernel, on tensors of the model's shape."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, block_size: int, max_rows: int, max_len: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        block_size: int,
+        max_rows: int,
+        max_len: int,
+        device: torch.device,
+        packed: Sequence[PackedShape] = (),
+    ) -> None:
+        """`packed`: the matrices that are kept as codes."""
         self.config, self.dtype, self.size, self.device = config, dtype, block_size, device
-        self.max_rows, self.max_len = max_rows, max_len
+        self.max_rows, self.max_len, self.packed = max_rows, max_len, packed
 
     def start(self) -> "list[Future[None]]":
         """Compiles in threads, and returns at once."""
@@ -73,6 +84,7 @@ class Ahead:
             lambda: copy_blocks([self.cache()], [(0, 1)]),
             self.around_a_step,
             *self.behind_a_step(),
+            *packed_calls(self.packed, self.dtype, self.device),
         ]  # fmt: skip
 
     def attend_to(self, rows: int, queries: int, window: int | None) -> Call:
