@@ -1,6 +1,6 @@
 """The published loads on one NVIDIA GPU, with random weights of Qwen3's shapes.
 
-    python bench/gpu_loads.py [--model 0.6B] [--loads single,nano256] [--profile] [--busy]
+    python bench/gpu_loads.py [--model 0.6B] [--loads single,nano256] [--profile] [--busy] [--steps]
 
 Each model runs in this process, the loads in turn, each after a warm-up; `ready` is the time from the start of the process to the
 first token, with whatever is in Triton's cache (TRITON_CACHE_DIR on an empty folder makes it a cold start).
@@ -18,11 +18,15 @@ from pathlib import Path
 STARTED = time.perf_counter() - time.process_time()
 
 from collections import defaultdict  # noqa: E402
+from itertools import pairwise  # noqa: E402
+from typing import Any  # noqa: E402
 
+import torch  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from octavo import LLM, SamplingParams  # noqa: E402
 from octavo.bench import loads  # noqa: E402
+from octavo.worker.device_program import Shape  # noqa: E402
 
 MODELS = {"0.6B": loads.QWEN3_06B, "8B": loads.QWEN3_8B}
 AIMS = {
@@ -51,6 +55,43 @@ def print_busy(llm: LLM, requests: list[tuple[list[int], int]], temperature: flo
         print(f"    {share:8.3f} s   {name}")
 
 
+class StepTimes:
+    """How long steps of each shape took on the device, and how full they were."""
+
+    def __init__(self, llm: LLM) -> None:
+        runner: Any = llm._client._core.executor._runner.runner  # type: ignore[attr-defined]
+        self._steps, self._run, self._runner = runner.steps, runner.steps.run, runner
+        self._events: list[tuple[Shape, int, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def __enter__(self) -> "StepTimes":
+        self._steps.run = self._timed
+        return self
+
+    def _timed(self, shape: Shape, max_context: int) -> Any:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        forward = self._run(shape, max_context)
+        end.record()
+        self._events.append((shape, sum(self._runner._plan.num_query), start, end))
+        return forward
+
+    def __exit__(self, *_: object) -> None:
+        del self._steps.run
+        torch.cuda.synchronize()
+        kinds: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        between = 0.0
+        for (_, _, _, before), (_, _, start, _) in pairwise(self._events):
+            between += before.elapsed_time(start) / 1000
+        for shape, tokens, start, end in self._events:
+            kind = f"decode, up to {-(-shape.entries // 64) * 64:4}" if shape.decodes else f"mixed,  {-(-shape.tokens // 256) * 256:9}"
+            kinds[kind].append((start.elapsed_time(end), tokens))
+        print(f"  {len(self._events)} steps, {between:.2f} s between them")
+        for kind, each in sorted(kinds.items()):
+            total, tokens = sum(one for one, _ in each) / 1000, sum(count for _, count in each)
+            mean = total / len(each) * 1000
+            print(f"    {kind}: {len(each):5} steps, {total:7.2f} s, {mean:7.2f} ms and {tokens / len(each):7.0f} tokens each")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="0.6B", choices=MODELS)
@@ -59,6 +100,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--profile", action="store_true", help="where the host's time goes, over one round of each load")
     parser.add_argument("--busy", action="store_true", help="how long the device computes in a round, by kernel")
+    parser.add_argument("--steps", action="store_true", help="how long steps of each shape take, over one round of each load")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the engine")
     args = parser.parse_args()
     settings = dict(item.split("=", 1) for item in args.set)
@@ -80,6 +122,9 @@ def main() -> None:
         print(f"{args.model} {name:9} {rate:10,.0f} tok/s   aim {aim:8,}   {rate / aim:5.2f}   rounds {rounds} s", flush=True)
         if args.busy:
             print_busy(llm, requests, args.temperature)
+        if args.steps:
+            with StepTimes(llm):
+                run(llm, requests, args.temperature)
         if args.profile:
             profile = cProfile.Profile()
             profile.runcall(run, llm, requests, args.temperature)

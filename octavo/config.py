@@ -46,7 +46,7 @@ class EngineConfig:
     )
     gpu_memory_utilization: float = _flag(0.9, "how much of a GPU's memory may be in use, that of other processes included")
     num_gpu_blocks_override: int | None = _flag(None, "exact number of blocks in the KV pool")
-    max_num_seqs: int | None = _flag(None, "most sequences that run at once (rows); default: 256, for small models on a GPU 512")
+    max_num_seqs: int | None = _flag(None, "most sequences that run at once (rows); default: 256, on a GPU 512")
     max_num_batched_tokens: int | None = _flag(None, "most tokens one step computes; default: 2048, on a GPU 8192")
     enable_prefix_caching: bool = _flag(True, "reuse blocks of earlier prompts and answers")
     scheduling_policy: SchedulingPolicy = _flag("fcfs", "fcfs: by arrival; priority: lower number first")

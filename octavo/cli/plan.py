@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
     asked = engine_config(args, args.words)
     shape = model_shape(asked.model, asked.revision)
-    config = resolved(asked, _device(asked.device, args.memory), shape.config)
+    config = resolved(asked, _device(asked.device, args.memory))
     dtype, threads = resolve_dtype(config.dtype, shape.config.dtype, config.device), native_threads(config, num_threads())
     needs = shape.needs(dtype, config.quantization, config.kv_cache_dtype, threads, config.device)
     plan = plan_memory(needs, config, _memory(config, args.memory))

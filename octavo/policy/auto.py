@@ -1,7 +1,7 @@
-"""What `auto` means, once the device and the model are known: the one place where settings that were left open get their values.
+"""What `auto` means, once the device is known: the one place where settings that were left open get their values.
 
                               CPU      GPU
-    max_num_seqs              256      512 for a small model, else 256
+    max_num_seqs              256      512
     max_num_batched_tokens    2,048    8,192
     pipeline_depth            1        2: the host plans while the device works
 
@@ -13,20 +13,18 @@ from typing import Any, Literal
 
 from octavo.config import EngineConfig, ResolvedConfig
 from octavo.errors import ConfigError
-from octavo.model_config import ModelConfig
-from octavo.policy.model_size import num_parameters
 
-SMALL_MODEL = 2 * 10**9  # parameters: below, a step of 256 rows leaves a GPU waiting for work
+MAX_NUM_SEQS = {"cpu": 256, "cuda": 512}  # on a GPU weights are read once for all rows of a step: many make it worth while
 BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
 
 
-def resolved(config: EngineConfig, device: Literal["cpu", "cuda"], model: ModelConfig) -> ResolvedConfig:
+def resolved(config: EngineConfig, device: Literal["cpu", "cuda"]) -> ResolvedConfig:
     """Nothing is left open; what this device cannot do is refused."""
     _check(config, device)
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     if seqs is None:
-        seqs = min(default_rows(device, num_parameters(model)), tokens or BATCHED_TOKENS[device])
+        seqs = min(MAX_NUM_SEQS[device], tokens or BATCHED_TOKENS[device])
     settled: dict[str, Any] = {
         "device": device,
         "max_num_seqs": seqs,
@@ -34,11 +32,6 @@ def resolved(config: EngineConfig, device: Literal["cpu", "cuda"], model: ModelC
         "pipeline_depth": config.pipeline_depth or PIPELINE_DEPTH[device],
     }
     return ResolvedConfig(**{**asdict(config), **settled})
-
-
-def default_rows(device: str, parameters: int) -> int:
-    """Rows cost memory and time to first token; a small model on a GPU needs many to keep the GPU busy."""
-    return 512 if device == "cuda" and parameters <= SMALL_MODEL else 256
 
 
 def _check(config: EngineConfig, device: str) -> None:

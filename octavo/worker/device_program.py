@@ -4,10 +4,10 @@
 
 It is captured as CUDA graphs, one for each shape, and replayed: launching a step is then one call. A step is padded to the next
 shape; what is padding computes on the null block and ends nowhere. Steps larger than any shape run kernel by kernel, which
-costs them nothing: the device is busy long enough with each.
+costs them nothing: the device computes for longer than the host takes to launch them.
 
     decode   1 2 4 8, then by 8 to 256, by 16 to the row limit: as many tokens as entries
-    mixed    256 512 1024 2048 tokens, as far as a step may have them, and as many entries as there are rows
+    mixed    256 512 1024 2048 tokens, as far as that holds, and half as many entries, or as many as there are rows
 """
 
 from bisect import bisect_left
@@ -25,6 +25,7 @@ from octavo.worker.device_rows import DeviceRows
 from octavo.worker.kv_store import Caches
 
 MIXED_TOKENS = (256, 512, 1024, 2048)
+LAUNCHED = 2 * 10**12  # parameters * tokens: from there on a step computes for longer than it takes to launch (about 7 ms on an H200)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,21 +95,26 @@ class DeviceProgram:
         )  # fmt: skip
 
 
-def shapes(max_rows: int, max_tokens: int) -> list[Shape]:
+def captured_tokens(parameters: int) -> int:
+    """Of the largest mixed step that is captured. A small one always is: it may be a lone prompt, and nothing hides its launches."""
+    return min(max(LAUNCHED // parameters, MIXED_TOKENS[0]), MIXED_TOKENS[-1])
+
+
+def shapes(max_rows: int, max_tokens: int, captured: int) -> list[Shape]:
     """Those that are captured, small ones first."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_rows, 16)]
     decode = [Shape(size, size) for size in sizes if size < max_rows] + [Shape(max_rows, max_rows)]
-    sizes = [tokens for tokens in MIXED_TOKENS if tokens < max_tokens] + [max_tokens] * (max_tokens <= MIXED_TOKENS[-1])
-    return decode + [Shape(max_rows, tokens) for tokens in sizes if tokens > max_rows]
+    sizes = [tokens for tokens in MIXED_TOKENS if tokens <= min(max_tokens - 1, captured)] + [max_tokens] * (max_tokens <= captured)
+    return decode + [Shape(min(max_rows, tokens - 1 if tokens == max_tokens else tokens // 2), tokens) for tokens in sizes if tokens > 1]
 
 
 class Steps:
     """Runs steps by shape: as graphs where they are captured."""
 
-    def __init__(self, program: DeviceProgram, max_rows: int, max_tokens: int, max_len: int) -> None:
+    def __init__(self, program: DeviceProgram, max_rows: int, max_tokens: int, max_len: int, captured: int = MIXED_TOKENS[-1]) -> None:
         self.program = program
         self._max_len, self._most_tokens = max_len, max_tokens
-        every = shapes(max_rows, max_tokens)
+        every = shapes(max_rows, max_tokens, captured)
         self._decode = [shape for shape in every if shape.decodes]
         self._mixed = [shape for shape in every if not shape.decodes]
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, DeviceForward]] = {}
@@ -117,8 +123,8 @@ class Steps:
         """The shape a step is padded to; its own, where it is larger than any."""
         if entries == tokens:
             return self._decode[bisect_left(self._decode, entries, key=lambda shape: shape.entries)]
-        at = bisect_left(self._mixed, tokens, key=lambda shape: shape.tokens)
-        return self._mixed[at] if at < len(self._mixed) else Shape(entries, tokens)
+        fits = (shape for shape in self._mixed if shape.entries >= entries and shape.tokens >= tokens)
+        return next(fits, Shape(entries, tokens))
 
     def run(self, shape: Shape, max_context: int) -> DeviceForward:
         if shape not in self._graphs:

@@ -35,10 +35,10 @@ from octavo.models.registry import build_model
 from octavo.policy.auto import resolved
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.memory_plan import plan_memory
-from octavo.policy.model_size import Kept
+from octavo.policy.model_size import Kept, num_parameters
 from octavo.quant.device_packed import Packed
 from octavo.worker.device import device_here, start_lines
-from octavo.worker.device_program import DeviceProgram, Steps
+from octavo.worker.device_program import DeviceProgram, Steps, captured_tokens
 from octavo.worker.device_rows import DeviceRows
 from octavo.worker.device_runner import DeviceRunner, Pending
 from octavo.worker.device_sampler import DeviceSampler
@@ -63,7 +63,7 @@ class Worker:
         choice = device_here(config.device)
         for line in start_lines(choice):
             logger.info(line)
-        self.config = config = resolved(debug.overrule(config), choice.device, model_config)
+        self.config = config = resolved(debug.overrule(config), choice.device)
         self.source = source
         self.model_config = model_config
         self.faults = Faults(debug)
@@ -133,7 +133,8 @@ class Worker:
         layout = RowLayout(-(-geometry.max_model_len // size), geometry.max_model_len + 1)
         rows = DeviceRows(self.config.max_num_seqs, layout, self.device)
         program = DeviceProgram(model, self.backend, self.store.caches, rows, size, self.config.max_num_batched_tokens)
-        steps = Steps(program, self.config.max_num_seqs, self.config.max_num_batched_tokens, geometry.max_model_len)
+        captured, settings = captured_tokens(num_parameters(self.model_config)), self.config
+        steps = Steps(program, settings.max_num_seqs, settings.max_num_batched_tokens, geometry.max_model_len, captured)
         self.runner = DeviceRunner(ShadowedSteps(steps, self.shadow) if self._shadow_wanted else steps, self.store, rows, self.faults)
         if self.device.type == "cuda":
             self._warm_up(steps, self.runner.sampler)

@@ -1,6 +1,6 @@
-"""What is left open gets its value from the device and the model; what was asked for stays, or is refused where it cannot be had."""
+"""What is left open gets its value from the device; what was asked for stays, or is refused where it cannot be had."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Literal
 
 import pytest
@@ -9,30 +9,15 @@ from hypothesis import strategies as st
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.model_config import ModelConfig
-from octavo.policy.auto import default_rows, resolved
-from octavo.policy.model_size import num_parameters
+from octavo.policy.auto import resolved
 
 Place = Literal["cpu", "cuda"]
-TINY = ModelConfig.from_dict(
-    {
-        "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 10_000,
-    },
-    "a test",
-)  # fmt: skip
-LARGE = replace(TINY, hidden_size=4096, intermediate_size=12288, num_layers=36, vocab_size=151936)  # Qwen3-8B's
 
 
-def test_defaults_are_those_of_the_device_and_the_model() -> None:
-    assert num_parameters(LARGE) > 5 * 10**9
-    cases: list[tuple[Place, ModelConfig, tuple[int, int, int]]] = [
-        ("cpu", TINY, (256, 2048, 1)), ("cpu", LARGE, (256, 2048, 1)), ("cuda", TINY, (512, 8192, 2)), ("cuda", LARGE, (256, 8192, 2)),
-    ]  # fmt: skip
-    for device, model, expected in cases:
-        config = resolved(EngineConfig(), device, model)
-        assert (config.max_num_seqs, config.max_num_batched_tokens, config.pipeline_depth) == expected and config.device == device
-    assert (default_rows("cuda", 2 * 10**9), default_rows("cuda", 2 * 10**9 + 1)) == (512, 256)
+@pytest.mark.parametrize(("device", "expected"), [("cpu", (256, 2048, 1)), ("cuda", (512, 8192, 2))])
+def test_defaults_are_those_of_the_device(device: Place, expected: tuple[int, int, int]) -> None:
+    config = resolved(EngineConfig(), device)
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.pipeline_depth) == expected and config.device == device
 
 
 NUMBER = st.none() | st.integers(1, 20_000)
@@ -43,11 +28,11 @@ def test_what_was_asked_for_stays_and_the_rest_gives_way(device: Place, seqs: in
     if seqs is not None and tokens is not None and tokens < seqs:
         return
     asked = EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens, pipeline_depth=depth, seed=7, dtype="float32")  # type: ignore[arg-type]
-    config = resolved(asked, device, TINY)
+    config = resolved(asked, device)
     open_fields = [name for name, value in asdict(asked).items() if value is None] + ["device"]
     assert {name: value for name, value in asdict(config).items() if name not in open_fields}.items() <= asdict(asked).items()
     assert 1 <= config.max_num_seqs <= config.max_num_batched_tokens and config.pipeline_depth in (1, 2)
-    assert resolved(config, device, LARGE) == config  # nothing is left to be decided
+    assert resolved(config, device) == config  # nothing is left to be decided
 
 
 @pytest.mark.parametrize(
@@ -61,7 +46,7 @@ def test_what_was_asked_for_stays_and_the_rest_gives_way(device: Place, seqs: in
 )
 def test_what_the_device_cannot_do_is_refused_with_the_knob(device: Place, asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=f"^{said}"):
-        resolved(EngineConfig(**asked), device, TINY)
+        resolved(EngineConfig(**asked), device)
 
 
 def test_what_a_device_can_do_is_let_through_and_native_kernels_are_the_cpus() -> None:
@@ -70,5 +55,5 @@ def test_what_a_device_can_do_is_let_through_and_native_kernels_are_the_cpus() -
         ("cpu", {"attention_backend": "triton"}), ("cuda", {"attention_backend": "triton"}),
     ]  # fmt: skip
     for device, asked in allowed:
-        resolved(EngineConfig(**asked), device, TINY)
-    assert resolved(EngineConfig(), "cpu", TINY).wants_native and not resolved(EngineConfig(), "cuda", TINY).wants_native
+        resolved(EngineConfig(**asked), device)
+    assert resolved(EngineConfig(), "cpu").wants_native and not resolved(EngineConfig(), "cuda").wants_native

@@ -34,7 +34,7 @@ def needs(model: ModelConfig = SMALL, dtype: str = "bfloat16", **more: Any) -> M
 
 
 def settings(**asked: Any) -> ResolvedConfig:
-    return resolved(EngineConfig(**asked), "cuda", SMALL)
+    return resolved(EngineConfig(**asked), "cuda")
 
 
 def plan(total: int = H200, others: int = 0, model: ModelNeeds | None = None, **asked: Any) -> MemoryPlan:

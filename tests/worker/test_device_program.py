@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from octavo.kernels.step_tensors import part_words
 from octavo.messages import StepPlan
-from octavo.worker.device_program import Shape, Steps, shapes
+from octavo.worker.device_program import Shape, Steps, captured_tokens, shapes
 from octavo.worker.device_runner import PADDING, entries
 
 
@@ -15,10 +15,21 @@ def steps(rows: int, tokens: int) -> Steps:
 
 
 def test_decode_shapes_are_fine_where_steps_are_small() -> None:
-    sizes = [shape.entries for shape in shapes(512, 8192) if shape.decodes]
+    sizes = [shape.entries for shape in shapes(512, 8192, 2048) if shape.decodes]
     assert sizes[:5] == [1, 2, 4, 8, 16] and sizes[-3:] == [480, 496, 512] and len(sizes) == 51
-    assert [shape for shape in shapes(256, 8192) if not shape.decodes] == [Shape(256, tokens) for tokens in (512, 1024, 2048)]
-    assert shapes(6, 32)[-1] == Shape(6, 32)
+
+
+def test_mixed_shapes_have_rows_for_many_decodes_beside_a_prompt() -> None:
+    mixed = [(shape.entries, shape.tokens) for shape in shapes(300, 8192, 2048) if not shape.decodes]
+    assert mixed == [(128, 256), (256, 512), (300, 1024), (300, 2048)]
+    assert shapes(6, 32, 2048)[-1] == Shape(6, 32)
+    assert [shape.tokens for shape in shapes(4, 500, 2048)[-2:]] == [256, 500]
+
+
+def test_steps_of_a_large_model_are_not_padded_as_they_hide_their_launches() -> None:
+    assert [captured_tokens(10**9 * size // 10) for size in (6, 17, 41, 82)] == [2048, 1176, 487, 256]
+    mixed = [shape.tokens for shape in shapes(512, 8192, captured_tokens(8_200_000_000)) if not shape.decodes]
+    assert mixed == [256]
 
 
 @given(st.integers(1, 600), st.integers(1, 3000), st.data())
@@ -29,8 +40,8 @@ def test_every_step_fits_into_its_shape_and_decode_stays_decode(rows: int, budge
     shape = steps(rows, budget).shape_of(count, tokens)
     assert shape.entries >= count and shape.tokens >= tokens and shape.entries <= rows
     assert shape.decodes == (count == tokens)
-    if shape not in shapes(rows, budget):
-        assert shape == Shape(count, tokens) and (tokens > 2048 or budget == rows)  # no mixed step is larger than a decode step
+    if shape not in shapes(rows, budget, 2048):
+        assert shape == Shape(count, tokens) and tokens > 2048
 
 
 @pytest.mark.parametrize("shape", [Shape(4, 4), Shape(5, 64)])

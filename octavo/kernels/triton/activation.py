@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.triton.dependent import begin, can_depend, wait
+
 TILE = 1024
 
 
@@ -15,9 +17,11 @@ def gated(gate, up, kind: tl.constexpr):
 
 
 @triton.jit
-def gate_rows(x, out, SIZE: tl.constexpr, TILE: tl.constexpr):
+def gate_rows(x, out, SIZE: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr):
+    begin(DEPENDENT)
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < SIZE
+    wait(DEPENDENT)
     gate = tl.load(x + row * 2 * SIZE + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * SIZE + SIZE + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + column, gated(gate, up, x.dtype.element_ty), mask=inside)
@@ -29,5 +33,6 @@ def silu_and_mul(x: Tensor) -> Tensor:
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     if rows:
-        gate_rows[(rows, triton.cdiv(size, TILE))](x, out, SIZE=size, TILE=TILE, num_warps=4)
+        depends = can_depend()
+        gate_rows[(rows, triton.cdiv(size, TILE))](x, out, SIZE=size, TILE=TILE, DEPENDENT=depends, num_warps=4, launch_pdl=depends)
     return out

@@ -62,5 +62,5 @@ def decode_tiles(dtype: torch.dtype, rows: int, max_context: int, head_dim: int 
     splits = few
     while splits < MAX_SPLITS and splits * 512 < max_context:
         splits *= 2
-    keys, warps = (16, 4) if dtype == torch.float32 else (64, 4) if head_dim > 128 else (128, 8)
-    return DecodeTiles(keys, warps, splits=splits, few_splits=few, least_share=128, long_share=512)
+    keys, warps = (16, 4) if dtype == torch.float32 else (64, 4) if head_dim > 128 else (64, 8)
+    return DecodeTiles(keys, warps, splits=splits, few_splits=few, least_share=64, long_share=512)

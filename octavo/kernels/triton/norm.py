@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.triton.dependent import begin, can_depend, wait
+
 
 @triton.jit
 def normed(wide, weight, eps, SIZE: tl.constexpr, kind: tl.constexpr):
@@ -14,15 +16,17 @@ def normed(wide, weight, eps, SIZE: tl.constexpr, kind: tl.constexpr):
 
 
 @triton.jit
-def add_norm(x, residual, weight, out, stream, eps, SIZE: tl.constexpr, PADDED: tl.constexpr):
+def add_norm(x, residual, weight, out, stream, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, DEPENDENT: tl.constexpr):
+    begin(DEPENDENT)
     column = tl.arange(0, PADDED)
     inside = column < SIZE
     at = tl.program_id(0).to(tl.int64) * SIZE + column
     kind = x.dtype.element_ty
+    scales = tl.load(weight + column, mask=inside, other=0.0)
+    wait(DEPENDENT)
     added = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     rounded = added.to(kind)
     tl.store(stream + at, rounded, mask=inside)
-    scales = tl.load(weight + column, mask=inside, other=0.0)
     tl.store(out + at, normed(rounded.to(tl.float32), scales, eps, SIZE, kind), mask=inside)
 
 
@@ -34,6 +38,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     if x.numel():
         padded = triton.next_power_of_2(size)
         add_norm[(x.numel() // size,)](
-            x, residual, weight, out, stream, eps, SIZE=size, PADDED=padded, num_warps=min(max(padded // 512, 1), 16)
-        )
+            x, residual, weight, out, stream, eps, SIZE=size, PADDED=padded, DEPENDENT=can_depend(),
+            num_warps=min(max(padded // 512, 1), 16), launch_pdl=can_depend(),
+        )  # fmt: skip
     return out, stream

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.triton.dependent import begin, can_depend, wait
+
 
 @triton.jit
 def rms_scale(first, second, eps, DIM: tl.constexpr):
@@ -37,7 +39,9 @@ def write(
     HALF_TILE: tl.constexpr,
     HEADS_TILE: tl.constexpr,
     NORM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    begin(DEPENDENT)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)  # part: q, k or v
     HALF: tl.constexpr = DIM // 2
     kind = qkv.dtype.element_ty
@@ -46,6 +50,7 @@ def write(
     head, half = tl.arange(0, HEADS_TILE)[:, None], tl.arange(0, HALF_TILE)[None, :]
     present = (head < num_heads) & (half < HALF)
     source = qkv + token * STRIDE + (first_head + head) * DIM + half
+    wait(DEPENDENT)
     first = tl.load(source, mask=present, other=0.0)
     second = tl.load(source + HALF, mask=present, other=0.0)
     slot = tl.load(slots + token).to(tl.int64)
@@ -91,6 +96,7 @@ def write_kv(
         write[(len(qkv), 3)](
             qkv, q_weight, k_weight, eps, cos, sin, positions, slots, k_cache, v_cache,
             STRIDE=qkv.shape[1], HEADS=heads, KV_HEADS=kv_heads, DIM=head_dim, HALF_TILE=triton.next_power_of_2(head_dim // 2),
-            HEADS_TILE=triton.next_power_of_2(max(heads, kv_heads)), NORM=norms is not None, num_warps=4,
+            HEADS_TILE=triton.next_power_of_2(max(heads, kv_heads)), NORM=norms is not None,
+            DEPENDENT=can_depend(), num_warps=4, launch_pdl=can_depend(),
         )  # fmt: skip
     return qkv.view(len(qkv), -1, head_dim)[:, :heads]
