@@ -159,7 +159,7 @@ class Bench:
             x = kernels.merge_linear(*self.attend(layer, qkv, kernels), own.output.weight, own.output.bias)
             gated, residual = kernels.gate_up(x, residual, mlp_norm.weight, mlp_norm.eps, layer.mlp.gate_up.weight)
             x = kernels.linear(gated, layer.mlp.down.weight, layer.mlp.down.bias)
-        logits, hidden = kernels.head(x, residual, model.norm.weight, model.norm.eps, model.head.weight)
+        logits, hidden = kernels.head(x, residual, model.norm.weight, model.norm.eps, model.head.matrix.weight)
         self.tokens.copy_(kernels.sample(logits, self.temperature, self.noise, self.batch.positions[0]))
         return logits, hidden
 
@@ -366,8 +366,8 @@ def alone(bench: Bench, kernels: Kernels, context: int) -> None:
         spent = replay_time(bench.graph(lambda run=run: [run(layer) for layer in model.layers])) / shape.layers
         weight = weight_of(model.layers[0])
         said.append(f"{name} {spent:.2f} us {(cache_bytes if weight is None else weight.nbytes) / spent / 1e6:.2f} TB/s")
-    spent = replay_time(bench.graph(lambda: kernels.head(x, x, model.norm.weight, 1e-6, model.head.weight)))
-    said.append(f"head {spent:.1f} us {model.head.weight.nbytes / spent / 1e6:.2f} TB/s")
+    spent = replay_time(bench.graph(lambda: kernels.head(x, x, model.norm.weight, 1e-6, model.head.matrix.weight)))
+    said.append(f"head {spent:.1f} us {model.head.matrix.weight.nbytes / spent / 1e6:.2f} TB/s")
     logits = torch.randn(rows, shape.vocab, **like)
     spent = replay_time(bench.graph(lambda: sampling.sample(logits, bench.temperature, bench.noise, batch.positions[0])))
     said.append(f"sample {spent:.1f} us")

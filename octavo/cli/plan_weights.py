@@ -48,7 +48,7 @@ def matrix_forms(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig) -
     for one in shape.kept(needs.dtype, config.quantization, needs.device):
         parts = [weights[part] for part in one.matrix.parts if part in weights]
         kept = needs.dtype if one.codes is None else f"{one.codes.bits}-bit codes in groups of {one.codes.group}"
-        if one.codes is None and config.quantization == "auto" and any(part.codes for part in parts):
+        if shape.expands(one, config.quantization):
             kept += ", as their parts cannot be merged as codes"
         form = found.get(kept, MatrixForm(kept, {}, [], 0))
         matrices = Counter(form.matrices) + Counter([one.matrix.name])

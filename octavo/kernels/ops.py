@@ -7,13 +7,16 @@ from functools import cache
 from importlib import import_module
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
+from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.reference import activation as reference_activation
 from octavo.kernels.reference import adjust as reference_adjust
 from octavo.kernels.reference import attention_few as reference_attention_few
 from octavo.kernels.reference import copy_blocks as reference_copy_blocks
 from octavo.kernels.reference import norm as reference_norm
+from octavo.kernels.reference import packed as reference_packed
 from octavo.kernels.reference import paged_attention as reference_attention
 from octavo.kernels.reference import rows as reference_rows
 from octavo.kernels.reference import sampling as reference_sampling
@@ -199,3 +202,21 @@ def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors
 def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, hidden: Tensor, result: Tensor) -> None:
     """Appends the sampled ids to their rows. result [entries]: the id, 0 where none was sampled, -1 where hidden states are not finite"""
     (_triton("rows") if words.is_cuda else reference_rows).finish(words, layout, step, ids, hidden, result)
+
+
+def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """x [rows, in] -> [rows, out], in `out` if that is given"""
+    product: Tensor = (_triton("packed") if x.is_cuda else reference_packed).packed_linear(x, weight, bias, out)
+    return product
+
+
+def packed_gate_up(x: Tensor, weight: DeviceCodes) -> Tensor:
+    """silu(gate) * up; weight has rows of gate over rows of up"""
+    product: Tensor = (_triton("packed") if x.is_cuda else reference_packed).packed_gate_up(x, weight)
+    return product
+
+
+def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
+    """All rows, or those of an index [count], as weights [count, in]; columns in their original order"""
+    weights: Tensor = (_triton("packed") if weight.words.is_cuda else reference_packed).unpack(weight, dtype, rows)
+    return weights

@@ -1,30 +1,39 @@
 """Token ids in, logits out: the two ends of a model, which may share one matrix."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.layers.comm import Comm
-from octavo.quant.base import empty_parameter
+from octavo.quant.base import QuantScheme
 
 
 class Embedding(nn.Module):
-    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, scheme: QuantScheme, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = empty_parameter(vocab_size, hidden_size, dtype=dtype)
+        self.vocab_size, self.hidden_size, self.dtype = vocab_size, hidden_size, dtype
+        self.scheme = scheme
+        scheme.params(self, hidden_size, vocab_size, False, dtype)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.weight)  # [T, hidden]
+        return self.scheme.rows(self, token_ids)  # [T, hidden]
 
 
 class LMHead(nn.Module):
-    """Logits of every token of the vocabulary. Tied, its weight is the embedding's: one parameter under two names."""
+    """Logits of every token of the vocabulary. Tied, it has no matrix of its own and multiplies by the embedding's."""
 
-    def __init__(self, embedding: Embedding, tied: bool, comm: Comm) -> None:
+    def __init__(self, embedding: Embedding, tied: bool, scheme: QuantScheme, comm: Comm) -> None:
         super().__init__()
-        self.weight = embedding.weight if tied else empty_parameter(*embedding.weight.shape, dtype=embedding.weight.dtype)
+        self.scheme = scheme
+        self.tied = embedding if tied else None
         self.comm = comm
+        if not tied:
+            scheme.params(self, embedding.hidden_size, embedding.vocab_size, False, embedding.dtype)
 
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[S, hidden] -> [S, vocab], in `out` if that is given."""
-        return self.comm.all_gather(F.linear(hidden, self.weight) if out is None else torch.mm(hidden, self.weight.t(), out=out))
+        return self.comm.all_gather(self.matrix.scheme.apply(self.matrix, hidden, out))
+
+    @property
+    def matrix(self) -> "LMHead | Embedding":
+        """Whose weights they are."""
+        return self if self.tied is None else self.tied

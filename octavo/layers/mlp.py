@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-from octavo.kernels.ops import silu_and_mul
 from octavo.layers.comm import Comm
 from octavo.layers.linear import MergedLinear, RowParallelLinear
 from octavo.quant.base import QuantScheme
@@ -16,5 +15,5 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(size, hidden_size, bias, scheme, dtype, comm)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(silu_and_mul(self.gate_up(x)))
+        out: Tensor = self.down(self.gate_up.scheme.gated(self.gate_up, x))
         return out

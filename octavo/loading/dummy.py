@@ -1,5 +1,9 @@
-"""Random weights of a plausible size, for trying out shapes: the same for the same seed, and made as they are asked for."""
+"""Random weights of a plausible size, for trying out shapes: the same for the same seed, and made as they are asked for.
 
+Floats, or codes of any kind: nobody quantises billions of random numbers to get other random numbers.
+"""
+
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 
@@ -8,6 +12,7 @@ from torch import Tensor
 
 from octavo.loading.loader import weight_targets
 from octavo.models.decoder import Decoder
+from octavo.policy.model_size import Codes
 from octavo.quant.packed import PackedWeight
 
 STD = 0.02
@@ -27,6 +32,11 @@ class DummyCheckpoint:
         self._start = {name: start % POOL for name, start in zip(self._shapes, starts)}
         self._pool = torch.randn(POOL, generator=torch.Generator().manual_seed(seed % 2**63)).mul_(STD).to(device)
 
+    @cached_property
+    def _bytes(self) -> Tensor:
+        dice = torch.Generator().manual_seed(self._seed % 2**63)
+        return torch.randint(256, (POOL,), dtype=torch.uint8, generator=dice).to(self._pool.device)
+
     def names(self) -> list[str]:
         return list(self._shapes)
 
@@ -34,15 +44,25 @@ class DummyCheckpoint:
         return self._shapes[name]
 
     def read(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        return torch.ones(shape) if "norm" in name else self._taken(self._pool, name, prod(shape)).view(shape)
+
+    def draw(self, name: str, codes: Codes) -> PackedWeight:
+        """A matrix as codes of that kind, each as likely as any; the scales of its groups differ by a factor of three at most."""
+        n, k = self._shapes[name]
+        most = 2**codes.bits - 1
+        drawn = self._taken(self._bytes, name, n * k).view(n, k) & most
+        spread = STD * (12 / ((most + 1) ** 2 - 1)) ** 0.5  # the scale that makes weights as large as the floats are
+        scale = spread * (0.5 + self._taken(self._bytes, name, n * k // codes.group).view(n, -1) / 256)
+        return PackedWeight(codes.bits, codes.group, drawn, scale.half(), (scale * (-most / 2)).half(), 1.0)
+
+    def _taken(self, pool: Tensor, name: str, count: int) -> Tensor:
         """The pool over and over, from where the weight before it ended."""
-        shape, start = self._shapes[name], self._start[name]
-        if "norm" in name:
-            return torch.ones(shape)
-        pieces, left = [], prod(shape)
-        while left:
-            pieces.append(self._pool[start : start + left])
-            left, start = left - len(pieces[-1]), 0
-        return torch.cat(pieces).view(shape)
+        pieces, start = [], self._start[name]
+        while count:
+            pieces.append(pool[start : start + count])
+            count, start = count - len(pieces[-1]), 0
+        return torch.cat(pieces)
 
     def packed(self, name: str) -> PackedWeight | None:
         return None

@@ -33,10 +33,20 @@ class StoredParameters:
     def has(self, name: str) -> bool:
         return all(label in self._stored for label in self._labels(name))
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        parts = [self.checkpoint.shape(self._stored[label]) for label in self._labels(name)]
+        return (sum(part[0] for part in parts), *parts[0][1:])
+
     def floats(self, name: str) -> Tensor:
         """It may be a view of the file: whoever keeps it makes a copy."""
         parts = [self.checkpoint.read(self._stored[label]).float() for label in self._labels(name)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def copy(self, name: str, target: Tensor) -> None:
+        """Part by part, as they are stored, into the rows of a tensor on any device."""
+        sizes = [self.checkpoint.shape(self._stored[label])[0] for label in self._labels(name)]
+        for label, rows in zip(self._labels(name), target.split(sizes), strict=True):
+            rows.copy_(self.checkpoint.read(self._stored[label]))
 
     def codes(self, name: str) -> PackedWeight | None:
         parts = [self.checkpoint.packed(self._stored[label]) for label in self._labels(name)]

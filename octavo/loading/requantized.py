@@ -5,30 +5,34 @@
     int8, int4    codes of 8 or 4 bits in every matrix of a product (`policy/model_size.py` says which); codes of the file are
                   dequantised first, so that what their makers rounded is rounded once more
 
-The program that computes is not asked: the native one keeps the codes, torch's gets the very numbers they stand for.
+The program that computes is not asked: the native one and a GPU keep the codes, torch's gets the very numbers they stand for.
+Floats become codes on the device that will hold them. Dummy weights are drawn as codes: nobody would know them from rounded ones.
 """
 
+import torch
 from torch import Tensor
 
 from octavo.config import Quantization
 from octavo.loading.checkpoint import Checkpoint
+from octavo.loading.dummy import CPU, DummyCheckpoint
 from octavo.model_config import ModelConfig
 from octavo.policy.model_size import Codes, requantised
 from octavo.quant.packed import PackedWeight
 from octavo.quant.quantize import quantize
 
 
-def as_wanted(checkpoint: Checkpoint, quantization: Quantization, config: ModelConfig) -> Checkpoint:
-    return checkpoint if quantization == "auto" else Requantized(checkpoint, quantization, config.tie_embeddings)
+def as_wanted(checkpoint: Checkpoint, quantization: Quantization, config: ModelConfig, device: torch.device = CPU) -> Checkpoint:
+    return checkpoint if quantization == "auto" else Requantized(checkpoint, quantization, config.tie_embeddings, device)
 
 
 class Requantized:
-    def __init__(self, stored: Checkpoint, quantization: Quantization, tied: bool) -> None:
+    def __init__(self, stored: Checkpoint, quantization: Quantization, tied: bool, device: torch.device) -> None:
         """`tied`: the embedding is the head, too."""
         self.source = stored.source
         self._stored = stored
         self._quantization = quantization
         self._tied = tied
+        self._device = device
 
     def names(self) -> list[str]:
         return self._stored.names()
@@ -44,7 +48,9 @@ class Requantized:
         wanted = self._codes(name)
         if wanted is None:
             return None
-        return quantize(self._stored.read(name), wanted.bits, wanted.group, f"{self.source}: {name}")
+        if isinstance(self._stored, DummyCheckpoint):
+            return self._stored.draw(name, wanted)
+        return quantize(self._stored.read(name).to(self._device), wanted.bits, wanted.group, f"{self.source}: {name}")
 
     def _codes(self, name: str) -> Codes | None:
         shape = self.shape(name)

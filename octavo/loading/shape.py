@@ -6,8 +6,8 @@
     a name on the hub     the same, from a copy in the cache or by range requests
     nothing               the default model
 
-Quantised weights stay codes in the native program. For torch they are unpacked, one tensor at a time and in the order of the
-file: what is held at the widest point of either is known from the header, too.
+Quantised weights stay codes in the native program and on a GPU. For torch they are unpacked, one tensor at a time and in the
+order of the file: what is held at the widest point of either is known from the header, too.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ from octavo.loading.resolve import ModelSource, in_cache, load_model_config, loc
 from octavo.loading.stored_weights import StoredWeight, of_config, of_folder, stored_weights
 from octavo.model_config import ModelConfig
 from octavo.models.registry import cache_specs
-from octavo.policy.cache_spec import ITEM_BYTES
-from octavo.policy.gpu_size import gpu_matrices, gpu_weight_bytes
+from octavo.policy.cache_spec import ITEM_BYTES, LayerCacheSpec
+from octavo.policy.gpu_size import gpu_matrices, gpu_slab_bytes, gpu_weight_bytes
 from octavo.policy.memory_plan import ModelNeeds
 from octavo.policy.model_size import Codes, Kept, matrices, requantised, weight_bytes
 from octavo.policy.native_size import native_matrices, native_weight_bytes
@@ -53,18 +53,31 @@ class ModelShape:
         specs = cache_specs(self.config, dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
         item = ITEM_BYTES[dtype]
         if device == "cuda":
-            weights, loading = gpu_weight_bytes(self.config, item, {}), 0  # codes become floats on the host, where they are read
-        elif native_threads:
+            return self._gpu_needs(dtype, quantization, specs)
+        if native_threads:
             unpacked = REQUANTISED_BYTES if self.packed and quantization in ("int8", "int4") else 0
             weights, loading = native_weight_bytes(self.config, item, self._forms(quantization), unpacked)
         else:
             weights, loading = weight_bytes(self.config, dtype), self._loading_bytes(item, quantization in ("int8", "int4"))
-        return ModelNeeds(self.config, dtype, weights, specs, loading, native_threads, device)
+        return ModelNeeds(self.config, dtype, weights, specs, loading, native_threads)
+
+    def _gpu_needs(self, dtype: str, quantization: Quantization, specs: list[LayerCacheSpec]) -> ModelNeeds:
+        """Files are read on the host, a matrix at a time; floats become codes on the device."""
+        item, forms = ITEM_BYTES[dtype], self._forms(quantization)
+        weights = gpu_weight_bytes(self.config, item, forms)
+        sizes = [matrix.rows * matrix.columns for matrix in matrices(self.config)] if quantization in ("int8", "int4") else [0]
+        loading = weights + max(sizes) * REQUANTISED_BYTES
+        return ModelNeeds(self.config, dtype, weights, specs, loading, device="cuda", slab=gpu_slab_bytes(self.config, item, forms))
 
     def kept(self, dtype: str, quantization: Quantization, device: str = "cpu") -> list[Kept]:
         """What becomes of each matrix, in the native program or on a GPU."""
         lay_out = gpu_matrices if device == "cuda" else native_matrices
         return lay_out(self.config, ITEM_BYTES[dtype], self._forms(quantization))
+
+    def expands(self, one: Kept, quantization: Quantization) -> bool:
+        """Whether its parts, or some of them, are codes in the file, and it is floats all the same: they cannot be merged."""
+        stored = {weight.name for weight in self.weights if weight.codes is not None}
+        return quantization == "auto" and one.codes is None and not stored.isdisjoint(one.matrix.parts)
 
     def _forms(self, quantization: Quantization) -> dict[str, Codes | None]:
         """What each weight is once it has been read."""

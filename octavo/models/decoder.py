@@ -15,19 +15,20 @@ from octavo.layers.comm import Comm
 from octavo.layers.embedding import Embedding, LMHead
 from octavo.layers.norm import RMSNorm
 from octavo.model_config import ModelConfig
+from octavo.quant.base import QuantScheme
 
 
 class Decoder(nn.Module):
     # Module of the checkpoint -> (module here, named part of it); `*` is the number of a layer.
     RULES: ClassVar[dict[str, tuple[str, str | None]]]
 
-    def __init__(self, config: ModelConfig, layers: Iterable[nn.Module], dtype: torch.dtype, comm: Comm) -> None:
+    def __init__(self, config: ModelConfig, layers: Iterable[nn.Module], scheme: QuantScheme, dtype: torch.dtype, comm: Comm) -> None:
         super().__init__()
         self.config = config
-        self.embed = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.embed = Embedding(config.vocab_size, config.hidden_size, scheme, dtype)
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
-        self.head = LMHead(self.embed, config.tie_embeddings, comm)
+        self.head = LMHead(self.embed, config.tie_embeddings, scheme, comm)
 
     @property
     def nbytes(self) -> int:

@@ -18,7 +18,7 @@ from octavo.layers.rotary import build_rope
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
 from octavo.models.dense_few import few, few_rows
-from octavo.quant.base import QuantScheme, Unquantized
+from octavo.quant.base import UNQUANTIZED, QuantScheme
 
 
 class DenseLayer(nn.Module):
@@ -66,8 +66,15 @@ class DenseModel(Decoder):
         "lm_head": ("head", None),
     }
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, backend: type[AttentionBackend], comm: Comm, max_len: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        backend: type[AttentionBackend],
+        comm: Comm,
+        max_len: int,
+        scheme: QuantScheme = UNQUANTIZED,
+    ) -> None:
         rope = build_rope(config.rope, config.head_dim, max_len)
-        scheme = Unquantized()
         layers = [DenseLayer(config, layer, rope, backend, scheme, dtype, comm) for layer in range(config.num_layers)]
-        super().__init__(config, layers, dtype, comm)
+        super().__init__(config, layers, scheme, dtype, comm)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from octavo.attention.backend import AttentionBackend
     from octavo.layers.comm import Comm
     from octavo.models.decoder import Decoder
+    from octavo.quant.base import QuantScheme
 
 # architecture -> "module:Class"
 MODELS = {
@@ -26,13 +27,18 @@ MODELS = {
 
 
 def build_model(
-    config: ModelConfig, dtype: "torch.dtype", backend: "type[AttentionBackend]", comm: "Comm", max_len: int
+    config: ModelConfig,
+    dtype: "torch.dtype",
+    backend: "type[AttentionBackend]",
+    comm: "Comm",
+    max_len: int,
+    scheme: "QuantScheme | None" = None,
 ) -> "Decoder":
-    """The model with uninitialised parameters, able to see positions below `max_len`."""
+    """The model with uninitialised parameters, able to see positions below `max_len`. `scheme`: of its matrices, if not dense."""
     if config.architecture not in MODELS:
         raise LoadError(f"architecture {config.architecture} is not supported; there are {', '.join(MODELS)}")
     module, _, name = MODELS[config.architecture].partition(":")
-    model: Decoder = getattr(import_module(module), name)(config, dtype, backend, comm, max_len)
+    model: Decoder = getattr(import_module(module), name)(config, dtype, backend, comm, max_len, *([] if scheme is None else [scheme]))
     return model
 
 

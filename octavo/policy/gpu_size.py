@@ -20,6 +20,7 @@ LIBRARIES = 100 * MIB  # compiled kernels, and the workspaces of cuBLAS: taken w
 FLASHINFER = 144 * MIB  # its workspaces, of a step with two kinds of layers
 WORD = 4  # bytes
 CODE_WORD, SPAN = 16, 32  # bits, and columns that follow each other in the words of a matrix
+SLAB = 2**24  # weights made out of codes at once, for steps of many tokens
 ROW_HEAD = 16  # words before the block table
 ENTRY_WORDS = 16  # of a step, for each row it may have
 TOKEN_WORDS = 6  # and for each token: id, position, slot
@@ -41,6 +42,11 @@ def gpu_matrices(config: ModelConfig, item: int, stored: Mapping[str, Codes | No
 def gpu_weight_bytes(config: ModelConfig, item: int, stored: Mapping[str, Codes | None]) -> int:
     embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
     return sum(one.nbytes for one in gpu_matrices(config, item, stored)) + (num_norms(config) + embedding) * item
+
+
+def gpu_slab_bytes(config: ModelConfig, item: int, stored: Mapping[str, Codes | None]) -> int:
+    sizes = [one.matrix.rows * one.matrix.columns for one in gpu_matrices(config, item, stored) if one.codes is not None]
+    return min(max(sizes, default=0), SLAB) * item
 
 
 def gpu_step_bytes(model: ModelConfig, item: int, load: StepLoad) -> int:

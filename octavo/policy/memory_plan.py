@@ -64,10 +64,11 @@ class ModelNeeds:
     native_threads: int = 0  # of the native program; none: torch computes
     device: str = "cpu"
     graphs: int | None = None  # bytes of captured steps, where they have been measured
+    slab: int = 0  # bytes of floats that a step on a GPU makes out of codes at once
 
     @property
     def keeps_codes(self) -> bool:
-        return self.native_threads > 0
+        return self.native_threads > 0 or self.device == "cuda"
 
     @property
     def bytes_per_token(self) -> int:
@@ -187,11 +188,11 @@ class _Planner:
     def _gpu_use(self, config: ResolvedConfig, kv_cache: int, tokens: int, max_len: int) -> Use:
         needs, model, item, rows = self.needs, self.needs.config, ITEM_BYTES[self.needs.dtype], config.max_num_seqs
         load = StepLoad(max(min(config.max_num_batched_tokens, tokens), rows), rows, max_len, gathered=0)  # padded to all rows
-        graphs = 0 if config.enforce_eager else gpu_graph_bytes(model, item, load) if needs.graphs is None else needs.graphs
+        graphs = 0 if config.enforce_eager else gpu_graph_bytes(model, item, load) + needs.slab if needs.graphs is None else needs.graphs
         return Use(
             weights=needs.weights,
             kv_cache=kv_cache,
-            activations=gpu_step_bytes(model, item, load),
+            activations=max(gpu_step_bytes(model, item, load) + needs.slab, needs.loading - needs.weights - kv_cache),  # pool comes last
             graphs=graphs,
             rows=gpu_row_bytes(model, rows, config.max_num_batched_tokens, max_len, -(-max_len // config.block_size)),
             other=CONTEXT + GPU_LIBRARIES + (FLASHINFER if config.attention_backend == "flashinfer" else 0),

@@ -17,6 +17,7 @@ from octavo.quant.packed import BITS, PackedWeight, fitting_factor
 
 ROUNDS = 2
 CHUNK = 1 << 18  # weights at a time: what fits into a core's cache
+GPU_CHUNKS = 16  # as many at once keep a GPU busy
 
 
 def quantize(weight: Tensor, bits: int, group: int = 32, name: str = "weight") -> PackedWeight:
@@ -26,14 +27,14 @@ def quantize(weight: Tensor, bits: int, group: int = 32, name: str = "weight") -
     if weight.dim() != 2 or weight.shape[1] % group or not weight.numel():
         raise LoadError(f"{name} is {list(weight.shape)}, expected a matrix with rows of whole groups of {group}")
     n, k = weight.shape
-    rows = max(1, CHUNK // k)
+    rows = max(1, CHUNK * (GPU_CHUNKS if weight.is_cuda else 1) // k)
     chunks = weight.reshape(n, k // group, group).split(rows)
     lines = [_line_4(chunk.float()) if bits == 4 else _line_8(chunk.float()) for chunk in chunks]
     scale = torch.cat([scale for scale, _ in lines])  # [n, groups, 1]
     offset = torch.cat([offset for _, offset in lines])
     factor = fitting_factor(name, scale, offset)
     scale, offset = (scale / factor).half(), (offset / factor).half()
-    codes = torch.empty(n, k // group, group, dtype=torch.uint8)
+    codes = torch.empty(n, k // group, group, dtype=torch.uint8, device=weight.device)
     kept = (scale.float() * factor, offset.float() * factor)  # codes are for what float16 kept
     for chunk, scales, offsets, out in zip(chunks, *(table.split(rows) for table in kept), codes.split(rows)):
         out.copy_(_codes(chunk.float(), scales, offsets, bits))

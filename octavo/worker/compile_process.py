@@ -27,10 +27,14 @@ from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 
 from octavo.kernels.triton.ahead import Ahead, kernel_keys
+from octavo.kernels.triton.packed_ahead import PackedShape
 from octavo.model_config import ModelConfig, RopeConfig
 from octavo.worker.compilers import DONE, DRIVER, FAILED, SEEN, Wanted, variant
 
-SLOW = ("prefill_hopper", "prefill", "search", "settle", "merge_few", "decode_few", "decode", "race", "nearest", "adjust_rows")  # slowest first
+SLOW = (  # slowest first
+    "prefill_hopper", "prefill", "search", "packed_tile", "settle", "packed_few", "merge_few", "decode_few", "decode", "race", "nearest",
+    "adjust_rows",
+)  # fmt: skip
 MOST_PROCESSES = 16
 PR_SET_PDEATHSIG = 1
 MOST_LETTERS = 1000  # of an error: a line has to go through a pipe in one piece
@@ -71,7 +75,8 @@ def find_jobs(wanted: Wanted) -> tuple[list[Job], list[str]]:
     driver.set_active(NoGPU(wanted.capability))
     knobs.runtime.jit_cache_hook = write_down
     dtype, cpu = getattr(torch, wanted.dtype), torch.device("cpu")
-    for call in Ahead(wanted.config, dtype, wanted.block_size, wanted.max_len, cpu, wanted.layout).calls():
+    packed = [PackedShape(*one) for one in wanted.packed]
+    for call in Ahead(wanted.config, dtype, wanted.block_size, wanted.max_len, cpu, wanted.layout, packed).calls():
         try:
             call()
         except Exception as error:

@@ -64,7 +64,7 @@ class DeviceProgram:
         self.memory = StepMemory(rows.layout, most_rows, max(max_tokens, most_rows), device)
         self._result = torch.zeros(most_rows, dtype=torch.int32, device=device)
         # one place for the logits of all graphs: what each kept for itself would be gigabytes
-        self._logits = torch.empty(most_rows, self.vocab_size, dtype=model.head.weight.dtype, device=device)
+        self._logits = torch.empty(most_rows, self.vocab_size, dtype=model.norm.weight.dtype, device=device)
 
     @property
     def kinds(self) -> list[nn.Module]:

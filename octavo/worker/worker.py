@@ -3,6 +3,8 @@
 It implements the runner seam of the executor and hands every plan on to `ModelRunner`.
 """
 
+from collections import Counter
+
 import torch
 
 from octavo.attention.backend import choose_backend
@@ -20,6 +22,7 @@ from octavo.layers.rotary import build_rope
 from octavo.loading.dummy import DummyCheckpoint
 from octavo.loading.loader import load_weights
 from octavo.loading.native_loader import NativeWeights, StoredParameters
+from octavo.loading.packed_loader import load_packed
 from octavo.loading.requantized import as_wanted
 from octavo.loading.resolve import ModelSource, open_checkpoint
 from octavo.loading.shape import ModelShape, shape_of
@@ -31,7 +34,8 @@ from octavo.models.registry import build_model
 from octavo.policy.auto import resolved
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.memory_plan import plan_memory
-from octavo.policy.model_size import num_parameters
+from octavo.policy.model_size import Kept, num_parameters
+from octavo.quant.device_packed import Packed
 from octavo.worker.compilers import Compilers, Wanted
 from octavo.worker.device import device_here, start_lines
 from octavo.worker.device_program import DeviceProgram, Steps, captured_tokens
@@ -80,7 +84,9 @@ class Worker:
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, config.device)
         self.library = self._open_native()
         threads = self.library.threads if self.library else 0
-        self.needs = self._shape().needs(self.dtype, config.quantization, config.kv_cache_dtype, threads, config.device)
+        shape = self._shape()
+        self.needs = shape.needs(self.dtype, config.quantization, config.kv_cache_dtype, threads, config.device)
+        self.kept = self._kept(shape)
         self.specs = self.needs.specs
         self.backend = choose_backend(config, self.dtype, self.on_device)
         if shadow and self.backend.name == "flashinfer":
@@ -124,9 +130,9 @@ class Worker:
         if self._shadow_wanted:
             self._reserve(geometry)  # the model is built around the shadow
         watch, size = Stopwatch(), geometry.block_size
-        with self.device:
-            model = self._load_model(geometry.max_model_len, stored)
+        model = self._load_model(geometry.max_model_len, stored)
         logger.info("Model loading took %.2f GiB and %.2f seconds", model.nbytes / GIB, watch.total())
+        torch.cuda.empty_cache()  # what was held on the way is no part of the plan
         if not self._shadow_wanted:
             self._reserve(geometry)
         self._log(geometry)
@@ -157,10 +163,14 @@ class Worker:
     def _compile_ahead(self, geometry: CacheGeometry) -> None:
         """Kernels are compiled while weights are read."""
         major, minor = torch.cuda.get_device_capability(self.device)
-        sizes = geometry.block_size, geometry.max_model_len
+        codes = [(one.matrix, one.codes) for one in self.kept if one.codes]
+        packed = {(one.rows, one.columns, form.bits, form.group, one.bias, one.name == "gate_up") for one, form in codes}
         self.compilers.compile(
-            Wanted(self.model_config, self.dtype, *sizes, self.config.kv_cache_layout, 10 * major + minor, processes=num_cpus())
-        )
+            Wanted(
+                self.model_config, self.dtype, geometry.block_size, geometry.max_model_len, self.config.kv_cache_layout,
+                10 * major + minor, processes=num_cpus(), packed=tuple(sorted(packed)),
+            )
+        )  # fmt: skip
 
     def forward(self, plan: StepPlan) -> None:
         self.runner.forward(plan)
@@ -188,9 +198,21 @@ class Worker:
         shape, asked = shape_of(self.source, self.model_config), self.config.quantization
         if shape.packed and asked in ("int8", "int4"):
             logger.warning("The weights are codes already and are quantised again: quantization=auto keeps them as they are")
-        if self.library is None and asked in ("int8", "int4"):
+        if self.library is None and not self.on_device and asked in ("int8", "int4"):
             logger.warning("quantization=%s saves no memory here: torch computes with the numbers that codes stand for", asked)
         return shape
+
+    def _kept(self, shape: ModelShape) -> list[Kept]:
+        """What becomes of each matrix, where codes are computed with; what cannot be codes is said."""
+        if self.library is None and not self.on_device:
+            return []
+        kept, asked = shape.kept(self.dtype, self.config.quantization, self.config.device), self.config.quantization
+        floats = Counter(one.matrix.name for one in kept if one.codes is None and (asked in ("int8", "int4") or shape.expands(one, asked)))
+        if floats:
+            names = ", ".join(f"{count} {name}" for name, count in floats.items())
+            why = "their parts cannot be merged as codes, or their rows are not of whole groups"
+            logger.warning("Some matrices are kept as %s, not as codes: %s (%s)", self.dtype, names, why)
+        return kept
 
     def _make_store(self, geometry: CacheGeometry) -> KVStore:
         if self.backend.paged:
@@ -210,7 +232,7 @@ class Worker:
             empty = build_model(self.model_config, torch.float32, self.backend, NullComm(), max_len=1)
         dummy = self.config.load_format == "dummy"
         found = DummyCheckpoint(empty, self.config.seed, self.device) if dummy else open_checkpoint(self.source)
-        return StoredParameters(empty, as_wanted(found, self.config.quantization, self.model_config))
+        return StoredParameters(empty, as_wanted(found, self.config.quantization, self.model_config, self.device))
 
     def _open_native(self) -> NativeLibrary | None:
         """The native kernels, if they are wanted."""
@@ -234,8 +256,14 @@ class Worker:
         return program
 
     def _load_model(self, max_len: int, stored: StoredParameters) -> Decoder:
-        model = build_model(self.model_config, getattr(torch, self.dtype), self.backend, NullComm(), max_len)
-        load_weights(model, stored.checkpoint)
+        packed = self.on_device and any(one.codes for one in self.kept)
+        dtype, scheme = getattr(torch, self.dtype), Packed() if packed else None
+        with self.device:  # not while files are read: that is done on the host
+            model = build_model(self.model_config, dtype, self.backend, NullComm(), max_len, scheme)
+        if packed:
+            load_packed(model, stored)
+        else:
+            load_weights(model, stored.checkpoint)
         return model
 
     def _load_native(self, geometry: CacheGeometry, stored: StoredParameters, library: NativeLibrary) -> Program:

@@ -188,7 +188,7 @@ def test_what_follows_from_the_rest_is_tolerated() -> None:
     extra[bias] = torch.zeros(48)
     model = ours(config)
     load_weights(model, DictCheckpoint(complete_weights(config) | extra))
-    assert model.head.weight is model.embed.weight and model.head.weight.count_nonzero() == 0
+    assert model.head.matrix is model.embed and model.embed.weight.count_nonzero() == 0
     extra[bias][47] = 1e-9
     assert f"1 unknown to this model: {bias}" in load_error(config, complete_weights(config) | extra)
 

@@ -9,11 +9,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from octavo.config import EngineConfig, ResolvedConfig
+from octavo.loading.shape import ModelShape
 from octavo.model_config import ModelConfig
 from octavo.models.registry import cache_specs
 from octavo.policy.activations import StepLoad
 from octavo.policy.auto import resolved
-from octavo.policy.gpu_size import CONTEXT, LIBRARIES, gpu_step_bytes, gpu_weight_bytes
+from octavo.policy.gpu_size import CONTEXT, LIBRARIES, gpu_slab_bytes, gpu_step_bytes, gpu_weight_bytes
 from octavo.policy.memory_plan import GIB, MIB, Memory, MemoryPlan, ModelNeeds, plan_memory
 from octavo.policy.model_size import Codes, matrices, num_parameters
 from tests.policy.test_memory_plan import follow
@@ -77,6 +78,21 @@ def test_weights_are_counted_as_they_lie_on_the_device() -> None:
     parted = {**codes, "model.layers.0.self_attn.k_proj.weight": None}  # a part that is no code: all of qkv are floats
     qkv = matrices(SMALL)[0]
     assert gpu_weight_bytes(SMALL, 2, parted) - gpu_weight_bytes(SMALL, 2, codes) == qkv.rows * qkv.columns * (16 - 5) // 8
+
+
+def test_floats_made_of_codes_are_counted_in_steps_and_graphs_and_codes_made_of_floats_until_there_is_a_pool() -> None:
+    codes = {part: Codes(4, 32) for matrix in matrices(SMALL) for part in matrix.parts}
+    assert gpu_slab_bytes(SMALL, 2, {}) == 0 and gpu_slab_bytes(SMALL, 2, codes) == 2 * 2**24  # the head is larger
+    assert gpu_slab_bytes(SMALL, 2, {part: Codes(4, 32) for part in matrices(SMALL)[1].parts}) == 2 * 1024 * 2048
+    plain, packed = plan(), plan(model=needs(slab=MIB))
+    assert (packed.use.activations - plain.use.activations, packed.use.graphs - plain.use.graphs) == (MIB, MIB)
+    weights = needs().weights
+    assert plan(model=needs(loading=weights + 50 * GIB)).use == plain.use, "the pool, which comes later, is larger"
+    small = plan(model=needs(loading=weights + 50 * GIB), kv_cache_memory_bytes=GIB)
+    assert small.use.activations + small.use.kv_cache == 50 * GIB
+    shape = ModelShape("a test", SMALL)
+    loading = shape.needs("bfloat16", "int4", device="cuda").loading - shape.needs("bfloat16", "int4", device="cuda").weights
+    assert loading == 6 * 151_936 * 1024 and shape.needs("bfloat16", "none", device="cuda").loading == weights
 
 
 def test_a_step_is_as_large_as_its_layers_or_its_logits() -> None:

@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from octavo.kernels.asks import HEAD
 from octavo.kernels.cache_layout import Layout, empty_cache
+from octavo.kernels.device_codes import zero_codes
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.activation import silu_and_mul
 from octavo.kernels.triton.adjust import adjust
@@ -26,6 +27,7 @@ from octavo.kernels.triton.attention_few import decode_attention_parts
 from octavo.kernels.triton.copy_blocks import copy_blocks
 from octavo.kernels.triton.draw import draw
 from octavo.kernels.triton.norm import add_rms_norm
+from octavo.kernels.triton.packed import packed_linear, unpack
 from octavo.kernels.triton.rank import rank
 from octavo.kernels.triton.sampling import sample
 from octavo.kernels.triton.skinny import gate_up, linear, merge_linear, norm_linear
@@ -102,6 +104,10 @@ def main() -> None:
     draw(logits, Draws(floats[:, 2], lines[:, 3], floats[:, 4], floats[:, 5], lines[:, 6:10], index[:4].int()))
     rank(logits, index[:4], 5)
     adjust(logits, [0], [0], [torch.zeros(HEAD, dtype=torch.int32)], lines[:, 2:], lines[:, 0], lines[:, 1])
+    codes = zero_codes(1024, size, 4, 128, "cpu")
+    for rows in (1, 16, 64, 256):
+        packed_linear(torch.empty(rows, size, **bf16), codes)
+    unpack(codes, torch.bfloat16)
     print("\n".join(taken))
 
 

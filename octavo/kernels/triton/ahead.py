@@ -6,7 +6,7 @@ Nothing may be compiled later.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from octavo.kernels.triton.copy_blocks import copy_blocks
 from octavo.kernels.triton.draw import draw
 from octavo.kernels.triton.few_tiles import FEW_ROWS
 from octavo.kernels.triton.norm import add_rms_norm
+from octavo.kernels.triton.packed_ahead import PackedShape, packed_calls
 from octavo.kernels.triton.rank import rank
 from octavo.kernels.triton.rows import copy_words, finish, prepare
 from octavo.kernels.triton.sampling import sample
@@ -58,9 +59,11 @@ class Ahead:
         max_len: int,
         device: torch.device,
         layout: Layout = "nhd",
+        packed: Sequence[PackedShape] = (),
     ) -> None:
+        """`packed`: the matrices that are kept as codes."""
         self.config, self.dtype, self.size, self.device, self.layout = config, dtype, block_size, device, layout
-        self.max_len = max_len
+        self.max_len, self.packed = max_len, packed
 
     def calls(self) -> list[Call]:
         config, hidden, inner = self.config, self.config.hidden_size, self.config.intermediate_size
@@ -78,6 +81,7 @@ class Ahead:
             lambda: copy_blocks([self.cache()], [(0, 1)]),
             self.around_a_step,
             *self.behind_a_step(),
+            *packed_calls(self.packed, self.dtype, self.device),
         ]  # fmt: skip
 
     def attend_to(self, rows: int, queries: int, window: int | None) -> Call:

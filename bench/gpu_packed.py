@@ -1,0 +1,307 @@
+"""Products with packed codes on a GPU, checked against their twins and timed beside torch's of floats: `python bench/gpu_packed.py`.
+
+A line of the table is a matrix; each cell has microseconds, TB/s of packed bytes, and how many times as fast as bfloat16 that is.
+Times are medians of CUDA graphs replayed, each over enough matrices that none waits in the L2. Kernels are compiled first, by
+as many processes as there are cores. `--sweep` then tries other divisions of the work and prints the best of each, `--no-table`
+leaves the table out. A case that fails says why, and the next one runs. `--tiny` is for the interpreter.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from octavo.kernels.device_codes import DeviceCodes, block_size, zero_codes
+from octavo.kernels.reference import packed as twin
+from octavo.kernels.triton import packed
+from octavo.kernels.triton.packed import Few, Tile
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+DTYPE = torch.bfloat16
+SHAPES = [(4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096), (1024, 6144), (3072, 1024)]  # in, out
+KINDS = [(4, 128), (4, 32), (8, 128), (8, 32)]  # bits, group
+ROWS = [1, 2, 4, 8, 16, 64, 256, 2048]
+SWEPT = [(4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096)]
+BEYOND_L2 = 150_000_000  # bytes of weights in one graph
+SECONDS = 70  # after all is compiled, nothing begins later
+
+How = Few | Tile | int  # an int: weights in a slab
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One product: a shape and a kind of codes, a number of rows, and how."""
+
+    size: int
+    wide: int
+    bits: int
+    group: int
+    rows: int
+    how: How
+
+    def run(self, x: Tensor, weight: DeviceCodes) -> Tensor:
+        out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+        if isinstance(self.how, Few):
+            return packed.few(x, weight, None, out, self.how)
+        if isinstance(self.how, Tile):
+            return packed.tiled(x, weight, None, out, self.how)
+        return packed.by_slabs(x, weight, None, out, self.how)
+
+    @property
+    def variant(self) -> tuple:
+        """What a compiled kernel depends on."""
+        if isinstance(self.how, int):
+            return self.bits, self.group, "slab"
+        rows = packed.few_rows(self.rows) if isinstance(self.how, Few) else 0
+        return self.bits, self.group, rows, *self.how._replace(shares=min(self.how.shares, 2))
+
+    @property
+    def bytes(self) -> int:
+        weight = zero_codes(self.wide, self.size, self.bits, self.group, "meta")
+        return weight.words.nbytes + weight.scales.nbytes
+
+
+def random_codes(size: int, wide: int, bits: int, group: int, order: bool = False) -> DeviceCodes:
+    block = block_size(bits, group)
+    columns = -(-size // block) * block
+    words = torch.empty(wide, columns * bits // 16, dtype=torch.int16, device=DEVICE).random_(-(2**15), 2**15 - 1)
+    scale = (torch.rand(wide, -(-columns // group), device=DEVICE) + 0.5).half()
+    pairs = torch.stack([scale, -scale * 2 ** (bits - 1) + torch.rand_like(scale)], -1).half()
+    permutation = torch.randperm(size, device=DEVICE) if order else None
+    return DeviceCodes(bits, group, size, words, pairs.view(torch.int32).squeeze(-1), 2.0 ** -(bits + 2), permutation)
+
+
+def chosen(size: int, wide: int, bits: int, group: int, rows: int) -> Cell:
+    """As the engine would."""
+    weight = zero_codes(wide, size, bits, group, "meta")
+    if rows <= packed.FEW_ROWS:
+        how: How = packed.few_rule(rows, weight)
+    else:
+        how = packed.tile_rule(rows, weight) if rows <= packed.TILED_ROWS else packed.SLAB
+    return Cell(size, wide, bits, group, rows, how)
+
+
+def few_choices(rows: int) -> Iterator[Few]:
+    for (lines, warps), stages in product(((64, 2), (128, 2), (128, 4)), (3, 5)):
+        for splits, shares in ((1, 1), (1, 4), (2, 1), (2, 4), (4, 1), (4, 2), (8, 1)):
+            if splits * packed.few_rows(rows) <= 16:
+                yield Few(lines, splits, shares, warps, stages)
+
+
+def tile_choices(rows: int) -> Iterator[How]:
+    tiles = ((32, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 3), (64, 128, 4, 3)) if rows <= 64 else (
+        (64, 64, 4, 3), (128, 64, 4, 2), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 4, 2), (256, 64, 4, 2), (256, 128, 8, 2)
+    )  # fmt: skip
+    for (tall, columns, warps, stages), shares in product(tiles, (1, 2, 4)):
+        yield Tile(tall, columns, shares, warps, stages)
+    yield from (1 << 22, 1 << 24, 1 << 30)
+
+
+def swept() -> list[Cell]:
+    cells = []
+    for rows, (bits, group), (size, wide) in product((1, 256, 16, 4, 64), ((4, 128), (4, 32)), SWEPT):
+        choices = few_choices(rows) if rows <= packed.FEW_ROWS else tile_choices(rows)
+        cells += [Cell(size, wide, bits, group, rows, how) for how in choices]
+    for size, wide in SWEPT:
+        cells += [Cell(size, wide, 4, 128, 2048, slab) for slab in (1 << 23, 1 << 24, 1 << 25, 1 << 30)]
+    return cells
+
+
+def table_cells() -> list[Cell]:
+    return [chosen(*shape, *kind, rows) for shape, kind, rows in product(SHAPES, KINDS, ROWS)]
+
+
+def microseconds(runs: list[Callable[[], object]]) -> float:
+    """Of one run."""
+    if not ON_GPU:
+        start = time.perf_counter()
+        runs[0]()
+        return (time.perf_counter() - start) * 1e6
+    for run in runs[:2]:
+        run()
+    torch.cuda.synchronize()
+    repeats = max(1, 8 // len(runs))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            for run in runs:
+                run()
+    return float(triton.testing.do_bench(graph.replay, warmup=3, rep=25, return_mode="median")) * 1e3 / (repeats * len(runs))
+
+
+def copies(nbytes: int) -> int:
+    return min(max(1, -(-BEYOND_L2 // nbytes)), 48) if ON_GPU else 1
+
+
+def inputs(rows: int, size: int) -> Tensor:
+    return torch.randn(rows, size, device=DEVICE).to(DTYPE)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A function of both modules, given the same; errors up to `limit` are roundings."""
+
+    label: str
+    name: str
+    given: tuple
+    limit: float
+
+    def run(self) -> Tensor:
+        result: Tensor = getattr(packed, self.name)(*self.given)
+        return result
+
+    def error(self) -> float:
+        got, exact = self.run().double(), getattr(twin, self.name)(*self.given).double()
+        return float((got - exact).norm() / exact.norm())
+
+
+def checks(tiny: bool) -> Iterator[Check]:
+    """Every path: bits, groups, sizes that no tile divides, orders, biases."""
+    kinds = [(4, 32)] if tiny else product((4, 8), (16, 32, 64, 128))
+    for (bits, group), order in product(kinds, (False, True)):
+        size, wide = (group, 40) if tiny else (11 * group, 200) if group < 128 else (1536, 72)
+        weight = random_codes(size, wide, bits, group, order=order)
+        label = f"{bits} bits, groups of {group}, {size} -> {wide}{', in order' if order else ''}"
+        bias, index = torch.randn(wide, device=DEVICE).to(DTYPE), torch.tensor([5, 0, wide - 1, 5], device=DEVICE)
+        yield Check(f"unpack, {label}", "unpack", (weight, DTYPE), 0.0)
+        yield Check(f"rows, {label}", "unpack", (weight, DTYPE, index), 0.0)
+        for rows in () if order and tiny else (3,) if order else (1, 17) if tiny else (1, 3, 8, 16, 17, 70, 300, 600):
+            yield Check(f"linear of {rows}, {label}", "packed_linear", (inputs(rows, size), weight, bias), 8e-3)
+        if not order:
+            yield Check(f"gate of 2, {label}", "packed_gate_up", (inputs(2, size), weight), 1.5e-2)
+
+
+def check(tiny: bool) -> int:
+    """How many differ."""
+    wrong = 0
+    for case in checks(tiny):
+        try:
+            error = case.error()
+            text = "" if error <= case.limit else f"WRONG {case.label}: {error:.1e}"
+        except Exception as failure:
+            text = f"FAILED {case.label}: {type(failure).__name__} {str(failure).strip().splitlines()[:1]}"
+        if text:
+            wrong += 1
+            print(text, flush=True)
+    print(f"{wrong} wrong" if wrong else "all agree with their twins", flush=True)
+    return wrong
+
+
+def timed(cell: Cell, weights: list[DeviceCodes]) -> float | str:
+    x = inputs(cell.rows, cell.size)
+    try:
+        return microseconds([lambda w=w: cell.run(x, w) for w in weights])
+    except Exception as failure:
+        return type(failure).__name__
+
+
+def floats_time(size: int, wide: int, rows: int) -> float:
+    x = inputs(rows, size)
+    weights = [inputs(wide, size) for _ in range(copies(size * wide * 2))]
+    return microseconds([lambda w=w: F.linear(x, w) for w in weights])
+
+
+def table(deadline: float, tiny: bool) -> None:
+    kinds, numbers = (KINDS[:1], [1, 17]) if tiny else (KINDS, ROWS)
+    print("us, TB/s of packed bytes, times as fast as bfloat16\n" + " " * 22 + "".join(f"{rows:>22}" for rows in numbers))
+    for size, wide in [(128, 48)] if tiny else SHAPES:
+        floats = {rows: floats_time(size, wide, rows) for rows in numbers}
+        print(f"{size:>5} -> {wide:<5} bfloat16" + "".join(f"{floats[rows]:>12.1f}{'':10}" for rows in numbers), flush=True)
+        for bits, group in kinds:
+            if time.monotonic() > deadline:
+                print("time is up, the rest is left out")
+                return
+            weights = [random_codes(size, wide, bits, group) for _ in range(copies(chosen(size, wide, bits, group, 1).bytes))]
+            cells = []
+            for rows in numbers:
+                cell = chosen(size, wide, bits, group, rows)
+                spent = timed(cell, weights)
+                rates = spent if isinstance(spent, str) else f"{spent:.1f}{cell.bytes / spent / 1e6:5.2f}{floats[rows] / spent:5.2f}"
+                cells.append(f"{rates:>22}")
+            print(f"{size:>5} -> {wide:<5} {bits}b of {group:<3}" + "".join(cells), flush=True)
+
+
+def sweep(cells: list[Cell], deadline: float) -> None:
+    found: dict[tuple, list[tuple[float, How]]] = {}
+    kept: tuple[tuple, list[DeviceCodes]] = ((), [])
+    for cell in cells:
+        if time.monotonic() > deadline:
+            print("time is up, the rest is left out")
+            break
+        shape = (cell.size, cell.wide, cell.bits, cell.group)
+        if kept[0] != shape:
+            kept = (shape, [random_codes(*shape) for _ in range(copies(cell.bytes))])
+        spent = timed(cell, kept[1])
+        if isinstance(spent, float):
+            found.setdefault((cell.rows, *shape, cell.bytes), []).append((spent, cell.how))
+    for (rows, size, wide, bits, group, nbytes), times in found.items():
+        best = sorted(times, key=lambda one: one[0])
+        shown = "   ".join(f"{spent:.1f} {_short(how)}" for spent, how in best[:4])
+        rate = nbytes / best[0][0] / 1e6
+        print(f"{rows:>4}: {size} -> {wide} {bits}b/{group}: {rate:.2f} TB/s   {shown}   worst {best[-1][0]:.1f}", flush=True)
+
+
+def _short(how: How) -> str:
+    return f"slab {how >> 20}M" if isinstance(how, int) else f"{type(how).__name__}{tuple(how)}".replace(" ", "")
+
+
+def compile_all(cells: list[Cell], processes: int) -> None:
+    """By processes of their own, which leave the kernels in Triton's cache."""
+    start = time.monotonic()
+    command = [sys.executable, *sys.argv, "--compile"]
+    workers = [subprocess.Popen([*command, f"{part}/{processes}"], stdout=subprocess.DEVNULL) for part in range(processes)]
+    for worker in workers:
+        worker.wait()
+    print(f"{len({cell.variant for cell in cells})} kernels, and those of checks, compiled in {time.monotonic() - start:.0f} s", flush=True)
+
+
+def compile_some(cells: list[Cell], part: int, of: int) -> None:
+    variants = {cell.variant: cell for cell in cells}
+    runs = [lambda c=cell: c.run(inputs(c.rows, c.size), random_codes(c.size, 512, c.bits, c.group)) for cell in variants.values()]
+    runs += [case.run for case in checks(tiny=False)]
+    for run in runs[part::of]:
+        try:
+            run()
+        except Exception as failure:
+            print(f"{type(failure).__name__}: {str(failure).strip().splitlines()[:1]}", file=sys.stderr)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sweep", action="store_true", help="try other divisions of the work")
+    parser.add_argument("--no-table", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, for the interpreter")
+    parser.add_argument("--compile", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    cells = [*([] if options.no_table else table_cells()), *(swept() if options.sweep else [])]
+    with torch.inference_mode():
+        if options.compile:
+            part, _, of = options.compile.partition("/")
+            compile_some(cells, int(part), int(of))
+            return 0
+        name = torch.cuda.get_device_name() if ON_GPU else "no GPU"
+        print(f"{name}, torch {torch.__version__}, triton {triton.__version__}, {DTYPE}", flush=True)
+        if ON_GPU:
+            compile_all(cells, processes=max(1, (os.cpu_count() or 1) - 2))
+        deadline = time.monotonic() + SECONDS
+        wrong = check(options.tiny)
+        if not options.no_table:
+            table(deadline, options.tiny)
+        if options.sweep:
+            sweep(swept(), deadline)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,69 @@
+"""A quantised matrix as the products of a GPU read it: codes in words of 16 bits, scale and offset as a pair.
+
+    w[row, order[c]] = (scale[row, c // group] * code[row, c] + offset[row, c // group]) * factor
+
+Columns stand in blocks of 16 / bits spans, a span being 32 columns (16 where a group is no longer). A word holds the codes of
+the same column of every span, so that one shift and one mask take a whole span out of the words of a block, in its order:
+
+    words [n, blocks * span] int16
+    4 bits   bits 15..12  11..8  7..4  3..0        word i of block b: columns of a block 96 + i | 64 + i | 32 + i | i
+    8 bits   bits 15..8   7..0                                        columns of a block 32 + i | i
+
+    scales [n, groups] int32     offset (upper half) and scale (lower half), both float16
+
+Rows are filled up to whole blocks with scales and offsets of zero. Spans, not neighbours, share a word: unpacked neighbours
+would lie in the wrong registers for the matrix units, and would have to be moved through shared memory.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WORD_BITS = 16
+MAX_SPAN = 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceCodes:
+    bits: int  # 4 or 8
+    group: int  # 16, 32, 64 or 128
+    size: int  # columns, without filling
+    words: Tensor
+    scales: Tensor
+    factor: float  # a power of two
+    order: Tensor | None  # [size]: which input column each column of codes belongs to; None: as they stand
+
+    def __post_init__(self) -> None:
+        assert self.words.is_contiguous() and self.scales.is_contiguous()
+        assert self.words.shape == (len(self), self.blocks * self.span)
+        assert self.scales.shape == (len(self), -(-self.blocks * self.block // self.group))
+
+    def __len__(self) -> int:
+        """Rows: what comes out of a product."""
+        return len(self.words)
+
+    @property
+    def span(self) -> int:
+        return min(self.group, MAX_SPAN)
+
+    @property
+    def block(self) -> int:
+        return block_size(self.bits, self.group)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.size // self.block)
+
+
+def zero_codes(n: int, size: int, bits: int, group: int, device: torch.device | str) -> DeviceCodes:
+    """A matrix of that shape, all zero: to try a kernel on, or (on the device `meta`) to ask a rule about."""
+    columns = -(-size // block_size(bits, group)) * block_size(bits, group)
+    words = torch.zeros(n, columns * bits // WORD_BITS, dtype=torch.int16, device=device)
+    scales = torch.zeros(n, -(-columns // group), dtype=torch.int32, device=device)
+    return DeviceCodes(bits, group, size, words, scales, 1.0, None)
+
+
+def block_size(bits: int, group: int) -> int:
+    """Columns whose codes share words."""
+    return WORD_BITS // bits * min(group, MAX_SPAN)

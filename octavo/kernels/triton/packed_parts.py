@@ -1,0 +1,69 @@
+"""What the kernels over packed codes share: a span of codes as numbers, scales and offsets, and the sum of parts."""
+
+import triton
+import triton.language as tl
+
+WORD_BITS = tl.constexpr(16)
+MAX_SPAN = tl.constexpr(32)
+PAIRWISE = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows no machine code
+
+
+@triton.jit
+def scale_and_offset(pairs):
+    """Of int32 words, as float32."""
+    scale = (pairs & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    offset = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return scale.to(tl.float32), offset.to(tl.float32)
+
+
+@triton.jit
+def four_bits(words, SHIFT: tl.constexpr, TIMES: tl.constexpr, kind: tl.constexpr):
+    """TIMES (1 or 16) times 16 + the four bits at SHIFT, exactly, in `kind`.
+
+    Four bits put into the first places of a fraction, behind the exponent of 16: a shift, a mask and a constant, without a
+    conversion. Two of them at once in a register of 32 bits, which has to be said to the compiler: it takes them apart to shift.
+    """
+    if kind == tl.float32:
+        return (((words >> SHIFT) & 15) + 16).to(tl.float32) * TIMES
+    PLACE: tl.constexpr = 3 if kind == tl.bfloat16 else 6
+    SIXTEEN: tl.constexpr = (0x4180 if kind == tl.bfloat16 else 0x4C00) + (4 << (PLACE + 4) if TIMES == 16 else 0)
+    if PAIRWISE:
+        text: tl.constexpr = pairwise(SHIFT - PLACE, 15 << PLACE, SIXTEEN)
+        return tl.inline_asm_elementwise(text, "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2).to(kind, bitcast=True)
+    if SHIFT >= PLACE:
+        moved = words >> (SHIFT - PLACE)
+    else:
+        moved = words << (PLACE - SHIFT)
+    return ((moved & (15 << PLACE)) | SIXTEEN).to(kind, bitcast=True)
+
+
+@triton.constexpr_function
+def pairwise(right: int, mask: int, ones: int) -> str:
+    """(words >> right) & mask | ones, of two words at once; 0xEA is the table of that formula."""
+    move = f"shr.b32 moved, $1, {right};" if right >= 0 else f"shl.b32 moved, $1, {-right};"
+    return f"{{ .reg .b32 moved; {move} lop3.b32 $0, moved, {mask * 0x10001}, {ones * 0x10001}, 0xEA; }}"
+
+
+@triton.jit
+def weights(words, scale, offset, INDEX: tl.constexpr, BITS: tl.constexpr, kind: tl.constexpr):
+    """Span INDEX of the words [n, span] as weights: rounded once, from float32. scale, offset [n]: with the factor in them.
+
+    The code stays where it is in its word, as so many times itself, and the scale is divided by that.
+    """
+    HIGHER: tl.constexpr = 1 << (BITS * INDEX)
+    codes = words.to(tl.uint16, bitcast=True).to(tl.int32) & (((1 << BITS) - 1) << (BITS * INDEX))
+    return (codes.to(tl.float32) * (scale * (1.0 / HIGHER))[:, None] + offset[:, None]).to(kind)
+
+
+@triton.jit(do_not_specialize=["size", "shares"])
+def sum_shares(parts, bias, out, factor, size, wide, shares, BIAS: tl.constexpr, TILE: tl.constexpr):
+    """parts [shares, size] float32 -> out [size], added in a fixed order; rows have `wide` numbers"""
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = at < size
+    total = tl.zeros([TILE], tl.float32)
+    for share in range(shares):
+        total += tl.load(parts + share * size + at, mask=inside, other=0.0)
+    total *= factor
+    if BIAS:
+        total += tl.load(bias + at % wide, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,37 @@
+"""Weights as a device wants them: codes stay codes, matrix by matrix, so that no dense copy of a model is ever held.
+
+Which parts can be one matrix of codes is decided as for the native program (`native_loader.py`); where they cannot, the matrix
+is floats of the model's dtype. An embedding that is not the head's matrix is floats, too: rows of it are looked up, not multiplied.
+"""
+
+import torch
+from torch import nn
+
+from octavo.layers.embedding import Embedding, LMHead
+from octavo.layers.linear import Linear
+from octavo.loading.native_loader import StoredParameters
+from octavo.models.decoder import Decoder
+from octavo.quant.base import UNQUANTIZED
+from octavo.quant.device_packed import Packed
+
+
+def load_packed(model: Decoder, stored: StoredParameters) -> None:
+    """Into a model built with the scheme `Packed`, onto the device of its norms."""
+    for name, parameter in model.named_parameters():  # norms and biases: the matrices are not there yet
+        stored.copy(name, parameter.data)
+    for name, module in model.named_modules():
+        if isinstance(module, (Linear, Embedding, LMHead)) and not (isinstance(module, LMHead) and module.tied is not None):
+            _fill(module, f"{name}.weight", stored, model)
+
+
+def _fill(layer: Linear | Embedding | LMHead, name: str, stored: StoredParameters, model: Decoder) -> None:
+    device, dtype = model.norm.weight.device, model.norm.weight.dtype
+    looked_up = isinstance(layer, Embedding) and not model.config.tie_embeddings
+    codes = None if looked_up else stored.codes(name)
+    assert isinstance(layer.scheme, Packed)
+    if codes is not None:
+        layer.scheme.fill(layer, codes, device)
+        return
+    layer.scheme = UNQUANTIZED
+    layer.weight = nn.Parameter(torch.empty(stored.shape(name), dtype=dtype, device=device), requires_grad=False)
+    stored.copy(name, layer.weight.data)

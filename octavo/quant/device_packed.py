@@ -1,0 +1,61 @@
+"""The packed form on the device that computes with it: repacked once at load (`kernels/device_codes.py` draws it), kept as codes.
+
+A model built with the scheme `Packed` has no matrices until `loading/packed_loader.py` has read them: what is stored as codes is
+never held as floats, and what cannot be codes makes its layer an `Unquantized` one.
+"""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.kernels.device_codes import DeviceCodes, block_size
+from octavo.kernels.ops import packed_gate_up, packed_linear, silu_and_mul, unpack
+from octavo.kernels.reference.packed import pack_words
+from octavo.quant.base import empty_parameter
+from octavo.quant.packed import PackedWeight
+
+CHUNK = 1 << 24  # codes repacked at a time
+
+
+class Packed:
+    """The layer's parameters are those of its `codes`."""
+
+    def params(self, layer: nn.Module, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
+        layer.register_parameter("bias", empty_parameter(out_features, dtype=dtype) if bias else None)
+        layer.dtype = dtype  # type: ignore[assignment]  # a module holds what it likes, which its stub does not know
+
+    def fill(self, layer: nn.Module, weight: PackedWeight, device: torch.device) -> None:
+        layer.codes = codes = repack(weight, device)  # type: ignore[assignment]
+        for name, tensor in (("words", codes.words), ("scales", codes.scales), ("order", codes.order)):
+            layer.register_parameter(name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
+
+    def finalize(self, layer: nn.Module) -> None:
+        pass
+
+    def apply(self, layer: nn.Module, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return packed_linear(x, cast(DeviceCodes, layer.codes), cast(Tensor | None, layer.bias), out)
+
+    def gated(self, layer: nn.Module, x: Tensor) -> Tensor:
+        if layer.bias is not None:
+            return silu_and_mul(self.apply(layer, x))
+        return packed_gate_up(x, cast(DeviceCodes, layer.codes))
+
+    def rows(self, layer: nn.Module, index: Tensor) -> Tensor:
+        return unpack(cast(DeviceCodes, layer.codes), cast(torch.dtype, layer.dtype), index)
+
+
+def repack(weight: PackedWeight, device: torch.device) -> DeviceCodes:
+    n, k = weight.shape
+    block = block_size(weight.bits, weight.group)
+    filling, span = -k % block, min(weight.group, block * weight.bits // 16)
+    words = torch.empty(n, (k + filling) * weight.bits // 16, dtype=torch.int16, device=device)
+    height = max(1, CHUNK // k)
+    for codes, part in zip(weight.codes.split(height), words.split(height)):
+        part.copy_(pack_words(F.pad(codes.to(device), (0, filling)), weight.bits, span))
+    pairs = torch.stack([weight.scale, weight.offset], dim=-1).to(device)  # [n, groups, 2]: the scale in the lower half of a word
+    groups = -(-(k + filling) // weight.group)
+    scales = F.pad(pairs, (0, 0, 0, groups - pairs.shape[1])).view(torch.int32).squeeze(-1).contiguous()
+    order = None if weight.order is None else weight.order.long().to(device)
+    return DeviceCodes(weight.bits, weight.group, k, words, scales, weight.factor, order)
