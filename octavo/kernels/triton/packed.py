@@ -37,6 +37,7 @@ class Few(NamedTuple):
     shares: int = 1
     warps: int = 4
     stages: int = 4
+    ahead: bool = True  # a program has all its words fetched into the L2 first, before it waits for what stands in front
 
 
 class Tile(NamedTuple):
@@ -148,7 +149,7 @@ def few(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: F
             triton.cdiv(weight.blocks, stretches),
             BITS=weight.bits, GROUP=weight.group, ROWS=rows, LANES=8 if rows * how.splits <= 8 else 16, COLUMNS=columns,
             SPLITS=how.splits, SHARED=how.shares > 1, WHOLE=_whole(how, weight, gated), BIAS=bias is not None, GATED=gated,
-            STAGES=how.stages, DEPENDENT=can_depend(), num_warps=how.warps, launch_pdl=can_depend(),
+            STAGES=how.stages, WARPS=how.warps, AHEAD=how.ahead and can_depend(), DEPENDENT=can_depend(), num_warps=how.warps, launch_pdl=can_depend(),
         )  # fmt: skip
     return _summed(out, parts, weight.factor, bias, how.shares)
 
@@ -159,7 +160,7 @@ def tiled(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how:
     packed_tile[(triton.cdiv(len(x), how.rows), triton.cdiv(len(weight), how.columns), how.shares)](
         x, weight.words, weight.scales, x if bias is None else bias, out, parts, weight.factor, len(x), weight.size, len(weight),
         triton.cdiv(weight.blocks, how.shares), BITS=weight.bits, GROUP=weight.group, ROWS=how.rows, COLUMNS=how.columns,
-        SHARED=how.shares > 1, WHOLE=whole, BIAS=bias is not None, STAGES=how.stages, num_warps=how.warps,
+        SHARED=how.shares > 1, WHOLE=whole, BIAS=bias is not None, WARPS=how.warps, STAGES=how.stages, num_warps=how.warps,
     )  # fmt: skip
     return _summed(out, parts, 1.0, bias, how.shares)  # the weights had their factor already
 
