@@ -18,7 +18,8 @@ import triton.language as tl
 
 from octavo.kernels.triton.activation import gated
 from octavo.kernels.triton.dependent import begin, wait
-from octavo.kernels.triton.packed_parts import MAX_SPAN, WORD_BITS, ask_for, by_fours, four_bits, gathered, scale_and_offset, side_by_side, spread
+from octavo.kernels.triton.packed_order import by_fours, gathered, side_by_side, spread
+from octavo.kernels.triton.packed_parts import MAX_SPAN, WORD_BITS, ask_for, four_bits, scale_and_offset
 
 
 @triton.jit
