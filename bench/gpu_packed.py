@@ -108,7 +108,7 @@ def few_choices(rows: int, blocks: int, gated: bool) -> Iterator[Few]:
         (128, 8, 4, True, most), (64, 2, 4, True, most), (64, 4, 4, True, most // 2), (128, 4, 4, True, most // 2),
     ]  # fmt: skip
     for (lines, warps, stages, ahead, splits), shares in product(divisions, (1,) if gated else (1, 2, 4, 8)):
-        if splits and blocks >= 2 * splits * shares and blocks % (splits * shares) == 0:
+        if splits and blocks % (splits * shares) == 0:
             yield Few(lines, splits, shares, warps, stages, ahead)
 
 

@@ -62,7 +62,7 @@ def test_products_of_every_kind_of_codes(rows: int, bits: int, group: int, devic
     assert_near(packed.packed_linear(x, weight, bias), plain.packed_linear(x, weight, bias))
 
 
-@pytest.mark.parametrize("how", [Few(32, 1, 1), Few(32, 4, 1), Few(64, 8, 2), Few(32, 2, 3), Few(16, 1, 2)], ids=str)
+@pytest.mark.parametrize("how", [Few(32, 1, 1), Few(32, 4, 1), Few(128, 8, 2), Few(32, 2, 3), Few(16, 1, 2)], ids=str)
 @DTYPES
 def test_few_rows_however_the_work_is_divided(dtype: torch.dtype, how: Few, device: str) -> None:
     """Seven blocks: no number of stretches divides them."""
@@ -72,7 +72,7 @@ def test_few_rows_however_the_work_is_divided(dtype: torch.dtype, how: Few, devi
         assert_near(packed.few(x, weight, bias, poison(x, weight), how), plain.packed_linear(x, weight, bias))
 
 
-@pytest.mark.parametrize("how", [Tile(32, 64), Tile(16, 16, shares=3)], ids=str)
+@pytest.mark.parametrize("how", [Tile(32, 128, warps=4), Tile(16, 16, shares=3)], ids=str)
 @DTYPES
 def test_more_rows_however_the_work_is_divided(dtype: torch.dtype, how: Tile, device: str) -> None:
     weight, x, bias = codes(21, 5 * 128, 4, 64, device), random(35, 5 * 128, dtype, device), random(1, 21, dtype, device)[0]
