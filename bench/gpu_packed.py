@@ -2,8 +2,9 @@
 
 A line of the table is a matrix; each cell has microseconds, TB/s of packed bytes, and how many times as fast as bfloat16 that is.
 Times are medians of CUDA graphs replayed, each over enough matrices that none waits in the L2. Kernels are compiled first, by
-as many processes as there are cores. `--sweep` then tries other divisions of the work and prints the best of each, `--no-table`
-leaves the table out. A case that fails says why, and the next one runs. `--tiny` is for the interpreter.
+as many processes as there are cores. `--sweep` tries other divisions of the work, instead of the table, checks each against the
+twin, and prints the best as lines for `MEASURED` of kernels/triton/packed_rules.py. A case that fails says why, and the next
+one runs. `--tiny` is for the interpreter.
 """
 
 import argparse
@@ -13,7 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from functools import cache
+from itertools import pairwise, product
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +24,9 @@ from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes, block_size, zero_codes
 from octavo.kernels.reference import packed as twin
+from octavo.kernels.reference.activation import silu_and_mul
 from octavo.kernels.triton import packed
-from octavo.kernels.triton.packed import Few, Tile
+from octavo.kernels.triton.packed_rules import FEW_ROWS, TILED_ROWS, Few, Tile, power_of_rows, rule
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -31,9 +34,13 @@ DTYPE = torch.bfloat16
 SHAPES = [(4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096), (1024, 6144), (3072, 1024)]  # in, out
 KINDS = [(4, 128), (4, 32), (8, 128), (8, 32)]  # bits, group
 ROWS = [1, 2, 4, 8, 16, 64, 256, 2048]
-SWEPT = [(4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096)]
+SWEPT = [(4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096), (1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024)]
+GATED = {(4096, 24576), (1024, 6144)}  # as they stand in models: gate over up
+SWEPT_ROWS = [1, 256, 2, 4, 8, 16, 32, 64, 128, 512]  # what matters most comes first
 BEYOND_L2 = 150_000_000  # bytes of weights in one graph
 SECONDS = 70  # after all is compiled, nothing begins later
+REPLAYS = 9
+LIMIT = 8e-3  # of a product's error: roundings
 
 How = Few | Tile | int  # an int: weights in a slab
 
@@ -49,21 +56,27 @@ class Cell:
     rows: int
     how: How
 
+    @property
+    def gated(self) -> bool:
+        """Whether the gate is in the same kernel."""
+        return isinstance(self.how, Few) and (self.size, self.wide) in GATED
+
     def run(self, x: Tensor, weight: DeviceCodes) -> Tensor:
+        if self.gated:
+            out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
+            return packed.few(x, weight, None, out, self.how, gated=True)
         out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-        if isinstance(self.how, Few):
-            return packed.few(x, weight, None, out, self.how)
-        if isinstance(self.how, Tile):
-            return packed.tiled(x, weight, None, out, self.how)
-        return packed.by_slabs(x, weight, None, out, self.how)
+        if isinstance(self.how, int):
+            return packed.by_slabs(x, weight, None, out, self.how)
+        return packed.divided(x, weight, None, out, self.how)
 
     @property
     def variant(self) -> tuple:
         """What a compiled kernel depends on."""
         if isinstance(self.how, int):
             return self.bits, self.group, "slab"
-        rows = packed.few_rows(self.rows) if isinstance(self.how, Few) else 0
-        return self.bits, self.group, rows, *self.how._replace(shares=min(self.how.shares, 2))
+        rows = power_of_rows(self.rows) if isinstance(self.how, Few) else 0
+        return self.bits, self.group, rows, self.gated, *self.how._replace(shares=min(self.how.shares, 2))
 
     @property
     def bytes(self) -> int:
@@ -84,37 +97,46 @@ def random_codes(size: int, wide: int, bits: int, group: int, order: bool = Fals
 def chosen(size: int, wide: int, bits: int, group: int, rows: int) -> Cell:
     """As the engine would."""
     weight = zero_codes(wide, size, bits, group, "meta")
-    if rows <= packed.FEW_ROWS:
-        how: How = packed.few_rule(rows, weight)
-    else:
-        how = packed.tile_rule(rows, weight) if rows <= packed.TILED_ROWS else packed.SLAB
+    how = rule(rows, weight, (size, wide) in GATED) if rows <= TILED_ROWS else packed.SLAB
     return Cell(size, wide, bits, group, rows, how)
 
 
-def few_choices(rows: int) -> Iterator[Few]:
-    for (lines, warps), stages in product(((64, 2), (128, 2), (128, 4)), (3, 5)):
-        for splits, shares in ((1, 1), (1, 4), (2, 1), (2, 4), (4, 1), (4, 2), (8, 1)):
-            if splits * packed.few_rows(rows) <= 16:
-                yield Few(lines, splits, shares, warps, stages)
+def few_choices(rows: int, blocks: int, gated: bool) -> Iterator[Few]:
+    most = max(8 // rows, 1)
+    divisions = [(64, 2, 4, True, 1), (64, 2, 4, False, 1), (128, 2, 4, True, 1), (64, 2, 6, True, 1)] if rows == FEW_ROWS else [
+        (64, 4, 4, True, most), (64, 4, 4, False, most), (128, 4, 4, True, most), (128, 4, 4, False, most), (128, 4, 6, True, most),
+        (128, 8, 4, True, most), (64, 2, 4, True, most), (64, 4, 4, True, most // 2), (128, 4, 4, True, most // 2),
+    ]  # fmt: skip
+    for (lines, warps, stages, ahead, splits), shares in product(divisions, (1,) if gated else (1, 2, 4, 8)):
+        if splits and blocks % (splits * shares) == 0:
+            yield Few(lines, splits, shares, warps, stages, ahead)
 
 
-def tile_choices(rows: int) -> Iterator[How]:
-    tiles = ((32, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 3), (64, 128, 4, 3)) if rows <= 64 else (
-        (64, 64, 4, 3), (128, 64, 4, 2), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 4, 2), (256, 64, 4, 2), (256, 128, 8, 2)
-    )  # fmt: skip
-    for (tall, columns, warps, stages), shares in product(tiles, (1, 2, 4)):
-        yield Tile(tall, columns, shares, warps, stages)
-    yield from (1 << 22, 1 << 24, 1 << 30)
+def tile_choices(rows: int, blocks: int) -> Iterator[Tile]:
+    tall = max(rows, 16)
+    tiles = [(tall, 64, 4, 4), (tall, 128, 4, 3), (tall, 128, 8, 3)] if rows <= 64 else [
+        (128, 64, 4, 3), (128, 128, 8, 3), (128, 128, 8, 4), (64, 128, 8, 3), (256, 128, 8, 2), (256, 128, 8, 3), (256, 64, 4, 2)
+    ]  # fmt: skip
+    for (tall, columns, warps, stages), shares in product(tiles, (1, 2, 3, 4, 8)):
+        if tall <= max(rows, 16) and blocks >= 4 * shares:
+            yield Tile(tall, columns, shares, warps, stages)
+
+
+def choices(size: int, wide: int, rows: int) -> Iterator[Few | Tile]:
+    blocks = size // block_size(4, 128)
+    if rows <= FEW_ROWS:
+        yield from few_choices(rows, blocks, (size, wide) in GATED)
+    if rows >= 8:
+        yield from tile_choices(rows, blocks)
 
 
 def swept() -> list[Cell]:
-    cells = []
-    for rows, (bits, group), (size, wide) in product((1, 256, 16, 4, 64), ((4, 128), (4, 32)), SWEPT):
-        choices = few_choices(rows) if rows <= packed.FEW_ROWS else tile_choices(rows)
-        cells += [Cell(size, wide, bits, group, rows, how) for how in choices]
-    for size, wide in SWEPT:
-        cells += [Cell(size, wide, 4, 128, 2048, slab) for slab in (1 << 23, 1 << 24, 1 << 25, 1 << 30)]
-    return cells
+    return [
+        Cell(size, wide, 4, 128, rows, how)
+        for group, rows in product((SWEPT[:4], SWEPT[4:]), SWEPT_ROWS)
+        for size, wide in group
+        for how in choices(size, wide, rows)
+    ]
 
 
 def table_cells() -> list[Cell]:
@@ -130,17 +152,23 @@ def microseconds(runs: list[Callable[[], object]]) -> float:
     for run in runs[:2]:
         run()
     torch.cuda.synchronize()
-    repeats = max(1, 8 // len(runs))
+    repeats = max(1, 12 // len(runs))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(repeats):
             for run in runs:
                 run()
-    return float(triton.testing.do_bench(graph.replay, warmup=3, rep=25, return_mode="median")) * 1e3 / (repeats * len(runs))
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 3)]
+    for mark in marks:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    spent = sorted(before.elapsed_time(after) for before, after in pairwise(marks[2:]))  # type: ignore[no-untyped-call]
+    return spent[len(spent) // 2] * 1e3 / (repeats * len(runs))
 
 
 def copies(nbytes: int) -> int:
-    return min(max(1, -(-BEYOND_L2 // nbytes)), 48) if ON_GPU else 1
+    return min(max(1, -(-BEYOND_L2 // nbytes)), 128) if ON_GPU else 1
 
 
 def inputs(rows: int, size: int) -> Tensor:
@@ -161,8 +189,7 @@ class Check:
         return result
 
     def error(self) -> float:
-        got, exact = self.run().double(), getattr(twin, self.name)(*self.given).double()
-        return float((got - exact).norm() / exact.norm())
+        return distance(self.run(), getattr(twin, self.name)(*self.given))
 
 
 def checks(tiny: bool) -> Iterator[Check]:
@@ -176,7 +203,7 @@ def checks(tiny: bool) -> Iterator[Check]:
         yield Check(f"unpack, {label}", "unpack", (weight, DTYPE), 0.0)
         yield Check(f"rows, {label}", "unpack", (weight, DTYPE, index), 0.0)
         for rows in () if order and tiny else (3,) if order else (1, 17) if tiny else (1, 3, 8, 16, 17, 70, 300, 600):
-            yield Check(f"linear of {rows}, {label}", "packed_linear", (inputs(rows, size), weight, bias), 8e-3)
+            yield Check(f"linear of {rows}, {label}", "packed_linear", (inputs(rows, size), weight, bias), LIMIT)
         if not order:
             yield Check(f"gate of 2, {label}", "packed_gate_up", (inputs(2, size), weight), 1.5e-2)
 
@@ -231,28 +258,61 @@ def table(deadline: float, tiny: bool) -> None:
             print(f"{size:>5} -> {wide:<5} {bits}b of {group:<3}" + "".join(cells), flush=True)
 
 
-def sweep(cells: list[Cell], deadline: float) -> None:
-    found: dict[tuple, list[tuple[float, How]]] = {}
-    kept: tuple[tuple, list[DeviceCodes]] = ((), [])
-    for cell in cells:
+def sweep(deadline: float) -> None:
+    """A line for each matrix and number of rows, with the best choices; then all of them as Python."""
+    best: dict[tuple[int, int], dict[int, How]] = {}
+    for cells in grouped(swept()):
+        size, wide, rows = cells[0].size, cells[0].wide, cells[0].rows
         if time.monotonic() > deadline:
             print("time is up, the rest is left out")
             break
-        shape = (cell.size, cell.wide, cell.bits, cell.group)
-        if kept[0] != shape:
-            kept = (shape, [random_codes(*shape) for _ in range(copies(cell.bytes))])
-        spent = timed(cell, kept[1])
-        if isinstance(spent, float):
-            found.setdefault((cell.rows, *shape, cell.bytes), []).append((spent, cell.how))
-    for (rows, size, wide, bits, group, nbytes), times in found.items():
-        best = sorted(times, key=lambda one: one[0])
-        shown = "   ".join(f"{spent:.1f} {_short(how)}" for spent, how in best[:4])
-        rate = nbytes / best[0][0] / 1e6
-        print(f"{rows:>4}: {size} -> {wide} {bits}b/{group}: {rate:.2f} TB/s   {shown}   worst {best[-1][0]:.1f}", flush=True)
+        weights = kept_codes(size, wide)
+        x = inputs(rows, size)
+        exact = F.linear(x, dense_codes(size, wide))
+        floats, times = floats_time(size, wide, rows), []
+        for cell in cells:
+            try:
+                error = distance(cell.run(x, weights[0]), silu_and_mul(exact) if cell.gated else exact)
+                if not error <= LIMIT:
+                    print(f"WRONG {rows} rows, {size} -> {wide}, {_short(cell.how)}: {error:.1e}")
+                    continue
+            except Exception as failure:
+                print(f"FAILED {_short(cell.how)}: {type(failure).__name__} {str(failure).strip().splitlines()[:1]}")
+                continue
+            times.append((timed(cell, weights), cell.how))
+        times = sorted((one for one in times if isinstance(one[0], float)), key=lambda one: one[0])
+        if times:
+            best.setdefault((size, wide), {})[rows] = times[0][1]
+            shown = "  ".join(f"{spent:.1f} {_short(how)}" for spent, how in times[:4])
+            rates = f"{cells[0].bytes / times[0][0] / 1e6:.2f} TB/s {floats / times[0][0]:.2f}x of {floats:.1f}"
+            print(f"{rows:>4} {size:>5} -> {wide:<5} {rates}  {shown}  worst {times[-1][0]:.1f}", flush=True)
+    for shape, chosen_of in best.items():
+        print(f"    {shape}: (" + ", ".join(_short(chosen_of[rows]) for rows in sorted(chosen_of)) + "),")
+
+
+def distance(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact.double()).norm() / exact.double().norm())
+
+
+def grouped(cells: list[Cell]) -> list[list[Cell]]:
+    found: dict[tuple[int, int, int], list[Cell]] = {}
+    for cell in cells:
+        found.setdefault((cell.size, cell.wide, cell.rows), []).append(cell)
+    return list(found.values())
+
+
+@cache
+def kept_codes(size: int, wide: int) -> list[DeviceCodes]:
+    return [random_codes(size, wide, 4, 128) for _ in range(copies(size * wide // 2))]
+
+
+@cache
+def dense_codes(size: int, wide: int) -> Tensor:
+    return twin.unpack(kept_codes(size, wide)[0], DTYPE)
 
 
 def _short(how: How) -> str:
-    return f"slab {how >> 20}M" if isinstance(how, int) else f"{type(how).__name__}{tuple(how)}".replace(" ", "")
+    return f"slab {how >> 20}M" if isinstance(how, int) else f"{type(how).__name__}{tuple(how)}"
 
 
 def compile_all(cells: list[Cell], processes: int) -> None:
@@ -278,13 +338,12 @@ def compile_some(cells: list[Cell], part: int, of: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sweep", action="store_true", help="try other divisions of the work")
-    parser.add_argument("--no-table", action="store_true")
+    parser.add_argument("--sweep", action="store_true", help="no table: try other divisions of the work")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for the interpreter")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.manual_seed(0)
-    cells = [*([] if options.no_table else table_cells()), *(swept() if options.sweep else [])]
+    cells = swept() if options.sweep else table_cells()
     with torch.inference_mode():
         if options.compile:
             part, _, of = options.compile.partition("/")
@@ -296,10 +355,10 @@ def main() -> int:
             compile_all(cells, processes=max(1, (os.cpu_count() or 1) - 2))
         deadline = time.monotonic() + SECONDS
         wrong = check(options.tiny)
-        if not options.no_table:
-            table(deadline, options.tiny)
         if options.sweep:
-            sweep(swept(), deadline)
+            sweep(deadline)
+        else:
+            table(deadline, options.tiny)
     return 1 if wrong else 0
 
 

@@ -3,16 +3,15 @@
     w[row, order[c]] = (scale[row, c // group] * code[row, c] + offset[row, c // group]) * factor
 
 Columns stand in blocks of 16 / bits spans, a span being 32 columns (16 where a group is no longer). A word holds the codes of
-the same column of every span, so that one shift and one mask take a whole span out of the words of a block, in its order:
+the same column of every span, so that one shift and one mask take a whole span out of the words of a block:
 
-    words [n, blocks * span] int16
-    4 bits   bits 15..12  11..8  7..4  3..0        word i of block b: columns of a block 96 + i | 64 + i | 32 + i | i
-    8 bits   bits 15..8   7..0                                        columns of a block 32 + i | i
+    words [n, blocks * span] int16    4 bits: columns 96 + i | 64 + i | 32 + i | i of a block; 8 bits: 32 + i | i; i is lowest
+    scales [n, groups] int32          offset (upper half) and scale (lower half), both float16
 
-    scales [n, groups] int32     offset (upper half) and scale (lower half), both float16
+Rows are filled up to whole blocks with scales and offsets of zero. The words of a block stand as the matrix units take columns:
+four threads share them, and each finds its own side by side. The columns i of a span of 32, of 16:
 
-Rows are filled up to whole blocks with scales and offsets of zero. Spans, not neighbours, share a word: unpacked neighbours
-would lie in the wrong registers for the matrix units, and would have to be moved through shared memory.
+    0 1 16 17 8 9 24 25 | 2 3 18 19 10 11 26 27 | 4 5 20 21 12 13 28 29 | 6 7 22 23 14 15 30 31      0 1 8 9 | 2 3 10 11 | ...
 """
 
 from dataclasses import dataclass

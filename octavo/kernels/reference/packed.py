@@ -31,7 +31,7 @@ def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) 
 
 def unpack_words(words: Tensor, bits: int, span: int) -> Tensor:
     """int16 [n, blocks * span] -> codes [n, columns] int32"""
-    wide = words.int().unflatten(1, (-1, span))  # [n, blocks, span]
+    wide = words.int().unflatten(1, (-1, 4, 2, span // 16, 2)).transpose(2, 4).flatten(2)  # [n, blocks, span], by columns
     spans = [wide >> shift & (1 << bits) - 1 for shift in range(0, WORD_BITS, bits)]
     return torch.stack(spans, dim=2).flatten(1)
 
@@ -42,4 +42,5 @@ def pack_words(codes: Tensor, bits: int, span: int) -> Tensor:
     words = torch.zeros(len(codes), spans.shape[1], span, dtype=torch.int32, device=codes.device)
     for index in range(WORD_BITS // bits):
         words |= spans[:, :, index].int() << bits * index
-    return words.to(torch.int16).flatten(1)
+    by_thread: Tensor = words.to(torch.int16).unflatten(2, (span // 16, 2, 4, 2)).transpose(2, 4)
+    return by_thread.flatten(1)

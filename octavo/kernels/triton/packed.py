@@ -1,13 +1,11 @@
 """Products with packed codes, by the number of rows: `packed_linear`, `packed_gate_up`; and `unpack`.
 
-    rows    1 to 16       codes are multiplied, scales come after (packed_few)
-            17 to 512     weights are made in registers, tile by tile (packed_tile)
+    rows    few           codes are multiplied, scales come after (packed_few)
+            up to 512     weights are made in registers, tile by tile (packed_tile)
             more          weights are made once, a slab of rows at a time that fits the L2, for a product of floats
 
 More than 512 rows share the making of a slab so widely that it hardly counts, and torch's product is faster than ours.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -18,35 +16,13 @@ from octavo.kernels.triton.activation import silu_and_mul
 from octavo.kernels.triton.dependent import can_depend
 from octavo.kernels.triton.packed_few import packed_few
 from octavo.kernels.triton.packed_parts import sum_shares
+from octavo.kernels.triton.packed_rules import FEW_ROWS, TILED_ROWS, Few, How, Tile, power_of_rows, rule
 from octavo.kernels.triton.packed_tile import packed_tile
 from octavo.kernels.triton.packed_unpack import unpack_tile
 
-FEW_ROWS = 16
-TILED_ROWS = 512
-PROGRAMS = 264  # two for each multiprocessor
 SLAB = 1 << 24  # weights
 SUM_TILE = 512
 UNPACK_ROWS = 16
-
-
-class Few(NamedTuple):
-    """How `packed_few` divides its work."""
-
-    lines: int = 64  # of a dot: columns times splits
-    splits: int = 1
-    shares: int = 1
-    warps: int = 4
-    stages: int = 4
-
-
-class Tile(NamedTuple):
-    """How `packed_tile` divides its work."""
-
-    rows: int
-    columns: int = 128
-    shares: int = 1
-    warps: int = 8
-    stages: int = 3
 
 
 def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -54,20 +30,22 @@ def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, ou
     x = in_order(x, weight)
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device) if out is None else out
     assert out.is_contiguous() and out.dtype == x.dtype and out.shape == (len(x), len(weight))
-    if len(x) <= FEW_ROWS:
-        return few(x, weight, bias, out, few_rule(len(x), weight))
-    if len(x) <= TILED_ROWS:
-        return tiled(x, weight, bias, out, tile_rule(len(x), weight))
-    return by_slabs(x, weight, bias, out)
+    if len(x) > TILED_ROWS:
+        return by_slabs(x, weight, bias, out)
+    return divided(x, weight, bias, out, rule(len(x), weight))
 
 
 def packed_gate_up(x: Tensor, weight: DeviceCodes) -> Tensor:
     """silu(gate) * up; weight has rows of gate over rows of up"""
-    if len(x) > FEW_ROWS:
+    how = rule(len(x), weight, gated=True) if len(x) <= TILED_ROWS else None
+    if not isinstance(how, Few):
         return silu_and_mul(packed_linear(x, weight))
     x = in_order(x, weight)
-    out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-    return few(x, weight, None, out, _gated_rule(len(x), weight), gated=True)
+    return few(x, weight, None, torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device), how, gated=True)
+
+
+def divided(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: How) -> Tensor:
+    return few(x, weight, bias, out, how) if isinstance(how, Few) else tiled(x, weight, bias, out, how)
 
 
 def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
@@ -77,29 +55,16 @@ def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) 
     return out if weight.order is None else torch.empty_like(out).index_copy_(1, weight.order, out)
 
 
-def few_rows(rows: int) -> int:
-    """Rows as `packed_few` is compiled for them."""
-    held: int = triton.next_power_of_2(max(rows, 1))
-    return held
-
-
-def few_rule(rows: int, weight: DeviceCodes) -> Few:
-    """Splits until there are enough programs, or the dot is full; then shares.
-
-    Dots of 16 columns take two warps: with four, Triton would choose the asynchronous matrix units, and wait for each of them.
-    """
-    held = few_rows(rows)
-    how = Few(lines=128, warps=4) if held <= 2 else Few(lines=64, warps=2)
-    lanes = 8 if held <= 2 else FEW_ROWS
-    while how.splits * held < lanes and _programs(how, weight) < 2 * PROGRAMS and weight.blocks >= 4 * how.splits:
-        how = how._replace(splits=2 * how.splits)
-    while _programs(how, weight) < PROGRAMS // 2 and weight.blocks >= 4 * how.splits * how.shares:
-        how = how._replace(shares=2 * how.shares)
-    return how
-
-
-def _gated_rule(rows: int, weight: DeviceCodes) -> Few:
-    return few_rule(rows, weight)._replace(shares=1)
+def variant(rows: int, weight: DeviceCodes, bias: bool, gated: bool) -> tuple[object, ...]:
+    """What a compiled kernel of this product depends on."""
+    kind = weight.bits, weight.group, weight.words.device, bias
+    if rows > TILED_ROWS:
+        return kind
+    how = rule(rows, weight, gated)
+    once = *kind, *how._replace(shares=min(how.shares, 2))
+    if isinstance(how, Few):
+        return *once, power_of_rows(rows), gated, _whole(how, weight, gated)
+    return *once, len(weight) % how.columns == 0 and weight.size % weight.block == 0
 
 
 def _whole(how: Few, weight: DeviceCodes, gated: bool) -> bool:
@@ -109,36 +74,8 @@ def _whole(how: Few, weight: DeviceCodes, gated: bool) -> bool:
     return wide % columns == 0 and weight.size % (weight.block * how.splits * how.shares) == 0
 
 
-def _programs(how: Few, weight: DeviceCodes) -> int:
-    return len(weight) * how.splits // how.lines * how.shares
-
-
-def tile_rule(rows: int, weight: DeviceCodes) -> Tile:
-    """As many rows as there are, up to 128; shares where tiles are few."""
-    tall = min(max(triton.next_power_of_2(rows), 32), 128)
-    tile = Tile(tall, columns=64, warps=4)
-    tiles, shares = triton.cdiv(rows, tall) * triton.cdiv(len(weight), tile.columns), 1
-    while tiles * shares < PROGRAMS // 2 and weight.blocks >= 8 * shares:
-        shares *= 2
-    return tile._replace(shares=shares)
-
-
-def variant(rows: int, weight: DeviceCodes, bias: bool, gated: bool) -> tuple[object, ...]:
-    """What a compiled kernel of this product depends on."""
-    gated = gated and rows <= FEW_ROWS
-    kind = weight.bits, weight.group, weight.words.device, bias
-    if rows > TILED_ROWS:
-        return kind
-    how: Few | Tile
-    if rows <= FEW_ROWS:
-        how = _gated_rule(rows, weight) if gated else few_rule(rows, weight)
-        return *kind, few_rows(rows), gated, _whole(how, weight, gated), *how._replace(shares=min(how.shares, 2))
-    how = tile_rule(rows, weight)
-    return *kind, len(weight) % how.columns, weight.size % weight.block, *how._replace(shares=min(how.shares, 2))
-
-
 def few(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: Few, gated: bool = False) -> Tensor:
-    rows, wide = few_rows(len(x)), out.shape[1]
+    rows, wide = power_of_rows(len(x)), out.shape[1]
     assert rows * how.splits <= FEW_ROWS and how.lines % how.splits == 0 and not (gated and how.shares > 1)
     columns, stretches = how.lines // how.splits, how.splits * how.shares
     parts = _parts(out, how.shares)
@@ -148,7 +85,8 @@ def few(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: F
             triton.cdiv(weight.blocks, stretches),
             BITS=weight.bits, GROUP=weight.group, ROWS=rows, LANES=8 if rows * how.splits <= 8 else 16, COLUMNS=columns,
             SPLITS=how.splits, SHARED=how.shares > 1, WHOLE=_whole(how, weight, gated), BIAS=bias is not None, GATED=gated,
-            STAGES=how.stages, DEPENDENT=can_depend(), num_warps=how.warps, launch_pdl=can_depend(),
+            WARPS=how.warps, STAGES=how.stages, AHEAD=how.ahead and can_depend(), DEPENDENT=can_depend(),
+            num_warps=how.warps, launch_pdl=can_depend(),
         )  # fmt: skip
     return _summed(out, parts, weight.factor, bias, how.shares)
 
@@ -159,7 +97,7 @@ def tiled(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how:
     packed_tile[(triton.cdiv(len(x), how.rows), triton.cdiv(len(weight), how.columns), how.shares)](
         x, weight.words, weight.scales, x if bias is None else bias, out, parts, weight.factor, len(x), weight.size, len(weight),
         triton.cdiv(weight.blocks, how.shares), BITS=weight.bits, GROUP=weight.group, ROWS=how.rows, COLUMNS=how.columns,
-        SHARED=how.shares > 1, WHOLE=whole, BIAS=bias is not None, STAGES=how.stages, num_warps=how.warps,
+        SHARED=how.shares > 1, WHOLE=whole, BIAS=bias is not None, WARPS=how.warps, STAGES=how.stages, num_warps=how.warps,
     )  # fmt: skip
     return _summed(out, parts, 1.0, bias, how.shares)  # the weights had their factor already
 

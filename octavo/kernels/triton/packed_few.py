@@ -1,6 +1,6 @@
 """y = x W^T of packed codes for up to 16 rows. Reading the codes is the limit, so they are multiplied as they are, scales come after:
 
-    sum_k x_k (scale * code_k + offset)  =  scale * sum_k x_k (code_k + 16)  +  (offset - 16 * scale) * sum_k x_k
+    sum_k x_k (scale * code_k + offset)  =  scale * sum_k x_k (code_k + 128)  +  (offset - 128 * scale) * sum_k x_k
 
 Both sums are tl.dot: the second one with ones, which leaves it where the first one lies. A dot has 8 or 16 columns for the rows of
 x. SPLITS fills empty ones with other stretches of the same rows, and its lines with those of W; only like stretches count:
@@ -18,7 +18,18 @@ import triton.language as tl
 
 from octavo.kernels.triton.activation import gated
 from octavo.kernels.triton.dependent import begin, wait
-from octavo.kernels.triton.packed_parts import MAX_SPAN, WORD_BITS, four_bits, scale_and_offset
+from octavo.kernels.triton.packed_order import by_fours, gathered, side_by_side, spread
+from octavo.kernels.triton.packed_parts import MAX_SPAN, WORD_BITS, ask_for, four_bits, scale_and_offset
+
+
+@triton.jit
+def column_of(line, program, wide, COLUMNS: tl.constexpr, GATED: tl.constexpr):
+    """Of a program's line: which row of W it is, and whether there is one."""
+    if GATED:
+        place = program * (COLUMNS // 2) + line % (COLUMNS // 2)
+        return place + line % COLUMNS // (COLUMNS // 2) * wide, place < wide
+    place = program * COLUMNS + line % COLUMNS
+    return place, place < wide
 
 
 @triton.jit(do_not_specialize=["rows", "each"])
@@ -45,56 +56,70 @@ def packed_few(
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
     STAGES: tl.constexpr,
+    WARPS: tl.constexpr,
+    AHEAD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     PER_WORD: tl.constexpr = WORD_BITS // BITS
     SPAN: tl.constexpr = min(GROUP, MAX_SPAN)
     BLOCK: tl.constexpr = PER_WORD * SPAN
     RUN: tl.constexpr = min(GROUP // SPAN, PER_WORD)  # spans of a block with one scale
-    BASE: tl.constexpr = 16 if BITS == 4 else 272  # what codes are counted from here
+    BASE: tl.constexpr = 0 if x.dtype.element_ty == tl.float32 else 128 if BITS == 4 else 17 * 128  # `four_bits` of code 0
     HALF: tl.constexpr = COLUMNS // 2
+    LINES: tl.constexpr = SPLITS * COLUMNS
     blocks = tl.cdiv(size, BLOCK)
 
     begin(DEPENDENT)
     kind = x.dtype.element_ty
     share = tl.program_id(1)
-    line, lane = tl.arange(0, SPLITS * COLUMNS), tl.arange(0, LANES)
-    if GATED:
-        place = tl.program_id(0) * HALF + line % HALF
-        column = place + line // HALF % 2 * wide
-    else:
-        place = tl.program_id(0) * COLUMNS + line % COLUMNS
-        column = place
-    first = (share * SPLITS + line // COLUMNS) * each
-    row, first_of_x = lane % ROWS, (share * SPLITS + lane // ROWS) * each
-    asked = (row < rows) & (lane < SPLITS * ROWS)
-    within = tl.arange(0, SPAN)[None, :]
-    line_of_words = words + column.to(tl.int64)[:, None] * (blocks * SPAN)
+    line, lane = tl.arange(0, LINES), tl.arange(0, LANES)
+    column, present = column_of(line, tl.program_id(0), wide, COLUMNS, GATED)
+    first = share * each * SPLITS
+    if AHEAD and WHOLE:
+        ask_for(words + (column.to(tl.int64) * blocks + first + line // COLUMNS * each) * SPAN, each * SPAN * 2)
+    loaded = spread(LINES, WARPS)[:, :, None]
+    loaded_column, loaded_present = column_of(loaded, tl.program_id(0), wide, COLUMNS, GATED)
+    line_of_words = words + loaded_column.to(tl.int64) * (blocks * SPAN) + tl.arange(0, SPAN)[None, None, :]
     line_of_scales = scales + column.to(tl.int64) * tl.cdiv(blocks * BLOCK, GROUP)
-    ones = tl.full([SPLITS * COLUMNS, SPAN], 1.0, tl.float32).to(kind)
-    total = tl.zeros([SPLITS * COLUMNS, LANES], tl.float32)
+    line_of_x = x + tl.minimum(lane % ROWS, rows - 1)[:, None] * size + tl.arange(0, RUN * SPAN)[None, :]
+    split_of_x = tl.minimum(lane // ROWS, SPLITS - 1)
+    ones = tl.full([LINES, SPAN], 1.0, tl.float32).to(kind)
+    if RUN == 2:
+        ones = side_by_side((ones, ones))
+    if RUN == 4:
+        ones = side_by_side((ones, ones, ones, ones))
+    total = tl.zeros([LINES, LANES], tl.float32)
     wait(DEPENDENT)
     for step in tl.range(0, each, num_stages=STAGES):
-        block = first + step
-        inside = (place < wide) & (block < blocks)
+        block = first + step * SPLITS + line // COLUMNS
+        loaded_block = first + step * SPLITS + loaded // COLUMNS
         if WHOLE:
-            codes = tl.load(line_of_words + (block * SPAN)[:, None] + within)
+            codes = tl.load(line_of_words + loaded_block * SPAN)
         else:
-            codes = tl.load(line_of_words + (block * SPAN)[:, None] + within, mask=inside[:, None], other=0)
+            codes = tl.load(line_of_words + loaded_block * SPAN, mask=loaded_present & (loaded_block < blocks), other=0)
+        codes = gathered(codes, LINES, WARPS, RUN > 1)
         for run in tl.static_range(PER_WORD // RUN):
             place_of_scales = line_of_scales + (block * BLOCK + run * RUN * SPAN) // GROUP
-            pairs = tl.load(place_of_scales) if WHOLE else tl.load(place_of_scales, mask=inside, other=0)
+            pairs = tl.load(place_of_scales) if WHOLE else tl.load(place_of_scales, mask=present & (block < blocks), other=0)
             scale, offset = scale_and_offset(pairs)
-            product = tl.zeros([SPLITS * COLUMNS, LANES], tl.float32)
-            sums = tl.zeros([SPLITS * COLUMNS, LANES], tl.float32)
+            k = (first + step * SPLITS + split_of_x)[:, None] * BLOCK + run * RUN * SPAN
+            if WHOLE:
+                span = tl.load(line_of_x + k)
+            else:
+                span = tl.load(line_of_x + k, mask=k + tl.arange(0, RUN * SPAN)[None, :] < size, other=0.0)
+            if RUN > 1:
+                span = by_fours(span)
+            span = tl.trans(span)
+            numbers = ()
+            higher = ()
             for index in tl.static_range(run * RUN, run * RUN + RUN):
-                k = ((first_of_x + step) * BLOCK + index * SPAN)[:, None] + within
-                wanted = asked[:, None] if WHOLE else asked[:, None] & (k < size)
-                span = tl.trans(tl.load(x + row[:, None] * size + k, mask=wanted, other=0.0))
-                product = tl.dot(four_bits(codes, BITS * index, 1, kind), span, product, input_precision="ieee")
+                numbers = numbers + (four_bits(codes, BITS * index, 1, kind),)  # type: ignore[assignment]
                 if BITS == 8:
-                    product = tl.dot(four_bits(codes, BITS * index + 4, 16, kind), span, product, input_precision="ieee")
-                sums = tl.dot(ones, span, sums, input_precision="ieee")
+                    higher = higher + (four_bits(codes, BITS * index + 4, 16, kind),)  # type: ignore[assignment]
+            product = tl.dot(side_by_side(numbers), span, input_precision="ieee")
+            if BITS == 8:
+                product = tl.dot(side_by_side(higher), span, product, input_precision="ieee")
+            sums = tl.dot(ones, span, input_precision="ieee")
             total += scale[:, None] * product + (offset - BASE * scale)[:, None] * sums
 
     total = tl.where((line // COLUMNS)[:, None] == (lane // ROWS)[None, :], total, 0.0)

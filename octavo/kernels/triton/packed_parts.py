@@ -18,29 +18,29 @@ def scale_and_offset(pairs):
 
 @triton.jit
 def four_bits(words, SHIFT: tl.constexpr, TIMES: tl.constexpr, kind: tl.constexpr):
-    """TIMES (1 or 16) times 16 + the four bits at SHIFT, exactly, in `kind`.
+    """TIMES (1 or 16) times 128 + the four bits at SHIFT, exactly, in `kind`; in float32 without the 128.
 
-    Four bits put into the first places of a fraction, behind the exponent of 16: a shift, a mask and a constant, without a
+    Four bits put into the last places of a fraction, behind the exponent of 128: a shift, a mask and a constant, without a
     conversion. Two of them at once in a register of 32 bits, which has to be said to the compiler: it takes them apart to shift.
     """
     if kind == tl.float32:
-        return (((words >> SHIFT) & 15) + 16).to(tl.float32) * TIMES
-    PLACE: tl.constexpr = 3 if kind == tl.bfloat16 else 6
-    SIXTEEN: tl.constexpr = (0x4180 if kind == tl.bfloat16 else 0x4C00) + (4 << (PLACE + 4) if TIMES == 16 else 0)
+        return ((words >> SHIFT) & 15).to(tl.float32) * TIMES
+    PLACE: tl.constexpr = 0 if kind == tl.bfloat16 else 3
+    EXPONENT: tl.constexpr = (0x4300 if kind == tl.bfloat16 else 0x5800) + (4 << (PLACE + 7) if TIMES == 16 else 0)
     if PAIRWISE:
-        text: tl.constexpr = pairwise(SHIFT - PLACE, 15 << PLACE, SIXTEEN)
+        text: tl.constexpr = pairwise(SHIFT - PLACE, 15 << PLACE, EXPONENT)
         return tl.inline_asm_elementwise(text, "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2).to(kind, bitcast=True)
     if SHIFT >= PLACE:
         moved = words >> (SHIFT - PLACE)
     else:
         moved = words << (PLACE - SHIFT)
-    return ((moved & (15 << PLACE)) | SIXTEEN).to(kind, bitcast=True)
+    return ((moved & (15 << PLACE)) | EXPONENT).to(kind, bitcast=True)
 
 
 @triton.constexpr_function
 def pairwise(right: int, mask: int, ones: int) -> str:
     """(words >> right) & mask | ones, of two words at once; 0xEA is the table of that formula."""
-    move = f"shr.b32 moved, $1, {right};" if right >= 0 else f"shl.b32 moved, $1, {-right};"
+    move = f"shr.b32 moved, $1, {right};" if right > 0 else f"shl.b32 moved, $1, {-right};" if right else "mov.b32 moved, $1;"
     return f"{{ .reg .b32 moved; {move} lop3.b32 $0, moved, {mask * 0x10001}, {ones * 0x10001}, 0xEA; }}"
 
 
@@ -53,6 +53,13 @@ def weights(words, scale, offset, INDEX: tl.constexpr, BITS: tl.constexpr, kind:
     HIGHER: tl.constexpr = 1 << (BITS * INDEX)
     codes = words.to(tl.uint16, bitcast=True).to(tl.int32) & (((1 << BITS) - 1) << (BITS * INDEX))
     return (codes.to(tl.float32) * (scale * (1.0 / HIGHER))[:, None] + offset[:, None]).to(kind)
+
+
+@triton.jit
+def ask_for(pointers, size):
+    """Has `size` bytes behind each pointer fetched into the L2, and does not wait for them."""
+    text: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(text, "=r,l,r", [pointers.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit(do_not_specialize=["size", "shares"])

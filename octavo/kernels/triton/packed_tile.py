@@ -11,6 +11,7 @@ and columns fill their tiles, so that those are not masked.
 import triton
 import triton.language as tl
 
+from octavo.kernels.triton.packed_order import gathered, side_by_side, spread
 from octavo.kernels.triton.packed_parts import MAX_SPAN, WORD_BITS, scale_and_offset, weights
 
 
@@ -34,6 +35,7 @@ def packed_tile(
     SHARED: tl.constexpr,
     WHOLE: tl.constexpr,
     BIAS: tl.constexpr,
+    WARPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     PER_WORD: tl.constexpr = WORD_BITS // BITS
@@ -47,26 +49,29 @@ def packed_tile(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < wide
-    within = tl.arange(0, SPAN)[None, :]
-    line_of_words = words + column.to(tl.int64)[:, None] * (blocks * SPAN)
+    loaded = (tl.program_id(1) * COLUMNS + spread(COLUMNS, WARPS))[:, :, None]
+    line_of_words = words + loaded.to(tl.int64) * (blocks * SPAN) + tl.arange(0, SPAN)[None, None, :]
     line_of_scales = scales + column.to(tl.int64) * tl.cdiv(blocks * BLOCK, GROUP)
-    line_of_x = x + row.to(tl.int64)[:, None] * size
+    line_of_x = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * size + tl.arange(0, BLOCK)[None, :]
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     for block in tl.range(share * each, tl.minimum((share + 1) * each, blocks), num_stages=STAGES):
         if WHOLE:
-            codes = tl.load(line_of_words + block * SPAN + within)
+            codes = tl.load(line_of_words + block * SPAN)
         else:
-            codes = tl.load(line_of_words + block * SPAN + within, mask=inside[:, None], other=0)
+            codes = tl.load(line_of_words + block * SPAN, mask=loaded < wide, other=0)
+        codes = gathered(codes, COLUMNS, WARPS, False)
+        spans = ()
         for run in tl.static_range(PER_WORD // RUN):
             place_of_scales = line_of_scales + (block * BLOCK + run * RUN * SPAN) // GROUP
             pairs = tl.load(place_of_scales) if WHOLE else tl.load(place_of_scales, mask=inside, other=0)
             scale, offset = scale_and_offset(pairs)
             for index in tl.static_range(run * RUN, run * RUN + RUN):
-                k = block * BLOCK + index * SPAN + within
-                wanted = (row < rows)[:, None] if WHOLE else (row < rows)[:, None] & (k < size)
-                span = tl.load(line_of_x + k, mask=wanted, other=0.0)
-                matrix = weights(codes, scale * factor, offset * factor, index, BITS, kind)
-                total = tl.dot(matrix, tl.trans(span), total, input_precision="ieee")
+                spans = spans + (weights(codes, scale * factor, offset * factor, index, BITS, kind),)  # type: ignore[assignment]
+        if WHOLE:
+            span = tl.load(line_of_x + block * BLOCK)
+        else:
+            span = tl.load(line_of_x + block * BLOCK, mask=block * BLOCK + tl.arange(0, BLOCK)[None, :] < size, other=0.0)
+        total = tl.dot(side_by_side(spans), tl.trans(span), total, input_precision="ieee")
 
     stored = (row < rows)[None, :] & inside[:, None]
     at = row.to(tl.int64)[None, :] * wide + column[:, None]

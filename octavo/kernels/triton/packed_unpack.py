@@ -33,7 +33,8 @@ def unpack_tile(
     inside = row < count
     source = tl.load(index + row, mask=inside, other=0).to(tl.int64) if BY_INDEX else (first + row).to(tl.int64)
     within = tl.arange(0, SPAN)[None, :]
-    codes = tl.load(words + source[:, None] * (blocks * SPAN) + block * SPAN + within, mask=inside[:, None], other=0)
+    place = within % 8 // 2 * (SPAN // 4) + within // 8 % 2 * (SPAN // 8) + within // 16 * 2 + within % 2
+    codes = tl.load(words + source[:, None] * (blocks * SPAN) + block * SPAN + place, mask=inside[:, None], other=0)
     for span in tl.static_range(PER_WORD):
         k = block * BLOCK + span * SPAN + within
         pairs = tl.load(scales + source * groups + (block * BLOCK + span * SPAN) // GROUP, mask=inside, other=0)

@@ -9,8 +9,8 @@ from torch import Tensor
 from octavo.kernels.device_codes import DeviceCodes, block_size, zero_codes
 from octavo.kernels.reference import packed as plain
 from octavo.kernels.triton import packed
-from octavo.kernels.triton.packed import Few, Tile
 from octavo.kernels.triton.packed_ahead import PackedShape, packed_calls
+from octavo.kernels.triton.packed_rules import TILED_ROWS, Few, Tile
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # of the largest result
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "float16", "bfloat16"])
@@ -62,7 +62,7 @@ def test_products_of_every_kind_of_codes(rows: int, bits: int, group: int, devic
     assert_near(packed.packed_linear(x, weight, bias), plain.packed_linear(x, weight, bias))
 
 
-@pytest.mark.parametrize("how", [Few(32, 1, 1), Few(32, 4, 1), Few(64, 8, 2), Few(32, 2, 3), Few(16, 1, 2)], ids=str)
+@pytest.mark.parametrize("how", [Few(32, 1, 1), Few(32, 4, 1), Few(128, 8, 2), Few(32, 2, 3), Few(16, 1, 2)], ids=str)
 @DTYPES
 def test_few_rows_however_the_work_is_divided(dtype: torch.dtype, how: Few, device: str) -> None:
     """Seven blocks: no number of stretches divides them."""
@@ -72,7 +72,7 @@ def test_few_rows_however_the_work_is_divided(dtype: torch.dtype, how: Few, devi
         assert_near(packed.few(x, weight, bias, poison(x, weight), how), plain.packed_linear(x, weight, bias))
 
 
-@pytest.mark.parametrize("how", [Tile(32, 64), Tile(16, 16, shares=3)], ids=str)
+@pytest.mark.parametrize("how", [Tile(32, 128, warps=4), Tile(16, 16, shares=3)], ids=str)
 @DTYPES
 def test_more_rows_however_the_work_is_divided(dtype: torch.dtype, how: Tile, device: str) -> None:
     weight, x, bias = codes(21, 5 * 128, 4, 64, device), random(35, 5 * 128, dtype, device), random(1, 21, dtype, device)[0]
@@ -80,7 +80,7 @@ def test_more_rows_however_the_work_is_divided(dtype: torch.dtype, how: Tile, de
 
 
 def test_rows_by_the_hundred_multiply_slabs_of_weights(device: str) -> None:
-    weight, x = codes(260, 64, 4, 32, device, order=True), random(packed.TILED_ROWS + 1, 64, torch.float32, device)
+    weight, x = codes(260, 64, 4, 32, device, order=True), random(TILED_ROWS + 1, 64, torch.float32, device)
     for bias in (None, random(1, 260, torch.float32, device)[0]):
         out = poison(x, weight)
         assert packed.packed_linear(x, weight, bias, out) is out
@@ -105,7 +105,7 @@ def test_every_number_of_rows_is_a_variant_that_is_compiled_ahead(device: str) -
     seen: set[tuple[object, ...]] = set()
     for shape in shapes:
         weight = zero_codes(shape.out_features, shape.in_features, shape.bits, shape.group, "meta")
-        seen |= {packed.variant(rows, weight, shape.bias, shape.gated) for rows in range(1, 4 * packed.TILED_ROWS)}
+        seen |= {packed.variant(rows, weight, shape.bias, shape.gated) for rows in range(1, 4 * TILED_ROWS)}
     calls = packed_calls([*shapes, shapes[0]], torch.float32, torch.device(device))
     assert len(calls) == len(seen) > 10
     calls[0]()

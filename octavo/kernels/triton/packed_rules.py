@@ -1,0 +1,84 @@
+"""How the products with packed codes divide their work: by shape alone, never tried out at run time.
+
+`bench/gpu_packed.py --sweep` tries others on a GPU and prints the best as lines for MEASURED.
+"""
+
+from typing import NamedTuple
+
+import triton
+
+from octavo.kernels.device_codes import DeviceCodes
+
+FEW_ROWS = 16
+TILED_ROWS = 512
+PROGRAMS = 264  # two for each multiprocessor
+
+
+class Few(NamedTuple):
+    """How `packed_few` divides its work."""
+
+    lines: int = 64  # of a dot: columns times splits
+    splits: int = 1
+    shares: int = 1
+    warps: int = 4
+    stages: int = 4
+    ahead: bool = True  # a program has all its words fetched into the L2 first, before it waits for what stands in front
+
+
+class Tile(NamedTuple):
+    """How `packed_tile` divides its work."""
+
+    rows: int
+    columns: int = 128
+    shares: int = 1
+    warps: int = 8
+    stages: int = 3
+
+
+How = Few | Tile
+
+# On an H200, 4 bits in groups of 128: (in, out) -> up to 1, 2, 4, ... 512 rows
+MEASURED: dict[tuple[int, int], tuple[How, ...]] = {}
+
+
+def rule(rows: int, weight: DeviceCodes, gated: bool = False) -> How:
+    """For 1 to 512 rows. With a gate behind it `packed_few` has no shares."""
+    measured = MEASURED.get((weight.size, len(weight)))
+    if measured is not None:
+        how = measured[power_of_rows(rows).bit_length() - 1]
+    else:
+        how = few_rule(rows, weight) if rows <= FEW_ROWS else tile_rule(rows, weight)
+    return how._replace(shares=1) if gated and isinstance(how, Few) else how
+
+
+def power_of_rows(rows: int) -> int:
+    held: int = triton.next_power_of_2(max(rows, 1))
+    return held
+
+
+def few_rule(rows: int, weight: DeviceCodes) -> Few:
+    """Splits until the dot is full, then shares until there are enough programs.
+
+    Dots of 16 columns take two warps: with four, Triton would choose the asynchronous matrix units, and wait for each of them.
+    """
+    held = power_of_rows(rows)
+    how = Few(warps=4 if held <= 8 else 2)
+    while how.splits * held < 8 and weight.blocks >= 4 * how.splits:
+        how = how._replace(splits=2 * how.splits)
+    while _programs(how, weight) < PROGRAMS and weight.blocks >= 4 * how.splits * how.shares:
+        how = how._replace(shares=2 * how.shares)
+    return how
+
+
+def _programs(how: Few, weight: DeviceCodes) -> int:
+    return len(weight) * how.splits // how.lines * how.shares
+
+
+def tile_rule(rows: int, weight: DeviceCodes) -> Tile:
+    """All rows in one tile up to 256, so that weights are made once; shares where tiles are few."""
+    tall = min(max(power_of_rows(rows), 32), 256)
+    tile = Tile(tall) if tall > 64 else Tile(tall, columns=64, warps=4)
+    tiles, shares = triton.cdiv(rows, tall) * triton.cdiv(len(weight), tile.columns), 1
+    while tiles * shares < PROGRAMS // 3 and weight.blocks >= 8 * shares:
+        shares *= 2
+    return tile._replace(shares=shares)
