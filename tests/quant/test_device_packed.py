@@ -28,12 +28,12 @@ def weights(draw: st.DrawFn) -> PackedWeight:
 def test_weights_are_those_of_the_packed_form_rounded_once(packed: PackedWeight, dtype: torch.dtype, data: st.DataObject) -> None:
     device = repack(packed, CPU)
     dense = packed.dequantize().to(dtype)
-    assert torch.equal(unpack(device, dtype), dense)
+    torch.testing.assert_close(unpack(device, dtype), dense, rtol=0, atol=0, equal_nan=True)
     rows = torch.tensor(data.draw(st.lists(st.integers(0, len(dense) - 1))), dtype=torch.int64)
-    assert torch.equal(unpack(device, dtype, rows), dense[rows])
+    torch.testing.assert_close(unpack(device, dtype, rows), dense[rows], rtol=0, atol=0, equal_nan=True)
     x = torch.randn(3, dense.shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
     bias = torch.randn(len(dense)).to(dtype)
-    assert torch.equal(packed_linear(x, device, bias), torch.nn.functional.linear(x, dense, bias))
+    torch.testing.assert_close(packed_linear(x, device, bias), torch.nn.functional.linear(x, dense, bias), rtol=0, atol=0, equal_nan=True)
 
 
 @given(weights())

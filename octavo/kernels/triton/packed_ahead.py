@@ -39,6 +39,6 @@ def _call(shape: PackedShape, rows: int, dtype: torch.dtype, device: torch.devic
         else:
             packed_linear(x, weight, torch.zeros(shape.out_features, dtype=dtype, device=device) if shape.bias else None)
         if rows > TILED_ROWS:
-            unpack(weight, dtype, torch.zeros(1, dtype=torch.int64, device=device))
+            unpack(weight, dtype, torch.zeros(1, dtype=torch.int32, device=device))
 
     return call

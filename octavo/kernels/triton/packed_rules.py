@@ -38,7 +38,48 @@ class Tile(NamedTuple):
 How = Few | Tile
 
 # On an H200, 4 bits in groups of 128: (in, out) -> up to 1, 2, 4, ... 512 rows
-MEASURED: dict[tuple[int, int], tuple[How, ...]] = {}
+MEASURED: dict[tuple[int, int], tuple[How, ...]] = {
+    (4096, 6144): (
+        Few(64, 8, 1, 2, 4, True), Few(128, 4, 2, 4, 4, False), Few(128, 2, 4, 4, 4, False), Few(64, 1, 4, 4, 4, False),
+        Few(64, 1, 4, 2, 4, False), Tile(32, 64, 4, 4, 4), Tile(64, 64, 4, 4, 4), Tile(128, 64, 4, 4, 3), Tile(256, 128, 2, 8, 3),
+        Tile(256, 128, 1, 8, 3),
+    ),
+    (4096, 4096): (
+        Few(128, 8, 2, 4, 4, False), Few(128, 4, 2, 4, 4, False), Few(128, 2, 4, 4, 4, False), Few(64, 1, 4, 4, 4, False),
+        Few(64, 1, 4, 2, 4, False), Tile(32, 64, 4, 4, 4), Tile(64, 64, 4, 4, 4), Tile(128, 64, 4, 4, 3), Tile(128, 64, 2, 4, 3),
+        Tile(256, 128, 2, 8, 3),
+    ),
+    (4096, 24576): (
+        Few(128, 8, 1, 4, 4, False), Few(128, 4, 1, 4, 4, False), Few(64, 2, 1, 4, 4, False), Few(64, 1, 1, 4, 4, True),
+        Tile(16, 64, 1, 4, 4), Tile(32, 64, 1, 4, 4), Tile(64, 64, 1, 4, 4), Tile(128, 64, 1, 4, 3), Tile(256, 128, 1, 8, 3),
+        Tile(256, 128, 1, 8, 3),
+    ),
+    (12288, 4096): (
+        Few(128, 8, 2, 4, 4, False), Few(128, 4, 2, 4, 4, False), Few(128, 2, 4, 4, 4, False), Few(64, 1, 8, 4, 4, False),
+        Few(64, 1, 8, 2, 4, False), Tile(32, 128, 8, 4, 3), Tile(64, 64, 4, 4, 4), Tile(128, 64, 4, 4, 3), Tile(256, 128, 4, 8, 3),
+        Tile(256, 128, 2, 8, 3),
+    ),
+    (1024, 4096): (
+        Few(128, 4, 1, 4, 4, True), Few(128, 2, 1, 4, 4, True), Few(64, 2, 1, 2, 4, True), Few(64, 1, 4, 4, 4, False),
+        Few(64, 1, 4, 2, 4, False), Tile(32, 64, 1, 4, 4), Tile(64, 64, 1, 4, 4), Tile(128, 64, 1, 4, 3), Tile(128, 64, 1, 4, 3),
+        Tile(128, 64, 1, 4, 3),
+    ),
+    (2048, 1024): (
+        Few(128, 4, 1, 4, 4, True), Few(64, 4, 1, 2, 4, True), Few(64, 2, 4, 4, 4, False), Few(64, 1, 8, 4, 4, False),
+        Few(64, 1, 8, 2, 4, False), Tile(32, 64, 4, 4, 4), Tile(64, 64, 4, 4, 4), Tile(128, 64, 4, 4, 3), Tile(128, 64, 4, 4, 3),
+        Tile(128, 64, 4, 4, 3),
+    ),
+    (1024, 6144): (
+        Few(128, 4, 1, 4, 4, True), Few(128, 4, 1, 4, 4, False), Few(64, 1, 1, 4, 4, True), Few(64, 1, 1, 4, 4, False),
+        Tile(16, 64, 1, 4, 4), Tile(32, 64, 1, 4, 4), Tile(64, 64, 1, 4, 4), Tile(128, 64, 1, 4, 3), Tile(128, 64, 1, 4, 3),
+        Tile(256, 128, 1, 8, 3),
+    ),
+    (3072, 1024): (
+        Few(64, 8, 1, 2, 4, True), Few(64, 4, 1, 2, 4, True), Few(64, 2, 4, 4, 4, False), Few(64, 1, 8, 4, 4, False),
+        Few(64, 1, 8, 2, 4, False), Tile(32, 64, 4, 4, 4), Tile(64, 64, 4, 4, 4), Tile(128, 64, 4, 4, 3), Tile(128, 64, 4, 4, 3),
+        Tile(128, 64, 4, 4, 3),
+    ),
+}  # fmt: skip
 
 
 def rule(rows: int, weight: DeviceCodes, gated: bool = False) -> How:
