@@ -19,7 +19,7 @@ from octavo.quant.base import QuantScheme
 class Linear(nn.Module):
     def __init__(self, in_features: int, out_features: int, bias: bool, scheme: QuantScheme, dtype: torch.dtype) -> None:
         super().__init__()
-        self.scheme = scheme
+        self.scheme, self.in_features = scheme, in_features
         scheme.params(self, in_features, out_features, bias, dtype)
 
     def finalize(self) -> None:

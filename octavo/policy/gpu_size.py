@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from octavo.model_config import ModelConfig
 from octavo.policy.activations import FLOAT32, StepLoad
-from octavo.policy.model_size import SCALE_AND_OFFSET, Codes, Kept, Matrix, kept_matrices, num_norms
+from octavo.policy.model_size import SCALE_AND_OFFSET, Codes, Kept, Matrix, kept_matrices, num_norms, num_parameters
 
 MIB = 2**20
 CONTEXT = 520 * MIB  # of a process, once CUDA has started
@@ -28,8 +28,8 @@ DRAWN = 2 * FLOAT32  # bytes for each (row, token of the vocabulary) under penal
 DECODE_PROGRAMS = 640  # of decode attention at most: four for each of 160 multiprocessors
 LEFT_PARTS = 2  # that each may leave to merge
 SHARE_WORDS = 8  # of a step, for each row and each of those programs
-CAPTURED_TOKENS = 2048  # of the largest graph
-GRAPHS = 56  # as many as there are shapes, for 512 rows
+SMALL_MODEL = 2 * 10**9  # parameters: up to there a step of any size computes no longer than it takes to launch, kernel by kernel
+GRAPHS = 62  # as many as there are shapes, for 512 rows
 KERNELS = 8  # of a layer, in a graph
 KERNEL_BYTES = 16 * 2**10  # a graph keeps for each
 
@@ -55,9 +55,14 @@ def gpu_step_bytes(model: ModelConfig, item: int, load: StepLoad) -> int:
     return max(load.tokens * _token_bytes(model, item) + _decode_bytes(model, load.rows), load.tokens * model.hidden_size * item + logits)
 
 
+def captured_tokens(model: ModelConfig) -> int:
+    """Of the largest step that is captured; padding a larger one would take longer than launching it."""
+    return 8192 if num_parameters(model) <= SMALL_MODEL else 2048
+
+
 def gpu_graph_bytes(model: ModelConfig, item: int, load: StepLoad) -> int:
     """What graphs will take, roughly: they share the memory of the largest step, and each keeps its kernels."""
-    largest = StepLoad(min(load.tokens, max(CAPTURED_TOKENS, load.rows)), load.rows, load.context, load.gathered)
+    largest = StepLoad(min(load.tokens, max(captured_tokens(model), load.rows)), load.rows, load.context, load.gathered)
     return gpu_step_bytes(model, item, largest) + GRAPHS * model.num_layers * KERNELS * KERNEL_BYTES
 
 

@@ -7,7 +7,7 @@ shape; what is padding computes on the null block and ends nowhere. Steps larger
 costs them nothing: the device computes for longer than the host takes to launch them.
 
     decode   1 2 4 8, then by 8 to 256, by 16 to the row limit: as many tokens as entries
-    mixed    256 512 1024 2048 tokens, as far as that holds, and half as many entries, or as many as there are rows
+    mixed    by 256 to 2048 tokens, then 4096 8192, as far as that holds; as many entries as there are rows, in small ones half as many
 """
 
 from bisect import bisect_left
@@ -21,12 +21,13 @@ from octavo.attention.backend import AttentionBackend
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.kernels.ops import finish, prepare, sample
 from octavo.kernels.step_tensors import StepMemory, StepTensors
+from octavo.layers.linear import Linear
 from octavo.models.decoder import Decoder
 from octavo.worker.device_rows import DeviceRows
 from octavo.worker.kv_store import Caches
 
-MIXED_TOKENS = (256, 512, 1024, 2048)
-LAUNCHED = 2 * 10**12  # parameters * tokens: from there on a step computes for longer than it takes to launch (about 7 ms on an H200)
+MIXED_TOKENS = (*range(256, 2048, 256), 2048, 4096, 8192)
+SMALL = 512  # tokens: a lone prompt should not wait for logits of rows that are not there
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,12 @@ class DeviceProgram:
         sampled = hidden if shape.decodes else hidden.index_select(0, step.sample_index)
         return hidden, self._model.head(sampled, self._logits[: shape.entries])
 
+    def multiply(self, shape: Shape) -> None:
+        """The products of a layer of each kind and of the vocabulary, of anything: what torch sets up for their shapes is set up."""
+        for linear in [module for layer in self.kinds for module in layer.modules() if isinstance(module, Linear)]:
+            linear(self._logits.new_empty(shape.tokens, linear.in_features))
+        self._model.head(self._logits.new_empty(shape.entries, self._model.config.hidden_size), self._logits[: shape.entries])
+
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self._model.head(hidden)
         return logits
@@ -102,17 +109,13 @@ class DeviceProgram:
         )  # fmt: skip
 
 
-def captured_tokens(parameters: int) -> int:
-    """Of the largest mixed step that is captured. A small one always is: it may be a lone prompt, and nothing hides its launches."""
-    return min(max(LAUNCHED // parameters, MIXED_TOKENS[0]), MIXED_TOKENS[-1])
-
-
 def shapes(max_rows: int, max_tokens: int, captured: int) -> list[Shape]:
     """Those that are captured, small ones first."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_rows, 16)]
     decode = [Shape(size, size) for size in sizes if size < max_rows] + [Shape(max_rows, max_rows)]
     sizes = [tokens for tokens in MIXED_TOKENS if tokens <= min(max_tokens - 1, captured)] + [max_tokens] * (max_tokens <= captured)
-    return decode + [Shape(min(max_rows, tokens - 1 if tokens == max_tokens else tokens // 2), tokens) for tokens in sizes if tokens > 1]
+    most = [tokens // 2 if tokens <= SMALL and tokens < max_tokens else tokens - 1 for tokens in sizes]
+    return decode + [Shape(min(max_rows, entries), tokens) for entries, tokens in zip(most, sizes) if entries]
 
 
 class Steps:
@@ -147,8 +150,10 @@ class Steps:
         One layer of a kind is enough for that; the last step, the smallest, is one of all layers.
         """
         self.program.memory.entries.zero_()
-        kinds = self.program.kinds
-        for shape in [Shape(1, self._most_tokens), *reversed(self._decode + self._mixed)]:
+        kinds, shapes = self.program.kinds, [Shape(1, self._most_tokens), *reversed(self._decode + self._mixed)]
+        for shape in shapes:
+            self.program.multiply(shape)  # kernels of others: ours may still be compiled elsewhere
+        for shape in shapes:
             self.program.run(shape, kinds)
         self.program.run(self._decode[0])
 

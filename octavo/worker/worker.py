@@ -33,12 +33,13 @@ from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model
 from octavo.policy.auto import resolved
 from octavo.policy.cache_spec import CacheGeometry
+from octavo.policy.gpu_size import captured_tokens
 from octavo.policy.memory_plan import plan_memory
-from octavo.policy.model_size import Kept, num_parameters
+from octavo.policy.model_size import Kept
 from octavo.quant.device_packed import Packed
 from octavo.worker.compilers import Compilers, Wanted
 from octavo.worker.device import device_here, start_lines
-from octavo.worker.device_program import DeviceProgram, Steps, captured_tokens
+from octavo.worker.device_program import DeviceProgram, Steps
 from octavo.worker.device_rows import DeviceRows
 from octavo.worker.device_runner import DeviceRunner, Pending
 from octavo.worker.faults import Faults
@@ -139,7 +140,7 @@ class Worker:
         layout = RowLayout(-(-geometry.max_model_len // size), geometry.max_model_len + 1)
         rows = DeviceRows(self.config.max_num_seqs, layout, self.device)
         program = DeviceProgram(model, self.backend, self.store.caches, rows, size, self.config.max_num_batched_tokens)
-        captured, settings = captured_tokens(num_parameters(self.model_config)), self.config
+        captured, settings = captured_tokens(self.model_config), self.config
         steps = Steps(program, settings.max_num_seqs, settings.max_num_batched_tokens, captured)
         self.runner = DeviceRunner(ShadowedSteps(steps, self.shadow) if self._shadow_wanted else steps, self.store, rows, self.faults)
         if self.device.type == "cuda":
