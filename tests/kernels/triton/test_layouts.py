@@ -57,8 +57,8 @@ class Story:
         last, spare = int(self.tables[0, 0]), len(self.caches[0]) - 1
         self.kernels.copy.copy_blocks(self.caches, [(last, spare)])
         self.tables[0, 0] = spare
-        out, queries, longest = torch.empty(q.shape, dtype=q.dtype, device=self.device), max(self.case["lengths"]), 64
-        bounds = (queries, longest) if self.kernels is KERNELS else ()
+        out = torch.empty(q.shape, dtype=q.dtype, device=self.device)
+        bounds = (max(self.case["lengths"]),) if self.kernels is KERNELS else ()
         rows = self.tables, starts, lengths.int().to(self.device)
         read = self.kernels.attend.paged_attention(q, *self.caches, *rows, 0.25, out, *bounds, **self.kernels.options)
         return [read, *self.decode(lengths.to(self.device)), *self.caches]
