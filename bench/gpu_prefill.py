@@ -3,7 +3,7 @@
 First every choice of tiles is compared with the twin over a ragged mix of rows, and paged with contiguous and new tokens' own k and
 v bit for bit: each in a process of its own, all at once, so that they also compile at once, and one that crashes or hangs is only
 left out. Then what was right is timed, the best first: TFLOP/s of causal prefill beside torch's cuDNN attention, or with --decode
-TB/s of keys and values, merge included; a step makes its shares once, so they are timed by themselves. `--features` compares every
+TB/s of keys and values; a step makes its shares once, so they are timed by themselves. `--features` compares every
 feature, head size, dtype and block size with the tiles of the table, and times nothing; `--tiny` does the same with two of them and
 small sizes, for the interpreter.
 """
@@ -25,13 +25,13 @@ from torch import Tensor
 
 from bench.gpu_kernels import DEVICE, ON_GPU, distance, microseconds
 from octavo.kernels.reference import paged_attention as plain
-from octavo.kernels.triton import attention
 from octavo.kernels.triton.attention import paged_attention, shares_of
 from octavo.kernels.triton.attention_hopper import on_hopper
 from octavo.kernels.triton.attention_tiles import Tiles, decode_tiles, prefill_tiles
 
-SECONDS = 90  # no measurement begins later
+SECONDS = 80  # no measurement begins later
 AT_ONCE = 14  # processes that check
+AGAIN = 30 if ON_GPU else 1  # times that everything gives the same bits
 GROUPS = [(32, 8), (16, 8)]  # heads, KV heads
 
 Mix = list[tuple[int, int]]  # a row's queries and its context
@@ -47,13 +47,14 @@ PREFILL = [
     Tiles(64, 8, 3, 128, described=True, lagging=True),
 ]
 # Keys, warps and stages, of which 2 and 3 keep one tile on its way, 5 two, 7 three: they also wait for the table. With each, as many
-# programs of a multiprocessor as its registers and shared memory have room for, and fewer.
+# programs of a multiprocessor as its registers and shared memory have room for.
 DECODE = {
-    (32, 2, 3): 4, (32, 2, 5): 4, (32, 2, 7): 4, (32, 4, 3): 4, (32, 4, 5): 3, (64, 2, 2): 4, (64, 2, 3): 4, (64, 2, 5): 3,
-    (64, 4, 2): 4, (64, 4, 3): 3, (64, 4, 5): 3, (128, 4, 2): 2, (128, 4, 3): 2, (128, 4, 5): 1,
+    (32, 2, 3): 4, (32, 2, 5): 4, (32, 4, 5): 4, (64, 2, 2): 4, (64, 2, 3): 4, (64, 2, 5): 3, (64, 4, 2): 4, (64, 4, 3): 4, (64, 4, 5): 3,
+    (128, 4, 2): 2, (128, 4, 3): 2,
 }  # fmt: skip
-BEST = 4  # tiles that go on from the first shape of a group to the others
-BRIEF = 40  # ms of measuring one of many tiles
+WAYS = [{"shares": shares, "grain": grain} for shares, grain in ((1, 1), (2, 16), (4, 8), (4, 16), (8, 8))]
+BEST = 2  # shapes that are tried in all ways
+BRIEF = 25  # ms of measuring one of many tiles
 
 
 @dataclass
@@ -115,12 +116,14 @@ class Case:
         )  # fmt: skip
 
     def error(self, tiles: Tiles | None = None) -> float:
-        """Against the twin, relative; infinite where the three ways to the same keys give other bits."""
+        """Against the twin, relative; infinite where the three ways to the same keys give other bits, or one does when it is gone again."""
         self.out.fill_(torch.nan)
         fresh = self.attend(tiles).clone()
         self.out.fill_(torch.nan)
         paged = self.attend(tiles, with_fresh=False).clone()
         if not (torch.equal(fresh, paged) and torch.equal(paged, self.contiguous(tiles))):
+            return float("inf")
+        if not all(torch.equal(paged, self.attend(tiles)) for _ in range(AGAIN)):
             return float("inf")
         rows = self.tables, self.query_start, self.context_len
         exact = plain.paged_attention(self.q, *self.caches, *rows, self.dim**-0.5, torch.empty_like(paged), **self.options)
@@ -188,7 +191,8 @@ def named(tiles: Tiles) -> str:
 
 def named_shares(tiles: Tiles) -> str:
     plainly = "" if tiles.dependent else ", plainly"
-    return f"{tiles.keys} w{tiles.warps} s{tiles.stages} p{tiles.programs}, at least {tiles.least}{plainly}"
+    drawn = "drawn" if tiles.drawn else "one each"
+    return f"{tiles.keys} w{tiles.warps} s{tiles.stages} p{tiles.programs}, {tiles.shares} of {tiles.grain} {drawn}{plainly}"
 
 
 def jobs(tiny: bool, decode: bool, features: bool) -> dict[str, Callable[[], float]]:
@@ -198,7 +202,8 @@ def jobs(tiny: bool, decode: bool, features: bool) -> dict[str, Callable[[], flo
     decoding: Mix = [(1, context) for context in (1, 0, 257, 513, 900, 100, 2000, 4096, 20000)]
     found: dict[str, Callable[[], float]] = {}
     for (heads, kv_heads), shape in product(GROUPS, DECODE if decode else ()):
-        cut = [Tiles(*shape, programs=programs, least=least) for programs, least in ((1, 1), (4, 1), (4, 16))]
+        cut = [Tiles(*shape, programs=programs, **way) for programs, way in ((1, WAYS[0]), (4, WAYS[1]), (4, WAYS[2]))]
+        cut += [replace(one, drawn=False) for one in cut[1:]]
         found[f"{heads}/{kv_heads} {shape}"] = lambda h=heads, k=kv_heads, c=cut: max(map(Case(decoding, h, k).error, c))
     for (heads, kv_heads), tiles in product(GROUPS, () if decode else PREFILL):
         found[f"{heads}/{kv_heads} {named(tiles)}"] = lambda h=heads, k=kv_heads, t=tiles: Case(RAGGED, h, k).error(t)
@@ -266,43 +271,32 @@ def decode_cases() -> Iterator[tuple[str, Mix]]:
 
 
 def sweep_decode(right: set[str], deadline: float) -> None:
-    best: dict[tuple[int, int], list[Tiles]] = {}
     for (name, mix), (heads, kv_heads) in product(decode_cases(), GROUPS):
+        if (heads, kv_heads) != GROUPS[0] and len(mix) not in (64, 256):
+            continue
         case = Case(mix, heads, kv_heads)
         table = decode_tiles(case.dtype, case.dim)
-        every = [Tiles(*shape, programs=programs) for shape, most in DECODE.items() for programs in range(1, most + 1)
-                 if f"{heads}/{kv_heads} {shape}" in right]  # fmt: skip
-        ways = best.get((heads, kv_heads), every)
-        others = [replace(table, least=least) for least in (1, 2, 4, 8)] + [replace(table, dependent=not table.dependent)]
-        found = []
-        for tiles in dict.fromkeys([*ways, table, *others]):
-            if time.monotonic() < deadline:
-                found.append((timed(lambda c=case, t=tiles: c.attend(t), BRIEF), tiles))
-        found.sort(key=lambda one: one[0])
-        best.setdefault((heads, kv_heads), [tiles for _, tiles in found if tiles in ways][:BEST])
-        shown = [one for place, one in enumerate(found) if place < 4 or one[1] == table]
-        text = [f"{named_shares(way)}{' (table)' if way == table else ''}: {spent:.1f} us" for spent, way in shown]
-        if shown and time.monotonic() < deadline:
-            text.append(f"table without merge: {without_merge(lambda c=case, t=table: c.attend(t)):.1f} us")
-            text.append(f"its shares: {timed(case.divide, BRIEF):.1f} us")
-        rate = case.bytes / shown[0][0] / 1e6 if shown else 0
+        shapes = [Tiles(*shape, programs=programs) for shape, programs in DECODE.items() if f"{heads}/{kv_heads} {shape}" in right]
+        first = sweep(case, shapes, deadline)
+        ways = [replace(tiles, **way, drawn=drawn) for _, tiles in first[:BEST] for way in WAYS for drawn in (True, False)]
+        found = sweep(case, [table, replace(table, dependent=not table.dependent), *ways], deadline)
+        best_of_each = [next((one for one in found if one[1].drawn == drawn), found[0]) for drawn in (True, False) if found]
+        text = [f"{named_shares(way)}: {spent:.1f} us" for spent, way in dict.fromkeys([*found[:4], *best_of_each])]
+        text += [f"table: {spent:.1f} us" for spent, way in found if way == table]
+        text.append(f"its shares: {timed(case.divide, BRIEF):.1f} us")
+        rate = case.bytes / found[0][0] / 1e6 if found else 0
         print(f"decode {name}, {heads}/{kv_heads}: {rate:.2f} TB/s; " + "; ".join(text), flush=True)
+        print("    shapes: " + "; ".join(f"{way.keys} w{way.warps} s{way.stages}: {spent:.1f}" for spent, way in first), flush=True)
         del case
 
 
-class Skipped:
-    """A kernel that is not launched."""
-
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        return lambda *arguments, **options: None
-
-
-def without_merge(run: Callable[[], object]) -> float:
-    merge, attention.merge = attention.merge, Skipped()
-    try:
-        return timed(run, BRIEF)
-    finally:
-        attention.merge = merge
+def sweep(case: Case, ways: list[Tiles], deadline: float) -> list[tuple[float, Tiles]]:
+    """The quickest first."""
+    found = []
+    for tiles in dict.fromkeys(ways):
+        if time.monotonic() < deadline:
+            found.append((timed(lambda t=tiles: case.attend(t), BRIEF), tiles))
+    return sorted(found, key=lambda one: one[0])
 
 
 def timed(run: Callable[[], object], spent: int = 150) -> float:

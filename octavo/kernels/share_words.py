@@ -1,19 +1,27 @@
-"""The shares of decode attention: its work as lines of int32, on which the kernels that make, follow and merge them agree.
+"""The shares of decode attention: its work as lines of int32, on which the kernel that makes them and the one that takes them agree.
 
-    | header: tiles of a share, tiles in all | a line for each program | a line for each row with one query, in order |
+    | header: IN_ALL shares there are, DRAWN so far | a line for each share, those of the longest row first |
 
-All tiles of keys stand in one list, by row, then KV head, then position; program p takes a share of it, from tile p * share on. Its
-line is a copy of the row's in which that begins, so that nobody has to look for it. A line says:
+A share is a run of tiles of the keys of one row and KV head: all of them, or a part of a row that is longer than a share should be.
+Then its parts are of equal size but for the last, and stand in order, each KV_HEADS lines after the one before. A line says:
 
-    START   the row's first tile in the list      TOKEN, ROW   its query, and its place in the batch       NEXT   the line after it
-    TILES   of one KV head, at least one          FIRST, END   the keys it sees
+    TOKEN, ROW   its query, and its place in the batch       PART, PARTS   which part, of how many
+    KV_HEAD                                                  ARRIVED       counts while parts are merged; 0 when nobody works
+    LOW, HIGH    the keys it reads, of a row that ends at END
+
+What is counted, DRAWN and ARRIVED, stands in the second half of a line, away from what everybody reads.
 """
 
-START, TILES, TOKEN, ROW, FIRST, END, NEXT = range(7)
-LINE = 8  # words
-PER_SHARE, IN_ALL = 0, 1  # words of the header
+TOKEN, ROW, KV_HEAD, LOW, HIGH, END, PART, PARTS, ARRIVED = range(9)
+IN_ALL, DRAWN = 0, 8  # words of the header
+LINE = 16  # words
 
 
-def num_lines(programs: int, rows: int) -> int:
-    """The last line is never written: the last row's NEXT may be read, and not used."""
-    return 1 + programs + rows + 1
+def most_shares(rows: int, kv_heads: int, programs: int, each: int) -> int:
+    """`each`: shares a program may have. Rows are cut into so many, and every row and KV head may begin one more."""
+    return programs * each + rows * kv_heads
+
+
+def most_parts(programs: int, each: int) -> int:
+    """Shares of rows that are cut, which come first: a row longer than a share is cut into less than twice what it would fill."""
+    return 2 * programs * each

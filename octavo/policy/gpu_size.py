@@ -26,8 +26,9 @@ ENTRY_WORDS = 16  # of a step, for each row it may have
 TOKEN_WORDS = 6  # and for each token: id, position, slot
 DRAWN = 2 * FLOAT32  # bytes for each (row, token of the vocabulary) under penalties: the score, and what the row has of the token
 DECODE_PROGRAMS = 640  # of decode attention at most: four for each of 160 multiprocessors
-LEFT_PARTS = 2  # that each may leave to merge
-SHARE_WORDS = 8  # of a step, for each row and each of those programs
+DECODE_SHARES = 4  # that each may take
+LEFT_PARTS = 2  # of long rows, for each of those
+SHARE_WORDS = 16  # of a step, for each of those, and each row and KV head
 SMALL_MODEL = 2 * 10**9  # parameters: up to there a step of any size computes no longer than it takes to launch, kernel by kernel
 GRAPHS = 62  # as many as there are shapes, for 512 rows
 KERNELS = 8  # of a layer, in a graph
@@ -81,9 +82,10 @@ def _token_bytes(model: ModelConfig, item: int) -> int:
 
 
 def _decode_bytes(model: ModelConfig, rows: int) -> int:
-    """The shares of decode attention, and what its programs leave of contexts they share, in float32, with their sums."""
-    parts = DECODE_PROGRAMS * LEFT_PARTS * (model.num_heads // model.num_kv_heads) * (model.head_dim + 1)
-    return parts * FLOAT32 + (DECODE_PROGRAMS + rows) * SHARE_WORDS * WORD
+    """The shares of decode attention, and what is left of contexts in several of them, in float32, with its sums."""
+    shares = DECODE_PROGRAMS * DECODE_SHARES
+    parts = shares * LEFT_PARTS * (model.num_heads // model.num_kv_heads) * (model.head_dim + 1)
+    return parts * FLOAT32 + (shares + rows * model.num_kv_heads) * SHARE_WORDS * WORD
 
 
 def _matrix_bytes(matrix: Matrix, codes: Codes | None, item: int) -> int:

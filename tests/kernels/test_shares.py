@@ -10,44 +10,41 @@ from octavo.attention import triton as backend
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.triton import Shares
 from octavo.kernels.reference.decode_shares import decode_shares
-from octavo.kernels.share_words import LINE
+from octavo.kernels.share_words import IN_ALL, LINE, most_parts, most_shares
 
 HEADS, TILE = 3, 16
 
 
-def walked(shares: Tensor, program: int) -> list[tuple[int, int, int]]:
-    """(row, KV head, first key) of each tile of a program's share, as the decode kernel goes over it."""
-    lines = shares.tolist()
-    share, in_all = lines[0][:2]
-    start, tiles, _, row, first, _, following, _ = lines[1 + program]
-    found = []
-    for at in range(program * share, min((program + 1) * share, in_all)):
-        found.append((row, (at - start) // tiles, first + (at - start) % tiles * TILE))
-        if at + 1 == start + tiles * HEADS:
-            start, tiles, _, row, first, _, following, _ = lines[following]
-    return found
-
-
-@example(mix=[(1, TILE)] * 4, window=None, programs=4, least=1)  # every share is a row
+@example(mix=[(1, TILE)] * 4, window=None, programs=4, each=1, grain=1)  # every share is a row
 @given(
     mix=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 500)), min_size=1, max_size=20),
     window=st.none() | st.integers(1, 90),
     programs=st.integers(1, 60),
-    least=st.integers(1, 5),
+    each=st.integers(1, 4),
+    grain=st.integers(1, 9),
 )
 def test_every_tile_of_rows_with_one_query_is_in_one_share(
-    mix: list[tuple[int, int]], window: int | None, programs: int, least: int
+    mix: list[tuple[int, int]], window: int | None, programs: int, each: int, grain: int
 ) -> None:
     queries, contexts = (torch.tensor(numbers) for numbers in zip(*mix))
-    shares = decode_shares(torch.cat([torch.zeros(1).long(), queries.cumsum(0)]), contexts, window, HEADS, TILE, programs, least)
-    found = [walked(shares, program) for program in range(programs)]
+    starts = torch.cat([torch.zeros(1).long(), queries.cumsum(0)])
+    shares = decode_shares(starts, contexts, window, HEADS, TILE, programs, each, grain)
     seen = {row: (max(end - (window or 500), 0), max(end, 1)) for row, (count, end) in enumerate(mix) if count == 1}
-    assert [one for part in found for one in part] == [
-        (row, head, key) for row, (first, end) in seen.items() for head in range(HEADS) for key in range(first, end, TILE)
-    ]
-    sizes = [len(part) for part in found if part]
-    assert all(size == sizes[0] for size in sizes[:-1]) and (len(sizes) < 2 or sizes[0] >= least)
-    assert shares.shape == (2 + programs + len(mix), LINE)
+    every = [(row, head, key) for row, (first, end) in seen.items() for head in range(HEADS) for key in range(first, end, TILE)]
+    lines = shares[1 : 1 + int(shares[0, IN_ALL])].tolist()
+    found = [(row, head, key) for _, row, head, low, high, *_ in lines for key in range(low, max(high, low + 1), TILE)]
+    assert sorted(found) == every
+    assert len(lines) <= most_shares(len(mix), HEADS, programs, each) == len(shares) - 2 and shares.shape[1] == LINE
+
+    lengths = [-(-(seen[line[1]][1] - seen[line[1]][0]) // TILE) for line in lines]
+    assert lengths == sorted(lengths, reverse=True)
+    for at, (token, row, head, _, _, end, part, parts, *_) in enumerate(lines):
+        assert token == starts[row] and end == mix[row][1]
+        assert [line[6] for line in lines[at - part * HEADS :: HEADS][:parts]] == list(range(parts))
+        assert all(line[1:3] == [row, head] for line in lines[at - part * HEADS :: HEADS][:parts])
+        assert parts == 1 or at < most_parts(programs, each)
+    sizes = [-(-(high - low) // TILE) for _, _, _, low, high, *_ in lines]
+    assert max(sizes, default=0) <= max(-(-len(every) // programs), 1)
 
 
 def test_layers_of_one_window_take_the_same_shares(monkeypatch: pytest.MonkeyPatch) -> None:

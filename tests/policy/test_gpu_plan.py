@@ -98,7 +98,7 @@ def test_floats_made_of_codes_are_counted_in_steps_and_graphs_and_codes_made_of_
 def test_a_step_is_as_large_as_its_layers_or_its_logits() -> None:
     """By hand: the stream and the MLP of 8,192 tokens; the hidden states of 512, their logits, scores and marks."""
     layers = gpu_step_bytes(SMALL, 2, StepLoad(8192, 1, 1, 0))
-    assert layers == pytest.approx(8192 * (2 * 1024 + 3 * 3072) * 2, rel=0.02)
+    assert layers == pytest.approx(8192 * (2 * 1024 + 3 * 3072) * 2, rel=0.04)
     assert gpu_step_bytes(SMALL, 2, StepLoad(512, 512, 1, 0)) == 512 * 1024 * 2 + 512 * 151_936 * (2 + 8)
     assert gpu_step_bytes(SMALL, 4, StepLoad(8192, 1, 1, 0)) > 1.9 * layers
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from octavo.kernels.share_words import LINE, num_lines
+from octavo.kernels.share_words import IN_ALL, LINE, most_shares
 
 
 def decode_shares(
@@ -13,22 +13,28 @@ def decode_shares(
     kv_heads: int,
     tile: int,  # keys
     programs: int,
-    least: int,  # tiles of a share
+    each: int,  # shares a program may have
+    grain: int,  # tiles of a share: as soon as programs have twice as many to read, they get more shares
 ) -> Tensor:
     """[lines, LINE] int32; what is not written is 0"""
     starts, contexts = query_start.tolist(), context_len.tolist()
-    shares = torch.zeros(num_lines(programs, len(contexts)), LINE, dtype=torch.int32)
-    in_all, line = 0, 1 + programs
+    shares = torch.zeros(2 + most_shares(len(contexts), kv_heads, programs, each), LINE, dtype=torch.int32)
+    seen = {}  # tiles of a row, and its first key
     for row, end in enumerate(contexts):
-        if starts[row + 1] - starts[row] != 1:
-            continue
-        first = 0 if window is None else max(end - window, 0)
-        tiles = max(-(-(end - first) // tile), 1)
-        shares[line, :-1] = torch.tensor([in_all, tiles, starts[row], row, first, end, line + 1])
-        in_all, line = in_all + tiles * kv_heads, line + 1
-    share = max(-(-in_all // programs), least)
-    shares[0, :2] = torch.tensor([share, in_all])
-    for program in range(-(-in_all // share)):
-        begun = shares[1 + programs : line, 0] <= program * share
-        shares[1 + program] = shares[programs + int(begun.sum())]
+        if starts[row + 1] - starts[row] == 1:
+            first = 0 if window is None else max(end - window, 0)
+            seen[row] = max(-(-(end - first) // tile), 1), first
+    in_all = sum(tiles for tiles, _ in seen.values()) * kv_heads
+    longest = -(-in_all // (programs * min(max(in_all // (programs * grain), 1), each)))
+    line = 1
+    for row, (tiles, first) in sorted(seen.items(), key=lambda one: -one[1][0]):
+        size = -(-tiles // -(-tiles // longest))
+        parts = -(-tiles // size)
+        for part in range(parts):
+            low = first + part * size * tile
+            for kv_head in range(kv_heads):
+                words = starts[row], row, kv_head, low, min(low + size * tile, contexts[row]), contexts[row], part, parts
+                shares[line, : len(words)] = torch.tensor(words)
+                line += 1
+    shares[0, IN_ALL] = line - 1
     return shares.to(query_start.device)

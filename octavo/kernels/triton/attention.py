@@ -17,8 +17,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.cache_layout import tokens_together
-from octavo.kernels.share_words import num_lines
-from octavo.kernels.triton.attention_decode import decode, merge
+from octavo.kernels.share_words import most_parts, most_shares
+from octavo.kernels.triton.attention_decode import decode
 from octavo.kernels.triton.attention_hopper import on_hopper, prefill_divided
 from octavo.kernels.triton.attention_parts import LOG2_E
 from octavo.kernels.triton.attention_prefill import prefill
@@ -26,7 +26,6 @@ from octavo.kernels.triton.attention_tiles import MIN_DOT, Tiles, decode_tiles, 
 from octavo.kernels.triton.decode_shares import decode_shares
 from octavo.kernels.triton.dependent import can_depend
 
-PARTS = 32  # of a head that merge weighs at once
 Pair = tuple[Tensor, Tensor]
 Given = tuple[Any, ...]  # arguments both kernels begin with
 
@@ -83,7 +82,7 @@ def shares_of(query_start: Tensor, context_len: Tensor, k_cache: Tensor, window:
     """How decode's work is divided in this step (`kernels/share_words.py`)."""
     chosen = tiles or decode_tiles(k_cache.dtype, k_cache.shape[3])
     programs = chosen.programs * multiprocessors(k_cache.device)
-    return decode_shares(query_start, context_len, window, k_cache.shape[2], chosen.keys, programs, chosen.least)
+    return decode_shares(query_start, context_len, window, k_cache.shape[2], chosen.keys, programs, chosen.shares, chosen.grain)
 
 
 def _prefill(tensors: Given, numbers: Given, shared: dict[str, Any], fresh: Pair | None, tiles: Tiles) -> None:
@@ -103,20 +102,19 @@ def _prefill(tensors: Given, numbers: Given, shared: dict[str, Any], fresh: Pair
 def _decode(tensors: Given, numbers: Given, shared: dict[str, Any], shares: Tensor, tiles: Tiles) -> None:
     q, k_cache, v_cache, tables, _query_start, context_len, out, lse, sinks, slopes = tensors
     scale, unit, cap, width, size, _window = numbers
-    heads, kv_heads, head_dim = shared["HEADS"], shared["KV_HEADS"], shared["DIM"]
-    group, programs = heads // kv_heads, tiles.programs * multiprocessors(q.device)
-    assert len(shares) == num_lines(programs, len(context_len)), f"{len(shares)} lines for {programs} programs, {len(context_len)} rows"
-    parts = torch.empty(programs, 2, group, head_dim, dtype=torch.float32, device=q.device)
-    sums = torch.empty(programs, 2, group, dtype=torch.float32, device=q.device)
+    kv_heads, head_dim = shared["KV_HEADS"], shared["DIM"]
+    group, programs = shared["HEADS"] // kv_heads, tiles.programs * multiprocessors(q.device)
+    most = most_shares(len(context_len), kv_heads, programs, tiles.shares)
+    assert len(shares) == most + 2, f"{len(shares)} lines for {programs} programs, {len(context_len)} rows"
+    left = torch.empty(most_parts(programs, tiles.shares), group, head_dim, dtype=torch.float32, device=q.device)
+    sums = torch.empty(left.shape[:2], dtype=torch.float32, device=q.device)
     dependent = tiles.dependent and can_depend()
-    both = {name: shared[name] for name in ("HEADS", "KV_HEADS", "DIM", "DIM_TILE", "WITH_SINKS", "WITH_LSE")} | {"DEPENDENT": dependent}
-    names = ("Q_STRIDE", "BLOCK_SIZE", "PAGED", "TOGETHER", "CAPPED", "SLOPED")
-    decode[(programs,)](
-        q, k_cache, v_cache, tables, shares, out, lse, sinks, slopes, parts, sums, scale, unit, cap, width, size,
-        **both, **{name: shared[name] for name in names}, GROUP_TILE=max(triton.next_power_of_2(group), MIN_DOT), TILE=tiles.keys,
-        STAGES=tiles.stages, num_warps=tiles.warps, launch_pdl=dependent,
+    members = triton.next_power_of_2(group)
+    decode[(programs if tiles.drawn else most,)](
+        q, k_cache, v_cache, tables, shares, out, lse, sinks, slopes, left, sums, scale, unit, cap, width, size, **shared,
+        GROUP_TILE=max(members, MIN_DOT), MERGE_TILE=members, TILE=tiles.keys, STAGES=tiles.stages, DEPENDENT=dependent,
+        num_warps=tiles.warps, launch_pdl=dependent,
     )  # fmt: skip
-    merge[(programs, group)](parts, sums, shares, out, lse, sinks, **both, PARTS=PARTS, num_warps=4, launch_pdl=dependent)
 
 
 def _describable(q: Tensor) -> bool:

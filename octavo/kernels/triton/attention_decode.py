@@ -1,25 +1,26 @@
-"""Decode attention: rows with one query each. Every program reads as many tiles of keys as every other, whatever the rows' lengths.
+"""Decode attention: rows with one query each. Programs take shares of the work, one after the other, until none is left.
 
-    tiles      | row 0, head 0 | head 1        | row 1, head 0 | head 1 | row 2, head 0                | head 1                   |
-    programs   |----------- 0 -----------|----------- 1 -----------|----------- 2 -----------|----------- 3 -----------|--- 4 ----|
-    a part             left by 0 ^-----^---^ left by 1      and so on: whatever a border between programs cuts
+    shares     | row 2, part 0, heads 0 1 2 | part 1, heads 0 1 2 | row 0, heads 0 1 2 | row 1, heads 0 1 2 |    longest row first
+    programs     0           1            2   3           0     2   1       3       0    ...     whoever is ready takes the next
 
 All query heads of a group are answered by the program that reads their keys (padded to 16, for tl.dot), so each byte of the cache
-is read once. The number of programs is that which a GPU runs at once; the list and the shares are made once a step
-(`decode_shares.py`). A head that lies wholly in a share is written at once; of any other, each program leaves a part and its
-log-sum-exp, and `merge` weighs them. A program leaves two at most: first what it began in the midst of, or cannot end, then what
-it cannot end.
+is read once. The number of programs is that which a GPU runs at once; the shares are listed once a step (`decode_shares.py`). A
+multiprocessor that gets less of the memory's bandwidth than another takes fewer of them, and the short ones at the end fill up.
+
+A row that is longer than a share leaves parts. Of FAN neighbours whoever comes last merges all, in their order, and then is one of
+the next FAN: after a few rounds the last of the last has the row. So who is quicker than whom changes no bit.
 """
 
 import triton
 import triton.language as tl
 
 from octavo.kernels.triton.attention_parts import HIDDEN, LN_2, LOG2E, LOWEST, begin, finish, load_lines, mix, places_of, score, weigh
-from octavo.kernels.triton.decode_shares import AT_ALL, AT_SHARE, load_line
+from octavo.kernels.triton.decode_shares import AT_ALL, AT_ARRIVED, AT_DRAWN, WORDS, load_share
 from octavo.kernels.triton.dependent import begin as begin_dependents
 from octavo.kernels.triton.dependent import wait
 
 LN2 = tl.constexpr(LN_2)
+FAN = tl.constexpr(8)  # parts merged at once; more than there are rounds, see `merge`
 
 
 @triton.jit(do_not_specialize=["table_width", "region_size"])
@@ -33,8 +34,8 @@ def decode(
     lse,
     sinks,
     slopes,
-    parts,
-    parts_lse,
+    left,
+    left_lse,
     scale,
     unit,
     cap,
@@ -46,6 +47,7 @@ def decode(
     DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
     GROUP_TILE: tl.constexpr,
+    MERGE_TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAGED: tl.constexpr,
     TOGETHER: tl.constexpr,
@@ -57,41 +59,26 @@ def decode(
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """left [most_parts, GROUP, DIM], left_lse [most_parts, GROUP], both float32: what the shares of rows that are cut leave"""
     begin_dependents(DEPENDENT)
     wait(DEPENDENT)
-    program = tl.program_id(0)
+    share = tl.program_id(0)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    share, in_all = tl.load(shares + AT_SHARE), tl.load(shares + AT_ALL)
-    start, tiles, token, row, first, end, following = load_line(shares, 1 + program)
-    at = program * share
-    if at >= in_all:
-        return
-    stop = tl.minimum(at + share, in_all)
-    kv_head = (at - start) // tiles
-    tile = (at - start) % tiles
-    part = program * 2
-
+    in_all = tl.load(shares + AT_ALL)
+    token, row, kv_head, low, high, end, part, parts = load_share(shares, share)
     member = tl.arange(0, GROUP_TILE)
     present = member < GROUP
-    dim = tl.arange(0, DIM_TILE)
-    filled = present[:, None] & (dim < DIM)[None, :]
-    while at < stop:
-        # Asked for before the keys are, so that it is there when they have been read.
-        _start, next_tiles, next_token, next_row, next_first, next_end, next_following = load_line(shares, following)
-        count = tl.minimum(tiles - tile, stop - at)
-        whole = count == tiles
+    while share < in_all:
         head = kv_head * GROUP + member
         queries = load_lines(q, token.to(tl.int64) * Q_STRIDE + head * DIM, present, DIM, DIM_TILE, True)
         table = tables + row.to(tl.int64) * table_width
         slope = tl.load(slopes + head, mask=present, other=0.0) if SLOPED else 0.0
-        low = first + tile * TILE
-        high = tl.minimum(low + count * TILE, end)
 
         largest, total, mixed = begin(sinks, head, present, unit, GROUP_TILE, DIM_TILE, WITH_SINKS)
         if WITH_SINKS:  # counted once, here or by merge: from the lowest, a part's first key wipes it out
-            largest = tl.where(whole, largest, LOWEST)
-        for position_0 in tl.range(low, high, TILE, num_stages=STAGES):
-            position = position_0 + tl.arange(0, TILE)
+            largest = tl.where(parts == 1, largest, LOWEST)
+        for start in tl.range(low, high, TILE, num_stages=STAGES):
+            position = start + tl.arange(0, TILE)
             inside = position < high
             of_keys = places_of(table, position, inside, kv_head, region_size, KV_HEADS, DIM, BLOCK_SIZE, PAGED, TOGETHER)
             keys = load_lines(k_cache, of_keys, inside, DIM, DIM_TILE, True)
@@ -100,81 +87,141 @@ def decode(
             values = load_lines(v_cache, of_keys, inside, DIM, DIM_TILE, True)
             largest, total, weights, fade = weigh(scores, largest, total, unit)
             mixed = mix(weights, fade, values, mixed)
+
+        # Asked for before this one is put down, so that it is there by then.
+        next_share = draw(shares, in_all)
+        next_token, next_row, next_kv_head, next_low, next_high, next_end, next_part, next_parts = load_share(shares, next_share)
         result, log_sum = finish(largest, total, mixed, unit)
-
-        if whole:
-            line = token.to(tl.int64) * HEADS + head
-            tl.store(out + line[:, None] * DIM + dim[None, :], result.to(out.dtype.element_ty), mask=filled)
+        if parts == 1:
+            put(out, token.to(tl.int64) * HEADS + head, present, result, DIM, DIM_TILE)
             if WITH_LSE:
-                tl.store(lse + line, log_sum * LN2, mask=present)
+                tl.store(lse + token.to(tl.int64) * HEADS + head, log_sum * LN2, mask=present)
         else:
-            place = part * GROUP + member
-            tl.store(parts + place[:, None] * DIM + dim[None, :], result, mask=filled)
-            tl.store(parts_lse + place, log_sum, mask=present)
+            put(left, share.to(tl.int64) * GROUP + member, present, result, DIM, DIM_TILE)
+            tl.store(left_lse + share * GROUP + member, log_sum, mask=present)
+            merge(
+                left, left_lse, shares, out, lse, sinks, share, part, parts, token, kv_head,
+                HEADS, KV_HEADS, DIM, DIM_TILE, MERGE_TILE, WITH_SINKS, WITH_LSE,
+            )  # fmt: skip
+        share, token, row, kv_head = next_share, next_token, next_row, next_kv_head
+        low, high, end, part, parts = next_low, next_high, next_end, next_part, next_parts
 
-        part = program * 2 + 1
-        at += count
-        tile = 0
-        kv_head += 1
-        if kv_head == KV_HEADS:
-            kv_head = 0
-            tiles, token, row, first, end, following = next_tiles, next_token, next_row, next_first, next_end, next_following
+
+@triton.jit
+def draw(shares, in_all):
+    """A share that nobody has taken; in_all if there is none. Every program draws until it gets none, so there are in_all draws:
+    whoever has the last one sets the count back, for the next layer."""
+    drawn = in_all
+    if in_all > tl.num_programs(0):
+        drawn = tl.atomic_add(shares + AT_DRAWN, 1, sem="relaxed")
+        if drawn == in_all - 1:
+            tl.store(shares + AT_DRAWN, 0)
+    return tl.minimum(tl.num_programs(0) + drawn, in_all)
+
+
+@triton.jit
+def put(target, line, mask, numbers, DIM: tl.constexpr, DIM_TILE: tl.constexpr):
+    """numbers [N, DIM_TILE] at the lines [N] of [.., DIM]"""
+    dim = tl.arange(0, DIM_TILE)
+    tl.store(target + line[:, None] * DIM + dim[None, :], numbers.to(target.dtype.element_ty), mask=mask[:, None] & (dim < DIM)[None, :])
 
 
 @triton.jit
 def merge(
-    parts,
-    parts_lse,
+    left,
+    left_lse,
     shares,
     out,
     lse,
     sinks,
+    share,
+    part,
+    parts,
+    token,
+    kv_head,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
+    MERGE_TILE: tl.constexpr,
     WITH_SINKS: tl.constexpr,
     WITH_LSE: tl.constexpr,
-    PARTS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    """Program p merges what the border before its share cuts, unless an earlier border does; one program a member of the group.
-    parts [P, 2, GROUP, DIM], parts_lse [P, 2, GROUP], both float32"""
-    wait(DEPENDENT)
-    program, member = tl.program_id(0), tl.program_id(1)
+    """Of parts that stand `stride` apart FAN are merged into the first one's place, in each round by who comes last. Arrivals at
+    round r are counted by the r-th of the parts that are merged: as FAN is more than there are rounds, by nobody else."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    share, in_all = tl.load(shares + AT_SHARE), tl.load(shares + AT_ALL)
-    start, tiles, token, _row, _first, _end, _following = load_line(shares, 1 + program)
-    at = program * share
-    if at >= in_all:
-        return
-    kv_head = (at - start) // tiles
-    begun = start + kv_head * tiles
-    if (begun == at) | (begun < at - share):
-        return
-    last = (begun + tiles - 1) // share  # program that left a part
+    member = tl.arange(0, MERGE_TILE)
+    present = member < GROUP
     head = kv_head * GROUP + member
+    part_0 = share - part * KV_HEADS
+    stride, turn = 1, 0
+    while stride < parts:
+        span = stride * FAN
+        part = part // span * span
+        count = tl.minimum(tl.cdiv(parts - part, stride), FAN)
+        first = part_0 + part * KV_HEADS
+        last = count == 1
+        if count > 1:
+            tl.debug_barrier()  # all threads have put down what they have, before one says so
+            arrived = shares + (1 + first + turn * KV_HEADS) * WORDS + AT_ARRIVED
+            last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == count - 1
+            if last:
+                tl.store(arrived, 0)
+                final = span >= parts
+                result, log_sum = merged(
+                    left, left_lse, sinks, first, count, stride, final, head, present,
+                    GROUP, KV_HEADS, DIM, DIM_TILE, MERGE_TILE, WITH_SINKS,
+                )  # fmt: skip
+                if final:
+                    put(out, token.to(tl.int64) * HEADS + head, present, result, DIM, DIM_TILE)
+                    if WITH_LSE:
+                        tl.store(lse + token.to(tl.int64) * HEADS + head, log_sum * LN2, mask=present)
+                else:
+                    tl.debug_barrier()  # all threads have read what is now written over
+                    put(left, first.to(tl.int64) * GROUP + member, present, result, DIM, DIM_TILE)
+                    tl.store(left_lse + first * GROUP + member, log_sum, mask=present)
+        stride = tl.where(last, span, parts)
+        turn += 1
 
-    largest = LOWEST
-    total = 0.0
-    if WITH_SINKS:
-        largest = tl.maximum(tl.load(sinks + head).to(tl.float32) * LOG2E, LOWEST)
-        total = 1.0
-    mixed = tl.zeros([DIM_TILE], tl.float32)
-    for first in range(program - 1, last + 1, PARTS):
-        owner = first + tl.arange(0, PARTS)
-        left = owner <= last
-        second = (owner == program - 1) & (begun > at - share)
-        line = (owner * 2 + second.to(tl.int32)) * GROUP + member
-        log_sum = tl.load(parts_lse + line, mask=left, other=float("-inf"))
-        part = load_lines(parts, line * DIM, left, DIM, DIM_TILE, True)
-        now = tl.maximum(largest, tl.max(log_sum, 0))
-        weights, fade = tl.exp2(log_sum - now), tl.exp2(largest - now)
-        total = total * fade + tl.sum(weights, 0)
-        mixed = mixed * fade + tl.sum(part * weights[:, None], 0)
-        largest = now
-    line = token.to(tl.int64) * HEADS + head
+
+@triton.jit
+def merged(
+    left,
+    left_lse,
+    sinks,
+    first,
+    count,
+    stride,
+    final,
+    head,
+    present,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    MERGE_TILE: tl.constexpr,
+    WITH_SINKS: tl.constexpr,
+):
+    """(output, log-sum-exp in units of log2) of `count` parts. Others left them: they are read past the multiprocessor's own cache."""
     dim = tl.arange(0, DIM_TILE)
-    tl.store(out + line * DIM + dim, (mixed / total).to(out.dtype.element_ty), mask=dim < DIM)
-    if WITH_LSE:
-        tl.store(lse + line, (largest + tl.log2(total)) * LN2)
+    line = first.to(tl.int64) * GROUP + tl.arange(0, MERGE_TILE)
+    apart = stride * KV_HEADS * GROUP
+    largest = tl.full([MERGE_TILE], LOWEST, tl.float32)
+    total = tl.zeros([MERGE_TILE], tl.float32)
+    mixed = tl.zeros([MERGE_TILE, DIM_TILE], tl.float32)
+    for one in tl.static_range(FAN):
+        log_sum = tl.load(left_lse + line + one * apart, mask=present & (one < count), other=LOWEST, cache_modifier=".cg")
+        largest = tl.maximum(largest, log_sum)
+    if WITH_SINKS:
+        sink = tl.load(sinks + head, mask=present & final, other=float("-inf")).to(tl.float32) * LOG2E
+        largest = tl.maximum(largest, sink)
+        total = tl.exp2(sink - largest)
+    for one in tl.static_range(FAN):
+        there = present & (one < count)
+        log_sum = tl.load(left_lse + line + one * apart, mask=there, other=float("-inf"), cache_modifier=".cg")
+        pointers = left + (line + one * apart)[:, None] * DIM + dim[None, :]
+        numbers = tl.load(pointers, mask=there[:, None] & (dim < DIM)[None, :], other=0.0, cache_modifier=".cg")
+        weight = tl.exp2(log_sum - largest)
+        total += weight
+        mixed += weight[:, None] * numbers
+    return finish(largest, total, mixed, 1.0)

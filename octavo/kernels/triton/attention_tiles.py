@@ -20,9 +20,11 @@ class Tiles:
     queries: int = MIN_DOT  # a tile of queries: tokens * heads of a group
     described: bool = False  # prefill: new keys and values come by tensor descriptors (Hopper's copy engine), not by pointers
     lagging: bool = False  # prefill: values are mixed one tile late, so that the product runs under the next tile's softmax
-    programs: int = 4  # decode: that a multiprocessor runs at once; each takes a share of all tiles
-    least: int = 2  # decode: tiles of a share, so that a short row is not cut into crumbs
-    dependent: bool = True  # decode and merge are each launched while the kernel before still runs
+    programs: int = 4  # decode: that a multiprocessor runs at once
+    shares: int = 4  # decode: that a program takes one after the other, at most
+    grain: int = 16  # decode: tiles of a share; a program takes a second one where it has twice as many to read
+    drawn: bool = True  # decode: programs take share after share; else there is one for each share that may be
+    dependent: bool = True  # decode is launched while the kernel before still runs
     divided: bool = False  # prefill: Hopper's own kernel, one group of warps to copy and two to compute
 
 

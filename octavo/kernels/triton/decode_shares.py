@@ -1,7 +1,7 @@
-"""Divides decode attention into equal shares, once a step: who reads which keys of which row (`kernels/share_words.py`).
+"""Divides decode attention into shares, once a step: who reads which keys of which row (`kernels/share_words.py`).
 
-Every program counts all rows for itself, which takes it no longer than one alone would take, and then writes its own line: the row
-that its share begins in knows that it does. The first one writes the header and the rows' lines too.
+A program for each row counts all rows for itself, which takes it no longer than one alone would take, and then writes the lines of
+its own: they begin behind those of all longer rows.
 """
 
 import torch
@@ -9,35 +9,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.share_words import END, FIRST, IN_ALL, LINE, NEXT, PER_SHARE, ROW, START, TILES, TOKEN, num_lines
+from octavo.kernels.share_words import ARRIVED, DRAWN, END, HIGH, IN_ALL, KV_HEAD, LINE, LOW, PART, PARTS, ROW, TOKEN, most_shares
 
-ROWS = 1024  # at once
+ROWS, LINES = 1024, 128  # at once
 NO_WINDOW = 2**31 - 1
-AT_SHARE, AT_ALL, AT_START, AT_TILES, AT_TOKEN, AT_ROW, AT_FIRST, AT_END, AT_NEXT, WORDS = map(
-    tl.constexpr, (PER_SHARE, IN_ALL, START, TILES, TOKEN, ROW, FIRST, END, NEXT, LINE)
+AT_ALL, AT_DRAWN, AT_ARRIVED, WORDS = map(tl.constexpr, (IN_ALL, DRAWN, ARRIVED, LINE))
+AT_TOKEN, AT_ROW, AT_KV_HEAD, AT_LOW, AT_HIGH, AT_END, AT_PART, AT_PARTS = map(
+    tl.constexpr, (TOKEN, ROW, KV_HEAD, LOW, HIGH, END, PART, PARTS)
 )
 
 
 @triton.jit
-def load_line(shares, line):
-    """(start, tiles, token, row, first, end, next)"""
-    at = shares + line * WORDS
+def load_share(shares, share):
+    """(token, row, KV head, low, high, end, part, parts)"""
+    at = shares + (1 + share) * WORDS
     return (
-        tl.load(at + AT_START), tl.load(at + AT_TILES), tl.load(at + AT_TOKEN), tl.load(at + AT_ROW),
-        tl.load(at + AT_FIRST), tl.load(at + AT_END), tl.load(at + AT_NEXT),
+        tl.load(at + AT_TOKEN), tl.load(at + AT_ROW), tl.load(at + AT_KV_HEAD), tl.load(at + AT_LOW),
+        tl.load(at + AT_HIGH), tl.load(at + AT_END), tl.load(at + AT_PART), tl.load(at + AT_PARTS),
     )  # fmt: skip
-
-
-@triton.jit
-def put_lines(shares, line, mask, start, tiles, token, row, first, end, following):
-    at = shares + line * WORDS
-    tl.store(at + AT_START, start, mask=mask)
-    tl.store(at + AT_TILES, tiles, mask=mask)
-    tl.store(at + AT_TOKEN, token, mask=mask)
-    tl.store(at + AT_ROW, row, mask=mask)
-    tl.store(at + AT_FIRST, first, mask=mask)
-    tl.store(at + AT_END, end, mask=mask)
-    tl.store(at + AT_NEXT, following, mask=mask)
 
 
 @triton.jit
@@ -51,33 +40,64 @@ def count_tiles(query_start, context_len, row, num_rows, window, TILE: tl.conste
     return tl.where(behind - token == 1, tl.maximum(tl.cdiv(end - first, TILE), 1), 0), token, first, end
 
 
-@triton.jit(do_not_specialize=["num_rows", "window", "least"])
+@triton.jit
+def cut(tiles, longest):
+    """(parts of a row, tiles of a part)"""
+    size = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, longest), 1))
+    return tl.cdiv(tiles, tl.maximum(size, 1)), size
+
+
+@triton.jit(do_not_specialize=["num_rows", "window", "programs", "each", "grain"])
 def share_out(
-    query_start, context_len, shares, num_rows, window, least, KV_HEADS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    query_start,
+    context_len,
+    shares,
+    num_rows,
+    window,
+    programs,
+    each,
+    grain,
+    KV_HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    row = tl.program_id(0)
     lane = tl.arange(0, ROWS)
     in_all = 0
     for at in range(0, num_rows, ROWS):
         tiles, _token, _first, _end = count_tiles(query_start, context_len, at + lane, num_rows, window, TILE)
         in_all += tl.sum(tiles, 0) * KV_HEADS
-    share = tl.maximum(tl.cdiv(in_all, programs), least)
-    begin = program * share
-    if program == 0:
-        tl.store(shares + AT_SHARE, share)
-        tl.store(shares + AT_ALL, in_all)
-    before = 0
-    line = 1 + programs
+    longest = tl.cdiv(in_all, programs * tl.minimum(tl.maximum(in_all // (programs * grain), 1), each))
+
+    own, token, first, end = count_tiles(query_start, context_len, row, num_rows, window, TILE)
+    before, num_shares = 0, 0
     for at in range(0, num_rows, ROWS):
-        tiles, token, first, end = count_tiles(query_start, context_len, at + lane, num_rows, window, TILE)
-        has = tiles > 0
-        start = before + (tl.cumsum(tiles, 0) - tiles) * KV_HEADS
-        own = line + tl.cumsum(has.to(tl.int32), 0) - 1
-        put_lines(shares, own, has & (program == 0), start, tiles, token, at + lane, first, end, own + 1)
-        begun = (start <= begin) & (begin < start + tiles * KV_HEADS)
-        put_lines(shares, 1 + program + lane * 0, begun, start, tiles, token, at + lane, first, end, own + 1)
-        before += tl.sum(tiles, 0) * KV_HEADS
-        line += tl.sum(has.to(tl.int32), 0)
+        tiles, _token, _first, _end = count_tiles(query_start, context_len, at + lane, num_rows, window, TILE)
+        parts, _size = cut(tiles, longest)
+        sooner = (tiles > own) | ((tiles == own) & (at + lane < row))
+        before += tl.sum(tl.where(sooner, parts, 0), 0) * KV_HEADS
+        num_shares += tl.sum(parts, 0) * KV_HEADS
+    if row == 0:
+        tl.store(shares + AT_ALL, num_shares)
+        tl.store(shares + AT_DRAWN, 0)
+
+    parts, size = cut(own, longest)
+    for start in range(0, parts * KV_HEADS, LINES):
+        index = start + tl.arange(0, LINES)
+        mask = index < parts * KV_HEADS
+        part = index // KV_HEADS
+        low = first + part * size * TILE
+        line = shares + (1 + before + index) * WORDS
+        tl.store(line + AT_TOKEN, token, mask=mask)
+        tl.store(line + AT_ROW, row, mask=mask)
+        tl.store(line + AT_KV_HEAD, index % KV_HEADS, mask=mask)
+        tl.store(line + AT_LOW, low, mask=mask)
+        tl.store(line + AT_HIGH, tl.minimum(low + size * TILE, end), mask=mask)
+        tl.store(line + AT_END, end, mask=mask)
+        tl.store(line + AT_PART, part, mask=mask)
+        tl.store(line + AT_PARTS, parts, mask=mask)
+        tl.store(line + AT_ARRIVED, 0, mask=mask)
 
 
 def decode_shares(
@@ -87,12 +107,15 @@ def decode_shares(
     kv_heads: int,
     tile: int,  # keys
     programs: int,
-    least: int,  # tiles of a share
+    each: int,  # shares a program may have
+    grain: int,  # tiles of a share: as soon as programs have twice as many to read, they get more shares
 ) -> Tensor:
-    """[lines, LINE] int32"""
+    """[lines, LINE] int32; the last line is never written: it may be read, and not used"""
     rows = len(context_len)
-    shares = torch.empty(num_lines(programs, rows), LINE, dtype=torch.int32, device=query_start.device)
-    share_out[(programs,)](
-        query_start, context_len, shares, rows, window or NO_WINDOW, least, KV_HEADS=kv_heads, TILE=tile, ROWS=ROWS, num_warps=4
-    )
+    lines = 2 + most_shares(rows, kv_heads, programs, each)
+    shares = torch.empty(lines, LINE, dtype=torch.int32, device=query_start.device)
+    share_out[(rows,)](
+        query_start, context_len, shares, rows, window or NO_WINDOW, programs, each, grain,
+        KV_HEADS=kv_heads, TILE=tile, ROWS=ROWS, LINES=LINES, num_warps=4,
+    )  # fmt: skip
     return shares

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from octavo.kernels.reference import decode_shares as plain_shares
 from octavo.kernels.reference import paged_attention as plain
-from octavo.kernels.share_words import TILES
-from octavo.kernels.triton import attention
-from octavo.kernels.triton.attention import paged_attention
+from octavo.kernels.share_words import ARRIVED, DRAWN, IN_ALL, PARTS
+from octavo.kernels.triton.attention import paged_attention, shares_of
 from octavo.kernels.triton.attention_tiles import Tiles
 from octavo.kernels.triton.decode_shares import decode_shares
 
@@ -122,43 +121,56 @@ def test_a_mix_of_rows_agrees_with_the_twin_and_with_every_other_way_to_its_keys
         assert_same(got, caches.attend(tiles, paged=False, window=window), caches.attend(tiles, fresh=True, window=window))
 
 
-# 28 tiles of 16 keys, for both KV heads: rows inside a share and across many, a row that is not asked, one without context.
+# 14 tiles of 16 keys, for each KV head: rows of one tile and of many, a row that is not asked, one without context.
 RAGGED: Mix = [(1, 33), (1, 5), (1, 118), (0, 9), (1, 0), (1, 16)]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "window", "programs", "least"),
-    [(torch.float32, None, 1, 1), (torch.float32, None, 5, 1), (torch.float16, 70, 3, 1), (torch.bfloat16, None, 12, 1),
-     (torch.bfloat16, None, 12, 4)],
+    ("dtype", "window", "programs", "shares", "drawn"),
+    [(torch.float32, None, 1, 1, True), (torch.float32, None, 3, 3, True), (torch.float16, 70, 3, 2, True),
+     (torch.bfloat16, None, 14, 1, True), (torch.bfloat16, None, 14, 2, False)],
     ids=str,
 )  # fmt: skip
-def test_decode_agrees_wherever_its_shares_are_cut(
-    dtype: torch.dtype, window: int | None, programs: int, least: int, device: str, monkeypatch: pytest.MonkeyPatch
+def test_decode_agrees_however_its_rows_are_cut(
+    dtype: torch.dtype, window: int | None, programs: int, shares: int, drawn: bool, device: str
 ) -> None:
-    monkeypatch.setattr(attention, "PARTS", 2)  # the longest row leaves more
     caches = Caches(RAGGED, 16, dtype, device)
-    tiles = Tiles(keys=16, warps=4, stages=2, programs=programs, least=least)
+    tiles = Tiles(keys=16, warps=4, stages=2, programs=programs, shares=shares, grain=1, drawn=drawn)
     got = caches.attend(tiles, window=window)
     assert_near(got, caches.exact(window=window))
     assert_same(got, caches.attend(tiles, paged=False, window=window))
+
+
+def test_many_parts_are_merged_in_rounds_and_shares_serve_layer_after_layer(device: str) -> None:
+    parts = 65  # the last goes into the third round alone
+    caches = Caches([(1, parts * 16), (1, 20)], 16, torch.float32, device)
+    tiles = Tiles(keys=16, warps=4, stages=2, programs=parts + 2, shares=2, grain=1)  # a share is a tile; half of them are drawn
+    learned = torch.linspace(-1.5, 2.5, HEADS, device=device)
+    shares = shares_of(caches.query_start, caches.context_len, caches.paged[0], None, tiles)
+    before = shares.clone()
+    assert shares[1, PARTS] == parts
+    got = caches.attend(tiles, shares=shares, sinks=learned)
+    assert_near(got, caches.exact(sinks=learned))
+    assert torch.equal(shares, before)
+    assert_same(got, caches.attend(tiles, shares=shares, sinks=learned))
 
 
 @given(
     mix=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 200)), min_size=1, max_size=7),
     window=st.none() | st.integers(1, 90),
     programs=st.integers(1, 9),
-    least=st.integers(1, 4),
+    each=st.integers(1, 3),
+    grain=st.integers(1, 4),
 )
 @settings(max_examples=20, phases=[Phase.explicit, Phase.generate])
-def test_shares_are_those_of_the_twin(mix: Mix, window: int | None, programs: int, least: int, device: str) -> None:
+def test_shares_are_those_of_the_twin(mix: Mix, window: int | None, programs: int, each: int, grain: int, device: str) -> None:
     query_start = torch.tensor([0, *(queries for queries, _ in mix)], device=device, dtype=torch.int32).cumsum(0)
     context_len = torch.tensor([max(queries, context) for queries, context in mix], device=device, dtype=torch.int32)
-    asked = query_start, context_len, window, KV_HEADS, 16, programs, least
+    asked = query_start, context_len, window, KV_HEADS, 16, programs, each, grain
     got, exact = decode_shares(*asked), plain_shares.decode_shares(*asked)
-    assert got.shape == exact.shape and torch.equal(got[0, :2], exact[0, :2])
-    written = exact[:, TILES] > 0
-    written[0] = False
-    assert torch.equal(got[written, :-1], exact[written, :-1])
+    assert got.shape == exact.shape and got[0, IN_ALL] == exact[0, IN_ALL] and got[0, DRAWN] == 0
+    written = slice(1, 1 + int(exact[0, IN_ALL]))
+    assert torch.equal(got[written, : ARRIVED + 1], exact[written, : ARRIVED + 1])
 
 
 LEARNED = torch.linspace(-1.5, 2.5, HEADS)
