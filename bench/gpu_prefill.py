@@ -191,8 +191,7 @@ def named(tiles: Tiles) -> str:
 
 def named_shares(tiles: Tiles) -> str:
     plainly = "" if tiles.dependent else ", plainly"
-    drawn = "drawn" if tiles.drawn else "one each"
-    return f"{tiles.keys} w{tiles.warps} s{tiles.stages} p{tiles.programs}, {tiles.shares} of {tiles.grain} {drawn}{plainly}"
+    return f"{tiles.keys} w{tiles.warps} s{tiles.stages} p{tiles.programs}, {tiles.shares} of {tiles.grain}{plainly}"
 
 
 def jobs(tiny: bool, decode: bool, features: bool) -> dict[str, Callable[[], float]]:
@@ -203,7 +202,6 @@ def jobs(tiny: bool, decode: bool, features: bool) -> dict[str, Callable[[], flo
     found: dict[str, Callable[[], float]] = {}
     for (heads, kv_heads), shape in product(GROUPS, DECODE if decode else ()):
         cut = [Tiles(*shape, programs=programs, **way) for programs, way in ((1, WAYS[0]), (4, WAYS[1]), (4, WAYS[2]))]
-        cut += [replace(one, drawn=False) for one in cut[1:]]
         found[f"{heads}/{kv_heads} {shape}"] = lambda h=heads, k=kv_heads, c=cut: max(map(Case(decoding, h, k).error, c))
     for (heads, kv_heads), tiles in product(GROUPS, () if decode else PREFILL):
         found[f"{heads}/{kv_heads} {named(tiles)}"] = lambda h=heads, k=kv_heads, t=tiles: Case(RAGGED, h, k).error(t)
@@ -278,10 +276,9 @@ def sweep_decode(right: set[str], deadline: float) -> None:
         table = decode_tiles(case.dtype, case.dim)
         shapes = [Tiles(*shape, programs=programs) for shape, programs in DECODE.items() if f"{heads}/{kv_heads} {shape}" in right]
         first = sweep(case, shapes, deadline)
-        ways = [replace(tiles, **way, drawn=drawn) for _, tiles in first[:BEST] for way in WAYS for drawn in (True, False)]
+        ways = [replace(tiles, **way) for _, tiles in first[:BEST] for way in WAYS]
         found = sweep(case, [table, replace(table, dependent=not table.dependent), *ways], deadline)
-        best_of_each = [next((one for one in found if one[1].drawn == drawn), found[0]) for drawn in (True, False) if found]
-        text = [f"{named_shares(way)}: {spent:.1f} us" for spent, way in dict.fromkeys([*found[:4], *best_of_each])]
+        text = [f"{named_shares(way)}: {spent:.1f} us" for spent, way in found[:4]]
         text += [f"table: {spent:.1f} us" for spent, way in found if way == table]
         text.append(f"its shares: {timed(case.divide, BRIEF):.1f} us")
         rate = case.bytes / found[0][0] / 1e6 if found else 0

@@ -1,6 +1,6 @@
 """The shares of decode attention: its work as lines of int32, on which the kernel that makes them and the one that takes them agree.
 
-    | header: IN_ALL shares there are, DRAWN so far | a line for each share, those of the longest row first |
+    | header: IN_ALL shares there are | a line for each share, those of the longest row first |
 
 A share is a run of tiles of the keys of one row and KV head: all of them, or a part of a row that is longer than a share should be.
 Then its parts are of equal size but for the last, and stand in order, each KV_HEADS lines after the one before. A line says:
@@ -9,16 +9,16 @@ Then its parts are of equal size but for the last, and stand in order, each KV_H
     KV_HEAD                                                  ARRIVED       counts while parts are merged; 0 when nobody works
     LOW, HIGH    the keys it reads, of a row that ends at END
 
-What is counted, DRAWN and ARRIVED, stands in the second half of a line, away from what everybody reads.
+ARRIVED, which is counted, stands in the second half of a line, away from what everybody reads.
 """
 
 TOKEN, ROW, KV_HEAD, LOW, HIGH, END, PART, PARTS, ARRIVED = range(9)
-IN_ALL, DRAWN = 0, 8  # words of the header
+IN_ALL = 0  # of the header
 LINE = 16  # words
 
 
 def most_shares(rows: int, kv_heads: int, programs: int, each: int) -> int:
-    """`each`: shares a program may have. Rows are cut into so many, and every row and KV head may begin one more."""
+    """`each`: shares for each program that a GPU runs at once. Rows are cut into so many, and every row and KV head may begin one more."""
     return programs * each + rows * kv_heads
 
 

@@ -88,6 +88,7 @@ class Worker:
         shape = self._shape()
         self.needs = shape.needs(self.dtype, config.quantization, config.kv_cache_dtype, threads, config.device)
         self.kept = self._kept(shape)
+        self._floats = self._kept_as_floats(shape)
         self.specs = self.needs.specs
         self.backend = choose_backend(config, self.dtype, self.on_device)
         if shadow and self.backend.name == "flashinfer":
@@ -99,6 +100,8 @@ class Worker:
         if self.device.type == "cuda":
             self._compile_ahead(geometry)
         stored = self._open_stored()
+        if self._floats:
+            logger.warning(self._floats)
         with out_of_memory_explained(self.needs, self.config):
             self._build(geometry, stored)
         return geometry
@@ -204,16 +207,19 @@ class Worker:
         return shape
 
     def _kept(self, shape: ModelShape) -> list[Kept]:
-        """What becomes of each matrix, where codes are computed with; what cannot be codes is said."""
+        """What becomes of each matrix, where codes are computed with."""
         if self.library is None and not self.on_device:
             return []
-        kept, asked = shape.kept(self.dtype, self.config.quantization, self.config.device), self.config.quantization
-        floats = Counter(one.matrix.name for one in kept if one.codes is None and (asked in ("int8", "int4") or shape.expands(one, asked)))
-        if floats:
-            names = ", ".join(f"{count} {name}" for name, count in floats.items())
-            why = "their parts cannot be merged as codes, or their rows are not of whole groups"
-            logger.warning("Some matrices are kept as %s, not as codes: %s (%s)", self.dtype, names, why)
-        return kept
+        return shape.kept(self.dtype, self.config.quantization, self.config.device)
+
+    def _kept_as_floats(self, shape: ModelShape) -> str:
+        """What is to be said of matrices that should be codes and cannot be."""
+        asked = self.config.quantization
+        wanted = [one for one in self.kept if asked in ("int8", "int4") or shape.expands(one, asked)]
+        floats = Counter(one.matrix.name for one in wanted if one.codes is None)
+        names = ", ".join(f"{count} {name}" for name, count in floats.items())
+        why = "their parts cannot be merged as codes, or their rows are not of whole groups"
+        return names and f"Some matrices are kept as {self.dtype}, not as codes: {names} ({why})"
 
     def _make_store(self, geometry: CacheGeometry) -> KVStore:
         if self.backend.paged:

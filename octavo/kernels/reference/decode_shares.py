@@ -12,13 +12,13 @@ def decode_shares(
     window: int | None,
     kv_heads: int,
     tile: int,  # keys
-    programs: int,
-    each: int,  # shares a program may have
-    grain: int,  # tiles of a share: as soon as programs have twice as many to read, they get more shares
+    programs: int,  # that a GPU runs at once
+    each: int,  # shares that rows are cut into for each of them, at most
+    grain: int,  # tiles of a share: as soon as there are twice as many for each program to read, there are more shares
 ) -> Tensor:
     """[lines, LINE] int32; what is not written is 0"""
     starts, contexts = query_start.tolist(), context_len.tolist()
-    shares = torch.zeros(2 + most_shares(len(contexts), kv_heads, programs, each), LINE, dtype=torch.int32)
+    shares = torch.zeros(1 + most_shares(len(contexts), kv_heads, programs, each), LINE, dtype=torch.int32)
     seen = {}  # tiles of a row, and its first key
     for row, end in enumerate(contexts):
         if starts[row + 1] - starts[row] == 1:

@@ -105,12 +105,12 @@ def _decode(tensors: Given, numbers: Given, shared: dict[str, Any], shares: Tens
     kv_heads, head_dim = shared["KV_HEADS"], shared["DIM"]
     group, programs = shared["HEADS"] // kv_heads, tiles.programs * multiprocessors(q.device)
     most = most_shares(len(context_len), kv_heads, programs, tiles.shares)
-    assert len(shares) == most + 2, f"{len(shares)} lines for {programs} programs, {len(context_len)} rows"
+    assert len(shares) == most + 1, f"{len(shares)} lines for {programs} programs, {len(context_len)} rows"
     left = torch.empty(most_parts(programs, tiles.shares), group, head_dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(left.shape[:2], dtype=torch.float32, device=q.device)
     dependent = tiles.dependent and can_depend()
     members = triton.next_power_of_2(group)
-    decode[(programs if tiles.drawn else most,)](
+    decode[(most,)](
         q, k_cache, v_cache, tables, shares, out, lse, sinks, slopes, left, sums, scale, unit, cap, width, size, **shared,
         GROUP_TILE=max(members, MIN_DOT), MERGE_TILE=members, TILE=tiles.keys, STAGES=tiles.stages, DEPENDENT=dependent,
         num_warps=tiles.warps, launch_pdl=dependent,

@@ -1,11 +1,11 @@
-"""Decode attention: rows with one query each. Programs take shares of the work, one after the other, until none is left.
+"""Decode attention: rows with one query each. Each program takes one share of the work.
 
     shares     | row 2, part 0, heads 0 1 2 | part 1, heads 0 1 2 | row 0, heads 0 1 2 | row 1, heads 0 1 2 |    longest row first
-    programs     0           1            2   3           0     2   1       3       0    ...     whoever is ready takes the next
+    programs     0           1            2   3           4     5   6       7       8    9       10     11    ... those past the last: none
 
 All query heads of a group are answered by the program that reads their keys (padded to 16, for tl.dot), so each byte of the cache
-is read once. The number of programs is that which a GPU runs at once; the shares are listed once a step (`decode_shares.py`). A
-multiprocessor that gets less of the memory's bandwidth than another takes fewer of them, and the short ones at the end fill up.
+is read once. The shares are listed once a step (`decode_shares.py`). A GPU starts the next program as soon as there is room for it:
+a multiprocessor that gets less of the memory's bandwidth than another runs fewer of them, and the short ones at the end fill up.
 
 A row that is longer than a share leaves parts. Of FAN neighbours whoever comes last merges all, in their order, and then is one of
 the next FAN: after a few rounds the last of the last has the row. So who is quicker than whom changes no bit.
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.triton.attention_parts import HIDDEN, LN_2, LOG2E, LOWEST, begin, finish, load_lines, mix, places_of, score, weigh
-from octavo.kernels.triton.decode_shares import AT_ALL, AT_ARRIVED, AT_DRAWN, WORDS, load_share
+from octavo.kernels.triton.decode_shares import AT_ALL, AT_ARRIVED, WORDS, load_share
 from octavo.kernels.triton.dependent import begin as begin_dependents
 from octavo.kernels.triton.dependent import wait
 
@@ -63,60 +63,43 @@ def decode(
     begin_dependents(DEPENDENT)
     wait(DEPENDENT)
     share = tl.program_id(0)
+    if share >= tl.load(shares + AT_ALL):
+        return
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    in_all = tl.load(shares + AT_ALL)
     token, row, kv_head, low, high, end, part, parts = load_share(shares, share)
     member = tl.arange(0, GROUP_TILE)
     present = member < GROUP
-    while share < in_all:
-        head = kv_head * GROUP + member
-        queries = load_lines(q, token.to(tl.int64) * Q_STRIDE + head * DIM, present, DIM, DIM_TILE, True)
-        table = tables + row.to(tl.int64) * table_width
-        slope = tl.load(slopes + head, mask=present, other=0.0) if SLOPED else 0.0
+    head = kv_head * GROUP + member
+    queries = load_lines(q, token.to(tl.int64) * Q_STRIDE + head * DIM, present, DIM, DIM_TILE, True)
+    table = tables + row.to(tl.int64) * table_width
+    slope = tl.load(slopes + head, mask=present, other=0.0) if SLOPED else 0.0
 
-        largest, total, mixed = begin(sinks, head, present, unit, GROUP_TILE, DIM_TILE, WITH_SINKS)
-        if WITH_SINKS:  # counted once, here or by merge: from the lowest, a part's first key wipes it out
-            largest = tl.where(parts == 1, largest, LOWEST)
-        for start in tl.range(low, high, TILE, num_stages=STAGES):
-            position = start + tl.arange(0, TILE)
-            inside = position < high
-            of_keys = places_of(table, position, inside, kv_head, region_size, KV_HEADS, DIM, BLOCK_SIZE, PAGED, TOGETHER)
-            keys = load_lines(k_cache, of_keys, inside, DIM, DIM_TILE, True)
-            behind = (position - (end - 1))[None, :]
-            scores = tl.where(inside[None, :], score(queries, keys, scale, cap, slope, behind, CAPPED, SLOPED), HIDDEN)
-            values = load_lines(v_cache, of_keys, inside, DIM, DIM_TILE, True)
-            largest, total, weights, fade = weigh(scores, largest, total, unit)
-            mixed = mix(weights, fade, values, mixed)
+    largest, total, mixed = begin(sinks, head, present, unit, GROUP_TILE, DIM_TILE, WITH_SINKS)
+    if WITH_SINKS:  # counted once, here or by merge: from the lowest, a part's first key wipes it out
+        largest = tl.where(parts == 1, largest, LOWEST)
+    for start in tl.range(low, high, TILE, num_stages=STAGES):
+        position = start + tl.arange(0, TILE)
+        inside = position < high
+        of_keys = places_of(table, position, inside, kv_head, region_size, KV_HEADS, DIM, BLOCK_SIZE, PAGED, TOGETHER)
+        keys = load_lines(k_cache, of_keys, inside, DIM, DIM_TILE, True)
+        behind = (position - (end - 1))[None, :]
+        scores = tl.where(inside[None, :], score(queries, keys, scale, cap, slope, behind, CAPPED, SLOPED), HIDDEN)
+        values = load_lines(v_cache, of_keys, inside, DIM, DIM_TILE, True)
+        largest, total, weights, fade = weigh(scores, largest, total, unit)
+        mixed = mix(weights, fade, values, mixed)
 
-        # Asked for before this one is put down, so that it is there by then.
-        next_share = draw(shares, in_all)
-        next_token, next_row, next_kv_head, next_low, next_high, next_end, next_part, next_parts = load_share(shares, next_share)
-        result, log_sum = finish(largest, total, mixed, unit)
-        if parts == 1:
-            put(out, token.to(tl.int64) * HEADS + head, present, result, DIM, DIM_TILE)
-            if WITH_LSE:
-                tl.store(lse + token.to(tl.int64) * HEADS + head, log_sum * LN2, mask=present)
-        else:
-            put(left, share.to(tl.int64) * GROUP + member, present, result, DIM, DIM_TILE)
-            tl.store(left_lse + share * GROUP + member, log_sum, mask=present)
-            merge(
-                left, left_lse, shares, out, lse, sinks, share, part, parts, token, kv_head,
-                HEADS, KV_HEADS, DIM, DIM_TILE, MERGE_TILE, WITH_SINKS, WITH_LSE,
-            )  # fmt: skip
-        share, token, row, kv_head = next_share, next_token, next_row, next_kv_head
-        low, high, end, part, parts = next_low, next_high, next_end, next_part, next_parts
-
-
-@triton.jit
-def draw(shares, in_all):
-    """A share that nobody has taken; in_all if there is none. Every program draws until it gets none, so there are in_all draws:
-    whoever has the last one sets the count back, for the next layer."""
-    drawn = in_all
-    if in_all > tl.num_programs(0):
-        drawn = tl.atomic_add(shares + AT_DRAWN, 1, sem="relaxed")
-        if drawn == in_all - 1:
-            tl.store(shares + AT_DRAWN, 0)
-    return tl.minimum(tl.num_programs(0) + drawn, in_all)
+    result, log_sum = finish(largest, total, mixed, unit)
+    if parts == 1:
+        put(out, token.to(tl.int64) * HEADS + head, present, result, DIM, DIM_TILE)
+        if WITH_LSE:
+            tl.store(lse + token.to(tl.int64) * HEADS + head, log_sum * LN2, mask=present)
+    else:
+        put(left, share.to(tl.int64) * GROUP + member, present, result, DIM, DIM_TILE)
+        tl.store(left_lse + share * GROUP + member, log_sum, mask=present)
+        merge(
+            left, left_lse, shares, out, lse, sinks, share, part, parts, token, kv_head,
+            HEADS, KV_HEADS, DIM, DIM_TILE, MERGE_TILE, WITH_SINKS, WITH_LSE,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -21,9 +21,8 @@ class Tiles:
     described: bool = False  # prefill: new keys and values come by tensor descriptors (Hopper's copy engine), not by pointers
     lagging: bool = False  # prefill: values are mixed one tile late, so that the product runs under the next tile's softmax
     programs: int = 4  # decode: that a multiprocessor runs at once
-    shares: int = 4  # decode: that a program takes one after the other, at most
-    grain: int = 16  # decode: tiles of a share; a program takes a second one where it has twice as many to read
-    drawn: bool = True  # decode: programs take share after share; else there is one for each share that may be
+    shares: int = 2  # decode: that rows are cut into for each of these, at most
+    grain: int = 16  # decode: tiles of a share; there is a second one where there are twice as many to read
     dependent: bool = True  # decode is launched while the kernel before still runs
     divided: bool = False  # prefill: Hopper's own kernel, one group of warps to copy and two to compute
 
@@ -33,7 +32,7 @@ def decode_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
         return Tiles(keys=16, warps=4, stages=2)
     if head_dim > 128:
         return Tiles(keys=32, warps=2, stages=3)
-    return Tiles(keys=64, warps=2, stages=3)
+    return Tiles(keys=64, warps=4, stages=2)
 
 
 def prefill_tiles(dtype: torch.dtype, head_dim: int, plain: bool = True, hopper: bool = False) -> Tiles:

@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.share_words import ARRIVED, DRAWN, END, HIGH, IN_ALL, KV_HEAD, LINE, LOW, PART, PARTS, ROW, TOKEN, most_shares
+from octavo.kernels.share_words import ARRIVED, END, HIGH, IN_ALL, KV_HEAD, LINE, LOW, PART, PARTS, ROW, TOKEN, most_shares
 
 ROWS, LINES = 1024, 128  # at once
 NO_WINDOW = 2**31 - 1
-AT_ALL, AT_DRAWN, AT_ARRIVED, WORDS = map(tl.constexpr, (IN_ALL, DRAWN, ARRIVED, LINE))
+AT_ALL, AT_ARRIVED, WORDS = map(tl.constexpr, (IN_ALL, ARRIVED, LINE))
 AT_TOKEN, AT_ROW, AT_KV_HEAD, AT_LOW, AT_HIGH, AT_END, AT_PART, AT_PARTS = map(
     tl.constexpr, (TOKEN, ROW, KV_HEAD, LOW, HIGH, END, PART, PARTS)
 )
@@ -80,7 +80,6 @@ def share_out(
         num_shares += tl.sum(parts, 0) * KV_HEADS
     if row == 0:
         tl.store(shares + AT_ALL, num_shares)
-        tl.store(shares + AT_DRAWN, 0)
 
     parts, size = cut(own, longest)
     for start in range(0, parts * KV_HEADS, LINES):
@@ -106,13 +105,13 @@ def decode_shares(
     window: int | None,
     kv_heads: int,
     tile: int,  # keys
-    programs: int,
-    each: int,  # shares a program may have
-    grain: int,  # tiles of a share: as soon as programs have twice as many to read, they get more shares
+    programs: int,  # that a GPU runs at once
+    each: int,  # shares that rows are cut into for each of them, at most
+    grain: int,  # tiles of a share: as soon as there are twice as many for each program to read, there are more shares
 ) -> Tensor:
-    """[lines, LINE] int32; the last line is never written: it may be read, and not used"""
+    """[lines, LINE] int32"""
     rows = len(context_len)
-    lines = 2 + most_shares(rows, kv_heads, programs, each)
+    lines = 1 + most_shares(rows, kv_heads, programs, each)
     shares = torch.empty(lines, LINE, dtype=torch.int32, device=query_start.device)
     share_out[(rows,)](
         query_start, context_len, shares, rows, window or NO_WINDOW, programs, each, grain,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.kernels.reference import decode_shares as plain_shares
 from octavo.kernels.reference import paged_attention as plain
-from octavo.kernels.share_words import ARRIVED, DRAWN, IN_ALL, PARTS
+from octavo.kernels.share_words import ARRIVED, IN_ALL, PARTS
 from octavo.kernels.triton.attention import paged_attention, shares_of
 from octavo.kernels.triton.attention_tiles import Tiles
 from octavo.kernels.triton.decode_shares import decode_shares
@@ -126,16 +126,13 @@ RAGGED: Mix = [(1, 33), (1, 5), (1, 118), (0, 9), (1, 0), (1, 16)]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "window", "programs", "shares", "drawn"),
-    [(torch.float32, None, 1, 1, True), (torch.float32, None, 3, 3, True), (torch.float16, 70, 3, 2, True),
-     (torch.bfloat16, None, 14, 1, True), (torch.bfloat16, None, 14, 2, False)],
+    ("dtype", "window", "programs", "shares"),
+    [(torch.float32, None, 1, 1), (torch.float32, None, 3, 3), (torch.float16, 70, 3, 2), (torch.bfloat16, None, 14, 2)],
     ids=str,
 )  # fmt: skip
-def test_decode_agrees_however_its_rows_are_cut(
-    dtype: torch.dtype, window: int | None, programs: int, shares: int, drawn: bool, device: str
-) -> None:
+def test_decode_agrees_however_its_rows_are_cut(dtype: torch.dtype, window: int | None, programs: int, shares: int, device: str) -> None:
     caches = Caches(RAGGED, 16, dtype, device)
-    tiles = Tiles(keys=16, warps=4, stages=2, programs=programs, shares=shares, grain=1, drawn=drawn)
+    tiles = Tiles(keys=16, warps=4, stages=2, programs=programs, shares=shares, grain=1)
     got = caches.attend(tiles, window=window)
     assert_near(got, caches.exact(window=window))
     assert_same(got, caches.attend(tiles, paged=False, window=window))
@@ -144,7 +141,7 @@ def test_decode_agrees_however_its_rows_are_cut(
 def test_many_parts_are_merged_in_rounds_and_shares_serve_layer_after_layer(device: str) -> None:
     parts = 65  # the last goes into the third round alone
     caches = Caches([(1, parts * 16), (1, 20)], 16, torch.float32, device)
-    tiles = Tiles(keys=16, warps=4, stages=2, programs=parts + 2, shares=2, grain=1)  # a share is a tile; half of them are drawn
+    tiles = Tiles(keys=16, warps=4, stages=2, programs=parts + 2, shares=2, grain=1)  # a share is a tile
     learned = torch.linspace(-1.5, 2.5, HEADS, device=device)
     shares = shares_of(caches.query_start, caches.context_len, caches.paged[0], None, tiles)
     before = shares.clone()
@@ -168,7 +165,7 @@ def test_shares_are_those_of_the_twin(mix: Mix, window: int | None, programs: in
     context_len = torch.tensor([max(queries, context) for queries, context in mix], device=device, dtype=torch.int32)
     asked = query_start, context_len, window, KV_HEADS, 16, programs, each, grain
     got, exact = decode_shares(*asked), plain_shares.decode_shares(*asked)
-    assert got.shape == exact.shape and got[0, IN_ALL] == exact[0, IN_ALL] and got[0, DRAWN] == 0
+    assert got.shape == exact.shape and got[0, IN_ALL] == exact[0, IN_ALL]
     written = slice(1, 1 + int(exact[0, IN_ALL]))
     assert torch.equal(got[written, : ARRIVED + 1], exact[written, : ARRIVED + 1])
 
