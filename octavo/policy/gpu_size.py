@@ -1,8 +1,8 @@
 """What the engine holds on a GPU beside the KV pool, counted from shapes as `native_size.py` does for the CPU.
 
     weights    codes stay codes, in words of 16 bits whose spans of 32 columns stand side by side; floats in the dtype of the run
-    a step     the residual stream and what is largest in a layer, or the logits of all rows and what is drawn from them
-    graphs     what captured steps keep for themselves: the runner measures it, and until then it is an estimate
+    a step     the logits of all rows; the residual stream and what is largest in a layer, or what draws
+    graphs     what captured steps keep for themselves: measured on an H200, and counted so
     rows       a line of words for each (`kernels/row_words.py`), the step's own tensors, the rotation tables
 
 Nothing depends on the length of a context: attention gathers no keys, and masks nothing but in its tiles.
@@ -16,7 +16,7 @@ from octavo.policy.model_size import SCALE_AND_OFFSET, Codes, Kept, Matrix, kept
 
 MIB = 2**20
 CONTEXT = 520 * MIB  # of a process, once CUDA has started
-LIBRARIES = 100 * MIB  # compiled kernels, and the workspaces of cuBLAS: taken while the engine starts
+LIBRARIES = 160 * MIB  # compiled kernels, and the workspaces of cuBLAS: taken while the engine starts
 FLASHINFER = 144 * MIB  # its workspaces, of a step with two kinds of layers
 WORD = 4  # bytes
 CODE_WORD, SPAN = 16, 32  # bits, and columns that follow each other in the words of a matrix
@@ -24,15 +24,17 @@ SLAB = 2**24  # weights made out of codes at once, for steps of many tokens
 ROW_HEAD = 16  # words before the block table
 ENTRY_WORDS = 16  # of a step, for each row it may have
 TOKEN_WORDS = 6  # and for each token: id, position, slot
-DRAWN = 2 * FLOAT32  # bytes for each (row, token of the vocabulary) under penalties: the score, and what the row has of the token
+ADJUSTED_LOGITS = 2**24  # at once, under penalties
+ADJUSTED = 2 * FLOAT32  # bytes for each: the score, and what the row has of the token
 DECODE_PROGRAMS = 640  # of decode attention at most: four for each of 160 multiprocessors
-DECODE_SHARES = 4  # that each may take
+DECODE_SHARES = 2  # for each of them
 LEFT_PARTS = 2  # of long rows, for each of those
 SHARE_WORDS = 16  # of a step, for each of those, and each row and KV head
 SMALL_MODEL = 2 * 10**9  # parameters: up to there a step of any size computes no longer than it takes to launch, kernel by kernel
 GRAPHS = 62  # as many as there are shapes, for 512 rows
 KERNELS = 8  # of a layer, in a graph
 KERNEL_BYTES = 16 * 2**10  # a graph keeps for each
+DECODED, MIXED, LARGE = 20, 9216, 12288  # tokens of all graphs: of those that decode for each row, of mixed ones to 2,048, and beyond
 
 
 def gpu_matrices(config: ModelConfig, item: int, stored: Mapping[str, Codes | None]) -> list[Kept]:
@@ -51,9 +53,9 @@ def gpu_slab_bytes(config: ModelConfig, item: int, stored: Mapping[str, Codes | 
 
 
 def gpu_step_bytes(model: ModelConfig, item: int, load: StepLoad) -> int:
-    """The most that a step holds at once. `item`: bytes of a number of the run's dtype."""
-    logits = load.rows * model.vocab_size * (item + DRAWN)
-    return max(load.tokens * _token_bytes(model, item) + _decode_bytes(model, load.rows), load.tokens * model.hidden_size * item + logits)
+    """The most that a step holds at once: logits of all rows, and layers or what draws. `item`: bytes of a number of the run's dtype."""
+    logits, adjusted = load.rows * model.vocab_size, min(load.rows, max(ADJUSTED_LOGITS // model.vocab_size, 1)) * model.vocab_size
+    return logits * item + max(_layer_bytes(model, item, load), adjusted * ADJUSTED, logits * item)  # those that are filtered, side by side
 
 
 def captured_tokens(model: ModelConfig) -> int:
@@ -62,9 +64,11 @@ def captured_tokens(model: ModelConfig) -> int:
 
 
 def gpu_graph_bytes(model: ModelConfig, item: int, load: StepLoad) -> int:
-    """What graphs will take, roughly: they share the memory of the largest step, and each keeps its kernels."""
-    largest = StepLoad(min(load.tokens, max(captured_tokens(model), load.rows)), load.rows, load.context, load.gathered)
-    return gpu_step_bytes(model, item, largest) + GRAPHS * model.num_layers * KERNELS * KERNEL_BYTES
+    """What graphs take: they share the memory of the largest step; each keeps its kernels, and the hidden states it ends with."""
+    captured = captured_tokens(model)
+    largest = StepLoad(min(load.tokens, max(captured, load.rows)), load.rows, load.context, load.gathered)
+    hidden = load.rows * DECODED + MIXED + (LARGE if captured >= load.tokens else 0)
+    return _layer_bytes(model, item, largest) + hidden * model.hidden_size * item + GRAPHS * model.num_layers * KERNELS * KERNEL_BYTES
 
 
 def gpu_row_bytes(model: ModelConfig, rows: int, tokens: int, max_len: int, max_blocks: int) -> int:
@@ -79,6 +83,10 @@ def _token_bytes(model: ModelConfig, item: int) -> int:
     mlp = 3 * model.intermediate_size  # gate and up, their product
     stream = 2 * model.hidden_size  # input and sum; both once more where a norm makes new ones
     return (stream + max(attention, mlp, stream)) * item
+
+
+def _layer_bytes(model: ModelConfig, item: int, load: StepLoad) -> int:
+    return load.tokens * _token_bytes(model, item) + _decode_bytes(model, load.rows)
 
 
 def _decode_bytes(model: ModelConfig, rows: int) -> int:

@@ -63,7 +63,6 @@ class ModelNeeds:
     loading: int = 0  # the most bytes held while weights are read, weights included
     native_threads: int = 0  # of the native program; none: torch computes
     device: str = "cpu"
-    graphs: int | None = None  # bytes of captured steps, where they have been measured
     slab: int = 0  # bytes of floats that a step on a GPU makes out of codes at once
 
     @property
@@ -188,7 +187,7 @@ class _Planner:
     def _gpu_use(self, config: ResolvedConfig, kv_cache: int, tokens: int, max_len: int) -> Use:
         needs, model, item, rows = self.needs, self.needs.config, ITEM_BYTES[self.needs.dtype], config.max_num_seqs
         load = StepLoad(max(min(config.max_num_batched_tokens, tokens), rows), rows, max_len, gathered=0)  # padded to all rows
-        graphs = 0 if config.enforce_eager else gpu_graph_bytes(model, item, load) + needs.slab if needs.graphs is None else needs.graphs
+        graphs = 0 if config.enforce_eager else gpu_graph_bytes(model, item, load) + needs.slab
         return Use(
             weights=needs.weights,
             kv_cache=kv_cache,

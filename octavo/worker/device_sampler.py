@@ -18,11 +18,11 @@ from octavo.kernels.asks import pack
 from octavo.kernels.ops import adjust, draw, rank
 from octavo.kernels.reference.sampling import Draws, Ranking
 from octavo.messages import NoiseKey, RowWrite, StepPlan, TokenLogprobs
+from octavo.policy.gpu_size import ADJUSTED_LOGITS
 from octavo.sampling_params import SamplingParams
 from octavo.worker.device_rows import DeviceRows, Words, upload
 from octavo.worker.sampler import listed
 
-ADJUSTED_LOGITS = 2**24  # at once; adjusting takes 8 bytes for each
 ENTRY, ROW, TEMPERATURE, TOP_K, TOP_P, MIN_P, NOISE = range(7)  # words of an entry that is drawn
 ENTRY_WORDS = NOISE + 4
 
