@@ -18,7 +18,7 @@ from pathlib import Path
 STARTED = time.perf_counter() - time.process_time()
 
 from collections import defaultdict  # noqa: E402
-from itertools import pairwise  # noqa: E402
+from itertools import pairwise, product  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--model", default="0.6B", choices=MODELS)
     parser.add_argument("--loads", default=",".join(loads.GPU))
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--temperatures", default="0.6", help="0 is greedy")
     parser.add_argument("--profile", action="store_true", help="where the host's time goes, over one round of each load")
     parser.add_argument("--busy", action="store_true", help="how long the device computes in a round, by kernel")
     parser.add_argument("--steps", action="store_true", help="how long steps of each shape take, over one round of each load")
@@ -112,22 +112,22 @@ def main() -> None:
         )  # fmt: skip
     run(llm, [([1, 2, 3], 1)], 0)
     print(f"{args.model}: ready after {time.perf_counter() - STARTED:.1f} s", flush=True)
-    for name in args.loads.split(","):
+    for name, temperature in product(args.loads.split(","), map(float, args.temperatures.split(","))):
         requests = loads.GPU[name]()
-        run(llm, [(ids[:64][::-1], min(count, 4)) for ids, count in requests[:64]], args.temperature)
-        seconds = [run(llm, requests, args.temperature) for _ in range(args.rounds)]
+        run(llm, [(ids[:64][::-1], min(count, 4)) for ids, count in requests[:64]], temperature)
+        seconds = [run(llm, requests, temperature) for _ in range(args.rounds)]
         tokens = sum(len(ids) for ids, _ in requests) if name == "prefill" else sum(count for _, count in requests)
         rate, aim = tokens / statistics.median(seconds), AIMS[args.model][name]
-        rounds = " ".join(f"{one:.2f}" for one in seconds)
-        print(f"{args.model} {name:9} {rate:10,.0f} tok/s   aim {aim:8,}   {rate / aim:5.2f}   rounds {rounds} s", flush=True)
+        rounds, what = " ".join(f"{one:.2f}" for one in seconds), f"{name} {temperature or 'greedy'}"
+        print(f"{args.model} {what:15} {rate:10,.0f} tok/s   aim {aim:8,}   {rate / aim:5.2f}   rounds {rounds} s", flush=True)
         if args.busy:
-            print_busy(llm, requests, args.temperature)
+            print_busy(llm, requests, temperature)
         if args.steps:
             with StepTimes(llm):
-                run(llm, requests, args.temperature)
+                run(llm, requests, temperature)
         if args.profile:
             profile = cProfile.Profile()
-            profile.runcall(run, llm, requests, args.temperature)
+            profile.runcall(run, llm, requests, temperature)
             pstats.Stats(profile).sort_stats("tottime").print_stats(25)
 
 
