@@ -123,6 +123,12 @@ def merge_linear(parts: Tensor, parts_lse: Tensor, weight: Tensor, bias: Tensor 
     return product
 
 
+def merge_parts(parts: Tensor, parts_lse: Tensor, dtype: torch.dtype) -> Tensor:
+    """The merged parts [rows, splits, heads, head_dim] as [rows, heads * head_dim]"""
+    merged: Tensor = (_triton("skinny") if parts.is_cuda else reference_skinny).merge_parts(parts, parts_lse, dtype)
+    return merged
+
+
 def few_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [rows, in], weight [out, in] -> [rows, out]"""
     product: Tensor = (_triton("skinny") if x.is_cuda else reference_skinny).linear(x, weight, bias)
@@ -214,6 +220,22 @@ def packed_gate_up(x: Tensor, weight: DeviceCodes) -> Tensor:
     """silu(gate) * up; weight has rows of gate over rows of up"""
     product: Tensor = (_triton("packed") if x.is_cuda else reference_packed).packed_gate_up(x, weight)
     return product
+
+
+def norm_packed_linear(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: DeviceCodes, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual) W^T, the new residual)"""
+    kernels = _triton("packed_normed") if x.is_cuda else reference_packed
+    product, stream = kernels.norm_packed_linear(x, residual, norm_weight, eps, weight, bias)
+    return product, stream
+
+
+def norm_packed_gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: DeviceCodes) -> tuple[Tensor, Tensor]:
+    """(silu(gate) * up of rms_norm(x + residual), the new residual); weight has rows of gate over rows of up"""
+    kernels = _triton("packed_normed") if x.is_cuda else reference_packed
+    gated, stream = kernels.norm_packed_gate_up(x, residual, norm_weight, eps, weight)
+    return gated, stream
 
 
 def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:

@@ -6,42 +6,80 @@
     gate_up                  residual add, norm, gate and up, silu(gate) * up
     few_linear               down
 
+Of a matrix that is kept as codes these are norm_packed_linear, merge_parts and packed_linear, norm_packed_gate_up, packed_linear.
 It means what `DenseLayer.forward` does. One stream is all latency: fewer kernels, and each begins while the last one runs.
 """
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor
 
 from octavo.attention.backend import FewBackend
 from octavo.attention.forward_batch import ForwardBatch
-from octavo.kernels.ops import few_linear, gate_up, merge_linear, norm_linear
+from octavo.kernels.ops import (
+    few_linear,
+    gate_up,
+    merge_linear,
+    merge_parts,
+    norm_linear,
+    norm_packed_gate_up,
+    norm_packed_linear,
+    packed_linear,
+)
 from octavo.layers.linear import Linear
+from octavo.layers.norm import RMSNorm
 from octavo.quant.base import Unquantized
+from octavo.quant.device_packed import Packed
 
 if TYPE_CHECKING:
     from octavo.models.dense import DenseLayer
 
 
 def few_rows(layer: "DenseLayer") -> int:
-    """Up to how many rows the kernels compute this layer: none unless weights are plain, on one rank, with no bias on gate and up."""
+    """Up to how many rows the kernels compute this layer: none unless it is on one rank, with no bias on gate and up."""
     attention, mlp = layer.attention, layer.mlp
     linears = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
-    plain = all(isinstance(linear.scheme, Unquantized) for linear in linears)
-    return attention.backend.few_rows if plain and attention.output.comm.size == 1 and mlp.gate_up.bias is None else 0
+    known = all(isinstance(linear.scheme, (Unquantized, Packed)) for linear in linears)
+    return attention.backend.few_rows if known and attention.output.comm.size == 1 and mlp.gate_up.bias is None else 0
 
 
 def few(layer: "DenseLayer", x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
     """One new token in each row."""
-    attention, norm = layer.attention, layer.attention_norm
+    attention = layer.attention
+    qkv, residual = _norm_linear(attention.qkv, x, residual, layer.attention_norm)
     cache = batch.caches[attention.layer]
-    qkv, residual = norm_linear(x, residual, norm.weight, norm.eps, *_parameters(attention.qkv))
     parts, parts_lse = cast(FewBackend, attention.backend).attend_few(qkv, attention.norms, attention.rope, cache, batch)
-    x = merge_linear(parts, parts_lse, *_parameters(attention.output))
-    norm = layer.mlp_norm
-    gated, residual = gate_up(x, residual, norm.weight, norm.eps, _parameters(layer.mlp.gate_up)[0])
-    return few_linear(gated, *_parameters(layer.mlp.down)), residual
+    x = _merge_linear(attention.output, parts, parts_lse, x.dtype)
+    gated, residual = _gate_up(layer.mlp.gate_up, x, residual, layer.mlp_norm)
+    return _linear(layer.mlp.down, gated), residual
 
 
-def _parameters(linear: Linear) -> tuple[Tensor, Tensor | None]:
-    return cast(Tensor, linear.weight), cast(Tensor | None, linear.bias)
+def _norm_linear(linear: Linear, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    product = norm_packed_linear if _is_packed(linear) else norm_linear
+    return product(x, residual, norm.weight, norm.eps, *_parameters(linear))
+
+
+def _merge_linear(linear: Linear, parts: Tensor, parts_lse: Tensor, dtype: torch.dtype) -> Tensor:
+    if _is_packed(linear):
+        return packed_linear(merge_parts(parts, parts_lse, dtype), *_parameters(linear))
+    return merge_linear(parts, parts_lse, *_parameters(linear))
+
+
+def _gate_up(linear: Linear, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+    product = norm_packed_gate_up if _is_packed(linear) else gate_up
+    return product(x, residual, norm.weight, norm.eps, _parameters(linear)[0])
+
+
+def _linear(linear: Linear, x: Tensor) -> Tensor:
+    product = packed_linear if _is_packed(linear) else few_linear
+    return product(x, *_parameters(linear))
+
+
+def _is_packed(linear: Linear) -> bool:
+    return isinstance(linear.scheme, Packed)
+
+
+def _parameters(linear: Linear) -> tuple[Any, Tensor | None]:
+    """The matrix, a tensor or codes, and the bias."""
+    return linear.codes if _is_packed(linear) else linear.weight, cast(Tensor | None, linear.bias)

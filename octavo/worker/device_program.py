@@ -23,6 +23,7 @@ from octavo.kernels.ops import finish, prepare, sample
 from octavo.kernels.step_tensors import StepMemory, StepTensors
 from octavo.layers.linear import Linear
 from octavo.models.decoder import Decoder
+from octavo.quant.base import Unquantized
 from octavo.worker.device_rows import DeviceRows
 from octavo.worker.kv_store import Caches
 
@@ -94,7 +95,8 @@ class DeviceProgram:
     def multiply(self, shape: Shape) -> None:
         """The products of a layer of each kind and of the vocabulary, of anything: what torch sets up for their shapes is set up."""
         for linear in [module for layer in self.kinds for module in layer.modules() if isinstance(module, Linear)]:
-            linear(self._logits.new_empty(shape.tokens, linear.in_features))
+            if isinstance(linear.scheme, Unquantized):
+                linear(self._logits.new_empty(shape.tokens, linear.in_features))
         self._model.head(self._logits.new_empty(shape.entries, self._model.config.hidden_size), self._logits[: shape.entries])
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -168,7 +168,10 @@ class Worker:
         """Kernels are compiled while weights are read."""
         major, minor = torch.cuda.get_device_capability(self.device)
         codes = [(one.matrix, one.codes) for one in self.kept if one.codes]
-        packed = {(one.rows, one.columns, form.bits, form.group, one.bias, one.name == "gate_up") for one, form in codes}
+        packed = {
+            (one.rows, one.columns, form.bits, form.group, one.bias, one.name == "gate_up", one.name in ("qkv", "gate_up"))
+            for one, form in codes
+        }
         self.compilers.compile(
             Wanted(
                 self.model_config, self.dtype, geometry.block_size, geometry.max_model_len, self.config.kv_cache_layout,

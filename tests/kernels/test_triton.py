@@ -54,11 +54,17 @@ def test_the_script_that_checks_and_times_packed_products_runs_through() -> None
     assert "all agree with their twins" in said and "128 -> 48" in said and "4b of 128" in said
 
 
+def test_a_stream_of_packed_layers_runs_through() -> None:
+    said = script("gpu_stream", "--tiny")
+    assert "all agree with their twins" in said and "a layer took" in said
+
+
 def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
     taken = python("-m", "tests.support.hopper", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0").splitlines()
     names = {line.split()[0] for line in taken}
     layers = {"write", "decode", "share_out", "prefill", "prefill_hopper", "copy", "decode_few", "add_norm", "gate_rows"}
-    products = {"product_few", "merge_few", "product_tile", "sum_parts", "packed_few", "packed_tile", "sum_shares", "unpack_tile"}
+    products = {"product_few", "merge_few", "merge_heads", "product_tile", "sum_parts"}
+    products |= {"packed_held", "packed_few", "packed_tile", "sum_shares", "unpack_tile"}
     sampling = {"best_of_blocks", "best_of_rows", "find_tops", "sum_masses", "settle", "search", "race", "finish", "stand", "nearest"}
     assert names == layers | products | sampling | {"lay_out", "adjust_rows"}
     assert {line.split()[1] for line in taken if line.startswith("packed_tile")} == {"wgmma"}

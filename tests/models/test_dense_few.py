@@ -1,5 +1,7 @@
 """The five kernels of a few rows mean what a layer means: a whole model by way of their twins, against its own forward."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from octavo.layers.comm import NullComm
 from octavo.model_config import ModelConfig
 from octavo.models.dense import DenseModel
 from octavo.models.dense_few import few
+from octavo.quant.device_packed import Packed
+from octavo.quant.quantize import quantize
 from tests.support.batches import Pool
 
 RAW = {
@@ -57,6 +61,27 @@ def test_a_decode_step_gives_the_hidden_states_and_caches_of_forward(family: str
     for one, other in zip(*(pool.paged for pool in pools)):
         for name in "kv":
             torch.testing.assert_close(one[name], other[name], equal_nan=True, atol=1e-4, rtol=1e-4)
+
+
+def test_codes_are_multiplied_beside_floats() -> None:
+    """Matrices of either kind in one layer, some of them in an order of their own."""
+    model, exact = model_of("Qwen3", intermediate_size=96), model_of("Qwen3", intermediate_size=96)
+    for layer, floats in zip(model.layers, exact.layers):
+        for name in ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down"):
+            if layer is model.layers[1] and name in ("attention.output", "mlp.gate_up"):
+                continue
+            linear, twin = layer.get_submodule(name), floats.get_submodule(name)
+            codes = quantize(twin.weight, 4, 16)
+            codes = replace(codes, order=torch.randperm(codes.shape[1], dtype=torch.int32)) if name != "attention.qkv" else codes
+            linear.scheme = Packed()
+            linear.scheme.fill(linear, codes, torch.device("cpu"))
+            del linear.weight
+            twin.weight.copy_(codes.dequantize())
+    pools = [Pool(3, kv_heads=2, head_dim=16, num_rows=3, max_len=96) for _ in range(2)]
+    tokens = {0: [3], 2: [4], 1: [5]}
+    with torch.inference_mode():
+        ours, theirs = (pool.batch(TritonBackend, tokens) for pool in pools)
+        torch.testing.assert_close(hidden_of(model, ours), exact(theirs), atol=1e-4, rtol=1e-4)
 
 
 def test_what_the_kernels_cannot_compute_they_are_not_given() -> None:

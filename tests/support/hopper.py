@@ -28,9 +28,10 @@ from octavo.kernels.triton.copy_blocks import copy_blocks
 from octavo.kernels.triton.draw import draw
 from octavo.kernels.triton.norm import add_rms_norm
 from octavo.kernels.triton.packed import packed_linear, unpack
+from octavo.kernels.triton.packed_normed import norm_packed_gate_up
 from octavo.kernels.triton.rank import rank
 from octavo.kernels.triton.sampling import sample
-from octavo.kernels.triton.skinny import gate_up, linear, merge_linear, norm_linear
+from octavo.kernels.triton.skinny import gate_up, linear, merge_linear, merge_parts, norm_linear
 from octavo.kernels.triton.write_kv import write_kv
 from octavo.worker.compile_process import NoGPU
 
@@ -93,7 +94,7 @@ def main() -> None:
     for rows in (1, 4):
         few = tables.narrow(0, 0, rows), index[:rows]
         parts = decode_attention_parts(qkv[:rows], norms, turns, turns, index[:rows], index[:rows], *few, cache, cache, 0.1)
-        merge_linear(*parts, torch.empty(size, heads * dim, **bf16))
+        merge_linear(*parts, torch.empty(size, heads * dim, **bf16)), merge_parts(*parts, torch.bfloat16)
     for rows in (1, 16):
         x, scales, weight = torch.empty(rows, size, **bf16), torch.empty(size, **bf16), torch.empty(1024, size, **bf16)
         linear(x, weight), norm_linear(x, x, scales, 1e-6, weight), gate_up(x, x, scales, 1e-6, weight)
@@ -105,8 +106,10 @@ def main() -> None:
     rank(logits, index[:4], 5)
     adjust(logits, [0], [0], [torch.zeros(HEAD, dtype=torch.int32)], lines[:, 2:], lines[:, 0], lines[:, 1])
     codes = zero_codes(1024, size, 4, 128, "cpu")
-    for rows in (1, 16, 64, 256):
+    for rows in (1, 4, 16, 64, 256):
         packed_linear(torch.empty(rows, size, **bf16), codes)
+    x = torch.empty(1, size, **bf16)
+    norm_packed_gate_up(x, x, x[0], 1e-6, codes), packed_linear(torch.empty(1, 3 * size, **bf16), zero_codes(1024, 3 * size, 4, 128, "cpu"))
     unpack(codes, torch.bfloat16)
     print("\n".join(taken))
 

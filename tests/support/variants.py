@@ -1,6 +1,6 @@
 """Where an engine differs from what is compiled ahead for it: `python -m tests.support.variants` says, a line each.
 
-    missing     the warm-up calls it, and nobody compiled it        needless    compiled, and never called
+    missing     the warm-up calls it, and nobody compiled it        needless    compiled, and never called (codes: not said)
     late        called after the warm-up for the first time
 
 Triton compiles a kernel once more for other types, for pointers that are not aligned, for other constants. Its hook tells the key
@@ -22,10 +22,15 @@ from octavo.attention.triton import TritonBackend
 from octavo.config import Debug
 from octavo.kernels.row_words import RowLayout
 from octavo.kernels.triton import attention
+from octavo.kernels.triton.packed_ahead import PackedShape
 from octavo.layers.comm import NullComm
+from octavo.loading.packed_loader import load_packed
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.model_config import ModelConfig, RopeConfig
 from octavo.models.registry import build_model, cache_specs
+from octavo.quant.device_packed import Packed
+from octavo.quant.packed import PackedWeight
+from octavo.quant.quantize import quantize
 from octavo.sampling_params import SamplingParams
 from octavo.worker.compile_process import NoGPU, find_jobs
 from octavo.worker.compilers import DRIVER, Wanted, variant
@@ -42,9 +47,10 @@ QWEN3 = ModelConfig(
     mlp_bias=False, qk_norm=True, windows=(None, None), dtype="bfloat16", eos_token_ids=(), bos_token_id=None,
 )  # fmt: skip
 MODELS = [
-    (QWEN3, "bfloat16"),
-    (replace(QWEN3, architecture="Qwen2ForCausalLM", qk_norm=False, qkv_bias=True, windows=(None, 64)), "float16"),
-    (replace(QWEN3, architecture="LlamaForCausalLM", qk_norm=False, head_dim=48, tie_embeddings=False), "float32"),
+    (QWEN3, "bfloat16", False),
+    (replace(QWEN3, hidden_size=1024, qkv_bias=True), "bfloat16", True),
+    (replace(QWEN3, architecture="Qwen2ForCausalLM", qk_norm=False, qkv_bias=True, windows=(None, 64)), "float16", False),
+    (replace(QWEN3, architecture="LlamaForCausalLM", qk_norm=False, head_dim=48, tie_embeddings=False), "float32", False),
 ]
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -86,8 +92,39 @@ def record() -> set[str]:
     return met
 
 
-def build_runner(config: ModelConfig, dtype: str) -> tuple[DeviceRunner, Steps]:
-    model = build_model(config, getattr(torch, dtype), TritonBackend, NullComm(), LENGTH)  # type: ignore[arg-type]
+class ZeroCodes:
+    """Stands for a checkpoint whose layers have nothing but zeros, as codes; the rest is floats."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        heads, kv_heads, inner, self.config = config.num_heads, config.num_kv_heads, config.intermediate_size, config
+        self.shapes = {
+            "qkv": ((heads + 2 * kv_heads) * config.head_dim, config.hidden_size), "gate_up": (2 * inner, config.hidden_size),
+            "output": (config.hidden_size, heads * config.head_dim), "down": (config.hidden_size, inner),
+        }  # fmt: skip
+
+    @property
+    def packed(self) -> tuple[PackedShape, ...]:
+        return tuple(
+            PackedShape(*shape, 4, 32, name == "qkv" and self.config.qkv_bias, name == "gate_up", name in ("qkv", "gate_up"))
+            for name, shape in self.shapes.items()
+        )
+
+    def codes(self, name: str) -> PackedWeight | None:
+        matrix = name.split(".")[-2]
+        return quantize(torch.zeros(self.shapes[matrix]), 4, 32) if matrix in self.shapes else None
+
+    def shape(self, name: str) -> tuple[int, int]:
+        return self.config.vocab_size, self.config.hidden_size
+
+    def copy(self, name: str, target: torch.Tensor) -> None:
+        pass
+
+
+def build_runner(config: ModelConfig, dtype: str, codes: ZeroCodes | None) -> tuple[DeviceRunner, Steps]:
+    scheme = Packed() if codes else None
+    model = build_model(config, getattr(torch, dtype), TritonBackend, NullComm(), LENGTH, scheme)  # type: ignore[arg-type]
+    if codes:
+        load_packed(model, codes)  # type: ignore[arg-type]
     rows = DeviceRows(ROWS, RowLayout(LENGTH // SIZE, LENGTH + 1), CPU)
     store = PagedStore(cache_specs(config, dtype), 40, SIZE, CPU)
     program = DeviceProgram(model, TritonBackend, store.caches, rows, SIZE, TOKENS)  # type: ignore[arg-type]
@@ -112,21 +149,22 @@ def plans() -> list[StepPlan]:
 
 
 def main() -> None:
-    for config, dtype in MODELS:
-        jobs, _ = find_jobs(Wanted(config, dtype, SIZE, LENGTH, "nhd", CAPABILITY, 1))
+    for config, dtype, packed in MODELS:
+        codes = ZeroCodes(config) if packed else None
+        jobs, _ = find_jobs(Wanted(config, dtype, SIZE, LENGTH, "nhd", CAPABILITY, 1, codes.packed if codes else ()))
         ahead = {job.name for job in jobs} - {DRIVER}
         assert len(ahead) > 20
         driver.set_active(NoGPU(CAPABILITY))
         met = record()
         pretend()
-        runner, steps = build_runner(config, dtype)
+        runner, steps = build_runner(config, dtype, codes)
         steps.warm_up()
         runner.warm_up(getattr(torch, dtype))
         warm = set(met)
         for plan in plans():
             runner.forward(plan)
             runner.sample()
-        for word, names in {"missing": warm - ahead, "needless": ahead - warm, "late": met - warm}.items():
+        for word, names in {"missing": warm - ahead, "needless": set() if packed else ahead - warm, "late": met - warm}.items():
             print("".join(f"{word} {name}\n" for name in sorted(names)), end="")
 
 

@@ -42,7 +42,12 @@ def merge_linear(
     bias: Tensor | None = None,
 ) -> Tensor:
     """The merged parts times W^T, [rows, out]"""
+    return F.linear(merge_parts(parts, parts_lse, weight.dtype), weight, bias)
+
+
+def merge_parts(parts: Tensor, parts_lse: Tensor, dtype: torch.dtype) -> Tensor:
+    """The merged parts [rows, splits, heads, head_dim] as [rows, heads * head_dim]"""
     seen = (parts_lse > -torch.inf).unsqueeze(-1)
     weights = torch.softmax(parts_lse.nan_to_num(neginf=-1e30) * math.log(2), 1).unsqueeze(-1)
     mixed = torch.where(seen, parts * weights, 0).sum(1)  # [rows, heads, head_dim]
-    return F.linear(mixed.flatten(1).to(weight.dtype), weight, bias)
+    return mixed.flatten(1).to(dtype)

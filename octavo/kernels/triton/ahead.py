@@ -30,7 +30,7 @@ from octavo.kernels.triton.packed_ahead import PackedShape, packed_calls
 from octavo.kernels.triton.rank import rank
 from octavo.kernels.triton.rows import copy_words, finish, prepare
 from octavo.kernels.triton.sampling import sample
-from octavo.kernels.triton.skinny import gate_up, linear, merge_linear, norm_linear
+from octavo.kernels.triton.skinny import gate_up, linear, merge_linear, merge_parts, norm_linear
 from octavo.kernels.triton.write_kv import write_kv
 from octavo.model_config import ModelConfig
 
@@ -105,6 +105,8 @@ class Ahead:
                 self.qkv(rows), self.norms(), *self.turns(), self.places(rows), self.places(rows), tables, self.words(rows) + 1,
                 self.cache(), self.cache(), config.head_dim**-0.5, window,
             )  # fmt: skip
+            if self.packed:
+                merge_parts(*parts, self.dtype)
             merge_linear(*parts, self.numbers(config.hidden_size, config.num_heads * config.head_dim), None)
 
         return call

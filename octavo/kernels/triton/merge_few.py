@@ -1,4 +1,4 @@
-"""The output product of decode attention, which also merges the parts that the splits of a context left.
+"""The output product of decode attention, which also merges the parts that the splits of a context left; `merge_heads` only merges.
 
     parts      [rows, SPLITS, HEADS, DIM]   float32, each split's own result
     parts_lse  [rows, SPLITS, HEADS]        its log-sum-exp in units of log2, -inf where a split holds nothing: its part is not written
@@ -91,3 +91,14 @@ def merge_few(
         whole = merged(parts + at * DIM, parts_lse + at, row < rows, SPLITS, HEADS, HEADS_TILE, DIM, out.dtype.element_ty)
         held = held + (whole,)  # type: ignore[assignment]
     multiply(matrix, matrix, held, bias, out, program, rows, OUT, COLUMNS, ROWS, False, BIASED)
+
+
+@triton.jit
+def merge_heads(parts, parts_lse, out, HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, DEPENDENT: tl.constexpr):
+    """A row's head a program. out [rows, HEADS, DIM]"""
+    begin(DEPENDENT)
+    row, head = tl.program_id(0), tl.program_id(1)
+    at = row * SPLITS * HEADS + head
+    wait(DEPENDENT)
+    whole = merged(parts + at * DIM, parts_lse + at, True, SPLITS, HEADS, 1, DIM, out.dtype.element_ty)
+    tl.store(out + (row * HEADS + head) * DIM + tl.arange(0, DIM), whole)

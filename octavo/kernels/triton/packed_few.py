@@ -32,6 +32,56 @@ def column_of(line, program, wide, COLUMNS: tl.constexpr, GATED: tl.constexpr):
     return place, place < wide
 
 
+@triton.jit
+def multiplied(codes, span, pairs, run: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr, kind: tl.constexpr):
+    """Spans run * RUN and on of the words `codes` [lines, span], which have one scale, times x [RUN * span, lanes]."""
+    BASE: tl.constexpr = 0 if kind == tl.float32 else 128 if BITS == 4 else 17 * 128  # `four_bits` of code 0
+    numbers = ()
+    higher = ()
+    ones = ()
+    for index in tl.static_range(run * RUN, run * RUN + RUN):
+        ones = ones + (tl.full(codes.shape, 1.0, tl.float32).to(kind),)  # type: ignore[assignment]
+        numbers = numbers + (four_bits(codes, BITS * index, 1, kind),)  # type: ignore[assignment]
+        if BITS == 8:
+            higher = higher + (four_bits(codes, BITS * index + 4, 16, kind),)  # type: ignore[assignment]
+    product = tl.dot(side_by_side(numbers), span, input_precision="ieee")
+    if BITS == 8:
+        product = tl.dot(side_by_side(higher), span, product, input_precision="ieee")
+    sums = tl.dot(side_by_side(ones), span, input_precision="ieee")
+    scale, offset = scale_and_offset(pairs)
+    return scale[:, None] * product + (offset - BASE * scale)[:, None] * sums
+
+
+@triton.jit
+def added_up(total, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr):
+    """[lines, lanes] -> [COLUMNS, ROWS], over like stretches"""
+    LANES: tl.constexpr = total.shape[1]
+    line, lane = tl.arange(0, SPLITS * COLUMNS)[:, None], tl.arange(0, LANES)[None, :]
+    total = tl.where(line // COLUMNS == lane // ROWS, total, 0.0)
+    return tl.sum(tl.sum(tl.reshape(total, [SPLITS, COLUMNS, LANES // ROWS, ROWS]), 2), 0)
+
+
+@triton.jit
+def stored(
+    result, bias, out, program, factor, rows, wide, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr
+):
+    """result [COLUMNS, ROWS] of a program to out [rows, wide], with what comes behind"""
+    HALF: tl.constexpr = COLUMNS // 2
+    kind = out.dtype.element_ty
+    row = tl.arange(0, ROWS)[None, :]
+    result *= factor
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(result, [2, HALF, ROWS]), (1, 2, 0)))
+        place = (program * HALF + tl.arange(0, HALF))[:, None]
+        both = gated(gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32), kind)
+        tl.store(out + row * wide + place, both, mask=(row < rows) & (place < wide))
+    else:
+        place = (program * COLUMNS + tl.arange(0, COLUMNS))[:, None]
+        if BIAS:
+            result += tl.load(bias + place, mask=place < wide, other=0.0).to(tl.float32)
+        tl.store(out + row * wide + place, result.to(kind), mask=(row < rows) & (place < wide))
+
+
 @triton.jit(do_not_specialize=["rows", "each"])
 def packed_few(
     x,
@@ -64,8 +114,6 @@ def packed_few(
     SPAN: tl.constexpr = min(GROUP, MAX_SPAN)
     BLOCK: tl.constexpr = PER_WORD * SPAN
     RUN: tl.constexpr = min(GROUP // SPAN, PER_WORD)  # spans of a block with one scale
-    BASE: tl.constexpr = 0 if x.dtype.element_ty == tl.float32 else 128 if BITS == 4 else 17 * 128  # `four_bits` of code 0
-    HALF: tl.constexpr = COLUMNS // 2
     LINES: tl.constexpr = SPLITS * COLUMNS
     blocks = tl.cdiv(size, BLOCK)
 
@@ -83,11 +131,6 @@ def packed_few(
     line_of_scales = scales + column.to(tl.int64) * tl.cdiv(blocks * BLOCK, GROUP)
     line_of_x = x + tl.minimum(lane % ROWS, rows - 1)[:, None] * size + tl.arange(0, RUN * SPAN)[None, :]
     split_of_x = tl.minimum(lane // ROWS, SPLITS - 1)
-    ones = tl.full([LINES, SPAN], 1.0, tl.float32).to(kind)
-    if RUN == 2:
-        ones = side_by_side((ones, ones))
-    if RUN == 4:
-        ones = side_by_side((ones, ones, ones, ones))
     total = tl.zeros([LINES, LANES], tl.float32)
     wait(DEPENDENT)
     for step in tl.range(0, each, num_stages=STAGES):
@@ -101,7 +144,6 @@ def packed_few(
         for run in tl.static_range(PER_WORD // RUN):
             place_of_scales = line_of_scales + (block * BLOCK + run * RUN * SPAN) // GROUP
             pairs = tl.load(place_of_scales) if WHOLE else tl.load(place_of_scales, mask=present & (block < blocks), other=0)
-            scale, offset = scale_and_offset(pairs)
             k = (first + step * SPLITS + split_of_x)[:, None] * BLOCK + run * RUN * SPAN
             if WHOLE:
                 span = tl.load(line_of_x + k)
@@ -109,34 +151,11 @@ def packed_few(
                 span = tl.load(line_of_x + k, mask=k + tl.arange(0, RUN * SPAN)[None, :] < size, other=0.0)
             if RUN > 1:
                 span = by_fours(span)
-            span = tl.trans(span)
-            numbers = ()
-            higher = ()
-            for index in tl.static_range(run * RUN, run * RUN + RUN):
-                numbers = numbers + (four_bits(codes, BITS * index, 1, kind),)  # type: ignore[assignment]
-                if BITS == 8:
-                    higher = higher + (four_bits(codes, BITS * index + 4, 16, kind),)  # type: ignore[assignment]
-            product = tl.dot(side_by_side(numbers), span, input_precision="ieee")
-            if BITS == 8:
-                product = tl.dot(side_by_side(higher), span, product, input_precision="ieee")
-            sums = tl.dot(ones, span, input_precision="ieee")
-            total += scale[:, None] * product + (offset - BASE * scale)[:, None] * sums
+            total += multiplied(codes, tl.trans(span), pairs, run, BITS, RUN, kind)
 
-    total = tl.where((line // COLUMNS)[:, None] == (lane // ROWS)[None, :], total, 0.0)
-    result = tl.sum(tl.sum(tl.reshape(total, [SPLITS, COLUMNS, LANES // ROWS, ROWS]), 2), 0)  # [COLUMNS, ROWS]
-    row = tl.arange(0, ROWS)[None, :]
-    if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(result * factor, [2, HALF, ROWS]), (1, 2, 0)))
-        place = (tl.program_id(0) * HALF + tl.arange(0, HALF))[:, None]
-        both = gated(gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32), kind)
-        tl.store(out + row * wide + place, both, mask=(row < rows) & (place < wide))
+    result = added_up(total, COLUMNS, SPLITS, ROWS)
+    if SHARED:
+        row, place = tl.arange(0, ROWS)[None, :], (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[:, None]
+        tl.store(parts + (share * rows + row) * wide + place, result, mask=(row < rows) & (place < wide))
     else:
-        place = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[:, None]
-        stored = (row < rows) & (place < wide)
-        if SHARED:
-            tl.store(parts + (share * rows + row) * wide + place, result, mask=stored)
-        else:
-            result *= factor
-            if BIAS:
-                result += tl.load(bias + place, mask=place < wide, other=0.0).to(tl.float32)
-            tl.store(out + row * wide + place, result.to(kind), mask=stored)
+        stored(result, bias, out, tl.program_id(0), factor, rows, wide, COLUMNS, ROWS, BIAS, GATED)

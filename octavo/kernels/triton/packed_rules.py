@@ -9,6 +9,8 @@ import triton
 
 from octavo.kernels.device_codes import DeviceCodes
 
+HELD_ROWS = 4
+HELD_STEPS = 24  # all of them are one after another in the code
 FEW_ROWS = 16
 TILED_ROWS = 512
 PROGRAMS = 264  # two for each multiprocessor
@@ -35,7 +37,16 @@ class Tile(NamedTuple):
     stages: int = 3
 
 
-How = Few | Tile
+class Held(NamedTuple):
+    """How `packed_held` divides its work: a warp has 16 lines."""
+
+    splits: int
+    held: int  # steps whose words a program asks for before it waits
+    warps: int = 4
+    norm: bool = True  # a norm in front is made by every program for itself
+
+
+How = Held | Few | Tile
 
 # On an H200, 4 bits in groups of 128: (in, out) -> up to 1, 2, 4, ... 512 rows
 MEASURED: dict[tuple[int, int], tuple[How, ...]] = {
@@ -84,6 +95,9 @@ MEASURED: dict[tuple[int, int], tuple[How, ...]] = {
 
 def rule(rows: int, weight: DeviceCodes, gated: bool = False) -> How:
     """For 1 to 512 rows. With a gate behind it `packed_few` has no shares."""
+    held = held_rule(rows, weight)
+    if held is not None:
+        return held
     measured = MEASURED.get((weight.size, len(weight)))
     if measured is not None:
         how = measured[power_of_rows(rows).bit_length() - 1]
@@ -95,6 +109,18 @@ def rule(rows: int, weight: DeviceCodes, gated: bool = False) -> How:
 def power_of_rows(rows: int) -> int:
     held: int = triton.next_power_of_2(max(rows, 1))
     return held
+
+
+def held_rule(rows: int, weight: DeviceCodes) -> Held | None:
+    """None where rows are too many, or a row of W is too long or not whole."""
+    lanes = power_of_rows(rows)
+    if rows > HELD_ROWS or weight.size % weight.block:
+        return None
+    splits = 8 // lanes
+    while weight.blocks % splits:
+        splits //= 2
+    steps = weight.blocks // splits
+    return Held(splits, min(steps, 12), warps=4 if lanes < 4 else 2, norm=steps * lanes <= 8) if steps <= HELD_STEPS else None
 
 
 def few_rule(rows: int, weight: DeviceCodes) -> Few:

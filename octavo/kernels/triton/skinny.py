@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo.kernels.triton.dependent import can_depend
 from octavo.kernels.triton.few_tiles import FEW_ROWS, ProductTiles, merge_tiles, product_tiles
-from octavo.kernels.triton.merge_few import merge_few
+from octavo.kernels.triton.merge_few import merge_few, merge_heads
 from octavo.kernels.triton.norm import add_rms_norm
 from octavo.kernels.triton.product_few import product_few
 from octavo.kernels.triton.product_tile import product_tile, sum_parts
@@ -109,6 +109,19 @@ def merge_linear(
             ROWS=triton.next_power_of_2(rows), BIASED=bias is not None, DEPENDENT=dependent,
             num_warps=chosen.warps, launch_pdl=dependent,
         )  # fmt: skip
+    return out
+
+
+def merge_parts(parts: Tensor, parts_lse: Tensor, dtype: torch.dtype, dependent: bool = True) -> Tensor:
+    """The merged parts [rows, splits, heads, head_dim] as [rows, heads * head_dim]: in front of a product that does not merge"""
+    rows, splits, heads, dim = parts.shape
+    assert parts.is_contiguous() and parts_lse.is_contiguous()
+    out = torch.empty(rows, heads * dim, dtype=dtype, device=parts.device)
+    dependent = dependent and can_depend()
+    if rows:
+        merge_heads[(rows, heads)](
+            parts, parts_lse, out, HEADS=heads, DIM=dim, SPLITS=splits, DEPENDENT=dependent, num_warps=1, launch_pdl=dependent
+        )
     return out
 
 

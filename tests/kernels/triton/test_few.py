@@ -8,7 +8,7 @@ from octavo.kernels.reference import attention_few as plain
 from octavo.kernels.reference import skinny as plain_products
 from octavo.kernels.triton.attention_few import decode_attention_parts
 from octavo.kernels.triton.few_tiles import FEW_ROWS, DecodeTiles, decode_tiles
-from octavo.kernels.triton.skinny import merge_linear
+from octavo.kernels.triton.skinny import merge_linear, merge_parts
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -92,13 +92,15 @@ def test_splits_are_few_until_contexts_are_long() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, FEW_ROWS])
 @DTYPES
-def test_merge_linear_reads_only_splits_that_hold_something(dtype: torch.dtype, rows: int, device: str) -> None:
+def test_merging_reads_only_splits_that_hold_something(dtype: torch.dtype, rows: int, device: str) -> None:
     for splits in (1, 2, 16):
         parts, weight = random(device, torch.float32, rows, splits, HEADS, DIM), random(device, dtype, 23, HEADS * DIM)[2:]
         parts_lse, bias = random(device, torch.float32, rows, splits, HEADS) * 9, random(device, dtype, 21)
         for row in range(rows):
             filled = (splits - 2 * row) if row < 2 else 0  # the third row is padding
             parts[row, max(filled, 0) :], parts_lse[row, max(filled, 0) :] = torch.nan, -torch.inf
+        if splits < 16:
+            assert_near(merge_parts(parts, parts_lse, dtype), plain_products.merge_parts(parts, parts_lse, dtype), TOLERANCE[dtype])
         for offset in (bias, None):
             got = merge_linear(parts, parts_lse, weight, offset)
             assert got.dtype == dtype

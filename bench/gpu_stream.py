@@ -1,0 +1,306 @@
+"""One stream of packed weights on a GPU, layer by layer as in a model of 8B: `python bench/gpu_stream.py`.
+
+Checks the kernels against their twins; then for 1, 2 and 4 rows the kernels of a layer in a chain, over layers that do not fit
+the L2 together, as one CUDA graph: ways to divide each product are tried in the whole chain, one kernel at a time, best first.
+Then each kernel of the best chain alone. Kernels are compiled first, by as many processes as there are cores. What fails is named
+and passed over. `--tiny` is for the interpreter: the checks, and one chain of small layers.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from bench.gpu_packed import DEVICE, DTYPE, ON_GPU, distance, inputs, microseconds, random_codes
+from octavo.kernels.device_codes import DeviceCodes
+from octavo.kernels.reference import packed as twin
+from octavo.kernels.triton import packed, packed_normed
+from octavo.kernels.triton.attention_few import decode_attention_parts
+from octavo.kernels.triton.norm import add_rms_norm
+from octavo.kernels.triton.packed_rules import MEASURED, Few, Held, How, power_of_rows, rule
+from octavo.kernels.triton.skinny import merge_parts
+
+HIDDEN, INNER, HEADS, KV_HEADS, DIM = 4096, 12288, 32, 8, 128
+BITS, GROUP = 4, 128
+LAYERS = 36 if ON_GPU else 1  # of the model
+CHAINED = 4  # of them here: 400 MB
+CONTEXT, BLOCK = 384, 16
+REST = 300.0  # microseconds of a step beside its layers: the vocabulary, in bfloat16
+FLOATS = 4060.0  # microseconds of a step in bfloat16
+SECONDS = 12.0  # for each number of rows
+EPS = 1e-6
+LIMIT = 1.5e-2
+NORMED, GATED = ("qkv", "gate_up"), ("gate_up",)
+Choice = dict[str, How]
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int = HIDDEN
+    inner: int = INNER
+    heads: int = HEADS
+    kv_heads: int = KV_HEADS
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """(in, out)"""
+        return {
+            "qkv": (self.hidden, (self.heads + 2 * self.kv_heads) * DIM),
+            "output": (self.heads * DIM, self.hidden),
+            "gate_up": (self.hidden, 2 * self.inner),
+            "down": (self.inner, self.hidden),
+        }
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of a layer with what stands in front of it and behind."""
+
+    name: str
+    x: Tensor
+    residual: Tensor
+    norm_weight: Tensor
+    weight: DeviceCodes
+
+    def run(self, how: How) -> tuple[Tensor, Tensor]:
+        """(out, residual)"""
+        x, residual, weight, gated = self.x, self.residual, self.weight, self.name in GATED
+        out = torch.empty(len(x), len(weight) // 2 if gated else len(weight), dtype=x.dtype, device=x.device)
+        inside = self.name in NORMED and isinstance(how, Held) and how.norm
+        if self.name in NORMED and not inside:
+            x, residual = add_rms_norm(x, residual, self.norm_weight, EPS)
+        if isinstance(how, Held):
+            got, stream = packed.held(x, (residual, self.norm_weight, EPS) if inside else None, weight, None, out, how, gated=gated)
+            return got, stream if inside else residual
+        if gated:
+            return packed.few(x, weight, None, out, how, gated=True), residual
+        return packed.divided(x, weight, None, out, how), residual
+
+    def exact(self) -> Tensor:
+        normed = self.x, self.residual, self.norm_weight, EPS, self.weight
+        if self.name in GATED:
+            return twin.norm_packed_gate_up(*normed)[0]
+        return twin.norm_packed_linear(*normed)[0] if self.name in NORMED else twin.packed_linear(self.x, self.weight)
+
+    def error(self, how: How, exact: Tensor) -> float:
+        return distance(self.run(how)[0], exact)
+
+
+class Chain:
+    """Layers of random codes, a cache, and rows of one context each."""
+
+    def __init__(self, shape: Shape, rows: int, layers: int) -> None:
+        self.shape, self.rows = shape, rows
+        self.weights = [{name: random_codes(*sizes, BITS, GROUP) for name, sizes in shape.matrices.items()} for _ in range(layers)]
+        self.norm_weight = torch.rand(shape.hidden, device=DEVICE).to(DTYPE)
+        self.head_norms = torch.ones(DIM, device=DEVICE, dtype=DTYPE), torch.ones(DIM, device=DEVICE, dtype=DTYPE), EPS
+        self.turns = torch.rand(CONTEXT, DIM // 2, device=DEVICE), torch.rand(CONTEXT, DIM // 2, device=DEVICE)
+        self.set(rows)
+
+    def set(self, rows: int) -> None:
+        self.rows, blocks = rows, -(-CONTEXT // BLOCK)
+        self.x, self.residual = inputs(rows, self.shape.hidden), inputs(rows, self.shape.hidden)
+        self.tables = (torch.randperm(rows * blocks, device=DEVICE).view(rows, blocks) + 1).int()
+        self.context_len = torch.full((rows,), CONTEXT, dtype=torch.int32, device=DEVICE)
+        self.positions = self.context_len.long() - 1
+        self.slots = self.tables[:, -1].long() * BLOCK + (CONTEXT - 1) % BLOCK
+        size = rows * blocks + 1, BLOCK, self.shape.kv_heads, DIM
+        self.caches = [[torch.randn(size, device=DEVICE).to(DTYPE) for _ in "kv"] for _ in self.weights]
+
+    def attend(self, layer: int, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self.positions, self.slots, self.tables, self.context_len
+        return decode_attention_parts(qkv, self.head_norms, *self.turns, *rows, *self.caches[layer], DIM**-0.5)
+
+    def step(self, choice: Choice) -> Tensor:
+        x, residual = self.x, self.residual
+        for layer, weights in enumerate(self.weights):
+
+            def ran(name: str, x: Tensor, residual: Tensor, weights: dict[str, DeviceCodes] = weights) -> tuple[Tensor, Tensor]:
+                return Product(name, x, residual, self.norm_weight, weights[name]).run(choice[name])
+
+            qkv, residual = ran("qkv", x, residual)
+            x = ran("output", merge_parts(*self.attend(layer, qkv), DTYPE), residual)[0]
+            gated, residual = ran("gate_up", x, residual)
+            x = ran("down", gated, residual)[0]
+        return x
+
+    def microseconds(self, choice: Choice) -> float:
+        """Of one layer."""
+        return microseconds([lambda: self.step(choice)]) / len(self.weights)
+
+    def alone(self, choice: Choice) -> Iterator[tuple[str, float, float]]:
+        """Each kernel over all layers: its name, microseconds, TB/s."""
+        shape = self.shape
+        qkv = inputs(self.rows, shape.matrices["qkv"][1])
+        parts = self.attend(0, qkv)
+        yield "attend", microseconds([lambda i=i: self.attend(i, qkv) for i in range(len(self.weights))]), 0.0
+        yield "merge", microseconds([lambda: merge_parts(*parts, DTYPE)] * 4), 0.0
+        for name in shape.matrices:
+            runs = [partial(self.product(name, layer).run, choice[name]) for layer in range(len(self.weights))]
+            spent, weight = microseconds(runs), self.weights[0][name]
+            yield name, spent, (weight.words.nbytes + weight.scales.nbytes) / spent / 1e6
+
+    def product(self, name: str, layer: int = 0) -> Product:
+        size, _ = self.shape.matrices[name]
+        x = inputs(self.rows, size)
+        return Product(name, x, inputs(self.rows, size), self.norm_weight if name in NORMED else x[0], self.weights[layer][name])
+
+
+def choices(name: str, size: int, wide: int, rows: int) -> list[How]:
+    """Ways worth a try; that of the table is among them, if there is one."""
+    blocks, splits = size // (16 // BITS * 32), 8 // power_of_rows(rows)
+    steps = blocks // splits
+    found: list[How] = []
+    for warps, held, norm in product((2, 4, 8), sorted({min(steps, 16), min(steps, 12), 8, 4}), (True, False)):
+        columns = 16 * warps // splits
+        late = held > steps or (held < 8 and (steps > 12 or (held < steps and warps != 4)))
+        if late or columns < 4 or columns > 64 or (norm and (name not in NORMED or steps * rows > 16)):
+            continue
+        found.append(Held(splits, held, warps, norm))
+    measured = MEASURED.get((size, wide))
+    if measured:
+        few = measured[power_of_rows(rows).bit_length() - 1]
+        found.append(few._replace(shares=1) if name in GATED and isinstance(few, Few) else few)
+    return found
+
+
+def sweep(chain: Chain, seconds: float) -> Choice:
+    deadline, rows = time.monotonic() + seconds, chain.rows
+    matrices = chain.shape.matrices
+    best: Choice = {name: rule(rows, chain.weights[0][name], name in GATED) for name in matrices}
+    before = {name: choices(name, *sizes, rows)[-1] for name, sizes in matrices.items()}
+    spent = {title: attempt(partial(chain.microseconds, c)) for title, c in (("by rule", best), ("all by the table", before))}
+    print(f"\n{rows} rows, us a layer: " + ", ".join(f"{title} {value:.1f}" for title, value in spent.items()), flush=True)
+    for name in ("gate_up", "down", "qkv", "output"):
+        product = chain.product(name)
+        exact = product.exact()
+        times = []
+        for how in choices(name, *matrices[name], rows):
+            if time.monotonic() > deadline:
+                print("  time is up")
+                break
+            error = attempt(partial(product.error, how, exact))
+            if not error <= LIMIT:
+                print(f"  WRONG {name} {how}: {error:.1e}", flush=True)
+                continue
+            times.append((attempt(partial(chain.microseconds, {**best, name: how})), how))
+        times.sort(key=lambda one: one[0])
+        if times:
+            best[name] = times[0][1]
+            shown = "  ".join(f"{value:.1f} {_short(how)}" for value, how in times[:6])
+            print(f"  {name:8}{shown}  worst {times[-1][0]:.1f}", flush=True)
+    return best
+
+
+def attempt(work: Callable[[], float]) -> float:
+    try:
+        return work()
+    except Exception as failure:
+        print(f"  FAILED {type(failure).__name__}: {str(failure).strip().splitlines()[:1]}", flush=True)
+        return float("inf")
+
+
+def _short(how: How) -> str:
+    return f"{type(how).__name__}{tuple(int(one) for one in how)}"
+
+
+def checks(tiny: bool) -> Iterator[tuple[str, Callable[[], Any], Callable[[], Any]]]:
+    """Widths, groups, rows, orders, norms, gates: (label, kernel, twin)."""
+    kinds = [(4, 32)] if tiny else list(product((4, 8), (16, 32, 64, 128)))
+    for (bits, group), rows in product(kinds, (1, 3) if tiny else (1, 2, 3, 4)):
+        order = rows == 3
+        size = 1536 if group >= 64 else 8 * group * 4
+        weight, x, residual = random_codes(size, 72, bits, group, order), inputs(rows, size), inputs(rows, size)
+        given = x, residual, torch.rand(size, device=DEVICE).to(DTYPE), EPS, weight
+        for name in ("norm_packed_linear", "norm_packed_gate_up"):
+            label = f"{name} of {rows}, {bits} bits, groups of {group}, {size} -> 72{', in order' if order else ''}"
+            yield label, lambda n=name, g=given: getattr(packed_normed, n)(*g), lambda n=name, g=given: getattr(twin, n)(*g)
+        given = x, weight
+        yield f"linear of {rows}", lambda g=given: (packed.packed_linear(*g),), lambda g=given: (twin.packed_linear(*g),)
+
+
+def check(tiny: bool) -> int:
+    wrong = 0
+    for label, kernel, exact in checks(tiny):
+        error = attempt(lambda k=kernel, e=exact: max(distance(one, other) for one, other in zip(k(), e())))
+        if not error <= LIMIT:
+            wrong += 1
+            print(f"WRONG {label}: {error:.1e}", flush=True)
+    print(f"{wrong} wrong" if wrong else "all agree with their twins", flush=True)
+    return wrong
+
+
+def compiled_runs(rows_of: tuple[int, ...]) -> list[Callable[[], object]]:
+    """A run for each kernel, on few lines of a matrix."""
+    runs: dict[tuple[Any, ...], Callable[[], object]] = {}
+    for rows, (name, (size, wide)) in product(rows_of, Shape().matrices.items()):
+        for how in choices(name, size, wide, rows):
+
+            def call(name: str = name, rows: int = rows, size: int = size, how: How = how) -> object:
+                x = inputs(rows, size)
+                return Product(name, x, x, x[0], random_codes(size, 512, BITS, GROUP)).run(how)
+
+            runs.setdefault((name in GATED, name in NORMED, size, rows, *how), call)
+    return [*runs.values(), *(kernel for _, kernel, _ in checks(tiny=False))]
+
+
+def compile_all() -> None:
+    start, processes = time.monotonic(), max(1, (os.cpu_count() or 1) - 2)
+    command = [sys.executable, *sys.argv, "--compile"]
+    workers = [subprocess.Popen([*command, f"{part}/{processes}"], stdout=subprocess.DEVNULL) for part in range(processes)]
+    for worker in workers:
+        worker.wait()
+    print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
+
+
+def measure(rows_of: tuple[int, ...]) -> None:
+    chain = Chain(Shape(), rows_of[0], CHAINED)
+    for rows in rows_of:
+        chain.set(rows)
+        best = sweep(chain, SECONDS)
+        spent = chain.microseconds(best)
+        step = LAYERS * spent + REST
+        print(f"  best: {spent:.1f} us a layer, {step / 1e3:.2f} ms a step, {FLOATS / step:.2f}x of bfloat16")
+        alone = (f"{name} {value:.1f}" + (f" ({rate:.2f} TB/s)" if rate else "") for name, value, rate in chain.alone(best))
+        print("  alone: " + ", ".join(alone))
+        print("  " + ", ".join(f"{name}: {_short(how)}" for name, how in best.items()), flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--tiny", action="store_true", help="small sizes, for the interpreter")
+    parser.add_argument("--compile", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        if options.compile:
+            part, of = map(int, options.compile.split("/"))
+            for one in compiled_runs(tuple(options.rows))[part::of]:
+                attempt(lambda o=one: float(o() is None))
+            return 0
+        print(f"{torch.cuda.get_device_name() if ON_GPU else 'no GPU'}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
+        if ON_GPU:
+            compile_all()
+        wrong = check(options.tiny)
+        if options.tiny:
+            chain = Chain(replace(Shape(), hidden=256, inner=512, heads=2, kv_heads=1), 1, 1)
+            spent = chain.microseconds({name: rule(1, weight, name in GATED) for name, weight in chain.weights[0].items()})
+            print(f"a layer took {spent:.0f} us")
+        else:
+            measure(tuple(options.rows))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
