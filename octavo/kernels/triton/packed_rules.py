@@ -10,6 +10,7 @@ import triton
 from octavo.kernels.device_codes import DeviceCodes
 
 HELD_ROWS = 4
+HELD_AHEAD = 4  # steps whose words are asked for before the wait
 HELD_STEPS = 24  # all of them are one after another in the code
 FEW_ROWS = 16
 TILED_ROWS = 512
@@ -95,7 +96,7 @@ MEASURED: dict[tuple[int, int], tuple[How, ...]] = {
 
 def rule(rows: int, weight: DeviceCodes, gated: bool = False) -> How:
     """For 1 to 512 rows. With a gate behind it `packed_few` has no shares."""
-    held = held_rule(rows, weight)
+    held = held_rule(rows, weight, gated)
     if held is not None:
         return held
     measured = MEASURED.get((weight.size, len(weight)))
@@ -111,8 +112,8 @@ def power_of_rows(rows: int) -> int:
     return held
 
 
-def held_rule(rows: int, weight: DeviceCodes) -> Held | None:
-    """None where rows are too many, or a row of W is too long or not whole."""
+def held_rule(rows: int, weight: DeviceCodes, gated: bool = False) -> Held | None:
+    """None where rows are too many, or a row of W is too long or not whole. A wide product waits less for a norm apart."""
     lanes = power_of_rows(rows)
     if rows > HELD_ROWS or weight.size % weight.block:
         return None
@@ -120,7 +121,8 @@ def held_rule(rows: int, weight: DeviceCodes) -> Held | None:
     while weight.blocks % splits:
         splits //= 2
     steps = weight.blocks // splits
-    return Held(splits, min(steps, 12), warps=4 if lanes < 4 else 2, norm=steps * lanes <= 8) if steps <= HELD_STEPS else None
+    norm = not gated and steps * lanes <= 8
+    return Held(splits, min(steps, HELD_AHEAD), warps=4 if lanes < 4 else 2, norm=norm) if steps <= HELD_STEPS else None
 
 
 def few_rule(rows: int, weight: DeviceCodes) -> Few:
