@@ -9,7 +9,7 @@ import triton
 
 from octavo.kernels.device_codes import DeviceCodes
 
-HELD_ROWS = 4
+HELD_ROWS = 1
 HELD_AHEAD = 4  # steps whose words are asked for before the wait
 HELD_STEPS = 24  # all of them are one after another in the code
 FEW_ROWS = 16
