@@ -27,6 +27,7 @@ from octavo.kernels.ops import (
     norm_packed_linear,
     packed_linear,
 )
+from octavo.kernels.triton.few_tiles import MAX_HELD  # rules alone: no triton there
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.quant.base import Unquantized
@@ -40,7 +41,7 @@ def few_rows(layer: "DenseLayer") -> int:
     """Up to how many rows the kernels compute this layer: none unless it is on one rank, with no bias on gate and up."""
     attention, mlp = layer.attention, layer.mlp
     linears = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
-    known = all(isinstance(linear.scheme, (Unquantized, Packed)) for linear in linears)
+    known = all(isinstance(linear.scheme, (Unquantized, Packed)) and linear.in_features <= MAX_HELD for linear in linears)
     return attention.backend.few_rows if known and attention.output.comm.size == 1 and mlp.gate_up.bias is None else 0
 
 

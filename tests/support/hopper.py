@@ -95,7 +95,7 @@ def main() -> None:
         few = tables.narrow(0, 0, rows), index[:rows]
         parts = decode_attention_parts(qkv[:rows], norms, turns, turns, index[:rows], index[:rows], *few, cache, cache, 0.1)
         merge_linear(*parts, torch.empty(size, heads * dim, **bf16)), merge_parts(*parts, torch.bfloat16)
-    for rows in (1, 16):
+    for rows in (1, 4):
         x, scales, weight = torch.empty(rows, size, **bf16), torch.empty(size, **bf16), torch.empty(1024, size, **bf16)
         linear(x, weight), norm_linear(x, x, scales, 1e-6, weight), gate_up(x, x, scales, 1e-6, weight)
     silu_and_mul(x), add_rms_norm(x, x, scales, 1e-6)

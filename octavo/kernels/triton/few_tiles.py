@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 FEW_ROWS = 4
+MAX_HELD = 32768  # the longest row of W that a program holds in registers
 HELD_TILE = 16384  # numbers of W a program holds
 PER_THREAD = 64  # of them in one thread's registers
 PROGRAMS = 1056  # eight for each multiprocessor: from there on programs take turns, and make x ready less often

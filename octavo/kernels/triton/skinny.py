@@ -4,10 +4,8 @@
     norm_linear    rms_norm(x + residual) W^T             merge_linear the splits of decode attention, merged, W^T
     gate_up        silu(gate) * up of that
 
-    rows    1 to 4      all of it is one kernel (product_few, merge_few)
-            5 to 16     add and norm are one, product and gate another (product_tile); merge_linear ends at 4
-
-Weights are [out, in]; float32, float16 and bfloat16. More rows are a matter of matrix units, and of another kernel.
+Each is one kernel (product_few, merge_few), for up to 4 rows. Weights are [out, in]; float32, float16 and bfloat16. More rows are a
+matter of matrix units, and of torch.
 """
 
 import torch
@@ -15,26 +13,16 @@ import triton
 from torch import Tensor
 
 from octavo.kernels.triton.dependent import can_depend
-from octavo.kernels.triton.few_tiles import FEW_ROWS, ProductTiles, merge_tiles, product_tiles
+from octavo.kernels.triton.few_tiles import FEW_ROWS, MAX_HELD, ProductTiles, merge_tiles, product_tiles
 from octavo.kernels.triton.merge_few import merge_few, merge_heads
-from octavo.kernels.triton.norm import add_rms_norm
 from octavo.kernels.triton.product_few import product_few
-from octavo.kernels.triton.product_tile import product_tile, sum_parts
-
-MAX_ROWS = 16
-MAX_HELD = 32768  # the longest row of W that `product_few` holds in registers
-PROGRAMS = 264  # two for each multiprocessor
-COLUMNS, DEPTH, STAGES = 32, 128, 4
-SUM_TILE = 512
 
 Norm = tuple[Tensor, Tensor, float]  # residual, weight, eps
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiles: ProductTiles | None = None, dependent: bool = True) -> Tensor:
     """x [rows, in], weight [out, in] -> [rows, out]"""
-    if _is_few(x):
-        return _few(x, None, weight, bias, tiles, dependent)[0]
-    return _tile(x, weight, bias)
+    return _few(x, None, weight, bias, tiles, dependent)[0]
 
 
 def norm_linear(
@@ -48,10 +36,7 @@ def norm_linear(
     dependent: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual) W^T, the new residual)"""
-    if _is_few(x):
-        return _few(x, (residual, norm_weight, eps), weight, bias, tiles, dependent)
-    x, stream = add_rms_norm(x, residual, norm_weight, eps)
-    return _tile(x, weight, bias), stream
+    return _few(x, (residual, norm_weight, eps), weight, bias, tiles, dependent)
 
 
 def head(
@@ -64,10 +49,7 @@ def head(
     dependent: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(logits, the normed rows they were made of)"""
-    if _is_few(x):
-        return _few(x, (residual, norm_weight, eps), weight, None, tiles, dependent, keep_normed=True)
-    hidden, _ = add_rms_norm(x, residual, norm_weight, eps)
-    return _tile(hidden, weight), hidden
+    return _few(x, (residual, norm_weight, eps), weight, None, tiles, dependent, keep_normed=True)
 
 
 def gate_up(
@@ -80,10 +62,7 @@ def gate_up(
     dependent: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(silu(gate) * up of rms_norm(x + residual), the new residual); weight [2 * size, in], gate over up"""
-    if _is_few(x):
-        return _few(x, (residual, norm_weight, eps), weight, None, tiles, dependent, gated=True)
-    x, stream = add_rms_norm(x, residual, norm_weight, eps)
-    return _tile(x, weight, gated=True), stream
+    return _few(x, (residual, norm_weight, eps), weight, None, tiles, dependent, gated=True)
 
 
 def merge_linear(
@@ -125,10 +104,6 @@ def merge_parts(parts: Tensor, parts_lse: Tensor, dtype: torch.dtype, dependent:
     return out
 
 
-def _is_few(x: Tensor) -> bool:
-    return len(x) <= FEW_ROWS and x.shape[1] <= MAX_HELD
-
-
 def _few(
     x: Tensor,
     norm: Norm | None,
@@ -157,28 +132,6 @@ def _few(
     return out, stream
 
 
-def _tile(x: Tensor, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
-    size, wide = weight.shape[1], len(weight) // 2 if gated else len(weight)
-    _check(x, weight)
-    assert len(x) <= MAX_ROWS, f"{len(x)} rows, at most {MAX_ROWS}"
-    programs = triton.cdiv(wide, COLUMNS)
-    splits = 1
-    while not gated and programs * splits < PROGRAMS and size >= 4 * DEPTH * splits:
-        splits *= 2
-    out = torch.empty(len(x), wide, dtype=x.dtype, device=x.device)
-    parts = out if splits == 1 else torch.empty(splits, *out.shape, dtype=torch.float32, device=x.device)
-    offset = weight if bias is None else bias
-    product_tile[(programs, splits)](
-        x, weight, offset, out, parts, len(x),
-        SIZE=size, OUT=wide, ROWS=MAX_ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH if x.element_size() == 2 else DEPTH // 2,
-        SPLITS=splits, GATED=gated, BIASED=bias is not None, STAGES=STAGES, num_warps=4,
-    )  # fmt: skip
-    if splits > 1:
-        sum_parts[(triton.cdiv(out.numel(), SUM_TILE),)](
-            parts, offset, out, out.numel(), OUT=wide, SPLITS=splits, BIASED=bias is not None, TILE=SUM_TILE, num_warps=4
-        )
-    return out
-
-
 def _check(x: Tensor, weight: Tensor) -> None:
+    assert len(x) <= FEW_ROWS and x.shape[1] <= MAX_HELD, f"{len(x)} rows of {x.shape[1]}, at most {FEW_ROWS} of {MAX_HELD}"
     assert x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype and x.shape[1] == weight.shape[1]
