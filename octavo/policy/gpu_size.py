@@ -30,7 +30,8 @@ DECODE_PROGRAMS = 640  # of decode attention at most: four for each of 160 multi
 DECODE_SHARES = 2  # for each of them
 LEFT_PARTS = 2  # of long rows, for each of those
 SHARE_WORDS = 16  # of a step, for each of those, and each row and KV head
-SMALL_MODEL = 2 * 10**9  # parameters: up to there a step of any size computes no longer than it takes to launch, kernel by kernel
+LAUNCHED = 10**13  # parameters * tokens: a larger step computes for longer than it takes to launch, kernel by kernel (30 ms on an H200)
+MOST_CAPTURED = 8192  # tokens
 GRAPHS = 62  # as many as there are shapes, for 512 rows
 KERNELS = 8  # of a layer, in a graph
 KERNEL_BYTES = 16 * 2**10  # a graph keeps for each
@@ -60,7 +61,7 @@ def gpu_step_bytes(model: ModelConfig, item: int, load: StepLoad) -> int:
 
 def captured_tokens(model: ModelConfig) -> int:
     """Of the largest step that is captured; padding a larger one would take longer than launching it."""
-    return 8192 if num_parameters(model) <= SMALL_MODEL else 2048
+    return min(LAUNCHED // num_parameters(model), MOST_CAPTURED)
 
 
 def gpu_graph_bytes(model: ModelConfig, item: int, load: StepLoad) -> int:

@@ -4,7 +4,7 @@
 
 It is captured as CUDA graphs, one for each shape, and replayed: launching a step is then one call. A step is padded to the next
 shape; what is padding computes on the null block and ends nowhere. Steps larger than any shape run kernel by kernel, which
-costs them nothing: the device computes for longer than the host takes to launch them.
+costs them nothing: the device computes for longer than the host takes to launch them (`policy/gpu_size.py` says from where on).
 
     decode   1 2 4 8, then by 8 to 256, by 16 to the row limit: as many tokens as entries
     mixed    by 256 to 2048 tokens, then 4096 8192, as far as that holds; as many entries as there are rows, in small ones half as many

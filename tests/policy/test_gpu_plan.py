@@ -14,7 +14,7 @@ from octavo.model_config import ModelConfig
 from octavo.models.registry import cache_specs
 from octavo.policy.activations import StepLoad
 from octavo.policy.auto import resolved
-from octavo.policy.gpu_size import CONTEXT, LIBRARIES, gpu_slab_bytes, gpu_step_bytes, gpu_weight_bytes
+from octavo.policy.gpu_size import CONTEXT, LIBRARIES, captured_tokens, gpu_slab_bytes, gpu_step_bytes, gpu_weight_bytes
 from octavo.policy.memory_plan import GIB, MIB, Memory, MemoryPlan, ModelNeeds, plan_memory
 from octavo.policy.model_size import Codes, matrices, num_parameters
 from tests.policy.test_memory_plan import follow
@@ -51,6 +51,11 @@ def test_the_pool_takes_what_the_share_leaves_to_the_last_block() -> None:
     assert plan(kv_cache_memory_bytes=GIB).use.kv_cache == pytest.approx(GIB, rel=0.01)
     assert plan(num_gpu_blocks_override=1000).geometry.num_blocks == 1000
     assert plan().geometry.max_model_len == 40_960
+
+
+def test_steps_that_compute_for_longer_than_they_take_to_launch_are_not_padded() -> None:
+    large = replace(SMALL, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32, tie_embeddings=False)  # Qwen3-8B's
+    assert captured_tokens(SMALL) == 8192 and 1024 < captured_tokens(large) < 1280
 
 
 def test_graphs_are_counted_and_eager_steps_have_none() -> None:
