@@ -1,6 +1,5 @@
 """Shapes that steps are padded to, and the words a plan becomes: what does not need a model."""
 
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,9 +9,11 @@ from octavo.messages import StepPlan
 from octavo.worker.device_program import Shape, Steps, shapes
 from octavo.worker.device_runner import PADDING, entries
 
+CAPTURED = 2048  # tokens
+
 
 def steps(rows: int, tokens: int) -> Steps:
-    return Steps(None, rows, tokens)  # type: ignore[arg-type]  # shapes are chosen without a program
+    return Steps(None, rows, tokens, CAPTURED)  # type: ignore[arg-type]  # shapes are chosen without a program
 
 
 def test_decode_shapes_are_fine_where_steps_are_small() -> None:
@@ -36,8 +37,8 @@ def test_every_step_fits_into_its_shape_and_decode_stays_decode(rows: int, budge
     shape = steps(rows, budget).shape_of(count, tokens)
     assert shape.entries >= count and shape.tokens >= tokens and shape.entries <= rows
     assert shape.decodes == (count == tokens)
-    if shape not in shapes(rows, budget, 2048):
-        assert shape == Shape(count, tokens) and tokens > 2048
+    if shape not in shapes(rows, budget, CAPTURED):
+        assert shape == Shape(count, tokens) and tokens > CAPTURED
 
 
 @pytest.mark.parametrize("shape", [Shape(4, 4), Shape(5, 64)])
