@@ -5,11 +5,12 @@ cuBLASLt. Weights of many layers follow each other, so that none waits in the L2
 """
 
 import argparse
-import statistics
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+
+from bench.gpu_kernels import microseconds
 
 SHAPES = {  # in, out
     "8B qkv": (4096, 6144), "8B output": (4096, 4096), "8B gate up": (4096, 24576), "8B down": (12288, 4096),
@@ -17,25 +18,7 @@ SHAPES = {  # in, out
     "0.6B vocabulary": (1024, 151936),
 }  # fmt: skip
 BEYOND_L2 = 150_000_000  # bytes
-
-
-def microseconds(x: Tensor, weights: list[Tensor]) -> float:
-    for weight in weights[:2]:
-        F.linear(x, weight)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for weight in weights:
-            F.linear(x, weight)
-    times = []
-    for _ in range(7):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(weights))
-    return statistics.median(times)
+MEASURED = 20  # ms, of each
 
 
 def main() -> None:
@@ -50,7 +33,8 @@ def main() -> None:
             line = f"{name:16} {rows:6} rows"
             for library in ("cublas", "cublaslt"):
                 torch.backends.cuda.preferred_blas_library(library)
-                took = microseconds(x, weights if rows < 8192 or outer < 100_000 else weights[:1])
+                chosen = weights if rows < 8192 or outer < 100_000 else weights[:1]
+                took = microseconds([partial(F.linear, x, weight) for weight in chosen], MEASURED)
                 flops, moved = 2 * rows * inner * outer, 2 * inner * outer
                 line += f"   {library:8} {took:8.1f} us {flops / took / 1e6:5.0f} TFLOP/s {moved / took / 1e6:5.2f} TB/s"
             print(line, flush=True)

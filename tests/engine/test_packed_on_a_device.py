@@ -22,6 +22,7 @@ from octavo.loading.resolve import load_model_config, open_checkpoint, resolve_m
 from octavo.loading.shape import model_shape
 from octavo.log import logger
 from octavo.models.decoder import Decoder
+from octavo.policy import gpu_size
 from tests.support.greedy import same_greedy_text
 from tests.support.models import tiny_model, to_gguf
 from tests.support.quantized_models import Kind, write_both, write_model
@@ -154,3 +155,9 @@ def test_dummy_weights_are_drawn_as_codes_the_same_for_every_program(tmp_path: P
                 plain = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
             assert all(same_greedy_text(one, other) for one, other in zip(plain, found, strict=True))
     assert spread["int8"] == pytest.approx(spread["auto"], rel=0.1) and spread["int4"] == pytest.approx(spread["auto"], rel=0.1)
+
+
+def test_the_plan_counts_the_slab_that_the_kernels_make() -> None:
+    from octavo.kernels.triton.packed import SLAB
+
+    assert gpu_size.SLAB == SLAB

@@ -30,12 +30,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.driver import driver
 
-from octavo.kernels.triton.attention_parts import LN_2
+from octavo.kernels.triton import attention_parts
 from octavo.kernels.triton.attention_tiles import Tiles
 
-LN2 = gl.constexpr(LN_2)
-HIDDEN = gl.constexpr(-1.0e30)
-LOWEST = gl.constexpr(-1.0e28)
+LN2 = gl.constexpr(attention_parts.LN_2)
+HIDDEN, LOWEST = gl.constexpr(attention_parts.HIDDEN.value), gl.constexpr(attention_parts.LOWEST.value)
 LINES = 128
 HALF = gl.constexpr(LINES // 2)  # lines of a consumer
 REGISTERS = {"PRODUCER_REGISTERS": 40, "CONSUMER_REGISTERS": 232}  # of a thread: 168 each when it starts

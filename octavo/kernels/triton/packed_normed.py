@@ -1,4 +1,4 @@
-"""Products with packed codes behind a residual add and RMS norm, which one kernel does with them where rows are few."""
+"""Products with packed codes behind a residual add and RMS norm, which one kernel does with q, k and v of one row."""
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ def norm_packed_linear(
     x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: DeviceCodes, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual) W^T, the new residual)"""
-    how = _how(x, weight)
-    if how is not None:
+    how = rule(len(x), weight) if len(x) <= HELD_ROWS else None
+    if isinstance(how, Held) and how.norm:
         out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
         return held(x, (residual, norm_weight, eps), weight, bias, out, how)
     normed, stream = add_rms_norm(x, residual, norm_weight, eps)
@@ -23,14 +23,5 @@ def norm_packed_linear(
 
 def norm_packed_gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: DeviceCodes) -> tuple[Tensor, Tensor]:
     """(silu(gate) * up of rms_norm(x + residual), the new residual); weight has rows of gate over rows of up"""
-    how = _how(x, weight)
-    if how is not None:
-        out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-        return held(x, (residual, norm_weight, eps), weight, None, out, how, gated=True)
-    normed, stream = add_rms_norm(x, residual, norm_weight, eps)
+    normed, stream = add_rms_norm(x, residual, norm_weight, eps)  # apart: a wide product waits less for it
     return packed_gate_up(normed, weight), stream
-
-
-def _how(x: Tensor, weight: DeviceCodes) -> Held | None:
-    how = rule(len(x), weight) if len(x) <= HELD_ROWS else None
-    return how if isinstance(how, Held) and how.norm else None

@@ -96,7 +96,7 @@ MEASURED: dict[tuple[int, int], tuple[How, ...]] = {
 
 def rule(rows: int, weight: DeviceCodes, gated: bool = False) -> How:
     """For 1 to 512 rows. With a gate behind it `packed_few` has no shares."""
-    held = held_rule(rows, weight, gated)
+    held = held_rule(rows, weight)
     if held is not None:
         return held
     measured = MEASURED.get((weight.size, len(weight)))
@@ -112,8 +112,8 @@ def power_of_rows(rows: int) -> int:
     return held
 
 
-def held_rule(rows: int, weight: DeviceCodes, gated: bool = False) -> Held | None:
-    """None where rows are too many, or a row of W is too long or not whole. A wide product waits less for a norm apart."""
+def held_rule(rows: int, weight: DeviceCodes) -> Held | None:
+    """None where rows are too many, or a row of W is too long or not whole."""
     lanes = power_of_rows(rows)
     if rows > HELD_ROWS or weight.size % weight.block:
         return None
@@ -121,8 +121,8 @@ def held_rule(rows: int, weight: DeviceCodes, gated: bool = False) -> Held | Non
     while weight.blocks % splits:
         splits //= 2
     steps = weight.blocks // splits
-    norm = not gated and steps * lanes <= 8
-    return Held(splits, min(steps, HELD_AHEAD), warps=4 if lanes < 4 else 2, norm=norm) if steps <= HELD_STEPS else None
+    warps, norm = 4 if lanes < 4 else 2, steps * lanes <= 8
+    return Held(splits, min(steps, HELD_AHEAD), warps, norm) if steps <= HELD_STEPS else None
 
 
 def few_rule(rows: int, weight: DeviceCodes) -> Few:
