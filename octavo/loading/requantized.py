@@ -6,7 +6,8 @@
                   dequantised first, so that what their makers rounded is rounded once more
 
 The program that computes is not asked: the native one and a GPU keep the codes, torch's gets the very numbers they stand for.
-A GPU has larger groups. Floats become codes on the device that will hold them. Dummy weights are drawn as codes: nobody would know them from rounded ones.
+A GPU has larger groups. Floats become codes on the device that will hold them. Dummy weights are drawn as codes: nobody would
+know them from rounded ones.
 """
 
 import torch

@@ -4,7 +4,7 @@ The matrices of the products are listed one by one, as they are merged and under
 folder. Each is kept as floats or as codes:
 
     int8   codes of 8 bits in groups of 64      8.5 bits a weight; on a GPU groups of 128, 8.25
-    int4   codes of 4 bits in groups of 32      5 bits a weight; on a GPU groups of 128, 4.25; 8 bits for the vocabulary, which feels it most
+    int4   codes of 4 bits in groups of 32      5 bits a weight; on a GPU groups of 128, 4.25; the vocabulary, which feels it most, in 8
 
 Both fall back to smaller groups, and then to floats, where columns are not whole groups. Norms, biases and an embedding of its
 own stay floats.

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.triton.norm import add_rms_norm
-from octavo.kernels.triton.packed import held, packed_gate_up, packed_linear
-from octavo.kernels.triton.packed_rules import HELD_ROWS, Held, rule
+from octavo.kernels.triton.packed import alone, packed_gate_up, packed_linear
+from octavo.kernels.triton.packed_rules import HELD_ROWS, Held, One, rule
 
 
 def norm_packed_linear(
@@ -14,9 +14,9 @@ def norm_packed_linear(
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual) W^T, the new residual)"""
     how = rule(len(x), weight) if len(x) <= HELD_ROWS else None
-    if isinstance(how, Held) and how.norm:
+    if isinstance(how, (One, Held)) and how.norm:
         out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-        return held(x, (residual, norm_weight, eps), weight, bias, out, how)
+        return alone(x, (residual, norm_weight, eps), weight, bias, out, how)
     normed, stream = add_rms_norm(x, residual, norm_weight, eps)
     return packed_linear(normed, weight, bias), stream
 

@@ -10,7 +10,7 @@ from octavo.kernels.device_codes import DeviceCodes, block_size, zero_codes
 from octavo.kernels.reference import packed as plain
 from octavo.kernels.triton import packed, packed_normed
 from octavo.kernels.triton.packed_ahead import PackedShape, packed_calls
-from octavo.kernels.triton.packed_rules import TILED_ROWS, Few, Held, Tile
+from octavo.kernels.triton.packed_rules import TILED_ROWS, Few, Held, One, Tile
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # of the largest result
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "float16", "bfloat16"])
@@ -91,6 +91,31 @@ def test_held_words_however_many_with_all_that_stands_around_them(rows: int, how
     weight = codes(42, size, bits, group, device, order)
     got = packed.held(x, (residual, *norm), weight, None, poison(x, weight)[:, :21].contiguous(), how, gated=True)
     assert_near(got[0], plain.norm_packed_gate_up(x, residual, *norm, weight)[0], 2.0)
+
+
+ONE = [
+    (One(4, warps=1, norm=True), 4, 32, 1024, torch.bfloat16),
+    (One(8, 2, 1, 1, norm=True), 4, 128, 1024, torch.float32),
+    (One(8, ahead=1, warps=2), 8, 128, 1536, torch.float16),
+    (One(4, ahead=3, warps=1), 4, 16, 2 * 512 + 64, torch.bfloat16),
+    (One(8, warps=1), 4, 64, 2 * 1024 + 64, torch.float16),
+    (One(8, 2, 2, 2), 8, 16, 320, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("how", "bits", "group", "size", "dtype"), ONE, ids=str)
+def test_one_row_however_many_turns_and_steps(how: One, bits: int, group: int, size: int, dtype: torch.dtype, device: str) -> None:
+    """Rows of W and steps that are not whole, orders, biases and gates; with a norm in front where x is there at once."""
+    x, residual, norm = random(1, size, dtype, device), random(2, size, dtype, device)[1:].contiguous(), (random(3, size, dtype, device)[1], 1e-5)
+    weight, bias = codes(37, size, bits, group, device, order=bits == 8), random(1, 37, dtype, device)[0]
+    front = (residual, *norm) if how.norm else None
+    got = packed.one(x, front, weight, bias, poison(x, weight), how)
+    exact = plain.norm_packed_linear(x, residual, *norm, weight, bias) if front else (plain.packed_linear(x, weight, bias), x)
+    assert_near(got[0], exact[0], 2.0)
+    assert torch.equal(got[1], exact[1])
+    weight = codes(42, size, bits, group, device, order=bits == 4)
+    got = packed.one(x, None, weight, None, poison(x, weight)[:, :21].contiguous(), how, gated=True)
+    assert_near(got[0], plain.packed_gate_up(x, weight), 2.0)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 5])
