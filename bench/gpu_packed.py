@@ -137,10 +137,7 @@ def choices(size: int, wide: int, rows: int) -> Iterator[Few | Tile]:
 
 def tiled_cells() -> list[Cell]:
     """What a batch of hundreds may be divided into; an int is a slab of so many weights."""
-    tiles = [
-        (256, 128, 8, 3), (256, 128, 8, 4), (256, 128, 8, 2), (128, 128, 8, 4), (128, 128, 4, 3), (128, 256, 8, 3), (256, 64, 4, 3),
-        (256, 64, 8, 4),
-    ]  # fmt: skip
+    tiles = [(256, 128, 8, 3), (256, 128, 8, 2), (128, 128, 8, 4), (128, 128, 8, 3), (256, 64, 8, 3), (256, 64, 8, 2), (128, 64, 4, 4)]
     found = []
     for group, rows, (size, wide) in product((128, 32), (256, 512), SWEPT[:4]):
         divided = [Tile(*tile[:2], shares, *tile[2:]) for tile in tiles for shares in shares_worth(rows, wide, tile)]

@@ -106,7 +106,8 @@ ONE = [
 @pytest.mark.parametrize(("how", "bits", "group", "size", "dtype"), ONE, ids=str)
 def test_one_row_however_many_turns_and_steps(how: One, bits: int, group: int, size: int, dtype: torch.dtype, device: str) -> None:
     """Rows of W and steps that are not whole, orders, biases and gates; with a norm in front where x is there at once."""
-    x, residual, norm = random(1, size, dtype, device), random(2, size, dtype, device)[1:].contiguous(), (random(3, size, dtype, device)[1], 1e-5)
+    x, norm = random(1, size, dtype, device), (random(3, size, dtype, device)[1], 1e-5)
+    residual = random(2, size, dtype, device)[1:].contiguous()
     weight, bias = codes(37, size, bits, group, device, order=bits == 8), random(1, 37, dtype, device)[0]
     front = (residual, *norm) if how.norm else None
     got = packed.one(x, front, weight, bias, poison(x, weight), how)
