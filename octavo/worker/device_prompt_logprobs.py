@@ -41,17 +41,6 @@ class _Asked:
     num_prompt: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """Prompt tokens that a plan reaches, of an entry that asked for them."""
-
-    entry: int
-    row: int
-    tokens: slice  # of the step: each says what the model expects behind it
-    first: int  # the position of the first token expected
-    count: int
-
-
 class DevicePromptLogprobs:
     """Remembers which rows asked for them."""
 
@@ -69,25 +58,24 @@ class DevicePromptLogprobs:
             if write.params.prompt_logprobs is not None:
                 self._asked[write.row] = _Asked(write.params.prompt_logprobs, write.num_prompt)
 
-    def reached(self, plan: StepPlan) -> list[Reached]:
-        found: list[Reached] = []
+    def reached(self, plan: StepPlan) -> bool:
+        """Whether it computes prompt tokens of a row that asked for them."""
+        return any(row in self._asked and start + 1 < self._asked[row].num_prompt for row, start in zip(plan.row, plan.start))
+
+    def rankings(self, hidden: Tensor, plan: StepPlan, logits: Callable[[Tensor], Tensor]) -> list[PromptRankings]:
+        """Of the prompt tokens each entry reached. hidden: [T, hidden], after the final norm; logits: of hidden states, [N, V]"""
+        pieces: list[PromptRankings] = []
         if not self._asked:
-            return found
+            return pieces
         begin = 0
         for entry, (row, start, count) in enumerate(zip(plan.row, plan.start, plan.num_query)):
             if asked := self._asked.get(row):
                 reach = min(start + count, asked.num_prompt - 1)
                 if start < reach:
-                    found.append(Reached(entry, row, slice(begin, begin + reach - start), start + 1, asked.count))
+                    found = self._in_slices(hidden[begin : begin + reach - start], row, start + 1, asked.count, logits)
+                    pieces.append(PromptRankings(entry, start + 1, asked.count, found))
             begin += count
-        return found
-
-    def rankings(self, hidden: Tensor, reached: list[Reached], logits: Callable[[Tensor], Tensor]) -> list[PromptRankings]:
-        """hidden: [T, hidden], after the final norm; logits: of hidden states, [N, V]"""
-        return [
-            PromptRankings(one.entry, one.first, one.count, self._in_slices(hidden[one.tokens], one.row, one.first, one.count, logits))
-            for one in reached
-        ]
+        return pieces
 
     def _in_slices(self, hidden: Tensor, row: int, first: int, count: int, logits: Callable[[Tensor], Tensor]) -> list[Ranking]:
         targets = self._rows.token_ids[row, first : first + len(hidden)]

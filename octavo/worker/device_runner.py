@@ -65,9 +65,8 @@ class DeviceRunner:
         if plan.row:
             shape = self.steps.shape_of(len(plan.row), sum(plan.num_query))
             send(entries(plan, shape), self.steps.program.memory.entries)
-            reached = self.prompts.reached(plan)
-            self._forward = self.steps.run(shape, whole=bool(reached))
-            self._pieces = self.prompts.rankings(self._forward.hidden, reached, self.steps.program.logits)
+            self._forward = self.steps.run(shape, whole=self.prompts.reached(plan))
+            self._pieces = self.prompts.rankings(self._forward.hidden, plan, self.steps.program.logits)
 
     @torch.inference_mode()
     def sample(self) -> "Pending":
