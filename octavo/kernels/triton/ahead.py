@@ -127,7 +127,8 @@ class Ahead:
         layout = RowLayout(2, 4)
         words, step = self.words(2, layout.width), StepMemory(layout, 2, 2, self.device).step(2, 2)
         prepare(words, layout, self.size, step)
-        finish(words, layout, step, self.places(2), self.numbers(2, self.config.hidden_size), self.words(2))
+        states, hidden = self.numbers(2, self.config.num_heads * self.config.head_dim), self.numbers(2, self.config.hidden_size)
+        finish(words, layout, step, self.places(2), states, hidden, self.words(2))
         copy_words(words.view(-1), words.view(-1), self.words(1, 3), 1)
 
     def behind_a_step(self) -> list[Call]:
