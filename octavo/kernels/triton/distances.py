@@ -16,6 +16,8 @@ TILE, GROUP, CAPACITY = 2048, 64, 4096
 INFINITE, LARGEST = tl.constexpr(0x7F800000), tl.constexpr(0x7FFFFFFF)
 ONE = tl.constexpr(float(2**40))  # the mass of the best token
 KEY_BITS = tl.constexpr(31)
+UNALIGNED = ["temperature", "top_k", "top_p", "min_p", "noise", "positions"]  # views of one line may start anywhere
+RUNTIME = ["step", "noise_step"]
 TINY, HUGE = tl.constexpr(1.1754943508222875e-38), tl.constexpr(3.4028234663852886e38)
 
 
@@ -52,6 +54,14 @@ def passes(bits, floor):
 @triton.jit
 def warmth(temperature):
     return tl.minimum(tl.maximum(tl.load(temperature), TINY), HUGE)
+
+
+@triton.jit
+def load_filters(top_k, top_p, min_p, at, VOCAB: tl.constexpr):
+    """k, or 0 where it is off; top_p; the least mass that min-p lets pass."""
+    k = tl.load(top_k + at).to(tl.int32)
+    floor = (tl.load(min_p + at).to(tl.float64) * ONE).to(tl.int64)
+    return tl.where(k < VOCAB, k, 0), tl.load(top_p + at), floor
 
 
 @triton.jit
