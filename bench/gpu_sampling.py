@@ -1,8 +1,9 @@
 """Sampling on a GPU beyond the graph, checked against its twins and timed: `python bench/gpu_sampling.py [--tiny]`.
 
 First the checks: rows of all kinds are drawn, ranked and adjusted as by the twins, which run on the CPU. A drawn id may differ
-where float64 arithmetic with a little slack allows both: those are counted. Then the table: microseconds on the device (a CUDA
-graph replayed) and of the host for launching it. `--tiny` is for the interpreter: small sizes, times without meaning.
+where float64 arithmetic with a little slack allows both: those are counted. Then what each kernel of a draw takes, and the table:
+microseconds on the device (a CUDA graph replayed) and of the host for launching it. `--tiny` is for the interpreter: small sizes,
+times without meaning.
 """
 
 import argparse
@@ -187,6 +188,22 @@ def microseconds(run: Callable[[], object]) -> tuple[float, float]:
     return float(triton.testing.do_bench(replay, warmup=10, rep=60, return_mode="median")) * 1e3, host
 
 
+def by_kernel(rows: int = 256, runs: int = 5) -> Iterator[str]:
+    """The microseconds of each kernel in one draw, all its launches together; a line for each filter."""
+    for spread in ("random", "flat"):
+        logits = rows_of(spread, rows, 151_936, torch.bfloat16).to(DEVICE)
+        for name, filters in FILTERS.items():
+            draws = there(draws_of([filters], rows))
+            draw(logits, draws)
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                for _ in range(runs):
+                    draw(logits, draws)
+                torch.cuda.synchronize()
+            taken = {event.key.split("(")[0][-24:]: event.device_time_total / runs for event in profile.key_averages()}
+            yield f"{spread}, {name}: " + ", ".join(f"{kernel} {time:.1f}" for kernel, time in taken.items() if time)
+
+
 def timings(tiny: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     vocab = 5000 if tiny else 151_936
     for rows in (1,) if tiny else (256, 32, 1):
@@ -216,6 +233,11 @@ def main() -> None:
         failed += "WRONG" in said or "FAILED" in said
         print(f"{name:28s} {said}", flush=True)
     print(f"{failed} checks failed\n" if failed else "all agree with their twins\n", flush=True)
+    try:
+        for line in by_kernel() if ON_GPU else ():
+            print(line, flush=True)
+    except Exception:
+        traceback.print_exc()
     for name, run in timings(tiny):
         if time.monotonic() > deadline:
             print("time is up, the rest is left out")

@@ -28,9 +28,21 @@ def read(logits, token, VOCAB: tl.constexpr):
 
 
 @triton.jit
+def divide(x, heat):
+    """x / heat, rounded as a division rounds; by a usual temperature it takes three instructions and no branch for each x."""
+    if (heat > 1e-3) & (heat < 1e3):
+        inverse = tl.div_rn(tl.full([], 1.0, tl.float32), heat)
+        near = x * inverse
+        quotient = tl.fma(tl.fma(-near, heat + tl.zeros_like(x), x), inverse + tl.zeros_like(x), near)
+    else:
+        quotient = tl.div_rn(x, heat)
+    return quotient
+
+
+@triton.jit
 def distance_bits(most, logit, heat):
-    distance = tl.div_rn(most - logit, heat)
-    return tl.minimum(distance.to(tl.int32, bitcast=True) & LARGEST, INFINITE)  # infinite less infinite is no number
+    distance = divide(most - logit, heat)
+    return tl.minimum(distance.to(tl.int32, bitcast=True) & LARGEST, INFINITE)  # what is no number lies infinitely far
 
 
 @triton.jit

@@ -82,7 +82,7 @@ def survey(
         if k == 0:
             token = tile * TILE + tl.arange(0, TILE)
             masses = mass(distance_bits(most, read(logits + row * STRIDE, token, VOCAB), heat))
-            tl.atomic_add(known + TOTAL, tl.sum(tl.where((token < VOCAB) & (masses >= floor), masses, 0), 0), sem="relaxed")
+            tl.atomic_add(known + TOTAL, tl.sum(tl.where(masses >= floor, masses, 0), 0), sem="relaxed")
         else:
             high = tl.full([], LARGEST, tl.int32)
             if k <= GROUPS:
@@ -128,22 +128,22 @@ def gather(
     if (nearest <= high) & (tl.load(known + COUNT) <= CAPACITY) & passes(nearest, floor):
         token = tile * TILE + tl.arange(0, TILE)
         bits = distance_bits(most, read(logits + row * STRIDE, token, VOCAB), heat)
-        inside = (token < VOCAB) & (bits < INFINITE) & passes(bits, floor)
+        inside = (bits < INFINITE) & passes(bits, floor)
+        counter = known + COUNT
         if k > 0:
             order = tl.cumsum((inside & (bits == high)).to(tl.int32), 0)
             inside = inside & ((bits < high) | ((bits == high) & (order <= k)))
-        else:
+            start = tl.atomic_add(counter, tl.sum(inside.to(tl.int64), 0), sem="relaxed").to(tl.int32)
+            place = start + tl.cumsum(inside.to(tl.int32), 0) - 1
+        else:  # so few that each may ask for its place
             share = RACERS * SLACK * ONE / tl.load(known + TOTAL).to(tl.float32)
             quad = (tile * (TILE // 4) + tl.arange(0, TILE // 4)).to(tl.uint32)
             unit = uniform(noise + row * noise_step, tl.load(positions + row).to(tl.uint32), quad, TILE)
             inside = inside & (1.0 - unit <= tl.exp(-bits.to(tl.float32, bitcast=True)) * share)
-        many = tl.sum(inside.to(tl.int32), 0)
-        if many > 0:
-            start = tl.atomic_add(known + COUNT, many.to(tl.int64), sem="relaxed").to(tl.int32)
-            place = start + tl.cumsum(inside.to(tl.int32), 0) - 1
-            fits = inside & (place < CAPACITY)
-            tl.store(member_bits + row * CAPACITY + place, bits, mask=fits)
-            tl.store(member_ids + row * CAPACITY + place, token, mask=fits)
+            place = tl.atomic_add(counter + tl.zeros_like(token), tl.full([TILE], 1, tl.int64), mask=inside, sem="relaxed").to(tl.int32)
+        fits = inside & (place < CAPACITY)
+        tl.store(member_bits + row * CAPACITY + place, bits, mask=fits)
+        tl.store(member_ids + row * CAPACITY + place, token, mask=fits)
 
 
 @triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=UNALIGNED)
@@ -225,7 +225,7 @@ def weigh(
             most = highest(peaks + row * TILES, TILES, PADDED_TILES)
             bits = distance_bits(most, read(logits + row * STRIDE, token, VOCAB), warmth(temperature + row * step))
             masses = mass(bits)
-            masses = tl.where((token < VOCAB) & (masses >= floor), masses, 0)
+            masses = tl.where(masses >= floor, masses, 0)
             key = (bits.to(tl.int64) << 32) | token
             for place in tl.static_range(AT_ONCE):
                 at = known + weighed + place
