@@ -102,6 +102,11 @@ def test_the_best_within_top_p_wins_however_many_beyond_it_have_better_scores(be
     assert draw(logits.to(device), there(draws, device)).tolist() == expected == twin.draw(logits, draws).tolist()
 
 
+def test_of_equals_the_first_k_can_be_drawn(device: str) -> None:
+    draws = draws_of([Row("", 0, top_k=3, position=n) for n in range(24)])
+    assert set(draw(torch.ones(24, TILE, device=device), there(draws, device)).tolist()) == {0, 1, 2}
+
+
 def test_no_filter_is_a_plain_draw_and_a_cut_row_beside_it_changes_nothing(device: str) -> None:
     plain = [Row("normal", seed, temperature=0.7, position=seed) for seed in range(2)]
     alone = assert_drawn_as_by_the_twin(logits_of(plain, WIDE), draws_of(plain), device)
