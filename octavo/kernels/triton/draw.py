@@ -1,8 +1,7 @@
 """Drawing one id a row over what min-p, top-k and top-p leave, without ordering the row.
 
     find_tops    the largest logit of every 64 tokens                                                              one pass
-    survey       the mass of the row; with top-k, how near its tokens are: k groups have one up to the k-th smallest of their
-                 least distances                                                                                   one pass
+    survey       the mass of the row; with top-k, the k-th smallest of the groups' least distances: k tokens are so near   one pass
     gather       members: with top-k all tokens as near as that, else those that may come first in the race        one pass
     settle       cuts the members by halving over bits, then over ids, and races them. Without top-k, the race is among the
                  members alone, too; top-p comes after it: `known.py`
