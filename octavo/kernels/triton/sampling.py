@@ -46,10 +46,17 @@ def open_unit(words):
 
 
 @triton.jit
-def uniform(noise, position, quad, TILE: tl.constexpr):
-    """Numbers strictly inside (0, 1) for the tokens of the quads, in order. quad [TILE / 4] -> [TILE] float32"""
+def tile_words(noise, position, tile, TILE: tl.constexpr):
+    """The words of all tokens of a tile, in order: [TILE] uint32"""
+    quad = (tile * (TILE // 4) + tl.arange(0, TILE // 4)).to(tl.uint32)
     w0, w1, w2, w3 = noise_words(noise, position, quad)
-    return open_unit(tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(TILE))  # lane = 2 * middle + last
+    return tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(TILE)  # lane = 2 * middle + last
+
+
+@triton.jit
+def uniform(noise, position, tile, TILE: tl.constexpr):
+    """Numbers strictly inside (0, 1) for the tokens of a tile: [TILE] float32"""
+    return open_unit(tile_words(noise, position, tile, TILE))
 
 
 @triton.jit
@@ -74,9 +81,8 @@ def best_of_blocks(logits, temperature, noise, positions, tops, scores, ids, VOC
     warmth = tl.load(temperature + row)
     score = logit - top
     if warmth > 0:
-        quad = (block * (TILE // 4) + tl.arange(0, TILE // 4)).to(tl.uint32)
         position = tl.load(positions + row).to(tl.uint32)
-        score = gumbel(uniform(noise + row * 4, position, quad, TILE)) + score / tl.maximum(warmth, 1.1754943508222875e-38)
+        score = gumbel(uniform(noise + row * 4, position, block, TILE)) + score / tl.maximum(warmth, 1.1754943508222875e-38)
     score = tl.where(token < VOCAB, score, float("-inf"))
     best, index = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(tops + row * blocks + block, top)

@@ -12,21 +12,34 @@ import triton.language as tl
 from octavo.kernels.triton.distances import (
     INFINITE,
     LARGEST,
-    RUNTIME,
-    UNALIGNED,
     collect,
     cut_of,
     distance_bits,
-    highest,
-    load_filters,
     mass,
     mass_goal,
-    passes,
     read,
-    warmth,
     within,
 )
-from octavo.kernels.triton.known import KNOWN, SETTLED, STATE, TOTAL, winning_pick
+from octavo.kernels.triton.known import (
+    AT_ONCE,
+    HEAT,
+    KNOWN,
+    MOST,
+    NOISE,
+    PICK,
+    PICKS,
+    POSITION,
+    RACED,
+    REACH,
+    SETTLED,
+    STATE,
+    TOP_P,
+    TOTAL,
+    K,
+    fitting,
+    integer,
+    number,
+)
 from octavo.kernels.triton.sampling import gumbel, uniform
 
 PIVOT_1, PIVOT_2, PIVOT_3 = tl.constexpr(0x40000000), tl.constexpr(0x40C00000), tl.constexpr(0x41800000)  # distances 2, 6, 16
@@ -37,7 +50,7 @@ def race_row(
     logits,
     most,
     heat,
-    floor,
+    reach,
     cut_bits,
     cut_id,
     noise,
@@ -52,9 +65,8 @@ def race_row(
     for tile in range(TILES):
         token = tile * TILE + tl.arange(0, TILE)
         bits = distance_bits(most, read(logits, token, VOCAB), heat)
-        kept = (token < VOCAB) & within(bits, token, cut_bits, cut_id) & passes(bits, floor)
-        quad = (tile * (TILE // 4) + tl.arange(0, TILE // 4)).to(tl.uint32)
-        score = gumbel(uniform(noise, position, quad, TILE)) - bits.to(tl.float32, bitcast=True)
+        kept = (token < VOCAB) & within(bits, token, cut_bits, cut_id) & (bits <= reach)
+        score = gumbel(uniform(noise, position, tile, TILE)) - bits.to(tl.float32, bitcast=True)
         better = kept & (score > best)
         owner = tl.where(better, token, owner)
         best = tl.where(better, score, best)
@@ -62,7 +74,7 @@ def race_row(
 
 
 @triton.jit
-def weigh_row(logits, most, heat, floor, cut_bits, cut_id, middle, VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
+def weigh_row(logits, most, heat, reach, cut_bits, cut_id, middle, VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
     """The mass within a cut, and that part of it whose bits are below `middle`."""
     total = tl.zeros([TILE], tl.int64)
     nearer = tl.zeros([TILE], tl.int64)
@@ -70,14 +82,14 @@ def weigh_row(logits, most, heat, floor, cut_bits, cut_id, middle, VOCAB: tl.con
         token = tile * TILE + tl.arange(0, TILE)
         bits = distance_bits(most, read(logits, token, VOCAB), heat)
         masses = mass(bits)
-        masses = tl.where((token < VOCAB) & (masses >= floor) & within(bits, token, cut_bits, cut_id), masses, 0)
+        masses = tl.where((token < VOCAB) & (bits <= reach) & within(bits, token, cut_bits, cut_id), masses, 0)
         total += masses
         nearer += tl.where(bits < middle, masses, 0)
     return tl.sum(total, 0), tl.sum(nearer, 0)
 
 
 @triton.jit
-def count_below(logits, most, heat, floor, first, second, third, VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
+def count_below(logits, most, heat, reach, first, second, third, VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
     """How many tokens have bits below each of three."""
     below_1 = tl.zeros([TILE], tl.int32)
     below_2 = tl.zeros([TILE], tl.int32)
@@ -85,7 +97,7 @@ def count_below(logits, most, heat, floor, first, second, third, VOCAB: tl.const
     for tile in range(TILES):
         token = tile * TILE + tl.arange(0, TILE)
         bits = distance_bits(most, read(logits, token, VOCAB), heat)
-        bits = tl.where((token < VOCAB) & passes(bits, floor), bits, LARGEST)
+        bits = tl.where((token < VOCAB) & (bits <= reach), bits, LARGEST)
         below_1 += (bits < first).to(tl.int32)
         below_2 += (bits < second).to(tl.int32)
         below_3 += (bits < third).to(tl.int32)
@@ -114,7 +126,7 @@ def cut_count(
     peaks,
     most,
     heat,
-    floor,
+    reach,
     k,
     bits_at,
     ids_at,
@@ -134,7 +146,7 @@ def cut_count(
     count = tl.full([], CAPACITY + 1, tl.int32)
     while (count > CAPACITY) & (low < high):
         for _ in range(2):
-            a, b, c = count_below(logits, most, heat, floor, first, second, third, VOCAB, TILE, TILES)
+            a, b, c = count_below(logits, most, heat, reach, first, second, third, VOCAB, TILE, TILES)
             high = tl.minimum(high, tl.where(a >= k, first, tl.where(b >= k, second, tl.where(c >= k, third, LARGEST))) - 1)
             below = tl.where(c < k, c, tl.where(b < k, b, tl.where(a < k, a, below)))
             low = tl.minimum(tl.where(c < k, third, tl.where(b < k, second, tl.where(a < k, first, low))), high)
@@ -142,7 +154,7 @@ def cut_count(
             first = low + quarter
             second = first + quarter
             third = second + quarter
-        count = collect(logits, peaks, most, heat, floor, low, high, VOCAB, bits_at, ids_at, VOCAB, TILE, TILES, CAPACITY)
+        count = collect(logits, peaks, most, heat, reach, low, high, VOCAB, bits_at, ids_at, VOCAB, TILE, TILES, CAPACITY)
     last = low
     last_id = tl.full([], VOCAB, tl.int32)
     if count <= CAPACITY:
@@ -159,11 +171,11 @@ def cut_count(
 def search_row(
     logits,
     peaks,
+    most,
+    heat,
+    reach,
     k,
     p,
-    floor,
-    heat,
-    total,
     noise,
     position,
     bits_at,
@@ -171,30 +183,27 @@ def search_row(
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
-    PADDED_TILES: tl.constexpr,
     CAPACITY: tl.constexpr,
     ID_BITS: tl.constexpr,
 ):
-    most = highest(peaks, TILES, PADDED_TILES)
     cut_bits = tl.full([], LARGEST, tl.int32)
     cut_id = tl.full([], VOCAB, tl.int32)
     if k > 0:
-        cut_bits, cut_id = cut_count(logits, peaks, most, heat, floor, k, bits_at, ids_at, VOCAB, TILE, TILES, CAPACITY, ID_BITS)
+        cut_bits, cut_id = cut_count(logits, peaks, most, heat, reach, k, bits_at, ids_at, VOCAB, TILE, TILES, CAPACITY, ID_BITS)
     goal = tl.full([], 1, tl.int64)
     if p < 1:
-        if k > 0:
-            total, _ = weigh_row(logits, most, heat, floor, cut_bits, cut_id, 0, VOCAB, TILE, TILES)
+        total, _ = weigh_row(logits, most, heat, reach, cut_bits, cut_id, 0, VOCAB, TILE, TILES)
         goal = mass_goal(p, total)
     winner = tl.full([], -1, tl.int32)
     low = tl.full([], 0, tl.int32)  # bits with less than the goal before them
     while winner < 0:
-        found = race_row(logits, most, heat, floor, cut_bits, cut_id, noise, position, VOCAB, TILE, TILES)
+        found = race_row(logits, most, heat, reach, cut_bits, cut_id, noise, position, VOCAB, TILE, TILES)
         cut_bits = distance_bits(most, read(logits, found, VOCAB), heat)
         cut_id = found - 1
         before = tl.full([], 0, tl.int64)
         if p < 1:
             middle = low + (cut_bits - low + 1) // 2
-            before, nearer = weigh_row(logits, most, heat, floor, cut_bits, cut_id, middle, VOCAB, TILE, TILES)
+            before, nearer = weigh_row(logits, most, heat, reach, cut_bits, cut_id, middle, VOCAB, TILE, TILES)
             low = tl.where(nearer < goal, middle, low)
             cut_id = tl.where(nearer < goal, cut_id, VOCAB)
             cut_bits = tl.where(nearer < goal, cut_bits, middle - 1)
@@ -202,40 +211,50 @@ def search_row(
     return winner
 
 
-@triton.jit(do_not_specialize=RUNTIME, do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit
+def winning_pick(logits, known, most, heat, reach, p, VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
+    """The id of the pick that is drawn; -1 if it is none of them. What all tiles did not weigh is weighed here."""
+    goal = mass_goal(p, tl.load(known + TOTAL))
+    place = fitting(known, goal)
+    found = place < AT_ONCE
+    pick = tl.load(known + PICK + place)
+    while (pick >= 0) & (place < PICKS) & (found == 0):
+        before, _ = weigh_row(logits, most, heat, reach, (pick >> 32).to(tl.int32), pick.to(tl.int32) - 1, 0, VOCAB, TILE, TILES)
+        found = before < goal
+        if before >= goal:
+            place += 1
+            pick = tl.load(known + PICK + place, mask=place < PICKS, other=-1)
+    return tl.where(found & (pick >= 0), pick, -1).to(tl.int32)
+
+
+@triton.jit
 def search(
     logits,
     peaks,
     known,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    noise,
-    positions,
     member_bits,
     member_ids,
     out,
-    step,
-    noise_step,
     VOCAB: tl.constexpr,
     STRIDE: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
-    PADDED_TILES: tl.constexpr,
     CAPACITY: tl.constexpr,
     ID_BITS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     known += row * KNOWN
-    if tl.load(known + STATE) != SETTLED:
-        k, p, floor = load_filters(top_k, top_p, min_p, row * step, VOCAB)
-        total = tl.load(known + TOTAL)
-        winner = winning_pick(known, mass_goal(p, total))
+    state = tl.load(known + STATE)
+    if state != SETTLED:
+        logits += row * STRIDE
+        k, p, reach = integer(known + K), number(known + TOP_P), integer(known + REACH)
+        most, heat = number(known + MOST), number(known + HEAT)
+        winner = tl.full([], -1, tl.int32)
+        if state == RACED:
+            winner = winning_pick(logits, known, most, heat, reach, p, VOCAB, TILE, TILES)
         if winner < 0:
             winner = search_row(
-                logits + row * STRIDE, peaks + row * TILES, k, p, floor, warmth(temperature + row * step), total,
-                noise + row * noise_step, tl.load(positions + row).to(tl.uint32),
-                member_bits + row * CAPACITY, member_ids + row * CAPACITY, VOCAB, TILE, TILES, PADDED_TILES, CAPACITY, ID_BITS,
+                logits, peaks + row * TILES, most, heat, reach, k, p, known + NOISE, tl.load(known + POSITION).to(tl.uint32),
+                member_bits + row * CAPACITY, member_ids + row * CAPACITY, VOCAB, TILE, TILES, CAPACITY, ID_BITS,
             )  # fmt: skip
         tl.store(out + row, winner.to(tl.int64))
