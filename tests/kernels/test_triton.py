@@ -47,6 +47,17 @@ def test_a_layer_of_a_few_rows_agrees_with_the_twins() -> None:
 def test_the_script_that_checks_and_times_sampling_runs_through() -> None:
     said = script("gpu_sampling", "--tiny")
     assert "all agree with their twins" in said and said.count(" us, host ") == 14
+    assert script("gpu_sampling", "--tiny", "--sweep").count(" near ties; temperature ") == 2
+
+
+def test_launches_do_not_compare_constants_and_names_stay() -> None:
+    code = """
+from octavo.kernels.triton.ahead import kernel_keys
+from octavo.kernels.triton.draw import gather
+gather.cache_key
+print(len(gather.used_global_vals) > 9, kernel_keys() == kernel_keys(), len(gather.used_global_vals))
+"""
+    assert python("-c", code).split() == ["True", "True", "0"]
 
 
 def test_the_script_that_checks_and_times_packed_products_runs_through() -> None:

@@ -35,7 +35,7 @@ def divide(x, heat):
     if (heat > 1e-3) & (heat < 1e3):
         inverse = tl.div_rn(tl.full([], 1.0, tl.float32), heat)
         near = x * inverse
-        quotient = tl.fma(tl.fma(-near, heat + tl.zeros_like(x), x), inverse + tl.zeros_like(x), near)
+        quotient = tl.fma(tl.fma(near, tl.zeros_like(x) - heat, x), inverse + tl.zeros_like(x), near)
     else:
         quotient = tl.div_rn(x, heat)
     return quotient

@@ -79,6 +79,7 @@ from octavo.kernels.triton.search import search
 RACERS = tl.constexpr(16.0)  # in one row of ten millions none of so many races
 MOST_RACERS = tl.constexpr(256.0)
 SLACK = tl.constexpr(1.001)  # who might be a member is told with less care than scores are
+ALMOST_2 = tl.constexpr(2 - 2.0**-23)
 FEW = 512  # members, of most rows
 SUMMED = tl.constexpr(8)  # mass_parts
 
@@ -89,6 +90,7 @@ class Tiling:
 
     tile: int = TILE
     programs: int = 2048  # of a kernel, about; each takes every n-th tile of a row
+    survey_warps: int = 8
     gather_warps: int = 4
     weigh_warps: int = 4
 
@@ -153,6 +155,14 @@ def survey(
 
 
 @triton.jit
+def write_members(inside, token, counter, member_ids, CAPACITY: tl.constexpr):
+    """So few that each may ask for its place."""
+    one = inside.to(tl.int64)
+    place = tl.atomic_add(counter + tl.zeros_like(token), one, mask=inside, sem="relaxed").to(tl.int32)
+    tl.store(member_ids + place, token, mask=inside & (place < CAPACITY))
+
+
+@triton.jit
 def gather(
     logits,
     peaks,
@@ -167,27 +177,30 @@ def gather(
     """Members come in any order, and nothing depends on it. A few come that `settle` leaves out."""
     row = tl.program_id(0).to(tl.int64)
     known += row * KNOWN
+    member_ids += row * CAPACITY
     if tl.load(known + COUNT) <= CAPACITY:
         k, high, position = integer(known + K), integer(known + HIGH), tl.load(known + POSITION).to(tl.uint32)
         lowest, most, heat, share = number(known + LOWEST), number(known + MOST), number(known + HEAT), number(known + SHARE) * SLACK
         steepness = LOG2_E / heat
         for tile in range(tl.program_id(1), TILES, tl.num_programs(1)):
             if tl.load(peaks + row * TILES + tile) >= lowest:
-                token = tile * TILE + tl.arange(0, TILE)
+                token = tile * TILE + tl.arange(0, TILE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # as noise comes
                 logit = tl.load(logits + row * STRIDE + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
-                inside = logit >= lowest
                 if k == 0:
-                    # from 1 to 2: 1 + (1 - u), and half a step of the noise less
-                    rest = ((tile_words(known + NOISE, position, tile, TILE) >> 9) ^ 0x3FFFFFFF).to(tl.float32, bitcast=True)
-                    inside = inside & (rest <= tl.exp2((logit - most) * steepness) * share + 1.0)
-                count = tl.sum(inside.to(tl.int32), 0)
-                if count > 0:
-                    if (k > 0) & (count > k):  # of equals, k are enough
+                    # 1 + u, half a step of the noise less, against 2 - SHARE * m, a whole step less
+                    noisy = ((tile_words(known + NOISE, position, tile, TILE) >> 9) + 0x3F800000).to(tl.float32, bitcast=True)
+                    races = noisy >= ALMOST_2 - tl.exp2((logit - most) * steepness) * share
+                    if tl.max(tl.max(races.to(tl.int32), 1), 0) > 0:
+                        write_members(races & (logit >= lowest), token, known + COUNT, member_ids, CAPACITY)
+                else:
+                    inside = logit >= lowest
+                    count = tl.sum(tl.sum(inside.to(tl.int32), 1), 0)
+                    if count > k:  # of equals, k are enough
                         bits = distance_bits(most, logit, heat)
-                        inside = inside & ((bits < high) | ((bits == high) & (tl.cumsum((bits == high).to(tl.int32), 0) <= k)))
-                    one = tl.full([TILE], 1, tl.int64)
-                    place = tl.atomic_add(known + COUNT + tl.zeros_like(token), one, mask=inside, sem="relaxed").to(tl.int32)
-                    tl.store(member_ids + row * CAPACITY + place, token, mask=inside & (place < CAPACITY))
+                        nth = tl.cumsum((bits == high).to(tl.int32).reshape(TILE), 0).reshape(TILE // 4, 4)
+                        inside = inside & ((bits < high) | ((bits == high) & (nth <= k)))
+                    if count > 0:
+                        write_members(inside, token, known + COUNT, member_ids, CAPACITY)
 
 
 @triton.jit
@@ -247,14 +260,25 @@ def settle(
 
 
 @triton.jit
-def summed(high, low, TILE: tl.constexpr):
-    """Masses of [TILE] tokens as int64, a few to each number."""
-    high = tl.sum(high.reshape(TILE // SUMMED, SUMMED), 1).to(tl.int32)
-    return (high.to(tl.int64) << 20) + tl.sum(low.reshape(TILE // SUMMED, SUMMED), 1).to(tl.int32)
+def summed(some, high, low, TILE: tl.constexpr):
+    """The mass of some of [TILE] tokens as int64, a few tokens to each number."""
+    high = tl.sum(tl.where(some, high, 0.0).reshape(TILE // SUMMED, SUMMED), 1).to(tl.int32)
+    return (high.to(tl.int64) << 20) + tl.sum(tl.where(some, low, 0.0).reshape(TILE // SUMMED, SUMMED), 1).to(tl.int32)
+
+
+@triton.jit
+def before(pick, tile, bits, token, high, low, TILE: tl.constexpr):
+    """The mass of a tile's tokens that come before a pick: ids decide in the pick's own tile alone."""
+    pick_bits, pick_id = (pick >> 32).to(tl.int32), pick.to(tl.int32)
+    found = summed(bits < pick_bits + (pick_id // TILE > tile), high, low, TILE)
+    if pick_id // TILE == tile:
+        found += summed((bits == pick_bits) & (token < pick_id), high, low, TILE)
+    return found
 
 
 @triton.jit
 def weigh(logits, known, VOCAB: tl.constexpr, STRIDE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
+    tl.static_assert(AT_ONCE == 2)
     row = tl.program_id(0).to(tl.int64)
     known += row * KNOWN
     if tl.load(known + STATE) == RACED:
@@ -265,12 +289,12 @@ def weigh(logits, known, VOCAB: tl.constexpr, STRIDE: tl.constexpr, TILE: tl.con
         before_second = tl.zeros([TILE // SUMMED], tl.int64)
         for tile in range(tl.program_id(1), TILES, tl.num_programs(1)):
             token = tile * TILE + tl.arange(0, TILE)
-            bits = distance_bits(most, tl.load(logits + row * STRIDE + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32), heat)
-            high, low = mass_parts(tl.where(bits <= reach, bits, INFINITE))
-            total += summed(high, low, TILE)
-            key = (bits.to(tl.int64) << 32) | token
-            before_first += summed(tl.where(key < first, high, 0.0), tl.where(key < first, low, 0.0), TILE)
-            before_second += summed(tl.where(key < second, high, 0.0), tl.where(key < second, low, 0.0), TILE)
+            logit = tl.load(logits + row * STRIDE + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+            bits = distance_bits(most, logit, heat)
+            high, low = mass_parts(bits)
+            total += summed(bits <= reach, high, low, TILE)
+            before_first += before(first, tile, bits, token, high, low, TILE)
+            before_second += before(second, tile, bits, token, high, low, TILE)
         tl.atomic_add(known + TOTAL, tl.sum(total, 0), sem="relaxed")
         tl.atomic_add(known + BEFORE, tl.sum(before_first, 0), sem="relaxed")
         tl.atomic_add(known + BEFORE + 1, tl.sum(before_second, 0), sem="relaxed")
@@ -295,7 +319,7 @@ def draw(logits: Tensor, draws: Draws, tiling: Tiling = TILING) -> Tensor:
     find_tops[every](logits, tops, peaks, *size, tiling.tile, GROUP, num_warps=4)
     survey[(rows,)](
         tops, known, draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.noise, draws.positions, step, noise_step,
-        vocab, groups, triton.next_power_of_2(groups), CAPACITY, num_warps=8,
+        vocab, groups, triton.next_power_of_2(groups), CAPACITY, num_warps=tiling.survey_warps,
     )  # fmt: skip
     gather[share](logits, peaks, known, ids, *size, tiling.tile, tiles, CAPACITY, num_warps=tiling.gather_warps)
     settle[(rows,)](logits, known, ids, out, *size, CAPACITY, FEW, vocab.bit_length(), num_warps=4)
