@@ -33,7 +33,7 @@ from octavo.worker.compilers import DONE, DRIVER, FAILED, SEEN, Wanted, variant
 
 SLOW = (  # slowest first
     "prefill_hopper", "prefill", "search", "packed_held", "packed_tile", "settle", "packed_few", "merge_few", "decode_few", "decode",
-    "race", "nearest", "adjust_rows",
+    "nearest", "gather", "weigh", "adjust_rows",
 )  # fmt: skip
 MOST_PROCESSES = 16
 PR_SET_PDEATHSIG = 1

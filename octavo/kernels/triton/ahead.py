@@ -42,10 +42,15 @@ def kernel_keys() -> list[str]:
 
     The name it gives a kernel in its cache depends on which others it has named before, where they share functions. Whoever
     compiles has to call this first, or does not find what others compiled.
+
+    From then on no launch looks whether constants are still what they were: with dozens of them that was half of its time.
     """
     modules = [vars(sys.modules[name]) for name in sorted(sys.modules) if name.startswith("octavo.kernels.triton.")]
     functions = [function for module in modules for _, function in sorted(module.items()) if isinstance(function, JITFunction)]
-    return [function.cache_key for function in functions]
+    keys = [function.cache_key for function in functions]  # all of them, before the names of any are forgotten
+    for function in functions:
+        function.used_global_vals.clear()
+    return keys
 
 
 class Ahead:
