@@ -8,9 +8,8 @@
     weigh        the mass of a row with top-p, and what of it lies before its first picks                          one pass
     search       rows with more than CAPACITY members, or whose first picks all lie beyond the cut: `search.py`
 
-A token with mass m scores -log(SHARE) or more if -log(u) <= SHARE * m, u being its noise, uniform in (0, 1). So 1 - u is no more than
-that either, which costs one exponential and no logarithm. With SHARE = RACERS / Z, and Z the mass of the row, RACERS tokens do. Z is
-taken as the mass of the groups' largest, and top-p divides it: then there are more, and RACERS of them within top-p, at least.
+A token with mass m scores -log(SHARE) or more if -log(u) <= SHARE * m, u being its noise in (0, 1): then 1 - u is no more either, which
+costs no logarithm. With SHARE = RACERS / Z, and Z the mass of the row, RACERS tokens do; Z is taken low, and top-p divides it.
 
 The result is that of `kernels/reference/sampling.py` (order (distance, id), equal scores to the lower id) but where two scores, or a
 mass and a cut, are closer than float32 logarithms and exponentials tell.
