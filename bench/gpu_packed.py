@@ -27,7 +27,7 @@ from octavo.kernels.device_codes import DeviceCodes, block_size, zero_codes
 from octavo.kernels.reference import packed as twin
 from octavo.kernels.reference.activation import silu_and_mul
 from octavo.kernels.triton import packed
-from octavo.kernels.triton.packed_rules import FEW_ROWS, PROGRAMS, TILED_ROWS, Few, Held, One, Tile, power_of_rows, rule
+from octavo.kernels.triton.packed_rules import FEW_ROWS, PROGRAMS, TILED_ROWS, Few, One, Tile, power_of_rows, rule
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -43,7 +43,7 @@ SECONDS = 70  # after all is compiled, nothing begins later
 REPLAYS = 9
 LIMIT = 8e-3  # of a product's error: roundings
 
-How = One | Held | Few | Tile | int  # an int: weights in a slab
+How = One | Few | Tile | int  # an int: weights in a slab
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class Cell:
     @property
     def gated(self) -> bool:
         """Whether the gate is in the same kernel."""
-        return isinstance(self.how, (One, Held, Few)) and (self.size, self.wide) in GATED
+        return isinstance(self.how, (One, Few)) and (self.size, self.wide) in GATED
 
     def run(self, x: Tensor, weight: DeviceCodes) -> Tensor:
         if self.gated:
             out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-            if isinstance(self.how, (One, Held)):
-                return packed.alone(x, None, weight, None, out, self.how, gated=True)[0]
+            if isinstance(self.how, One):
+                return packed.one(x, weight, None, out, self.how, gated=True)
             return packed.few(x, weight, None, out, self.how, gated=True)
         out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
         if isinstance(self.how, int):
@@ -78,7 +78,7 @@ class Cell:
         """What a compiled kernel depends on."""
         if isinstance(self.how, int):
             return self.bits, self.group, "slab"
-        if isinstance(self.how, (One, Held)):
+        if isinstance(self.how, One):
             return self.bits, self.group, power_of_rows(self.rows), self.gated, self.size, *self.how
         rows = power_of_rows(self.rows) if isinstance(self.how, Few) else 0
         return self.bits, self.group, rows, self.gated, *self.how._replace(shares=min(self.how.shares, 2))

@@ -25,10 +25,11 @@ from torch import Tensor
 from bench.gpu_packed import DEVICE, DTYPE, ON_GPU, distance, inputs, microseconds, random_codes
 from octavo.kernels.device_codes import DeviceCodes, zero_codes
 from octavo.kernels.reference import packed as twin
-from octavo.kernels.triton import packed, packed_normed
+from octavo.kernels.reference.norm import add_rms_norm as twin_norm
+from octavo.kernels.triton import packed
 from octavo.kernels.triton.attention_few import decode_attention_parts
 from octavo.kernels.triton.norm import add_rms_norm
-from octavo.kernels.triton.packed_rules import MEASURED, Few, Held, How, One, power_of_rows, rule
+from octavo.kernels.triton.packed_rules import MEASURED, Few, How, One, power_of_rows, rule
 from octavo.kernels.triton.skinny import merge_parts
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM = 4096, 12288, 32, 8, 128
@@ -77,21 +78,17 @@ class Product:
         """(out, residual)"""
         x, residual, weight, gated = self.x, self.residual, self.weight, self.name in GATED
         out = torch.empty(len(x), len(weight) // 2 if gated else len(weight), dtype=x.dtype, device=x.device)
-        inside = self.name in NORMED and isinstance(how, (One, Held)) and how.norm
-        if self.name in NORMED and not inside:
+        if self.name in NORMED:
             x, residual = add_rms_norm(x, residual, self.norm_weight, EPS)
-        if isinstance(how, (One, Held)):
-            got, stream = packed.alone(x, (residual, self.norm_weight, EPS) if inside else None, weight, None, out, how, gated=gated)
-            return got, stream if inside else residual
+        if isinstance(how, One):
+            return packed.one(x, weight, None, out, how, gated=gated), residual
         if gated:
             return packed.few(x, weight, None, out, how, gated=True), residual
         return packed.divided(x, weight, None, out, how), residual
 
     def exact(self) -> Tensor:
-        normed = self.x, self.residual, self.norm_weight, EPS, self.weight
-        if self.name in GATED:
-            return twin.norm_packed_gate_up(*normed)[0]
-        return twin.norm_packed_linear(*normed)[0] if self.name in NORMED else twin.packed_linear(self.x, self.weight)
+        x = twin_norm(self.x, self.residual, self.norm_weight, EPS)[0] if self.name in NORMED else self.x
+        return (twin.packed_gate_up if self.name in GATED else twin.packed_linear)(x, self.weight)
 
     def error(self, how: How, exact: Tensor) -> float:
         return distance(self.run(how)[0], exact)
@@ -163,15 +160,10 @@ SEVERAL = [(4, 1, 1, 4), (4, 1, 2, 4), (4, 1, 3, 4), (2, 1, 3, 4), (2, 1, 2, 4),
 
 def choices(name: str, size: int, wide: int, rows: int, group: int = 128) -> list[How]:
     """Ways worth a try; that of the table is among them, if there is one."""
-    blocks, splits = size // (16 // BITS * 32), 8 // power_of_rows(rows)
-    steps = blocks // splits
+    blocks = size // (16 // BITS * 32)
     found: list[How] = []
     if rows == 1:
         found = [One(*how) for how in (SINGLE if blocks == 32 else SEVERAL)]
-        found += [one._replace(norm=True) for one in found if name == "qkv" and isinstance(one, One) and one.warps == 4]
-    for held, norm in product(sorted({min(steps, 8), 4}), (True, False)):
-        if group == 128 and not (norm and (name != "qkv" or steps * rows > 16)):
-            found.append(Held(splits, held, 4, norm))
     measured = MEASURED.get((size, wide))
     if measured:
         few = measured[power_of_rows(rows).bit_length() - 1]
@@ -219,24 +211,21 @@ def _short(how: How) -> str:
 
 
 def checks(tiny: bool) -> Iterator[tuple[str, Callable[[], Any], Callable[[], Any]]]:
-    """Widths, groups, rows, orders, norms, gates: (label, kernel, twin)."""
+    """Widths, groups, rows, orders, gates: (label, kernel, twin)."""
     kinds = [(4, 32)] if tiny else list(product((4, 8), (16, 32, 64, 128)))
     for (bits, group), rows in product(kinds, (1, 3) if tiny else (1, 2, 3, 4)):
         order = rows == 3
         size = 1536 if group >= 64 else 8 * group * 4
-        weight, x, residual = random_codes(size, 72, bits, group, order), inputs(rows, size), inputs(rows, size)
-        given = x, residual, torch.rand(size, device=DEVICE).to(DTYPE), EPS, weight
-        for name in ("norm_packed_linear", "norm_packed_gate_up"):
+        given = inputs(rows, size), random_codes(size, 72, bits, group, order)
+        for name in ("packed_linear", "packed_gate_up"):
             label = f"{name} of {rows}, {bits} bits, groups of {group}, {size} -> 72{', in order' if order else ''}"
-            yield label, lambda n=name, g=given: getattr(packed_normed, n)(*g), lambda n=name, g=given: getattr(twin, n)(*g)
-        given = x, weight
-        yield f"linear of {rows}", lambda g=given: (packed.packed_linear(*g),), lambda g=given: (twin.packed_linear(*g),)
+            yield label, lambda n=name, g=given: getattr(packed, n)(*g), lambda n=name, g=given: getattr(twin, n)(*g)
 
 
 def check(tiny: bool) -> int:
     wrong = 0
     for label, kernel, exact in checks(tiny):
-        error = attempt(lambda k=kernel, e=exact: max(distance(one, other) for one, other in zip(k(), e())))
+        error = attempt(lambda k=kernel, e=exact: distance(k(), e()))
         if not error <= LIMIT:
             wrong += 1
             print(f"WRONG {label}: {error:.1e}", flush=True)
@@ -273,7 +262,7 @@ def compile_all() -> None:
 
 def vocabulary_choices() -> list[How]:
     """8 bits: two steps of four warps."""
-    return [One(8, 1, 1, 4), One(8, 1, 2, 4), One(4, 1, 2, 4), One(8, 1, 1, 8), One(4, 2, 1, 8), Held(8, 4, 4), Few(64, 8, 1, 4, 4)]
+    return [One(8, 1, 1, 4), One(8, 1, 2, 4), One(4, 1, 2, 4), One(8, 1, 1, 8), One(4, 2, 1, 8), Few(64, 8, 1, 4, 4)]
 
 
 def vocabulary(group: int) -> float:

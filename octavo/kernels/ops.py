@@ -205,9 +205,12 @@ def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors
     (_triton("rows") if words.is_cuda else reference_rows).prepare(words, layout, block_size, step)
 
 
-def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, hidden: Tensor, result: Tensor) -> None:
-    """Appends the sampled ids to their rows. result [entries]: the id, 0 where none was sampled, -1 where hidden states are not finite"""
-    (_triton("rows") if words.is_cuda else reference_rows).finish(words, layout, step, ids, hidden, result)
+def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, states: Tensor, hidden: Tensor, result: Tensor) -> None:
+    """Appends the sampled ids to their rows. result [entries]: the id, 0 where none was sampled, -1 where states are not finite.
+
+    states: of all tokens [T, any size]; hidden: of the last token of each entry [entries, size], which may be the same tensor
+    """
+    (_triton("rows") if words.is_cuda else reference_rows).finish(words, layout, step, ids, states, hidden, result)
 
 
 def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -220,22 +223,6 @@ def packed_gate_up(x: Tensor, weight: DeviceCodes) -> Tensor:
     """silu(gate) * up; weight has rows of gate over rows of up"""
     product: Tensor = (_triton("packed") if x.is_cuda else reference_packed).packed_gate_up(x, weight)
     return product
-
-
-def norm_packed_linear(
-    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: DeviceCodes, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual) W^T, the new residual)"""
-    kernels = _triton("packed_normed") if x.is_cuda else reference_packed
-    product, stream = kernels.norm_packed_linear(x, residual, norm_weight, eps, weight, bias)
-    return product, stream
-
-
-def norm_packed_gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: DeviceCodes) -> tuple[Tensor, Tensor]:
-    """(silu(gate) * up of rms_norm(x + residual), the new residual); weight has rows of gate over rows of up"""
-    kernels = _triton("packed_normed") if x.is_cuda else reference_packed
-    gated, stream = kernels.norm_packed_gate_up(x, residual, norm_weight, eps, weight)
-    return gated, stream
 
 
 def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:

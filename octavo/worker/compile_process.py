@@ -32,8 +32,8 @@ from octavo.model_config import ModelConfig, RopeConfig
 from octavo.worker.compilers import DONE, DRIVER, FAILED, SEEN, Wanted, variant
 
 SLOW = (  # slowest first
-    "prefill_hopper", "prefill", "search", "packed_held", "packed_tile", "packed_one", "settle", "packed_few", "merge_few", "decode_few",
-    "decode", "race", "nearest", "adjust_rows",
+    "prefill_hopper", "prefill", "search", "packed_tile", "packed_one", "settle", "packed_few", "merge_few", "decode_few", "decode",
+    "nearest", "gather", "weigh", "adjust_rows",
 )  # fmt: skip
 MOST_PROCESSES = 16
 PR_SET_PDEATHSIG = 1

@@ -169,8 +169,7 @@ class Worker:
         major, minor = torch.cuda.get_device_capability(self.device)
         codes = [(one.matrix, one.codes) for one in self.kept if one.codes]
         packed = {
-            (one.rows, one.columns, form.bits, form.group, one.bias, one.name == "gate_up", one.name in ("qkv", "gate_up"))
-            for one, form in codes
+            (one.rows, one.columns, form.bits, form.group, one.bias, one.name == "gate_up") for one, form in codes
         }
         self.compilers.compile(
             Wanted(

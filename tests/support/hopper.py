@@ -28,7 +28,6 @@ from octavo.kernels.triton.copy_blocks import copy_blocks
 from octavo.kernels.triton.draw import draw
 from octavo.kernels.triton.norm import add_rms_norm
 from octavo.kernels.triton.packed import packed_gate_up, packed_linear, unpack
-from octavo.kernels.triton.packed_normed import norm_packed_gate_up, norm_packed_linear
 from octavo.kernels.triton.rank import rank
 from octavo.kernels.triton.sampling import sample
 from octavo.kernels.triton.skinny import gate_up, linear, merge_linear, merge_parts, norm_linear
@@ -109,9 +108,9 @@ def main() -> None:
     for rows in (1, 4, 16, 64, 256):
         packed_linear(torch.empty(rows, size, **bf16), codes)
     x = torch.empty(1, size, **bf16)
-    norm_packed_gate_up(x, x, x[0], 1e-6, codes), packed_linear(torch.empty(1, 3 * size, **bf16), zero_codes(1024, 3 * size, 4, 128, "cpu"))
+    packed_gate_up(x, codes), packed_linear(torch.empty(1, 3 * size, **bf16), zero_codes(1024, 3 * size, 4, 128, "cpu"))
     short = zero_codes(1024, size, 4, 32, "cpu")
-    norm_packed_linear(x, x, x[0], 1e-6, short), packed_gate_up(x, short)
+    packed_linear(x, short), packed_gate_up(x, short)
     packed_linear(torch.empty(1, 3 * size, **bf16), zero_codes(1024, 3 * size, 4, 32, "cpu"))
     unpack(codes, torch.bfloat16)
     print("\n".join(taken))

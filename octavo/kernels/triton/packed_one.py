@@ -8,10 +8,8 @@ that makes its lowest bit one; scale and offset come after, once for a group:
 
     sum_k x_k (scale * code_k + offset)  =  scale * (sum_k x_k (code_k + base) - base * sum_k x_k)  +  offset * sum_k x_k
 
-A step is 8 blocks for each warp; STEPS make a row of W, or x is held and there are TURNS of COLUMNS. With NORM (and one step),
-residual add and RMS norm stand in front: every program makes x ready for itself, and the first one stores the new residual. ORDERED,
-columns of x are picked as those of the codes stand. WHOLE: steps and turns divide the matrix. GATED: W is gate over up,
-silu(gate) * up comes out.
+A step is 8 blocks for each warp; STEPS make a row of W, or x is held and there are TURNS of COLUMNS. ORDERED, columns of x are
+picked as those of the codes stand. WHOLE: steps and turns divide the matrix. GATED: W is gate over up, silu(gate) * up comes out.
 """
 
 import triton
@@ -162,15 +160,11 @@ def asked_for(
 @triton.jit
 def packed_one(
     x,
-    residual,
-    norm_weight,
-    stream,
     order,
     words,
     scales,
     bias,
     out,
-    eps,
     factor,
     size,
     wide,
@@ -181,7 +175,6 @@ def packed_one(
     STEPS: tl.constexpr,
     AHEAD: tl.constexpr,
     WHOLE: tl.constexpr,
-    NORM: tl.constexpr,
     ORDERED: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
@@ -193,7 +186,6 @@ def packed_one(
     RUN: tl.constexpr = min(GROUP // SPAN, WORD_BITS // BITS)  # spans of a block with one scale
     STEP: tl.constexpr = 8 * WARPS * BLOCK
     tl.static_assert(STEPS == 1 or TURNS == 1)
-    tl.static_assert(STEPS == 1 or not NORM)
 
     begin(DEPENDENT)
     kind = x.dtype.element_ty
@@ -203,19 +195,9 @@ def packed_one(
     for one in tl.static_range(min(AHEAD, TURNS * STEPS)):
         ours = words, scales, first + one // STEPS, one % STEPS, blocks, wide
         asked = asked + (asked_for(*ours, BITS, GROUP, COLUMNS, GATED, WARPS, WHOLE),)  # type: ignore[assignment]
-    if NORM:
-        norm_part = x_of_a_step(norm_weight, order, columns, size, ORDERED, WHOLE)
     wait(DEPENDENT)
 
     now = x_of_a_step(x, order, columns, size, ORDERED, WHOLE)
-    if NORM:
-        added = x_of_a_step(residual, order, columns, size, ORDERED, WHOLE)
-        now = (now.to(tl.float32) + added.to(tl.float32)).to(kind)
-        if tl.program_id(0) == 0:
-            places = tl.load(order + columns, mask=columns < size, other=0).to(tl.int32) if ORDERED else columns
-            tl.store(stream + places, now, mask=columns < size)
-        inverse = tl.rsqrt(tl.sum(now.to(tl.float32) * now.to(tl.float32)) / size + eps)
-        now = ((now.to(tl.float32) * inverse).to(kind).to(tl.float32) * norm_part.to(tl.float32)).to(kind)
     spans = in_spans(now, BITS, SPAN)
     total = tl.zeros([32 * WARPS, COLUMNS], tl.float32)
     for one in tl.static_range(TURNS * STEPS):
