@@ -198,6 +198,11 @@ def debug_from_environment() -> Debug:
     return Debug.parse(os.environ.get("OCTAVO_DEBUG", ""))
 
 
+def api_key() -> str | None:
+    """OCTAVO_API_KEY, where set: a key of the server that no list of processes shows."""
+    return os.environ.get("OCTAVO_API_KEY") or None
+
+
 def log_level(default: str) -> str:
     level = os.environ.get("OCTAVO_LOG_LEVEL", default).upper()
     if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
@@ -207,8 +212,8 @@ def log_level(default: str) -> str:
 
 # What matters of the environment: read here, or by a library on our behalf.
 VARIABLES = (
-    "CUDA_VISIBLE_DEVICES", "HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "NO_COLOR", "OCTAVO_DEBUG", "OCTAVO_LOG_LEVEL",
-    "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES", "HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "NO_COLOR", "OCTAVO_API_KEY", "OCTAVO_DEBUG",
+    "OCTAVO_LOG_LEVEL", "OMP_NUM_THREADS",
 )  # fmt: skip
 
 
@@ -220,7 +225,7 @@ def environment() -> dict[str, str]:
 
 def _shown(name: str, value: str) -> str:
     """On one line, without secrets: a token, what we do not know, a password inside an address."""
-    if name not in VARIABLES or "TOKEN" in name:
+    if name not in VARIABLES or name in ("HF_TOKEN", "OCTAVO_API_KEY"):
         return "(set)"
     return re.sub(r"//[^/]*@", "//(set)@", " ".join(value.split()))[:200]
 

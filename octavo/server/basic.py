@@ -14,8 +14,7 @@ def router(server: Server) -> APIRouter:
     @routes.get("/health")
     async def health() -> JSONResponse:
         """200 while requests are served, else 503: loading, draining, dead."""
-        state = server.llm.state
-        return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+        return JSONResponse({"status": server.state}, 200 if server.state == "ready" else 503)
 
     @routes.get("/version")
     async def version() -> dict[str, str]:

@@ -19,9 +19,10 @@ from secrets import token_hex
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from octavo.errors import UnavailableError
 from octavo.log import logger
 from octavo.server.errors import ApiError, answer_for
-from octavo.server.keys import Keys
+from octavo.server.keys import OPEN, Keys
 from octavo.server.origins import PREFLIGHT, Origins
 from octavo.server.state import Server
 
@@ -32,9 +33,14 @@ _JSON = re.compile(rb"application/json\s*(;\s*charset\s*=\s*\"?utf-?8\"?\s*)?", 
 Headers = Sequence[tuple[bytes, bytes]]
 
 
+def new_request_id() -> str:
+    return f"req-{token_hex(16)}"
+
+
 class Guard:
     def __init__(self, app: ASGIApp, server: Server) -> None:
         self._app = app
+        self._server = server
         self._config = server.config
         self._keys = Keys(server.config)
         self._origins = Origins(server.config)
@@ -46,18 +52,23 @@ class Guard:
         headers = dict(scope["headers"])
         body = IncomingBody(headers, receive, self._config.max_body_bytes, self._config.read_timeout)
         exchange = Exchange(scope, headers, body, send)
+        self._server.open_requests += 1
         try:
             self._check(scope, headers, exchange)
             if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
                 await exchange.answer(204, b"", PREFLIGHT if b"access-control-allow-origin" in dict(exchange.headers) else {})
             else:
                 self._keys.check(scope["path"], headers.get(b"authorization"))
+                if self._server.draining and scope["path"] not in OPEN:
+                    raise UnavailableError("the server is shutting down", retry_after=self._config.shutdown_timeout, code="draining")
                 body.check()
                 await self._app(scope, body.receive, exchange.send)
         except ClientDisconnect:
             pass
         except Exception as error:
             await exchange.fail(error)
+        finally:
+            self._server.open_requests -= 1
         if self._config.enable_log_requests:
             exchange.log()
 
@@ -134,7 +145,7 @@ class Exchange:
 
     def __init__(self, scope: Scope, headers: dict[bytes, bytes], body: IncomingBody, send: Send) -> None:
         given = headers.get(b"x-request-id", b"")
-        self.request_id = given if _REQUEST_ID.fullmatch(given) else f"req-{token_hex(16)}".encode()
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else new_request_id().encode()
         scope.setdefault("state", {})["request_id"] = self.request_id.decode()
         self.headers: list[tuple[bytes, bytes]] = [(b"x-request-id", self.request_id)]
         self._scope = scope

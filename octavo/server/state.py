@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from octavo.server_config import ServerConfig
 
 if TYPE_CHECKING:
-    from octavo.engine.async_llm import AsyncLLM
+    from octavo.engine.async_llm import AsyncLLM, State
 
 
 @dataclass(slots=True)
@@ -16,4 +16,10 @@ class Server:
     config: ServerConfig
     model_name: str  # what clients call the model
     created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False  # told to stop: what is open may end, nothing new begins
+    open_requests: int = 0
     warned: set[str] = field(default_factory=set)  # fields nobody knows that were already warned about
+
+    @property
+    def state(self) -> "State":
+        return "draining" if self.draining and self.llm.state == "ready" else self.llm.state
