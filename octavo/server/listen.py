@@ -23,9 +23,9 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)
         listener.setblocking(False)
     except socket.gaierror as error:
-        raise ConfigError(f"--host {host}: {(error.strerror or "cannot be resolved").lower()}") from error
+        raise ConfigError(f"--host {host}: {str(error.strerror).lower()}") from error
     except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, f"cannot be had: {(error.strerror or str(error)).lower()}")
+        advice = _ADVICE.get(error.errno or 0, f"cannot be had: {str(error.strerror or error).lower()}")
         raise ConfigError(f"port {port} of {host} {advice}") from error
     return listener
 
