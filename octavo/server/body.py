@@ -72,7 +72,7 @@ def _check_names(value: dict[str, Any], model: type[BaseModel], server: Server) 
 
 def _first_mistake(mistakes: Sequence[ErrorDetails], value: dict[str, Any]) -> RequestError:
     """Of a union each member complains; the one that got deepest into the value knew best what was meant."""
-    param, said = max(((_path(one, value), one["msg"]) for one in mistakes), key=lambda pair: len(pair[0]))
+    param, said = max(((_path(one, value), one["msg"].removeprefix("Value error, ")) for one in mistakes), key=lambda pair: len(pair[0]))
     return RequestError(f"{param}: {said}" if param else said, param or None)
 
 

@@ -49,8 +49,9 @@ def router(server: Server) -> APIRouter:
         asked = await read_body(request, Detokenize)
         check_model(server, asked.model)
         vocab = server.llm.facts.vocab_size
-        if wrong := next((token_id for token_id in asked.tokens if not 0 <= token_id < vocab), None):
-            raise RequestError(f"token id {wrong} is out of vocabulary, which ends at {vocab - 1}", "tokens")
+        for place, token_id in enumerate(asked.tokens):
+            if not 0 <= token_id < vocab:
+                raise RequestError(f"tokens[{place}] is {token_id}, out of the vocabulary, which ends at {vocab - 1}", f"tokens[{place}]")
         return {"prompt": server.llm.tokenizer.decode(asked.tokens, skip_special_tokens=False)}
 
     return routes
