@@ -26,7 +26,7 @@ URL_BYTES = 8192
 _PIECE = 4096  # heads are fed in pieces, so that little of one that is too long is kept
 
 
-class Protocol(HttpToolsProtocol):
+class BoundedProtocol(HttpToolsProtocol):
     def __init__(
         self,
         config: Config,

@@ -18,7 +18,7 @@ import uvicorn
 from octavo.log import logger
 from octavo.server.app import build_app
 from octavo.server.listen import url_of
-from octavo.server.protocol import Protocol
+from octavo.server.protocol import BoundedProtocol
 from octavo.server.state import Server
 
 KEEP_ALIVE_SECONDS = 75  # longer than clients and proxies keep an idle connection: they should be the ones to close it
@@ -33,7 +33,7 @@ class ApiProcess(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 build_app(server),
-                http=partial(Protocol, read_timeout=server.config.read_timeout),  # type: ignore[arg-type]
+                http=partial(BoundedProtocol, read_timeout=server.config.read_timeout),  # type: ignore[arg-type]
                 loop="uvloop",
                 ws="none",
                 lifespan="off",

@@ -249,8 +249,8 @@ def test_sites_that_were_named_and_our_own_may_ask(open_server: ServerProcess) -
     assert open_server.ask("GET", "/v1/models", origin=f"http://{own}", host=own).status == 200
 
 
-WRONG_KEYS = ["-", "", "Bearer", "Bearer ", "Bearer  " + KEY, "Bearer wrong", "Basic " + KEY, KEY, f"Bearer {KEY}x", f"Bearer {KEY} ", f"Bearer {KEY[:-1]}",
-              f"Bearer {KEY},{OTHER}", "Bearer \xff\xfe", "Bearer " + "k" * 10_000]  # fmt: skip
+WRONG_KEYS = ["-", "", "Bearer", "Bearer ", "Bearer  " + KEY, "Bearer wrong", "Basic " + KEY, KEY, f"Bearer {KEY}x", f"Bearer {KEY} ",
+              f"Bearer {KEY[:-1]}", f"Bearer {KEY},{OTHER}", "Bearer \xff\xfe", "Bearer " + "k" * 10_000]  # fmt: skip
 
 
 @pytest.mark.parametrize("authorization", WRONG_KEYS, ids=lambda text: ascii(text[:20]))

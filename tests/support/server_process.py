@@ -1,5 +1,6 @@
 """A server in a process of its own, and raw bytes sent to it: what is tested is what arrives, not what a client library makes of it."""
 
+import contextlib
 import json
 import re
 import socket
@@ -84,10 +85,8 @@ class ServerProcess:
     def send(self, data: bytes, seconds: float = 10) -> list[Reply]:
         """All answers to these bytes, until the server closes the connection or has said one for each request that was whole."""
         with self.connect(seconds) as sock:
-            try:
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError):  # it has heard enough
                 sock.sendall(data)
-            except (ConnectionResetError, BrokenPipeError):
-                pass  # it has heard enough
             return read_replies(sock)
 
     def ask(self, method: str, path: str, body: bytes | object = b"", **headers: str) -> Reply:
