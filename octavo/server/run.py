@@ -50,11 +50,12 @@ class ApiProcess(uvicorn.Server):
         self._announces = announces
         self._on_signal = on_signal
         self._stop_at = float("inf")
+        self._engine_died = False
 
     async def run_to_end(self) -> int:
-        """The exit code."""
+        """The exit code: 0 after draining, 1 where something was cut off or the engine stayed dead."""
         await self.serve([self._listener])
-        return 1 if self._server.llm.state == "dead" else 0
+        return 1 if self._engine_died or self.force_exit else 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         again = self._server.draining
@@ -72,7 +73,8 @@ class ApiProcess(uvicorn.Server):
         if self._announces and state == "ready":
             self._announces = False
             print(f"Octavo is ready: {url_of(self._listener)}  model={server.model_name}", file=sys.stderr, flush=True)
-        if state == "dead" or (server.draining and (server.open_requests == 0 or time.monotonic() > self._stop_at)):
+        self._engine_died = state == "dead"
+        if self._engine_died or (server.draining and (server.open_requests == 0 or time.monotonic() > self._stop_at)):
             self.should_exit = True
         return await super().on_tick(counter)
 

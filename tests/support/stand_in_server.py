@@ -1,6 +1,6 @@
 """A real server process over the stand-in for the engine: `python -m tests.support.stand_in_server [flags of octavo serve]`.
 
-It has one route more, POST /slow, which says as many words as it is asked for, 50 ms apart, and GET /fail, which fails.
+It has some routes more: POST /slow says as many words as it is asked for, 50 ms apart, GET /fail fails, GET /die is the engine's death.
 """
 
 import asyncio
@@ -47,6 +47,10 @@ def router(server: Server) -> APIRouter:
     @routes.get("/fail")
     async def fail() -> None:
         raise OSError(2, "no such thing", "/etc/secret/path")
+
+    @routes.get("/die")
+    async def die() -> None:
+        server.llm.state = "dead"
 
     return routes
 
