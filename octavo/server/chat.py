@@ -13,7 +13,7 @@ from octavo.errors import RequestError
 from octavo.outputs import TextDelta
 from octavo.server.body import takes
 from octavo.server.encoding import encode_chat
-from octavo.server.events import EventStream, unless_gone
+from octavo.server.events import EventStream, disconnect, unless
 from octavo.server.generation import Frame, News, all_news, chunk_events, collect
 from octavo.server.logprobs import chat_logprobs
 from octavo.server.request_bodies import ChatBody, read_generation_body
@@ -36,7 +36,7 @@ def router(server: Server) -> APIRouter:
         with named(names):
             ask = await _ask(server, body)
         answer = _Answer(server, body, ask, all_news(server.llm, [ask], names))
-        return EventStream(answer.events()) if body.stream else await unless_gone(request.receive, answer.whole())
+        return EventStream(answer.events()) if body.stream else await unless(disconnect(request.receive), answer.whole())
 
     return routes
 

@@ -13,7 +13,7 @@ from octavo.errors import RequestError
 from octavo.outputs import TextDelta, TokenChoices
 from octavo.server.body import takes
 from octavo.server.encoding import encode_prompts
-from octavo.server.events import EventStream, unless_gone
+from octavo.server.events import EventStream, disconnect, unless
 from octavo.server.generation import Frame, all_news, chunk_events, collect
 from octavo.server.logprobs import CompletionLogprobs
 from octavo.server.request_bodies import CompletionBody, read_generation_body
@@ -33,7 +33,7 @@ def router(server: Server) -> APIRouter:
         body = await read_generation_body(request, CompletionBody, server)
         with named(NAMES):
             answer = _Answer(server, body, await _asks(server, body))
-        return EventStream(answer.events()) if body.stream else await unless_gone(request.receive, answer.whole())
+        return EventStream(answer.events()) if body.stream else await unless(disconnect(request.receive), answer.whole())
 
     return routes
 

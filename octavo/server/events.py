@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from octavo.server.errors import answer_for, error_response
 
 DONE = "data: [DONE]\n\n"
-MOST_STALL = 60.0  # seconds a client may leave a full connection unread
+MOST_STALL = 30.0  # seconds a client may leave a full connection unread, and up to twice that
 
 Result = TypeVar("Result")
 
@@ -25,21 +25,22 @@ def event(data: object, name: str | None = None) -> str:
     return (f"event: {name}\n" if name else "") + f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do `work`; when the client goes away it is cancelled, which ends what it asked of the engine: ClientDisconnect."""
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+async def unless(gone: Coroutine[Any, Any, None], work: Coroutine[Any, Any, Result]) -> Result:
+    """Do `work`; when `gone` comes first it is cancelled, which ends what it asked of the engine: ClientDisconnect."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone)
     try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientDisconnect
         return working.result()
     finally:
         working.cancel()
-        gone.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _disconnect(receive: Receive) -> None:
+async def disconnect(receive: Receive) -> None:
+    """Waits until the client goes away; its body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -51,10 +52,12 @@ class EventStream(Response):
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._num_writes = 0
+        self._writing = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self._send_all(scope, receive, send))
+            await unless(self._gone_or_stuck(receive), self._send_all(scope, receive, send))
         finally:
             await self._events.aclose()
 
@@ -66,19 +69,27 @@ class EventStream(Response):
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
-            await _write(send, first)
+            await self._write(send, first)
             async for events in self._events:
-                await _write(send, events)
-        except ClientDisconnect:
-            raise
+                await self._write(send, events)
         except Exception as error:
-            await _write(send, event(answer_for(error).body) + DONE)
+            await self._write(send, event(answer_for(error).body) + DONE)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _write(self, send: Send, text: str) -> None:
+        self._num_writes += 1
+        self._writing = True
+        await send({"type": "http.response.body", "body": text.encode("ascii"), "more_body": True})
+        self._writing = False
 
-async def _write(send: Send, text: str) -> None:
-    try:
-        async with asyncio.timeout(MOST_STALL):
-            await send({"type": "http.response.body", "body": text.encode("ascii"), "more_body": True})
-    except TimeoutError:  # it does not read: there is nobody to tell
-        raise ClientDisconnect from None
+    async def _gone_or_stuck(self, receive: Receive) -> None:
+        """A look at the writes now and then: a time limit on each would cost more than all the rest of it."""
+        leaving = asyncio.ensure_future(disconnect(receive))
+        try:
+            while not leaving.done():
+                seen, stuck = self._num_writes, self._writing
+                await asyncio.wait((leaving,), timeout=MOST_STALL)
+                if stuck and self._writing and seen == self._num_writes:
+                    return
+        finally:
+            leaving.cancel()

@@ -20,7 +20,7 @@ from octavo.errors import RequestError
 from octavo.outputs import TextDelta
 from octavo.server.body import takes
 from octavo.server.encoding import encode_chat
-from octavo.server.events import EventStream, event, unless_gone
+from octavo.server.events import EventStream, disconnect, event, unless
 from octavo.server.generation import News, all_news, collect
 from octavo.server.request_bodies import ResponseBody, read_generation_body
 from octavo.server.sampling import named, priority_of, salt_of, sampling_params, timeout_of
@@ -41,7 +41,7 @@ def router(server: Server) -> APIRouter:
         with named(NAMES):
             ask = await _ask(server, body)
         answer = _Answer(server, body, ask, all_news(server.llm, [ask], NAMES))
-        return EventStream(answer.events()) if body.stream else await unless_gone(request.receive, answer.whole())
+        return EventStream(answer.events()) if body.stream else await unless(disconnect(request.receive), answer.whole())
 
     return routes
 
