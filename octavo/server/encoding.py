@@ -7,6 +7,7 @@ from typing import TypeVar
 from octavo.errors import RequestError
 from octavo.server.state import Server
 from octavo.text.chat_template import units_of
+from octavo.text.prompt import Message
 
 SHORT_CHARS = 8192  # a millisecond or so
 Result = TypeVar("Result")
@@ -24,12 +25,12 @@ async def encode_prompts(server: Server, prompt: str | list[object]) -> list[tup
 
 
 async def encode_chat(
-    server: Server, messages: Sequence[Mapping[str, object]], options: Mapping[str, object] | None
+    server: Server, messages: Sequence[Message], tools: Sequence[Message], options: Mapping[str, object] | None
 ) -> tuple[str, list[int]]:
     def encode() -> tuple[str, list[int]]:
-        return server.llm.encoder.encode_chat(messages, None, options or {}, server.llm.facts.max_model_len)
+        return server.llm.encoder.encode_chat(messages, tools or None, options or {}, server.llm.facts.max_model_len)
 
-    return await _at_once_or_in_a_thread(units_of(messages), encode)
+    return await _at_once_or_in_a_thread(units_of((messages, tools)), encode)
 
 
 async def _at_once_or_in_a_thread(chars: int, encode: Callable[[], Result]) -> Result:

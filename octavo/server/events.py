@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.server.errors import answer_for, error_response
+from octavo.server.errors import answer_for
 
 DONE = "data: [DONE]\n\n"
 MOST_STALL = 30.0  # seconds a client may leave a full connection unread, and up to twice that
@@ -46,7 +46,7 @@ async def disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends what `events` yields. What goes wrong before the first of them is an ordinary answer, after it an event."""
+    """Sends what `events` yields. What goes wrong before the first of them is raised, and so an ordinary answer; after it, an event."""
 
     def __init__(self, events: AsyncGenerator[str, None]) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -57,16 +57,12 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless(self._gone_or_stuck(receive), self._send_all(scope, receive, send))
+            await unless(self._gone_or_stuck(receive), self._send_all(send))
         finally:
             await self._events.aclose()
 
-    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            first = await anext(self._events)
-        except Exception as error:
-            await error_response(error)(scope, receive, send)
-            return
+    async def _send_all(self, send: Send) -> None:
+        first = await anext(self._events)
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             await self._write(send, first)

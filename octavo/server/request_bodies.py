@@ -76,8 +76,9 @@ class ChatBody(GenerationBody):
     stream_options: StreamOptions | None = None
     chat_template: Any = None
     response_format: Any = None
-    tools: Any = None
-    tool_choice: Any = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class ResponseBody(GenerationBody):
@@ -91,8 +92,9 @@ class ResponseBody(GenerationBody):
     previous_response_id: Any = None
     prompt: Any = None
     text: Any = None
-    tools: Any = None
-    tool_choice: Any = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     truncation: Any = None
 
 
@@ -104,8 +106,6 @@ _REFUSED: dict[type[GenerationBody], dict[str, tuple[object, ...]]] = {
         "prompt_embeds": (),
         "response_format": ({"type": "text"},),
         "structured_outputs": (),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
     },
     ResponseBody: {
         "background": (False,),
@@ -116,8 +116,6 @@ _REFUSED: dict[type[GenerationBody], dict[str, tuple[object, ...]]] = {
         "prompt_embeds": (),
         "structured_outputs": (),
         "text": ({}, {"format": {"type": "text"}}),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "truncation": ("disabled",),
     },
 }

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from octavo.engine.async_llm import Ask
 from octavo.messages import LifeRecord
 from octavo.outputs import TextDelta
+from octavo.text.reasoning import ReasoningTokens
 
 
 class Tally:
     """Of all prompts of a request, `n` samples each; a prompt is counted once, however many samples it has."""
 
-    def __init__(self, asks: Sequence[Ask]) -> None:
+    def __init__(self, asks: Sequence[Ask], thinking: Sequence[ReasoningTokens] = ()) -> None:
+        """`thinking`: for each sample, where the model may think."""
+        self._thinking = thinking
         self._n = asks[0].params.n
         self._prompt_tokens = sum(len(ask.prompt_token_ids) for ask in asks)
         self._lives: list[LifeRecord | None] = [None] * len(asks)
@@ -20,6 +23,8 @@ class Tally:
     def count(self, news: Sequence[TextDelta]) -> None:
         for delta in news:
             self._completion_tokens += len(delta.token_ids)
+            if self._thinking:
+                self._thinking[delta.index].push(delta.token_ids)
             if delta.life is not None:
                 self._lives[delta.index // self._n] = delta.life
 
@@ -35,13 +40,17 @@ class Tally:
     def cached_tokens(self) -> int:
         return sum(life.cached_tokens for life in self._lives if life is not None)
 
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(thought.count for thought in self._thinking)
+
     def usage(self) -> dict[str, object]:
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self._completion_tokens,
             "total_tokens": self._prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
     def timings(self) -> dict[str, object]:

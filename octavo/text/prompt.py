@@ -21,7 +21,11 @@ class PromptEncoder:
         if tokenizer is None and template_file is not None:
             raise ConfigError("chat_template is set, but so is skip_tokenizer_init: without a tokenizer there is no chat")
         self._tokenizer = tokenizer
-        self._template = None if tokenizer is None else _load_template(tokenizer, template_file)
+        source, name = (None, "") if tokenizer is None else _template_source(tokenizer, template_file)
+        self.template = source  # its text, where there is one
+        self._template = None
+        if source is not None and tokenizer is not None:
+            self._template = ChatTemplate(source, name, tokenizer.bos_token, tokenizer.eos_token)
 
     def encode(self, prompt: Prompt, limit: int | None = None) -> tuple[str | None, list[int]]:
         """The prompt's text, where it has one, and its ids. A text too long for `limit` tokens is not tokenised."""
@@ -73,14 +77,14 @@ class PromptEncoder:
         return self._tokenizer
 
 
-def _load_template(tokenizer: Tokenizer, template_file: str | None) -> ChatTemplate | None:
-    source, name = tokenizer.chat_template, tokenizer.source
-    if template_file is not None:
-        try:
-            source, name = Path(template_file).read_text(encoding="utf-8"), template_file
-        except (OSError, UnicodeDecodeError) as error:
-            raise LoadError(f"chat_template {template_file}: {error}") from error
-    return None if source is None else ChatTemplate(source, name, tokenizer.bos_token, tokenizer.eos_token)
+def _template_source(tokenizer: Tokenizer, template_file: str | None) -> tuple[str | None, str]:
+    """The text of the template, where there is one, and where it comes from."""
+    if template_file is None:
+        return tokenizer.chat_template, tokenizer.source
+    try:
+        return Path(template_file).read_text(encoding="utf-8"), template_file
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadError(f"chat_template {template_file}: {error}") from error
 
 
 def _check_options(options: Mapping[str, object]) -> None:

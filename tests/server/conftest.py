@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import openai
 import pytest
@@ -21,7 +22,7 @@ class Served:
     llm: InprocLLM
     offline: LLM
 
-    @property
+    @cached_property
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.server.url}/v1", api_key="none", max_retries=0)
 
@@ -41,5 +42,5 @@ def served(_served: Served) -> Iterator[Served]:
     _served.offline.reset_prefix_cache()
     _served.llm.asked.clear()
     yield _served
-    _served.llm.pause, _served.llm.trouble = 0.0, None
+    _served.llm.pause, _served.llm.trouble, _served.llm.script = 0.0, None, []
     wait_for(lambda: _served.llm.is_idle, 2)

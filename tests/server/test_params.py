@@ -63,7 +63,9 @@ IN_CHAT: list[tuple[str, list[Any]]] = [
     ("max_completion_tokens", [0, -1, "5", 2**63]),
     ("chat_template", ["{{ x }}"]),
     ("chat_template_kwargs", [{"tokenize": True}, {"messages": []}, {"__class__": 1}, {"enable_thinking": 1}, [], "x"]),
-    ("tools", [[{"type": "function", "function": {"name": "f"}}]]),
+    ("tools", [5, [5], [{"type": "function"}], [{"type": "function", "function": {"name": "f" * 2**20}}]]),
+    ("tool_choice", ["required", "sometimes", {"type": "function", "function": {"name": "f"}}]),
+    ("response_format", [{"type": "json_object"}]),
     ("functions", [[{"name": "f"}]]),
     ("audio", [{"voice": "x"}]),
 ]
@@ -136,7 +138,7 @@ def test_models_by_name(served: Served) -> None:
 
 def test_what_others_send_is_taken(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     labels = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"}
-    nothing = {"tools": None, "functions": None, "response_format": {"type": "text"}, "tool_choice": "auto", "temperature": None}
+    nothing = {"tools": [], "functions": None, "response_format": {"type": "text"}, "tool_choice": "auto", "temperature": None}
     with caplog.at_level(logging.WARNING, "octavo"):
         for _ in range(2):
             assert served.server.post("/v1/chat/completions", CHAT | labels | nothing | {"foo_bar": 1}).status_code == 200

@@ -154,6 +154,9 @@ def test_a_client_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch)
         await asyncio.sleep(60)
         raise AssertionError
 
-    with pytest.raises(ClientDisconnect):
-        asyncio.run(EventStream(endless())({"type": "http"}, receive, send))
-    assert closed == [True]
+    async def stall() -> None:
+        with pytest.raises(ClientDisconnect):
+            await EventStream(endless())({"type": "http"}, receive, send)
+        assert closed == [True]
+
+    asyncio.run(stall())

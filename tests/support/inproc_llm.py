@@ -1,6 +1,7 @@
 """`AsyncLLM` without a second process: an engine steps inside the event loop, so that tests of routes see real text quickly.
 
-A test may set `pause`, so that an answer takes its time, and `trouble`, an error in place of the news after so many.
+A test may set `pause`, so that an answer takes its time, `trouble`, an error in place of the news after so many, and `script`,
+the pieces of text that come instead of the model's.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ from collections.abc import AsyncGenerator
 from octavo import LLM
 from octavo.engine.async_llm import Ask
 from octavo.errors import DeadlineError, RequestError
-from octavo.messages import AddRequest, EngineFacts, SchedulerStats
+from octavo.messages import AddRequest, EngineFacts, FinishReason, SchedulerStats
 from octavo.outputs import TextDelta
 
 
@@ -29,6 +30,7 @@ class InprocLLM:
         )
         self.pause = 0.0
         self.trouble: tuple[int, Exception] | None = None
+        self.script: list[str] = []
         self.asked: list[Ask] = []
 
     @property
@@ -45,6 +47,12 @@ class InprocLLM:
         for name, value in (("logprobs", ask.params.logprobs), ("prompt_logprobs", ask.params.prompt_logprobs)):
             if value is not None and value > self._llm.config.max_logprobs:
                 raise RequestError(f"{name} is {value}, max_logprobs is {self._llm.config.max_logprobs}", name)
+        if self.script:
+            for place, text in enumerate(self.script, 1):
+                end: FinishReason | None = "stop" if place == len(self.script) else None
+                ids = self.tokenizer.encode(text, add_special_tokens=False)
+                yield [TextDelta("scripted", index, text, ids, end) for index in range(ask.params.n)]
+            return
         name = f"r{next(self._ids)}"
         words = self.encoder.spellings(ask.params.bad_words)
         request = AddRequest(name, ask.prompt_token_ids, ask.params, ask.priority, ask.cache_salt, words)
