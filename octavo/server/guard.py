@@ -26,7 +26,7 @@ from octavo.server.keys import OPEN, Keys
 from octavo.server.origins import PREFLIGHT, Origins
 from octavo.server.state import Server
 
-LINGER_SECONDS = 1.0
+LINGER_SECONDS = 2.0
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _ONCE = (b"host", b"authorization", b"content-type", b"content-length", b"origin")
 _JSON = re.compile(rb"application/json\s*(;\s*charset\s*=\s*\"?utf-?8\"?\s*)?", re.IGNORECASE)
