@@ -177,7 +177,7 @@ def test_slow_clients_are_not_waited_for_and_others_are_not_kept_waiting(open_se
     """One is slow with its head, one with its body, one says nothing; the read time-out here is a second."""
     post = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
     begun = {"head": b"GET /health HTTP/1.1\r\nX: ", "body": post}
-    socks = {name: [open_server.connect() for _ in range(60)] for name in ("head", "body", "silent")}
+    socks = {name: [open_server.connect(4) for _ in range(60)] for name in ("head", "body", "silent")}
     start = time.monotonic()
     for name, data in begun.items():
         for sock in socks[name]:
