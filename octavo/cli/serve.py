@@ -7,14 +7,12 @@ What can be wrong is found out in the order of its price: settings, the port, th
 """
 
 import argparse
-from typing import TYPE_CHECKING
 
 from octavo import log
 from octavo.cli.args import MODEL_HELP, add_server_flags, server_configs
-from octavo.config import log_level
-
-if TYPE_CHECKING:
-    from octavo.server_config import ServerConfig
+from octavo.config import debug_from_environment, log_level
+from octavo.server.listen import bind, is_loopback
+from octavo.server_config import ServerConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,18 +24,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     engine, config = server_configs(args, args.words)
     log.setup(log_level("INFO"), config.log_format)
-    from octavo.server.listen import bind
-
+    if switches := debug_from_environment().switched_on:
+        log.logger.warning("OCTAVO_DEBUG is set, for tests only: %s", ", ".join(switches))
     listener = bind(config.host, config.port)
     _warn(config)
-    from octavo.server.start import serve  # libraries of the server load here
+    from octavo.loading.text_side import open_text_side
 
-    return serve(engine, config, listener)
+    text = open_text_side(engine)
+    from octavo.server.start import serve  # the server's libraries load here
+
+    return serve(engine, config, listener, text)
 
 
-def _warn(config: "ServerConfig") -> None:
-    from octavo.server.listen import is_loopback
-
+def _warn(config: ServerConfig) -> None:
     if not config.api_key and not is_loopback(config.host):
         log.logger.warning(
             "NO KEY IS ASKED FOR: whoever can reach %s may use this server; give it --api-key or OCTAVO_API_KEY, or leave --host out",

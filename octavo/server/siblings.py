@@ -22,7 +22,7 @@ from octavo.config import EngineConfig
 from octavo.log import logger
 from octavo.server_config import ServerConfig
 
-MODULE = "octavo.server.sibling"
+PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from octavo.server.start import sibling; sibling(int(sys.argv[1]))"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Orders:
     engine: EngineConfig
     server: ServerConfig
     address: str  # of the engine's socket
+    model_name: str
 
     def encode(self) -> bytes:
         """One line. Through a pipe, because there are keys in it."""
@@ -39,13 +40,13 @@ class Orders:
     def decode(line: bytes) -> "Orders":
         given: dict[str, Any] = json.loads(line)
         server: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given["server"].items()}
-        return Orders(EngineConfig(**given["engine"]), ServerConfig(**server), given["address"])
+        return Orders(EngineConfig(**given["engine"]), ServerConfig(**server), given["address"], given["model_name"])
 
 
 class Siblings:
-    def __init__(self, orders: Orders, listener: socket.socket, module: str = MODULE) -> None:
+    def __init__(self, orders: Orders, listener: socket.socket) -> None:
         self._orders = orders
-        self._command = [sys.executable, "-m", module, str(listener.fileno())]
+        self._command = [sys.executable, "-P", "-c", PROGRAM, str(listener.fileno()), *sys.path]  # modules are those of this process
         self._listener = listener
         self._restarts_left = orders.server.max_restarts
         self._stopping = False
@@ -93,15 +94,13 @@ class Siblings:
         return process
 
 
-def take_orders() -> tuple[Orders, socket.socket]:
+def take_orders() -> Orders:
     """What a sibling starts with. From here on it ends when its parent does."""
     orders = Orders.decode(sys.stdin.buffer.readline())
-    listener = socket.socket(fileno=int(sys.argv[1]))
-    listener.setblocking(False)
 
     def watch() -> None:
         sys.stdin.buffer.read()  # until the parent's end of the pipe is closed
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-    return orders, listener
+    return orders
