@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from secrets import token_hex
-from typing import cast
 
 from octavo.engine.async_llm import Ask, AsyncLLM
 from octavo.errors import EngineError
@@ -59,7 +58,7 @@ async def _feed(queue: "asyncio.Queue[list[TextDelta] | Exception | None]", llm:
 
 
 async def _sound_news(llm: AsyncLLM, ask: Ask) -> News:
-    async with aclosing(cast(News, llm.generate(ask))) as news:
+    async with aclosing(llm.generate(ask)) as news:
         async for deltas in news:
             for delta in deltas:
                 if delta.finish_reason in ("error", "abort"):
