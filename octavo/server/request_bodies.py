@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from octavo.engine.async_llm import RETRY_SECONDS
-from octavo.errors import RequestError, UnavailableError
+from octavo.errors import RequestError
 from octavo.server.basic import check_model
 from octavo.server.body import Body, read_body
 from octavo.server.state import Server
@@ -125,8 +124,6 @@ Kind = TypeVar("Kind", bound=GenerationBody)
 
 
 async def read_generation_body(request: Request, kind: type[Kind], server: Server) -> Kind:
-    if server.llm.state != "ready":
-        raise UnavailableError(f"the engine is {server.llm.state}", RETRY_SECONDS)
     body = await read_body(request, kind)
     for name, harmless in _REFUSED[kind].items():
         if (value := getattr(body, name)) is not None and value not in harmless:

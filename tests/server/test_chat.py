@@ -88,12 +88,3 @@ def test_errors_of_requests_by_class(served: Served) -> None:
     with pytest.raises(openai.InternalServerError) as late:
         client.chat.completions.create(model="stories", messages=HELLO, extra_body={"timeout": 1e-9})
     assert (late.value.status_code, late.value.code) == (504, "deadline_exceeded")
-
-
-@pytest.mark.parametrize("state", ["loading", "draining", "dead"])
-def test_an_engine_that_is_not_ready_is_asked_nothing(served: Served, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served.llm, "state", state)
-    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
-        answer = served.server.post(path, {})
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1") and state in answer.json()["error"]["message"]
-    assert not served.llm.asked
