@@ -13,7 +13,6 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Sequence
 from secrets import token_hex
 
 from starlette.requests import ClientDisconnect
@@ -31,7 +30,6 @@ RETRY_SECONDS = 5.0  # for a client that came too early or too late
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _ONCE = (b"host", b"authorization", b"content-type", b"content-length", b"origin")
 _JSON = re.compile(rb"application/json\s*(;\s*charset\s*=\s*\"?utf-?8\"?\s*)?", re.IGNORECASE)
-Headers = Sequence[tuple[bytes, bytes]]
 
 
 def new_request_id() -> str:

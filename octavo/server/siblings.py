@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -89,8 +90,9 @@ class Siblings:
         fds = [self._listener.fileno()]
         process = subprocess.Popen(self._command, stdin=subprocess.PIPE, pass_fds=fds, start_new_session=True)
         assert process.stdin is not None
-        process.stdin.write(self._orders.encode())
-        process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended already, which `check` will see
+            process.stdin.write(self._orders.encode())
+            process.stdin.flush()
         return process
 
 

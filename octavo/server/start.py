@@ -12,6 +12,7 @@ from octavo import log
 from octavo.config import EngineConfig, log_level
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.supervisor import Serving
+from octavo.errors import EngineError
 from octavo.loading.text_side import TextSide
 from octavo.server.run import ApiProcess
 from octavo.server.siblings import Orders, Siblings, take_orders
@@ -32,7 +33,7 @@ def sibling(descriptor: int) -> None:
 
 
 async def _first(engine: EngineConfig, config: ServerConfig, listener: socket.socket, text: TextSide) -> int:
-    llm = AsyncLLM(engine, _serving(config), lambda error: process.fail(error), text=text)
+    llm = AsyncLLM(engine, _serving(config), lambda error: process.fail(EngineError(f"the engine stayed dead: {error}")), text=text)
     server = Server(llm, config, config.served_model_name or text.source.name)
     found = replace(engine, model=str(text.source.path), revision=None)  # nobody has to look for it again
     orders = Orders(found, config, llm.address, server.model_name)

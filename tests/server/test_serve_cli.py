@@ -1,5 +1,6 @@
 """`octavo serve` as its user starts it, over FakeKV: the order in which things go wrong, the ready line, the processes, the end."""
 
+import os
 import re
 import signal
 import socket
@@ -54,7 +55,7 @@ def test_it_serves_from_the_ready_line_to_the_exit_code(tmp_path: Path) -> None:
 
 
 def started(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return octavo("serve", *words, cwd=cwd, env={**NO_WEIGHTS, "OCTAVO_LOG_LEVEL": "WARNING"})
+    return octavo("serve", *words, cwd=cwd, env={**NO_WEIGHTS, "OCTAVO_LOG_LEVEL": "ERROR"})
 
 
 def test_a_port_that_is_not_to_be_had_ends_it_within_a_second() -> None:
@@ -88,6 +89,7 @@ def _seconds(*words: str) -> float:
         (["a", "--max-queue", "x"], "invalid int value"),
         (["--port", "70000"], "port must be an integer from 0 to 65535, got 70000"),
         (["--prot", "1"], "unknown option --prot; did you mean --port?"),
+        (["--max-model-len", "8k", "--kv-cache-memory-bytes", "1m"], "max_model_len is 8192"),
         (["--api-key", "a b"], "api_key must be 1 to 512 visible ASCII characters"),
     ],
 )
@@ -114,6 +116,15 @@ def test_several_processes_answer_on_one_port_and_none_outlives_the_first() -> N
         assert all(b"sk-secret" not in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids - {server.process.pid})
         server.process.kill()
         assert gone(pids, 5)
+
+
+def test_an_engine_that_stays_dead_is_told_in_one_line_with_a_code() -> None:
+    with ServerProcess("octavo serve", "--max-restarts", "0", env={**NO_WEIGHTS, "OCTAVO_LOG_LEVEL": "ERROR"}) as server:
+        (engine,) = family(server.process.pid) - {server.process.pid}
+        os.kill(engine, signal.SIGKILL)
+        assert server.ended(10) == 1
+        assert server.stderr.splitlines()[-1] == "octavo: error: the engine stayed dead: it was ended by SIGKILL"
+        assert "Traceback" not in server.stderr
 
 
 def test_the_settings_shown_to_operators_are_settings(tmp_path: Path) -> None:

@@ -116,6 +116,8 @@ def _parsed(data: bytes) -> list[Reply]:
         first, *lines = head.decode("latin-1").split("\r\n")
         headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
         length = int(headers.get("content-length", len(data) if "transfer-encoding" in headers else 0))
+        if len(data) < length:
+            break
         replies.append(Reply(int(first.split()[1]), headers, data[:length]))
         data = data[length:]
     return replies
