@@ -148,15 +148,16 @@ def test_a_client_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch)
 
     async def send(message: Message) -> None:
         if message["type"] == "http.response.body":
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
 
     async def receive() -> Message:
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
         raise AssertionError
 
     async def stall() -> None:
         with pytest.raises(ClientDisconnect):
-            await EventStream(endless())({"type": "http"}, receive, send)
+            async with asyncio.timeout(5):
+                await EventStream(endless())({"type": "http"}, receive, send)
         assert closed == [True]
 
     asyncio.run(stall())
