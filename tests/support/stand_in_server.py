@@ -29,7 +29,7 @@ from tests.support.stand_in_llm import StandInLLM
 
 class Slow(Body):
     words: int
-    text: str | None = None
+    either: list[int] | dict[str, int] | None = None
     unbounded: float | None = None
 
 
