@@ -52,6 +52,9 @@ def test_what_is_not_offered_is_no_call(qwen: Served) -> None:
         message = choice.choices[0].message
         assert message.tool_calls is None and CALL in (message.content or "") and choice.choices[0].finish_reason == "stop"
         assert "weather" not in (qwen.llm.asked[-1].prompt or "").replace("weather?", "")
+    qwen.llm.script = ["Half of a <tool_", "call"]
+    assert create(model="stories", messages=ASKED, tools=[TOOL]).choices[0].message.content == "Half of a <tool_call"
+    qwen.llm.script = [ANSWER]
     single = create(model="stories", messages=ASKED, tools=[TOOL], parallel_tool_calls=False)
     assert len(single.choices[0].message.tool_calls or []) == 1
 
