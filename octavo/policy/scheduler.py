@@ -24,6 +24,7 @@ MAX_PASSES = 16  # steps a request that does not fit may be passed by others
 SCAN_LIMIT = 32  # requests looked at behind one that does not fit
 SEALS_PER_STEP = 32  # larger batches take turns at sealing: when all cross a block edge together, no step pays for all
 COMEBACK_TOKENS = 32  # room a sequence preempted k times wants for more output: this times 2^k
+NOT_FINITE = "numerical_error: values that are not finite, or an id outside the vocabulary"
 
 
 def _policy_key(seq: Sequence) -> tuple[int, int, int]:
@@ -318,7 +319,7 @@ class Scheduler:
         bad, computed = set(result.bad_rows), sum(plan.num_query)
         for entry, seq in enumerate(planned):
             if entry in bad:  # also where this sample has ended: its siblings may share what went wrong
-                deltas += self._fail(seq.request, "numerical_error: values that are not finite, or an id outside the vocabulary")
+                deltas += self._fail(seq.request, NOT_FINITE, NOT_FINITE.partition(":")[0])
             if seq.status is is_finished:
                 computed -= plan.num_query[entry]
                 continue
@@ -366,17 +367,18 @@ class Scheduler:
         hurt += [request for request in self.requests.values() if any(seq.seq_id in moved for seq in request.sequences)]
         return [delta for request in hurt for delta in self._fail(request, message)]
 
-    def _fail(self, request: Request, message: str) -> list[Delta]:
+    def _fail(self, request: Request, message: str, code: str | None = None) -> list[Delta]:
         """All samples of a request end: they may share what went wrong."""
-        return [delta for seq in request.sequences.copy() for delta in self._finish(seq, "error", message)]
+        return [delta for seq in request.sequences.copy() for delta in self._finish(seq, "error", message, code)]
 
-    def _finish(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> list[Delta]:
+    def _finish(self, seq: Sequence, reason: FinishReason, error: str | None = None, code: str | None = None) -> list[Delta]:
         request = seq.request
         indices = [seq.index]
         if seq.unforked:
             indices = [index for index in range(request.params.n) if index not in request.aborted]
         self._remove(seq)
-        return [Delta(request.request_id, index, [], finish_reason=reason, error=error, life=request.life) for index in indices]
+        name, life = request.request_id, request.life
+        return [Delta(name, index, [], finish_reason=reason, error=error, code=code, life=life) for index in indices]
 
     def _remove(self, seq: Sequence) -> None:
         """Out of the engine, from wherever it is."""
