@@ -129,6 +129,8 @@ class AsyncLLM:
         if self._closed:
             return
         self._closed, self.state = True, "dead"
+        for stream in self._streams.values():
+            self._abort(stream)
         self._fail_all(UnavailableError("the server is shutting down", RETRY_SECONDS))
         if hasattr(self, "_link"):
             self._watching.cancel()
@@ -226,6 +228,8 @@ class AsyncLLM:
         for delta in processed.deltas:
             streams[delta.request_id].push(delta)
         for output in processed.finished:
+            if output.metrics.finished is None:  # a stop string was found here; the clock is that of all processes
+                output.metrics.finished = time.monotonic()
             streams[output.request_id].finish()
 
     def on_refused(self, refused: Refused) -> None:
