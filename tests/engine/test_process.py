@@ -152,7 +152,8 @@ def test_it_leaves_ctrl_c_to_its_parent_and_reset_reaches_it(endless: str) -> No
     async def main() -> None:
         async with engine_process(endless) as llm:
             assert llm.engine_pid is not None
-            os.kill(llm.engine_pid, signal.SIGINT)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                os.kill(llm.engine_pid, number)
             await asyncio.sleep(0.1)
             prompt = list(range(100))
             await tokens(llm, ask(prompt, 2))
