@@ -158,9 +158,14 @@ class Debug:
     native: Literal["on", "off"] = "on"  # off: torch computes, whatever `native` says
     preempt_every: int = 0  # preempt the last running sequence every k steps
     forward_raise: int = 0  # raise in forward at this step
+    forward_sleep: int = 0  # milliseconds by which every forward takes longer
     forward_nan: int = 0  # make the first planned row of this step not finite
     sample_bad_id: int = 0  # sample an id outside the vocabulary at this step
     cache_force_miss: bool = False  # every prefix lookup misses
+    ipc_drop: int = 0  # this frame of news, of those an engine process sends, is lost on the way
+    ipc_truncate: int = 0  # half of it is
+    ipc_garbage: int = 0  # it comes out as something else
+    exit_sigkill: int = 0  # an engine process is killed at this step
 
     @property
     def switched_on(self) -> list[str]:
@@ -198,6 +203,11 @@ def debug_from_environment() -> Debug:
     return Debug.parse(os.environ.get("OCTAVO_DEBUG", ""))
 
 
+def api_key() -> str | None:
+    """OCTAVO_API_KEY, where set: a key of the server that no list of processes shows."""
+    return os.environ.get("OCTAVO_API_KEY") or None
+
+
 def log_level(default: str) -> str:
     level = os.environ.get("OCTAVO_LOG_LEVEL", default).upper()
     if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
@@ -207,8 +217,8 @@ def log_level(default: str) -> str:
 
 # What matters of the environment: read here, or by a library on our behalf.
 VARIABLES = (
-    "CUDA_VISIBLE_DEVICES", "HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "NO_COLOR", "OCTAVO_DEBUG", "OCTAVO_LOG_LEVEL",
-    "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES", "HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "NO_COLOR", "OCTAVO_API_KEY", "OCTAVO_DEBUG",
+    "OCTAVO_LOG_LEVEL", "OMP_NUM_THREADS",
 )  # fmt: skip
 
 
@@ -220,7 +230,7 @@ def environment() -> dict[str, str]:
 
 def _shown(name: str, value: str) -> str:
     """On one line, without secrets: a token, what we do not know, a password inside an address."""
-    if name not in VARIABLES or "TOKEN" in name:
+    if name not in VARIABLES or name in ("HF_TOKEN", "OCTAVO_API_KEY"):
         return "(set)"
     return re.sub(r"//[^/]*@", "//(set)@", " ".join(value.split()))[:200]
 

@@ -32,7 +32,34 @@ class RequestError(OctavoError, ValueError):
 
 
 class EngineError(OctavoError, RuntimeError):
-    """The engine failed while it worked on a request."""
+    """The engine failed while it worked on a request; `code` is machine-readable, such as numerical_error."""
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class OverloadError(OctavoError, RuntimeError):
+    """The queue is full; in `retry_after` seconds there may be room."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class UnavailableError(OctavoError, RuntimeError):
+    """The engine is loading, draining or dead, or did not get to a request in time; `code` says which, where there is one."""
+
+    def __init__(self, message: str, retry_after: float, code: str | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        self.code = code
+
+
+class DeadlineError(OctavoError, TimeoutError):
+    """A request was not done when its time was up."""
+
+    code = "deadline_exceeded"
 
 
 class VerifyError(OctavoError, AssertionError):

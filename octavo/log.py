@@ -1,5 +1,6 @@
-"""Logging: one logger, to stderr, `OCTAVO_LOG_LEVEL` sets how much (DEBUG, INFO, WARNING, ERROR)."""
+"""Logging: one logger, to stderr, `OCTAVO_LOG_LEVEL` sets how much (DEBUG, INFO, WARNING, ERROR); as text, or an object a line."""
 
+import json
 import logging
 import sys
 import time
@@ -7,14 +8,22 @@ import time
 logger = logging.getLogger("octavo")
 
 
-def setup(level: str) -> None:
+def setup(level: str, form: str = "text") -> None:
     """Send Octavo's log lines to stderr at `level`. A second call only changes the level."""
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+        handler.setFormatter(JsonLines() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
         logger.addHandler(handler)
         logger.propagate = False
     logger.setLevel(level.upper())
+
+
+class JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {"time": round(record.created, 3), "level": record.levelname, "message": record.getMessage()}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
 
 
 class Stopwatch:

@@ -121,6 +121,7 @@ class Delta:
     error: str | None = None
     life: LifeRecord | None = None  # with the first token and at the end
     prompt_logprobs: PromptPiece | None = None
+    code: str | None = None  # of the error: numerical_error, queue_timeout
 
 
 @dataclass(slots=True)
@@ -133,6 +134,20 @@ class AddRequest:
     priority: int = 0
     cache_salt: str = ""
     bad_words: list[list[int]] = field(default_factory=list)  # params.bad_words as token ids
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What start-up settled and the text side has to know."""
+
+    model_name: str
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    epoch: int  # which start of the engine this is: 1, and one more after every restart
 
 
 @dataclass(slots=True)

@@ -49,3 +49,7 @@ class TextDelta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     life: LifeRecord | None = None  # with the first token and at the end
+    logprobs: list[TokenChoices] | None = None  # of the new tokens, where asked for
+    prompt_logprobs: list[TokenChoices | None] | None = None  # where asked for, with the first token of the request
+    error: str | None = None  # what went wrong, where finish_reason is error
+    code: str | None = None  # the same for machines, such as numerical_error

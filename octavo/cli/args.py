@@ -1,4 +1,5 @@
-"""Flags out of dataclasses: every field of `EngineConfig` is a flag, with the field's own help, type and default.
+"""Flags out of dataclasses: every field of `EngineConfig`, and for a server of `ServerConfig`, is a flag, with the field's own help,
+type and default.
 
 A flag that is not given is absent from the parsed arguments, so the defaults stand in one place: the dataclass. A file given
 with --config stands between the two, and --show-config says which of the three each value came from.
@@ -6,21 +7,24 @@ with --config stands between the two, and --show-config says which of the three 
     --max-model-len 32k      int | None: a number (k, m, g are powers of 1024) or auto
     --dtype float32          Literal: a choice
     --no-enable-prefix-caching       bool: the flag and its --no- twin
+    --api-key A --api-key B          tuple[str, ...]: as often as needed
 """
 
 import argparse
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, fields
+from dataclasses import Field, dataclass, fields
 from fractions import Fraction
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, api_key
 from octavo.sampling_params import SamplingParams, is_unset
+from octavo.server_config import ServerConfig
 
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 SETTINGS = tuple(field.name for field in fields(EngineConfig) if field.name != "skip_tokenizer_init")  # commands speak text
+SERVER_SETTINGS = tuple(field.name for field in fields(ServerConfig))
 
 SHORT = {"quantization": "-q"}
 
@@ -34,6 +38,19 @@ SAMPLING_FLAGS: dict[str, tuple[Callable[[str], object], str]] = {
     "frequency_penalty": (float, "the same, growing with every repetition"),
     "max_tokens": (int, "longest answer"),
 }
+
+
+def is_size(field: Field[Any]) -> bool:
+    """Its number may have a unit."""
+    return field.type == int | None or field.name.endswith("_bytes")
+
+
+def field_help(field: Field[Any]) -> str:
+    default = "" if field.default in (None, ()) else f" (default: {str(field.default).lower()})"
+    return f"{field.metadata['help']}{default}"
+
+
+MODEL_HELP = field_help(EngineConfig.__dataclass_fields__["model"])
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,7 +76,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
 def add_engine_flags(parser: argparse.ArgumentParser, only: Sequence[str] | None = None) -> None:
     """A flag for each field, or for those in `only`: a command that sets the others itself does not offer them."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--model", metavar="MODEL", help=field_help("model"))
+    group.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     offered = SETTINGS if only is None else ("model", *only)
     for field in fields(EngineConfig):
         if field.name in offered and field.name != "model":
@@ -70,22 +87,66 @@ def add_engine_flags(parser: argparse.ArgumentParser, only: Sequence[str] | None
     parser.set_defaults(settings=frozenset(offered))
 
 
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Those of a server, beside all of the engine."""
+    group = parser.add_argument_group("server")
+    for field in fields(ServerConfig):
+        _add_field(group, field)
+    add_engine_flags(parser)
+    parser.set_defaults(settings=frozenset((*SETTINGS, *SERVER_SETTINGS)))
+
+
 def engine_config(args: argparse.Namespace, model: str | None = None) -> EngineConfig:
     """`model`: the one a command found among its words; without it, that of `--model`. Ends here if asked to show it."""
-    from octavo.cli.config_file import read_settings, settings_table  # reads sizes with this module
+    given = _given(args, model)
+    config = EngineConfig(**given.of(SETTINGS))
+    if args.show_config:
+        given.show(config)
+    return config
+
+
+def server_configs(args: argparse.Namespace, model: str | None = None) -> tuple[EngineConfig, ServerConfig]:
+    """The same for a server."""
+    given = _given(args, model)
+    if key := api_key():
+        given.values["api_key"] = (*given.values.get("api_key", ()), key)
+        given.origins["api_key"] = ", ".join(filter(None, [given.origins.get("api_key"), "environment"]))
+    engine, server = EngineConfig(**given.of(SETTINGS)), ServerConfig(**given.of(SERVER_SETTINGS))
+    if args.show_config:
+        given.show(engine, server)
+    return engine, server
+
+
+@dataclass(slots=True)
+class _Given:
+    """Settings that are not left at their defaults, and where each came from."""
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+    settings: frozenset[str]  # of the command
+
+    def of(self, names: Sequence[str]) -> dict[str, Any]:
+        return {name: value for name, value in self.values.items() if name in names}
+
+    def show(self, *configs: EngineConfig | ServerConfig) -> NoReturn:
+        from octavo.cli.config_file import settings_table
+
+        print(settings_table(configs, self.settings, self.origins), flush=True)
+        raise SystemExit(0)
+
+
+def _given(args: argparse.Namespace, model: str | None) -> _Given:
+    from octavo.cli.config_file import read_settings  # reads sizes with this module
 
     filed = read_settings(args.config) if args.config else {}
     filed = {name: value for name, value in filed.items() if name in args.settings}  # one file may serve several commands
-    flags = {name: value for name, value in vars(args).items() if name in args.settings}
+    given = {name: value for name, value in vars(args).items() if name in args.settings}
+    flags = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     if args.model is None:
         del flags["model"]
     words = {} if model in (None, args.model) else {"model": model}
-    config = EngineConfig(**{**filed, **flags, **words})
-    if args.show_config:
-        origins = {**dict.fromkeys(filed, f"file {args.config}"), **dict.fromkeys(flags, "flag"), **dict.fromkeys(words, "command line")}
-        print(settings_table(config, args.settings, origins), flush=True)
-        raise SystemExit(0)
-    return config
+    origins = {**dict.fromkeys(filed, f"file {args.config}"), **dict.fromkeys(flags, "flag"), **dict.fromkeys(words, "command line")}
+    return _Given({**filed, **flags, **words}, origins, args.settings)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, defaults: Mapping[str, object]) -> None:
@@ -115,16 +176,18 @@ def size(text: str) -> int | None:
 
 
 def _add_field(group: argparse._ArgumentGroup, field: Field[Any]) -> None:
-    flag, text = _flag(field.name), field_help(field.name)
+    flag, text = _flag(field.name), field_help(field)
     if field.type is bool:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
     elif get_origin(field.type) is Literal:
         choices = "{" + ",".join(get_args(field.type)) + "}"
         names = [flag, *([SHORT[field.name]] if field.name in SHORT else [])]
         group.add_argument(*names, type=_choice(field), metavar=choices, default=argparse.SUPPRESS, help=text)
+    elif field.type == tuple[str, ...]:
+        group.add_argument(flag, action="append", metavar="TEXT", default=argparse.SUPPRESS, help=text)
     else:
         converts: dict[object, Callable[[str], object]] = {int | None: size, int: int, float: float}
-        convert = converts.get(field.type, str)
+        convert = size if is_size(field) else converts.get(field.type, str)
         group.add_argument(flag, type=convert, metavar=_metavar(convert), default=argparse.SUPPRESS, help=text)
 
 
@@ -139,12 +202,6 @@ def _choice(field: Field[Any]) -> Callable[[str], str]:
         return text
 
     return convert
-
-
-def field_help(name: str) -> str:
-    field = EngineConfig.__dataclass_fields__[name]
-    default = "" if field.default is None else f" (default: {str(field.default).lower()})"
-    return f"{field.metadata['help']}{default}"
 
 
 def _flag(name: str) -> str:

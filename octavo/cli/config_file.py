@@ -5,30 +5,33 @@
     max-model-len = "32k"
     enable_prefix_caching = false
 
-A flag wins over the file, the file over the default. The file holds settings of the engine and nothing else; paths in it are
-relative to the current folder, as those of flags are.
+A flag wins over the file, the file over the default. The file holds settings of the engine and of the server and nothing else; paths
+in it are relative to the current folder, as those of flags are.
 """
 
 import argparse
 import tomllib
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, asdict
 from typing import Any
 
-from octavo.cli.args import SETTINGS, nearest, size
-from octavo.config import EngineConfig, check_setting, environment
+from octavo import config, server_config
+from octavo.cli.args import SERVER_SETTINGS, SETTINGS, is_size, nearest, size
+from octavo.config import EngineConfig, environment
 from octavo.errors import ConfigError
+from octavo.server_config import SECRETS, ServerConfig
 
 MOST_BYTES = 2**20
 
 
 def read_settings(path: str) -> dict[str, Any]:
-    """Fields of EngineConfig, each checked by itself."""
+    """Fields of EngineConfig and ServerConfig, each checked by itself."""
     settings: dict[str, Any] = {}
+    known = (*SETTINGS, *SERVER_SETTINGS)
     for key, value in _parse(path).items():
         name = key.replace("-", "_")
-        if name not in SETTINGS:
-            hint = nearest(name, SETTINGS) or "; it takes the engine's settings, which --show-config lists"
+        if name not in known:
+            hint = nearest(name, known) or "; it takes the settings of the engine and the server, which --show-config lists"
             raise ConfigError(f"{path}: unknown setting {key[:80]!r}{hint}")
         if name in settings:
             raise ConfigError(f"{path}: {name} is there twice, with - and with _")
@@ -58,23 +61,31 @@ def _parse(path: str) -> dict[str, Any]:
 
 def _converted(path: str, name: str, value: object) -> object:
     """What the flag would make of it. TOML has types: 32k needs quotes, and a plain number must have none."""
-    kind = EngineConfig.__dataclass_fields__[name].type
+    field, kind = _field(name), _field(name).type
     try:
-        if kind == int | None and isinstance(value, str):
+        if is_size(field) and isinstance(value, str):
             value = size(value)
         if kind == str | None and not isinstance(value, str):
             raise ConfigError(f"{name} must be text in quotes, got {value!r}")
-        check_setting(name, value)
+        (config if name in SETTINGS else server_config).check_setting(name, value)
     except (ConfigError, argparse.ArgumentTypeError) as error:
         said = str(error) if isinstance(error, ConfigError) else f"{name}: {error}"
         raise ConfigError(f"{path}: {said[:300]}") from error
+    if isinstance(value, list):
+        return tuple(value)
     return float(value) if kind is float and isinstance(value, int) else value  # 1 is a number, too
 
 
-def settings_table(config: EngineConfig, names: frozenset[str], origins: Mapping[str, str]) -> str:
+def _field(name: str) -> Field[Any]:
+    return (EngineConfig if name in SETTINGS else ServerConfig).__dataclass_fields__[name]
+
+
+def settings_table(configs: Sequence[EngineConfig | ServerConfig], names: frozenset[str], origins: Mapping[str, str]) -> str:
     """Each setting in `names` with its value and origin, then what the environment sets."""
     rows = [("setting", "value", "from")]
-    rows += [(name, _text(value), origins.get(name, "default")) for name, value in asdict(config).items() if name in names]
+    values = {name: value for one in configs for name, value in asdict(one).items() if name in names}
+    shown = {name: ("(set)" if value else "none") if name in SECRETS else _text(value) for name, value in values.items()}
+    rows += [(name, text, origins.get(name, "default")) for name, text in shown.items()]
     rows += [(name, value, "environment") for name, value in environment().items()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}" for name, value, origin in rows)
@@ -83,4 +94,6 @@ def settings_table(config: EngineConfig, names: frozenset[str], origins: Mapping
 def _text(value: object) -> str:
     if value is None:
         return "auto"
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from octavo.cli.args import add_engine_flags, engine_config, field_help
+from octavo.cli.args import MODEL_HELP, add_engine_flags, engine_config
 
 if TYPE_CHECKING:
     from octavo.engine.verify import Verified
@@ -16,7 +16,7 @@ SETTINGS = ("revision", "dtype", "quantization", "device", "load_format", "block
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("words", metavar="MODEL", nargs="?", help=field_help("model"))
+    parser.add_argument("words", metavar="MODEL", nargs="?", help=MODEL_HELP)
     text = f"requests in the stress schedule (default: {DEFAULT_REQUESTS})"
     parser.add_argument("--requests", type=_count, metavar="N", default=DEFAULT_REQUESTS, help=text)
     add_engine_flags(parser, only=SETTINGS)

@@ -50,6 +50,8 @@ class OutputProcessor:
             processed.deltas.append(news)
             if delta.life or news.finish_reason is not None:
                 news.life = state.life
+            if state.prompt_logprobs_due and delta.token_ids:  # a token follows the whole prompt
+                news.prompt_logprobs, state.prompt_logprobs_due = state.prompt_logprobs, False
             if news.finish_reason is None:
                 continue
             if delta.finish_reason is None:
@@ -69,6 +71,7 @@ class _RequestState:
         self.prompt_logprobs: list[TokenChoices | None] | None = None
         if request.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(request.prompt_token_ids)
+        self.prompt_logprobs_due = self.prompt_logprobs is not None
         self.samples = [_Sample(index, request, tokenizer) for index in range(request.params.n)]
 
     @property
@@ -112,9 +115,12 @@ class _Sample:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
         self.search_from = 0  # a stop string may begin here or later: not in the first min_tokens tokens
         self.shown = 0  # characters already given out
+        self.error: str | None = None
+        self.code: str | None = None
 
     def take(self, delta: Delta) -> TextDelta:
         """Append a delta's tokens, up to one that completes a stop string, and say what is new."""
+        self.error, self.code = delta.error, delta.code
         before = len(self.output.token_ids)
         for position, token in enumerate(delta.token_ids):
             last = position == len(delta.token_ids) - 1
@@ -136,7 +142,12 @@ class _Sample:
         output = self.output
         end = len(output.text) if output.finish_reason is not None else len(output.text) - self._held_back()
         text, self.shown = output.text[self.shown : end], max(self.shown, end)
-        return TextDelta(self.request_id, output.index, text, output.token_ids[before:], output.finish_reason, output.stop_reason)
+        news = TextDelta(self.request_id, output.index, text, output.token_ids[before:], output.finish_reason, output.stop_reason)
+        if output.logprobs is not None:
+            news.logprobs = output.logprobs[before:]
+        if output.finish_reason == "error":
+            news.error, news.code = self.error, self.code
+        return news
 
     def _add_text(self, text: str) -> bool:
         """Whether the text now holds a stop string; then it is cut there and the sample is finished."""

@@ -12,10 +12,11 @@ Plans run in order on one stream, so blocks and rows freed here are reusable at 
 import time
 from array import array
 from bisect import insort
+from collections import OrderedDict
 from collections.abc import Callable
 
 from octavo.errors import RequestError
-from octavo.messages import AddRequest, Delta, FinishReason, RowFork, RowWrite, SchedulerStats, StepPlan, StepResult, TokenLogprobs
+from octavo.messages import AddRequest, Delta, FinishReason, RowFork, SchedulerStats, StepPlan, StepResult, TokenLogprobs
 from octavo.policy.door import Limits, check_request, length_limit
 from octavo.policy.kv_manager import KVManager, PrefixHit
 from octavo.policy.request import Request, Sequence, Status
@@ -24,6 +25,7 @@ MAX_PASSES = 16  # steps a request that does not fit may be passed by others
 SCAN_LIMIT = 32  # requests looked at behind one that does not fit
 SEALS_PER_STEP = 32  # larger batches take turns at sealing: when all cross a block edge together, no step pays for all
 COMEBACK_TOKENS = 32  # room a sequence preempted k times wants for more output: this times 2^k
+NOT_FINITE = "numerical_error: values that are not finite, or an id outside the vocabulary"
 
 
 def _policy_key(seq: Sequence) -> tuple[int, int, int]:
@@ -52,6 +54,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # both in policy order
         self.running: list[Sequence] = []
         self.requests: dict[str, Request] = {}  # the live ones
+        self._unscheduled: OrderedDict[str, Request] = OrderedDict()  # of which never admitted, by arrival
         self.free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self.stats = SchedulerStats(0, 0, 0, kv.pool.num_blocks, 0, 0, 0, 0, 0)
         self._planned: dict[int, list[Sequence]] = {}  # step -> its sequences, until its update
@@ -81,7 +84,7 @@ class Scheduler:
         seq = self._new_sequence(request, 0, array("i", prompt), length_limit(message, self.limits))
         if params.n > 1:
             seq.stop_at = request.num_prompt - 1
-        self.requests[request.request_id] = request
+        self.requests[request.request_id] = self._unscheduled[request.request_id] = request
         insort(self.waiting, seq, key=_policy_key)
 
     def _new_sequence(self, request: Request, index: int, token_ids: "array[int]", limit: int) -> Sequence:
@@ -105,6 +108,15 @@ class Scheduler:
             return self._finish(parent, "abort")
         request.aborted.add(index)
         return [Delta(request_id, index, [], finish_reason="abort", life=request.life)]
+
+    def expire(self, seconds: float) -> list[Delta]:
+        """End every request that waited so long and was never admitted. Costs nothing while there is none."""
+        deltas: list[Delta] = []
+        while (request := next(iter(self._unscheduled.values()), None)) is not None:
+            if (waited := self.clock() - request.life.queued) < seconds:
+                break
+            deltas += self._fail(request, f"waited {waited:.1f} s in the queue, queue_timeout is {seconds:g} s", "queue_timeout")
+        return deltas
 
     def schedule(self) -> StepPlan:
         """What the next step does. A plan may be empty while results are awaited."""
@@ -216,7 +228,7 @@ class Scheduler:
         count = min(seq.target - hit.num_tokens, budget)
         kv.admit(seq, hit)
         self._take_rows(seq)
-        plan.row_writes.append(self._row_write(seq, hit.num_tokens))
+        plan.row_writes.append(seq.row_write(hit.num_tokens))
         fits = kv.allocate(seq, count, plan)
         assert fits, "admission counted too few blocks"
         seq.status = Status.RUNNING
@@ -239,6 +251,7 @@ class Scheduler:
         life.recomputed_tokens += max(0, seq.lost - hit.num_tokens)
         if life.first_scheduled is None:
             life.first_scheduled = self.clock()
+            del self._unscheduled[seq.request.request_id]
             life.hit_reason = hit.reason
             life.cached_tokens = hit.num_tokens
             self.stats.prefix_queries += seq.num_tokens
@@ -249,22 +262,6 @@ class Scheduler:
         if seq.unforked:
             seq.reserved = [self.free_rows.pop() for _ in range(seq.rows_needed - 1)]
             self._unforked.append(seq)
-
-    def _row_write(self, seq: Sequence, start: int) -> RowWrite:
-        request = seq.request
-        return RowWrite(
-            row=seq.row,
-            seq_id=seq.seq_id,
-            token_ids=array("i", seq.token_ids),
-            num_prompt=request.num_prompt,
-            start=start,
-            table=list(seq.table),
-            params=request.params,
-            end_ids=tuple(sorted(request.end_ids)),
-            bad_words=request.bad_words,
-            noise=request.noise(seq.index),
-            root=request.root,
-        )
 
     def _fork(self, parent: Sequence, plan: StepPlan) -> None:
         """The prompt is planned but for its last token: from here on each sample lives alone."""
@@ -318,7 +315,7 @@ class Scheduler:
         bad, computed = set(result.bad_rows), sum(plan.num_query)
         for entry, seq in enumerate(planned):
             if entry in bad:  # also where this sample has ended: its siblings may share what went wrong
-                deltas += self._fail(seq.request, "numerical_error: values that are not finite, or an id outside the vocabulary")
+                deltas += self._fail(seq.request, NOT_FINITE, NOT_FINITE.partition(":")[0])
             if seq.status is is_finished:
                 computed -= plan.num_query[entry]
                 continue
@@ -366,17 +363,18 @@ class Scheduler:
         hurt += [request for request in self.requests.values() if any(seq.seq_id in moved for seq in request.sequences)]
         return [delta for request in hurt for delta in self._fail(request, message)]
 
-    def _fail(self, request: Request, message: str) -> list[Delta]:
+    def _fail(self, request: Request, message: str, code: str | None = None) -> list[Delta]:
         """All samples of a request end: they may share what went wrong."""
-        return [delta for seq in request.sequences.copy() for delta in self._finish(seq, "error", message)]
+        return [delta for seq in request.sequences.copy() for delta in self._finish(seq, "error", message, code)]
 
-    def _finish(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> list[Delta]:
+    def _finish(self, seq: Sequence, reason: FinishReason, error: str | None = None, code: str | None = None) -> list[Delta]:
         request = seq.request
         indices = [seq.index]
         if seq.unforked:
             indices = [index for index in range(request.params.n) if index not in request.aborted]
         self._remove(seq)
-        return [Delta(request.request_id, index, [], finish_reason=reason, error=error, life=request.life) for index in indices]
+        name, life = request.request_id, request.life
+        return [Delta(name, index, [], finish_reason=reason, error=error, code=code, life=life) for index in indices]
 
     def _remove(self, seq: Sequence) -> None:
         """Out of the engine, from wherever it is."""
@@ -391,6 +389,7 @@ class Scheduler:
         if not request.sequences:
             request.life.finished = self.clock()
             del self.requests[request.request_id]
+            self._unscheduled.pop(request.request_id, None)
 
     def snapshot(self) -> SchedulerStats:
         """The counters and gauges of this moment."""

@@ -82,7 +82,13 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(
     ("text", "said"),
     [
         ("max-modle-len = 4096", "unknown setting 'max-modle-len'; did you mean max_model_len?"),
-        ("temperature = 1.0", "unknown setting 'temperature'; it takes the engine's settings, which --show-config lists"),
+        ("top_p = 1.0", "unknown setting 'top_p'; it takes the settings of the engine and the server, which --show-config lists"),
+        ("api-keys = ['a']", "unknown setting 'api-keys'; did you mean api_key?"),
+        ("port = '80'", "port must be an integer from 0 to 65535, got '80'"),
+        ("api_key = 'sk-secret'", "api_key must be a list"),
+        ("api_key = ['sk secret']", "api_key must be 1 to 512 visible ASCII characters"),
+        ("admin_key = 5", "admin_key must be text in quotes"),
+        ("max_body_bytes = '4q'", "max_body_bytes: wanted a size like 4096, 32k"),
         ("[sampling]\nseed = 1", "unknown setting 'sampling'"),
         ("skip_tokenizer_init = true", "unknown setting 'skip_tokenizer_init'"),
         ("seed = 1\nmax-model-len = 64\nmax_model_len = 64", "max_model_len is there twice, with - and with _"),
@@ -114,7 +120,7 @@ def test_a_mistake_is_named_with_its_file(tmp_path: Path, text: str, said: str) 
     file.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError) as caught:
         engine_config(parsed("--config", str(file)))
-    assert str(caught.value).startswith(f"{file}: {said}") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{file}: {said}") and "\n" not in str(caught.value) and "secret" not in str(caught.value)
 
 
 def test_a_command_takes_of_a_file_what_it_has_flags_for(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.engine.output import OutputProcessor
-from octavo.messages import AddRequest, Delta, FinishReason, LifeRecord
+from octavo.messages import AddRequest, Delta, FinishReason, LifeRecord, TokenLogprobs
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
 from octavo.text.tokenizer import Tokenizer
@@ -177,3 +177,24 @@ def test_special_tokens_and_ends_are_text_only_where_asked_for(settings: dict[st
     news = processor.process([Delta("r", 0, ids, finish_reason="stop", life=LifeRecord(1.0))])
     assert news.deltas[0].text == news.finished[0].outputs[0].text == text
     assert news.finished[0].outputs[0].token_ids == ids
+
+
+def test_deltas_carry_the_logprobs_of_their_tokens_and_the_first_those_of_the_prompt() -> None:
+    found = [TokenLogprobs(-float(rank), rank, [7, 8], [-1.0, -2.0]) for rank in range(1, 6)]
+    processor = OutputProcessor(tokenizer())
+    processor.add(AddRequest("r", [504, 505], SamplingParams(n=2, logprobs=2, prompt_logprobs=2)), None)
+    assert not processor.process([Delta("r", 0, [], prompt_logprobs=(1, found[:1]))]).deltas, "a piece of the prompt alone is no news"
+    first = processor.process([Delta("r", 0, [5, 6], found[1:3]), Delta("r", 1, [7], found[3:4])]).deltas
+    later = processor.process([Delta("r", 0, [9], found[4:], finish_reason="length"), Delta("r", 1, [], finish_reason="abort")])
+    ids = [[list(choices) for choices in delta.logprobs or []] for delta in first + later.deltas]
+    assert ids == [[[5, 7, 8], [6, 7, 8]], [[7, 8]], [[9, 7, 8]], []]
+    assert [delta.prompt_logprobs for delta in first + later.deltas] == [later.finished[0].prompt_logprobs, None, None, None]
+    assert first[0].prompt_logprobs is not None and [choices and choices[505].rank for choices in first[0].prompt_logprobs] == [None, 1]
+
+
+def test_an_error_is_told_with_its_code() -> None:
+    processor = OutputProcessor(tokenizer())
+    processor.add(AddRequest("r", [504], SamplingParams()), None)
+    assert processor.process([Delta("r", 0, [5])]).deltas[0].error is None
+    (delta,) = processor.process([Delta("r", 0, [], finish_reason="error", error="it broke", code="numerical_error")]).deltas
+    assert (delta.error, delta.code, delta.stop_reason, delta.logprobs) == ("it broke", "numerical_error", "it broke", None)

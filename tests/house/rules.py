@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
 
-BASE = frozenset({"errors", "log", "config", "model_config", "sampling_params", "messages", "outputs", "interrupt", "progress"})
+BASE = frozenset(
+    {"errors", "log", "config", "server_config", "model_config", "sampling_params", "messages", "outputs", "interrupt", "progress"}
+)
 
 # room -> the rooms it may import; a room may always import itself and BASE.
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
@@ -29,8 +31,9 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "worker": frozenset({"policy", "kernels", "attention", "quant", "layers", "models", "loading"}),
     "engine": frozenset({"policy", "text", "loading", "worker"}),
     "llm": frozenset({"policy", "text", "loading", "worker", "engine"}),
+    "server": frozenset({"policy", "text", "loading", "engine"}),
     "bench": frozenset({"policy", "text", "loading", "worker", "engine", "llm"}),
-    "cli": frozenset({"policy", "text", "loading", "worker", "engine", "llm", "bench", "octavo"}),
+    "cli": frozenset({"policy", "text", "loading", "worker", "engine", "llm", "server", "bench", "octavo"}),
     "octavo": frozenset({"llm"}),  # octavo/__init__.py: the names a user imports
     "__main__": frozenset({"cli"}),
 }

@@ -132,10 +132,11 @@ def module_name(module: Module) -> str:
     return module.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-@pytest.mark.parametrize("room", ["base", "policy", "text"])
+@pytest.mark.parametrize("room", ["base", "policy", "text", "server"])
 def test_room_is_free_of_torch(room: str) -> None:
     wanted = rules.BASE if room == "base" else {room}
     names = [module_name(module) for module in ENGINE if module.room in wanted]
+    names += ["octavo.engine.async_llm"] if room == "server" else []
     code = f"import importlib, json, sys\nfor name in {names}: importlib.import_module(name)\nprint(json.dumps('torch' in sys.modules))"
     assert json.loads(python(code)) is False
 

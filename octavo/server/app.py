@@ -1,0 +1,76 @@
+"""The application: routers put together, every error in one form, the guard around it all.
+
+A room of routes is a module with `router(server) -> APIRouter`; to add one, name it in ROUTERS.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from octavo import __version__
+from octavo.errors import OctavoError, RequestError
+from octavo.server import basic, chat, completions, responses, tokens
+from octavo.server.errors import ApiError, error_response
+from octavo.server.guard import Guard
+from octavo.server.state import Server
+
+ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (basic.router, tokens.router, completions.router, chat.router, responses.router)
+
+
+def build_app(server: Server) -> FastAPI:
+    app = FastAPI(
+        title="Octavo",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=ERROR,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # it would record what is nobody's business
+    )
+    app.state.server = server
+    for kind in (OctavoError, ApiError, HTTPException):
+        app.add_exception_handler(kind, _answer)
+    app.add_exception_handler(RequestValidationError, _answer_validation)
+    for router in ROUTERS:
+        app.include_router(router(server))
+    app.openapi = lambda: _schema(app, FastAPI.openapi(app))  # type: ignore[method-assign]
+    app.add_middleware(Guard, server=server)
+    return app
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _answer_validation(request: Request, error: Exception) -> Response:
+    """Of a path or a query; bodies are read by `read_body`."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    return error_response(RequestError(f"{name}: {first['msg']}", name))
+
+
+_TEXT, _TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
+_ERROR_FIELDS = {"message": _TEXT, "type": _TEXT, "param": _TEXT_OR_NULL, "code": _TEXT_OR_NULL}
+_ERROR_OBJECT = {"type": "object", "required": list(_ERROR_FIELDS), "properties": _ERROR_FIELDS}
+ERROR: dict[int | str, dict[str, Any]] = {
+    "default": {
+        "description": "An error",
+        "content": {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {"error": _ERROR_OBJECT}}}},
+    }
+}
+
+
+def _schema(app: FastAPI, schema: dict[str, Any]) -> dict[str, Any]:
+    """What bodies refer to stands among the components; a 422 is never given."""
+    shared = schema.setdefault("components", {}).setdefault("schemas", {})
+    for operation in (operation for methods in schema["paths"].values() for operation in methods.values()):
+        operation["responses"].pop("422", None)
+        for content in operation.get("requestBody", {}).get("content", {}).values():
+            shared |= content["schema"].pop("$defs", {})
+    return schema

@@ -1,0 +1,93 @@
+"""Bodies of requests: bytes to a checked object, or a 400 that names the field.
+
+    class Question(Body):            fields with their types; strict: "1" and true are no numbers, nothing is infinite
+        prompt: str
+
+    @router.post("/ask", openapi_extra=takes(Question))
+    async def ask(request: Request) -> ...:
+        question = await read_body(request, Question)
+
+The parser is pydantic's: strict UTF-8, 200 levels deep, no NaN, the last of equal keys wins.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails, from_json
+from starlette.requests import Request
+
+from octavo.errors import RequestError
+from octavo.log import logger
+from octavo.server.state import Server
+
+# Fields of OpenAI's that mean something we do not do: to ignore them would be to answer another question.
+UNSUPPORTED = frozenset(
+    {"audio", "modalities", "prediction", "web_search_options", "functions", "function_call", "best_of", "use_beam_search"}
+)
+ACCEPTED = frozenset({"user", "metadata", "store", "service_tier"})  # they change nothing here
+MOST_WARNINGS = 256
+SCHEMAS = "#/components/schemas/{model}"
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def takes(model: type[BaseModel]) -> dict[str, Any]:
+    """The `openapi_extra` of a route that reads `model`; what it refers to is moved where it belongs by `app.py`."""
+    content = {"application/json": {"schema": model.model_json_schema(ref_template=SCHEMAS)}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+async def read_body(request: Request, model: type[Model]) -> Model:
+    data = await request.body()
+    if not data:
+        raise RequestError("the body is empty; it must be a JSON object")
+    try:
+        value = from_json(data, allow_inf_nan=False)
+    except ValueError as error:  # it says what and where, and repeats nothing
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"the body must be a JSON object, not {_kind(value)}")
+    _check_names(value, model, request.app.state.server)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise _first_mistake(error.errors(include_url=False, include_input=False, include_context=False), value) from None
+
+
+def _check_names(value: dict[str, Any], model: type[BaseModel], server: Server) -> None:
+    known = {name for field, info in model.model_fields.items() for name in (field, info.alias)}
+    for name in value.keys() - known - ACCEPTED:
+        if name in UNSUPPORTED and value[name] is not None:
+            raise RequestError(f"{name} is not supported", name, "unsupported_parameter")
+        if name not in UNSUPPORTED and len(server.warned) < MOST_WARNINGS and name[:80] not in server.warned:
+            server.warned.add(name[:80])
+            logger.warning("a request has a field %s, which means nothing here and is ignored", ascii(name[:80]))
+
+
+def _first_mistake(mistakes: Sequence[ErrorDetails], value: dict[str, Any]) -> RequestError:
+    """Of a union each member complains; the one that got deepest into the value knew best what was meant."""
+    param, said = max(((_path(one, value), one["msg"].removeprefix("Value error, ")) for one in mistakes), key=lambda pair: len(pair[0]))
+    return RequestError(f"{param}: {said}" if param else said, param or None)
+
+
+def _path(mistake: ErrorDetails, value: Any) -> str:
+    """messages[0].content: what of pydantic's path is really in the value, and the name of what is missing from it."""
+    path, loc = "", mistake["loc"]
+    for number, part in enumerate(loc):
+        missing = mistake["type"] == "missing" and number == len(loc) - 1
+        if isinstance(part, int) and isinstance(value, list) and part < len(value):
+            path, value = f"{path}[{part}]", value[part]
+        elif isinstance(part, str) and isinstance(value, dict) and (part in value or missing):
+            path, value = f"{path}.{part}" if path else part, value.get(part)
+    return path
+
+
+def _kind(value: object) -> str:
+    names: dict[type, str] = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")

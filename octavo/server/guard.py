@@ -1,0 +1,184 @@
+"""The guard stands before every route. In this order, each step an answer of its own where it refuses:
+
+    request id    the client's, if it is short and printable, else ours; on every answer
+    path, host    what does not look like a path or a host is none
+    origin        web sites that were not named are refused; a browser's question beforehand is answered here
+    key           Bearer, see keys.py
+    body          its kind, its length before it is read, its length and time while it is read
+
+A body that was not read to its end is drained for a moment after the answer, so that a client that is still sending gets to read it.
+"""
+
+import asyncio
+import json
+import re
+import time
+from secrets import token_hex
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.errors import UnavailableError
+from octavo.log import logger
+from octavo.server.errors import ApiError, answer_for
+from octavo.server.keys import OPEN, Keys
+from octavo.server.origins import PREFLIGHT, Origins
+from octavo.server.state import Server
+
+LINGER_SECONDS = 2.0
+RETRY_SECONDS = 5.0  # for a client that came too early or too late
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+_ONCE = (b"host", b"authorization", b"content-type", b"content-length", b"origin")
+_JSON = re.compile(rb"application/json\s*(;\s*charset\s*=\s*\"?utf-?8\"?\s*)?", re.IGNORECASE)
+
+
+def new_request_id() -> str:
+    return f"req-{token_hex(16)}"
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, server: Server) -> None:
+        self._app = app
+        self._server = server
+        self._config = server.config
+        self._keys = Keys(server.config)
+        self._origins = Origins(server.config)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        body = IncomingBody(headers, receive, self._config.max_body_bytes, self._config.read_timeout)
+        exchange = Exchange(scope, headers, body, send)
+        self._server.open_requests += 1
+        try:
+            self._check(scope, headers, exchange)
+            if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
+                await exchange.answer(204, b"", PREFLIGHT if b"access-control-allow-origin" in dict(exchange.headers) else {})
+            else:
+                self._keys.check(scope["path"], headers.get(b"authorization"))
+                if self._server.state in ("loading", "draining") and scope["path"] not in OPEN:
+                    raise UnavailableError(f"the server is {self._server.state}", RETRY_SECONDS, self._server.state)
+                body.check()
+                await self._app(scope, body.receive, exchange.send)
+        except ClientDisconnect:
+            pass
+        except Exception as error:
+            await exchange.fail(error)
+        finally:
+            self._server.open_requests -= 1
+        if self._config.enable_log_requests:
+            exchange.log()
+
+    def _check(self, scope: Scope, headers: dict[bytes, bytes], exchange: "Exchange") -> None:
+        names = [name for name, _ in scope["headers"]]
+        if twice := next((name for name in _ONCE if names.count(name) > 1), None):
+            raise ApiError(400, f"the header {twice.decode()} is there twice")
+        _check_path(scope["path"])
+        host = headers[b"host"].decode("latin-1") if b"host" in headers else None
+        self._origins.check_host(host)
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        if origin and self._origins.allows(origin, host):
+            exchange.headers += [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin")]
+            exchange.headers.append((b"access-control-expose-headers", b"x-request-id, retry-after"))
+        elif origin and scope["method"] != "OPTIONS":
+            raise ApiError(403, "this origin may not ask here; --allowed-origins names those that may", code="origin_not_allowed")
+
+
+def _check_path(path: str) -> None:
+    if "//" in path or not path.isprintable() or "\\" in path or {".", ".."} & set(path.split("/")):
+        raise ApiError(404, "there is no such route")
+
+
+class IncomingBody:
+    """`receive` within limits: of length, and of the time until all is there."""
+
+    def __init__(self, headers: dict[bytes, bytes], receive: Receive, most_bytes: int, seconds: float) -> None:
+        self._headers = headers
+        self._receive = receive
+        self._most_bytes = most_bytes
+        self._deadline = asyncio.get_running_loop().time() + seconds
+        self._seconds = seconds
+        self._num_bytes = 0
+        self.unread = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
+
+    def check(self) -> None:
+        """By its headers alone."""
+        if not self.unread:
+            return
+        if self._headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise ApiError(415, "compressed bodies are not taken; send it without Content-Encoding")
+        if not _JSON.fullmatch(self._headers.get(b"content-type", b"")):
+            raise ApiError(415, "the body must be JSON in UTF-8, with Content-Type: application/json")
+        self._count(int(self._headers.get(b"content-length", b"0")))
+
+    async def receive(self) -> Message:
+        if not self.unread:
+            return await self._receive()  # waits for the client to leave
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {self._seconds:g} seconds (--read-timeout)") from None
+        self.unread = bool(message.get("more_body"))
+        self._num_bytes += len(message.get("body", b""))
+        self._count(self._num_bytes)
+        return message
+
+    async def drain(self) -> None:
+        try:
+            async with asyncio.timeout(LINGER_SECONDS):
+                while self.unread:
+                    self.unread = bool((await self._receive()).get("more_body"))
+        except TimeoutError:
+            pass
+
+    def _count(self, num_bytes: int) -> None:
+        if num_bytes > self._most_bytes:
+            raise ApiError(413, f"the body has more than {self._most_bytes:,} bytes (--max-body-bytes)", code="body_too_large")
+
+
+class Exchange:
+    """One answer on its way out: the headers every answer has, and a body left unread drained before the connection closes."""
+
+    def __init__(self, scope: Scope, headers: dict[bytes, bytes], body: IncomingBody, send: Send) -> None:
+        given = headers.get(b"x-request-id", b"")
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else new_request_id().encode()
+        scope.setdefault("state", {})["request_id"] = self.request_id.decode()
+        self.headers: list[tuple[bytes, bytes]] = [(b"x-request-id", self.request_id)]
+        self._scope = scope
+        self._body = body
+        self._send = send
+        self._status = 0
+        self._closes = False
+        self._started = time.perf_counter()
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status, self._closes = message["status"], self._body.unread
+            close = [(b"connection", b"close")] if self._closes else []
+            message = {**message, "headers": [*message.get("headers", []), *self.headers, *close]}
+        elif self._closes and not message.get("more_body"):
+            await self._send({**message, "more_body": True})
+            await self._body.drain()
+            message = {"type": "http.response.body", "body": b""}
+        await self._send(message)
+
+    async def answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        named = [(name.encode(), value.encode()) for name, value in headers.items()]
+        length = [] if status == 204 else [(b"content-length", str(len(body)).encode())]
+        await self.send({"type": "http.response.start", "status": status, "headers": [*named, *length]})
+        await self.send({"type": "http.response.body", "body": body})
+
+    async def fail(self, error: Exception) -> None:
+        answer = answer_for(error)
+        if self._status:  # begun: uvicorn ends the connection, so that nobody takes the half for the whole
+            logger.error("an answer (%s) broke off: %s", self.request_id.decode(), type(error).__name__)
+            return
+        await self.answer(answer.status, json.dumps(answer.body).encode(), {"content-type": "application/json", **answer.headers})
+
+    def log(self) -> None:
+        path = self._scope["path"][:200]
+        milliseconds = 1000 * (time.perf_counter() - self._started)
+        logger.info("%s %s %d %.1f ms %s", self._scope["method"], ascii(path)[1:-1], self._status, milliseconds, self.request_id.decode())

@@ -1,0 +1,43 @@
+"""The listening socket: taken before anything is loaded, so that a port that is not to be had is told at once."""
+
+import errno
+import ipaddress
+import socket
+
+from octavo.errors import ConfigError
+
+_BACKLOG = 2048
+_ADVICE = {
+    errno.EADDRINUSE: "is in use; choose another with --port, or 0 for any that is free",
+    errno.EACCES: "is not open to this user; choose one above 1023 with --port",
+    errno.EADDRNOTAVAIL: "cannot be had: this machine has no such address",
+}
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens, so that clients that come while a model loads are told so."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, kind, proto)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not held up by connections of a server that has just ended
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {host}: {str(error.strerror).lower()}") from error
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0, f"cannot be had: {str(error.strerror or error).lower()}")
+        raise ConfigError(f"port {port} of {host} {advice}") from error
+    return listener
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

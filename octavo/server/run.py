@@ -1,0 +1,111 @@
+"""One API process from its start to its end: uvicorn on a socket that already listens, the ready line, and the signals.
+
+    first SIGTERM or SIGINT    drain: /health says so, new requests are told to come back, open ones may end (`shutdown_timeout`)
+    second                     stop at once
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import time
+from functools import partial
+from types import FrameType
+
+import uvicorn
+
+from octavo.errors import EngineError, OctavoError
+from octavo.log import logger
+from octavo.server.app import build_app
+from octavo.server.listen import url_of
+from octavo.server.protocol import BoundedProtocol
+from octavo.server.siblings import Siblings
+from octavo.server.state import Server
+
+KEEP_ALIVE_SECONDS = 75  # longer than clients and proxies keep an idle connection: they should be the ones to close it
+LAST_WORDS_SECONDS = 2  # for answers that were told to end
+
+
+class ApiProcess(uvicorn.Server):
+    """uvicorn calls `handle_exit` with each signal, and `on_tick` ten times a second. The first one has the others as `siblings`."""
+
+    def __init__(self, server: Server, listener: socket.socket, siblings: Siblings | None = None) -> None:
+        _route_logs()
+        super().__init__(
+            uvicorn.Config(
+                build_app(server),
+                http=partial(BoundedProtocol, read_timeout=server.config.read_timeout),  # type: ignore[arg-type]
+                loop="uvloop",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=LAST_WORDS_SECONDS,
+            )
+        )
+        self._server = server
+        self._listener = listener
+        self._siblings = siblings
+        self._stop_at = float("inf")
+        self._failure: OctavoError | None = None
+
+    async def run_to_end(self) -> int:
+        """The exit code: 0 after draining, 1 where a second signal cut it short. Raises what the engine or a sibling stayed dead of."""
+        starting = asyncio.create_task(self._start())
+        if self._siblings is None:
+            await starting  # who is first tells clients to wait; here they would come for nothing
+        await self.serve([self._listener])
+        starting.cancel()
+        if self._failure is not None:
+            raise self._failure
+        return 1 if self.force_exit else 0
+
+    def fail(self, error: OctavoError) -> None:
+        """There will be no engine any more."""
+        self._failure, self.should_exit = error, True
+
+    async def _start(self) -> None:
+        try:
+            await self._server.llm.start()
+        except OctavoError as error:
+            self.fail(error)
+        else:
+            if self._siblings is not None:
+                url = url_of(self._listener)
+                print(f"Octavo is ready: {url}  model={self._server.model_name}", file=sys.stderr, flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        again = self._server.draining
+        if again:
+            self.force_exit = self.should_exit = True
+        else:
+            self._server.draining = True
+            self._stop_at = time.monotonic() + self._server.config.shutdown_timeout
+            logger.info("%s: open requests have %g seconds to end", signal.Signals(sig).name, self._server.config.shutdown_timeout)
+        if self._siblings is not None:
+            self._siblings.pass_on(again)
+
+    async def on_tick(self, counter: int) -> bool:
+        server = self._server
+        if self._siblings is not None and not self._siblings.check():
+            self.fail(EngineError("an API process died again and again (--max-restarts)"))
+        if server.draining and (server.open_requests == 0 or time.monotonic() > self._stop_at):
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._siblings is not None:
+            await self._siblings.ended(0 if self.force_exit else self._server.config.shutdown_timeout + LAST_WORDS_SECONDS)
+        await self._server.llm.close()  # what is still open ends with an error, and the engine ends
+        await super().shutdown(sockets)
+
+
+def _route_logs() -> None:
+    """uvicorn's own lines, where they matter, go where ours go."""
+    theirs = logging.getLogger("uvicorn")
+    theirs.handlers, theirs.propagate = logger.handlers, False
+    theirs.setLevel(logging.ERROR)

@@ -1,0 +1,25 @@
+"""What every route is handed: the engine as the API process sees it, the settings, and what the server remembers."""
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from octavo.server_config import ServerConfig
+
+if TYPE_CHECKING:
+    from octavo.engine.async_llm import AsyncLLM, State
+
+
+@dataclass(slots=True)
+class Server:
+    llm: "AsyncLLM"
+    config: ServerConfig
+    model_name: str  # what clients call the model
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False  # told to stop: what is open may end, nothing new begins
+    open_requests: int = 0
+    warned: set[str] = field(default_factory=set)  # fields nobody knows that were already warned about
+
+    @property
+    def state(self) -> "State":
+        return "draining" if self.draining and self.llm.state != "dead" else self.llm.state

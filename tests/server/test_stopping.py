@@ -1,0 +1,100 @@
+"""From the ready line to the exit code: states are told, SIGTERM drains, a second signal stops at once, a dead engine is no success."""
+
+import asyncio
+import json
+import re
+import signal
+import threading
+import time
+
+import httpx
+import pytest
+
+from octavo.engine.async_llm import State
+from octavo.server.app import build_app
+from octavo.server.state import Server
+from octavo.server_config import ServerConfig
+from tests.support.server_process import Reply, ServerProcess
+from tests.support.stand_in_llm import StandInLLM
+
+STAND_IN = "tests.support.stand_in_server"
+
+
+class Streams:
+    """Requests in flight, each of `words` words, 50 ms apart."""
+
+    def __init__(self, server: ServerProcess, count: int, words: int) -> None:
+        self.replies: list[Reply | Exception] = []
+        self._threads = [threading.Thread(target=self._ask, args=(server, words)) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+        time.sleep(0.3)
+
+    def _ask(self, server: ServerProcess, words: int) -> None:
+        try:
+            self.replies.append(server.ask("POST", "/slow", {"words": words}))
+        except Exception as error:
+            self.replies.append(error)
+
+    def ended(self) -> list[Reply | Exception]:
+        for thread in self._threads:
+            thread.join(20)
+        return self.replies
+
+
+def test_sigterm_lets_open_requests_end_and_takes_no_new_ones() -> None:
+    with ServerProcess(STAND_IN) as server:
+        streams = Streams(server, 20, 30)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert server.ask("GET", "/health").json == {"status": "draining"} and server.ask("GET", "/health").status == 503
+        late = server.ask("POST", "/slow", {"words": 1})
+        assert (late.status, late.error["type"], late.error["code"]) == (503, "server_error", "draining")
+        assert int(late.headers["retry-after"]) >= 1
+        replies = streams.ended()
+        assert all(isinstance(reply, Reply) and reply.status == 200 and reply.body.count(b"word") == 30 for reply in replies)
+        assert len(replies) == 20 and server.ended(10) == 0
+        assert "SIGTERM" in server.stderr and "Traceback" not in server.stderr
+
+
+def test_what_does_not_end_in_time_is_cut_off() -> None:
+    with ServerProcess(STAND_IN, "--shutdown-timeout", "0.3") as server:
+        streams = Streams(server, 2, 400)
+        start = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        assert server.ended(10) == 0 and time.monotonic() - start < 6
+        assert all(isinstance(reply, Reply) and 0 < reply.body.count(b"word") < 400 for reply in streams.ended())
+
+
+def test_a_second_signal_stops_at_once() -> None:
+    with ServerProcess(STAND_IN) as server:
+        streams = Streams(server, 2, 400)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        start = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.ended(10) == 1 and time.monotonic() - start < 2
+        streams.ended()
+
+
+@pytest.mark.parametrize("state", ["loading", "draining", "dead"])
+def test_health_tells_what_is_not_ready(state: State) -> None:
+    async def ask() -> httpx.Response:
+        app = build_app(Server(StandInLLM(state), ServerConfig(), "m"))  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            return await client.get("/health")
+
+    reply = asyncio.run(ask())
+    assert (reply.status_code, reply.json()) == (503, {"status": state})
+
+
+def test_log_lines_are_objects_where_asked_for_and_a_dead_engine_ends_the_server_with_a_code() -> None:
+    with ServerProcess(STAND_IN, "--log-format", "json", "--enable-log-requests") as server:
+        server.ask("GET", "/fail")
+        server.wait_for(re.compile(r'"message": "GET /fail 500 '))
+        lines = [line for line in server.stderr.splitlines() if not line.startswith("Octavo is ready")]
+        logged = [json.loads(line) for line in lines]
+        assert {entry["level"] for entry in logged} == {"INFO", "ERROR"} and all(entry["time"] > 1.7e9 for entry in logged)
+        assert "no such thing" in next(entry["traceback"] for entry in logged if entry["level"] == "ERROR")
+        server.ask("GET", "/die")
+        assert server.ended(10) == 1

@@ -1,0 +1,45 @@
+"""A stand-in for `AsyncLLM`: a real tokenizer, no engine. It says `word` n times, slowly if asked to, and remembers what it was asked."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from octavo.engine.async_llm import Ask, State
+from octavo.messages import EngineFacts
+from octavo.outputs import TextDelta
+from octavo.text.prompt import PromptEncoder
+from octavo.text.tokenizer import Tokenizer
+from tests.support.tokenizers import stories_metadata
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+@dataclass
+class StandInLLM:
+    state: State = "ready"
+    pause: float = 0.0  # seconds between two deltas
+    asked: list[Ask] = field(default_factory=list)
+    resets: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokenizer = Tokenizer.from_gguf({**stories_metadata(), "tokenizer.chat_template": TEMPLATE}, "tok512.bin")
+        self.encoder = PromptEncoder(self.tokenizer, None)
+        self.facts = EngineFacts("stand-in", 256, self.tokenizer.vocab_size, 64, 16, 8, 64, 1)
+        self.sampling_defaults: dict[str, object] = {}
+
+    async def generate(self, ask: Ask) -> AsyncIterator[list[TextDelta]]:
+        self.asked.append(ask)
+        count = ask.params.max_tokens or 16
+        for number in range(count):
+            await asyncio.sleep(self.pause)
+            end = "length" if number == count - 1 else None
+            yield [TextDelta("r", index, " word", [7], end) for index in range(ask.params.n)]  # type: ignore[arg-type]
+
+    async def start(self) -> None:
+        pass
+
+    async def reset_prefix_cache(self) -> None:
+        self.resets += 1
+
+    async def close(self) -> None:
+        self.state = "dead"
