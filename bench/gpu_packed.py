@@ -3,7 +3,8 @@
 A line of the table is a matrix; each cell has microseconds, TB/s of packed bytes, and how many times as fast as bfloat16 that is.
 Times are medians of CUDA graphs replayed, each over enough matrices that none waits in the L2. Kernels are compiled first, by
 as many processes as there are cores. `--sweep` tries other divisions of the work, instead of the table, checks each against the
-twin, and prints the best as lines for `MEASURED` of kernels/triton/packed_rules.py. A case that fails says why, and the next
+twin, and prints the best as lines for `MEASURED` of kernels/triton/packed_rules.py; `--tiles` does so for 256 and 512 rows alone, in
+groups of 128 and 32, slabs of weights among them. A case that fails says why, and the next
 one runs. `--tiny` is for the interpreter.
 """
 
@@ -26,7 +27,7 @@ from octavo.kernels.device_codes import DeviceCodes, block_size, zero_codes
 from octavo.kernels.reference import packed as twin
 from octavo.kernels.reference.activation import silu_and_mul
 from octavo.kernels.triton import packed
-from octavo.kernels.triton.packed_rules import FEW_ROWS, TILED_ROWS, Few, Held, Tile, power_of_rows, rule
+from octavo.kernels.triton.packed_rules import FEW_ROWS, PROGRAMS, TILED_ROWS, Few, One, Tile, power_of_rows, rule
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -42,7 +43,7 @@ SECONDS = 70  # after all is compiled, nothing begins later
 REPLAYS = 9
 LIMIT = 8e-3  # of a product's error: roundings
 
-How = Held | Few | Tile | int  # an int: weights in a slab
+How = One | Few | Tile | int  # an int: weights in a slab
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,13 @@ class Cell:
     @property
     def gated(self) -> bool:
         """Whether the gate is in the same kernel."""
-        return isinstance(self.how, (Held, Few)) and (self.size, self.wide) in GATED
+        return isinstance(self.how, (One, Few)) and (self.size, self.wide) in GATED
 
     def run(self, x: Tensor, weight: DeviceCodes) -> Tensor:
         if self.gated:
             out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-            if isinstance(self.how, Held):
-                return packed.held(x, None, weight, None, out, self.how, gated=True)[0]
+            if isinstance(self.how, One):
+                return packed.one(x, weight, None, out, self.how, gated=True)
             return packed.few(x, weight, None, out, self.how, gated=True)
         out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
         if isinstance(self.how, int):
@@ -77,7 +78,7 @@ class Cell:
         """What a compiled kernel depends on."""
         if isinstance(self.how, int):
             return self.bits, self.group, "slab"
-        if isinstance(self.how, Held):
+        if isinstance(self.how, One):
             return self.bits, self.group, power_of_rows(self.rows), self.gated, self.size, *self.how
         rows = power_of_rows(self.rows) if isinstance(self.how, Few) else 0
         return self.bits, self.group, rows, self.gated, *self.how._replace(shares=min(self.how.shares, 2))
@@ -132,6 +133,22 @@ def choices(size: int, wide: int, rows: int) -> Iterator[Few | Tile]:
         yield from few_choices(rows, blocks, (size, wide) in GATED)
     if rows >= 8:
         yield from tile_choices(rows, blocks)
+
+
+def tiled_cells() -> list[Cell]:
+    """What a batch of hundreds may be divided into; an int is a slab of so many weights."""
+    tiles = [(256, 128, 8, 3), (256, 128, 8, 2), (128, 128, 8, 4), (128, 128, 8, 3), (256, 64, 8, 3), (256, 64, 8, 2), (128, 64, 4, 4)]
+    found = []
+    for group, rows, (size, wide) in product((128, 32), (256, 512), SWEPT[:4]):
+        divided = [Tile(*tile[:2], shares, *tile[2:]) for tile in tiles for shares in shares_worth(rows, wide, tile)]
+        found += [Cell(size, wide, 4, group, rows, how) for how in (*divided, packed.SLAB, 4 * packed.SLAB)]
+    return found
+
+
+def shares_worth(rows: int, wide: int, tile: tuple[int, int, int, int]) -> list[int]:
+    """Up to two programs for each multiprocessor."""
+    programs = -(-rows // tile[0]) * -(-wide // tile[1])
+    return [shares for shares in (1, 2, 4) if programs * shares <= PROGRAMS] or [1]
 
 
 def swept() -> list[Cell]:
@@ -262,17 +279,17 @@ def table(deadline: float, tiny: bool) -> None:
             print(f"{size:>5} -> {wide:<5} {bits}b of {group:<3}" + "".join(cells), flush=True)
 
 
-def sweep(deadline: float) -> None:
-    """A line for each matrix and number of rows, with the best choices; then all of them as Python."""
-    best: dict[tuple[int, int], dict[int, How]] = {}
-    for cells in grouped(swept()):
-        size, wide, rows = cells[0].size, cells[0].wide, cells[0].rows
+def sweep(swept: list[Cell], deadline: float) -> None:
+    """A line for each matrix, group and number of rows, with the best choices; then all of them as Python."""
+    best: dict[tuple[int, int, int], dict[int, How]] = {}
+    for cells in grouped(swept):
+        size, wide, rows, group = cells[0].size, cells[0].wide, cells[0].rows, cells[0].group
         if time.monotonic() > deadline:
             print("time is up, the rest is left out")
             break
-        weights = kept_codes(size, wide)
+        weights = kept_codes(size, wide, group)
         x = inputs(rows, size)
-        exact = F.linear(x, dense_codes(size, wide))
+        exact = F.linear(x, dense_codes(size, wide, group))
         floats, times = floats_time(size, wide, rows), []
         for cell in cells:
             try:
@@ -286,12 +303,12 @@ def sweep(deadline: float) -> None:
             times.append((timed(cell, weights), cell.how))
         times = sorted((one for one in times if isinstance(one[0], float)), key=lambda one: one[0])
         if times:
-            best.setdefault((size, wide), {})[rows] = times[0][1]
+            best.setdefault((size, wide, group), {})[rows] = times[0][1]
             shown = "  ".join(f"{spent:.1f} {_short(how)}" for spent, how in times[:4])
             rates = f"{cells[0].bytes / times[0][0] / 1e6:.2f} TB/s {floats / times[0][0]:.2f}x of {floats:.1f}"
-            print(f"{rows:>4} {size:>5} -> {wide:<5} {rates}  {shown}  worst {times[-1][0]:.1f}", flush=True)
+            print(f"{rows:>4} {size:>5} -> {wide:<5} of {group:<3} {rates}  {shown}  worst {times[-1][0]:.1f}", flush=True)
     for shape, chosen_of in best.items():
-        print(f"    {shape}: (" + ", ".join(_short(chosen_of[rows]) for rows in sorted(chosen_of)) + "),")
+        print(f"    {shape[:2]}: (" + ", ".join(_short(chosen_of[rows]) for rows in sorted(chosen_of)) + "),")
 
 
 def distance(got: Tensor, exact: Tensor) -> float:
@@ -299,20 +316,20 @@ def distance(got: Tensor, exact: Tensor) -> float:
 
 
 def grouped(cells: list[Cell]) -> list[list[Cell]]:
-    found: dict[tuple[int, int, int], list[Cell]] = {}
+    found: dict[tuple[int, ...], list[Cell]] = {}
     for cell in cells:
-        found.setdefault((cell.size, cell.wide, cell.rows), []).append(cell)
+        found.setdefault((cell.size, cell.wide, cell.rows, cell.group), []).append(cell)
     return list(found.values())
 
 
 @cache
-def kept_codes(size: int, wide: int) -> list[DeviceCodes]:
-    return [random_codes(size, wide, 4, 128) for _ in range(copies(size * wide // 2))]
+def kept_codes(size: int, wide: int, group: int) -> list[DeviceCodes]:
+    return [random_codes(size, wide, 4, group) for _ in range(copies(size * wide // 2))]
 
 
 @cache
-def dense_codes(size: int, wide: int) -> Tensor:
-    return twin.unpack(kept_codes(size, wide)[0], DTYPE)
+def dense_codes(size: int, wide: int, group: int) -> Tensor:
+    return twin.unpack(kept_codes(size, wide, group)[0], DTYPE)
 
 
 def _short(how: How) -> str:
@@ -343,11 +360,12 @@ def compile_some(cells: list[Cell], part: int, of: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sweep", action="store_true", help="no table: try other divisions of the work")
+    parser.add_argument("--tiles", action="store_true", help="no table: try other tiles of 256 and 512 rows")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for the interpreter")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.manual_seed(0)
-    cells = swept() if options.sweep else table_cells()
+    cells = tiled_cells() if options.tiles else swept() if options.sweep else table_cells()
     with torch.inference_mode():
         if options.compile:
             part, _, of = options.compile.partition("/")
@@ -359,8 +377,8 @@ def main() -> int:
             compile_all(cells, processes=max(1, (os.cpu_count() or 1) - 2))
         deadline = time.monotonic() + SECONDS
         wrong = check(options.tiny)
-        if options.sweep:
-            sweep(deadline)
+        if options.sweep or options.tiles:
+            sweep(cells, deadline)
         else:
             table(deadline, options.tiny)
     return 1 if wrong else 0

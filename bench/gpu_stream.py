@@ -1,9 +1,10 @@
 """One stream of packed weights on a GPU, layer by layer as in a model of 8B: `python bench/gpu_stream.py`.
 
-Checks the kernels against their twins; then for 1, 2 and 4 rows the kernels of a layer in a chain, over layers that do not fit
-the L2 together, as one CUDA graph: ways to divide each product are tried in the whole chain, one kernel at a time, best first.
-Then each kernel of the best chain alone. Kernels are compiled first, by as many processes as there are cores. What fails is named
-and passed over. `--tiny` is for the interpreter: the checks, and one chain of small layers.
+Checks the kernels against their twins; then for each group and number of rows the kernels of a layer in a chain, over layers that do
+not fit the L2 together, as one CUDA graph: ways to divide each product are tried in the whole chain, one kernel at a time, best first.
+Then each kernel of the best chain alone, and the vocabulary. `--rows 1 --groups 32 128` is one stream. Kernels are compiled first, by
+as many processes as there are cores. What fails is named and passed over. `--tiny` is for the interpreter: the checks, and one chain
+of small layers.
 """
 
 import argparse
@@ -22,22 +23,23 @@ import triton
 from torch import Tensor
 
 from bench.gpu_packed import DEVICE, DTYPE, ON_GPU, distance, inputs, microseconds, random_codes
-from octavo.kernels.device_codes import DeviceCodes
+from octavo.kernels.device_codes import DeviceCodes, zero_codes
 from octavo.kernels.reference import packed as twin
-from octavo.kernels.triton import packed, packed_normed
+from octavo.kernels.reference.norm import add_rms_norm as twin_norm
+from octavo.kernels.triton import packed
 from octavo.kernels.triton.attention_few import decode_attention_parts
 from octavo.kernels.triton.norm import add_rms_norm
-from octavo.kernels.triton.packed_rules import MEASURED, Few, Held, How, power_of_rows, rule
+from octavo.kernels.triton.packed_rules import MEASURED, Few, How, One, power_of_rows, rule
 from octavo.kernels.triton.skinny import merge_parts
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM = 4096, 12288, 32, 8, 128
-BITS, GROUP = 4, 128
+BITS = 4
+VOCABULARY, VOCABULARY_BITS = 151936, 8
 LAYERS = 36 if ON_GPU else 1  # of the model
 CHAINED = 4  # of them here: 400 MB
 CONTEXT, BLOCK = 384, 16
-REST = 300.0  # microseconds of a step beside its layers: the vocabulary, in bfloat16
 FLOATS = 4060.0  # microseconds of a step in bfloat16
-SECONDS = 12.0  # for each number of rows
+SECONDS = 12.0  # for each group and number of rows
 EPS = 1e-6
 LIMIT = 1.5e-2
 NORMED, GATED = ("qkv", "gate_up"), ("gate_up",)
@@ -76,21 +78,17 @@ class Product:
         """(out, residual)"""
         x, residual, weight, gated = self.x, self.residual, self.weight, self.name in GATED
         out = torch.empty(len(x), len(weight) // 2 if gated else len(weight), dtype=x.dtype, device=x.device)
-        inside = self.name in NORMED and isinstance(how, Held) and how.norm
-        if self.name in NORMED and not inside:
+        if self.name in NORMED:
             x, residual = add_rms_norm(x, residual, self.norm_weight, EPS)
-        if isinstance(how, Held):
-            got, stream = packed.held(x, (residual, self.norm_weight, EPS) if inside else None, weight, None, out, how, gated=gated)
-            return got, stream if inside else residual
+        if isinstance(how, One):
+            return packed.one(x, weight, None, out, how, gated=gated), residual
         if gated:
             return packed.few(x, weight, None, out, how, gated=True), residual
         return packed.divided(x, weight, None, out, how), residual
 
     def exact(self) -> Tensor:
-        normed = self.x, self.residual, self.norm_weight, EPS, self.weight
-        if self.name in GATED:
-            return twin.norm_packed_gate_up(*normed)[0]
-        return twin.norm_packed_linear(*normed)[0] if self.name in NORMED else twin.packed_linear(self.x, self.weight)
+        x = twin_norm(self.x, self.residual, self.norm_weight, EPS)[0] if self.name in NORMED else self.x
+        return (twin.packed_gate_up if self.name in GATED else twin.packed_linear)(x, self.weight)
 
     def error(self, how: How, exact: Tensor) -> float:
         return distance(self.run(how)[0], exact)
@@ -99,9 +97,9 @@ class Product:
 class Chain:
     """Layers of random codes, a cache, and rows of one context each."""
 
-    def __init__(self, shape: Shape, rows: int, layers: int) -> None:
-        self.shape, self.rows = shape, rows
-        self.weights = [{name: random_codes(*sizes, BITS, GROUP) for name, sizes in shape.matrices.items()} for _ in range(layers)]
+    def __init__(self, shape: Shape, group: int, rows: int, layers: int) -> None:
+        self.shape, self.group = shape, group
+        self.weights = [{name: random_codes(*sizes, BITS, group) for name, sizes in shape.matrices.items()} for _ in range(layers)]
         self.norm_weight = torch.rand(shape.hidden, device=DEVICE).to(DTYPE)
         self.head_norms = torch.ones(DIM, device=DEVICE, dtype=DTYPE), torch.ones(DIM, device=DEVICE, dtype=DTYPE), EPS
         self.turns = torch.rand(CONTEXT, DIM // 2, device=DEVICE), torch.rand(CONTEXT, DIM // 2, device=DEVICE)
@@ -156,17 +154,16 @@ class Chain:
         return Product(name, x, inputs(self.rows, size), self.norm_weight if name in NORMED else x[0], self.weights[layer][name])
 
 
-def choices(name: str, size: int, wide: int, rows: int) -> list[How]:
+SINGLE = [(8, 1, 1, 4), (4, 1, 1, 4), (2, 1, 1, 4), (4, 2, 1, 4), (8, 2, 1, 4), (4, 4, 2, 4), (4, 1, 2, 2)]
+SEVERAL = [(4, 1, 1, 4), (4, 1, 2, 4), (4, 1, 3, 4), (2, 1, 3, 4), (2, 1, 2, 4), (8, 1, 1, 4), (4, 1, 2, 2)]
+
+
+def choices(name: str, size: int, wide: int, rows: int, group: int = 128) -> list[How]:
     """Ways worth a try; that of the table is among them, if there is one."""
-    blocks, splits = size // (16 // BITS * 32), 8 // power_of_rows(rows)
-    steps = blocks // splits
+    blocks = size // (16 // BITS * 32)
     found: list[How] = []
-    for warps, held, norm in product((2, 4, 8), sorted({min(steps, 16), min(steps, 12), 8, 4}), (True, False)):
-        columns = 16 * warps // splits
-        late = held > steps or (held < 8 and (steps > 12 or (held < steps and warps != 4)))
-        if late or columns < 4 or columns > 64 or (norm and (name not in NORMED or steps * rows > 16)):
-            continue
-        found.append(Held(splits, held, warps, norm))
+    if rows == 1:
+        found = [One(*how) for how in (SINGLE if blocks == 32 else SEVERAL)]
     measured = MEASURED.get((size, wide))
     if measured:
         few = measured[power_of_rows(rows).bit_length() - 1]
@@ -178,14 +175,13 @@ def sweep(chain: Chain, seconds: float) -> Choice:
     deadline, rows = time.monotonic() + seconds, chain.rows
     matrices = chain.shape.matrices
     best: Choice = {name: rule(rows, chain.weights[0][name], name in GATED) for name in matrices}
-    before = {name: choices(name, *sizes, rows)[-1] for name, sizes in matrices.items()}
-    spent = {title: attempt(partial(chain.microseconds, c)) for title, c in (("by rule", best), ("all by the table", before))}
-    print(f"\n{rows} rows, us a layer: " + ", ".join(f"{title} {value:.1f}" for title, value in spent.items()), flush=True)
+    spent = attempt(partial(chain.microseconds, best))
+    print(f"\n{rows} rows, groups of {chain.group}, us a layer by rule: {spent:.1f}", flush=True)
     for name in ("gate_up", "down", "qkv", "output"):
         product = chain.product(name)
         exact = product.exact()
         times = []
-        for how in choices(name, *matrices[name], rows):
+        for how in choices(name, *matrices[name], rows, chain.group):
             if time.monotonic() > deadline:
                 print("  time is up")
                 break
@@ -215,24 +211,21 @@ def _short(how: How) -> str:
 
 
 def checks(tiny: bool) -> Iterator[tuple[str, Callable[[], Any], Callable[[], Any]]]:
-    """Widths, groups, rows, orders, norms, gates: (label, kernel, twin)."""
+    """Widths, groups, rows, orders, gates: (label, kernel, twin)."""
     kinds = [(4, 32)] if tiny else list(product((4, 8), (16, 32, 64, 128)))
     for (bits, group), rows in product(kinds, (1, 3) if tiny else (1, 2, 3, 4)):
         order = rows == 3
         size = 1536 if group >= 64 else 8 * group * 4
-        weight, x, residual = random_codes(size, 72, bits, group, order), inputs(rows, size), inputs(rows, size)
-        given = x, residual, torch.rand(size, device=DEVICE).to(DTYPE), EPS, weight
-        for name in ("norm_packed_linear", "norm_packed_gate_up"):
+        given = inputs(rows, size), random_codes(size, 72, bits, group, order)
+        for name in ("packed_linear", "packed_gate_up"):
             label = f"{name} of {rows}, {bits} bits, groups of {group}, {size} -> 72{', in order' if order else ''}"
-            yield label, lambda n=name, g=given: getattr(packed_normed, n)(*g), lambda n=name, g=given: getattr(twin, n)(*g)
-        given = x, weight
-        yield f"linear of {rows}", lambda g=given: (packed.packed_linear(*g),), lambda g=given: (twin.packed_linear(*g),)
+            yield label, lambda n=name, g=given: getattr(packed, n)(*g), lambda n=name, g=given: getattr(twin, n)(*g)
 
 
 def check(tiny: bool) -> int:
     wrong = 0
     for label, kernel, exact in checks(tiny):
-        error = attempt(lambda k=kernel, e=exact: max(distance(one, other) for one, other in zip(k(), e())))
+        error = attempt(lambda k=kernel, e=exact: distance(k(), e()))
         if not error <= LIMIT:
             wrong += 1
             print(f"WRONG {label}: {error:.1e}", flush=True)
@@ -240,17 +233,21 @@ def check(tiny: bool) -> int:
     return wrong
 
 
-def compiled_runs(rows_of: tuple[int, ...]) -> list[Callable[[], object]]:
+def compiled_runs(rows_of: list[int], groups: list[int]) -> list[Callable[[], object]]:
     """A run for each kernel, on few lines of a matrix."""
     runs: dict[tuple[Any, ...], Callable[[], object]] = {}
-    for rows, (name, (size, wide)) in product(rows_of, Shape().matrices.items()):
-        for how in choices(name, size, wide, rows):
+    for rows, group, (name, (size, wide)) in product(rows_of, groups, Shape().matrices.items()):
+        by_rule = rule(rows, zero_codes(wide, size, BITS, group, "meta"), name in GATED)
+        for how in [*choices(name, size, wide, rows, group), by_rule]:
 
-            def call(name: str = name, rows: int = rows, size: int = size, how: How = how) -> object:
+            def call(name: str = name, rows: int = rows, group: int = group, size: int = size, how: How = how) -> object:
                 x = inputs(rows, size)
-                return Product(name, x, x, x[0], random_codes(size, 512, BITS, GROUP)).run(how)
+                return Product(name, x, x, x[0], random_codes(size, 512, BITS, group)).run(how)
 
-            runs.setdefault((name in GATED, name in NORMED, size, rows, *how), call)
+            runs.setdefault((name in GATED, name in NORMED, size, rows, group, *how), call)
+    for group, how in product(groups, vocabulary_choices()):
+        weight = partial(random_codes, HIDDEN, 512, VOCABULARY_BITS, group)
+        runs[group, how] = lambda h=how, w=weight: Product("head", inputs(1, HIDDEN), inputs(1, HIDDEN), inputs(1, HIDDEN), w()).run(h)
     return [*runs.values(), *(kernel for _, kernel, _ in checks(tiny=False))]
 
 
@@ -263,22 +260,46 @@ def compile_all() -> None:
     print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
 
 
-def measure(rows_of: tuple[int, ...]) -> None:
-    chain = Chain(Shape(), rows_of[0], CHAINED)
-    for rows in rows_of:
-        chain.set(rows)
-        best = sweep(chain, SECONDS)
-        spent = chain.microseconds(best)
-        step = LAYERS * spent + REST
-        print(f"  best: {spent:.1f} us a layer, {step / 1e3:.2f} ms a step, {FLOATS / step:.2f}x of bfloat16")
-        alone = (f"{name} {value:.1f}" + (f" ({rate:.2f} TB/s)" if rate else "") for name, value, rate in chain.alone(best))
-        print("  alone: " + ", ".join(alone))
-        print("  " + ", ".join(f"{name}: {_short(how)}" for name, how in best.items()), flush=True)
+def vocabulary_choices() -> list[How]:
+    """8 bits: two steps of four warps."""
+    return [One(8, 1, 1, 4), One(8, 1, 2, 4), One(4, 1, 2, 4), One(8, 1, 1, 8), One(4, 2, 1, 8), Few(64, 8, 1, 4, 4)]
+
+
+def vocabulary(group: int) -> float:
+    """Microseconds of one row's logits."""
+    weight, times = random_codes(HIDDEN, VOCABULARY, VOCABULARY_BITS, group), []
+    head = Product("head", inputs(1, HIDDEN), inputs(1, HIDDEN), inputs(1, HIDDEN), weight)
+    exact = head.exact()
+    for how in vocabulary_choices():
+        error = attempt(partial(head.error, how, exact))
+        times.append((attempt(lambda h=how: microseconds([lambda: head.run(h)])) if error <= LIMIT else float("inf"), how))
+    times.sort(key=lambda one: one[0])
+    print(f"  head    {'  '.join(f'{spent:.1f} {_short(how)}' for spent, how in times)}", flush=True)
+    return times[0][0]
+
+
+def measure(rows_of: list[int], groups: list[int]) -> None:
+    for group in groups:
+        chain = Chain(Shape(), group, rows_of[0], CHAINED)
+        for rows in rows_of:
+            chain.set(rows)
+            best = sweep(chain, SECONDS)
+            report(chain, best, vocabulary(group))
+
+
+def report(chain: Chain, best: Choice, rest: float) -> None:
+    spent = chain.microseconds(best)
+    step = LAYERS * spent + rest
+    print(f"  best: {spent:.1f} us a layer, {step / 1e3:.2f} ms a step, {FLOATS / step:.2f}x of bfloat16")
+    alone = (f"{name} {value:.1f}" + (f" ({rate:.2f} TB/s)" if rate else "") for name, value, rate in chain.alone(best))
+    print("  alone: " + ", ".join(alone))
+    print("  " + ", ".join(f"{name}: {_short(how)}" for name, how in best.items()), flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--groups", type=int, nargs="+", default=[128])
     parser.add_argument("--tiny", action="store_true", help="small sizes, for the interpreter")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -286,7 +307,7 @@ def main() -> int:
     with torch.inference_mode():
         if options.compile:
             part, of = map(int, options.compile.split("/"))
-            for one in compiled_runs(tuple(options.rows))[part::of]:
+            for one in compiled_runs(options.rows, options.groups)[part::of]:
                 attempt(lambda o=one: float(o() is None))
             return 0
         print(f"{torch.cuda.get_device_name() if ON_GPU else 'no GPU'}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
@@ -294,11 +315,11 @@ def main() -> int:
             compile_all()
         wrong = check(options.tiny)
         if options.tiny:
-            chain = Chain(replace(Shape(), hidden=256, inner=512, heads=2, kv_heads=1), 1, 1)
-            spent = chain.microseconds({name: rule(1, weight, name in GATED) for name, weight in chain.weights[0].items()})
+            chain = Chain(replace(Shape(), hidden=128, inner=256, heads=2, kv_heads=1), 32, 1, 1)
+            spent = chain.microseconds(dict.fromkeys(chain.weights[0], One(32, warps=1)))
             print(f"a layer took {spent:.0f} us")
         else:
-            measure(tuple(options.rows))
+            measure(options.rows, options.groups)
     return 1 if wrong else 0
 
 

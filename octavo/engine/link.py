@@ -43,6 +43,7 @@ class Link:
         self._listener = listener
         self._frame_limit = frame_limit
         self._sent = self._heard = 0
+        self._looking = False
         self._loop = asyncio.get_running_loop()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, self.name.encode())
@@ -50,7 +51,7 @@ class Link:
         for option, value in ((zmq.IMMEDIATE, 1), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.RECONNECT_IVL, 50)):
             self._socket.setsockopt(option, value)
         self._socket.connect(address)
-        self._loop.add_reader(self._socket.fileno(), self._take)
+        self._loop.add_reader(self._socket.fileno(), self._look)
 
     def close(self) -> None:
         if not self._socket.closed:
@@ -77,10 +78,17 @@ class Link:
         except zmq.Again:
             return False
         self._sent += 1
-        self._loop.call_soon(self._take)
+        self._look()
         return True
 
+    def _look(self) -> None:
+        """Soon, and once however often it is asked for: what is there may take a while to read."""
+        if not self._looking:
+            self._looking = True
+            self._loop.call_soon(self._take)
+
     def _take(self) -> None:
+        self._looking = False
         start = time.monotonic()
         while not self._socket.closed:
             try:
@@ -91,7 +99,7 @@ class Link:
             if frame is not None:
                 self._hear(frame)
             if time.monotonic() - start > SLICE_SECONDS:
-                self._loop.call_soon(self._take)
+                self._look()
                 return
 
     def _hear(self, frame: UpFrame) -> None:

@@ -96,7 +96,10 @@ class Supervisor:
             epoch += 1
             self._ready_at, self._verdict = None, ""
             self._on_start(epoch)
-            error = self._why(await self._live(epoch))
+            try:
+                error = self._why(await self._live(epoch))
+            except OSError as trouble:
+                error = EngineError(f"no process could be started: {trouble}")
             was_ready = was_ready or self._ready_at is not None
             healthy = self._ready_at is not None and time.monotonic() - self._ready_at >= HEALTHY_SECONDS
             restarts = 0 if healthy else restarts

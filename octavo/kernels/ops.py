@@ -225,22 +225,6 @@ def packed_gate_up(x: Tensor, weight: DeviceCodes) -> Tensor:
     return product
 
 
-def norm_packed_linear(
-    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: DeviceCodes, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual) W^T, the new residual)"""
-    kernels = _triton("packed_normed") if x.is_cuda else reference_packed
-    product, stream = kernels.norm_packed_linear(x, residual, norm_weight, eps, weight, bias)
-    return product, stream
-
-
-def norm_packed_gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: DeviceCodes) -> tuple[Tensor, Tensor]:
-    """(silu(gate) * up of rms_norm(x + residual), the new residual); weight has rows of gate over rows of up"""
-    kernels = _triton("packed_normed") if x.is_cuda else reference_packed
-    gated, stream = kernels.norm_packed_gate_up(x, residual, norm_weight, eps, weight)
-    return gated, stream
-
-
 def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
     """All rows, or those of an index [count], as weights [count, in]; columns in their original order"""
     weights: Tensor = (_triton("packed") if weight.words.is_cuda else reference_packed).unpack(weight, dtype, rows)

@@ -6,7 +6,8 @@
                   dequantised first, so that what their makers rounded is rounded once more
 
 The program that computes is not asked: the native one and a GPU keep the codes, torch's gets the very numbers they stand for.
-Floats become codes on the device that will hold them. Dummy weights are drawn as codes: nobody would know them from rounded ones.
+A GPU has larger groups. Floats become codes on the device that will hold them. Dummy weights are drawn as codes: nobody would
+know them from rounded ones.
 """
 
 import torch
@@ -21,18 +22,22 @@ from octavo.quant.packed import PackedWeight
 from octavo.quant.quantize import quantize
 
 
-def as_wanted(checkpoint: Checkpoint, quantization: Quantization, config: ModelConfig, device: torch.device = CPU) -> Checkpoint:
-    return checkpoint if quantization == "auto" else Requantized(checkpoint, quantization, config.tie_embeddings, device)
+def as_wanted(
+    checkpoint: Checkpoint, quantization: Quantization, config: ModelConfig, device: torch.device = CPU, form: str = "cpu"
+) -> Checkpoint:
+    """`form`: whose codes to make, the CPU's or (cuda) a GPU's"""
+    return checkpoint if quantization == "auto" else Requantized(checkpoint, quantization, config.tie_embeddings, device, form)
 
 
 class Requantized:
-    def __init__(self, stored: Checkpoint, quantization: Quantization, tied: bool, device: torch.device) -> None:
+    def __init__(self, stored: Checkpoint, quantization: Quantization, tied: bool, device: torch.device, form: str) -> None:
         """`tied`: the embedding is the head, too."""
         self.source = stored.source
         self._stored = stored
         self._quantization = quantization
         self._tied = tied
         self._device = device
+        self._form = form
 
     def names(self) -> list[str]:
         return self._stored.names()
@@ -56,7 +61,7 @@ class Requantized:
         shape = self.shape(name)
         if self._quantization == "none" or len(shape) != 2:
             return None
-        return requantised(name, shape[1], self._quantization, self._tied)
+        return requantised(name, shape[1], self._quantization, self._tied, self._form)
 
     def fingerprint(self) -> bytes:
         return self._stored.fingerprint()

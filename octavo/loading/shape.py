@@ -56,14 +56,14 @@ class ModelShape:
             return self._gpu_needs(dtype, quantization, specs)
         if native_threads:
             unpacked = REQUANTISED_BYTES if self.packed and quantization in ("int8", "int4") else 0
-            weights, loading = native_weight_bytes(self.config, item, self._forms(quantization), unpacked)
+            weights, loading = native_weight_bytes(self.config, item, self._forms(quantization, "cpu"), unpacked)
         else:
             weights, loading = weight_bytes(self.config, dtype), self._loading_bytes(item, quantization in ("int8", "int4"))
         return ModelNeeds(self.config, dtype, weights, specs, loading, native_threads)
 
     def _gpu_needs(self, dtype: str, quantization: Quantization, specs: list[LayerCacheSpec]) -> ModelNeeds:
         """Files are read on the host, a matrix at a time; floats become codes on the device."""
-        item, forms = ITEM_BYTES[dtype], self._forms(quantization)
+        item, forms = ITEM_BYTES[dtype], self._forms(quantization, "cuda")
         weights = gpu_weight_bytes(self.config, item, forms)
         sizes = [matrix.rows * matrix.columns for matrix in matrices(self.config)] if quantization in ("int8", "int4") else [0]
         loading = weights + max(sizes) * REQUANTISED_BYTES
@@ -72,21 +72,21 @@ class ModelShape:
     def kept(self, dtype: str, quantization: Quantization, device: str = "cpu") -> list[Kept]:
         """What becomes of each matrix, in the native program or on a GPU."""
         lay_out = gpu_matrices if device == "cuda" else native_matrices
-        return lay_out(self.config, ITEM_BYTES[dtype], self._forms(quantization))
+        return lay_out(self.config, ITEM_BYTES[dtype], self._forms(quantization, device))
 
     def expands(self, one: Kept, quantization: Quantization) -> bool:
         """Whether its parts, or some of them, are codes in the file, and it is floats all the same: they cannot be merged."""
         stored = {weight.name for weight in self.weights if weight.codes is not None}
         return quantization == "auto" and one.codes is None and not stored.isdisjoint(one.matrix.parts)
 
-    def _forms(self, quantization: Quantization) -> dict[str, Codes | None]:
-        """What each weight is once it has been read."""
+    def _forms(self, quantization: Quantization, device: str) -> dict[str, Codes | None]:
+        """What each weight is once it has been read, for a CPU or a GPU."""
         if quantization == "auto":
             return {weight.name: weight.codes for weight in self.weights}
         if quantization == "none":
             return {}
         tied = self.config.tie_embeddings
-        return {part: requantised(part, one.columns, quantization, tied) for one in matrices(self.config) for part in one.parts}
+        return {part: requantised(part, one.columns, quantization, tied, device) for one in matrices(self.config) for part in one.parts}
 
     def _loading_bytes(self, item: int, quantised_again: bool) -> int:
         filled = most = 0

@@ -1,8 +1,8 @@
 """The shell every decoder shares: embed, layers over a residual stream, final norm, logits.
 
 A layer is called as `layer(x, residual, batch) -> (x, residual)`: x is what the last sub-layer adds to the stream, and is
-added by the next norm. It has two halves: in `attend` tokens look at each other, in `after` each is by itself. So the tokens
-that are sampled from can go through the second half of the last layer alone.
+added by the next norm. It has three parts: in `attend` tokens look at each other, in `join` and `mlp` each is by itself. So the
+tokens that are sampled from can go through the rest of the last layer alone.
 """
 
 from collections.abc import Iterable
@@ -50,7 +50,8 @@ class Decoder(nn.Module):
         *before, last = self.layers if layers is None else layers
         mixed, residual = last.attend(*self._through(before, batch), batch)
         index = batch.sample_index
-        hidden: Tensor = self.norm(*last.after(mixed.index_select(0, index), residual.index_select(0, index)))[0]
+        x, residual = last.join(mixed.index_select(0, index), residual.index_select(0, index))
+        hidden: Tensor = self.norm(last.mlp(x), residual)[0]
         return hidden, mixed
 
     def _through(self, layers: Iterable[nn.Module], batch: ForwardBatch) -> tuple[Tensor, Tensor]:

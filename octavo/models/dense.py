@@ -42,15 +42,17 @@ class DenseLayer(nn.Module):
     def forward(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         if batch.max_query == 1 and len(x) <= self.few_rows:
             return few(self, x, residual, batch)
-        return self.after(*self.attend(x, residual, batch))
+        x, residual = self.attend(x, residual, batch)  # names are used again: what went before is not held while the MLP runs
+        x, residual = self.join(x, residual)
+        return self.mlp(x), residual
 
     def attend(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         x, residual = self.attention_norm(x, residual)
         return self.attention(x, batch), residual
 
-    def after(self, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def join(self, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         x, residual = self.mlp_norm(self.attention.output(mixed), residual)
-        return self.mlp(x), residual
+        return x, residual
 
 
 class DenseModel(Decoder):

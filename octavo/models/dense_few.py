@@ -6,7 +6,7 @@
     gate_up                  residual add, norm, gate and up, silu(gate) * up
     few_linear               down
 
-Of a matrix that is kept as codes these are norm_packed_linear, merge_parts and packed_linear, norm_packed_gate_up, packed_linear.
+Of matrices that are kept as codes, norms and the merge stand apart from the products.
 It means what `DenseLayer.forward` does. One stream is all latency: fewer kernels, and each begins while the last one runs.
 """
 
@@ -23,8 +23,7 @@ from octavo.kernels.ops import (
     merge_linear,
     merge_parts,
     norm_linear,
-    norm_packed_gate_up,
-    norm_packed_linear,
+    packed_gate_up,
     packed_linear,
 )
 from octavo.kernels.triton.few_tiles import MAX_HELD  # rules alone: no triton there
@@ -57,8 +56,10 @@ def few(layer: "DenseLayer", x: Tensor, residual: Tensor, batch: ForwardBatch) -
 
 
 def _norm_linear(linear: Linear, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-    product = norm_packed_linear if _is_packed(linear) else norm_linear
-    return product(x, residual, norm.weight, norm.eps, *_parameters(linear))
+    if _is_packed(linear):
+        x, residual = norm(x, residual)
+        return packed_linear(x, *_parameters(linear)), residual
+    return norm_linear(x, residual, norm.weight, norm.eps, *_parameters(linear))
 
 
 def _merge_linear(linear: Linear, parts: Tensor, parts_lse: Tensor, dtype: torch.dtype) -> Tensor:
@@ -68,8 +69,10 @@ def _merge_linear(linear: Linear, parts: Tensor, parts_lse: Tensor, dtype: torch
 
 
 def _gate_up(linear: Linear, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-    product = norm_packed_gate_up if _is_packed(linear) else gate_up
-    return product(x, residual, norm.weight, norm.eps, _parameters(linear)[0])
+    if _is_packed(linear):
+        x, residual = norm(x, residual)
+        return packed_gate_up(x, _parameters(linear)[0]), residual
+    return gate_up(x, residual, norm.weight, norm.eps, _parameters(linear)[0])
 
 
 def _linear(linear: Linear, x: Tensor) -> Tensor:

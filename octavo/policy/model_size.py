@@ -3,8 +3,8 @@
 The matrices of the products are listed one by one, as they are merged and under the names of their parts in a Hugging Face
 folder. Each is kept as floats or as codes:
 
-    int8   codes of 8 bits in groups of 64      8.5 bits a weight
-    int4   codes of 4 bits in groups of 32      5 bits a weight; 8 bits for the vocabulary, which feels it most
+    int8   codes of 8 bits in groups of 64      8.5 bits a weight; on a GPU groups of 128, 8.25
+    int4   codes of 4 bits in groups of 32      5 bits a weight; on a GPU groups of 128, 4.25; the vocabulary, which feels it most, in 8
 
 Both fall back to smaller groups, and then to floats, where columns are not whole groups. Norms, biases and an embedding of its
 own stay floats.
@@ -19,6 +19,7 @@ from octavo.policy.cache_spec import ITEM_BYTES
 SCALE_AND_OFFSET = 4  # bytes for each group of codes
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _GROUPS = {8: (64, 32, 16), 4: (32, 16)}  # the first that fits
+_GPU_GROUPS = (128, 64, 32, 16)  # a scale costs its kernels more than the CPU's
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +60,13 @@ def matrices(config: ModelConfig) -> list[Matrix]:
     return [*found, Matrix("head", {EMBEDDING if config.tie_embeddings else HEAD: config.vocab_size}, hidden)]
 
 
-def requantised(name: str, columns: int, quantization: str, tied: bool) -> Codes | None:
-    """What the matrix `name` becomes where `quantization` is int8 or int4; None where it stays floats."""
+def requantised(name: str, columns: int, quantization: str, tied: bool, device: str) -> Codes | None:
+    """What the matrix `name` becomes where `quantization` is int8 or int4; None where it stays floats. `device`: cpu or cuda"""
     if name == EMBEDDING and not tied:
         return None
     bits = 8 if quantization == "int8" or name in (EMBEDDING, HEAD) else 4
-    return next((Codes(bits, group) for group in _GROUPS[bits] if columns % group == 0), None)
+    groups = _GPU_GROUPS if device == "cuda" else _GROUPS[bits]
+    return next((Codes(bits, group) for group in groups if columns % group == 0), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from octavo.worker.compilers import DONE, DRIVER, FAILED, SEEN, Wanted, variant
 from octavo.worker.die_with import die_with
 
 SLOW = (  # slowest first
-    "prefill_hopper", "prefill", "search", "packed_held", "packed_tile", "settle", "packed_few", "merge_few", "decode_few", "decode",
+    "prefill_hopper", "prefill", "search", "packed_tile", "packed_one", "settle", "packed_few", "merge_few", "decode_few", "decode",
     "nearest", "gather", "weigh", "adjust_rows",
 )  # fmt: skip
 MOST_PROCESSES = 16

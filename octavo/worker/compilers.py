@@ -39,7 +39,7 @@ class Wanted:
     layout: Literal["nhd", "hnd"]  # of the KV cache
     capability: int  # 90 for 9.0
     processes: int
-    packed: tuple[tuple[int, int, int, int, bool, bool, bool], ...] = ()  # fields of `PackedShape`, for each kind of matrix kept as codes
+    packed: tuple[tuple[int, int, int, int, bool, bool], ...] = ()  # fields of `PackedShape`, for each kind of matrix kept as codes
 
 
 def variant(function: Any, key: str) -> str:

@@ -169,8 +169,7 @@ class Worker:
         major, minor = torch.cuda.get_device_capability(self.device)
         codes = [(one.matrix, one.codes) for one in self.kept if one.codes]
         packed = {
-            (one.rows, one.columns, form.bits, form.group, one.bias, one.name == "gate_up", one.name in ("qkv", "gate_up"))
-            for one, form in codes
+            (one.rows, one.columns, form.bits, form.group, one.bias, one.name == "gate_up") for one, form in codes
         }
         self.compilers.compile(
             Wanted(
@@ -209,11 +208,16 @@ class Worker:
             logger.warning("quantization=%s saves no memory here: torch computes with the numbers that codes stand for", asked)
         return shape
 
+    @property
+    def _form(self) -> str:
+        """Whose codes floats become."""
+        return "cuda" if self.on_device else "cpu"
+
     def _kept(self, shape: ModelShape) -> list[Kept]:
         """What becomes of each matrix, where codes are computed with."""
         if self.library is None and not self.on_device:
             return []
-        return shape.kept(self.dtype, self.config.quantization, self.config.device)
+        return shape.kept(self.dtype, self.config.quantization, self._form)
 
     def _kept_as_floats(self, shape: ModelShape) -> str:
         """What is to be said of matrices that should be codes and cannot be."""
@@ -242,7 +246,7 @@ class Worker:
             empty = build_model(self.model_config, torch.float32, self.backend, NullComm(), max_len=1)
         dummy = self.config.load_format == "dummy"
         found = DummyCheckpoint(empty, self.config.seed, self.device) if dummy else open_checkpoint(self.source)
-        return StoredParameters(empty, as_wanted(found, self.config.quantization, self.model_config, self.device))
+        return StoredParameters(empty, as_wanted(found, self.config.quantization, self.model_config, self.device, self._form))
 
     def _open_native(self) -> NativeLibrary | None:
         """The native kernels, if they are wanted."""

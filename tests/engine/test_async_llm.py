@@ -10,6 +10,7 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.engine.async_llm import Ask, AsyncLLM
+from octavo.engine.link import Link
 from octavo.engine.supervisor import Serving
 from octavo.errors import DeadlineError, EngineError, OverloadError, RequestError, UnavailableError
 from octavo.outputs import CompletionOutput, TextDelta
@@ -305,5 +306,24 @@ def test_an_error_of_the_engine_has_its_code(endless: str) -> None:
                 async for each in llm.generate(ask([1], 20)):
                     news += each
             assert failed.value.code == "numerical_error" and sum(len(delta.token_ids) for delta in news) == 3
+
+    run(main())
+
+
+def test_however_much_is_sent_what_came_is_looked_at_once_so_that_others_get_their_turn(
+    endless: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = list[Link]()
+    look = Link._take
+    monkeypatch.setattr(Link, "_take", lambda link: (looks.append(link), look(link)))
+
+    async def main() -> None:
+        async with engine_process(endless) as llm:
+            streams = [asyncio.create_task(tokens(llm, ask([number], 5))) for number in range(50)]
+            await asyncio.sleep(0)
+            looks.clear()
+            await asyncio.sleep(0)
+            assert llm.num_open == 50 and len(looks) == 1
+            assert [len(found) for found in await asyncio.gather(*streams)] == [5] * 50
 
     run(main())

@@ -90,8 +90,8 @@ def in_floats(path: Path, quantization: Quantization, folder: Path) -> Path:
     """A folder with the very numbers that codes stand for; what cannot be codes as it is stored."""
     source = resolve_model(str(path))
     config = load_model_config(source)
-    stored = as_wanted(open_checkpoint(source), quantization, config)
-    kept = {part for one in model_shape(str(path)).kept("float32", quantization) if one.codes for part in one.matrix.parts}
+    stored = as_wanted(open_checkpoint(source), quantization, config, form="cuda")
+    kept = {part for one in model_shape(str(path)).kept("float32", quantization, "cuda") if one.codes for part in one.matrix.parts}
     packed = {name: stored.packed(name) if name in kept else None for name in stored.names()}
     floats = {name: stored.read(name) if codes is None else codes.dequantize() for name, codes in packed.items()}
     shape = {
@@ -102,6 +102,12 @@ def in_floats(path: Path, quantization: Quantization, folder: Path) -> Path:
     }  # fmt: skip
     weights = {name: weight.float() for name, weight in floats.items()}
     return write_model(folder, {"architectures": [config.architecture], **shape}, weights)
+
+
+def small_shape(folder: Path, hidden: int, inner: int) -> Path:
+    shape = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "vocab_size": 320, **shape}))
+    return folder
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -128,14 +134,28 @@ def test_paging_is_invisible(tmp_path: Path, name: str, depth: int) -> None:
 
 
 def test_rows_that_are_no_whole_groups_stay_floats_and_it_is_said(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
-    shape = {"hidden_size": 64, "intermediate_size": 72, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "vocab_size": 320, **shape}))
-    _, model = run(tmp_path, load_format="dummy", quantization="int4")
+    _, model = run(small_shape(tmp_path, 64, 72), load_format="dummy", quantization="int4")
     assert heads(said) == ["Some matrices are kept as float32, not as codes: 2 down"]
     assert model.nbytes == model_shape(str(tmp_path / "config.json")).needs("float32", "int4", device="cuda").weights
 
 
-def test_dummy_weights_are_drawn_as_codes_the_same_for_every_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dummy_weights_of_one_group_are_the_same_for_every_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"load_format": "dummy", "quantization": "int4", "seed": 3}
+    found, _ = run(small_shape(tmp_path, 96, 160), **settings)  # rows of no more than groups of 32
+    monkeypatch.setenv("OCTAVO_DEBUG", "native=off")
+    with LLM(str(tmp_path), **settings, dtype="float32", skip_tokenizer_init=True) as llm:
+        plain = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert all(same_greedy_text(one, other) for one, other in zip(plain, found, strict=True))
+
+
+def test_floats_become_codes_in_groups_of_128_where_rows_allow_it(tmp_path: Path) -> None:
+    _, model = run(small_shape(tmp_path, 128, 192), load_format="dummy", quantization="int4")
+    mlp = model.layers[0].mlp
+    assert (mlp.gate_up.codes.group, mlp.down.codes.group) == (128, 64)
+    assert model.nbytes == model_shape(str(tmp_path / "config.json")).needs("float32", "int4", device="cuda").weights
+
+
+def test_dummy_weights_are_drawn_as_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is quantised, and codes spread as the floats do."""
     monkeypatch.setattr(requantized, "quantize", None)
     tiny = tiny_model(tmp_path, "Qwen3ForCausalLM", seed=5)
@@ -149,11 +169,6 @@ def test_dummy_weights_are_drawn_as_codes_the_same_for_every_program(tmp_path: P
         other, _ = run(tiny, load_format="dummy", quantization=quantization, seed=4)
         ids = [[output.outputs[0].token_ids for output in outputs] for outputs in (found, again, other)]
         assert ids[0] == ids[1] != ids[2]
-        if quantization == "int4":
-            monkeypatch.setenv("OCTAVO_DEBUG", "native=off")
-            with LLM(str(tiny), load_format="dummy", quantization="int4", seed=3, dtype="float32", skip_tokenizer_init=True) as llm:
-                plain = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-            assert all(same_greedy_text(one, other) for one, other in zip(plain, found, strict=True))
     assert spread["int8"] == pytest.approx(spread["auto"], rel=0.1) and spread["int4"] == pytest.approx(spread["auto"], rel=0.1)
 
 

@@ -15,21 +15,25 @@ import pytest
 import zmq
 
 from octavo.engine import wire
+from octavo.engine.router import LARGE, _sliced
 from octavo.engine.stats import StatsLog
 from octavo.engine.wire import Add, DownFrame, Ping
 from octavo.errors import ConfigError, LoadError
-from octavo.messages import AddRequest, SchedulerStats
+from octavo.messages import AddRequest, Delta, SchedulerStats, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 from tests.support.engine_process import ask, engine_process, exists, is_idle, run, tokens, until
 
 PARENT = """
-import asyncio, sys
+import asyncio, os, sys, time
 from octavo.config import EngineConfig
 from octavo.engine.async_llm import AsyncLLM
 
 async def main():
     llm = AsyncLLM(EngineConfig(model=sys.argv[1], num_gpu_blocks_override=50))
     await llm.start()
+    if sys.argv[2] == "held" and not os.fork():
+        time.sleep(5)
+        os._exit(0)
     print(llm.engine_pid, flush=True)
     await asyncio.sleep(600)
 
@@ -37,15 +41,22 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("stopped", [False, True])
-def test_it_dies_with_its_parent(endless: str, how: signal.Signals, stopped: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "state"),
+    [
+        (signal.SIGKILL, "as it is"),
+        (signal.SIGTERM, "stopped"),
+        (signal.SIGKILL, "held"),  # somebody else has its pipes open: it sees no end of them
+    ],
+)
+def test_it_dies_with_its_parent(endless: str, how: signal.Signals, state: str, tmp_path: Path) -> None:
     environment = os.environ | {"OCTAVO_DEBUG": "runner=fake", "OCTAVO_LOG_LEVEL": "ERROR", "TMPDIR": str(tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", PARENT, endless], stdout=subprocess.PIPE, env=environment, text=True) as parent:
+    command = [sys.executable, "-c", PARENT, endless, state]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as parent:
         assert parent.stdout is not None
         engine = int(parent.stdout.readline())
         assert exists(engine)
-        if stopped:
+        if state == "stopped":
             os.kill(engine, signal.SIGSTOP)
         parent.send_signal(how)
         parent.wait()
@@ -164,6 +175,17 @@ def test_it_leaves_ctrl_c_to_its_parent_and_reset_reaches_it(endless: str) -> No
             assert llm.facts.epoch == 1 and llm.stats.prefix_hits == before > 0
 
     run(main())
+
+
+def test_logprobs_of_a_long_prompt_come_in_pieces_that_are_soon_read() -> None:
+    logprobs = [TokenLogprobs(-float(at), 1, [], []) for at in range(LARGE * 2 + 10)]
+    news = [Delta("a-1", 0, [5]), Delta("a-2", 0, [], prompt_logprobs=(7, logprobs)), Delta("a-2", 0, [6])]
+    frames = list(_sliced(news))
+    pieces = [delta.prompt_logprobs for frame in frames[:-1] for delta in frame]
+    assert [piece and (piece[0], len(piece[1])) for piece in pieces] == [(7, LARGE), (7 + LARGE, LARGE), (7 + 2 * LARGE, 10)]
+    assert [found for piece in pieces if piece for found in piece[1]] == logprobs
+    assert frames[-1] == [news[0], news[2]], "and what is short in one"
+    assert list(_sliced(frames[-1])) == [frames[-1]]
 
 
 def test_importing_it_imports_no_torch() -> None:

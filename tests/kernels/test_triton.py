@@ -75,7 +75,7 @@ def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
     names = {line.split()[0] for line in taken}
     layers = {"write", "decode", "share_out", "prefill", "prefill_hopper", "copy", "decode_few", "add_norm", "gate_rows"}
     products = {"product_few", "merge_few", "merge_heads"}
-    products |= {"packed_held", "packed_few", "packed_tile", "sum_shares", "unpack_tile"}
+    products |= {"packed_one", "packed_few", "packed_tile", "sum_shares", "unpack_tile"}
     sampling = {"best_of_blocks", "best_of_rows", "find_tops", "survey", "gather", "settle", "weigh", "search", "stand", "nearest"}
     assert names == layers | products | sampling | {"lay_out", "adjust_rows"}
     assert {line.split()[1] for line in taken if line.startswith("packed_tile")} == {"wgmma"}

@@ -27,8 +27,7 @@ from octavo.kernels.triton.attention_few import decode_attention_parts
 from octavo.kernels.triton.copy_blocks import copy_blocks
 from octavo.kernels.triton.draw import draw
 from octavo.kernels.triton.norm import add_rms_norm
-from octavo.kernels.triton.packed import packed_linear, unpack
-from octavo.kernels.triton.packed_normed import norm_packed_gate_up
+from octavo.kernels.triton.packed import packed_gate_up, packed_linear, unpack
 from octavo.kernels.triton.rank import rank
 from octavo.kernels.triton.sampling import sample
 from octavo.kernels.triton.skinny import gate_up, linear, merge_linear, merge_parts, norm_linear
@@ -109,7 +108,10 @@ def main() -> None:
     for rows in (1, 4, 16, 64, 256):
         packed_linear(torch.empty(rows, size, **bf16), codes)
     x = torch.empty(1, size, **bf16)
-    norm_packed_gate_up(x, x, x[0], 1e-6, codes), packed_linear(torch.empty(1, 3 * size, **bf16), zero_codes(1024, 3 * size, 4, 128, "cpu"))
+    packed_gate_up(x, codes), packed_linear(torch.empty(1, 3 * size, **bf16), zero_codes(1024, 3 * size, 4, 128, "cpu"))
+    short = zero_codes(1024, size, 4, 32, "cpu")
+    packed_linear(x, short), packed_gate_up(x, short)
+    packed_linear(torch.empty(1, 3 * size, **bf16), zero_codes(1024, 3 * size, 4, 32, "cpu"))
     unpack(codes, torch.bfloat16)
     print("\n".join(taken))
 

@@ -105,7 +105,7 @@ class ZeroCodes:
     @property
     def packed(self) -> tuple[PackedShape, ...]:
         return tuple(
-            PackedShape(*shape, 4, 32, name == "qkv" and self.config.qkv_bias, name == "gate_up", name in ("qkv", "gate_up"))
+            PackedShape(*shape, 4, 32, name == "qkv" and self.config.qkv_bias, name == "gate_up")
             for name, shape in self.shapes.items()
         )
 

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from octavo.kernels.device_codes import WORD_BITS, DeviceCodes
 from octavo.kernels.reference.activation import silu_and_mul
-from octavo.kernels.reference.norm import add_rms_norm
 
 
 def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -18,20 +17,6 @@ def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, ou
 def packed_gate_up(x: Tensor, weight: DeviceCodes) -> Tensor:
     """silu(gate) * up; weight has rows of gate over rows of up"""
     return silu_and_mul(packed_linear(x, weight))
-
-
-def norm_packed_linear(
-    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: DeviceCodes, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual) W^T, the new residual)"""
-    normed, stream = add_rms_norm(x, residual, norm_weight, eps)
-    return packed_linear(normed, weight, bias), stream
-
-
-def norm_packed_gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: DeviceCodes) -> tuple[Tensor, Tensor]:
-    """(silu(gate) * up of rms_norm(x + residual), the new residual); weight has rows of gate over rows of up"""
-    normed, stream = add_rms_norm(x, residual, norm_weight, eps)
-    return packed_gate_up(normed, weight), stream
 
 
 def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:

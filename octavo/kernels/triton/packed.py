@@ -1,6 +1,6 @@
 """Products with packed codes, by the number of rows: `packed_linear`, `packed_gate_up`; and `unpack`.
 
-    rows    few           codes are multiplied, scales come after (packed_few; packed_held where they wait for nothing else)
+    rows    few           codes are multiplied, scales come after (packed_few; packed_one for one row, without the matrix units)
             up to 512     weights are made in registers, tile by tile (packed_tile)
             more          weights are made once, a slab of rows at a time that fits the L2, for a product of floats
 
@@ -15,18 +15,15 @@ from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.triton.activation import silu_and_mul
 from octavo.kernels.triton.dependent import can_depend
 from octavo.kernels.triton.packed_few import packed_few
-from octavo.kernels.triton.packed_held import packed_held
+from octavo.kernels.triton.packed_one import packed_one
 from octavo.kernels.triton.packed_parts import sum_shares
-from octavo.kernels.triton.packed_rules import FEW_ROWS, TILED_ROWS, Few, Held, How, Tile, power_of_rows, rule
+from octavo.kernels.triton.packed_rules import FEW_ROWS, TILED_ROWS, Few, How, One, Tile, one_steps, power_of_rows, rule
 from octavo.kernels.triton.packed_tile import packed_tile
 from octavo.kernels.triton.packed_unpack import unpack_tile
 
 SLAB = 1 << 24  # weights
 SUM_TILE = 512
 UNPACK_ROWS = 16
-LANES = 8  # columns of the dot of `packed_held`
-
-Norm = tuple[Tensor, Tensor, float]  # residual, weight, eps
 
 
 def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -42,16 +39,16 @@ def packed_gate_up(x: Tensor, weight: DeviceCodes) -> Tensor:
     """silu(gate) * up; weight has rows of gate over rows of up"""
     how = rule(len(x), weight, gated=True) if len(x) <= TILED_ROWS else None
     out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-    if isinstance(how, Held):
-        return held(x, None, weight, None, out, how, gated=True)[0]
+    if isinstance(how, One):
+        return one(x, weight, None, out, how, gated=True)
     if isinstance(how, Few):
         return few(in_order(x, weight), weight, None, out, how, gated=True)
     return silu_and_mul(packed_linear(x, weight))
 
 
 def divided(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: How) -> Tensor:
-    if isinstance(how, Held):
-        return held(x, None, weight, bias, out, how)[0]
+    if isinstance(how, One):
+        return one(x, weight, bias, out, how)
     x = in_order(x, weight)
     return few(x, weight, bias, out, how) if isinstance(how, Few) else tiled(x, weight, bias, out, how)
 
@@ -69,8 +66,8 @@ def variant(rows: int, weight: DeviceCodes, bias: bool, gated: bool) -> tuple[ob
     if rows > TILED_ROWS:
         return kind
     how = rule(rows, weight, gated)
-    if isinstance(how, Held):
-        return *kind, *how, power_of_rows(rows), gated, weight.size
+    if isinstance(how, One):
+        return *kind, *how, gated, one_steps(weight, how.warps), _whole_turns(how, weight, gated)
     once = *kind, *how._replace(shares=min(how.shares, 2))
     if isinstance(how, Few):
         return *once, power_of_rows(rows), gated, _whole(how, weight, gated)
@@ -84,24 +81,25 @@ def _whole(how: Few, weight: DeviceCodes, gated: bool) -> bool:
     return wide % columns == 0 and weight.size % (weight.block * how.splits * how.shares) == 0
 
 
-def held(
-    x: Tensor, norm: Norm | None, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: Held, gated: bool = False
-) -> tuple[Tensor, Tensor]:
-    """(the product of x, after add and norm where there is one, and the new residual)"""
-    rows, wide, columns = power_of_rows(len(x)), out.shape[1], 16 * how.warps // how.splits
-    assert rows * how.splits <= LANES and weight.blocks % how.splits == 0 and weight.size % weight.block == 0
-    assert x.is_contiguous() and x.shape[1] == weight.size
-    residual, norm_weight, eps = norm or (x, x, 0.0)
-    stream = torch.empty_like(x) if norm else x
+def _whole_turns(how: One, weight: DeviceCodes, gated: bool) -> bool:
+    """Whether programs and steps divide the matrix."""
+    wide, columns = (len(weight) // 2, how.columns // 2) if gated else (len(weight), how.columns)
+    return wide % (columns * how.turns) == 0 and weight.size % (weight.block * 8 * how.warps) == 0
+
+
+def one(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: One, gated: bool = False) -> Tensor:
+    """Of one row, or of none."""
+    wide, columns, steps = out.shape[1], how.columns // 2 if gated else how.columns, one_steps(weight, how.warps)
+    assert len(x) <= 1 and x.is_contiguous() and x.shape[1] == weight.size
     if len(x):
-        packed_held[(triton.cdiv(wide, columns // 2 if gated else columns),)](
-            x, residual, norm_weight, stream, weight.scales if weight.order is None else weight.order, weight.words, weight.scales,
-            x if bias is None else bias, out, eps, weight.factor, len(x), wide,
-            SIZE=weight.size, BITS=weight.bits, GROUP=weight.group, ROWS=rows, LANES=LANES, COLUMNS=columns, SPLITS=how.splits,
-            HELD=how.held, NORM=norm is not None, ORDERED=weight.order is not None, BIAS=bias is not None, GATED=gated,
-            WARPS=how.warps, DEPENDENT=can_depend(), num_warps=how.warps, launch_pdl=can_depend(),
+        packed_one[(triton.cdiv(wide, columns * how.turns),)](
+            x, weight.scales if weight.order is None else weight.order, weight.words.view(torch.uint32), weight.scales,
+            x if bias is None else bias, out, weight.factor, weight.size, wide,
+            BITS=weight.bits, GROUP=weight.group, COLUMNS=how.columns, TURNS=how.turns, STEPS=steps, AHEAD=how.ahead,
+            WHOLE=_whole_turns(how, weight, gated), ORDERED=weight.order is not None, BIAS=bias is not None,
+            GATED=gated, WARPS=how.warps, DEPENDENT=can_depend(), num_warps=how.warps, launch_pdl=can_depend(),
         )  # fmt: skip
-    return out, stream
+    return out
 
 
 def few(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: Few, gated: bool = False) -> Tensor:

@@ -7,8 +7,7 @@ import torch
 
 from octavo.kernels.device_codes import zero_codes
 from octavo.kernels.triton.packed import packed_gate_up, packed_linear, unpack, variant
-from octavo.kernels.triton.packed_normed import norm_packed_gate_up, norm_packed_linear
-from octavo.kernels.triton.packed_rules import HELD_ROWS, TILED_ROWS
+from octavo.kernels.triton.packed_rules import TILED_ROWS
 
 
 class PackedShape(NamedTuple):
@@ -20,7 +19,6 @@ class PackedShape(NamedTuple):
     group: int
     bias: bool = False
     gated: bool = False  # it is gate over up
-    normed: bool = False  # a residual add and a norm stand in front of it
 
 
 def packed_calls(shapes: Iterable[PackedShape], dtype: torch.dtype, device: torch.device) -> list[Callable[[], object]]:
@@ -28,20 +26,19 @@ def packed_calls(shapes: Iterable[PackedShape], dtype: torch.dtype, device: torc
     for shape in set(shapes):
         weight = zero_codes(shape.out_features, shape.in_features, shape.bits, shape.group, "meta")
         for rows in range(1, TILED_ROWS + 2):
-            normed = shape.normed and rows <= HELD_ROWS
-            found.setdefault((normed, *variant(rows, weight, shape.bias, shape.gated)), _call(shape, rows, normed, dtype, device))
+            found.setdefault(variant(rows, weight, shape.bias, shape.gated), _call(shape, rows, dtype, device))
     return list(found.values())
 
 
-def _call(shape: PackedShape, rows: int, normed: bool, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+def _call(shape: PackedShape, rows: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
     def call() -> None:
         weight = zero_codes(shape.out_features, shape.in_features, shape.bits, shape.group, device)
         x = torch.zeros(rows, shape.in_features, dtype=dtype, device=device)
         bias = torch.zeros(shape.out_features, dtype=dtype, device=device) if shape.bias else None
         if shape.gated and bias is None:
-            norm_packed_gate_up(x, x, x[0], 1e-6, weight) if normed else packed_gate_up(x, weight)
+            packed_gate_up(x, weight)
         else:
-            norm_packed_linear(x, x, x[0], 1e-6, weight, bias) if normed else packed_linear(x, weight, bias)
+            packed_linear(x, weight, bias)
         if rows > TILED_ROWS:
             unpack(weight, dtype, torch.zeros(1, dtype=torch.int32, device=device))
 

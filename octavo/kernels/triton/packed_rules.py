@@ -9,9 +9,8 @@ import triton
 
 from octavo.kernels.device_codes import DeviceCodes
 
-HELD_ROWS = 1
-HELD_AHEAD = 4  # steps whose words are asked for before the wait
-HELD_STEPS = 24  # all of them are one after another in the code
+ONE_STEPS = 12  # all of them are one after another in the code
+VOCABULARY = 100_000  # columns: so wide a matrix has programs enough that each may ask for two steps
 FEW_ROWS = 16
 TILED_ROWS = 512
 PROGRAMS = 264  # two for each multiprocessor
@@ -38,16 +37,16 @@ class Tile(NamedTuple):
     stages: int = 3
 
 
-class Held(NamedTuple):
-    """How `packed_held` divides its work: a warp has 16 lines."""
+class One(NamedTuple):
+    """How `packed_one` divides its work: steps of 8 blocks for each warp."""
 
-    splits: int
-    held: int  # steps whose words a program asks for before it waits
+    columns: int  # at once
+    turns: int = 1  # where a step is a whole row of W
+    ahead: int = 2  # steps or turns whose words a program asks for before it waits
     warps: int = 4
-    norm: bool = True  # a norm in front is made by every program for itself
 
 
-How = Held | Few | Tile
+How = One | Few | Tile
 
 # On an H200, 4 bits in groups of 128: (in, out) -> up to 1, 2, 4, ... 512 rows
 MEASURED: dict[tuple[int, int], tuple[How, ...]] = {
@@ -96,9 +95,9 @@ MEASURED: dict[tuple[int, int], tuple[How, ...]] = {
 
 def rule(rows: int, weight: DeviceCodes, gated: bool = False) -> How:
     """For 1 to 512 rows. With a gate behind it `packed_few` has no shares."""
-    held = held_rule(rows, weight)
-    if held is not None:
-        return held
+    alone = one_rule(weight) if rows <= 1 else None
+    if alone is not None:
+        return alone
     measured = MEASURED.get((weight.size, len(weight)))
     if measured is not None:
         how = measured[power_of_rows(rows).bit_length() - 1]
@@ -112,17 +111,17 @@ def power_of_rows(rows: int) -> int:
     return held
 
 
-def held_rule(rows: int, weight: DeviceCodes) -> Held | None:
-    """None where rows are too many, or a row of W is too long or not whole."""
-    lanes = power_of_rows(rows)
-    if rows > HELD_ROWS or weight.size % weight.block:
-        return None
-    splits = 8 // lanes
-    while weight.blocks % splits:
-        splits //= 2
-    steps = weight.blocks // splits
-    warps, norm = 4 if lanes < 4 else 2, steps * lanes <= 8
-    return Held(splits, min(steps, HELD_AHEAD), warps, norm) if steps <= HELD_STEPS else None
+def one_rule(weight: DeviceCodes) -> One | None:
+    """None where a row of W is too long."""
+    needed = min(power_of_rows(-(-weight.blocks // 8)), 4)
+    warps = next((warps for warps in (4, 2, 1) if weight.blocks % (8 * warps) == 0), needed)
+    steps = one_steps(weight, warps)
+    columns, ahead = 8 if len(weight) >= 4096 else 4, 2 if len(weight) >= VOCABULARY else 1
+    return One(columns, 1, min(steps, ahead), warps) if steps <= ONE_STEPS else None
+
+
+def one_steps(weight: DeviceCodes, warps: int) -> int:
+    return -(-weight.blocks // (8 * warps))
 
 
 def few_rule(rows: int, weight: DeviceCodes) -> Few:

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes, block_size, zero_codes
 from octavo.kernels.reference import packed as plain
-from octavo.kernels.triton import packed, packed_normed
+from octavo.kernels.triton import packed
 from octavo.kernels.triton.packed_ahead import PackedShape, packed_calls
-from octavo.kernels.triton.packed_rules import TILED_ROWS, Few, Held, Tile
+from octavo.kernels.triton.packed_rules import TILED_ROWS, Few, One, Tile
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # of the largest result
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "float16", "bfloat16"])
@@ -72,38 +72,25 @@ def test_few_rows_however_the_work_is_divided(dtype: torch.dtype, how: Few, devi
         assert_near(packed.few(x, weight, bias, poison(x, weight), how), plain.packed_linear(x, weight, bias))
 
 
-HELD = [(1, Held(8, 1), 4, 128), (1, Held(4, 12, 8), 8, 64), (2, Held(4, 1), 4, 32), (3, Held(2, 2, 2), 4, 64), (4, Held(1, 3, 1), 8, 16)]
+ONE = [
+    (One(4, warps=1), 4, 32, 1024, torch.bfloat16),
+    (One(8, 2, 1, 1), 4, 128, 1024, torch.float32),
+    (One(8, ahead=1, warps=2), 8, 128, 1536, torch.float16),
+    (One(4, ahead=3, warps=1), 4, 16, 2 * 512 + 64, torch.bfloat16),
+    (One(8, warps=1), 4, 64, 2 * 1024 + 64, torch.float16),
+    (One(8, 2, 2, 2), 8, 16, 320, torch.float32),
+]
 
 
-@pytest.mark.parametrize(("rows", "how", "bits", "group"), HELD, ids=str)
-def test_held_words_however_many_with_all_that_stands_around_them(rows: int, how: Held, bits: int, group: int, device: str) -> None:
-    """Two steps or more: the words of some are asked for late. Orders and kinds of numbers take turns."""
-    order, dtype = rows > 1, torch.bfloat16 if rows > 2 else torch.float32
-    size = 2 * 8 * block_size(bits, group)
-    x, norm = random(rows, size, dtype, device), (random(1, size, dtype, device)[0], 1e-5)
-    residual = random(rows + 1, size, dtype, device)[1:].contiguous()
-    weight, bias = codes(37, size, bits, group, device, order), random(1, 37, dtype, device)[0]
-    assert_near(packed.held(x, None, weight, bias, poison(x, weight), how)[0], plain.packed_linear(x, weight, bias))
-    got = packed.held(x, (residual, *norm), weight, bias, poison(x, weight), how)
-    exact = plain.norm_packed_linear(x, residual, *norm, weight, bias)
-    assert_near(got[0], exact[0], 2.0)
-    assert torch.equal(got[1], exact[1])
-    weight = codes(42, size, bits, group, device, order)
-    got = packed.held(x, (residual, *norm), weight, None, poison(x, weight)[:, :21].contiguous(), how, gated=True)
-    assert_near(got[0], plain.norm_packed_gate_up(x, residual, *norm, weight)[0], 2.0)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 4, 5])
-def test_a_norm_in_front_inside_or_apart(rows: int, device: str) -> None:
-    """Inside for one or two rows, apart for four; for five, or where a row is not whole, by another kernel."""
-    for size in (1024, 1024 + 32):
-        x, norm_weight = random(rows, size, torch.float32, device), random(1, size, torch.float32, device)[0]
-        weight = codes(42, size, 4, 32, device)
-        given = x, 2 * x, norm_weight, 1e-5, weight
-        for name in ("norm_packed_linear", "norm_packed_gate_up"):
-            got, exact = getattr(packed_normed, name)(*given), getattr(plain, name)(*given)
-            assert_near(got[0], exact[0], 4.0)
-            assert torch.equal(got[1], exact[1])
+@pytest.mark.parametrize(("how", "bits", "group", "size", "dtype"), ONE, ids=str)
+def test_one_row_however_many_turns_and_steps(how: One, bits: int, group: int, size: int, dtype: torch.dtype, device: str) -> None:
+    """Rows of W and steps that are not whole, orders, biases and gates."""
+    x = random(1, size, dtype, device)
+    weight, bias = codes(37, size, bits, group, device, order=bits == 8), random(1, 37, dtype, device)[0]
+    assert_near(packed.one(x, weight, bias, poison(x, weight), how), plain.packed_linear(x, weight, bias), 2.0)
+    weight = codes(42, size, bits, group, device, order=bits == 4)
+    gated = packed.one(x, weight, None, poison(x, weight)[:, :21].contiguous(), how, gated=True)
+    assert_near(gated, plain.packed_gate_up(x, weight), 2.0)
 
 
 @pytest.mark.parametrize("how", [Tile(32, 128, warps=4), Tile(16, 16, shares=3)], ids=str)
@@ -135,7 +122,7 @@ def test_no_rows_are_no_work(device: str) -> None:
 
 
 def test_every_number_of_rows_is_a_variant_that_is_compiled_ahead(device: str) -> None:
-    shapes = [PackedShape(48, 128, 4, 32), PackedShape(48, 128, 8, 32, bias=True), PackedShape(96, 128, 4, 32, gated=True, normed=True)]
+    shapes = [PackedShape(48, 128, 4, 32), PackedShape(48, 128, 8, 32, bias=True), PackedShape(96, 128, 4, 32, gated=True)]
     seen: set[tuple[object, ...]] = set()
     for shape in shapes:
         weight = zero_codes(shape.out_features, shape.in_features, shape.bits, shape.group, "meta")
