@@ -38,7 +38,7 @@ def build_app(server: Server) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _answer_validation)
     for router in ROUTERS:
         app.include_router(router(server))
-    app.openapi = lambda: _schema(app, FastAPI.openapi(app))  # type: ignore[method-assign]
+    app.openapi = lambda: _schema(FastAPI.openapi(app))  # type: ignore[method-assign]
     app.add_middleware(Guard, server=server)
     return app
 
@@ -66,11 +66,10 @@ ERROR: dict[int | str, dict[str, Any]] = {
 }
 
 
-def _schema(app: FastAPI, schema: dict[str, Any]) -> dict[str, Any]:
-    """What bodies refer to stands among the components; a 422 is never given."""
+def _schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """What bodies refer to stands among the components."""
     shared = schema.setdefault("components", {}).setdefault("schemas", {})
     for operation in (operation for methods in schema["paths"].values() for operation in methods.values()):
-        operation["responses"].pop("422", None)
         for content in operation.get("requestBody", {}).get("content", {}).values():
             shared |= content["schema"].pop("$defs", {})
     return schema

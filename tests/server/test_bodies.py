@@ -154,5 +154,6 @@ def test_the_schema_is_whole(server: ServerProcess) -> None:
     schema = server.ask("GET", "/openapi.json").json
     text = json.dumps(schema)
     assert "422" not in text and "$defs" not in text
+    assert '"#/components/schemas/Inner"' in text and schema["components"]["schemas"]["Inner"]["required"] == ["number"]
     body = schema["paths"]["/detokenize"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert body["required"] == ["tokens"] and set(schema["paths"]["/health"]["get"]["responses"]) >= {"default"}

@@ -27,9 +27,14 @@ from octavo.server.state import Server
 from tests.support.stand_in_llm import StandInLLM
 
 
+class Inner(Body):
+    number: int
+
+
 class Slow(Body):
     words: int
     either: list[int] | dict[str, int] | None = None
+    inner: Inner | None = None
     unbounded: float | None = None
 
 
