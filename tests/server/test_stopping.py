@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 
-import httpx
+import httpx2 as httpx
 import pytest
 
 from octavo.engine.async_llm import State

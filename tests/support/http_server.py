@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import uvicorn
 from fastapi import FastAPI
 
