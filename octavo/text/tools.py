@@ -47,8 +47,8 @@ def check_tools(tools: object) -> list[dict[str, object]]:
     """The tools as a template wants them; a RequestError names the place at fault."""
     if tools is None:
         return []
-    if not isinstance(tools, list) or not tools:
-        raise RequestError("tools must be a list of at least one tool", "tools")
+    if not isinstance(tools, list):
+        raise RequestError(f"tools must be a list, not {type(tools).__name__}", "tools")
     if len(tools) > MAX_TOOLS:
         raise RequestError(f"tools has {len(tools):,} entries, at most {MAX_TOOLS} are taken", "tools")
     if _is_large(tools):

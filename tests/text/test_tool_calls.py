@@ -144,6 +144,7 @@ NO_CALLS = [
     "<tool_call>weather(city='Paris')</tool_call>",
     '<tool_call>{"name": "weather", "arguments": {"a": "line\nbreak"}}</tool_call>',
     '<tool_call>{"name": "weather", "arguments": {"a": ' + "[" * 70,
+    '<tool_call>{"name": "weather", "arguments": {"a": ' + "[" * 70 + "]" * 70 + "}}",  # too deep to be read by everyone
     "<tool_call>",
     "  <tool_call",
     "",
