@@ -1,5 +1,6 @@
 """Tool calls read out of answers: however cut, streamed or whole; what is no call is text, in time that grows with it."""
 
+import itertools
 import json
 import re
 import time
@@ -145,6 +146,7 @@ NO_CALLS = [
     '<tool_call>{"name": "weather", "arguments": {"a": "line\nbreak"}}</tool_call>',
     '<tool_call>{"name": "weather", "arguments": {"a": ' + "[" * 70,
     '<tool_call>{"name": "weather", "arguments": {"a": ' + "[" * 70 + "]" * 70 + "}}",  # too deep to be read by everyone
+    f'<tool_call>{{"{"x" * 400}": 0, {CALL[1:]}',
     "<tool_call>",
     "  <tool_call",
     "",
@@ -167,6 +169,7 @@ def test_what_is_no_call_is_text_to_the_last_character(text: str) -> None:
         ("hermes", f"<tool_call>{CALL[:-1]}</tool_call>", "", 1),  # a brace too few
         ("hermes", f"<tool_call>{CALL}}}</tool_call>", "}</tool_call>", 1),
         ("hermes", f"<tool_call>{{'name'<tool_call>{CALL}", "<tool_call>{'name'", 1),
+        ("hermes", f'<tool_call>{{"{"x" * 399}<tool_call>{CALL}', '<tool_call>{"' + "x" * 399, 1),  # no key is that long
         ("hermes", f"<tool_call>{CALL}\n</tool_", "", 1),
         ("hermes", f"<tool_call>{CALL}\n<", "\n<", 1),
         ("llama3_json", f"Sure: {CALL}", f"Sure: {CALL}", 0),
@@ -178,10 +181,17 @@ def test_what_is_no_call_is_text_to_the_last_character(text: str) -> None:
     ],
 )
 def test_a_call_stands_by_its_name_and_arguments(family: str, text: str, said: str, num_calls: int) -> None:
-    for stream in (False, True):
-        found, calls = collected(parse(family, [text], stream)[0])
+    for texts, stream in itertools.product(([text], list(text)), (False, True)):
+        found, calls = collected(parse(family, texts, stream)[0])
         assert found == said
         assert [(call.name, call.arguments) for call in calls] == [("weather", '{"city": "Paris"}')] * num_calls
+
+
+def test_behind_a_call_that_broke_a_llama_says_nothing_but_text() -> None:
+    text = f'{{"name": "weather", "arguments": {{"a": [1; {CALL}'
+    assert collected(parse("llama3_json", [text], stream=False)[0]) == (text, [])
+    begun, parser = parse("llama3_json", [text], stream=True)
+    assert told(begun) == [(0, "weather", '{"a": [1'), (f"; {CALL}",)] and parser.num_calls == 0
 
 
 def test_arguments_stream_as_they_come_and_without_tools_all_is_text() -> None:
@@ -215,20 +225,31 @@ def test_a_hostile_megabyte_is_read_in_time_that_grows_with_it(family: str, head
         parse(family, [text[at : at + step] for at in range(0, len(text), step)], stream=step == 64)
         return time.process_time() - start
 
-    assert seconds(2**20, 64) < 1
+    assert seconds(2**20, 64) < 2  # under 0.8 where it was written, on a machine with other work
     half, whole = seconds(2**19, 2**20), seconds(2**20, 2**20)
-    assert whole < 1 and whole < 3 * half + 0.1
+    assert whole < 2 and whole < 3 * half + 0.1
 
 
 @given(VALUES, STYLES, WORDS, st.integers(0, 20), CUTS)
 def test_the_scanner_takes_what_json_takes(value: object, style: dict[str, object], noise: str, place: int, cuts: list[int]) -> None:
     text = json.dumps([value], **style)  # type: ignore[arg-type]
     for tried in (text, text[:place] + noise + text[place:], text[:place] + text[place + 1 :]):
-        try:
-            end = json.JSONDecoder().raw_decode(tried.lstrip())[1] + len(tried) - len(tried.lstrip())
-        except ValueError:
-            end = None
-        assert scans(cut(tried + "!", cuts)) == end
+        assert scans(cut(tried + "!", cuts)) == json_ends(tried)
+
+
+NOT_JSON = ["[1 2]", "[1,]", "[,1]", "[1,,2]", '{"a": "b": 1, "c": 2}', '{"a": 1,}', '{"a" 1}', "{1: 2}", '["a": 1, 2]', '{"a", 1}']
+
+
+@pytest.mark.parametrize("text", NOT_JSON)
+def test_nor_does_the_scanner_take_more(text: str) -> None:
+    assert scans([text]) == scans(list(text)) == json_ends(text) is None
+
+
+def json_ends(text: str) -> int | None:
+    try:
+        return json.JSONDecoder().raw_decode(text.lstrip())[1] + len(text) - len(text.lstrip())
+    except ValueError:
+        return None
 
 
 def scans(texts: list[str]) -> int | None:

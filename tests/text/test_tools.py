@@ -39,6 +39,7 @@ X = "tools[0].function.parameters.properties.x"
     ("tools", "param"),
     [
         ({}, "tools"),
+        ([tool(f"f{index}") for index in range(129)], "tools"),
         ([tool(f"f{index}") for index in range(10_000)], "tools"),
         (["weather"], "tools[0]"),
         ([{"type": "web_search"}], "tools[0]"),
@@ -69,7 +70,7 @@ X = "tools[0].function.parameters.properties.x"
         (with_schema(maxItems=True), f"{X}.maxItems"),
         (with_schema(**{"$ref": "file:///etc/passwd"}), f"{X}.$ref"),
         (with_schema(**{"$ref": 5}), f"{X}.$ref"),
-        (with_schema(**deep(MAX_DEPTH)), "tools[0].function.parameters"),
+        (with_schema(**deep(MAX_DEPTH - 1)), "tools[0].function.parameters"),
         (with_schema(**deep(1_000)), "tools[0].function.parameters"),
         (with_schema(enum=list(range(10**6))), "tools"),
     ],
