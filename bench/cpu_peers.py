@@ -23,8 +23,8 @@ from bench.peers.process import EngineFailed, EngineProcess, Requests
 from octavo.bench.figures import Figure
 from octavo.bench.text import text_ids
 from octavo.bench.workload import TEXT_LOADS, Workload, text_loads
-from octavo.llm import load_tokenizer
 from octavo.loading.resolve import ModelSource, resolve_model
+from octavo.loading.text_side import load_tokenizer
 from octavo.worker.machine import cpu_model, num_threads
 
 MIB = 2**20

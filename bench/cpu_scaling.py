@@ -22,8 +22,8 @@ from bench.peers.lines import Curve, Plot, draw
 from bench.peers.process import EngineProcess, Reply, Requests
 from octavo.bench.figures import Figure, number
 from octavo.bench.text import text_ids
-from octavo.llm import load_tokenizer
 from octavo.loading.resolve import resolve_model
+from octavo.loading.text_side import load_tokenizer
 from octavo.worker.machine import cpu_model, num_threads
 
 STREAMS = (1, 2, 4, 8, 16, 32, 64)

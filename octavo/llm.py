@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from types import TracebackType
 from typing import Literal, TypeVar
 
@@ -24,13 +23,12 @@ from octavo.engine.client import EngineClient, InprocClient
 from octavo.engine.output import OutputProcessor
 from octavo.errors import EngineError, RequestError
 from octavo.interrupt import DeferredInterrupt
-from octavo.loading.generation_config import read_generation_config
-from octavo.loading.resolve import ModelSource, load_model_config, source_of
+from octavo.loading.text_side import open_text_side
 from octavo.messages import AddRequest, SchedulerStats
 from octavo.outputs import RequestOutput, TextDelta
 from octavo.progress import GenerateProgress
 from octavo.sampling_params import SamplingParams
-from octavo.text.prompt import Message, Prompt, PromptEncoder
+from octavo.text.prompt import Message, Prompt
 from octavo.text.tokenizer import Tokenizer
 
 Conversation = Sequence[Message]
@@ -117,18 +115,12 @@ class LLM:
         if debug.switched_on:
             log.logger.warning("OCTAVO_DEBUG is set, for tests only: %s", ", ".join(debug.switched_on))
         self.config = config
-        watch = log.Stopwatch()
-        source = source_of(config)
-        model = load_model_config(source)
-        log.logger.info("Reading the config took %.2f seconds (%s)", watch.total(), source.name)
-        self.model_name = source.name
-        self._tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source)
-        if self._tokenizer is not None:
-            self._tokenizer.check_fits(model.vocab_size)
-            model = replace(model, eos_token_ids=tuple(dict.fromkeys(model.eos_token_ids + self._tokenizer.eos_token_ids)))
-        self.sampling_defaults = _sampling_defaults(config, source)
-        self.encoder = PromptEncoder(self._tokenizer, config.chat_template)
-        self._engine: EngineClient | None = InprocClient(config, source, model, debug)
+        text = open_text_side(config)
+        self.model_name = text.source.name
+        self._tokenizer = text.tokenizer
+        self.sampling_defaults = text.sampling_defaults
+        self.encoder = text.encoder
+        self._engine: EngineClient | None = InprocClient(config, text.source, text.model, debug)
         self._processor = OutputProcessor(self._tokenizer)
         self._streams: dict[str, deque[TextDelta]] = {}
         self._finished: dict[str, RequestOutput] = {}
@@ -289,27 +281,6 @@ class LLM:
         self._processor.drop(request_id)
         self._finished.pop(request_id, None)
         self._streams.pop(request_id, None)
-
-
-def load_tokenizer(source: ModelSource) -> Tokenizer:
-    watch = log.Stopwatch()
-    if source.kind == "gguf":
-        tokenizer = Tokenizer.from_gguf(source.gguf.metadata, str(source.path))
-    else:
-        tokenizer = Tokenizer.from_folder(source.path)
-    log.logger.info("Tokenizer loading took %.2f seconds", watch.total())
-    return tokenizer
-
-
-def _sampling_defaults(config: EngineConfig, source: ModelSource) -> Mapping[str, object]:
-    """What the model's makers recommend, unless the user wants none of it."""
-    if config.generation_config == "none" or source.kind == "gguf":
-        return {}
-    sampling = read_generation_config(source.path).sampling
-    if sampling:
-        shown = ", ".join(f"{name}={value}" for name, value in sampling.items())
-        log.logger.info("Sampling defaults from generation_config.json: %s (generation_config=none turns them off)", shown)
-    return sampling
 
 
 @contextmanager

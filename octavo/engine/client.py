@@ -6,6 +6,7 @@
 from typing import Protocol
 
 from octavo.config import Debug, EngineConfig
+from octavo.engine.assemble import Engine
 from octavo.loading.resolve import ModelSource
 from octavo.log import Stopwatch, logger
 from octavo.messages import AddRequest, Delta, SchedulerStats
@@ -31,14 +32,23 @@ class EngineClient(Protocol):
     def close(self) -> None: ...
 
 
+def open_engine(config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug) -> Engine:
+    """An engine that is ready. torch loads in here, not with the module; FakeKV does without."""
+    if debug.runner == "fake":
+        from octavo.engine.build_fake import build_fake
+
+        return build_fake(config, source, model, debug)
+    with compilers_for(config.device) as compilers:
+        watch = Stopwatch()
+        from octavo.engine.build import build_engine
+
+        logger.info("Importing torch and the engine took %.2f seconds", watch.total())
+        return build_engine(config, source, model, debug, compilers=compilers)
+
+
 class InprocClient:
     def __init__(self, config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug) -> None:
-        with compilers_for(config.device) as compilers:
-            watch = Stopwatch()
-            from octavo.engine.build import build_engine  # torch loads here, not with the module
-
-            logger.info("Importing torch and the engine took %.2f seconds", watch.total())
-            engine = build_engine(config, source, model, debug, compilers=compilers)
+        engine = open_engine(config, source, model, debug)
         self._core = engine.core
         self.geometry = engine.geometry
 

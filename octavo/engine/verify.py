@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from octavo.config import EngineConfig, debug_from_environment
-from octavo.engine.build import Engine, build_engine
+from octavo.engine.assemble import Engine
+from octavo.engine.build import build_engine
 from octavo.errors import ConfigError, EngineError, VerifyError
 from octavo.loading.resolve import ModelSource
 from octavo.messages import AddRequest

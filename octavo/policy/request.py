@@ -12,7 +12,7 @@ sample computes that last token itself.
 from array import array
 from enum import Enum
 
-from octavo.messages import LifeRecord, NoiseKey
+from octavo.messages import LifeRecord, NoiseKey, RowWrite
 from octavo.sampling_params import SamplingParams
 
 LOW32 = 0xFFFFFFFF
@@ -123,6 +123,23 @@ class Sequence:
     def target(self) -> int:
         """Positions that can be planned now."""
         return min(self.num_tokens + self.in_flight, self.stop_at)
+
+    def row_write(self, start: int) -> RowWrite:
+        """What the worker is told when it moves into its row, with `start` positions in the cache."""
+        request = self.request
+        return RowWrite(
+            row=self.row,
+            seq_id=self.seq_id,
+            token_ids=array("i", self.token_ids),
+            num_prompt=request.num_prompt,
+            start=start,
+            table=list(self.table),
+            params=request.params,
+            end_ids=tuple(sorted(request.end_ids)),
+            bad_words=request.bad_words,
+            noise=request.noise(self.index),
+            root=request.root,
+        )
 
     def append(self, tokens: list[int]) -> None:
         """Sampled tokens arrive on the host."""

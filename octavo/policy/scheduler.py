@@ -12,10 +12,11 @@ Plans run in order on one stream, so blocks and rows freed here are reusable at 
 import time
 from array import array
 from bisect import insort
+from collections import OrderedDict
 from collections.abc import Callable
 
 from octavo.errors import RequestError
-from octavo.messages import AddRequest, Delta, FinishReason, RowFork, RowWrite, SchedulerStats, StepPlan, StepResult, TokenLogprobs
+from octavo.messages import AddRequest, Delta, FinishReason, RowFork, SchedulerStats, StepPlan, StepResult, TokenLogprobs
 from octavo.policy.door import Limits, check_request, length_limit
 from octavo.policy.kv_manager import KVManager, PrefixHit
 from octavo.policy.request import Request, Sequence, Status
@@ -53,6 +54,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # both in policy order
         self.running: list[Sequence] = []
         self.requests: dict[str, Request] = {}  # the live ones
+        self._unscheduled: OrderedDict[str, Request] = OrderedDict()  # of which never admitted, by arrival
         self.free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self.stats = SchedulerStats(0, 0, 0, kv.pool.num_blocks, 0, 0, 0, 0, 0)
         self._planned: dict[int, list[Sequence]] = {}  # step -> its sequences, until its update
@@ -82,7 +84,7 @@ class Scheduler:
         seq = self._new_sequence(request, 0, array("i", prompt), length_limit(message, self.limits))
         if params.n > 1:
             seq.stop_at = request.num_prompt - 1
-        self.requests[request.request_id] = request
+        self.requests[request.request_id] = self._unscheduled[request.request_id] = request
         insort(self.waiting, seq, key=_policy_key)
 
     def _new_sequence(self, request: Request, index: int, token_ids: "array[int]", limit: int) -> Sequence:
@@ -106,6 +108,15 @@ class Scheduler:
             return self._finish(parent, "abort")
         request.aborted.add(index)
         return [Delta(request_id, index, [], finish_reason="abort", life=request.life)]
+
+    def expire(self, seconds: float) -> list[Delta]:
+        """End every request that waited so long and was never admitted. Costs nothing while there is none."""
+        deltas: list[Delta] = []
+        while (request := next(iter(self._unscheduled.values()), None)) is not None:
+            if (waited := self.clock() - request.life.queued) < seconds:
+                break
+            deltas += self._fail(request, f"waited {waited:.1f} s in the queue, queue_timeout is {seconds:g} s", "queue_timeout")
+        return deltas
 
     def schedule(self) -> StepPlan:
         """What the next step does. A plan may be empty while results are awaited."""
@@ -217,7 +228,7 @@ class Scheduler:
         count = min(seq.target - hit.num_tokens, budget)
         kv.admit(seq, hit)
         self._take_rows(seq)
-        plan.row_writes.append(self._row_write(seq, hit.num_tokens))
+        plan.row_writes.append(seq.row_write(hit.num_tokens))
         fits = kv.allocate(seq, count, plan)
         assert fits, "admission counted too few blocks"
         seq.status = Status.RUNNING
@@ -240,6 +251,7 @@ class Scheduler:
         life.recomputed_tokens += max(0, seq.lost - hit.num_tokens)
         if life.first_scheduled is None:
             life.first_scheduled = self.clock()
+            del self._unscheduled[seq.request.request_id]
             life.hit_reason = hit.reason
             life.cached_tokens = hit.num_tokens
             self.stats.prefix_queries += seq.num_tokens
@@ -250,22 +262,6 @@ class Scheduler:
         if seq.unforked:
             seq.reserved = [self.free_rows.pop() for _ in range(seq.rows_needed - 1)]
             self._unforked.append(seq)
-
-    def _row_write(self, seq: Sequence, start: int) -> RowWrite:
-        request = seq.request
-        return RowWrite(
-            row=seq.row,
-            seq_id=seq.seq_id,
-            token_ids=array("i", seq.token_ids),
-            num_prompt=request.num_prompt,
-            start=start,
-            table=list(seq.table),
-            params=request.params,
-            end_ids=tuple(sorted(request.end_ids)),
-            bad_words=request.bad_words,
-            noise=request.noise(seq.index),
-            root=request.root,
-        )
 
     def _fork(self, parent: Sequence, plan: StepPlan) -> None:
         """The prompt is planned but for its last token: from here on each sample lives alone."""
@@ -393,6 +389,7 @@ class Scheduler:
         if not request.sequences:
             request.life.finished = self.clock()
             del self.requests[request.request_id]
+            self._unscheduled.pop(request.request_id, None)
 
     def snapshot(self) -> SchedulerStats:
         """The counters and gauges of this moment."""

@@ -9,10 +9,8 @@ children start CUDA: a driver that is none says what to compile for. Says, a lin
     failed NAME why     or it does not
 """
 
-import ctypes
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,13 +28,13 @@ from octavo.kernels.triton.ahead import Ahead, kernel_keys
 from octavo.kernels.triton.packed_ahead import PackedShape
 from octavo.model_config import ModelConfig, RopeConfig
 from octavo.worker.compilers import DONE, DRIVER, FAILED, SEEN, Wanted, variant
+from octavo.worker.die_with import die_with
 
 SLOW = (  # slowest first
     "prefill_hopper", "prefill", "search", "packed_held", "packed_tile", "settle", "packed_few", "merge_few", "decode_few", "decode",
     "race", "nearest", "adjust_rows",
 )  # fmt: skip
 MOST_PROCESSES = 16
-PR_SET_PDEATHSIG = 1
 MOST_LETTERS = 1000  # of an error: a line has to go through a pipe in one piece
 
 
@@ -94,13 +92,6 @@ def compile_kernel(function: Any, specialization: str) -> None:
     """Machine code, and the little C library that launches it: both go into the cache."""
     kernel = function.preload(specialization)
     CudaLauncher(kernel.src, kernel.metadata)
-
-
-def die_with(parent: int) -> None:
-    """Of all ways in which a parent can end, the system knows."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def compile_all(jobs: list[Job], processes: int, results: int) -> None:

@@ -13,8 +13,8 @@ from octavo.bench.text import text_ids
 from octavo.bench.traces import HASHED, MOST, Traced, read_trace, traced
 from octavo.bench.workload import RANDOM_LOADS, TEXT_LOADS, Lengths, drawn, random_load, text_loads
 from octavo.errors import ConfigError
-from octavo.llm import load_tokenizer
 from octavo.loading.resolve import resolve_model
+from octavo.loading.text_side import load_tokenizer
 from octavo.text.tokenizer import Tokenizer
 from tests.support.tokenizers import stories_metadata
 

@@ -19,8 +19,9 @@ from octavo.cli.terminal import Terminal
 from octavo.cli.thinking import Piece, ThinkingSplitter
 from octavo.config import EngineConfig
 from octavo.errors import RequestError
-from octavo.llm import LLM, load_tokenizer
+from octavo.llm import LLM
 from octavo.loading.resolve import resolve_model
+from octavo.loading.text_side import load_tokenizer
 from octavo.outputs import TextDelta
 from octavo.sampling_params import SamplingParams
 from octavo.text.prompt import PromptEncoder

@@ -110,6 +110,13 @@ class EngineMachine(RuleBasedStateMachine):
     def abort(self, whom: tuple[int, int | None]) -> None:
         self._abort(whom)
 
+    @rule(steps=st.integers(1, 12))
+    def expire(self, steps: int) -> None:
+        requests, now = self.engine.scheduler.requests.values(), self.engine.scheduler.step
+        late = {request.request_id for request in requests if request.life.first_scheduled is None and now - request.life.queued >= steps}
+        self.disturbed |= late
+        assert {delta.request_id for delta in self.engine.expire(steps)} == late
+
     @rule(count=st.integers(1, 6))
     def steps(self, count: int) -> None:
         for _ in range(count):

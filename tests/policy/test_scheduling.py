@@ -54,6 +54,35 @@ def test_running_prefills_leave_half_of_what_decode_leaves_to_those_who_wait() -
     assert _tokens_of_step(engine) == {"decode 1": 1, "decode 2": 1, "long": 20, "other": 20}
 
 
+def test_who_waited_too_long_and_was_never_admitted_ends_oldest_first_whatever_its_priority() -> None:
+    engine = FakeEngine(rows=1, by_priority=True, num_blocks=40)
+    engine.add("runs", _prompt(3), sampling(60))
+    engine.step()
+    engine.add("late", _prompt(4, 1), sampling(4, n=1), priority=-1)
+    engine.step()
+    engine.add("in time", _prompt(4, 2), priority=-5)
+    engine.step()
+    assert engine.expire(3) == []
+    (delta,) = engine.expire(2)
+    assert (delta.request_id, delta.finish_reason, delta.code) == ("late", "error", "queue_timeout")
+    assert delta.error == "waited 2.0 s in the queue, queue_timeout is 2 s" and delta.life is not None and delta.life.finished == 3
+    engine.run()
+    assert engine.expire(0) == []
+    assert [engine.reason(name) for name in ("runs", "in time")] == ["length", "length"]
+    engine.assert_idle()
+
+
+def test_a_preempted_request_is_not_late() -> None:
+    engine = FakeEngine(rows=1)
+    engine.add("runs", _prompt(3), sampling(20))
+    engine.step()
+    engine.preempt_last()
+    engine.step()
+    assert engine.scheduler.waiting and engine.expire(0) == []
+    engine.run()
+    engine.assert_exact()
+
+
 @DEPTHS
 def test_short_requests_start_within_three_steps_beside_a_very_long_prompt_which_keeps_its_half(depth: int) -> None:
     rng = random.Random(7)

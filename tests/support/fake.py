@@ -125,6 +125,11 @@ class FakeEngine:
             invariants.check(self.scheduler)
         return deltas
 
+    def expire(self, steps: float) -> list[Delta]:
+        deltas = self.scheduler.expire(steps)
+        self._record(deltas)
+        return deltas
+
     def step(self) -> list[Delta]:
         deltas = self.core.step()
         self._record(deltas)

@@ -1,0 +1,73 @@
+"""The parts of an engine around a runner: pool, manager, scheduler, core."""
+
+import secrets
+from dataclasses import dataclass
+
+from octavo.config import Debug, ResolvedConfig
+from octavo.engine.core import EngineCore
+from octavo.messages import EngineFacts
+from octavo.model_config import ModelConfig
+from octavo.policy.block_pool import BlockPool, OnEvent
+from octavo.policy.cache_spec import CacheGeometry
+from octavo.policy.door import Limits
+from octavo.policy.kv_manager import KVManager
+from octavo.policy.scheduler import Scheduler
+from octavo.worker.executor import Executor, Runner
+
+
+@dataclass(slots=True)
+class Engine:
+    core: EngineCore
+    geometry: CacheGeometry
+    runner: Runner
+
+    def facts(self, model_name: str, epoch: int) -> EngineFacts:
+        limits = self.core.scheduler.limits
+        return EngineFacts(
+            model_name=model_name,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            epoch=epoch,
+        )
+
+
+def assemble(
+    config: ResolvedConfig,
+    model: ModelConfig,
+    debug: Debug,
+    geometry: CacheGeometry,
+    runner: Runner,
+    executor: Executor,
+    identity: bytes,
+    on_event: OnEvent | None = None,
+) -> Engine:
+    """`executor` has been started. `identity`: what must be equal for two caches to hold the same bytes for the same tokens."""
+    kv = KVManager(
+        BlockPool(geometry.num_blocks, on_event),
+        geometry.block_size,
+        caching=config.enable_prefix_caching,
+        key=secrets.token_bytes(32),
+        identity=identity,
+        force_miss=debug.cache_force_miss,
+    )
+    limits = Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=geometry.max_model_len,
+        vocab_size=model.vocab_size,
+        num_blocks=geometry.num_blocks,
+        block_size=geometry.block_size,
+    )
+    scheduler = Scheduler(
+        kv,
+        limits,
+        by_priority=config.scheduling_policy == "priority",
+        end_ids=tuple(token for token in model.eos_token_ids if token < model.vocab_size),
+        seed=config.seed,
+        preempt_every=debug.preempt_every,
+    )
+    return Engine(EngineCore(scheduler, executor, config.pipeline_depth, debug.check), geometry, runner)

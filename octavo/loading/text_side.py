@@ -1,0 +1,54 @@
+"""The text side of a model: its files found, its config and tokenizer read, with no weight touched and no torch imported."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from octavo.config import EngineConfig
+from octavo.loading.generation_config import read_generation_config
+from octavo.loading.resolve import ModelSource, load_model_config, source_of
+from octavo.log import Stopwatch, logger
+from octavo.model_config import ModelConfig
+from octavo.text.prompt import PromptEncoder
+from octavo.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextSide:
+    source: ModelSource
+    model: ModelConfig  # with the end ids that the tokenizer knows of
+    tokenizer: Tokenizer | None  # None where skip_tokenizer_init is set
+    encoder: PromptEncoder
+    sampling_defaults: Mapping[str, object]
+
+
+def open_text_side(config: EngineConfig) -> TextSide:
+    watch = Stopwatch()
+    source = source_of(config)
+    model = load_model_config(source)
+    logger.info("Reading the config took %.2f seconds (%s)", watch.total(), source.name)
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source)
+    if tokenizer is not None:
+        tokenizer.check_fits(model.vocab_size)
+        model = replace(model, eos_token_ids=tuple(dict.fromkeys(model.eos_token_ids + tokenizer.eos_token_ids)))
+    return TextSide(source, model, tokenizer, PromptEncoder(tokenizer, config.chat_template), _sampling_defaults(config, source))
+
+
+def load_tokenizer(source: ModelSource) -> Tokenizer:
+    watch = Stopwatch()
+    if source.kind == "gguf":
+        tokenizer = Tokenizer.from_gguf(source.gguf.metadata, str(source.path))
+    else:
+        tokenizer = Tokenizer.from_folder(source.path)
+    logger.info("Tokenizer loading took %.2f seconds", watch.total())
+    return tokenizer
+
+
+def _sampling_defaults(config: EngineConfig, source: ModelSource) -> Mapping[str, object]:
+    """What the model's makers recommend, unless the user wants none of it."""
+    if config.generation_config == "none" or source.kind == "gguf":
+        return {}
+    sampling = read_generation_config(source.path).sampling
+    if sampling:
+        shown = ", ".join(f"{name}={value}" for name, value in sampling.items())
+        logger.info("Sampling defaults from generation_config.json: %s (generation_config=none turns them off)", shown)
+    return sampling
