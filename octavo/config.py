@@ -158,9 +158,14 @@ class Debug:
     native: Literal["on", "off"] = "on"  # off: torch computes, whatever `native` says
     preempt_every: int = 0  # preempt the last running sequence every k steps
     forward_raise: int = 0  # raise in forward at this step
+    forward_sleep: int = 0  # milliseconds by which every forward takes longer
     forward_nan: int = 0  # make the first planned row of this step not finite
     sample_bad_id: int = 0  # sample an id outside the vocabulary at this step
     cache_force_miss: bool = False  # every prefix lookup misses
+    ipc_drop: int = 0  # this frame of news, of those an engine process sends, is lost on the way
+    ipc_truncate: int = 0  # half of it is
+    ipc_garbage: int = 0  # it comes out as something else
+    exit_sigkill: int = 0  # an engine process is killed at this step
 
     @property
     def switched_on(self) -> list[str]:

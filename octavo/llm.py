@@ -19,12 +19,13 @@ from octavo.config import (
     debug_from_environment,
     log_level,
 )
+from octavo.engine.asking import to_request
 from octavo.engine.client import EngineClient, InprocClient
 from octavo.engine.output import OutputProcessor
 from octavo.errors import EngineError, RequestError
 from octavo.interrupt import DeferredInterrupt
 from octavo.loading.text_side import open_text_side
-from octavo.messages import AddRequest, SchedulerStats
+from octavo.messages import SchedulerStats
 from octavo.outputs import RequestOutput, TextDelta
 from octavo.progress import GenerateProgress
 from octavo.sampling_params import SamplingParams
@@ -218,13 +219,7 @@ class LLM:
         return str(self._count - 1)
 
     def _add(self, request_id: str, encoded: Encoded, params: SamplingParams, priority: int = 0) -> None:
-        for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-            if value is not None and value > self.config.max_logprobs:
-                raise RequestError(f"{name} is {value}, max_logprobs is {self.config.max_logprobs}", name)
-        if params.stop and self._tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and skip_tokenizer_init is set; use stop_token_ids", "stop")
-        bad_words = self.encoder.spellings(params.bad_words)
-        request = AddRequest(request_id, encoded[1], params, priority, bad_words=bad_words)
+        request = to_request(request_id, encoded[1], params, self.config, self.encoder, priority)
         self._client.add(request)
         self._processor.add(request, encoded[0])
 

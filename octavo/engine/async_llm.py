@@ -1,16 +1,37 @@
-"""`AsyncLLM`: a server's side of an engine that runs in a process of its own."""
+"""`AsyncLLM`: an engine in a process of its own, for asyncio. Text becomes ids before it and ids become text in it.
 
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+    start      a supervisor starts the engine process, or an engine that another process supervises is joined
+    generate   checked here, sent; news come back by the step, are turned into text and wait for their reader
+    watch      pings, and looks for signs of life: an engine that is silent or stuck is as good as dead
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from octavo.config import EngineConfig, log_level
+from octavo.engine.asking import to_request
+from octavo.engine.link import Link
+from octavo.engine.output import OutputProcessor
+from octavo.engine.process import Orders
+from octavo.engine.streams import Stream
+from octavo.engine.supervisor import Serving, SocketFolder, Supervisor
+from octavo.engine.wire import Abort, Add, Beat, Hello, News, Refused, ResetPrefixCache, frame_limit
+from octavo.errors import DeadlineError, EngineError, OctavoError, OverloadError, RequestError, UnavailableError
+from octavo.loading.text_side import TextSide, open_text_side
+from octavo.log import logger
 from octavo.messages import EngineFacts, SchedulerStats
 from octavo.outputs import TextDelta
+from octavo.policy.door import Limits, check_request
 from octavo.sampling_params import SamplingParams
 from octavo.text.prompt import PromptEncoder
 from octavo.text.tokenizer import Tokenizer
 
 State = Literal["loading", "ready", "draining", "dead"]
+TICK_SECONDS = 0.25
+RETRY_SECONDS = 1.0  # what a client is told to wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +47,240 @@ class Ask:
 
 
 class AsyncLLM:
-    facts: EngineFacts  # known once ready
-    state: State
-    encoder: PromptEncoder
-    tokenizer: Tokenizer
-    sampling_defaults: Mapping[str, object]
-    stats: SchedulerStats  # the last known
+    """To be made and used in one event loop; `start` it, `close` it."""
 
-    def generate(self, ask: Ask) -> AsyncIterator[list[TextDelta]]:
-        """News since the last item, of all samples; leaving the iteration aborts the request.
+    def __init__(
+        self, config: EngineConfig, serving: Serving | None = None, on_dead: Callable[[OctavoError], None] | None = None,
+        address: str | None = None, text: TextSide | None = None,
+    ) -> None:  # fmt: skip
+        """`on_dead`: hears why the engine will not come back. `address`: of an engine that another process supervises."""
+        text = text or open_text_side(config)
+        self.config = config
+        self.encoder: PromptEncoder = text.encoder
+        self.sampling_defaults: Mapping[str, object] = text.sampling_defaults
+        self.state: State = "loading"
+        self.stats = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
+        self.facts: EngineFacts
+        self._text = text
+        self._serving = serving or Serving()
+        self._on_dead = on_dead
+        self._folder = SocketFolder() if address is None else None
+        self.address = address or self._folder.address  # type: ignore[union-attr]
+        self._processor = OutputProcessor(text.tokenizer)
+        self._streams: dict[str, Stream] = {}
+        self._count = 0
+        self._last_sign = self._stalled = 0.0
+        self._closed = False
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._text.tokenizer is None:
+            raise RequestError("there is no tokenizer: skip_tokenizer_init is set", "skip_tokenizer_init")
+        return self._text.tokenizer
+
+    @property
+    def num_open(self) -> int:
+        """Requests somebody waits for."""
+        return len(self._streams)
+
+    @property
+    def engine_pid(self) -> int | None:
+        """Of the engine process, where this one supervises it."""
+        return None if self._supervisor is None else self._supervisor.pid
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Until the engine is ready; raises what kept it from starting."""
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._link = Link(self.address, self, frame_limit(self.config, self._text.model))
+        self._watching = asyncio.create_task(self._watch())
+        self._supervisor = None
+        if self._folder is not None:
+            serving = self._serving
+            self._supervisor = Supervisor(self._orders(), serving.max_restarts, self._on_start, self._on_down, self._on_engine_dead)
+        await self._ready
+
+    def _orders(self) -> Orders:
+        source, serving = self._text.source, self._serving
+        return Orders(
+            config=replace(self.config, model=str(source.path), revision=None),
+            path=str(source.path),
+            kind=source.kind,
+            name=source.name,
+            end_ids=self._text.model.eos_token_ids,
+            address=self.address,
+            epoch=0,
+            max_queue=serving.max_queue,
+            queue_timeout=serving.queue_timeout,
+            log_level=log_level("INFO"),
+        )
+
+    async def drain(self, seconds: float) -> int:
+        """No new requests; those that are open may end in time. How many did not."""
+        self.state = "draining"
+        deadline = time.monotonic() + seconds
+        while self._streams and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        return len(self._streams)
+
+    async def close(self) -> None:
+        """Ends the engine process, if it is ours, and every open request. Closing twice is harmless."""
+        if self._closed:
+            return
+        self._closed, self.state = True, "dead"
+        self._fail_all(UnavailableError("the server is shutting down", RETRY_SECONDS))
+        if hasattr(self, "_link"):
+            self._watching.cancel()
+            self._link.close()
+            if self._supervisor is not None:
+                await self._supervisor.stop()
+        if self._folder is not None:
+            self._folder.remove()
+
+    async def reset_prefix_cache(self) -> None:
+        """Before the next request: forget every cached block that nobody holds, and find none of the others again."""
+        self._link.send(ResetPrefixCache())
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, ask: Ask) -> AsyncGenerator[list[TextDelta], None]:
+        """News since the last item, one delta for each sample that has any; leaving the iteration aborts the request.
 
         Raises RequestError, OverloadError, UnavailableError, DeadlineError and EngineError, before the first item where it can.
         """
-        raise NotImplementedError
+        stream = self._submit(ask)
+        try:
+            while news := await stream.take():
+                yield news
+        finally:
+            self._drop(stream)
 
-    async def reset_prefix_cache(self) -> None:
-        raise NotImplementedError
+    def _submit(self, ask: Ask) -> Stream:
+        if self.state != "ready":
+            raise UnavailableError(f"the engine is {self.state}", RETRY_SECONDS)
+        self._count += 1
+        request_id = f"{self._link.name}-{self._count}"
+        request = to_request(
+            request_id, ask.prompt_token_ids, ask.params, self.config, self.encoder, ask.priority, ask.cache_salt
+        )  # fmt: skip
+        check_request(request, self._limits)
+        self._link.send(Add(request))
+        self._processor.add(request, ask.prompt)
+        stream = self._streams[request_id] = Stream(request_id)
+        if ask.timeout is not None:
+            error = DeadlineError(f"the request was not done after {ask.timeout:g} s")
+            stream.timer = asyncio.get_running_loop().call_later(ask.timeout, self._end, stream, error)
+        return stream
 
-    async def close(self) -> None:
-        raise NotImplementedError
+    def _end(self, stream: Stream, error: OctavoError) -> None:
+        """Here and in the engine; its reader hears why."""
+        self._abort(stream)
+        stream.fail(error)
+
+    def _drop(self, stream: Stream) -> None:
+        """Nobody reads it any more."""
+        del self._streams[stream.request_id]
+        if stream.timer is not None:
+            stream.timer.cancel()
+        self._abort(stream)
+
+    def _abort(self, stream: Stream) -> None:
+        self._processor.drop(stream.request_id)
+        if not stream.over and self._link.epoch:
+            self._send_abort(stream.request_id)
+
+    def _send_abort(self, request_id: str, index: int | None = None) -> None:
+        try:
+            self._link.send(Abort(request_id, index))
+        except UnavailableError:  # then it ends there by itself
+            logger.debug("could not abort %s: the engine cannot be reached", request_id)
+
+    def _fail_all(self, error: OctavoError) -> None:
+        for stream in self._streams.values():
+            self._processor.drop(stream.request_id)
+            stream.fail(error)
+
+    # --- what the engine says ----------------------------------------------------------------------------------------
+
+    def on_hello(self, hello: Hello) -> None:
+        self.facts = facts = hello.facts
+        self._limits = Limits(
+            max_num_seqs=facts.max_num_seqs, max_num_batched_tokens=facts.max_num_batched_tokens, max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size, num_blocks=facts.num_blocks, block_size=facts.block_size,
+        )  # fmt: skip
+        self._last_sign, self._stalled = time.monotonic(), 0.0
+        if self.state != "draining":
+            self.state = "ready"
+        if self._supervisor is not None:
+            self._supervisor.ready()
+        if not self._ready.done():
+            self._ready.set_result(None)
+
+    def on_news(self, news: News) -> None:
+        self._last_sign, self.stats = time.monotonic(), news.stats
+        processed = self._processor.process(news.deltas)
+        streams = self._streams
+        for request_id, index in processed.aborts:
+            self._send_abort(request_id, index)
+        for delta in processed.deltas:
+            streams[delta.request_id].push(delta)
+        for output in processed.finished:
+            streams[output.request_id].finish()
+
+    def on_refused(self, refused: Refused) -> None:
+        stream = self._streams.get(refused.request_id)
+        self._processor.drop(refused.request_id)
+        if stream is None:
+            return
+        if refused.kind == "overload":
+            stream.fail(OverloadError(refused.message, refused.retry_after))
+        else:
+            stream.fail(RequestError(refused.message, refused.param, refused.code))
+
+    def on_beat(self, beat: Beat) -> None:
+        self._last_sign, self._stalled, self.stats = time.monotonic(), beat.stalled, beat.stats
+
+    def on_lost(self) -> None:
+        for stream in list(self._streams.values()):
+            self._end(stream, EngineError("a message between this process and the engine was lost"))
+
+    # --- whether it lives --------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        last = time.monotonic()
+        while True:
+            self._link.ping()
+            await asyncio.sleep(TICK_SECONDS)
+            slept, last = time.monotonic() - last, time.monotonic()
+            if slept > TICK_SECONDS + 1:  # this process was stopped itself: nothing was heard because nobody listened
+                self._last_sign += slept
+            if self._link.epoch and (verdict := self._verdict(last)):
+                if self._supervisor is not None:
+                    self._supervisor.kill(verdict)
+                else:
+                    self._on_down(verdict)
+
+    def _verdict(self, now: float) -> str:
+        """Why the engine is as good as dead; nothing if it is not."""
+        if now - self._last_sign > self._serving.beat_timeout:
+            return f"it gave no sign of life for {self._serving.beat_timeout:g} s"
+        if self._stalled > self._serving.hang_timeout:
+            return f"a step took more than {self._serving.hang_timeout:g} s"
+        return ""
+
+    def _on_start(self, epoch: int) -> None:
+        self._link.least_epoch = epoch
+
+    def _on_down(self, reason: str) -> None:
+        self._link.forget()
+        if self.state != "draining":
+            self.state = "dead"
+        self._fail_all(UnavailableError(f"the engine died: {reason}", RETRY_SECONDS, "engine_dead"))
+
+    def _on_engine_dead(self, error: OctavoError) -> None:
+        self.state = "dead"
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        elif self._on_dead is not None:
+            self._on_dead(error)

@@ -1,4 +1,8 @@
-"""Fault points of the worker, switched on only by tests; without a switch nothing happens."""
+"""Fault points of the engine, switched on only by tests; without a switch nothing happens."""
+
+import os
+import signal
+import time
 
 from octavo.config import Debug
 from octavo.errors import EngineError
@@ -9,6 +13,10 @@ class Faults:
         self._debug = debug
 
     def before_forward(self, step: int) -> None:
+        if step == self._debug.exit_sigkill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._debug.forward_sleep:
+            time.sleep(self._debug.forward_sleep / 1000)
         if step == self._debug.forward_raise:
             raise EngineError(f"fault point forward.raise at step {step}")
 
@@ -19,3 +27,11 @@ class Faults:
     def spoils_id(self, step: int) -> bool:
         """Whether the first sample of the step is to be an id outside the vocabulary."""
         return step == self._debug.sample_bad_id
+
+    def on_the_way(self, number: int, frame: bytes) -> bytes:
+        """What arrives of a frame of news."""
+        if number == self._debug.ipc_drop:
+            return b""
+        if number == self._debug.ipc_truncate:
+            return frame[: len(frame) // 2]
+        return bytes(reversed(frame)) if number == self._debug.ipc_garbage else frame

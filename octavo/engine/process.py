@@ -1,0 +1,151 @@
+"""The engine process: builds an engine, then takes in what came, steps, hands out the news, until its parent ends it.
+
+    stdin     its orders, a line of JSON; closed when the parent ends, and then it ends too
+    stdout    why it could not start, a line of JSON
+    stderr    the log
+"""
+
+import os
+import signal
+import sys
+import time
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from octavo import log
+from octavo.config import EngineConfig, debug_from_environment
+from octavo.engine.assemble import Engine
+from octavo.engine.client import open_engine
+from octavo.engine.core import EngineCore
+from octavo.engine.router import BROKEN, Command, Gone, Pulse, Router
+from octavo.engine.stats import StatsLog
+from octavo.engine.wire import Abort, Refused, ResetPrefixCache, frame_limit
+from octavo.errors import OctavoError, RequestError
+from octavo.loading.resolve import ModelSource, load_model_config
+from octavo.messages import AddRequest
+from octavo.worker.die_with import die_with
+from octavo.worker.faults import Faults
+
+PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from octavo.engine.process import main; main(int(sys.argv[1]))"
+START_FAILED = 1  # exit code, with the reason on stdout
+SWITCH_SECONDS = 0.0005  # how long the loop may keep the interpreter from the router's thread
+
+
+class Orders(Struct, frozen=True):
+    """All an engine process is told."""
+
+    config: EngineConfig
+    path: str  # of the model, found by the parent
+    kind: Literal["folder", "gguf"]
+    name: str
+    end_ids: tuple[int, ...]
+    address: str
+    epoch: int
+    max_queue: int
+    queue_timeout: float | None
+    log_level: str
+
+
+class Reason(Struct, frozen=True):
+    """Why an engine did not start."""
+
+    kind: str  # the error's class
+    message: str
+
+
+class Loop:
+    """What comes in between steps, and what goes out."""
+
+    def __init__(self, core: EngineCore, router: Router, queue_timeout: float | None) -> None:
+        self._core = core
+        self._router = router
+        self._queue_timeout = queue_timeout
+        self._taken = 0
+        self._log = StatsLog(core.scheduler.snapshot())
+
+    def run(self) -> None:
+        while True:
+            self.turn()
+
+    def turn(self) -> None:
+        """Waits if there is nothing to do, and makes one step if there is."""
+        core, scheduler = self._core, self._core.scheduler
+        refused = [refusal for command in self._router.take(wait=not core.has_work) if (refusal := self._obey(command))]
+        self._router.publish(self.pulse(busy=True))
+        deltas = core.step() if core.has_work else []
+        if self._queue_timeout is not None:
+            deltas += scheduler.expire(self._queue_timeout)
+        pulse = self.pulse(core.has_work)
+        self._router.publish(pulse)
+        self._router.give(deltas, refused, pulse.stats)
+        self._log.turn(pulse.stats)
+
+    def pulse(self, busy: bool) -> Pulse:
+        scheduler = self._core.scheduler
+        return Pulse(time.monotonic(), busy, scheduler.step, self._taken, len(scheduler.free_rows), copy(scheduler.snapshot()))
+
+    def _obey(self, command: Command) -> Refused | None:
+        core = self._core
+        if isinstance(command, AddRequest):
+            self._taken += 1
+            try:
+                core.add(command)
+            except RequestError as error:
+                return Refused(command.request_id, "request", str(error), error.param, error.code)
+        elif isinstance(command, Abort):
+            core.abort(command.request_id, command.index)
+        elif isinstance(command, ResetPrefixCache):
+            core.scheduler.kv.pool.forget()
+        elif isinstance(command, Gone):
+            for request_id in [each for each in core.scheduler.requests if each.startswith(f"{command.name}-")]:
+                core.abort(request_id)
+        return None
+
+
+def serve(orders: Orders) -> None:
+    """For ever; raises if it cannot start or go on."""
+    debug = debug_from_environment()
+    source = ModelSource(Path(orders.path), orders.kind, orders.name)
+    model = replace(load_model_config(source), eos_token_ids=orders.end_ids)
+    limit = frame_limit(orders.config, model)
+    router = Router(orders.address, orders.epoch, orders.max_queue, limit, Faults(debug), lifeline=sys.stdin.fileno())
+    router.start()
+    engine: Engine = open_engine(orders.config, source, model, debug)
+    loop = Loop(engine.core, router, orders.queue_timeout)
+    router.ready(engine.facts(source.name, orders.epoch), loop.pulse(busy=False))
+    try:
+        loop.run()
+    except Exception as error:
+        raise LoopBroke from error
+
+
+class LoopBroke(Exception):
+    """The engine had started, and cannot go on."""
+
+
+def main(parent: int) -> None:
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    answers = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
+    sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
+        log.setup(orders.log_level)
+        serve(orders)
+    except LoopBroke as error:
+        log.logger.error("the engine broke", exc_info=error.__cause__)
+        code = BROKEN
+    except (OctavoError, MemoryError, OSError) as error:
+        os.write(answers, msgspec.json.encode(Reason(type(error).__name__, str(error) or type(error).__name__)))
+        code = START_FAILED
+    except BaseException as error:
+        log.logger.error("the engine could not be built", exc_info=error)
+        os.write(answers, msgspec.json.encode(Reason(type(error).__name__, f"{type(error).__name__}: {error}")))
+        code = START_FAILED
+    os._exit(code)  # at once, whatever other threads do

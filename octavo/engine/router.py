@@ -1,0 +1,291 @@
+"""The engine's ear and mouth: a thread that owns the ROUTER socket, so that nobody waits for a step to be heard.
+
+    this thread    takes frames; refuses at once what the queue has no room for; sends the news of every step; beats
+    main thread    between steps: `take` what came in, step, `give` the news
+
+A client is an API process. The ids of its requests begin with its name on the socket, so news find their way back. One that is
+silent for some seconds, or whose process is gone, is given up: its requests are aborted.
+"""
+
+import os
+import queue
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import zmq
+
+from octavo.engine import wire
+from octavo.engine.wire import Abort, Add, Beat, Down, DownFrame, Hello, Lost, News, Ping, Refused, ResetPrefixCache, Up, UpFrame
+from octavo.log import logger
+from octavo.messages import AddRequest, Delta, EngineFacts, SchedulerStats
+from octavo.worker.faults import Faults
+
+BEAT_SECONDS = 0.25
+CLIENT_SECONDS = 10.0  # a client that is silent so long is given up
+FRAMES_AT_ONCE = 256  # taken in before news are sent again
+LARGE = 256  # tokens with logprobs in one frame: a reader must not be busy for long with one
+BROKEN = 2  # exit code of an engine process that cannot go on
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A client was given up."""
+
+    name: str
+
+
+Command = AddRequest | Abort | ResetPrefixCache | Gone
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """How the loop stands, published between steps."""
+
+    at: float
+    busy: bool  # a step follows
+    steps: int
+    taken: int  # requests taken out of the inbox, ever
+    free_rows: int
+    stats: SchedulerStats  # a copy
+
+
+class _Client:
+    __slots__ = ("greeted", "heard", "identity", "pid", "seen", "sent")
+
+    def __init__(self, identity: bytes, pid: int) -> None:
+        self.identity = identity
+        self.pid = pid
+        self.greeted = False  # it knows that the engine is ready
+        self.heard = 0  # number of its last frame
+        self.sent = 0  # number of the last one to it
+        self.seen = time.monotonic()
+
+    @property
+    def name(self) -> str:
+        return self.identity.decode()
+
+    @property
+    def is_gone(self) -> bool:
+        if time.monotonic() - self.seen > CLIENT_SECONDS:
+            return True
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass
+        return False
+
+
+class Router:
+    def __init__(self, address: str, epoch: int, max_queue: int, frame_limit: int, faults: Faults, lifeline: int | None = None) -> None:
+        """`lifeline`: a descriptor that ends when the parent does."""
+        self._epoch = epoch
+        self._max_queue = max_queue
+        self._faults = faults
+        self._lifeline = lifeline
+        self._clients: dict[bytes, _Client] = {}
+        self._facts: EngineFacts | None = None
+        self._pulse: Pulse | None = None
+        self._handed = 0  # requests put into the inbox, ever
+        self._news_frames = 0
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._outbox: deque[tuple[list[Delta], list[Refused], SchedulerStats]] = deque()
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        for option, value in ((zmq.MAXMSGSIZE, frame_limit), (zmq.SNDHWM, 0), (zmq.LINGER, 0), (zmq.ROUTER_HANDOVER, 1)):
+            self._socket.setsockopt(option, value)
+        self._socket.bind(address)
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="router", daemon=True).start()
+
+    # --- for the main thread -----------------------------------------------------------------------------------------
+
+    def ready(self, facts: EngineFacts, pulse: Pulse) -> None:
+        self._pulse, self._facts = pulse, facts
+        self._rouse()
+
+    def publish(self, pulse: Pulse) -> None:
+        self._pulse = pulse
+
+    def take(self, wait: bool) -> list[Command]:
+        """All that came in; with `wait`, at least one."""
+        commands = [self._inbox.get()] if wait else []
+        while not self._inbox.empty():
+            commands.append(self._inbox.get())
+        return commands
+
+    def give(self, deltas: list[Delta], refused: list[Refused], stats: SchedulerStats) -> None:
+        if deltas or refused:
+            self._outbox.append((deltas, refused, stats))
+            self._rouse()
+
+    def _rouse(self) -> None:
+        with suppress(BlockingIOError):  # it has been told often enough
+            os.write(self._wake, b"\0")
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException:
+            logger.exception("the engine can no longer be reached, so it ends")
+            os._exit(BROKEN)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        for each in (self._socket, self._woken, *([] if self._lifeline is None else [self._lifeline])):
+            poller.register(each, zmq.POLLIN)
+        next_beat = time.monotonic()
+        while True:
+            wait = max(0.0, next_beat - time.monotonic())
+            events = dict(poller.poll(int(wait * 1000) + 1))
+            if self._lifeline is not None and self._lifeline in events and not os.read(self._lifeline, 4096):
+                os._exit(0)  # nobody is left to serve
+            if self._woken in events:
+                os.read(self._woken, 4096)
+            if self._socket in events:
+                self._receive()
+            self._greet()
+            self._send_news()
+            if time.monotonic() >= next_beat:
+                self._beat()
+                next_beat = time.monotonic() + BEAT_SECONDS
+
+    def _receive(self) -> None:
+        for _ in range(FRAMES_AT_ONCE):
+            try:
+                identity, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            frame = wire.decode_down(parts[0]) if len(parts) == 1 else None
+            if frame is not None:
+                self._hear(identity, frame)
+            elif identity in self._clients:
+                self._lose(self._clients[identity])
+
+    def _hear(self, identity: bytes, frame: DownFrame) -> None:
+        client = self._clients.get(identity)
+        if isinstance(frame.body, Ping) and (client is None or frame.epoch != self._epoch):
+            self._meet(identity, client, frame, frame.body)
+            return
+        if client is None or frame.epoch != self._epoch:
+            return  # meant for an engine before this one
+        client.seen = time.monotonic()
+        expected, client.heard = client.heard + 1, frame.number
+        if frame.number != expected:
+            self._lose(client)
+        else:
+            self._obey(client, frame.body)
+
+    def _meet(self, identity: bytes, client: _Client | None, frame: DownFrame, ping: Ping) -> None:
+        """One that is new here, or has not heard yet that this is a new engine."""
+        if client is None:
+            client = self._clients[identity] = _Client(identity, ping.pid)
+            if frame.epoch == self._epoch:  # it was given up and is back
+                client.greeted = True
+                self._send(client, Lost())
+        elif client.greeted:  # it has given up this engine, or not heard of it yet
+            client.greeted = False
+            self._inbox.put(Gone(client.name))
+        client.seen, client.heard = time.monotonic(), frame.number
+
+    def _greet(self) -> None:
+        """Whoever does not know yet hears that the engine is ready."""
+        if self._facts is None:
+            return
+        for client in self._clients.values():
+            if not client.greeted:
+                client.greeted = True
+                self._send(client, Hello(self._facts))
+
+    def _obey(self, client: _Client, body: Down) -> None:
+        if isinstance(body, Ping):
+            return
+        if isinstance(body, ResetPrefixCache):
+            self._inbox.put(body)
+            return
+        request_id = body.request.request_id if isinstance(body, Add) else body.request_id
+        if not request_id.startswith(f"{client.name}-"):
+            logger.warning("Dropped a message about request %r, which is not of client %s", request_id[:80], client.name)
+        elif isinstance(body, Abort):
+            self._inbox.put(body)
+        elif self._is_full():
+            text = f"the queue is full: max_queue is {self._max_queue}, try again later"
+            self._send(client, Refused(request_id, "overload", text))
+        else:
+            self._handed += 1
+            self._inbox.put(body.request)
+
+    def _is_full(self) -> bool:
+        pulse = self._pulse
+        if pulse is None:
+            return True
+        return pulse.stats.waiting + self._handed - pulse.taken - pulse.free_rows >= self._max_queue
+
+    def _lose(self, client: _Client) -> None:
+        """A frame of its is missing, nobody knows which: none of its requests can be trusted."""
+        logger.error("A frame of client %s was lost, its requests end", client.name)
+        self._inbox.put(Gone(client.name))
+        self._send(client, Lost())
+
+    def _send_news(self) -> None:
+        while self._outbox:
+            deltas, refused, stats = self._outbox.popleft()
+            for each in refused:
+                self._send_to(each.request_id, each)
+            by_client: defaultdict[str, list[Delta]] = defaultdict(list)
+            for delta in deltas:
+                by_client[delta.request_id.partition("-")[0]].append(delta)
+            for name, news in by_client.items():
+                for part in _sliced(news):
+                    self._send_to(name, News(part, stats))
+
+    def _send_to(self, request_id: str, body: Up) -> None:
+        client = self._clients.get(request_id.partition("-")[0].encode())
+        if client is not None:
+            self._send(client, body)
+
+    def _send(self, client: _Client, body: Up) -> None:
+        client.sent += 1
+        frame = wire.encode(UpFrame(self._epoch, client.sent, body))
+        if isinstance(body, News):
+            self._news_frames += 1
+            frame = self._faults.on_the_way(self._news_frames, frame)
+        if frame:
+            self._socket.send_multipart([client.identity, frame], zmq.NOBLOCK)
+
+    def _beat(self) -> None:
+        for client in [client for client in self._clients.values() if client.is_gone]:
+            logger.warning("API process %d is gone, its requests are aborted", client.pid)
+            del self._clients[client.identity]
+            self._inbox.put(Gone(client.name))
+        pulse = self._pulse
+        if pulse is None:
+            return
+        inbox = self._handed - pulse.taken
+        stalled = time.monotonic() - pulse.at if pulse.busy or inbox else 0.0
+        beat = Beat(pulse.steps, stalled, replace(pulse.stats, waiting=pulse.stats.waiting + inbox))
+        for client in self._clients.values():
+            if client.greeted:
+                self._send(client, beat)
+
+
+def _sliced(news: list[Delta]) -> Iterator[list[Delta]]:
+    """In one piece, unless there is much to read: logprobs of a long prompt come in several."""
+    pieces = [delta for delta in news if delta.prompt_logprobs is not None]
+    for delta in pieces:
+        assert delta.prompt_logprobs is not None
+        start, found = delta.prompt_logprobs
+        for at in range(0, len(found), LARGE):
+            yield [replace(delta, prompt_logprobs=(start + at, found[at : at + LARGE]))]
+    rest = [delta for delta in news if delta.prompt_logprobs is None] if pieces else news
+    if rest:
+        yield rest
