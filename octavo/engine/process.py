@@ -115,7 +115,7 @@ def serve(orders: Orders) -> None:
     limit = frame_limit(orders.config, model)
     router = Router(orders.address, orders.epoch, orders.max_queue, limit, Faults(debug), lifeline=sys.stdin.fileno())
     router.start()
-    engine: Engine = open_engine(orders.config, source, model, debug)
+    engine: Engine = open_engine(orders.config, source, model, debug, orders.epoch)
     loop = Loop(engine.core, router, orders.queue_timeout)
     router.ready(engine.facts(source.name, orders.epoch), loop.pulse(busy=False))
     try:
