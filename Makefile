@@ -16,7 +16,7 @@ EDITABLE := $(PIP) install --no-deps --no-build-isolation -e .
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native chat demo lint test check sanitize package soak
+.PHONY: help setup native serve chat demo lint test check sanitize package soak
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -44,6 +44,9 @@ $(NATIVE): CMakeLists.txt $(wildcard octavo/native/*.cpp octavo/native/*.h) | $(
 	@[ -f build/native/CMakeCache.txt ] || $(EDITABLE)
 	@$(BIN)/cmake build/native > /dev/null && $(BIN)/cmake --build build/native
 	@[ ! -f $@ ] || touch $@
+
+serve: setup ## serve the default model on http://127.0.0.1:8000
+	@$(BIN)/octavo serve
 
 chat: setup ## talk to the default model
 	@$(BIN)/octavo chat

@@ -67,10 +67,10 @@ class StepTimes:
         self._steps.run = self._timed
         return self
 
-    def _timed(self, shape: Shape) -> Any:
+    def _timed(self, shape: Shape, whole: bool) -> Any:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        forward = self._run(shape)
+        forward = self._run(shape, whole)
         end.record()
         self._events.append((shape, sum(self._runner._plan.num_query), start, end))
         return forward

@@ -1,15 +1,18 @@
-"""Sampling on a GPU beyond the graph, checked against its twins and timed: `python bench/gpu_sampling.py [--tiny]`.
+"""Sampling on a GPU beyond the graph, checked against its twins and timed: `python bench/gpu_sampling.py [--sweep] [--tiny]`.
 
 First the checks: rows of all kinds are drawn, ranked and adjusted as by the twins, which run on the CPU. A drawn id may differ
-where float64 arithmetic with a little slack allows both: those are counted. Then the table: microseconds on the device (a CUDA
-graph replayed) and of the host for launching it. `--tiny` is for the interpreter: small sizes, times without meaning.
+where float64 arithmetic with a little slack allows both: those are counted. Then what each kernel of a draw takes, and the table:
+microseconds on the device (a CUDA graph replayed) and of the host for launching it. `--sweep` does neither, but draws with other
+tilings, checks each against the twin too and tells what some draws and the kernels of the last take, the best first. `--tiny` is for the
+interpreter: small sizes, times without meaning.
 """
 
 import argparse
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import torch
@@ -22,7 +25,8 @@ from octavo.kernels.reference import sampling as twin
 from octavo.kernels.reference.philox import uniform
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.adjust import adjust
-from octavo.kernels.triton.draw import draw
+from octavo.kernels.triton.ahead import kernel_keys
+from octavo.kernels.triton.draw import TILING, Tiling, draw
 from octavo.kernels.triton.rank import rank
 from octavo.sampling_params import SamplingParams
 
@@ -37,6 +41,15 @@ FILTERS = {  # top_k, top_p, min_p
     "top_k 50, top_p 0.9": (50, 0.9, 0.0),
     "min_p 0.05": (0, 1.0, 0.05),
 }
+TILINGS = [
+    TILING,
+    *(replace(TILING, programs=programs) for programs in (1024, 4096, 2**20)),
+    *(replace(TILING, gather_warps=warps, weigh_warps=warps) for warps in (2, 8)),
+    *(replace(TILING, survey_warps=warps) for warps in (4, 16)),
+    replace(TILING, tile=1024, gather_warps=2, weigh_warps=2),
+    replace(TILING, tile=1024, gather_warps=2, weigh_warps=2, programs=4096),
+    replace(TILING, tile=4096, gather_warps=8, weigh_warps=8),
+]
 WIDE = {"top_k 5000": (5000, 1.0, 0.0), "top_k 5000, top_p 0.9": (5000, 0.9, 0.0), "all three": (100, 0.95, 0.001)}
 
 
@@ -91,9 +104,9 @@ def excused(logits: Tensor, draws: Draws, row: int, found: int) -> bool:
     return bool(kept[1][mine] and score[mine] >= best - SLACK * max(1, abs(best)))
 
 
-def check_draw(kind: str, vocab: int, dtype: torch.dtype, rows: int) -> str:
+def check_draw(kind: str, vocab: int, dtype: torch.dtype, rows: int, tiling: Tiling = TILING) -> str:
     logits, draws = rows_of(kind, rows, vocab, dtype), draws_of([*FILTERS.values(), *WIDE.values()], rows)
-    found, expected = draw(logits.to(DEVICE), there(draws)).cpu(), twin.draw(logits, draws)
+    found, expected = draw(logits.to(DEVICE), there(draws), tiling).cpu(), twin.draw(logits, draws)
     differing = (found != expected).nonzero().flatten().tolist()
     wrong = [row for row in differing if not excused(logits, draws, row, int(found[row]))]
     return f"{len(differing) - len(wrong)} near ties" if not wrong else f"WRONG rows {wrong[:8]}"
@@ -187,6 +200,52 @@ def microseconds(run: Callable[[], object]) -> tuple[float, float]:
     return float(triton.testing.do_bench(replay, warmup=10, rep=60, return_mode="median")) * 1e3, host
 
 
+def kernel_times(run: Callable[[], object], runs: int = 5) -> dict[str, float]:
+    """The microseconds of each kernel in one run, all its launches together."""
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(runs):
+            run()
+        torch.cuda.synchronize()
+    return {event.key.split("(")[0][-24:]: event.device_time_total / runs for event in profile.key_averages() if event.device_time_total}
+
+
+def by_kernel(rows: int = 256) -> Iterator[str]:
+    """A line for each filter."""
+    for spread in ("random", "flat"):
+        logits = rows_of(spread, rows, 151_936, torch.bfloat16).to(DEVICE)
+        for name, filters in FILTERS.items():
+            draws = there(draws_of([filters], rows))
+            taken = kernel_times(lambda lo=logits, d=draws: draw(lo, d))
+            yield f"{spread}, {name}: " + ", ".join(f"{kernel} {time:.1f}" for kernel, time in taken.items())
+
+
+def sweep(tiny: bool) -> int:
+    """Prints a line for each tiling, by the sum of the draws; returns how many failed."""
+    vocab, rows, checked = (5000, 1, 3) if tiny else (151_936, 256, 8)
+    logits = rows_of("flat", rows, vocab, torch.bfloat16).to(DEVICE)
+    cases = {name: there(draws_of([FILTERS[name]], rows)) for name in ("temperature", "top_k 50", "top_p 0.9")}
+    deadline, failed, lines = time.monotonic() + SECONDS, 0, []
+    for tiling in TILINGS[:2] if tiny else TILINGS:
+        if time.monotonic() > deadline:
+            print("time is up, the rest is left out")
+            break
+        try:
+            said = check_draw("flat", vocab, torch.bfloat16, checked, tiling)
+            taken = {name: microseconds(lambda d=draws, t=tiling: draw(logits, d, t))[0] for name, draws in cases.items()}
+            kernels = kernel_times(lambda t=tiling: draw(logits, cases["top_p 0.9"], t)) if ON_GPU else {}
+        except Exception as error:
+            print(f"{tiling} FAILED {type(error).__name__}: {str(error).strip().splitlines()[-1:]}", flush=True)
+            failed += 1
+            continue
+        failed += "WRONG" in said
+        times = ", ".join(f"{name} {time:.1f}" for name, time in (taken | kernels).items())
+        lines.append((sum(taken.values()), f"{tiling}: {said}; {times}"))
+    print(*(line for _, line in sorted(lines)), sep="\n", flush=True)
+    return failed
+
+
 def timings(tiny: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     vocab = 5000 if tiny else 151_936
     for rows in (1,) if tiny else (256, 32, 1):
@@ -204,8 +263,14 @@ def timings(tiny: bool) -> Iterator[tuple[str, Callable[[], object]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--tiny", action="store_true")
-    tiny = parser.parse_args().tiny
+    arguments = parser.parse_args()
+    tiny = arguments.tiny
+    if ON_GPU:
+        kernel_keys()  # as an engine does before it launches any
+    if arguments.sweep:
+        sys.exit(sweep(tiny) > 0)
     deadline, failed = time.monotonic() + SECONDS, 0
     for name, check in checks(tiny):
         try:
@@ -216,6 +281,11 @@ def main() -> None:
         failed += "WRONG" in said or "FAILED" in said
         print(f"{name:28s} {said}", flush=True)
     print(f"{failed} checks failed\n" if failed else "all agree with their twins\n", flush=True)
+    try:
+        for line in by_kernel() if ON_GPU else ():
+            print(line, flush=True)
+    except Exception:
+        traceback.print_exc()
     for name, run in timings(tiny):
         if time.monotonic() > deadline:
             print("time is up, the rest is left out")

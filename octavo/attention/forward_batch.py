@@ -28,5 +28,6 @@ class ForwardBatch:
     caches: list[dict[str, Tensor]]  # per layer, by buffer name, [num_blocks, block_size, *shape]
     block_size: int
     shared: Tensor | None = None  # [R] int64, first tokens that lie in the same blocks as those of the row before
+    whole: bool = False  # hidden states of all tokens are wanted, not only of those to sample from
     max_query: int = 0  # a bound that the host knows, for kernels that must not ask the device
     attention: Any = field(default=None)  # what the backend prepared for this step

@@ -23,6 +23,7 @@ from octavo.errors import ConfigError, OctavoError
 from octavo.worker.device import platform_refusal
 
 COMMANDS = {
+    "serve": "answer HTTP as OpenAI's clients expect it",
     "chat": "talk to a model, or ask it one question",
     "generate": "complete prompts, from the command line or a file",
     "bench": "measure throughput, latency or start-up",

@@ -1,6 +1,5 @@
 """The parts of an engine around a runner: pool, manager, scheduler, core."""
 
-import secrets
 from dataclasses import dataclass
 
 from octavo.config import Debug, ResolvedConfig
@@ -43,14 +42,18 @@ def assemble(
     runner: Runner,
     executor: Executor,
     identity: bytes,
+    key: bytes,
     on_event: OnEvent | None = None,
 ) -> Engine:
-    """`executor` has been started. `identity`: what must be equal for two caches to hold the same bytes for the same tokens."""
+    """`executor` has been started. `identity`: what must be equal for two caches to hold the same bytes for the same tokens.
+
+    `key`: of the digests.
+    """
     kv = KVManager(
         BlockPool(geometry.num_blocks, on_event),
         geometry.block_size,
         caching=config.enable_prefix_caching,
-        key=secrets.token_bytes(32),
+        key=key,
         identity=identity,
         force_miss=debug.cache_force_miss,
     )

@@ -70,7 +70,8 @@ class AsyncLLM:
         self._streams: dict[str, Stream] = {}
         self._count = 0
         self._last_sign = self._stalled = 0.0
-        self._closed = False
+        self._supervisor: Supervisor | None = None
+        self._started = self._closed = False
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -95,7 +96,7 @@ class AsyncLLM:
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._link = Link(self.address, self, frame_limit(self.config, self._text.model))
         self._watching = asyncio.create_task(self._watch())
-        self._supervisor = None
+        self._started = True
         if self._folder is not None:
             serving = self._serving
             self._supervisor = Supervisor(self._orders(), serving.max_restarts, self._on_start, self._on_down, self._on_engine_dead)
@@ -129,8 +130,10 @@ class AsyncLLM:
         if self._closed:
             return
         self._closed, self.state = True, "dead"
+        for stream in self._streams.values():
+            self._abort(stream)
         self._fail_all(UnavailableError("the server is shutting down", RETRY_SECONDS))
-        if hasattr(self, "_link"):
+        if self._started:
             self._watching.cancel()
             self._link.close()
             if self._supervisor is not None:
@@ -226,6 +229,8 @@ class AsyncLLM:
         for delta in processed.deltas:
             streams[delta.request_id].push(delta)
         for output in processed.finished:
+            if output.metrics.finished is None:  # a stop string was found here; the clock is that of all processes
+                output.metrics.finished = time.monotonic()
             streams[output.request_id].finish()
 
     def on_refused(self, refused: Refused) -> None:

@@ -1,5 +1,7 @@
 """Puts an engine together around a model: the one place that knows worker and policy both. Importing it imports torch."""
 
+import secrets
+
 from octavo.config import Debug, EngineConfig
 from octavo.engine.assemble import Engine, assemble
 from octavo.loading.resolve import ModelSource, open_checkpoint
@@ -27,8 +29,8 @@ def build_engine(
     runner = worker or Worker(config, source, model, debug, compilers=compilers)
     executor = Inproc(lambda: runner)
     geometry = executor.start()
-    identity = _identity(config, source, runner, geometry)
-    engine = assemble(runner.config, model, debug, geometry, runner, executor, identity, on_event or _poison_taken(runner, debug))
+    identity, key = _identity(config, source, runner, geometry), secrets.token_bytes(32)
+    engine = assemble(runner.config, model, debug, geometry, runner, executor, identity, key, on_event or _poison_taken(runner, debug))
     logger.info("init engine took %.2f seconds", watch.total())
     return engine
 

@@ -17,6 +17,7 @@ from octavo.engine.wire import Beat, Down, DownFrame, Hello, Lost, News, Ping, R
 from octavo.errors import RequestError, UnavailableError
 from octavo.log import logger
 
+LAST_WORDS_MS = 200  # so long may what was said last take to leave
 SLICE_SECONDS = 0.01  # other tasks get their turn after so long
 
 
@@ -54,7 +55,7 @@ class Link:
     def close(self) -> None:
         if not self._socket.closed:
             self._loop.remove_reader(self._socket.fileno())
-            self._socket.close()
+            self._socket.close(linger=LAST_WORDS_MS)
 
     def forget(self) -> None:
         """The engine is dead: what still comes of it is dropped."""

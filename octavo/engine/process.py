@@ -130,7 +130,8 @@ class LoopBroke(Exception):
 
 def main(parent: int) -> None:
     die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all of a server's processes; the parent decides what they mean
+        signal.signal(number, signal.SIG_IGN)
     answers = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
     sys.setswitchinterval(SWITCH_SECONDS)

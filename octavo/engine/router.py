@@ -188,6 +188,8 @@ class Router:
     def _meet(self, identity: bytes, client: _Client | None, frame: DownFrame, ping: Ping) -> None:
         """One that is new here, or has not heard yet that this is a new engine."""
         if client is None:
+            if not identity.isalnum():
+                return  # none of ours
             client = self._clients[identity] = _Client(identity, ping.pid)
             if frame.epoch == self._epoch:  # it was given up and is back
                 client.greeted = True

@@ -205,9 +205,12 @@ def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors
     (_triton("rows") if words.is_cuda else reference_rows).prepare(words, layout, block_size, step)
 
 
-def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, hidden: Tensor, result: Tensor) -> None:
-    """Appends the sampled ids to their rows. result [entries]: the id, 0 where none was sampled, -1 where hidden states are not finite"""
-    (_triton("rows") if words.is_cuda else reference_rows).finish(words, layout, step, ids, hidden, result)
+def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, states: Tensor, hidden: Tensor, result: Tensor) -> None:
+    """Appends the sampled ids to their rows. result [entries]: the id, 0 where none was sampled, -1 where states are not finite.
+
+    states: of all tokens [T, any size]; hidden: of the last token of each entry [entries, size], which may be the same tensor
+    """
+    (_triton("rows") if words.is_cuda else reference_rows).finish(words, layout, step, ids, states, hidden, result)
 
 
 def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:

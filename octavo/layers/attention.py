@@ -45,8 +45,8 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """What each token makes of the values it sees [T, heads * head_dim]; the output product is its own business."""
         cache = batch.caches[self.layer]
         q = self.backend.write(self.qkv(x), self.norms, self.rope, cache, batch)
         mixed = self.backend.attend(q, cache, batch, torch.empty_like(q, memory_format=torch.contiguous_format))
-        out: Tensor = self.output(mixed.flatten(1))
-        return out
+        return mixed.flatten(1)

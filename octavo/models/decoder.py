@@ -1,11 +1,12 @@
 """The shell every decoder shares: embed, layers over a residual stream, final norm, logits.
 
 A layer is called as `layer(x, residual, batch) -> (x, residual)`: x is what the last sub-layer adds to the stream, and is
-added by the next norm.
+added by the next norm. It has two halves: in `attend` tokens look at each other, in `after` each is by itself. So the tokens
+that are sampled from can go through the second half of the last layer alone.
 """
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +37,28 @@ class Decoder(nn.Module):
         return sum(parameter.nbytes for parameter in self.parameters())
 
     def forward(self, batch: ForwardBatch, layers: Iterable[nn.Module] | None = None) -> Tensor:
-        """`layers`: all, if not said."""
+        """Hidden states of all tokens [T, hidden]. `layers`: all, if not said."""
+        hidden: Tensor = self.norm(*self._through(self.layers if layers is None else layers, batch))[0]
+        return hidden
+
+    def sampled(self, batch: ForwardBatch, layers: Iterable[nn.Module] | None = None) -> tuple[Tensor, Tensor]:
+        """Hidden states of the tokens to sample from [S, hidden], and what attention of the last layer gave every token [T, size].
+
+        The second is finite only where the keys and values that a token leaves in the caches are.
+        """
+        last: Any
+        *before, last = self.layers if layers is None else layers
+        mixed, residual = last.attend(*self._through(before, batch), batch)
+        index = batch.sample_index
+        hidden: Tensor = self.norm(*last.after(mixed.index_select(0, index), residual.index_select(0, index)))[0]
+        return hidden, mixed
+
+    def _through(self, layers: Iterable[nn.Module], batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         x = self.embed(batch.token_ids)
         residual = torch.zeros_like(x)
-        for layer in self.layers if layers is None else layers:
+        for layer in layers:
             x, residual = layer(x, residual, batch)
-        hidden: Tensor = self.norm(x, residual)[0]
-        return hidden  # [T, hidden]
+        return x, residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states of the tokens to sample from [S, hidden] -> [S, vocab] float32."""

@@ -42,9 +42,14 @@ class DenseLayer(nn.Module):
     def forward(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         if batch.max_query == 1 and len(x) <= self.few_rows:
             return few(self, x, residual, batch)
+        return self.after(*self.attend(x, residual, batch))
+
+    def attend(self, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         x, residual = self.attention_norm(x, residual)
-        x = self.attention(x, batch)
-        x, residual = self.mlp_norm(x, residual)
+        return self.attention(x, batch), residual
+
+    def after(self, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        x, residual = self.mlp_norm(self.attention.output(mixed), residual)
         return self.mlp(x), residual
 
 

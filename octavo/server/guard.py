@@ -13,7 +13,6 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Sequence
 from secrets import token_hex
 
 from starlette.requests import ClientDisconnect
@@ -26,11 +25,11 @@ from octavo.server.keys import OPEN, Keys
 from octavo.server.origins import PREFLIGHT, Origins
 from octavo.server.state import Server
 
-LINGER_SECONDS = 1.0
+LINGER_SECONDS = 2.0
+RETRY_SECONDS = 5.0  # for a client that came too early or too late
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _ONCE = (b"host", b"authorization", b"content-type", b"content-length", b"origin")
 _JSON = re.compile(rb"application/json\s*(;\s*charset\s*=\s*\"?utf-?8\"?\s*)?", re.IGNORECASE)
-Headers = Sequence[tuple[bytes, bytes]]
 
 
 def new_request_id() -> str:
@@ -59,8 +58,8 @@ class Guard:
                 await exchange.answer(204, b"", PREFLIGHT if b"access-control-allow-origin" in dict(exchange.headers) else {})
             else:
                 self._keys.check(scope["path"], headers.get(b"authorization"))
-                if self._server.draining and scope["path"] not in OPEN:
-                    raise UnavailableError("the server is shutting down", retry_after=self._config.shutdown_timeout, code="draining")
+                if self._server.state in ("loading", "draining") and scope["path"] not in OPEN:
+                    raise UnavailableError(f"the server is {self._server.state}", RETRY_SECONDS, self._server.state)
                 body.check()
                 await self._app(scope, body.receive, exchange.send)
         except ClientDisconnect:

@@ -1,6 +1,7 @@
 """The listening socket: taken before anything is loaded, so that a port that is not to be had is told at once."""
 
 import errno
+import ipaddress
 import socket
 
 from octavo.errors import ConfigError
@@ -28,6 +29,13 @@ def bind(host: str, port: int) -> socket.socket:
         advice = _ADVICE.get(error.errno or 0, f"cannot be had: {str(error.strerror or error).lower()}")
         raise ConfigError(f"port {port} of {host} {advice}") from error
     return listener
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def url_of(listener: socket.socket) -> str:

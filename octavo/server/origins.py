@@ -4,10 +4,10 @@ A browser on this machine can be made to call a server on 127.0.0.1: by a site w
 still says the site's name), or by a script of any site (the Origin header says which). Neither is possible from anything but a browser.
 """
 
-import ipaddress
 import re
 
 from octavo.server.errors import ApiError
+from octavo.server.listen import is_loopback
 from octavo.server_config import ServerConfig
 
 _HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::(\d{1,5}))?")
@@ -16,13 +16,6 @@ PREFLIGHT = {
     "access-control-allow-headers": "authorization, content-type, x-request-id",
     "access-control-max-age": "600",
 }
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 class Origins:

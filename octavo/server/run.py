@@ -4,21 +4,23 @@
     second                     stop at once
 """
 
+import asyncio
 import logging
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from types import FrameType
 
 import uvicorn
 
+from octavo.errors import EngineError, OctavoError
 from octavo.log import logger
 from octavo.server.app import build_app
 from octavo.server.listen import url_of
 from octavo.server.protocol import BoundedProtocol
+from octavo.server.siblings import Siblings
 from octavo.server.state import Server
 
 KEEP_ALIVE_SECONDS = 75  # longer than clients and proxies keep an idle connection: they should be the ones to close it
@@ -26,9 +28,9 @@ LAST_WORDS_SECONDS = 2  # for answers that were told to end
 
 
 class ApiProcess(uvicorn.Server):
-    """`on_signal` is told of each signal, `on_tick` looks ten times a second whether there is something to do."""
+    """uvicorn calls `handle_exit` with each signal, and `on_tick` ten times a second. The first one has the others as `siblings`."""
 
-    def __init__(self, server: Server, listener: socket.socket, announces: bool, on_signal: Callable[[bool], None] | None = None) -> None:
+    def __init__(self, server: Server, listener: socket.socket, siblings: Siblings | None = None) -> None:
         _route_logs()
         super().__init__(
             uvicorn.Config(
@@ -47,15 +49,34 @@ class ApiProcess(uvicorn.Server):
         )
         self._server = server
         self._listener = listener
-        self._announces = announces
-        self._on_signal = on_signal
+        self._siblings = siblings
         self._stop_at = float("inf")
-        self._engine_died = False
+        self._failure: OctavoError | None = None
 
     async def run_to_end(self) -> int:
-        """The exit code: 0 after draining, 1 where something was cut off or the engine stayed dead."""
+        """The exit code: 0 after draining, 1 where a second signal cut it short. Raises what the engine or a sibling stayed dead of."""
+        starting = asyncio.create_task(self._start())
+        if self._siblings is None:
+            await starting  # who is first tells clients to wait; here they would come for nothing
         await self.serve([self._listener])
-        return 1 if self._engine_died or self.force_exit else 0
+        starting.cancel()
+        if self._failure is not None:
+            raise self._failure
+        return 1 if self.force_exit else 0
+
+    def fail(self, error: OctavoError) -> None:
+        """There will be no engine any more."""
+        self._failure, self.should_exit = error, True
+
+    async def _start(self) -> None:
+        try:
+            await self._server.llm.start()
+        except OctavoError as error:
+            self.fail(error)
+        else:
+            if self._siblings is not None:
+                url = url_of(self._listener)
+                print(f"Octavo is ready: {url}  model={self._server.model_name}", file=sys.stderr, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         again = self._server.draining
@@ -65,22 +86,21 @@ class ApiProcess(uvicorn.Server):
             self._server.draining = True
             self._stop_at = time.monotonic() + self._server.config.shutdown_timeout
             logger.info("%s: open requests have %g seconds to end", signal.Signals(sig).name, self._server.config.shutdown_timeout)
-        if self._on_signal is not None:
-            self._on_signal(again)
+        if self._siblings is not None:
+            self._siblings.pass_on(again)
 
     async def on_tick(self, counter: int) -> bool:
-        server, state = self._server, self._server.llm.state
-        if self._announces and state == "ready":
-            self._announces = False
-            print(f"Octavo is ready: {url_of(self._listener)}  model={server.model_name}", file=sys.stderr, flush=True)
-        self._engine_died = state == "dead"
-        if self._engine_died or (server.draining and (server.open_requests == 0 or time.monotonic() > self._stop_at)):
+        server = self._server
+        if self._siblings is not None and not self._siblings.check():
+            self.fail(EngineError("an API process died again and again (--max-restarts)"))
+        if server.draining and (server.open_requests == 0 or time.monotonic() > self._stop_at):
             self.should_exit = True
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if not self.force_exit:
-            await self._server.llm.close()  # what is still open ends with an error
+        if self._siblings is not None:
+            await self._siblings.ended(0 if self.force_exit else self._server.config.shutdown_timeout + LAST_WORDS_SECONDS)
+        await self._server.llm.close()  # what is still open ends with an error, and the engine ends
         await super().shutdown(sockets)
 
 

@@ -22,4 +22,4 @@ class Server:
 
     @property
     def state(self) -> "State":
-        return "draining" if self.draining and self.llm.state == "ready" else self.llm.state
+        return "draining" if self.draining and self.llm.state != "dead" else self.llm.state

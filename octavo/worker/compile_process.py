@@ -32,7 +32,7 @@ from octavo.worker.die_with import die_with
 
 SLOW = (  # slowest first
     "prefill_hopper", "prefill", "search", "packed_held", "packed_tile", "settle", "packed_few", "merge_few", "decode_few", "decode",
-    "race", "nearest", "adjust_rows",
+    "nearest", "gather", "weigh", "adjust_rows",
 )  # fmt: skip
 MOST_PROCESSES = 16
 MOST_LETTERS = 1000  # of an error: a line has to go through a pipe in one piece

@@ -47,7 +47,7 @@ class DeviceForward:
     """What a step left on the device."""
 
     step: StepTensors
-    hidden: Tensor  # [T, hidden], after the final norm
+    hidden: Tensor  # [P, hidden], after the final norm, of the last token of each entry; [T, hidden], of all, if the step is whole
     logits: Tensor  # [P, vocab], of the last token of each entry
     result: Tensor  # [P] int32: the id, 0 where none was sampled, -1 where a hidden state is not finite
 
@@ -74,23 +74,29 @@ class DeviceProgram:
         backwards = zip(reversed(self._model.config.windows), reversed(self._model.layers))
         return list({window is None: layer for window, layer in backwards}.values())
 
-    def run(self, shape: Shape, layers: Iterable[nn.Module] | None = None) -> DeviceForward:
-        """A whole step over the entries that lie in the memory of steps. `layers`: all, if not said"""
-        hidden, logits = self.compute(shape, layers)
+    def run(self, shape: Shape, layers: Iterable[nn.Module] | None = None, whole: bool = False) -> DeviceForward:
+        """A step over the entries that lie in the memory of steps. `layers`: all, if not said; `whole`: see `ForwardBatch`"""
+        states, hidden, logits = self.compute(shape, layers, whole)
         step, result = self.memory.step(shape.entries, shape.tokens), self._result[: shape.entries]
         ids = sample(logits, step.temperature, step.noise, step.draw_positions)
-        finish(self.rows.words, self.rows.layout, step, ids, hidden, result)
-        return DeviceForward(step, hidden, logits, result)
+        finish(self.rows.words, self.rows.layout, step, ids, states, hidden, result)
+        return DeviceForward(step, states if whole else hidden, logits, result)
 
-    def compute(self, shape: Shape, layers: Iterable[nn.Module] | None = None) -> tuple[Tensor, Tensor]:
-        """Hidden states, and logits, which last until the next step. The rows stay as they are."""
+    def compute(self, shape: Shape, layers: Iterable[nn.Module] | None = None, whole: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """States of all tokens, hidden states of the last of each entry, and logits, which last until the next step.
+
+        The first are hidden states, too, if the step is whole; else what `Decoder.sampled` gives. The rows stay as they are.
+        """
         step = self.memory.step(shape.entries, shape.tokens)
         prepare(self.rows.words, self.rows.layout, self._block_size, step)
         batch = self._batch(step, shape)
         batch.attention = self._backend.prepare(batch)
-        hidden: Tensor = self._model(batch, layers)
-        sampled = hidden if shape.decodes else hidden.index_select(0, step.sample_index)
-        return hidden, self._model.head(sampled, self._logits[: shape.entries])
+        if whole or shape.decodes:
+            states: Tensor = self._model(batch, layers)
+            hidden = states if shape.decodes else states.index_select(0, step.sample_index)
+        else:
+            hidden, states = self._model.sampled(batch, layers)
+        return states, hidden, self._model.head(hidden, self._logits[: shape.entries])
 
     def multiply(self, shape: Shape) -> None:
         """The products of a layer of each kind and of the vocabulary, of anything: what torch sets up for their shapes is set up."""
@@ -138,9 +144,10 @@ class Steps:
         fits = (shape for shape in self._mixed if shape.entries >= entries and shape.tokens >= tokens)
         return next(fits, Shape(entries, tokens))
 
-    def run(self, shape: Shape) -> DeviceForward:
-        if shape not in self._graphs:
-            return self.program.run(shape)
+    def run(self, shape: Shape, whole: bool = False) -> DeviceForward:
+        """What is captured is no whole step, but where it decodes."""
+        if shape not in self._graphs or (whole and not shape.decodes):
+            return self.program.run(shape, whole=whole)
         graph, forward = self._graphs[shape]
         graph.replay()
         return forward
@@ -156,7 +163,7 @@ class Steps:
         for shape in shapes:
             self.program.multiply(shape)  # kernels of others: ours may still be compiled elsewhere
         for shape in shapes:
-            self.program.run(shape, kinds)
+            self.program.run(shape, kinds if shape.decodes else [*kinds, kinds[-1]])  # the last layer of a step differs from others
         self.program.run(self._decode[0])
 
     @torch.inference_mode()

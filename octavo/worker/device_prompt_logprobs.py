@@ -58,6 +58,10 @@ class DevicePromptLogprobs:
             if write.params.prompt_logprobs is not None:
                 self._asked[write.row] = _Asked(write.params.prompt_logprobs, write.num_prompt)
 
+    def reached(self, plan: StepPlan) -> bool:
+        """Whether it computes prompt tokens of a row that asked for them."""
+        return any(row in self._asked and start + 1 < self._asked[row].num_prompt for row, start in zip(plan.row, plan.start))
+
     def rankings(self, hidden: Tensor, plan: StepPlan, logits: Callable[[Tensor], Tensor]) -> list[PromptRankings]:
         """Of the prompt tokens each entry reached. hidden: [T, hidden], after the final norm; logits: of hidden states, [N, V]"""
         pieces: list[PromptRankings] = []

@@ -32,7 +32,7 @@ class RunsSteps(Protocol):
 
     def shape_of(self, entries: int, tokens: int) -> Shape: ...
 
-    def run(self, shape: Shape) -> DeviceForward: ...
+    def run(self, shape: Shape, whole: bool) -> DeviceForward: ...
 
 
 class DeviceRunner:
@@ -65,7 +65,7 @@ class DeviceRunner:
         if plan.row:
             shape = self.steps.shape_of(len(plan.row), sum(plan.num_query))
             send(entries(plan, shape), self.steps.program.memory.entries)
-            self._forward = self.steps.run(shape)
+            self._forward = self.steps.run(shape, whole=self.prompts.reached(plan))
             self._pieces = self.prompts.rankings(self._forward.hidden, plan, self.steps.program.logits)
 
     @torch.inference_mode()

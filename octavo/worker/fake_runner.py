@@ -1,7 +1,7 @@
 """FakeKV: a runner without weights in which any paging mistake changes the text.
 
     slot of position i:   h[i] = mix(h[i-1] read through the block table, token i, i),   h[-1] from the digest root
-    next token:           a hash over every h read through the table, and the noise key; no end id before min_tokens
+    next token:           a hash over every h read through the table, and the noise key (greedy: none); no end id before min_tokens
 
 A wrong block, a stale block, a wrong parent, a lost token or a slip at a block edge gives another text at once. `expected`
 computes the same over a plain list. Slots start, and poisoned rows leave, `None`: reading one makes the row bad, as NaN would.
@@ -16,6 +16,7 @@ from octavo.policy.cache_spec import CacheGeometry
 from octavo.worker.faults import Faults
 
 MASK = (1 << 61) - 1
+NO_NOISE = NoiseKey((0, 0), 0, 0)
 Slot = int | None
 
 
@@ -111,10 +112,12 @@ class FakeRunner:
     def _apply_rows(self, plan: StepPlan) -> None:
         for fork in plan.row_forks:
             source = self.rows[fork.source]
-            self.rows[fork.row] = _Row(source.tokens, source.table, source.root, fork.noise, source.end_ids, source.end_ids_from)
+            noise = NO_NOISE if source.noise is NO_NOISE else fork.noise
+            self.rows[fork.row] = _Row(source.tokens, source.table, source.root, noise, source.end_ids, source.end_ids_from)
         for write in plan.row_writes:
             end_ids_from = write.num_prompt + write.params.min_tokens
-            self.rows[write.row] = _Row(write.token_ids, write.table, _root(write.root), write.noise, write.end_ids, end_ids_from)
+            noise = NO_NOISE if write.params.greedy else write.noise
+            self.rows[write.row] = _Row(write.token_ids, write.table, _root(write.root), noise, write.end_ids, end_ids_from)
         for row_id, index, block in plan.new_blocks:
             table = self.rows[row_id].table
             if index < len(table):

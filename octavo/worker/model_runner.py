@@ -49,11 +49,11 @@ class ModelRunner:
             return
         batch = gather(plan, self.table, self.store, self.block_size)
         self._forward = self.program.run(batch)
-        hidden = self._forward.hidden  # [T, hidden]
         if self.faults.poisons(plan.step, 0):
-            hidden[: plan.num_query[0]] = torch.nan
-        self._bad = _rows_not_finite(hidden, batch)
-        self._prompt_logprobs = prompt_logprobs(hidden, plan, self.table, self.program, self.sampling)
+            self._forward.states[: plan.num_query[0]] = torch.nan
+        self._bad = _rows_not_finite(self._forward, batch)
+        if batch.whole:
+            self._prompt_logprobs = prompt_logprobs(self._forward.states, plan, self.table, self.program, self.sampling)
         self._rows = batch.sample_row
 
     @torch.inference_mode()
@@ -109,6 +109,7 @@ def gather(plan: StepPlan, table: RequestTable, store: KVStore, block_size: int)
         caches=store.caches,
         block_size=block_size,
         shared=tensor(_shared_blocks(row_tables) * block_size),
+        whole=any(table.params[row].prompt_logprobs is not None for row in plan.row),
     )
 
 
@@ -118,12 +119,18 @@ def _shared_blocks(tables: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([[0], np.logical_and.accumulate(same, axis=1).sum(axis=1)])
 
 
-def _rows_not_finite(hidden: Tensor, batch: ForwardBatch) -> list[int]:
-    """Plan entries with a hidden state, of any planned token, that is not finite."""
+def _rows_not_finite(forward: Forward, batch: ForwardBatch) -> list[int]:
+    """Plan entries with a state, of any planned token, that is not finite."""
+    tokens = _not_finite(forward.states)
+    if forward.sampled is not None:
+        tokens = torch.cat([tokens, batch.sample_index[_not_finite(forward.sampled)]])
+    return sorted(set((torch.searchsorted(batch.query_start, tokens, right=True) - 1).tolist())) if len(tokens) else []
+
+
+def _not_finite(states: Tensor) -> Tensor:
+    """Which of them have a number that is not."""
     with np.errstate(invalid="ignore"):
-        total = hidden.numpy().sum() if hidden.dtype == torch.float32 else hidden.sum()  # numpy is quicker at the few of a decode step
+        total = states.numpy().sum() if states.dtype == torch.float32 else states.sum()  # numpy is quicker at the few of a decode step
     if isfinite(float(total)):  # as it nearly always is
-        return []
-    finite = hidden.isfinite().all(dim=1)
-    tokens = (~finite).nonzero().flatten()
-    return sorted(set((torch.searchsorted(batch.query_start, tokens, right=True) - 1).tolist()))
+        return torch.empty(0, dtype=torch.int64)
+    return (~states.isfinite().all(dim=1)).nonzero().flatten()

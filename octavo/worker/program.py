@@ -14,9 +14,10 @@ from octavo.models.decoder import Decoder
 class Forward:
     """What a batch came to."""
 
-    hidden: Tensor  # [T, hidden], after the final norm
+    states: Tensor  # [T, size]: hidden states after the final norm, if the batch is whole; else finite where what is in the caches is
     logits: Tensor  # [S, vocab] float32, of the tokens to sample from
     best: Tensor | None = None  # [S] int64: the argmax of each row of logits, where the program has found it already
+    sampled: Tensor | None = None  # [S, hidden]: hidden states of the tokens to sample from, where `states` are none
 
 
 class Program(Protocol):
@@ -46,8 +47,11 @@ class Eager:
 
     def run(self, batch: ForwardBatch) -> Forward:
         batch.attention = self._backend.prepare(batch)
-        hidden: Tensor = self._model(batch)
-        return Forward(hidden, self.logits(hidden[batch.sample_index]))
+        if batch.whole or len(batch.sample_index) == len(batch.token_ids):
+            hidden: Tensor = self._model(batch)
+            return Forward(hidden, self.logits(hidden[batch.sample_index]))
+        sampled, mixed = self._model.sampled(batch)
+        return Forward(mixed, self.logits(sampled), sampled=sampled)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)

@@ -137,7 +137,7 @@ class Shadow:
         self.compared.output_values += paged.numel()
 
     def compare_ways(self, at_once: tuple[Tensor, Tensor], by_layers: tuple[Tensor, Tensor]) -> None:
-        """Hidden states and logits of the same step, computed in two ways."""
+        """States and logits of the same step, computed in two ways."""
         if not all(map(same_bits, at_once, by_layers)):
             raise VerifyError(f"a step in one call differs from its layers one by one: step {self.step}")
 
@@ -250,7 +250,7 @@ class ShadowedProgram:
     def run(self, batch: ForwardBatch) -> Forward:
         by_layers = self._layers.run(batch)
         at_once = self._whole.run(batch)  # writes the same bits into the same slots
-        self._shadow.compare_ways((at_once.hidden, at_once.logits), (by_layers.hidden, by_layers.logits))
+        self._shadow.compare_ways((at_once.states, at_once.logits), (by_layers.states, by_layers.logits))
         return at_once
 
 
@@ -264,13 +264,14 @@ class ShadowedSteps:
     def shape_of(self, entries: int, tokens: int) -> Shape:
         return self._steps.shape_of(entries, tokens)
 
-    def run(self, shape: Shape) -> DeviceForward:
+    def run(self, shape: Shape, whole: bool) -> DeviceForward:
         self._shadow.watches = True
-        watched = [values.clone() for values in self.program.compute(shape)]
+        states, hidden, logits = (values.clone() for values in self.program.compute(shape, whole=whole))
         self._shadow.watches = False
-        forward = self._steps.run(shape)  # writes the same bits into the same slots
+        forward = self._steps.run(shape, whole)  # writes the same bits into the same slots
         used, entries = int(forward.step.query_start[-1]), int((forward.step.row >= 0).sum())  # the rest is padding
-        self._shadow.compare_ways((forward.hidden[:used], forward.logits[:entries]), (watched[0][:used], watched[1][:entries]))
+        watched, count = (states, used) if whole else (hidden, entries)
+        self._shadow.compare_ways((forward.hidden[:count], forward.logits[:entries]), (watched[:count], logits[:entries]))
         return forward
 
 

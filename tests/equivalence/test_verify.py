@@ -80,8 +80,8 @@ def test_a_step_on_a_device_that_is_not_its_kernels_is_caught(folder: str, monke
     monkeypatch.setenv("OCTAVO_DEBUG", "runner=device")
     replay = Steps.run
 
-    def with_slip(self: Steps, shape: Shape) -> DeviceForward:
-        forward = replay(self, shape)
+    def with_slip(self: Steps, shape: Shape, whole: bool) -> DeviceForward:
+        forward = replay(self, shape, whole)
         forward.logits[0, 7] += 1e-3
         return forward
 

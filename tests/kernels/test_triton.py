@@ -47,6 +47,17 @@ def test_a_layer_of_a_few_rows_agrees_with_the_twins() -> None:
 def test_the_script_that_checks_and_times_sampling_runs_through() -> None:
     said = script("gpu_sampling", "--tiny")
     assert "all agree with their twins" in said and said.count(" us, host ") == 14
+    assert script("gpu_sampling", "--tiny", "--sweep").count(" near ties; temperature ") == 2
+
+
+def test_launches_do_not_compare_constants_and_names_stay() -> None:
+    code = """
+from octavo.kernels.triton.ahead import kernel_keys
+from octavo.kernels.triton.draw import gather
+gather.cache_key
+print(len(gather.used_global_vals) > 9, kernel_keys() == kernel_keys(), len(gather.used_global_vals))
+"""
+    assert python("-c", code).split() == ["True", "True", "0"]
 
 
 def test_the_script_that_checks_and_times_packed_products_runs_through() -> None:
@@ -65,7 +76,7 @@ def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
     layers = {"write", "decode", "share_out", "prefill", "prefill_hopper", "copy", "decode_few", "add_norm", "gate_rows"}
     products = {"product_few", "merge_few", "merge_heads"}
     products |= {"packed_held", "packed_few", "packed_tile", "sum_shares", "unpack_tile"}
-    sampling = {"best_of_blocks", "best_of_rows", "find_tops", "sum_masses", "settle", "search", "race", "finish", "stand", "nearest"}
+    sampling = {"best_of_blocks", "best_of_rows", "find_tops", "survey", "gather", "settle", "weigh", "search", "stand", "nearest"}
     assert names == layers | products | sampling | {"lay_out", "adjust_rows"}
     assert {line.split()[1] for line in taken if line.startswith("packed_tile")} == {"wgmma"}
     assert {line.split()[1] for line in taken if line.startswith("prefill")} == {"wgmma", "-"}  # that of float32 has no matrix units

@@ -1,7 +1,8 @@
 """Triton's interpreter, made to run under this numpy and to compute in bfloat16 as a GPU does.
 
 It keeps bfloat16 as plain bits: as it stands, it cuts digits off instead of rounding to nearest even, and its dot multiplies
-the bits themselves. It also turns arrays of one number into indices in a way that numpy no longer allows.
+the bits themselves. It rounds twice in a fused multiply-add. It also turns arrays of one number into indices in a way that numpy
+no longer allows.
 """
 
 from typing import Any
@@ -28,11 +29,15 @@ def mend() -> None:
             a, b = TensorHandle(_widen(a.data), tl.float32), TensorHandle(_widen(b.data), tl.float32)
         return dot(self, a, b, *rest)
 
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        return TensorHandle((x.data.astype(np.float64) * y.data + z.data).astype(np.float32), z.dtype)
+
     def patch_lang_tensor(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast_impl, create_dot
+    InterpreterBuilder.create_fma = create_fma
     interpreter._patch_lang_tensor = patch_lang_tensor
 
 

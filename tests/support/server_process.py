@@ -82,12 +82,12 @@ class ServerProcess:
     def connect(self, seconds: float = 10) -> socket.socket:
         return socket.create_connection((self.host, self.port), timeout=seconds)
 
-    def send(self, data: bytes, seconds: float = 10) -> list[Reply]:
-        """All answers to these bytes, until the server closes the connection or has said one for each request that was whole."""
+    def send(self, data: bytes, seconds: float = 10, most: int = 1000) -> list[Reply]:
+        """The answers to these bytes."""
         with self.connect(seconds) as sock:
             with contextlib.suppress(ConnectionResetError, BrokenPipeError):  # it has heard enough
                 sock.sendall(data)
-            return read_replies(sock)
+            return read_replies(sock, most)
 
     def ask(self, method: str, path: str, body: bytes | object = b"", **headers: str) -> Reply:
         """One request on a connection of its own; header names with _ for -."""
@@ -100,19 +100,24 @@ class ServerProcess:
         return reply
 
 
-def read_replies(sock: socket.socket) -> list[Reply]:
+def read_replies(sock: socket.socket, most: int = 1000) -> list[Reply]:
+    """Until the server closes the connection, or `most` have come."""
     data = b""
-    try:
-        while piece := sock.recv(65536):
+    with contextlib.suppress(TimeoutError, ConnectionResetError):
+        while len(_parsed(data)) < most and (piece := sock.recv(65536)):
             data += piece
-    except (TimeoutError, ConnectionResetError):
-        pass
+    return _parsed(data)
+
+
+def _parsed(data: bytes) -> list[Reply]:
     replies = []
-    while data:
+    while b"\r\n\r\n" in data:
         head, _, data = data.partition(b"\r\n\r\n")
         first, *lines = head.decode("latin-1").split("\r\n")
         headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
-        length = int(headers["content-length"]) if "content-length" in headers else len(data) if "transfer-encoding" in headers else 0
+        length = int(headers.get("content-length", len(data) if "transfer-encoding" in headers else 0))
+        if len(data) < length:
+            break
         replies.append(Reply(int(first.split()[1]), headers, data[:length]))
         data = data[length:]
     return replies

@@ -35,6 +35,9 @@ class StandInLLM:
             end = "length" if number == count - 1 else None
             yield [TextDelta("r", index, " word", [7], end) for index in range(ask.params.n)]  # type: ignore[arg-type]
 
+    async def start(self) -> None:
+        pass
+
     async def reset_prefix_cache(self) -> None:
         self.resets += 1
 

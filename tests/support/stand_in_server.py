@@ -14,19 +14,22 @@ from starlette.responses import StreamingResponse
 
 from octavo import log
 from octavo.cli.args import Parser, add_server_flags, server_configs
+from octavo.config import EngineConfig
 from octavo.engine.async_llm import Ask
+from octavo.errors import EngineError
 from octavo.sampling_params import SamplingParams
 from octavo.server import app
 from octavo.server.body import Body, read_body, takes
 from octavo.server.listen import bind
 from octavo.server.run import ApiProcess
+from octavo.server.siblings import Orders, Siblings
 from octavo.server.state import Server
 from tests.support.stand_in_llm import StandInLLM
 
 
 class Slow(Body):
     words: int
-    text: str | None = None
+    either: list[int] | dict[str, int] | None = None
     unbounded: float | None = None
 
 
@@ -50,7 +53,7 @@ def router(server: Server) -> APIRouter:
 
     @routes.get("/die")
     async def die() -> None:
-        server.llm.state = "dead"
+        server.llm.on_dead(EngineError("it died"))  # type: ignore[attr-defined]
 
     return routes
 
@@ -62,7 +65,10 @@ async def main() -> int:
     log.setup("INFO", config.log_format)
     app.ROUTERS = (*app.ROUTERS, router)
     server = Server(StandInLLM(pause=0.05), config, config.served_model_name or "stand-in")  # type: ignore[arg-type]
-    return await ApiProcess(server, bind(config.host, config.port), announces=True).run_to_end()
+    listener = bind(config.host, config.port)
+    process = ApiProcess(server, listener, Siblings(Orders(EngineConfig(), config, "", ""), listener))
+    server.llm.on_dead = process.fail  # type: ignore[attr-defined]
+    return await process.run_to_end()
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from octavo.worker.device_runner import DeviceRunner
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import PagedStore
 
-CPU, CAPABILITY, SIZE, ROWS, TOKENS, LENGTH = torch.device("cpu"), 90, 16, 20, 600, 2048
+CPU, CAPABILITY, SIZE, ROWS, TOKENS, CAPTURED, LENGTH = torch.device("cpu"), 90, 16, 20, 600, 512, 2048
 QWEN3 = ModelConfig(
     architecture="Qwen3ForCausalLM", vocab_size=1000, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
     head_dim=64, max_position=LENGTH, norm_eps=1e-6, rope=RopeConfig(), tie_embeddings=True, qkv_bias=False, output_bias=False,
@@ -128,7 +128,7 @@ def build_runner(config: ModelConfig, dtype: str, codes: ZeroCodes | None) -> tu
     rows = DeviceRows(ROWS, RowLayout(LENGTH // SIZE, LENGTH + 1), CPU)
     store = PagedStore(cache_specs(config, dtype), 40, SIZE, CPU)
     program = DeviceProgram(model, TritonBackend, store.caches, rows, SIZE, TOKENS)  # type: ignore[arg-type]
-    steps = Steps(program, ROWS, TOKENS)
+    steps = Steps(program, ROWS, TOKENS, CAPTURED)
     return DeviceRunner(steps, store, rows, Faults(Debug())), steps
 
 

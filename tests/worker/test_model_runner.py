@@ -12,6 +12,7 @@ from octavo.policy.cache_spec import Buffer, LayerCacheSpec
 from octavo.sampling_params import SamplingParams
 from octavo.worker.kv_store import ContiguousStore, PagedStore, poison
 from octavo.worker.model_runner import _rows_not_finite, gather
+from octavo.worker.program import Forward
 from octavo.worker.request_table import RequestTable
 
 SPECS = [LayerCacheSpec(layer, {"k": Buffer((2, 4), "float32"), "v": Buffer((3,), "bfloat16")}) for layer in range(2)]
@@ -171,4 +172,10 @@ def test_rows_that_are_not_finite_are_named_by_their_entry(counts: list[int], da
     for number, token in enumerate(sorted(bad_tokens)):
         hidden[token, number % 3] = (torch.nan, torch.inf, -torch.inf)[number % 3]
     owners = [entry for entry, count in enumerate(counts) for _ in range(count)]
-    assert _rows_not_finite(hidden, batch) == sorted({owners[token] for token in bad_tokens})
+    bad = sorted({owners[token] for token in bad_tokens})
+    assert _rows_not_finite(Forward(hidden, torch.empty(0)), batch) == bad
+    assert _rows_not_finite(Forward(hidden, torch.empty(0), sampled=torch.zeros(len(counts), 2)), batch) == bad
+    bad_entries = data.draw(st.sets(st.integers(0, len(counts) - 1)))
+    sampled = torch.zeros(len(counts), 2)
+    sampled[sorted(bad_entries), 1] = torch.inf
+    assert _rows_not_finite(Forward(hidden, torch.empty(0), sampled=sampled), batch) == sorted({*bad, *bad_entries})

@@ -68,9 +68,9 @@ def test_one_call_layers_over_blocks_and_layers_over_a_contiguous_cache_give_the
         with running(level, threads), torch.inference_mode():
             for batch, twin in zip(batches(pool, program.vocab_size), batches(other, program.vocab_size), strict=True):
                 ways = paged.run(batch), plain.run(shadow.contiguous(batch)), program.run(twin)
-                assert ways[0].hidden.isfinite().all() and len(ways[0].logits) == len(batch.sample_index)
+                assert ways[0].states.isfinite().all() and len(ways[0].logits) == len(batch.sample_index)
                 for way in ways[1:]:
-                    assert same_bits(ways[0].hidden, way.hidden) and same_bits(ways[0].logits, way.logits)
+                    assert same_bits(ways[0].states, way.states) and same_bits(ways[0].logits, way.logits)
             for mine, theirs in zip(pool.paged, other.paged, strict=True):
                 assert all(same_bits(mine[name], theirs[name]) for name in mine)
 

@@ -37,9 +37,12 @@ def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors
         step.draw_positions[entry] = line[NUM_TOKENS]
 
 
-def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, hidden: Tensor, result: Tensor) -> None:
-    """Appends the sampled ids to their rows. result [entries]: the id, 0 where none was sampled, -1 where hidden states are not finite"""
-    finite = hidden.isfinite().all(dim=1)  # [T]
+def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, states: Tensor, hidden: Tensor, result: Tensor) -> None:
+    """Appends the sampled ids to their rows. result [entries]: the id, 0 where none was sampled, -1 where states are not finite.
+
+    states: of all tokens [T, any size]; hidden: of the last token of each entry [entries, size], which may be the same tensor
+    """
+    finite, last = states.isfinite().all(dim=1), hidden.isfinite().all(dim=1)  # [T], [P]
     starts, rows, samples = step.query_start.tolist(), step.row.tolist(), step.samples.tolist()
     for entry, (row, sampled) in enumerate(zip(rows, samples, strict=True)):
         if row < 0:
@@ -49,5 +52,5 @@ def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, hid
             length = int(words[row, NUM_TOKENS])
             words[row, layout.tokens + length] = ids[entry]
             words[row, NUM_TOKENS] = length + 1
-        if not bool(finite[starts[entry] : starts[entry + 1]].all()):
+        if not bool(finite[starts[entry] : starts[entry + 1]].all() & last[entry]):
             result[entry] = -1

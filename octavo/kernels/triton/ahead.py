@@ -42,10 +42,15 @@ def kernel_keys() -> list[str]:
 
     The name it gives a kernel in its cache depends on which others it has named before, where they share functions. Whoever
     compiles has to call this first, or does not find what others compiled.
+
+    From then on no launch looks whether constants are still what they were: with dozens of them that was half of its time.
     """
     modules = [vars(sys.modules[name]) for name in sorted(sys.modules) if name.startswith("octavo.kernels.triton.")]
     functions = [function for module in modules for _, function in sorted(module.items()) if isinstance(function, JITFunction)]
-    return [function.cache_key for function in functions]
+    keys = [function.cache_key for function in functions]  # all of them, before the names of any are forgotten
+    for function in functions:
+        function.used_global_vals.clear()
+    return keys
 
 
 class Ahead:
@@ -127,7 +132,8 @@ class Ahead:
         layout = RowLayout(2, 4)
         words, step = self.words(2, layout.width), StepMemory(layout, 2, 2, self.device).step(2, 2)
         prepare(words, layout, self.size, step)
-        finish(words, layout, step, self.places(2), self.numbers(2, self.config.hidden_size), self.words(2))
+        states, hidden = self.numbers(2, self.config.num_heads * self.config.head_dim), self.numbers(2, self.config.hidden_size)
+        finish(words, layout, step, self.places(2), states, hidden, self.words(2))
         copy_words(words.view(-1), words.view(-1), self.words(1, 3), 1)
 
     def behind_a_step(self) -> list[Call]:

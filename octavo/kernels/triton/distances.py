@@ -16,6 +16,10 @@ TILE, GROUP, CAPACITY = 2048, 64, 4096
 INFINITE, LARGEST = tl.constexpr(0x7F800000), tl.constexpr(0x7FFFFFFF)
 ONE = tl.constexpr(float(2**40))  # the mass of the best token
 KEY_BITS = tl.constexpr(31)
+UNALIGNED = ["temperature", "top_k", "top_p", "min_p", "noise", "positions"]  # views of one line may start anywhere
+RUNTIME = ["step", "noise_step"]
+NEAREST_INTEGER = tl.constexpr(1.5 * 2**23)
+LOG2_E = tl.constexpr(1.4426950408889634)
 TINY, HUGE = tl.constexpr(1.1754943508222875e-38), tl.constexpr(3.4028234663852886e38)
 
 
@@ -26,27 +30,53 @@ def read(logits, token, VOCAB: tl.constexpr):
 
 
 @triton.jit
+def divide(x, heat):
+    """x / heat, rounded as a division rounds; by a usual temperature it takes three instructions and no branch for each x."""
+    if (heat > 1e-3) & (heat < 1e3):
+        inverse = tl.div_rn(tl.full([], 1.0, tl.float32), heat)
+        near = x * inverse
+        quotient = tl.fma(tl.fma(near, tl.zeros_like(x) - heat, x), inverse + tl.zeros_like(x), near)
+    else:
+        quotient = tl.div_rn(x, heat)
+    return quotient
+
+
+@triton.jit
 def distance_bits(most, logit, heat):
-    distance = tl.div_rn(most - logit, heat)
-    return tl.minimum(distance.to(tl.int32, bitcast=True) & LARGEST, INFINITE)  # infinite less infinite is no number
+    distance = divide(most - logit, heat)
+    return tl.minimum(distance.to(tl.int32, bitcast=True) & LARGEST, INFINITE)  # what is no number lies infinitely far
+
+
+@triton.jit
+def mass_parts(bits):
+    """exp(-distance) in fixed point as high * 2^20 + low: integers in float32, of which 16 add up without rounding.
+
+    Adding and taking away NEAREST_INTEGER rounds, and is quicker than conversions are. An exp2 flushes what is denormal, an exp
+    would take care of it.
+    """
+    scaled = tl.exp2(bits.to(tl.float32, bitcast=True) * -LOG2_E) * 1048576.0
+    high = (scaled + NEAREST_INTEGER) - NEAREST_INTEGER
+    return high, ((scaled - high) * 1048576.0 + NEAREST_INTEGER) - NEAREST_INTEGER
 
 
 @triton.jit
 def mass(bits):
-    """exp(-distance) in fixed point, int64, of two halves of 20 bits: conversions to 32 bits are quick."""
-    scaled = tl.exp(-bits.to(tl.float32, bitcast=True)) * 1048576.0
-    high = scaled.to(tl.int32)
-    low = ((scaled - high.to(tl.float32)) * 1048576.0).to(tl.int32)
-    return (high.to(tl.int64) << 20) + low
+    high, low = mass_parts(bits)
+    return (high.to(tl.int32).to(tl.int64) << 20) + low.to(tl.int32)
 
 
 @triton.jit
-def passes(bits, floor):
-    """Whether the mass is at least `floor`; most often it is 0."""
-    passing = bits >= 0
+def furthest(floor):
+    """The largest bits with a mass of at least `floor`: farther tokens do not pass min-p."""
+    found = tl.full([], INFINITE, tl.int32)
     if floor > 0:
-        passing = mass(bits) >= floor
-    return passing
+        found = tl.full([], 0, tl.int32)
+        bit = tl.full([], 1, tl.int32) << (KEY_BITS - 1)
+        for _ in range(KEY_BITS):
+            trial = found | bit
+            found = tl.where((trial < INFINITE) & (mass(trial) >= floor), trial, found)
+            bit = bit >> 1
+    return found
 
 
 @triton.jit
@@ -124,7 +154,7 @@ def collect(
     peaks,
     most,
     heat,
-    floor,
+    reach,
     low,
     high,
     ties_wanted,
@@ -135,7 +165,7 @@ def collect(
     TILES: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
-    """Writes the members of a row: bits from `low` to `high`, of those at `high` the first `ties_wanted`, and no mass below `floor`.
+    """Writes the members of a row: bits from `low` to `high`, of those at `high` the first `ties_wanted`, and none beyond `reach`.
 
     Returns how many there are; where that is more than fit, it stops and returns some number above CAPACITY.
     """
@@ -144,10 +174,10 @@ def collect(
     tile = tl.full([], 0, tl.int32)
     while (tile < TILES) & (count <= CAPACITY):
         nearest = distance_bits(most, tl.load(peaks + tile), heat)
-        if (nearest <= high) & passes(nearest, floor):
+        if nearest <= tl.minimum(high, reach):
             token = tile * TILE + tl.arange(0, TILE)
             bits = distance_bits(most, read(logits, token, VOCAB), heat)
-            inside = (token < VOCAB) & (bits >= low) & (bits <= high) & passes(bits, floor)
+            inside = (token < VOCAB) & (bits >= low) & (bits <= tl.minimum(high, reach))
             tied = (inside & (bits == high)).to(tl.int32)
             inside = inside & ((bits < high) | (ties + tl.cumsum(tied, 0) <= ties_wanted))
             place = count + tl.cumsum(inside.to(tl.int32), 0) - 1

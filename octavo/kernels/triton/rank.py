@@ -96,9 +96,8 @@ def nearest(
     if count > 0:
         least = tl.where(group < GROUPS, distance_bits(most, top, 1.0), LARGEST)
         high = last_within(least, (group < GROUPS).to(tl.int32), count, KEY_BITS)
-        floor = tl.full([], 0, tl.int64)
         bits_at, ids_at = member_bits + row * CAPACITY, member_ids + row * CAPACITY
-        found = collect(logits, peaks + row * TILES, most, 1.0, floor, 0, high, count, bits_at, ids_at, VOCAB, TILE, TILES, CAPACITY)
+        found = collect(logits, peaks + row * TILES, most, 1.0, LARGEST, 0, high, count, bits_at, ids_at, VOCAB, TILE, TILES, CAPACITY)
         slot = tl.arange(0, CAPACITY)
         keys = tl.load(bits_at + slot, mask=slot < found, other=LARGEST).to(tl.int64) << 32
         keys |= tl.load(ids_at + slot, mask=slot < found, other=VOCAB)

@@ -86,22 +86,22 @@ def prepare_entries(
 
 
 @triton.jit
-def finite_tokens(hidden, flags, SIZE: tl.constexpr, PADDED: tl.constexpr):
+def finite_tokens(states, flags, SIZE: tl.constexpr, PADDED: tl.constexpr):
     """Whether all of a token's numbers are finite: 1 or 0."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
-    values = tl.load(hidden + token * SIZE + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    values = tl.load(states + token * SIZE + column, mask=column < SIZE, other=0.0).to(tl.float32)
     tl.store(flags + token, tl.min((tl.abs(values) < float("inf")).to(tl.int32), 0))  # false for what is no number, too
 
 
 @triton.jit(do_not_specialize=["width", "tokens_at"])
-def finish_entries(words, query_start, rows, samples, ids, flags, result, width, tokens_at, TILE: tl.constexpr):
+def finish_entries(words, query_start, rows, samples, ids, flags, last, result, width, tokens_at, TILE: tl.constexpr):
     entry = tl.program_id(0)
     row = tl.load(rows + entry)
     if row < 0:
         return
     begin, end = tl.load(query_start + entry), tl.load(query_start + entry + 1)
-    good = tl.full([TILE], 1, tl.int32)
+    good = tl.full([TILE], 1, tl.int32) * tl.load(last + entry)
     lane = tl.arange(0, TILE)
     for at in range(begin, end, TILE):
         good &= tl.load(flags + at + lane, mask=at + lane < end, other=1)
@@ -129,12 +129,21 @@ def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors
     )  # fmt: skip
 
 
-def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, hidden: Tensor, result: Tensor) -> None:
-    """Appends the sampled ids to their rows. result [entries]: the id, 0 where none was sampled, -1 where hidden states are not finite"""
-    tokens, size = hidden.shape
-    flags = words.new_empty(tokens)
-    padded = triton.next_power_of_2(size)
-    finite_tokens[(tokens,)](hidden, flags, SIZE=size, PADDED=padded, num_warps=min(max(padded // 512, 1), 16))
+def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, states: Tensor, hidden: Tensor, result: Tensor) -> None:
+    """Appends the sampled ids to their rows. result [entries]: the id, 0 where none was sampled, -1 where states are not finite.
+
+    states: of all tokens [T, any size]; hidden: of the last token of each entry [entries, size], which may be the same tensor
+    """
+    flags = _finite(states, words)
+    last = flags if states is hidden else _finite(hidden, words)
     finish_entries[(len(step.row),)](
-        words, step.query_start, step.row, step.samples, ids, flags, result, layout.width, layout.tokens, TILE=TILE // 4, num_warps=1
+        words, step.query_start, step.row, step.samples, ids, flags, last, result, layout.width, layout.tokens, TILE=TILE // 4, num_warps=1
     )
+
+
+def _finite(states: Tensor, words: Tensor) -> Tensor:
+    count, size = states.shape
+    flags = words.new_empty(count)
+    padded = triton.next_power_of_2(size)
+    finite_tokens[(count,)](states, flags, SIZE=size, PADDED=padded, num_warps=min(max(padded // 512, 1), 16))
+    return flags

@@ -24,9 +24,9 @@ ROUNDS = tl.constexpr(10)
 def philox4x32(c0, c1, c2, c3, k0, k1):
     """The four words of each counter; all are uint32."""
     for _ in tl.static_range(ROUNDS):
-        high_0, high_1 = tl.umulhi(c0, MULTIPLIER_0), tl.umulhi(c2, MULTIPLIER_1)
-        low_0, low_1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
-        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+        left, right = c0.to(tl.uint64) * MULTIPLIER_0, c2.to(tl.uint64) * MULTIPLIER_1  # one instruction for both halves
+        c0, c1 = (right >> 32).to(tl.uint32) ^ c1 ^ k0, right.to(tl.uint32)
+        c2, c3 = (left >> 32).to(tl.uint32) ^ c3 ^ k1, left.to(tl.uint32)
         k0, k1 = k0 + KEY_STEP_0, k1 + KEY_STEP_1
     return c0, c1, c2, c3
 
@@ -46,10 +46,17 @@ def open_unit(words):
 
 
 @triton.jit
-def uniform(noise, position, quad, TILE: tl.constexpr):
-    """Numbers strictly inside (0, 1) for the tokens of the quads, in order. quad [TILE / 4] -> [TILE] float32"""
+def tile_words(noise, position, tile, TILE: tl.constexpr):
+    """The words of all tokens of a tile, in order: [TILE / 4, 4] uint32"""
+    quad = (tile * (TILE // 4) + tl.arange(0, TILE // 4)).to(tl.uint32)
     w0, w1, w2, w3 = noise_words(noise, position, quad)
-    return open_unit(tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(TILE))  # lane = 2 * middle + last
+    return tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(TILE // 4, 4)  # lane = 2 * middle + last
+
+
+@triton.jit
+def uniform(noise, position, tile, TILE: tl.constexpr):
+    """Numbers strictly inside (0, 1) for the tokens of a tile: [TILE] float32"""
+    return open_unit(tile_words(noise, position, tile, TILE).reshape(TILE))
 
 
 @triton.jit
@@ -74,9 +81,8 @@ def best_of_blocks(logits, temperature, noise, positions, tops, scores, ids, VOC
     warmth = tl.load(temperature + row)
     score = logit - top
     if warmth > 0:
-        quad = (block * (TILE // 4) + tl.arange(0, TILE // 4)).to(tl.uint32)
         position = tl.load(positions + row).to(tl.uint32)
-        score = gumbel(uniform(noise + row * 4, position, quad, TILE)) + score / tl.maximum(warmth, 1.1754943508222875e-38)
+        score = gumbel(uniform(noise + row * 4, position, block, TILE)) + score / tl.maximum(warmth, 1.1754943508222875e-38)
     score = tl.where(token < VOCAB, score, float("-inf"))
     best, index = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(tops + row * blocks + block, top)

@@ -92,6 +92,21 @@ def test_the_last_token_within_a_cut_can_be_drawn_and_the_next_cannot(filters: d
     assert set(draw(logits.to(device), there(draws_of(batch), device)).tolist()) == set(places[:kept])
 
 
+@pytest.mark.parametrize("beaten", [0, 3, 4, 7, 8], ids=lambda n: f"{n} beyond the cut")
+def test_the_best_within_top_p_wins_however_many_beyond_it_have_better_scores(beaten: int, device: str) -> None:
+    """Among the picks weighed first, those weighed next, and where all of them lie beyond the cut."""
+    near = 64
+    draws = draws_of([Row("", 0, top_p=(near - beaten - 0.5) / near, position=n) for n in range(2)])
+    logits = edges(draws, torch.arange(3, 3 + 30 * near, 30), TILE + 3)
+    expected = logits.argsort(dim=1, descending=True, stable=True)[:, near - beaten - 1].tolist()
+    assert draw(logits.to(device), there(draws, device)).tolist() == expected == twin.draw(logits, draws).tolist()
+
+
+def test_of_equals_the_first_k_can_be_drawn(device: str) -> None:
+    draws = draws_of([Row("", 0, top_k=3, position=n) for n in range(24)])
+    assert set(draw(torch.ones(24, TILE, device=device), there(draws, device)).tolist()) == {0, 1, 2}
+
+
 def test_no_filter_is_a_plain_draw_and_a_cut_row_beside_it_changes_nothing(device: str) -> None:
     plain = [Row("normal", seed, temperature=0.7, position=seed) for seed in range(2)]
     alone = assert_drawn_as_by_the_twin(logits_of(plain, WIDE), draws_of(plain), device)

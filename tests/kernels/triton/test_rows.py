@@ -45,19 +45,28 @@ def filled(entries: list[int], padded: int, tokens: int, device: str) -> StepTen
 
 @pytest.mark.parametrize("padded, tokens", [(1, 1), (8, 8), (4, 64), (7, 1500)])
 @pytest.mark.parametrize("block_size", [1, 16])
-def test_a_step_out_of_the_rows_and_its_results_back_into_them(padded: int, tokens: int, block_size: int, device: str) -> None:
+@pytest.mark.parametrize("spoiled", ["states", "hidden"])
+def test_a_step_out_of_the_rows_and_its_results_back_into_them(
+    padded: int, tokens: int, block_size: int, spoiled: str, device: str
+) -> None:
     rng = Random(f"{padded} {tokens} {block_size}")
     words = random_words(rng)
     entries = random_entries(rng, words, padded, tokens)
     ids = torch.tensor([rng.randrange(VOCAB) for _ in range(padded)])
-    hidden = torch.randn(tokens, 96, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    hidden[rng.randrange(entries[1]), 5] = rng.choice([torch.nan, -torch.inf])
+    sizes = (tokens, 96), (padded, 40)
+    states, hidden = (torch.randn(size, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16) for size in sizes)
+    if spoiled == "states":
+        states[rng.randrange(entries[1]), 5] = rng.choice([torch.nan, -torch.inf])
+    else:
+        hidden[0, 39] = rng.choice([torch.nan, torch.inf])
+    both_are_one = padded == tokens and spoiled == "states"
     found = []
     for module, place in ((twin, "cpu"), (kernel, device)):
         step, rows, result = filled(entries, padded, tokens, place), words.clone().to(place), torch.zeros(padded, dtype=torch.int32)
         result = result.to(place)
         module.prepare(rows, LAYOUT, block_size, step)
-        module.finish(rows, LAYOUT, step, ids.to(place), hidden.to(place), result)
+        given = states.to(place)
+        module.finish(rows, LAYOUT, step, ids.to(place), given, given if both_are_one else hidden.to(place), result)
         found.append((step, rows, result))
     (one, *ours), (other, *theirs) = found
     for name in ("token_ids", "positions", "slots", "context_len", "sample_index", "noise", "draw_positions", "tables"):
@@ -65,7 +74,7 @@ def test_a_step_out_of_the_rows_and_its_results_back_into_them(padded: int, toke
     assert torch.equal(one.temperature.view(torch.int32), other.temperature.cpu().view(torch.int32))
     for mine, its in zip(ours, theirs, strict=True):
         assert torch.equal(mine, its.cpu())
-    assert int((ours[1] == -1).sum()) == 1
+    assert int((ours[1] == -1).sum()) == 1 and (spoiled == "states" or ours[1][0] == -1)
 
 
 def test_runs_of_words_go_where_they_are_told_and_nowhere_else(device: str) -> None:

@@ -16,8 +16,7 @@ ROWS, VOCAB = 6, 2 * TILE + 7  # a last block that is nearly empty, and a last q
 @triton.jit
 def write_uniform(noise, positions, out, TILE: tl.constexpr):
     row = tl.program_id(0)
-    quad = tl.arange(0, TILE // 4).to(tl.uint32)
-    numbers = uniform(noise + row * 4, tl.load(positions + row).to(tl.uint32), quad, TILE)
+    numbers = uniform(noise + row * 4, tl.load(positions + row).to(tl.uint32), 0, TILE)
     tl.store(out + row * TILE + tl.arange(0, TILE), numbers)
 
 

@@ -1,0 +1,309 @@
+"""An engine in a process of its own: the same text as in this one, and an end for every request, whatever becomes of it."""
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import aclosing, suppress
+
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.engine.async_llm import Ask, AsyncLLM
+from octavo.engine.supervisor import Serving
+from octavo.errors import DeadlineError, EngineError, OverloadError, RequestError, UnavailableError
+from octavo.outputs import CompletionOutput, TextDelta
+from tests.support.engine_process import ask, engine_process, exists, is_idle, read, run, tokens, until
+
+PROMPTS = ["Once upon a time, there was a little girl named Lily. She loved to play", "Tim and Sam", "One day, a cat"]
+MIXED = [
+    SamplingParams(temperature=0, max_tokens=24),
+    SamplingParams(n=3, seed=5, max_tokens=12),
+    SamplingParams(seed=6, max_tokens=40, stop=[" the", "was"]),
+    SamplingParams(seed=7, max_tokens=20, stop=["."], include_stop_str_in_output=True, min_tokens=3),
+    SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2),
+    SamplingParams(seed=8, n=2, max_tokens=5, logprobs=0, bad_words=["time"], repetition_penalty=1.2),
+    SamplingParams(seed=9, max_tokens=5, detokenize=False),
+]
+
+
+def put_together(deltas: list[TextDelta], count: int) -> list[CompletionOutput]:
+    samples = [CompletionOutput(index) for index in range(count)]
+    for delta in deltas:
+        sample = samples[delta.index]
+        sample.text += delta.text
+        sample.token_ids += delta.token_ids
+        sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
+        if delta.logprobs is not None:
+            sample.logprobs = (sample.logprobs or []) + delta.logprobs
+    return samples
+
+
+def test_text_is_that_of_the_offline_engine(stories: str) -> None:
+    cases = [(PROMPTS[number % 3], params) for number, params in enumerate(MIXED)]
+    with LLM(stories, num_gpu_blocks_override=200) as offline:
+        wanted = offline.generate([prompt for prompt, _ in cases], [params for _, params in cases], use_tqdm=False)
+
+    async def streamed() -> list[list[TextDelta]]:
+        async with engine_process(stories, runner="model", num_gpu_blocks_override=200) as llm:
+            asks = [Ask(*llm.encoder.encode(prompt), params) for prompt, params in cases]
+            return await asyncio.gather(*(read(llm, each) for each in asks))
+
+    for output, deltas, (_, params) in zip(wanted, run(streamed()), cases):
+        for got, sample in zip(put_together(deltas, params.n), output.outputs, strict=True):
+            assert (got.text, got.token_ids) == (sample.text, sample.token_ids)
+            assert (got.finish_reason, got.stop_reason) == (sample.finish_reason, sample.stop_reason)
+            assert (got.logprobs is None) == (sample.logprobs is None)
+            for one, other in zip(got.logprobs or [], sample.logprobs or [], strict=True):
+                assert list(one) == list(other)
+                assert [each.logprob for each in one.values()] == pytest.approx([each.logprob for each in other.values()], abs=1e-4)
+        prompts = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None]
+        assert [[choices and list(choices) for choices in each] for each in prompts] == (
+            [] if output.prompt_logprobs is None else [[choices and list(choices) for choices in output.prompt_logprobs]]
+        )
+        lives = [delta.life for delta in deltas if delta.life is not None]
+        assert lives[0].first_token is not None and lives[-1].finished is not None
+
+
+def test_requests_that_are_left_in_any_state_leave_nothing_behind(endless: str) -> None:
+    """Before the first step, in the queue, in a prompt of many chunks, while it decodes, by one sample, at the end, by a task's end."""
+
+    async def main() -> None:
+        async with engine_process(endless, "forward.sleep=5", max_num_seqs=2, max_num_batched_tokens=8, max_model_len=300) as llm:
+            alone = await tokens(llm, ask([7, 8, 9], 20))
+            long, short = ask(list(range(200)), 90, n=2), ask([1, 2], 90)
+            never = llm.generate(short)
+            await never.aclose()
+            for question in (long, short):
+                for seconds in (0.0, 0.02, 0.1, 0.25):
+                    task = asyncio.create_task(read(llm, question))
+                    queued = asyncio.create_task(read(llm, short))
+                    canary = asyncio.create_task(tokens(llm, ask([7, 8, 9], 20)))
+                    await asyncio.sleep(seconds)
+                    task.cancel()
+                    queued.cancel()
+                    assert await canary == alone
+                    for each in (task, queued):
+                        with suppress(asyncio.CancelledError):
+                            await each
+            async with aclosing(llm.generate(short)) as news:
+                async for _ in news:
+                    break
+            async for _ in llm.generate(short):
+                break
+            await until(lambda: is_idle(llm), 1.0, f"idle, but {llm.stats}")
+            assert llm.stats.generation_tokens < 1000, "they went on"
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_that_dies_or_hangs_ends_every_request_and_another_serves(endless: str, how: signal.Signals) -> None:
+    async def main() -> None:
+        serving = Serving(beat_timeout=1.5)
+        async with engine_process(endless, "forward.sleep=10", serving, max_num_seqs=4) as llm:
+            whole = await tokens(llm, ask([1, 2, 3], 20))
+            first = llm.engine_pid
+            assert first is not None and llm.facts.epoch == 1
+            streams = [asyncio.create_task(read(llm, ask([1, 2, number], 400))) for number in range(6)]
+            await asyncio.sleep(0.2)
+            start = time.monotonic()
+            os.kill(first, how)
+            await until(lambda: llm.state == "dead", 1.0 if how == signal.SIGKILL else 3.0)
+            with pytest.raises(UnavailableError, match="the engine is dead"):
+                await read(llm, ask([1]))
+            for result in await asyncio.gather(*streams, return_exceptions=True):
+                assert isinstance(result, UnavailableError) and result.code == "engine_dead"
+                assert "SIGKILL" in str(result) if how == signal.SIGKILL else "no sign of life" in str(result)
+            assert time.monotonic() - start < (2.0 if how == signal.SIGKILL else 4.0)
+            assert not exists(first)
+            await until(lambda: llm.state == "ready", 10.0)
+            assert llm.facts.epoch == 2 and llm.engine_pid != first
+            assert await tokens(llm, ask([1, 2, 3], 20)) == whole
+            await until(lambda: is_idle(llm), 1.0)
+
+    run(main())
+
+
+def test_an_engine_that_dies_too_often_stays_dead(endless: str) -> None:
+    async def main() -> None:
+        deaths = list[Exception]()
+        async with engine_process(endless, "exit.sigkill@3", Serving(max_restarts=1), deaths.append) as llm:
+            for epoch in (1, 2):
+                await until(lambda: llm.state == "ready", 10.0)
+                assert llm.facts.epoch == epoch and not deaths
+                with pytest.raises(UnavailableError, match="SIGKILL"):
+                    await read(llm, ask([1]))
+            await until(lambda: bool(deaths), 1.0)
+            assert llm.state == "dead" and llm.engine_pid is None and "SIGKILL" in str(deaths)
+            with pytest.raises(UnavailableError):
+                await read(llm, ask([1]))
+
+    run(main())
+
+
+def test_a_loop_that_does_not_turn_is_dead(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless, "forward.sleep=30000", Serving(hang_timeout=0.4)) as llm:
+            with pytest.raises(UnavailableError, match=r"a step took more than 0\.4 s"):
+                await read(llm, ask([1]))
+
+    run(main())
+
+
+def test_who_comes_when_the_queue_is_full_hears_so_while_a_step_runs(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless, "forward.sleep=2000", Serving(max_queue=1), max_num_seqs=1) as llm:
+            running, waiting = (asyncio.create_task(read(llm, ask([1, 2], 2))) for _ in range(2))
+            await asyncio.sleep(0.3)
+            took = []
+            for _ in range(5):
+                start = time.monotonic()
+                with pytest.raises(OverloadError, match="max_queue is 1") as refused:
+                    await read(llm, ask([3]))
+                took.append(time.monotonic() - start)
+                assert refused.value.retry_after > 0
+            assert min(took) < 0.05 and not running.done()
+            assert llm.num_open == 2
+            waiting.cancel()
+            running.cancel()
+
+    run(main())
+
+
+def test_who_waits_too_long_is_told_and_so_is_who_takes_too_long(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless, "forward.sleep=20", Serving(queue_timeout=0.3), max_num_seqs=1) as llm:
+            running = asyncio.create_task(tokens(llm, ask([1, 2], 60)))
+            await asyncio.sleep(0.1)
+            with pytest.raises(UnavailableError, match=r"queue_timeout is 0\.3 s") as late:
+                await read(llm, ask([3]))
+            assert late.value.code == "queue_timeout" and late.value.retry_after > 0
+            assert len(await running) == 60
+            news, start = list[TextDelta](), time.monotonic()
+            with pytest.raises(DeadlineError, match=r"after 0\.5 s") as deadline:
+                async for each in llm.generate(ask([1, 2], 400, timeout=0.5)):
+                    news += each
+            assert deadline.value.code == "deadline_exceeded" and 0.45 < time.monotonic() - start < 2
+            assert [token for delta in news for token in delta.token_ids], "what was there was read"
+            await until(lambda: is_idle(llm), 1.0)
+
+    run(main())
+
+
+def test_a_slow_reader_gets_one_delta_for_each_sample_and_the_whole_text(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless) as llm:
+            whole = await read(llm, ask([4, 5], 60, n=2))
+            items = list[list[TextDelta]]()
+            async for news in llm.generate(ask([4, 5], 60, n=2)):
+                items.append(news)
+                await asyncio.sleep(0.3)
+            assert all(len({delta.index for delta in news}) == len(news) for news in items) and len(items) < 5
+            slow = [delta for news in items for delta in news]
+            assert [sample.text for sample in put_together(slow, 2)] == [sample.text for sample in put_together(whole, 2)]
+            assert {delta.index: delta.finish_reason for delta in slow} == {0: "length", 1: "length"}
+            lives = [delta.life for delta in slow if delta.finish_reason]
+            assert all(life is not None and life.finished is not None for life in lives[-1:])
+
+    run(main())
+
+
+def test_what_can_never_be_served_is_refused_before_anything_is_sent(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless, max_model_len=64) as llm:
+            cases: list[tuple[Ask, str | None]] = [
+                (ask([1] * 70, 1), "prompt"),
+                (ask([99999]), "prompt"),
+                (ask([]), "prompt"),
+                (ask([1], n=1000), "n"),
+                (ask([1], n=2**70), "n"),
+                (ask([1], logprobs=21), "logprobs"),
+                (ask([1], stop=["x" * 2_000_000]), None),
+            ]
+            for question, param in cases:
+                with pytest.raises(RequestError) as refused:
+                    await read(llm, question)
+                assert refused.value.param == param
+            assert llm.num_open == 0 and len(await tokens(llm, ask([1], 5))) == 5
+
+    run(main())
+
+
+def test_drained_streams_end_whole_and_newcomers_are_turned_away(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless, "forward.sleep=5") as llm:
+            streams = [asyncio.create_task(tokens(llm, ask([1, number], 50))) for number in range(20)]
+            await asyncio.sleep(0.1)
+            drained = asyncio.create_task(llm.drain(20))
+            await asyncio.sleep(0)
+            assert llm.state == "draining"
+            with pytest.raises(UnavailableError, match="draining"):
+                await read(llm, ask([1]))
+            assert await drained == 0
+            assert [len(result) for result in await asyncio.gather(*streams)] == [50] * 20
+        async with engine_process(endless, "forward.sleep=50") as llm:
+            stuck = asyncio.create_task(read(llm, ask([1], 400)))
+            await asyncio.sleep(0.1)
+            pid = llm.engine_pid
+            assert await llm.drain(0.1) == 1 and pid is not None
+            await llm.close()
+            with pytest.raises(UnavailableError, match="shutting down"):
+                await stuck
+            assert not exists(pid)
+
+    run(main())
+
+
+def test_two_processes_share_an_engine(endless: str) -> None:
+    """Here two clients in one; one of them leaves in the middle, and its requests with it."""
+
+    async def main() -> None:
+        async with engine_process(endless, "forward.sleep=5", max_num_seqs=4) as llm:
+            other = AsyncLLM(llm.config, Serving(beat_timeout=1.5), address=llm.address)
+            await other.start()
+            assert other.facts == llm.facts and other.engine_pid is None
+            mine, theirs = ([asyncio.create_task(tokens(each, ask([number], 12))) for number in range(6)] for each in (llm, other))
+            assert await asyncio.gather(*mine) == await asyncio.gather(*theirs)
+            gone = asyncio.create_task(read(other, ask([1], 400)))
+            await asyncio.sleep(0.1)
+            await other.close()
+            with pytest.raises(UnavailableError):
+                await gone
+            await until(lambda: is_idle(llm), 1.0, f"{llm.stats}")
+
+            third = AsyncLLM(llm.config, Serving(beat_timeout=1.5), address=llm.address)
+            await third.start()
+            assert llm.engine_pid is not None
+            os.kill(llm.engine_pid, signal.SIGKILL)
+            await until(lambda: third.state == "dead", 4.0)
+            await until(lambda: llm.state == third.state == "ready", 10.0, f"{llm.state} {third.state}")
+            assert third.facts.epoch == 2 and await tokens(third, ask([1], 5)) == await tokens(llm, ask([1], 5))
+            await third.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("fault", ["ipc.drop@5", "ipc.truncate@5", "ipc.garbage@5"])
+def test_a_frame_that_is_lost_ends_what_was_open_with_an_error_and_nothing_else(endless: str, fault: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless, f"forward.sleep=5,{fault}") as llm:
+            streams = [asyncio.create_task(tokens(llm, ask([1, number], 100))) for number in range(3)]
+            for result in await asyncio.gather(*streams, return_exceptions=True):
+                assert isinstance(result, EngineError) and "lost" in str(result)
+            await until(lambda: is_idle(llm), 1.0)
+            assert llm.facts.epoch == 1 and len(await tokens(llm, ask([1], 30))) == 30
+
+    run(main())
+
+
+def test_an_error_of_the_engine_has_its_code(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless, "forward.nan@4") as llm:
+            news = list[TextDelta]()
+            with pytest.raises(EngineError, match="numerical_error") as failed:
+                async for each in llm.generate(ask([1], 20)):
+                    news += each
+            assert failed.value.code == "numerical_error" and sum(len(delta.token_ids) for delta in news) == 3
+
+    run(main())

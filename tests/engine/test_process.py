@@ -1,0 +1,196 @@
+"""The engine process among others: it starts or says why not, hears only messages, and never outlives who started it."""
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+
+from octavo.engine import wire
+from octavo.engine.stats import StatsLog
+from octavo.engine.wire import Add, DownFrame, Ping
+from octavo.errors import ConfigError, LoadError
+from octavo.messages import AddRequest, SchedulerStats
+from octavo.sampling_params import SamplingParams
+from tests.support.engine_process import ask, engine_process, exists, is_idle, run, tokens, until
+
+PARENT = """
+import asyncio, sys
+from octavo.config import EngineConfig
+from octavo.engine.async_llm import AsyncLLM
+
+async def main():
+    llm = AsyncLLM(EngineConfig(model=sys.argv[1], num_gpu_blocks_override=50))
+    await llm.start()
+    print(llm.engine_pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_it_dies_with_its_parent(endless: str, how: signal.Signals, stopped: bool, tmp_path: Path) -> None:
+    environment = os.environ | {"OCTAVO_DEBUG": "runner=fake", "OCTAVO_LOG_LEVEL": "ERROR", "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", PARENT, endless], stdout=subprocess.PIPE, env=environment, text=True) as parent:
+        assert parent.stdout is not None
+        engine = int(parent.stdout.readline())
+        assert exists(engine)
+        if stopped:
+            os.kill(engine, signal.SIGSTOP)
+        parent.send_signal(how)
+        parent.wait()
+    deadline = time.monotonic() + 3
+    while exists(engine):
+        assert time.monotonic() < deadline, "an orphan"
+        time.sleep(0.01)
+
+
+def test_why_it_could_not_start_is_what_the_user_sees(endless: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="the largest max_model_len that fits"):
+            async with engine_process(endless, num_gpu_blocks_override=None, kv_cache_memory_bytes=100_000, max_model_len=500):
+                pass
+        broken = tmp_path / "broken"
+        broken.mkdir()
+        for file in Path(endless).iterdir():
+            (broken / file.name).write_bytes(file.read_bytes()[:1000] if file.suffix == ".safetensors" else file.read_bytes())
+        with pytest.raises(LoadError, match=r"model\.safetensors"):
+            async with engine_process(str(broken), runner="model", num_gpu_blocks_override=50):
+                pass
+
+    run(main())
+
+
+def raw(address: str, name: bytes = b"") -> "zmq.Socket[bytes]":
+    dealer = zmq.Context.instance().socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    if name:
+        dealer.setsockopt(zmq.IDENTITY, name)
+    dealer.connect(address)
+    return dealer
+
+
+def test_garbage_does_nothing_to_anybody(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless, "forward.sleep=5") as llm:
+            alone = await tokens(llm, ask([1, 2], 60))
+            canary = asyncio.create_task(tokens(llm, ask([1, 2], 60)))
+            path = Path(llm.address.removeprefix("ipc://"))
+            assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+            stranger = raw(llm.address)
+            victim = f"{llm._link.name}-1"
+            frames = [
+                b"",
+                secrets.token_bytes(500),
+                b"\x80\x04\x95cos\nsystem\n",  # the head of a pickle
+                b"\xdd\xff\xff\xff\xff",  # a list of 4 Gi items
+                b"\xc6\xff\xff\xff\xff",  # as many bytes
+                bytes(8 << 20),
+                wire.encode(DownFrame(1, 1, Add(AddRequest("x-1", [1], SamplingParams())))),  # of one who never said who it is
+                wire.encode(DownFrame(1, 1, wire.Abort(victim))),
+                wire.encode(DownFrame(7, 1, wire.ResetPrefixCache())),
+            ]
+            for frame in frames:
+                stranger.send(frame)
+            stranger.send_multipart([b"two", b"parts"])
+            binary = raw(llm.address)
+            binary.send(wire.encode(DownFrame(0, 1, Ping(os.getpid()))))  # under a name that libzmq made, of any bytes
+            binary.send(wire.encode(DownFrame(1, 2, wire.Abort(victim))))
+            known = raw(llm.address, b"known")  # says hello properly, and then tells others' requests to end
+            known.send(wire.encode(DownFrame(0, 1, Ping(os.getpid()))))
+            known.send(wire.encode(DownFrame(1, 2, wire.Abort(f"{llm._link.name}-2"))))
+            for data in (b"GET / HTTP/1.1\r\n\r\n", secrets.token_bytes(10_000), b"\xff" + b"\xff" * 8 + b"\x7f" + bytes(1000)):
+                with socket.socket(socket.AF_UNIX) as plain:  # not even a peer
+                    plain.connect(str(path))
+                    plain.sendall(data)
+            assert await canary == alone == await tokens(llm, ask([1, 2], 60))
+            assert llm.facts.epoch == 1 and llm.state == "ready"
+            await until(lambda: is_idle(llm), 1.0)
+            for each in (stranger, binary, known):
+                each.close()
+            pid = llm.engine_pid
+            listening = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True).stdout if _has_ss() else ""
+            assert f"pid={pid}," not in listening
+        assert not path.parent.exists()
+
+    run(main())
+
+
+def _has_ss() -> bool:
+    return any((Path(folder) / "ss").exists() for folder in os.environ["PATH"].split(":"))
+
+
+def test_requests_of_a_process_that_is_gone_end(endless: str) -> None:
+    """Here it is played by one that has ended before."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+
+    async def main() -> None:
+        async with engine_process(endless, "forward.sleep=10") as llm:
+            client = raw(llm.address, b"ghost")
+            client.send(wire.encode(DownFrame(0, 1, Ping(ended.pid))))
+            client.send(wire.encode(DownFrame(1, 2, Add(AddRequest("ghost-1", [1, 2], SamplingParams(max_tokens=400, ignore_eos=True))))))
+            await until(lambda: llm.stats.running == 1, 2.0)
+            await until(lambda: is_idle(llm), 2.0)
+            assert llm.stats.generation_tokens < 300
+            client.close()
+
+    run(main())
+
+
+def test_it_leaves_ctrl_c_to_its_parent_and_reset_reaches_it(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless) as llm:
+            assert llm.engine_pid is not None
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                os.kill(llm.engine_pid, number)
+            await asyncio.sleep(0.1)
+            prompt = list(range(100))
+            await tokens(llm, ask(prompt, 2))
+            await tokens(llm, ask(prompt, 2))
+            before = llm.stats.prefix_hits
+            await llm.reset_prefix_cache()
+            await tokens(llm, ask(prompt, 2))
+            assert llm.facts.epoch == 1 and llm.stats.prefix_hits == before > 0
+
+    run(main())
+
+
+def test_importing_it_imports_no_torch() -> None:
+    code = "import octavo.engine.async_llm, sys; print([name for name in ('torch', 'fastapi') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+    code = "import octavo, octavo.llm, octavo.cli.main, sys; print([name for name in ('zmq', 'msgspec') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_a_busy_engine_logs_a_line_every_ten_seconds(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = list[str]()
+    monkeypatch.setattr("octavo.engine.stats.logger.info", lines.append)
+    now, stats = [0.0], SchedulerStats(0, 0, 100, 101, 0, 0, 0, 0, 0)
+    log = StatsLog(stats, clock=lambda: now[0])
+    for second in range(1, 25):
+        now[0], stats.generation_tokens, stats.prompt_tokens = second, second * 50, min(second, 12) * 10
+        stats.running, stats.waiting, stats.free_blocks, stats.preemptions = 3, 2, 75, second
+        stats.prefix_queries, stats.prefix_hits = second * 40, second * 10
+        log.turn(stats)
+    for second in range(25, 60):  # idle but for the last of it
+        now[0] = second
+        log.turn(stats)
+    assert lines == [
+        "Avg prompt throughput: 10.0 tokens/s, Avg generation throughput: 50.0 tokens/s, Running: 3 reqs, Waiting: 2 reqs, "
+        "Preemptions: 10, KV cache usage: 25.0%, Prefix cache hit rate: 25.0%",
+        "Avg prompt throughput: 2.0 tokens/s, Avg generation throughput: 50.0 tokens/s, Running: 3 reqs, Waiting: 2 reqs, "
+        "Preemptions: 10, KV cache usage: 25.0%, Prefix cache hit rate: 25.0%",
+        "Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: 20.0 tokens/s, Running: 3 reqs, Waiting: 2 reqs, "
+        "Preemptions: 4, KV cache usage: 25.0%, Prefix cache hit rate: 25.0%",
+    ]

@@ -1,0 +1,134 @@
+"""`octavo serve` as its user starts it, over FakeKV: the order in which things go wrong, the ready line, the processes, the end."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from octavo.cli.args import Parser, server_configs
+from octavo.cli.serve import add_arguments
+from tests.cli.processes import ROOT, SECONDS, octavo
+from tests.docs.blocks import FENCE
+from tests.support.server_process import ServerProcess
+
+NO_WEIGHTS = {"OCTAVO_DEBUG": "runner=fake"}
+
+
+def family(pid: int) -> set[int]:
+    """A process and all that descend from it."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    pairs = [tuple(map(int, line.split())) for line in listed.splitlines()]
+    found = {pid}
+    while more := {child for child, parent in pairs if parent in found} - found:
+        found |= more
+    return found
+
+
+def gone(pids: set[int], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3] for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_it_serves_from_the_ready_line_to_the_exit_code(tmp_path: Path) -> None:
+    with ServerProcess("octavo serve", env=NO_WEIGHTS, cwd=tmp_path) as server:
+        assert server.model == "SmolLM2-135M-Instruct" and server.host == "127.0.0.1"
+        assert server.ask("GET", "/health").json == {"status": "ready"}
+        (model,) = server.ask("GET", "/v1/models").json["data"]
+        assert model["id"] == server.model and model["max_model_len"] == 8192
+        tokens = server.ask("POST", "/tokenize", {"prompt": "Once upon a time"}).json["tokens"]
+        assert server.ask("POST", "/detokenize", {"tokens": tokens}).json == {"prompt": "Once upon a time"}
+        pids = family(server.process.pid)
+        assert len(pids) >= 2
+        server.process.send_signal(signal.SIGTERM)
+        assert server.ended(20) == 0 and gone(pids, 3)
+        assert "Traceback" not in server.stderr and server.stderr.count("Octavo is ready") == 1
+
+
+def started(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return octavo("serve", *words, cwd=cwd, env={**NO_WEIGHTS, "OCTAVO_LOG_LEVEL": "ERROR"})
+
+
+def test_a_port_that_is_not_to_be_had_ends_it_within_a_second() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        used = min(_seconds("--port", port) for _ in range(3))
+        run = started("--port", port)
+    assert run.returncode == 1 and used < 1
+    assert run.stderr == f"octavo: error: port {port} of 127.0.0.1 is in use; choose another with --port, or 0 for any that is free\n"
+    run = started("--host", "192.0.2.1")
+    assert run.returncode == 1 and re.fullmatch(r"octavo: error: port 8000 of 192\.0\.2\.1 cannot be had: [^\n]+\n", run.stderr)
+    run = started("--host", "no.such.name.invalid")
+    assert run.returncode == 1 and re.fullmatch(r"octavo: error: --host no\.such\.name\.invalid: [^\n]+\n", run.stderr)
+
+
+def _seconds(*words: str) -> float:
+    """Of one process's time, whoever else is busy here."""
+    code = (
+        "import resource, subprocess, sys\n"
+        "subprocess.run([sys.executable, '-m', 'octavo', 'serve', *sys.argv[1:]], stderr=subprocess.DEVNULL)\n"
+        "used = resource.getrusage(resource.RUSAGE_CHILDREN)\nprint(used.ru_utime + used.ru_stime)"
+    )
+    run = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=True)
+    return float(run.stdout)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["no/such"], "no/such"),
+        (["a", "--max-queue", "x"], "invalid int value"),
+        (["--port", "70000"], "port must be an integer from 0 to 65535, got 70000"),
+        (["--prot", "1"], "unknown option --prot; did you mean --port?"),
+        (["--max-model-len", "8k", "--kv-cache-memory-bytes", "1m"], "max_model_len is 8192"),
+        (["--api-key", "a b"], "api_key must be 1 to 512 visible ASCII characters"),
+    ],
+)
+def test_what_is_wrong_is_one_line_before_weights_load(words: list[str], said: str, tmp_path: Path) -> None:
+    run = started("--port", "0", *words, cwd=tmp_path)
+    assert run.returncode in (1, 2) and said in run.stderr and len(run.stderr.splitlines()) <= 2, run.stderr
+
+
+def test_it_listens_on_this_machine_alone_unless_told_otherwise() -> None:
+    parser = Parser(prog="octavo serve", allow_abbrev=False)
+    add_arguments(parser)
+    _, config = server_configs(parser.parse([]))
+    assert (config.host, config.port) == ("127.0.0.1", 8000)
+    with ServerProcess("octavo serve", "--host", "0.0.0.0", env=NO_WEIGHTS) as server:
+        assert "NO KEY IS ASKED FOR" in server.stderr and server.ask("GET", "/v1/models", host="anything").status == 200
+
+
+def test_several_processes_answer_on_one_port_and_none_outlives_the_first() -> None:
+    with ServerProcess("octavo serve", "--api-processes", "2", "--api-key", "sk-secret", env=NO_WEIGHTS) as server:
+        deadline, pids = time.monotonic() + SECONDS, family(server.process.pid)
+        while server.stderr.count("unheard_of") < 2 and time.monotonic() < deadline:  # each process warns once
+            assert server.ask("POST", "/tokenize", {"prompt": "a", "unheard_of": 1}, authorization="Bearer sk-secret").status == 200
+        assert server.stderr.count("unheard_of") == 2 and len(pids) >= 3
+        assert all(b"sk-secret" not in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids - {server.process.pid})
+        server.process.kill()
+        assert gone(pids, 5)
+
+
+def test_an_engine_that_stays_dead_is_told_in_one_line_with_a_code() -> None:
+    with ServerProcess("octavo serve", "--max-restarts", "0", env={**NO_WEIGHTS, "OCTAVO_LOG_LEVEL": "ERROR"}) as server:
+        (engine,) = family(server.process.pid) - {server.process.pid}
+        os.kill(engine, signal.SIGKILL)
+        assert server.ended(10) == 1
+        assert server.stderr.splitlines()[-1] == "octavo: error: the engine stayed dead: it was ended by SIGKILL"
+        assert "Traceback" not in server.stderr
+
+
+def test_the_settings_shown_to_operators_are_settings(tmp_path: Path) -> None:
+    (example,) = [found["text"] for found in FENCE.finditer((ROOT / "docs/operations.md").read_text()) if found["language"] == "toml"]
+    (tmp_path / "octavo.toml").write_text(example)
+    run = started("--config", "octavo.toml", "--show-config", cwd=tmp_path)
+    assert run.returncode == 0 and re.search(r"max_body_bytes +8388608 +file octavo.toml", run.stdout)

@@ -1,0 +1,83 @@
+"""An `AsyncLLM` over a real engine process for tests: FakeKV unless told otherwise, invariants checked after every step.
+
+    with OCTAVO_DEBUG set for it, and for every engine started after it:
+    async with engine_process(folder, "forward.sleep=20", Serving(max_queue=1), max_num_seqs=1) as llm: ...
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+from octavo.config import EngineConfig
+from octavo.engine.async_llm import Ask, AsyncLLM
+from octavo.engine.supervisor import Serving
+from octavo.errors import OctavoError
+from octavo.outputs import TextDelta
+from octavo.sampling_params import SamplingParams
+
+Result = TypeVar("Result")
+BLOCKS = 400
+SECONDS = 60  # no test of ours takes so long
+
+
+def run(work: Coroutine[Any, Any, Result]) -> Result:
+    return asyncio.run(asyncio.wait_for(work, SECONDS))
+
+
+@asynccontextmanager
+async def engine_process(
+    folder: str,
+    debug: str = "",
+    serving: Serving | None = None,
+    on_dead: Callable[[OctavoError], None] | None = None,
+    runner: str = "fake",
+    **settings: Any,
+) -> AsyncIterator[AsyncLLM]:
+    """Ready, and ended for certain. `settings`: of EngineConfig."""
+    config = EngineConfig(model=folder, **{"num_gpu_blocks_override": BLOCKS, **settings})
+    with patch.dict(os.environ, OCTAVO_DEBUG=f"runner={runner},check=1,{debug}", OCTAVO_LOG_LEVEL="ERROR"):
+        llm = AsyncLLM(config, serving, on_dead)
+        try:
+            await llm.start()
+            yield llm
+        finally:
+            await llm.close()
+
+
+def ask(prompt: list[int], count: int = 8, timeout: float | None = None, **params: Any) -> Ask:
+    return Ask(None, prompt, SamplingParams(**{"max_tokens": count, "ignore_eos": True, "seed": 1, **params}), timeout=timeout)
+
+
+async def read(llm: AsyncLLM, question: Ask) -> list[TextDelta]:
+    return [delta for news in [news async for news in llm.generate(question)] for delta in news]
+
+
+async def tokens(llm: AsyncLLM, question: Ask) -> list[int]:
+    return [token for delta in await read(llm, question) for token in delta.token_ids]
+
+
+async def until(holds: Callable[[], bool], seconds: float, what: str = "") -> float:
+    """How long it took."""
+    start = time.monotonic()
+    while not holds():
+        assert time.monotonic() - start < seconds, f"not so after {seconds} s: {what}"
+        await asyncio.sleep(0.005)
+    return time.monotonic() - start
+
+
+def is_idle(llm: AsyncLLM) -> bool:
+    stats = llm.stats
+    return (stats.running, stats.waiting, stats.free_blocks, llm.num_open) == (0, 0, stats.num_blocks - 1, 0)
+
+
+def exists(pid: int) -> bool:
+    """Also where nobody has waited for it yet: one that has ended is not there."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
