@@ -10,6 +10,8 @@ from typing import Any, Literal, get_args
 from octavo.errors import ConfigError
 
 LogFormat = Literal["text", "json"]
+ToolCallParser = Literal["auto", "hermes", "llama3_json", "none"]
+ReasoningParser = Literal["auto", "think", "none"]
 
 
 def _flag(default: Any, text: str, least: float | None = None, most: float | None = None, secret: bool = False) -> Any:
@@ -39,6 +41,8 @@ class ServerConfig:
     max_n: int = _flag(128, "most samples of a prompt", 1, 2**31 - 1)
     max_stop: int = _flag(4, "most stop strings of a request", 0, 2**31 - 1)
     max_temperature: float = _flag(2.0, "highest temperature of a request", 0.0, 1e6)
+    tool_call_parser: ToolCallParser = _flag("auto", "form of the model's tool calls; auto: as its chat template says")
+    reasoning_parser: ReasoningParser = _flag("auto", "think: <think> tells thinking from answers; auto: where the chat template has it")
     log_format: LogFormat = _flag("text", "json: an object a line")
     enable_log_requests: bool = _flag(False, "log a line for every request that the server answers; never its text")
 

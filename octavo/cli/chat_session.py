@@ -9,13 +9,13 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from octavo.cli.thinking import Piece, ThinkingSplitter
 from octavo.errors import EngineError, OctavoError
 from octavo.llm import LLM
 from octavo.messages import LifeRecord
 from octavo.outputs import TextDelta
 from octavo.sampling_params import SamplingParams
 from octavo.text.prompt import Message
+from octavo.text.reasoning import Piece, ReasoningSplitter
 
 ROOM = 256  # tokens kept free for an answer of no stated length, where the context is not tiny
 
@@ -66,7 +66,7 @@ class ChatSession:
     def ask(self, question: str) -> Generator[Piece, None, None]:
         """Stream the answer. Left early, what has come of it stays in the conversation; after an error, nothing does."""
         prompt, ids = self._fit(question)
-        splitter, stats, turn = ThinkingSplitter(prompt), AnswerStats(len(ids)), Turn(question)
+        splitter, stats, turn = ReasoningSplitter(prompt), AnswerStats(len(ids)), Turn(question)
         self.turns.append(turn)
         self.stats = stats
         try:
@@ -76,7 +76,7 @@ class ChatSession:
                     stats.note(delta, pool.num_blocks - 1 - pool.free_blocks, pool.num_blocks - 1)
                     pieces = splitter.push(delta.text) + (splitter.flush() if delta.finish_reason is not None else [])
                     for piece in pieces:
-                        turn.answer += "" if piece.thinking else piece.text
+                        turn.answer += piece.text if piece.kind == "content" else ""
                         yield piece
                     if delta.finish_reason == "error":
                         raise EngineError(str(delta.stop_reason))

@@ -3,8 +3,8 @@
 import contextlib
 import sys
 
-from octavo.cli.thinking import Piece
 from octavo.config import no_color, state_dir
+from octavo.text.reasoning import Piece
 
 QUOTES = '"""'
 HISTORY_LINES = 1000
@@ -18,7 +18,7 @@ class Terminal:
 
     def write(self, piece: Piece) -> None:
         text = piece.text.translate(ESCAPE) if self._looks_on else piece.text
-        print(self._dim(text) if piece.thinking else text, end="", flush=True)
+        print(text if piece.kind == "content" else self._dim(text), end="", flush=True)
 
     def say(self, note: str) -> None:
         """A line that is not the model's."""

@@ -14,12 +14,12 @@ from starlette.responses import Response
 
 from octavo import __version__
 from octavo.errors import OctavoError, RequestError
-from octavo.server import basic, tokens
+from octavo.server import basic, chat, completions, responses, tokens
 from octavo.server.errors import ApiError, error_response
 from octavo.server.guard import Guard
 from octavo.server.state import Server
 
-ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (basic.router, tokens.router)
+ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (basic.router, tokens.router, completions.router, chat.router, responses.router)
 
 
 def build_app(server: Server) -> FastAPI:

@@ -5,8 +5,7 @@ JSON, `raise_exception`, `strftime_now`). It is not trusted: it runs in `Templat
 it makes, and whatever goes wrong in it is a TemplateError with one short line.
 """
 
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from jinja2 import TemplateSyntaxError
@@ -14,13 +13,13 @@ from jinja2 import TemplateSyntaxError
 from octavo.errors import RequestError, TemplateError
 from octavo.text.template_sandbox import TemplateSandbox
 
-ROLES = ("system", "user", "assistant", "tool", "developer")
 MAX_SECONDS = 2.0
 MAX_UNITS = 8_000_000  # characters made, roughly; for a large conversation UNITS_PER_INPUT_UNIT adds to it
 UNITS_PER_INPUT_UNIT = 32  # a template copies each message a handful of times
 MAX_SOURCE_CHARS = 65_536  # twice the longest real template; jinja2 compiles some in quadratic time: here in a second
 MAX_ERROR_CHARS = 300
 
+Renderer = tuple[TemplateSandbox, Callable[[dict[str, object]], str]]
 _NO_VARIABLES: Mapping[str, object] = MappingProxyType({})
 
 
@@ -31,10 +30,13 @@ class ChatTemplate:
             raise TemplateError(f"chat template of {name} has {len(source):,} characters, at most {MAX_SOURCE_CHARS:,} are taken")
         self._name = name
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        self._sandbox = TemplateSandbox()
-        self._lock = threading.Lock()  # the sandbox has one meter
+        self._source = source
+        self._idle = [self._build()]  # a sandbox has one meter, so it renders for one thread at a time
+
+    def _build(self) -> Renderer:
+        sandbox = TemplateSandbox()
         try:
-            self._render = self._sandbox.build(source, name)
+            return sandbox, sandbox.build(self._source, self._name)
         except Exception as error:
             raise self._failure("is not valid", error) from None
 
@@ -50,12 +52,18 @@ class ChatTemplate:
         given |= {"add_generation_prompt": add_generation_prompt, **self._tokens}
         if clash := given.keys() & variables.keys():
             raise RequestError(f"chat template variable {min(clash)!r} is set by the engine and cannot be given", param=min(clash))
-        with self._lock:
-            self._sandbox.meter.start(MAX_UNITS + UNITS_PER_INPUT_UNIT * _units((messages, tools)), MAX_SECONDS)
-            try:
-                return self._render({**variables, **given})
-            except Exception as error:  # templates raise anything: a missing key, a wrong type, too deep a recursion
-                raise self._failure("failed", error) from None
+        try:
+            renderer = self._idle.pop()
+        except IndexError:  # all are at work in other threads
+            renderer = self._build()
+        sandbox, render = renderer
+        sandbox.meter.start(MAX_UNITS + UNITS_PER_INPUT_UNIT * units_of((messages, tools)), MAX_SECONDS)
+        try:
+            return render({**variables, **given})
+        except Exception as error:  # templates raise anything: a missing key, a wrong type, too deep a recursion
+            raise self._failure("failed", error) from None
+        finally:
+            self._idle.append(renderer)
 
     def _failure(self, what: str, error: Exception) -> TemplateError:
         place, reason = "", str(error)
@@ -65,40 +73,7 @@ class ChatTemplate:
         return TemplateError(f"chat template of {self._name} {what}{place}: {reason[:MAX_ERROR_CHARS]}")
 
 
-def check_messages(messages: object) -> list[dict[str, object]]:
-    """The conversation as plain messages, text parts joined; a RequestError names the message at fault."""
-    if not isinstance(messages, (list, tuple)) or not messages:
-        raise RequestError("messages must be a list of at least one message", param="messages")
-    return [_check_message(message, f"messages[{position}]") for position, message in enumerate(messages)]
-
-
-def _check_message(message: object, where: str) -> dict[str, object]:
-    if not isinstance(message, Mapping) or not all(isinstance(key, str) for key in message):
-        raise RequestError(f"{where} must be an object with role and content, not {type(message).__name__}", param=where)
-    role = message.get("role")
-    if role not in ROLES:
-        raise RequestError(f"{where}.role is {_shown(role)}; it must be one of {', '.join(ROLES)}", param=f"{where}.role")
-    return {**message, "content": _content(message.get("content"), f"{where}.content")}
-
-
-def _content(content: object, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(f"{where} must be text or a list of text parts, not {type(content).__name__}", param=where)
-    texts = []
-    for position, part in enumerate(content):
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(text := part.get("text"), str):
-            raise RequestError(f'{where}[{position}] must be {{"type": "text", "text": ...}}', param=f"{where}[{position}]")
-        texts.append(text)
-    return "".join(texts)
-
-
-def _shown(value: object) -> str:
-    return repr(value)[:80] if isinstance(value, str) else type(value).__name__
-
-
-def _units(value: object) -> int:
+def units_of(value: object) -> int:
     """The size of the input: characters and items, counted without recursion."""
     units, waiting = 0, [value]
     while waiting:

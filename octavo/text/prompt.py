@@ -1,14 +1,19 @@
 """The text side of a request: a prompt or a conversation becomes token ids."""
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from octavo.errors import ConfigError, LoadError, RequestError
-from octavo.text.chat_template import ChatTemplate, check_messages
+from octavo.text.chat_template import ChatTemplate
+from octavo.text.conversation import check_messages
 from octavo.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
 Message = Mapping[str, object]
+TEMPLATE_OPTIONS = ("enable_thinking", "add_generation_prompt", "continue_final_message")
+_NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 
 
 class PromptEncoder:
@@ -16,25 +21,46 @@ class PromptEncoder:
         if tokenizer is None and template_file is not None:
             raise ConfigError("chat_template is set, but so is skip_tokenizer_init: without a tokenizer there is no chat")
         self._tokenizer = tokenizer
-        self._template = None if tokenizer is None else _load_template(tokenizer, template_file)
+        source, name = (None, "") if tokenizer is None else _template_source(tokenizer, template_file)
+        self.template = source  # its text, where there is one
+        self._template = None
+        if source is not None and tokenizer is not None:
+            self._template = ChatTemplate(source, name, tokenizer.bos_token, tokenizer.eos_token)
 
-    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """The prompt's text, where it has one, and its ids."""
+    def encode(self, prompt: Prompt, limit: int | None = None) -> tuple[str | None, list[int]]:
+        """The prompt's text, where it has one, and its ids. A text too long for `limit` tokens is not tokenised."""
         if isinstance(prompt, str):
             if not prompt:  # some tokenizers would make a BOS of it; whoever wants just that can ask for it by id
                 raise RequestError("the prompt is empty", "prompt")
-            return prompt, self._need_tokenizer("a text prompt").encode(prompt)
+            tokenizer = self._need_tokenizer("a text prompt")
+            _check_length(prompt, tokenizer, limit, "prompt")
+            return prompt, tokenizer.encode(prompt)
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
         if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes)) or not all(type(token) is int for token in ids):
             raise RequestError("a prompt is a str, a list of token ids, or {'prompt_token_ids': [...]}", "prompt")
         return None, list(ids)
 
-    def encode_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
-        """The rendered conversation; the template writes the special tokens itself, so none are added."""
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        options: Mapping[str, object] = _NO_OPTIONS,
+        limit: int | None = None,
+    ) -> tuple[str, list[int]]:
+        """The rendered conversation; the template writes the special tokens itself, so none are added.
+
+        `options`: some of TEMPLATE_OPTIONS. A text too long for `limit` tokens is not tokenised.
+        """
         tokenizer = self._need_tokenizer("chat")
         if self._template is None:
             raise RequestError("the model has no chat template; give one with chat_template", "messages")
-        text = self._template.render(check_messages(messages))
+        _check_options(options)
+        plain, goes_on = check_messages(messages), bool(options.get("continue_final_message"))
+        thinking = {name: options[name] for name in ("enable_thinking",) if name in options}
+        text = self._template.render(plain, bool(options.get("add_generation_prompt", not goes_on)), tools, thinking)
+        if goes_on:
+            text = _open_last_message(text, str(plain[-1]["content"]))
+        _check_length(text, tokenizer, limit, "messages")
         return text, tokenizer.encode(text, add_special_tokens=False)
 
     def spellings(self, words: Sequence[str]) -> list[list[int]]:
@@ -51,11 +77,45 @@ class PromptEncoder:
         return self._tokenizer
 
 
-def _load_template(tokenizer: Tokenizer, template_file: str | None) -> ChatTemplate | None:
-    source, name = tokenizer.chat_template, tokenizer.source
-    if template_file is not None:
-        try:
-            source, name = Path(template_file).read_text(encoding="utf-8"), template_file
-        except (OSError, UnicodeDecodeError) as error:
-            raise LoadError(f"chat_template {template_file}: {error}") from error
-    return None if source is None else ChatTemplate(source, name, tokenizer.bos_token, tokenizer.eos_token)
+def _template_source(tokenizer: Tokenizer, template_file: str | None) -> tuple[str | None, str]:
+    """The text of the template, where there is one, and where it comes from."""
+    if template_file is None:
+        return tokenizer.chat_template, tokenizer.source
+    try:
+        return Path(template_file).read_text(encoding="utf-8"), template_file
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadError(f"chat_template {template_file}: {error}") from error
+
+
+def _check_options(options: Mapping[str, object]) -> None:
+    for name, value in options.items():
+        if name not in TEMPLATE_OPTIONS:
+            known = ", ".join(TEMPLATE_OPTIONS)
+            raise RequestError(f"chat_template_kwargs has {reprlib.repr(name)}; it may have {known}", "chat_template_kwargs")
+        if type(value) is not bool:
+            raise RequestError(f"{name} in chat_template_kwargs must be true or false, got {reprlib.repr(value)}", "chat_template_kwargs")
+    if options.get("add_generation_prompt") and options.get("continue_final_message"):
+        raise RequestError("add_generation_prompt and continue_final_message exclude each other", "chat_template_kwargs")
+
+
+def _open_last_message(text: str, content: str) -> str:
+    """The text up to the end of the last message's content, so that an answer goes on with it."""
+    start = text.rfind(content.strip()) if content.strip() else -1
+    if start < 0:
+        raise RequestError("continue_final_message needs a last message with content that the chat template writes as it is", "messages")
+    whole = start + len(content.lstrip())
+    return text[: whole if text[start:whole] == content.lstrip() else start + len(content.strip())]  # templates may cut spaces off
+
+
+def _check_length(text: str, tokenizer: Tokenizer, limit: int | None, param: str) -> None:
+    """By the fewest tokens it can have: to count what 10 MB have would take seconds."""
+    if limit is None or len(text) <= limit:
+        return
+    fewest = len(text.encode("utf-8", "replace")) // tokenizer.longest_token
+    if fewest > limit:
+        raise RequestError(
+            f"This model's maximum context length is {limit} tokens. However, you requested at least {fewest} in the prompt; "
+            "shorten it or raise max_model_len",
+            param,
+            "context_length_exceeded",
+        )

@@ -13,6 +13,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -83,13 +84,21 @@ class Tokenizer:
     def eos_token(self) -> str:
         return self.token(self.eos_token_ids[0]) if self.eos_token_ids else ""
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Most bytes of a text that one token stands for, or somewhat more."""
+        spelled = self._backend.get_vocab(with_added_tokens=False)
+        longest = max((len(token) if self._byte_level else len(token.encode()) for token in spelled), default=1)
+        return max(longest, *(len(token.encode()) for token in self._added.values()), 1)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
             text.encode()  # the library would only say that this is no str
         except UnicodeEncodeError as error:
             raise RequestError(f"text holds an unpaired surrogate at character {error.start}, so it is not valid Unicode") from None
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # one text as a batch: unlike `encode`, that lets other threads run, and it keeps no offsets
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except BaseException as error:
             if not _from_library(error):
                 raise

@@ -1,4 +1,4 @@
-"""The parts of the command line that need no process: flags, words, thinking, the conversation."""
+"""The parts of the command line that need no process: flags, words, the terminal, the conversation."""
 
 import re
 from collections.abc import Iterator
@@ -8,15 +8,12 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from octavo.cli.args import Parser, add_engine_flags, engine_config
 from octavo.cli.chat import looks_like_model
 from octavo.cli.chat_session import ChatSession
 from octavo.cli.prompt_rows import Row
 from octavo.cli.terminal import Terminal
-from octavo.cli.thinking import Piece, ThinkingSplitter
 from octavo.config import EngineConfig
 from octavo.errors import RequestError
 from octavo.llm import LLM
@@ -25,6 +22,7 @@ from octavo.loading.text_side import load_tokenizer
 from octavo.outputs import TextDelta
 from octavo.sampling_params import SamplingParams
 from octavo.text.prompt import PromptEncoder
+from octavo.text.reasoning import Piece
 
 
 def engine_parser() -> Parser:
@@ -69,31 +67,6 @@ def test_one_word_is_a_model_or_a_question(tmp_path: Path, monkeypatch: pytest.M
     assert not any(map(looks_like_model, ["Hello", "Is it a/b?", "either/or?", "what is /etc", "", "x" * 5000]))
 
 
-TAGGED = st.lists(st.sampled_from(["<think>", "</thi", "nk>", "<", "a", " ", "\n"]), max_size=8).map("".join)
-
-
-@given(TAGGED, TAGGED, st.lists(st.integers(1, 5)), st.booleans())
-def test_thinking_is_told_from_the_answer_however_it_is_cut(thought: str, answer: str, cuts: list[int], opened: bool) -> None:
-    thought = thought.replace("</think>", "")
-    text = ("" if opened else " \n<think>") + thought + "</think>" + answer
-    splitter = ThinkingSplitter("...assistant\n<think>\n" if opened else "...assistant\n")
-    pieces: list[Piece] = []
-    start = 0
-    for length in [*cuts, len(text)]:
-        pieces += splitter.push(text[start : start + length])
-        start += length
-    pieces += splitter.flush()
-    assert "".join(piece.text for piece in pieces if piece.thinking) == text.partition("</think>")[0] + "</think>"
-    assert "".join(piece.text for piece in pieces if not piece.thinking) == text.partition("</think>")[2]
-    assert all(piece.text for piece in pieces)
-
-
-def test_a_tag_inside_an_answer_is_text() -> None:
-    splitter = ThinkingSplitter("")
-    assert splitter.push("<thi") == []
-    assert splitter.push("s> <think>no</think>") == [Piece("<this> <think>no</think>")]
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -112,8 +85,8 @@ def test_a_line_no_model_can_take_is_named(given: dict[str, object], said: str) 
 def test_thinking_is_dim_at_a_terminal_and_plain_in_a_pipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def written() -> str:
         terminal = Terminal()
-        terminal.write(Piece("hm", thinking=True))
-        terminal.write(Piece("Yes."))
+        terminal.write(Piece("reasoning", "hm"))
+        terminal.write(Piece("content", "Yes."))
         return capsys.readouterr().out
 
     monkeypatch.delenv("NO_COLOR", raising=False)

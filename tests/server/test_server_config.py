@@ -36,6 +36,8 @@ BAD: dict[str, list[Any]] = {
     "max_stop": NO_INTEGERS,
     "max_temperature": NO_SECONDS,
     "log_format": ["xml", "", None, 1],
+    "tool_call_parser": ["qwen", "", None],
+    "reasoning_parser": ["deepseek", None, True],
     "enable_log_requests": ["yes", 1, None],
 }
 # setting -> ways to write it: in TOML, as words of a command line, and what it then is
@@ -61,6 +63,8 @@ WAYS: dict[str, list[tuple[str, list[str], Any]]] = {
     "max_stop": [("16", ["--max-stop", "16"], 16)],
     "max_temperature": [("5", ["--max-temperature", "5"], 5.0)],
     "log_format": [('"json"', ["--log-format", "json"], "json")],
+    "tool_call_parser": [('"hermes"', ["--tool-call-parser", "hermes"], "hermes")],
+    "reasoning_parser": [('"none"', ["--reasoning-parser", "none"], "none")],
     "enable_log_requests": [("true", ["--enable-log-requests"], True), ("false", ["--no-enable-log-requests"], False)],
 }  # fmt: skip
 CHOSEN = st.fixed_dictionaries({}, optional={name: st.sampled_from(ways) for name, ways in WAYS.items()})

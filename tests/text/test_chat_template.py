@@ -1,6 +1,7 @@
 """Templates render as Hugging Face renders them, and a hostile one is stopped: in time, in memory, with one short line."""
 
 import json
+import threading
 import time
 import tracemalloc
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from octavo.errors import RequestError, TemplateError
 from octavo.text import chat_template
-from octavo.text.chat_template import ChatTemplate, check_messages
+from octavo.text.chat_template import ChatTemplate
 from tests.support.tokenizers import DATA
 
 TEMPLATES = sorted(path.name for path in (DATA / "templates").glob("*.jinja"))
@@ -168,22 +169,20 @@ def test_a_large_conversation_renders() -> None:
     assert template.render(turns).count("word ") == 401 * 2000
 
 
-def test_check_messages_joins_text_parts_and_names_the_message_at_fault() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert check_messages([{"role": "tool", "content": parts, "name": "f"}]) == [{"role": "tool", "content": "ab", "name": "f"}]
-    bad: list[tuple[object, str]] = [
-        ([], "messages"),
-        ("hi", "messages"),
-        (["hi"], "messages[0]"),
-        ([*USER, {"role": "robot", "content": ""}], "messages[1].role"),
-        ([*USER, {"role": ["user"], "content": ""}], "messages[1].role"),
-        ([{"content": "x"}], "messages[0].role"),
-        ([{"role": "user"}], "messages[0].content"),
-        ([{"role": "user", "content": 7}], "messages[0].content"),
-        ([{"role": "user", "content": [parts[0], {"type": "image"}]}], "messages[0].content[1]"),
-        ([{"role": "user", "content": [{"type": "text", "text": None}]}], "messages[0].content[0]"),
-    ]
-    for messages, where in bad:
-        with pytest.raises(RequestError) as caught:
-            check_messages(messages)
-        assert caught.value.param == where and str(caught.value).startswith(where)
+def test_threads_render_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long conversation in a thread keeps nobody waiting, and its limits are its own."""
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 1.0)
+    template = ChatTemplate("{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}done", "test", "", "")
+    failures: list[TemplateError] = []
+
+    def hang() -> None:
+        with pytest.raises(TemplateError) as caught:
+            template.render(USER, variables={"n": 99999})
+        failures.append(caught.value)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    time.sleep(0.05)
+    assert template.render(USER, variables={"n": 0}) == "done" and not failures
+    thread.join()
+    assert len(failures) == 1

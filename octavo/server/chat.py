@@ -1,0 +1,163 @@
+"""/v1/chat/completions: a conversation through the model's template, and its next message."""
+
+import json
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from octavo.engine.async_llm import Ask
+from octavo.errors import RequestError
+from octavo.outputs import TextDelta
+from octavo.server.answer_parts import AnswerForm, AnswerParts, Part, Thought, answer_form, reasoning_counters, thoughts_of
+from octavo.server.body import takes
+from octavo.server.encoding import encode_chat
+from octavo.server.events import EventStream, disconnect, unless
+from octavo.server.generation import Frame, News, all_news, chunk_events, collect
+from octavo.server.logprobs import chat_logprobs
+from octavo.server.request_bodies import ChatBody, read_generation_body
+from octavo.server.sampling import named, priority_of, salt_of, sampling_params, timeout_of
+from octavo.server.state import Server
+from octavo.server.usage import Tally
+from octavo.text.call_parser import AnswerPiece
+from octavo.text.tool_calls import collected
+from octavo.text.tools import check_tool_choice, check_tools
+
+ROLE = '{{"index":{},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}'
+
+
+def router(server: Server) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/v1/chat/completions", openapi_extra=takes(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        body = await read_generation_body(request, ChatBody, server)
+        names = {"logprobs": "top_logprobs", "prompt": "messages"}  # what the engine calls otherwise
+        if body.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        with named(names):
+            ask, form = await _ask(server, body)
+        answer = _Answer(server, body, ask, form, all_news(server.llm, [ask], names))
+        return EventStream(answer.events()) if body.stream else await unless(disconnect(request.receive), answer.whole())
+
+    return routes
+
+
+async def _ask(server: Server, body: ChatBody) -> tuple[Ask, AnswerForm]:
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options is given, but stream is not true", "stream_options")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs is given, but logprobs is not true", "top_logprobs")
+    tools = check_tools(body.tools or None)
+    choice = check_tool_choice(body.tool_choice, tools)
+    if choice.mode == "required":
+        raise RequestError("tool_choice can be auto or none", "tool_choice", "unsupported_parameter")
+    longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    own = {"n": body.n, "max_tokens": longest, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+    params = sampling_params(body, own, server.config, server.llm.sampling_defaults).for_chat()
+    priority, salt, timeout = priority_of(body), salt_of(body), timeout_of(body, server.config)
+    offered = choice.offered(tools)
+    text, ids = await encode_chat(server, body.messages, offered, body.chat_template_kwargs)
+    return Ask(text, ids, params, priority, salt, timeout), answer_form(server, offered, body.parallel_tool_calls)
+
+
+@dataclass(slots=True)
+class _Choice:
+    taking_apart: AnswerParts | None  # None: all of it is text
+    begun: bool = False
+    parts: list[Part] = field(default_factory=list)
+    logprobs: list[dict[str, object]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def parts_of(self, delta: TextDelta) -> Sequence[Part]:
+        """What a delta brings, and how the choice ended if it did."""
+        parts: Sequence[Part] = [delta.text] if delta.text else []
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        if self.taking_apart is not None:
+            parts = self.taking_apart.push(delta.text, delta.finish_reason is not None)
+            if delta.finish_reason == "stop" and self.taking_apart.has_calls:
+                self.finish_reason = "tool_calls"
+        return parts
+
+
+class _Answer:
+    def __init__(self, server: Server, body: ChatBody, ask: Ask, form: AnswerForm, news: News) -> None:
+        assert ask.prompt is not None
+        self._tokenizer = server.llm.tokenizer
+        self._most_logprobs = ask.params.logprobs
+        self._news = news
+        self._tally = Tally([ask], reasoning_counters(server, form, ask.prompt, ask.params.n))
+        stream = bool(body.stream)
+        kind = "chat.completion.chunk" if stream else "chat.completion"
+        self._frame = Frame("chatcmpl", kind, server.model_name, self._tally, body.stream_options, bool(body.include_timings))
+        apart = [None if form.is_plain else AnswerParts(form, ask.prompt, stream) for _ in range(ask.params.n)]
+        self._choices = [_Choice(one) for one in apart]
+
+    def events(self) -> AsyncGenerator[str, None]:
+        return chunk_events(self._news, self._tally, self._frame, self._chunks_of)
+
+    async def whole(self) -> Response:
+        await collect(self._news, self._tally, self._take)
+        return JSONResponse(self._frame.whole([self._written(index) for index in range(len(self._choices))]))
+
+    def _chunks_of(self, delta: TextDelta) -> Iterator[str]:
+        """The role first; then a chunk for each part, the first of them with the logprobs, the last with the end."""
+        choice = self._choices[delta.index]
+        if not choice.begun:
+            choice.begun = True
+            yield ROLE.format(delta.index)
+        parts = choice.parts_of(delta)
+        if not (parts or choice.finish_reason or delta.logprobs):
+            return
+        found = "null" if delta.logprobs is None else json.dumps(self._logprobs(delta))
+        for part in parts[:-1]:
+            yield f'{{"index":{delta.index},"delta":{_delta(part)},"logprobs":{found},"finish_reason":null}}'
+            found = "null"
+        end = "null" if choice.finish_reason is None else f'"{choice.finish_reason}","stop_reason":{json.dumps(choice.stop_reason)}'
+        last = _delta(parts[-1]) if parts else '{"content":""}' if delta.logprobs else "{}"
+        yield f'{{"index":{delta.index},"delta":{last},"logprobs":{found},"finish_reason":{end}}}'
+
+    def _take(self, delta: TextDelta) -> None:
+        choice = self._choices[delta.index]
+        choice.parts += choice.parts_of(delta)
+        if delta.logprobs is not None:
+            choice.logprobs += self._logprobs(delta)["content"]
+
+    def _logprobs(self, delta: TextDelta) -> dict[str, list[dict[str, object]]]:
+        return {"content": chat_logprobs(self._tokenizer, delta, self._most_logprobs or 0)}
+
+    def _written(self, index: int) -> dict[str, object]:
+        choice = self._choices[index]
+        return {
+            "index": index,
+            "message": _message(choice.parts),
+            "logprobs": None if self._most_logprobs is None else {"content": choice.logprobs},
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+
+
+def _delta(part: Part) -> str:
+    if isinstance(part, str):
+        return f'{{"content":{json.dumps(part)}}}'
+    if isinstance(part, Thought):
+        return f'{{"reasoning_content":{json.dumps(part.text)}}}'
+    function = {"arguments": part.arguments} if part.name is None else {"name": part.name, "arguments": part.arguments}
+    head = {"index": part.index} if part.id is None else {"index": part.index, "id": part.id, "type": "function"}
+    return json.dumps({"tool_calls": [{**head, "function": function}]})
+
+
+def _message(parts: Sequence[Part]) -> dict[str, object]:
+    answer: list[AnswerPiece] = [part for part in parts if not isinstance(part, Thought)]
+    text, calls = collected(answer)
+    message: dict[str, object] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+    if thoughts := thoughts_of(parts):
+        message["reasoning_content"] = thoughts
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls
+        ]
+    return message

@@ -1,0 +1,91 @@
+"""Server-sent events, and clients that go away.
+
+Text is written as ASCII JSON: lines of an event end at line feeds alone, but many clients also split at U+2028 and the like.
+Everything of one news list leaves in one write.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octavo.server.errors import answer_for
+
+DONE = "data: [DONE]\n\n"
+MOST_STALL = 30.0  # seconds a client may leave a full connection unread, and up to twice that
+
+Result = TypeVar("Result")
+
+
+def event(data: object, name: str | None = None) -> str:
+    return (f"event: {name}\n" if name else "") + f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
+
+
+async def unless(gone: Coroutine[Any, Any, None], work: Coroutine[Any, Any, Result]) -> Result:
+    """Do `work`; when `gone` comes first it is cancelled, which ends what it asked of the engine: ClientDisconnect."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone)
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def disconnect(receive: Receive) -> None:
+    """Waits until the client goes away; its body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends what `events` yields. What goes wrong before the first of them is raised, and so an ordinary answer; after it, an event."""
+
+    def __init__(self, events: AsyncGenerator[str, None]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._num_writes = 0
+        self._writing = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless(self._gone_or_stuck(receive), self._send_all(send))
+        finally:
+            await self._events.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        first = await anext(self._events)
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            await self._write(send, first)
+            async for events in self._events:
+                await self._write(send, events)
+        except Exception as error:
+            await self._write(send, event(answer_for(error).body) + DONE)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, send: Send, text: str) -> None:
+        self._num_writes += 1
+        self._writing = True
+        await send({"type": "http.response.body", "body": text.encode("ascii"), "more_body": True})
+        self._writing = False
+
+    async def _gone_or_stuck(self, receive: Receive) -> None:
+        """A look at the writes now and then: a time limit on each would cost more than all the rest of it."""
+        leaving = asyncio.ensure_future(disconnect(receive))
+        try:
+            while not leaving.done():
+                seen, stuck = self._num_writes, self._writing
+                await asyncio.wait((leaving,), timeout=MOST_STALL)
+                if stuck and self._writing and seen == self._num_writes:
+                    return
+        finally:
+            leaving.cancel()

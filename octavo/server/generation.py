@@ -1,0 +1,116 @@
+"""From asks to answers: news of all prompts in one stream, taken in whole or written as chunks."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from secrets import token_hex
+
+from octavo.engine.async_llm import Ask, AsyncLLM
+from octavo.errors import EngineError
+from octavo.outputs import TextDelta
+from octavo.server.events import DONE
+from octavo.server.request_bodies import StreamOptions
+from octavo.server.sampling import named
+from octavo.server.usage import Tally
+
+News = AsyncGenerator[list[TextDelta], None]
+
+
+async def all_news(llm: AsyncLLM, asks: Sequence[Ask], names: Mapping[str, str]) -> News:
+    """Of all prompts, mixed. The index of a delta is that of its choice: prompt * n + sample. `names`: see `named`."""
+    with named(names):
+        async with aclosing(_sound_news(llm, asks[0]) if len(asks) == 1 else _mixed_news(llm, asks)) as news:
+            async for deltas in news:
+                yield deltas
+
+
+async def _mixed_news(llm: AsyncLLM, asks: Sequence[Ask]) -> News:
+    queue: asyncio.Queue[list[TextDelta] | Exception | None] = asyncio.Queue(len(asks))
+    tasks = [asyncio.create_task(_feed(queue, llm, ask, number * ask.params.n)) for number, ask in enumerate(asks)]
+    try:
+        running = len(tasks)
+        while running:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _feed(queue: "asyncio.Queue[list[TextDelta] | Exception | None]", llm: AsyncLLM, ask: Ask, first_index: int) -> None:
+    try:
+        async with aclosing(_sound_news(llm, ask)) as news:
+            async for deltas in news:
+                for delta in deltas:
+                    delta.index += first_index
+                await queue.put(deltas)
+        await queue.put(None)
+    except Exception as error:  # one prompt that fails is the request's failure
+        await queue.put(error)
+
+
+async def _sound_news(llm: AsyncLLM, ask: Ask) -> News:
+    async with aclosing(llm.generate(ask)) as news:
+        async for deltas in news:
+            for delta in deltas:
+                if delta.finish_reason in ("error", "abort"):
+                    raise EngineError(delta.error or "the request was aborted", delta.code)
+            yield deltas
+
+
+class Frame:
+    """What every chunk and the whole answer of a request have around their choices; written out once."""
+
+    def __init__(self, prefix: str, kind: str, model: str, tally: Tally, options: StreamOptions | None, timings: bool) -> None:
+        self.head: dict[str, object] = {"id": f"{prefix}-{token_hex(16)}", "object": kind, "created": int(time.time()), "model": model}
+        self._tally = tally
+        self._timings = timings
+        self._usage_last = options is not None and bool(options.include_usage)
+        self._usage_always = self._usage_last and options is not None and bool(options.continuous_usage_stats)
+        self._open = "data: " + json.dumps(self.head, separators=(",", ":"))[:-1] + ',"choices":['
+        self._close = '],"usage":null}\n\n' if self._usage_last else "]}\n\n"
+
+    def chunk(self, choice: str) -> str:
+        close = f'],"usage":{json.dumps(self._tally.usage())}}}\n\n' if self._usage_always else self._close
+        return self._open + choice + close
+
+    def last_chunk(self) -> str:
+        """The one without choices, where asked for."""
+        if not (self._usage_last or self._timings):
+            return ""
+        usage = {"usage": self._tally.usage()} if self._usage_last else {}
+        return f"{self._open[:-1]}[],{json.dumps(usage | self._timed())[1:]}\n\n"
+
+    def whole(self, choices: list[dict[str, object]]) -> dict[str, object]:
+        return {**self.head, "choices": choices, "usage": self._tally.usage(), **self._timed()}
+
+    def _timed(self) -> dict[str, object]:
+        return {"timings": self._tally.timings()} if self._timings else {}
+
+
+async def chunk_events(
+    news: News, tally: Tally, frame: Frame, choices_of: Callable[[TextDelta], Iterable[str]]
+) -> AsyncGenerator[str, None]:
+    """The chunks of each news list as one text. `choices_of` writes what a delta brings as JSON."""
+    async with aclosing(news):
+        async for deltas in news:
+            tally.count(deltas)
+            if written := "".join([frame.chunk(choice) for delta in deltas for choice in choices_of(delta)]):
+                yield written
+    yield frame.last_chunk() + DONE
+
+
+async def collect(news: News, tally: Tally, take: Callable[[TextDelta], object]) -> None:
+    async with aclosing(news):
+        async for deltas in news:
+            tally.count(deltas)
+            for delta in deltas:
+                take(delta)

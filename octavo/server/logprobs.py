@@ -1,0 +1,75 @@
+"""Logprobs in the two forms of OpenAI's API.
+
+    chat          {"content": [{"token", "logprob", "bytes", "top_logprobs": [...]}]}, a token at a time
+    completions   {"text_offset", "token_logprobs", "tokens", "top_logprobs"}, four lists side by side
+"""
+
+from collections.abc import Sequence
+
+from octavo.outputs import TextDelta, TokenChoices
+from octavo.text.detokenizer import IncrementalDetokenizer
+from octavo.text.tokenizer import Tokenizer
+
+LEAST = -9999.0  # stands for minus infinity, which JSON cannot say
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """The token's own text; where that is part of a character, its bytes spelled as OpenAI does: bytes:\\xe2\\x80."""
+    data = tokenizer.token_bytes(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def chat_logprobs(tokenizer: Tokenizer, delta: TextDelta, most: int) -> list[dict[str, object]]:
+    """Of a delta's tokens, each with its `most` best alternatives."""
+    return [_chat_entry(tokenizer, token, choices, most) for token, choices in zip(delta.token_ids, delta.logprobs or [], strict=True)]
+
+
+def _chat_entry(tokenizer: Tokenizer, token: int, choices: TokenChoices, most: int) -> dict[str, object]:
+    ranked = sorted((found.rank, other) for other, found in choices.items() if found.rank is not None and found.rank <= most)
+    tops = [_chat_token(tokenizer, other, choices[other].logprob) for _, other in ranked]
+    return {**_chat_token(tokenizer, token, choices[token].logprob), "top_logprobs": tops}
+
+
+def _chat_token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, object]:
+    return {"token": token_text(tokenizer, token), "logprob": max(logprob, LEAST), "bytes": list(tokenizer.token_bytes(token))}
+
+
+class CompletionLogprobs:
+    """The four lists of one choice, as its tokens come by; `take` gives what was added since."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], echo: bool, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._place = 0  # in the text of the choice
+        self._detokenizer = IncrementalDetokenizer(tokenizer, () if echo else prompt_ids, skip_special_tokens)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._offsets: list[int] = []
+        self._logprobs: list[float | None] = []
+        self._tokens: list[str] = []
+        self._tops: list[dict[str, float] | None] = []
+
+    def add(self, tokens: Sequence[int], found: Sequence[TokenChoices | None]) -> None:
+        """The first token of a prompt has no choices: it follows nothing."""
+        for token, choices in zip(tokens, found, strict=True):
+            self._offsets.append(self._place)
+            self._place += len(self._detokenizer.push([token]))
+            self._tokens.append(token_text(self._tokenizer, token))
+            self._logprobs.append(None if choices is None else max(choices[token].logprob, LEAST))
+            self._tops.append(None if choices is None else self._top(choices))
+
+    def _top(self, choices: TokenChoices) -> dict[str, float]:
+        """Of tokens with the same text the likeliest counts."""
+        top: dict[str, float] = {}
+        for token, found in choices.items():
+            name = token_text(self._tokenizer, token)
+            top[name] = max(found.logprob, top.get(name, LEAST), LEAST)
+        return top
+
+    def take(self) -> dict[str, object]:
+        taken = {"text_offset": self._offsets, "token_logprobs": self._logprobs, "tokens": self._tokens, "top_logprobs": self._tops}
+        self._clear()
+        return taken

@@ -1,0 +1,107 @@
+"""From a body to `SamplingParams` and the rest of an `Ask`, within the caps of this server.
+
+What is wrong with a value by itself `SamplingParams` says; here is only what a server allows.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from octavo.errors import RequestError
+from octavo.sampling_params import SamplingParams
+from octavo.server.request_bodies import GenerationBody
+from octavo.server_config import ServerConfig
+
+MOST_STOP_CHARS = 1024
+MOST_SALT_CHARS = 1024
+MOST_BAD_WORDS = 256
+MOST_BAD_WORD_CHARS = 1024
+MOST_STOP_IDS = 256
+MOST_BIASES = 1024
+LARGEST_BIAS = 100
+LOWEST_PRIORITY = 2**31 - 1
+
+# Fields that bodies and SamplingParams call the same; the others come as `own` from each route.
+_SAME = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop",
+    "stop_token_ids", "ignore_eos", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "skip_special_tokens",
+    "include_stop_str_in_output",
+)  # fmt: skip
+
+
+@contextmanager
+def named(names: Mapping[str, str]) -> Iterator[None]:
+    """Refusals in here name a field as the client does: {"max_tokens": "max_output_tokens"}."""
+    try:
+        yield
+    except RequestError as error:
+        said, ours = str(error), error.param or ""
+        theirs = names.get(ours, ours)
+        error.param = theirs or None
+        error.args = (theirs + said.removeprefix(ours) if said.startswith(f"{ours} ") else said,)
+        raise
+
+
+def sampling_params(
+    body: GenerationBody, own: Mapping[str, object], config: ServerConfig, defaults: Mapping[str, object]
+) -> SamplingParams:
+    """`own`: what this route calls otherwise. `defaults` take the place of what nobody set."""
+    values = {name: getattr(body, name) for name in _SAME} | dict(own)
+    _check_caps(values, config)
+    params = SamplingParams(**{name: value for name, value in values.items() if value is not None})
+    return params.with_defaults(defaults)
+
+
+def _check_caps(values: Mapping[str, object], config: ServerConfig) -> None:
+    """Before anything is copied. Values of the wrong type or sign are left to SamplingParams."""
+    _at_most("temperature", values["temperature"], config.max_temperature)
+    _at_most("n", values.get("n"), config.max_n)
+    stops = [values["stop"]] if isinstance(values["stop"], str) else values["stop"]
+    _few("stop", stops, config.max_stop, MOST_STOP_CHARS)
+    _few("bad_words", values["bad_words"], MOST_BAD_WORDS, MOST_BAD_WORD_CHARS)
+    _few("stop_token_ids", values["stop_token_ids"], MOST_STOP_IDS)
+    _few("logit_bias", values["logit_bias"], MOST_BIASES)
+    if isinstance(bias := values["logit_bias"], dict):
+        for token, amount in bias.items():
+            if not -LARGEST_BIAS <= amount <= LARGEST_BIAS:
+                message = f"logit_bias of token {token[:20]!r} must be from {-LARGEST_BIAS} to {LARGEST_BIAS}, got {amount!r}"
+                raise RequestError(message, "logit_bias")
+
+
+def _at_most(name: str, value: object, most: float) -> None:
+    if isinstance(value, (int, float)) and value > most:
+        raise RequestError(f"{name} is {value}, at most {most:g} is allowed", name)
+
+
+def _few(name: str, values: object, most: int, chars: int = 0) -> None:
+    if not isinstance(values, (list, dict)):
+        return
+    if len(values) > most:
+        raise RequestError(f"{name} has {len(values):,} entries, at most {most} are allowed", name)
+    longest = max((len(value) for value in values if isinstance(value, str)), default=0) if chars else 0
+    if longest > chars:
+        raise RequestError(f"{name} has an entry of {longest:,} characters, at most {chars} are allowed", name)
+
+
+def priority_of(body: GenerationBody) -> int:
+    """0, what everybody has, is the first; a client can only step back."""
+    priority = body.priority or 0
+    if not 0 <= priority <= LOWEST_PRIORITY:
+        raise RequestError(f"priority must be an integer from 0 to {LOWEST_PRIORITY}, got {priority}", "priority")
+    return priority
+
+
+def timeout_of(body: GenerationBody, config: ServerConfig) -> float:
+    if body.timeout is None:
+        return config.request_timeout
+    if not (body.timeout > 0 and math.isfinite(body.timeout)):
+        raise RequestError(f"timeout must be a finite number of seconds above 0, got {body.timeout}", "timeout")
+    return min(body.timeout, config.request_timeout)
+
+
+def salt_of(body: GenerationBody) -> str:
+    if body.cache_salt is None:
+        return ""
+    if not 0 < len(body.cache_salt) <= MOST_SALT_CHARS:
+        raise RequestError(f"cache_salt must have 1 to {MOST_SALT_CHARS} characters, it has {len(body.cache_salt):,}", "cache_salt")
+    return body.cache_salt

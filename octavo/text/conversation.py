@@ -1,0 +1,71 @@
+"""Messages of a conversation, checked and made plain: what a chat template may rely on."""
+
+import json
+import reprlib
+from collections.abc import Mapping
+
+from octavo.errors import RequestError
+
+ROLES = ("system", "user", "assistant", "tool", "developer")
+
+
+def check_messages(messages: object) -> list[dict[str, object]]:
+    """The conversation as plain messages, text parts joined; a RequestError names the message at fault."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise RequestError("messages must be a list of at least one message", param="messages")
+    return [_check_message(message, f"messages[{position}]") for position, message in enumerate(messages)]
+
+
+def _check_message(message: object, where: str) -> dict[str, object]:
+    if not isinstance(message, Mapping) or not all(isinstance(key, str) for key in message):
+        raise RequestError(f"{where} must be an object with role and content, not {type(message).__name__}", param=where)
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    if role not in ROLES:
+        raise RequestError(f"{where}.role is {_shown(role)}; it must be one of {', '.join(ROLES)}", param=f"{where}.role")
+    if role == "tool" and not (isinstance(told := message.get("tool_call_id"), str) and told):
+        raise RequestError(f"{where}.tool_call_id is missing: it says which call this answers", param=f"{where}.tool_call_id")
+    plain = {key: value for key, value in message.items() if key != "tool_calls"}
+    if role == "assistant" and calls:  # the calls may be all it said
+        plain["tool_calls"] = _calls(calls, f"{where}.tool_calls")
+        content = "" if content is None else content
+    return {**plain, "content": _content(content, f"{where}.content")}
+
+
+def _content(content: object, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{where} must be text or a list of text parts, not {type(content).__name__}", param=where)
+    texts = []
+    for position, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(text := part.get("text"), str):
+            raise RequestError(f'{where}[{position}] must be {{"type": "text", "text": ...}}', param=f"{where}[{position}]")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _calls(calls: object, where: str) -> list[dict[str, object]]:
+    """Arguments become objects: templates write them as JSON, and text would be quoted once more."""
+    if not isinstance(calls, list):
+        raise RequestError(f"{where} must be a list, not {type(calls).__name__}", param=where)
+    return [_call(call, f"{where}[{position}]") for position, call in enumerate(calls)]
+
+
+def _call(call: object, where: str) -> dict[str, object]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError(f'{where} must be {{"id": ..., "type": "function", "function": {{"name": ..., "arguments": ...}}}}', param=where)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        param = f"{where}.function.arguments"
+        raise RequestError(f"{param} must be a JSON object, got {_shown(function.get('arguments'))}", param=param)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _shown(value: object) -> str:
+    return reprlib.repr(value) if isinstance(value, str) else type(value).__name__

@@ -1,0 +1,154 @@
+"""Tells a model's thinking from its answer while both stream, for models that think between `<think>` and `</think>`.
+
+    "<think>\\n" | "17 is odd..." | "\\n</think>\\n\\n" | "It is prime."          tag, reasoning, tag, content
+
+Thinking can only come first: a `<think>` in the middle of an answer is text, and a thought that is never closed stays one.
+Every character comes out once, so the pieces joined are the text; the white space next to a tag is part of the tag.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from octavo.text.tags import MAX_SPACES, SPACE, half_tag, tag_start
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    kind: Literal["reasoning", "tag", "content"]
+    text: str
+
+
+class Splitter(Protocol):
+    def push(self, text: str) -> list[Piece]:
+        """The pieces that are now certain; only what may still become a tag is held back."""
+        ...
+
+    def flush(self) -> list[Piece]:
+        """The end: whatever is held back is what it looks like."""
+        ...
+
+
+class ReasoningSplitter:
+    def __init__(self, prompt: str = "") -> None:
+        """`prompt`: some templates open the thinking themselves."""
+        self.thought = prompt.rstrip().endswith(OPEN)  # whether there is any thinking, as far as is known
+        self._state: Literal["start", "opened", "thinking", "closed", "answer"] = "start"
+        self._held = ""
+
+    @property
+    def answering(self) -> bool:
+        return self._state in ("closed", "answer")
+
+    def push(self, text: str) -> list[Piece]:
+        text, self._held = self._held + text, ""
+        pieces: list[Piece] = []
+        at = 0
+        while at < len(text) and not self._held:
+            at = self._step(text, at, pieces)
+        return [piece for piece in pieces if piece.text]
+
+    def flush(self) -> list[Piece]:
+        text, self._held = self._held, ""
+        return [Piece("reasoning" if self.thought and not self.answering else "content", text)] if text else []
+
+    def _step(self, text: str, at: int, pieces: list[Piece]) -> int:
+        """Take what belongs to one state; where the next begins."""
+        match self._state:
+            case "start":
+                return self._start(text, pieces)
+            case "opened" | "closed":
+                end = len(text) - len(text[at:].lstrip(SPACE))
+                pieces.append(Piece("tag", text[at:end]))
+                if end < len(text):
+                    self._state = "thinking" if self._state == "opened" else "answer"
+                return end
+            case "thinking":
+                return self._thinking(text, at, pieces)
+            case "answer":
+                pieces.append(Piece("content", text[at:]))
+        return len(text)
+
+    def _start(self, text: str, pieces: list[Piece]) -> int:
+        begin = text.lstrip(SPACE)
+        spaces = len(text) - len(begin)
+        if spaces <= MAX_SPACES and len(begin) < len(OPEN) and OPEN.startswith(begin):
+            self._held = text
+            return 0
+        opens = spaces <= MAX_SPACES and begin.startswith(OPEN)  # also where the prompt did: some models say it again
+        self.thought |= opens
+        self._state = "opened" if self.thought else "answer"
+        end = spaces + len(OPEN) if opens else 0
+        pieces.append(Piece("tag", text[:end]))
+        return end
+
+    def _thinking(self, text: str, at: int, pieces: list[Piece]) -> int:
+        place = text.find(CLOSE, at)
+        end = half_tag(text, at, CLOSE) if place < 0 else tag_start(text, at, place)
+        pieces.append(Piece("reasoning", text[at:end]))
+        if place < 0:
+            self._held = text[end:]
+            return len(text)
+        self._state = "closed"
+        pieces.append(Piece("tag", text[end : place + len(CLOSE)]))
+        return place + len(CLOSE)
+
+
+class PlainSplitter:
+    """For models that do not think, or where nobody wants it told apart."""
+
+    def push(self, text: str) -> list[Piece]:
+        return [Piece("content", text)] if text else []
+
+    def flush(self) -> list[Piece]:
+        return []
+
+
+class ReasoningTokens:
+    """Counts the tokens of an answer that are thinking, tags included, up to the one that completes `</think>`.
+
+    It reads tokens, not pieces: text comes later than its tokens do (half characters, stop strings), and several at once.
+    """
+
+    def __init__(self, prompt: str, token_bytes: Callable[[int], bytes]) -> None:
+        self._splitter = ReasoningSplitter(prompt)
+        self._token_bytes = token_bytes
+        self._seen = 0
+
+    def push(self, ids: Sequence[int]) -> None:
+        for token in ids:
+            if self._splitter.answering:
+                return
+            self._seen += 1
+            self._splitter.push(self._token_bytes(token).decode("latin-1"))  # a tag is ASCII, whatever is around it
+
+    @property
+    def count(self) -> int:
+        return self._seen if self._splitter.thought else 0
+
+
+REASONING_PARSERS = ("auto", "think", "none")
+
+
+def reasoning_family(parser: str, template: str | None) -> str:
+    """What a setting means: auto is think where the chat template speaks of it."""
+    assert parser in REASONING_PARSERS
+    if parser != "auto":
+        return parser
+    return "think" if OPEN in (template or "") else "none"
+
+
+def reasoning_splitter(family: str, prompt: str) -> Splitter:
+    """One for each answer to the rendered prompt."""
+    return ReasoningSplitter(prompt) if family == "think" else PlainSplitter()
+
+
+def behind_thought(rules: str, family: str, prompt: str) -> str:
+    """A grammar (llguidance's Lark) that lets a model think first and then holds it to `rules`, which define `answer`."""
+    if family != "think" or prompt.rstrip().endswith(CLOSE):
+        return f"start: answer\n{rules}"
+    thought = "thought" if prompt.rstrip().endswith(OPEN) else f'("{OPEN}" thought)?'
+    space = f"/[ \\t\\r\\n]{{0,{MAX_SPACES}}}/"
+    return f"start: {thought} {space} answer\nthought[lazy]: /(.|\\n)*<\\/think>/\n{rules}"

@@ -1,0 +1,32 @@
+"""Tags in text that arrives in pieces: `</think>`, `<tool_call>`. White space next to a tag belongs to it.
+
+    "It is prime.\\n\\n</thi" | "nk>"      the tail that may become a tag is held back: at most MAX_SPACES and a half tag,
+                                        so that no text, however odd, makes a piece cost more than its length
+"""
+
+import re
+
+SPACE = " \t\r\n"
+MAX_SPACES = 8
+
+_SPACES = re.compile(f"[{SPACE}]*+")
+
+
+def skip_space(text: str, at: int) -> int:
+    found = _SPACES.match(text, at)
+    assert found is not None
+    return found.end()
+
+
+def tag_start(text: str, start: int, place: int) -> int:
+    """Where the white space before `place` begins, at most MAX_SPACES of it, and not before `start`."""
+    first = max(start, place - MAX_SPACES)
+    return first + len(text[first:place].rstrip(SPACE))
+
+
+def half_tag(text: str, start: int, tag: str) -> int:
+    """Where the tail of the text begins that may still become `tag`; its end, where there is none."""
+    place = text.rfind(tag[0], max(start, len(text) - len(tag) + 1))
+    if place < 0 or not tag.startswith(text[place:]):
+        place = len(text)
+    return tag_start(text, start, place)

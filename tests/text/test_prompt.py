@@ -1,0 +1,86 @@
+"""Conversations with options, and texts that are too long to be worth tokenising."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.errors import RequestError
+from octavo.text.prompt import PromptEncoder
+from octavo.text.tokenizer import Tokenizer
+from tests.support.tokenizers import DATA, gpt2_metadata, qwen_folder, stories_metadata
+
+QWEN3 = str(DATA / "templates" / "Qwen-Qwen3-0.6B.jinja")
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> PromptEncoder:
+    return PromptEncoder(Tokenizer.from_folder(qwen_folder(tmp_path_factory.mktemp("qwen"))), QWEN3)
+
+
+def test_options_reach_the_template(qwen: PromptEncoder) -> None:
+    plain, ids = qwen.encode_chat([USER])
+    assert plain == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n" and ids
+    assert qwen.encode_chat([USER], options={"enable_thinking": False})[0] == plain + "<think>\n\n</think>\n\n"
+    assert qwen.encode_chat([USER], options={"add_generation_prompt": False})[0] == plain.removesuffix("<|im_start|>assistant\n")
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    assert '"name": "weather"' in qwen.encode_chat([USER], tools=[tool])[0]
+
+
+@pytest.mark.parametrize("content", ["It is", " It is ", "hi"])
+def test_the_last_message_may_be_gone_on_with(qwen: PromptEncoder, content: str) -> None:
+    options = {"continue_final_message": True}
+    text, _ = qwen.encode_chat([USER, {"role": "assistant", "content": content}], options=options)
+    assert text.startswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n") and text.endswith(content)
+    for last in ("", "  "):
+        with pytest.raises(RequestError, match="a last message with content"):
+            qwen.encode_chat([USER, {"role": "assistant", "content": last}], options=options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tokenize": True}, {"messages": []}, {"__class__": 1}, {"enable_thinking": "no"}, {"enable_thinking": None}]
+    + [{"add_generation_prompt": True, "continue_final_message": True}],
+)
+def test_other_options_are_refused(qwen: PromptEncoder, options: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        qwen.encode_chat([USER], options=options)
+    assert caught.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("metadata", [gpt2_metadata, stories_metadata])
+def test_no_token_is_longer_than_the_longest(metadata: Any) -> None:
+    tokenizer = Tokenizer.from_gguf(metadata(), "test")
+    longest = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
+    assert longest <= tokenizer.longest_token <= 3 * longest
+
+
+def test_what_cannot_fit_is_refused_untokenised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}")
+    tokenizer = Tokenizer.from_gguf(gpt2_metadata(), "gpt2")
+    encoder = PromptEncoder(tokenizer, str(template))
+    most = "a" * (100 * tokenizer.longest_token + tokenizer.longest_token - 1)
+    assert encoder.encode(most, 100)[0] == encoder.encode_chat([{"role": "user", "content": most}], limit=100)[0] == most
+    monkeypatch.setattr(Tokenizer, "encode", None)
+    for text in (most + "a", "\U0001f600" * 2_500_000):
+        with pytest.raises(RequestError, match=r"maximum context length is 100 tokens.*at least [\d]+ in the prompt") as caught:
+            encoder.encode(text, 100)
+        assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+        with pytest.raises(RequestError) as caught:
+            encoder.encode_chat([{"role": "user", "content": text}], limit=100)
+        assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
+
+
+def test_other_threads_run_while_a_text_is_tokenised() -> None:
+    tokenizer = Tokenizer.from_gguf(gpt2_metadata(), "gpt2")
+    thread = threading.Thread(target=tokenizer.encode, args=("Once upon a time there was a dog. " * 10_000,))
+    rounds = 0
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        rounds += 1
+    assert rounds > 20, "a tokenizer that holds the interpreter's lock leaves one or two"
