@@ -211,6 +211,11 @@ def api_key() -> str | None:
     return os.environ.get("OCTAVO_API_KEY") or None
 
 
+def spans_wanted() -> bool:
+    """Whether OpenTelemetry, which reads the rest itself, was told where spans go."""
+    return any(os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") for name in ("TRACES_ENDPOINT", "ENDPOINT"))
+
+
 def log_level(default: str) -> str:
     level = os.environ.get("OCTAVO_LOG_LEVEL", default).upper()
     if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
