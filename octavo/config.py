@@ -65,6 +65,7 @@ class EngineConfig:
     generation_config: Literal["auto", "none"] = _flag("auto", "none: do not sample as the model's generation_config.json recommends")
     chat_template: str | None = _flag(None, "a .jinja file to use instead of the model's own template")
     skip_tokenizer_init: bool = _flag(False, "token ids in, token ids out; no tokenizer is loaded")
+    trace: str | None = _flag(None, "write each step to this file, for ui.perfetto.dev or chrome://tracing")
     seed: int = _flag(0, "seed of requests that bring none, and of dummy weights")
 
     def __post_init__(self) -> None:
@@ -98,6 +99,8 @@ def check_setting(name: str, value: object) -> None:
     """One field by itself; what two of them must agree on is checked when all are known."""
     if name == "model" and not isinstance(value, (str, os.PathLike, type(None))):
         raise ConfigError(f"model must be a path or a name, got {value!r}")
+    if name == "trace" and not (value is None or (isinstance(value, str) and value)):
+        raise ConfigError(f"trace must be the name of a file, got {value!r}")
     if name == "revision" and not isinstance(value, (str, type(None))):
         raise ConfigError(f"revision must be a branch, a tag or a commit, got {value!r}")
     if name in _INTEGERS and not (value is None and name in _OPTIONAL):
@@ -206,6 +209,11 @@ def debug_from_environment() -> Debug:
 def api_key() -> str | None:
     """OCTAVO_API_KEY, where set: a key of the server that no list of processes shows."""
     return os.environ.get("OCTAVO_API_KEY") or None
+
+
+def spans_wanted() -> bool:
+    """Whether OpenTelemetry, which reads the rest itself, was told where spans go."""
+    return any(os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") for name in ("TRACES_ENDPOINT", "ENDPOINT"))
 
 
 def log_level(default: str) -> str:

@@ -69,6 +69,7 @@ class LLM:
         generation_config: Literal["auto", "none"] = "auto",
         chat_template: str | None = None,
         skip_tokenizer_init: bool = False,
+        trace: str | None = None,
         seed: int = 0,
     ) -> None:
         self._open(
@@ -99,6 +100,7 @@ class LLM:
                 generation_config=generation_config,
                 chat_template=chat_template,
                 skip_tokenizer_init=skip_tokenizer_init,
+                trace=trace,
                 seed=seed,
             )
         )

@@ -4,8 +4,10 @@ import json
 import logging
 import sys
 import time
+from contextvars import ContextVar
 
 logger = logging.getLogger("octavo")
+request_id: ContextVar[str] = ContextVar("request_id", default="")  # of what is being worked on, in a server
 
 
 def setup(level: str, form: str = "text") -> None:
@@ -21,6 +23,8 @@ def setup(level: str, form: str = "text") -> None:
 class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = {"time": round(record.created, 3), "level": record.levelname, "message": record.getMessage()}
+        if known := request_id.get():
+            line["request_id"] = known
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line)

@@ -4,6 +4,7 @@ All of it is plain data (ids and numbers, never live objects), so that it can cr
 """
 
 from array import array
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -150,9 +151,12 @@ class EngineFacts:
     epoch: int  # which start of the engine this is: 1, and one more after every restart
 
 
+STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
 @dataclass(slots=True)
 class SchedulerStats:
-    """A snapshot for the log line and for tests."""
+    """A snapshot for the log line, for metrics and for tests."""
 
     running: int
     waiting: int
@@ -163,3 +167,10 @@ class SchedulerStats:
     prefix_hits: int  # of which found
     prompt_tokens: int  # computed
     generation_tokens: int
+    steps: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))  # by their tokens: at most STEP_TOKENS[i], or more
+    step_tokens: int = 0  # computed, by all of them
+
+    def count_step(self, num_tokens: int) -> None:
+        if num_tokens:
+            self.steps[bisect_left(STEP_TOKENS, num_tokens)] += 1
+            self.step_tokens += num_tokens

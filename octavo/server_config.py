@@ -43,6 +43,7 @@ class ServerConfig:
     max_temperature: float = _flag(2.0, "highest temperature of a request", 0.0, 1e6)
     tool_call_parser: ToolCallParser = _flag("auto", "form of the model's tool calls; auto: as its chat template says")
     reasoning_parser: ReasoningParser = _flag("auto", "think: <think> tells thinking from answers; auto: where the chat template has it")
+    metrics_prefix: str = _flag("octavo:", "how names at /metrics begin; vllm: makes dashboards made for vLLM work")
     log_format: LogFormat = _flag("text", "json: an object a line")
     enable_log_requests: bool = _flag(False, "log a line for every request that the server answers; never its text")
 
@@ -60,6 +61,7 @@ _FORMS: dict[str, tuple[re.Pattern[str], str]] = {
     "admin_key": _KEY,
     "served_model_name": (re.compile(r"[!-~]([ -~]{0,254}[!-~])?"), "1 to 256 ASCII characters"),
     "allowed_hosts": _HOST,
+    "metrics_prefix": (re.compile(r"[A-Za-z_:][A-Za-z0-9_:]{0,63}"), "letters, digits, _ and :, and no digit first"),
     "allowed_origins": (re.compile(r"https?://[A-Za-z0-9._-]+(:\d{1,5})?|\*"), "an origin like https://example.org, or *"),
 }
 

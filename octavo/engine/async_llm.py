@@ -115,6 +115,7 @@ class AsyncLLM:
             max_queue=serving.max_queue,
             queue_timeout=serving.queue_timeout,
             log_level=log_level("INFO"),
+            log_format=serving.log_format,
         )
 
     async def drain(self, seconds: float) -> int:

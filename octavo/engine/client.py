@@ -7,6 +7,7 @@ from typing import Protocol
 
 from octavo.config import Debug, EngineConfig
 from octavo.engine.assemble import Engine
+from octavo.engine.trace import open_trace
 from octavo.loading.resolve import ModelSource
 from octavo.log import Stopwatch, logger
 from octavo.messages import AddRequest, Delta, SchedulerStats
@@ -32,8 +33,16 @@ class EngineClient(Protocol):
     def close(self) -> None: ...
 
 
-def open_engine(config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug) -> Engine:
-    """An engine that is ready. torch loads in here, not with the module; FakeKV does without."""
+def open_engine(config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, epoch: int = 1) -> Engine:
+    """An engine that is ready; `epoch`: which start of it this is. Its trace is opened before anything is loaded."""
+    trace = open_trace(config.trace, goes_on=epoch > 1)
+    engine = _build(config, source, model, debug)
+    engine.core.trace = trace
+    return engine
+
+
+def _build(config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug) -> Engine:
+    """torch loads in here, not with the module; FakeKV does without."""
     if debug.runner == "fake":
         from octavo.engine.build_fake import build_fake
 
@@ -68,4 +77,4 @@ class InprocClient:
         return self._core.scheduler.snapshot()
 
     def close(self) -> None:
-        self._core.executor.stop()
+        self._core.close()

@@ -8,6 +8,7 @@ At depth 2 the result of a step is taken in only after the next one was launched
 
 from collections import deque
 
+from octavo.engine.trace import NoTrace, Trace
 from octavo.errors import VerifyError
 from octavo.log import logger
 from octavo.messages import AddRequest, Delta, StepPlan, StepResult
@@ -20,6 +21,7 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler, executor: Executor, depth: int, check: bool = False) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self.trace: Trace = NoTrace()
         self._depth = depth
         self._check = check
         self._launched: deque[tuple[StepPlan, Promise]] = deque()
@@ -37,15 +39,21 @@ class EngineCore:
 
     def step(self) -> list[Delta]:
         """One step; the news it brought. Those of a step that raised come with the next one."""
+        trace = self.trace
+        trace.begin()
         plan = self.scheduler.schedule()
+        self.scheduler.stats.count_step(sum(plan.num_query))
+        trace.mark("schedule")
         try:
             if plan.is_empty:
                 self._settle()
                 self._news += self.scheduler.update(plan, StepResult(plan.step, []))
             else:
                 self.executor.forward(plan)
+                trace.mark("forward")
                 self._settle()
                 self._launched.append((plan, self.executor.sample(plan.step)))
+                trace.mark("sample")
         except BaseException as error:  # also Ctrl-C: the plan was not carried out, whoever is in it ends here
             self._settle()
             if isinstance(error, VerifyError) or not isinstance(error, Exception):
@@ -54,10 +62,15 @@ class EngineCore:
             self._fail(plan, error)
         if self._depth == 1:
             self._settle()
+        trace.end(plan, self.scheduler)
         if self._check:
             invariants.check(self.scheduler)
         news, self._news = self._news, []
         return news
+
+    def close(self) -> None:
+        self.trace.close()
+        self.executor.stop()
 
     def _settle(self) -> None:
         """Take in every launched step's result."""
@@ -65,11 +78,13 @@ class EngineCore:
             plan, promise = self._launched.popleft()
             try:
                 result = promise.result()
+                self.trace.mark("wait")
                 assert result.step == plan.step, f"result of step {result.step} where that of {plan.step} was due"
             except Exception as error:  # it failed after it was launched
                 self._fail(plan, error)
             else:
                 self._news += self.scheduler.update(plan, result)
+                self.trace.mark("update")
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         logger.error("step %d failed, its %d sequences end with an error: %s", plan.step, len(plan.row), error, exc_info=error)

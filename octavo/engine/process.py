@@ -49,6 +49,7 @@ class Orders(Struct, frozen=True):
     max_queue: int
     queue_timeout: float | None
     log_level: str
+    log_format: str
 
 
 class Reason(Struct, frozen=True):
@@ -115,7 +116,7 @@ def serve(orders: Orders) -> None:
     limit = frame_limit(orders.config, model)
     router = Router(orders.address, orders.epoch, orders.max_queue, limit, Faults(debug), lifeline=sys.stdin.fileno())
     router.start()
-    engine: Engine = open_engine(orders.config, source, model, debug)
+    engine: Engine = open_engine(orders.config, source, model, debug, orders.epoch)
     loop = Loop(engine.core, router, orders.queue_timeout)
     router.ready(engine.facts(source.name, orders.epoch), loop.pulse(busy=False))
     try:
@@ -137,7 +138,7 @@ def main(parent: int) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
-        log.setup(orders.log_level)
+        log.setup(orders.log_level, orders.log_format)
         serve(orders)
     except LoopBroke as error:
         log.logger.error("the engine broke", exc_info=error.__cause__)

@@ -38,6 +38,7 @@ class Serving:
     max_restarts: int = 3
     beat_timeout: float = 3.0  # seconds without a sign of life after which the engine is dead
     hang_timeout: float = 300.0  # seconds a single step may take
+    log_format: str = "text"
 
 
 class SocketFolder:

@@ -39,7 +39,8 @@ def router(server: Server) -> APIRouter:
             names["max_tokens"] = "max_completion_tokens"
         with named(names):
             ask, form = await _ask(server, body)
-        answer = _Answer(server, body, ask, form, all_news(server.llm, [ask], names))
+        watch = server.observer.watch("chatcmpl-", [ask])
+        answer = _Answer(server, body, ask, form, watch.id, all_news(server.llm, [ask], names, watch))
         return EventStream(answer.events()) if body.stream else await unless(disconnect(request.receive), answer.whole())
 
     return routes
@@ -84,7 +85,7 @@ class _Choice:
 
 
 class _Answer:
-    def __init__(self, server: Server, body: ChatBody, ask: Ask, form: AnswerForm, news: News) -> None:
+    def __init__(self, server: Server, body: ChatBody, ask: Ask, form: AnswerForm, answer_id: str, news: News) -> None:
         assert ask.prompt is not None
         self._tokenizer = server.llm.tokenizer
         self._most_logprobs = ask.params.logprobs
@@ -92,7 +93,7 @@ class _Answer:
         self._tally = Tally([ask], reasoning_counters(server, form, ask.prompt, ask.params.n))
         stream = bool(body.stream)
         kind = "chat.completion.chunk" if stream else "chat.completion"
-        self._frame = Frame("chatcmpl", kind, server.model_name, self._tally, body.stream_options, bool(body.include_timings))
+        self._frame = Frame(answer_id, kind, server.model_name, self._tally, body.stream_options, bool(body.include_timings))
         apart = [None if form.is_plain else AnswerParts(form, ask.prompt, stream) for _ in range(ask.params.n)]
         self._choices = [_Choice(one) for one in apart]
 

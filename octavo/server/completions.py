@@ -71,8 +71,9 @@ class _Answer:
         self._asks = asks
         self._n = asks[0].params.n
         self._tally = Tally(asks)
+        self._watch = server.observer.watch("cmpl-", asks)
         timings = bool(body.include_timings)
-        self._frame = Frame("cmpl", "text_completion", server.model_name, self._tally, body.stream_options, timings)
+        self._frame = Frame(self._watch.id, "text_completion", server.model_name, self._tally, body.stream_options, timings)
         self._choices = [_Choice(self._logprobs(ask)) for ask in asks for _ in range(self._n)]
         self._prompt_logprobs: list[list[TokenChoices | None] | None] = [None] * len(asks)
 
@@ -82,10 +83,10 @@ class _Answer:
         return CompletionLogprobs(self._llm.tokenizer, ask.prompt_token_ids, self._echo, ask.params.skip_special_tokens)
 
     def events(self) -> AsyncGenerator[str, None]:
-        return chunk_events(all_news(self._llm, self._asks, NAMES), self._tally, self._frame, self._chunks_of)
+        return chunk_events(all_news(self._llm, self._asks, NAMES, self._watch), self._tally, self._frame, self._chunks_of)
 
     async def whole(self) -> Response:
-        await collect(all_news(self._llm, self._asks, NAMES), self._tally, self._take)
+        await collect(all_news(self._llm, self._asks, NAMES, self._watch), self._tally, self._take)
         return JSONResponse(self._frame.whole([self._written(index) for index in range(len(self._choices))]))
 
     def _text_of(self, delta: TextDelta) -> str:

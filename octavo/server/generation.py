@@ -5,12 +5,12 @@ import json
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from secrets import token_hex
 
 from octavo.engine.async_llm import Ask, AsyncLLM
 from octavo.errors import EngineError
 from octavo.outputs import TextDelta
 from octavo.server.events import DONE
+from octavo.server.observer import Watch
 from octavo.server.request_bodies import StreamOptions
 from octavo.server.sampling import named
 from octavo.server.usage import Tally
@@ -18,11 +18,12 @@ from octavo.server.usage import Tally
 News = AsyncGenerator[list[TextDelta], None]
 
 
-async def all_news(llm: AsyncLLM, asks: Sequence[Ask], names: Mapping[str, str]) -> News:
+async def all_news(llm: AsyncLLM, asks: Sequence[Ask], names: Mapping[str, str], watch: Watch) -> News:
     """Of all prompts, mixed. The index of a delta is that of its choice: prompt * n + sample. `names`: see `named`."""
-    with named(names):
+    with named(names), watch:
         async with aclosing(_sound_news(llm, asks[0]) if len(asks) == 1 else _mixed_news(llm, asks)) as news:
             async for deltas in news:
+                watch.take(deltas)
                 yield deltas
 
 
@@ -69,8 +70,8 @@ async def _sound_news(llm: AsyncLLM, ask: Ask) -> News:
 class Frame:
     """What every chunk and the whole answer of a request have around their choices; written out once."""
 
-    def __init__(self, prefix: str, kind: str, model: str, tally: Tally, options: StreamOptions | None, timings: bool) -> None:
-        self.head: dict[str, object] = {"id": f"{prefix}-{token_hex(16)}", "object": kind, "created": int(time.time()), "model": model}
+    def __init__(self, answer_id: str, kind: str, model: str, tally: Tally, options: StreamOptions | None, timings: bool) -> None:
+        self.head: dict[str, object] = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
         self._tally = tally
         self._timings = timings
         self._usage_last = options is not None and bool(options.include_usage)

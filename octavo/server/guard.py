@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.errors import UnavailableError
 from octavo.log import logger
+from octavo.server.arrival import arrive
 from octavo.server.errors import ApiError, answer_for
 from octavo.server.keys import OPEN, Keys
 from octavo.server.origins import PREFLIGHT, Origins
@@ -27,6 +28,7 @@ from octavo.server.state import Server
 
 LINGER_SECONDS = 2.0
 RETRY_SECONDS = 5.0  # for a client that came too early or too late
+_ALWAYS = OPEN | {"/metrics"}  # answered whatever the engine does
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _ONCE = (b"host", b"authorization", b"content-type", b"content-length", b"origin")
 _JSON = re.compile(rb"application/json\s*(;\s*charset\s*=\s*\"?utf-?8\"?\s*)?", re.IGNORECASE)
@@ -51,6 +53,7 @@ class Guard:
         headers = dict(scope["headers"])
         body = IncomingBody(headers, receive, self._config.max_body_bytes, self._config.read_timeout)
         exchange = Exchange(scope, headers, body, send)
+        arrive(exchange.request_id.decode(), headers)
         self._server.open_requests += 1
         try:
             self._check(scope, headers, exchange)
@@ -58,7 +61,7 @@ class Guard:
                 await exchange.answer(204, b"", PREFLIGHT if b"access-control-allow-origin" in dict(exchange.headers) else {})
             else:
                 self._keys.check(scope["path"], headers.get(b"authorization"))
-                if self._server.state in ("loading", "draining") and scope["path"] not in OPEN:
+                if self._server.state in ("loading", "draining") and scope["path"] not in _ALWAYS:
                     raise UnavailableError(f"the server is {self._server.state}", RETRY_SECONDS, self._server.state)
                 body.check()
                 await self._app(scope, body.receive, exchange.send)
@@ -68,6 +71,7 @@ class Guard:
             await exchange.fail(error)
         finally:
             self._server.open_requests -= 1
+            self._server.observer.answered(exchange.status)
         if self._config.enable_log_requests:
             exchange.log()
 
@@ -150,13 +154,13 @@ class Exchange:
         self._scope = scope
         self._body = body
         self._send = send
-        self._status = 0
+        self.status = 0
         self._closes = False
         self._started = time.perf_counter()
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._status, self._closes = message["status"], self._body.unread
+            self.status, self._closes = message["status"], self._body.unread
             close = [(b"connection", b"close")] if self._closes else []
             message = {**message, "headers": [*message.get("headers", []), *self.headers, *close]}
         elif self._closes and not message.get("more_body"):
@@ -173,7 +177,7 @@ class Exchange:
 
     async def fail(self, error: Exception) -> None:
         answer = answer_for(error)
-        if self._status:  # begun: uvicorn ends the connection, so that nobody takes the half for the whole
+        if self.status:  # begun: uvicorn ends the connection, so that nobody takes the half for the whole
             logger.error("an answer (%s) broke off: %s", self.request_id.decode(), type(error).__name__)
             return
         await self.answer(answer.status, json.dumps(answer.body).encode(), {"content-type": "application/json", **answer.headers})
@@ -181,4 +185,4 @@ class Exchange:
     def log(self) -> None:
         path = self._scope["path"][:200]
         milliseconds = 1000 * (time.perf_counter() - self._started)
-        logger.info("%s %s %d %.1f ms %s", self._scope["method"], ascii(path)[1:-1], self._status, milliseconds, self.request_id.decode())
+        logger.info("%s %s %d %.1f ms %s", self._scope["method"], ascii(path)[1:-1], self.status, milliseconds, self.request_id.decode())

@@ -3,7 +3,6 @@
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from secrets import token_hex
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -35,7 +34,8 @@ def router(server: Server) -> APIRouter:
         body = await read_generation_body(request, ResponseBody, server)
         with named(NAMES):
             ask, form = await _ask(server, body)
-        answer = _Answer(server, body, ask, form, all_news(server.llm, [ask], NAMES))
+        watch = server.observer.watch("resp_", [ask])
+        answer = _Answer(server, body, ask, form, watch.id, all_news(server.llm, [ask], NAMES, watch))
         return EventStream(answer.events()) if body.stream else await unless(disconnect(request.receive), answer.whole())
 
     return routes
@@ -53,7 +53,7 @@ async def _ask(server: Server, body: ResponseBody) -> tuple[Ask, AnswerForm]:
 
 
 class _Answer:
-    def __init__(self, server: Server, body: ResponseBody, ask: Ask, form: AnswerForm, news: News) -> None:
+    def __init__(self, server: Server, body: ResponseBody, ask: Ask, form: AnswerForm, answer_id: str, news: News) -> None:
         assert ask.prompt is not None
         self._body = body
         self._params = ask.params
@@ -62,7 +62,7 @@ class _Answer:
         self._parts = AnswerParts(form, ask.prompt, bool(body.stream))
         self._output = Output()
         self._finish_reason: str | None = None
-        self._head = {"id": f"resp_{token_hex(16)}", "object": "response", "created_at": int(time.time()), "model": server.model_name}
+        self._head = {"id": answer_id, "object": "response", "created_at": int(time.time()), "model": server.model_name}
 
     async def whole(self) -> Response:
         await collect(self._news, self._tally, self._take)

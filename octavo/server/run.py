@@ -91,6 +91,7 @@ class ApiProcess(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         server = self._server
+        server.observer.tick()
         if self._siblings is not None and not self._siblings.check():
             self.fail(EngineError("an API process died again and again (--max-restarts)"))
         if server.draining and (server.open_requests == 0 or time.monotonic() > self._stop_at):

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from octavo.config import EngineConfig
@@ -32,6 +32,7 @@ class Orders:
     server: ServerConfig
     address: str  # of the engine's socket
     model_name: str
+    row: int = 0  # its own, of the numbers that all API processes share
 
     def encode(self) -> bytes:
         """One line. Through a pipe, because there are keys in it."""
@@ -41,7 +42,7 @@ class Orders:
     def decode(line: bytes) -> "Orders":
         given: dict[str, Any] = json.loads(line)
         server: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given["server"].items()}
-        return Orders(EngineConfig(**given["engine"]), ServerConfig(**server), given["address"], given["model_name"])
+        return Orders(EngineConfig(**given["engine"]), ServerConfig(**server), given["address"], given["model_name"], given["row"])
 
 
 class Siblings:
@@ -51,7 +52,7 @@ class Siblings:
         self._listener = listener
         self._restarts_left = orders.server.max_restarts
         self._stopping = False
-        self._processes = [self._start() for _ in range(orders.server.api_processes - 1)]
+        self._processes = [self._start(place) for place in range(orders.server.api_processes - 1)]
 
     def check(self) -> bool:
         """Start again what died; False where that was too often."""
@@ -62,7 +63,7 @@ class Siblings:
             if self._restarts_left == 0:
                 return False
             self._restarts_left -= 1
-            self._processes[place] = self._start()
+            self._processes[place] = self._start(place)
         return True
 
     def pass_on(self, again: bool) -> None:
@@ -86,12 +87,12 @@ class Siblings:
     def _alive(self) -> Sequence[subprocess.Popen[bytes]]:
         return [process for process in self._processes if process.poll() is None]
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self, place: int) -> subprocess.Popen[bytes]:
         fds = [self._listener.fileno()]
         process = subprocess.Popen(self._command, stdin=subprocess.PIPE, pass_fds=fds, start_new_session=True)
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended already, which `check` will see
-            process.stdin.write(self._orders.encode())
+            process.stdin.write(replace(self._orders, row=place + 1).encode())
             process.stdin.flush()
         return process
 
@@ -101,7 +102,8 @@ def take_orders() -> Orders:
     orders = Orders.decode(sys.stdin.buffer.readline())
 
     def watch() -> None:
-        sys.stdin.buffer.read()  # until the parent's end of the pipe is closed
+        while os.read(sys.stdin.fileno(), 4096):  # until the parent's end of the pipe is closed; a file object would be locked at exit
+            pass
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import Coroutine
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -14,8 +15,11 @@ from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.supervisor import Serving
 from octavo.errors import EngineError
 from octavo.loading.text_side import TextSide
+from octavo.server.numbers import Numbers
+from octavo.server.observer import Observer
 from octavo.server.run import ApiProcess
 from octavo.server.siblings import Orders, Siblings, take_orders
+from octavo.server.spans import open_spans
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
 
@@ -34,7 +38,8 @@ def sibling(descriptor: int) -> None:
 
 async def _first(engine: EngineConfig, config: ServerConfig, listener: socket.socket, text: TextSide) -> int:
     llm = AsyncLLM(engine, _serving(config), lambda error: process.fail(EngineError(f"the engine stayed dead: {error}")), text=text)
-    server = Server(llm, config, config.served_model_name or text.source.name)
+    model_name = config.served_model_name or text.source.name
+    server = Server(llm, config, model_name, _observer(config, llm, model_name))
     found = replace(engine, model=str(text.source.path), revision=None)  # nobody has to look for it again
     orders = Orders(found, config, llm.address, server.model_name)
     process = ApiProcess(server, listener, siblings=Siblings(orders, listener))
@@ -43,11 +48,18 @@ async def _first(engine: EngineConfig, config: ServerConfig, listener: socket.so
 
 async def _further(orders: Orders, listener: socket.socket) -> int:
     llm = AsyncLLM(orders.engine, _serving(orders.server), address=orders.address)
-    return await ApiProcess(Server(llm, orders.server, orders.model_name), listener).run_to_end()
+    observer = _observer(orders.server, llm, orders.model_name, orders.row)
+    return await ApiProcess(Server(llm, orders.server, orders.model_name, observer), listener).run_to_end()
+
+
+def _observer(config: ServerConfig, llm: AsyncLLM, model_name: str, row: int = 0) -> Observer:
+    """Several processes share their numbers in the folder of the engine's socket, where nobody else can look in."""
+    shared = Path(llm.address.removeprefix("ipc://")).with_name("numbers") if config.api_processes > 1 else None
+    return Observer(Numbers(shared, row, config.api_processes), open_spans(model_name))
 
 
 def _serving(config: ServerConfig) -> Serving:
-    return Serving(max_queue=config.max_queue, queue_timeout=config.queue_timeout, max_restarts=config.max_restarts)
+    return Serving(config.max_queue, config.queue_timeout, config.max_restarts, log_format=config.log_format)
 
 
 def _run(process: Coroutine[Any, Any, int]) -> int:

@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from octavo.server.observer import Observer
 from octavo.server_config import ServerConfig
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ class Server:
     llm: "AsyncLLM"
     config: ServerConfig
     model_name: str  # what clients call the model
+    observer: Observer = field(default_factory=Observer)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # told to stop: what is open may end, nothing new begins
     open_requests: int = 0

@@ -35,6 +35,7 @@ BAD: dict[str, list[Any]] = {
     "pipeline_depth": [0, 3, *NO_INTEGERS],
     "max_logprobs": [None, *NO_INTEGERS],
     "skip_tokenizer_init": ["no", None],
+    "trace": ["", 5, b"t.json"],
     "seed": [2**64, None, *NO_INTEGERS],
 }
 

@@ -41,6 +41,7 @@ WAYS: dict[str, list[tuple[str, list[str], Any]]] = {
     "cpu_isa": [('"avx2"', ["--cpu-isa", "avx2"], "avx2")],
     "revision": [('"v1"', ["--revision", "v1"], "v1")],
     "chat_template": [('"t.jinja"', ["--chat-template", "t.jinja"], "t.jinja")],
+    "trace": [('"t.json"', ["--trace", "t.json"], "t.json")],
     "seed": [("0xff", ["--seed", "255"], 255)],
 }  # fmt: skip
 CHOSEN = st.fixed_dictionaries({}, optional={name: st.sampled_from(ways) for name, ways in WAYS.items()})

@@ -9,6 +9,7 @@ import pytest
 
 from octavo import LLM
 from octavo.server.app import build_app
+from octavo.server.observer import Observer
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
 from tests.support.http_server import HttpServer, wait_for
@@ -21,6 +22,7 @@ class Served:
     server: HttpServer
     llm: InprocLLM
     offline: LLM
+    observer: Observer
 
     @cached_property
     def client(self) -> openai.OpenAI:
@@ -32,8 +34,9 @@ def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = story_folder(tmp_path_factory.mktemp("stories"))
     with LLM(str(folder), max_model_len=256, num_gpu_blocks_override=200, block_size=4, max_num_seqs=16) as offline:
         llm = InprocLLM(offline)
-        with HttpServer(build_app(Server(llm, ServerConfig(), "stories"))) as server:  # type: ignore[arg-type]
-            yield Served(server, llm, offline)
+        state = Server(llm, ServerConfig(), "stories")  # type: ignore[arg-type]
+        with HttpServer(build_app(state)) as server:
+            yield Served(server, llm, offline, state.observer)
 
 
 @pytest.fixture

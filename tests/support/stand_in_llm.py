@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from octavo.engine.async_llm import Ask, State
-from octavo.messages import EngineFacts
+from octavo.messages import EngineFacts, SchedulerStats
 from octavo.outputs import TextDelta
 from octavo.text.prompt import PromptEncoder
 from octavo.text.tokenizer import Tokenizer
@@ -26,6 +26,7 @@ class StandInLLM:
         self.encoder = PromptEncoder(self.tokenizer, None)
         self.facts = EngineFacts("stand-in", 256, self.tokenizer.vocab_size, 64, 16, 8, 64, 1)
         self.sampling_defaults: dict[str, object] = {}
+        self.stats = SchedulerStats(0, 0, 63, 64, 0, 0, 0, 0, 0)
 
     async def generate(self, ask: Ask) -> AsyncIterator[list[TextDelta]]:
         self.asked.append(ask)

@@ -17,7 +17,7 @@ from octavo.bench.picture import Panel, bar, heading
 from octavo.bench.table import by_result
 from octavo.bench.traces import read_trace, traced
 from octavo.bench.workload import RANDOM_LOADS, TEXT_LOADS, Lengths, Workload, check_fits, drawn, random_load, text_loads
-from octavo.cli.args import add_engine_flags, engine_config, nearest
+from octavo.cli.args import SETTINGS, add_engine_flags, engine_config, nearest
 from octavo.cli.bench.output import add_common_flags, check_targets, count, publish
 from octavo.cli.opening import opened
 from octavo.sampling_params import SamplingParams
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = f"requests of chosen lengths (default: {DEFAULT_PROMPTS}), or the first of a trace (default: all)"
     group.add_argument("--num-prompts", type=count, metavar="N", help=text)
     parser.add_argument("--temperature", type=float, metavar="X", default=0.0, help="0 takes the likeliest token (default: 0)")
-    add_engine_flags(parser)
+    add_engine_flags(parser, only=[name for name in SETTINGS if name != "trace"])  # which is a load here, and no picture of steps
 
 
 def run(args: argparse.Namespace) -> int:

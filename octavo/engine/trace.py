@@ -1,0 +1,144 @@
+"""The step trace: every step of an engine as slices, counters and marks that ui.perfetto.dev and chrome://tracing draw (`--trace FILE`).
+
+    |------------------------ step ------------------------|      tokens, rows, how many of them decode
+    |- schedule -|---- forward ----|- wait -|- update -|...|      what the host did, in order; at depth 2 the result is of the step before
+
+The file is a JSON array of events, which may lack its end: it is written in whole events, at least every half second while steps are made
+and whenever nothing is left to do, so that a killed process leaves one that loads. It stops growing at MOST_BYTES.
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Protocol
+
+from octavo.errors import ConfigError
+from octavo.log import logger
+from octavo.messages import StepPlan
+from octavo.policy.scheduler import Scheduler
+
+MOST_BYTES = 256 * 2**20  # some 300,000 steps
+FLUSH_NS = 500_000_000
+HEAD = '[\n{"ph":"M","name":"process_name","pid":'
+
+
+class Trace(Protocol):
+    def begin(self) -> None:
+        """A step begins."""
+
+    def mark(self, name: str) -> None:
+        """What was done since the last mark was this."""
+
+    def end(self, plan: StepPlan, scheduler: Scheduler) -> None:
+        """The step is over."""
+
+    def close(self) -> None: ...
+
+
+class NoTrace:
+    def begin(self) -> None:
+        pass
+
+    def mark(self, name: str) -> None:
+        pass
+
+    def end(self, plan: StepPlan, scheduler: Scheduler) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def open_trace(path: str | None, goes_on: bool = False) -> Trace:
+    """`goes_on`: an engine that died wrote the file so far; this one has a process of its own in it."""
+    return NoTrace() if path is None else StepTrace(path, goes_on)
+
+
+class StepTrace:
+    def __init__(self, path: str, goes_on: bool, most_bytes: int = MOST_BYTES) -> None:
+        self._path = path
+        self._pid = os.getpid()
+        try:
+            _check_replaceable(Path(path))
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if goes_on else os.O_TRUNC), 0o644)
+        except OSError as error:
+            raise ConfigError(f"trace {path}: {error.strerror}") from error
+        self._left = self._most_bytes = most_bytes
+        self._events: list[str] = []  # not yet written
+        self._written = time.monotonic_ns()
+        self._times: list[tuple[str, int]] = []  # of the step being made: what ended when
+        self._preemptions = 0
+        head = (",\n" + HEAD[2:]) if goes_on else HEAD
+        self._write(f'{head}{self._pid},"args":{{"name":"octavo engine"}}}}')
+
+    def begin(self) -> None:
+        self._times = [("", time.monotonic_ns())]
+
+    def mark(self, name: str) -> None:
+        self._times.append((name, time.monotonic_ns()))
+
+    def end(self, plan: StepPlan, scheduler: Scheduler) -> None:
+        if not self._left:
+            return
+        start, now = self._times[0][1], time.monotonic_ns()
+        decoding = sum(count == 1 and samples for count, samples in zip(plan.num_query, plan.samples))
+        tokens = sum(plan.num_query)
+        self._slice(
+            "step", start, now,
+            f'"step":{plan.step},"rows":{len(plan.row)},"tokens":{tokens},"prefill_tokens":{tokens - decoding},"decode_rows":{decoding},'
+            f'"admitted":{len(plan.row_writes)},"new_blocks":{len(plan.new_blocks)},"copies":{len(plan.copies)}',
+        )  # fmt: skip
+        for (_, began), (name, ended) in zip(self._times, self._times[1:]):
+            self._slice(name, began, ended)
+        self._counter("requests", now, f'"running":{len(scheduler.running)},"waiting":{len(scheduler.waiting)}')
+        pool = scheduler.kv.pool
+        self._counter("KV blocks", now, f'"in use":{pool.num_blocks - 1 - pool.num_free}')
+        if (more := scheduler.stats.preemptions - self._preemptions) > 0:
+            self._preemptions += more
+            self._event("i", "preempted", start, f',"tid":1,"s":"p","args":{{"sequences":{more}}}')
+        if now - self._written > FLUSH_NS or not scheduler.requests:
+            self._flush(now)
+
+    def close(self) -> None:
+        """Ends the array; what was killed has to do without."""
+        self._flush(time.monotonic_ns())
+        self._write("\n]\n")
+        self._left = 0
+        os.close(self._file)
+
+    def _slice(self, name: str, start: int, end: int, args: str = "") -> None:
+        self._event("X", name, start, f',"tid":1,"dur":{(end - start) / 1000:.3f},"args":{{{args}}}')
+
+    def _counter(self, name: str, at: int, args: str) -> None:
+        self._event("C", name, at, f',"args":{{{args}}}')
+
+    def _event(self, kind: str, name: str, at: int, rest: str) -> None:
+        self._events.append(f',\n{{"ph":"{kind}","name":"{name}","pid":{self._pid},"ts":{at / 1000:.3f}{rest}}}')
+
+    def _flush(self, now: int) -> None:
+        self._written = now
+        text, self._events = "".join(self._events), []
+        if len(text) > self._left > 0:
+            logger.warning("the trace %s is full, after some %d MiB: no more steps are written", self._path, self._most_bytes >> 20)
+            self._left = 0
+        self._write(text)
+
+    def _write(self, text: str) -> None:
+        """Whole events, in one call. A disk that is full ends the trace, and no step."""
+        if not text or len(text) > self._left:
+            return
+        self._left -= len(text)
+        try:
+            os.write(self._file, text.encode())
+        except OSError as error:
+            logger.warning("the trace %s ends here: %s", self._path, error.strerror)
+            self._left = 0
+
+
+def _check_replaceable(path: Path) -> None:
+    """A slip of the hand must not cost a model: what is there has to be a trace, or empty."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        if file.read(len(HEAD)) not in (b"", HEAD.encode()):
+            raise ConfigError(f"trace {path}: there is a file that is no trace; choose another name")

@@ -1,0 +1,130 @@
+"""What the server counts: counters and histograms, as plain numbers in one row of cells.
+
+To count is to add to a cell, which costs little enough to be done for every token; families for Prometheus are made when somebody asks.
+Several API processes put their rows side by side into one file that all of them map, so that any of them can tell the sums.
+
+    counter      a cell for each value of its label
+    histogram    a cell for each bucket, one for what is larger, one for the sum
+"""
+
+import mmap
+import os
+from array import array
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+HIT_REASONS = ("end", "short", "differs", "evicted", "cold", "off")
+FAILURES = ("invalid_request", "overloaded", "queue_timeout", "deadline_exceeded", "engine_dead", "numerical_error", "other")
+STATUSES = ("200", "204", "400", "401", "403", "404", "405", "408", "413", "414", "415", "429", "431", "499", "500", "503", "504", "other")
+SECONDS = tuple(float(f"{digits}e{power}") for power in range(-3, 3) for digits in ("1", "1.5", "2", "3", "5", "7.5")) + (1000.0,)
+TOKENS = tuple(digits * 10**power for power in range(6) for digits in (1, 2, 5)) + (10**6,)
+
+Cells: TypeAlias = "array[float] | memoryview[float]"
+
+
+class Counter:
+    def __init__(self, name: str, told: str, label: str | None = None, values: Sequence[str] = ("",)) -> None:
+        self.name, self.told = name, told
+        self.size = len(values)
+        self._label = label
+        self._values = values
+        self._places = {value: place for place, value in enumerate(values)}
+
+    def place(self, cells: Cells, start: int) -> None:
+        self._cells = cells
+        self._places = {value: start + place for place, value in enumerate(self._values)}
+
+    def add(self, amount: float = 1, value: str = "") -> None:
+        self._cells[self._places[value]] += amount
+
+    def family(self, prefix: str, labels: Mapping[str, str], totals: Sequence[float]) -> Metric:
+        names = [*labels, self._label] if self._label else [*labels]
+        family = CounterMetricFamily(prefix + self.name, self.told, labels=names)
+        for value, place in self._places.items():
+            family.add_metric([*labels.values(), value] if self._label else [*labels.values()], totals[place])
+        return family
+
+
+class Histogram:
+    def __init__(self, name: str, told: str, bounds: Sequence[float]) -> None:
+        self.name, self.told = name, told
+        self.size = len(bounds) + 2
+        self._bounds = bounds
+
+    def place(self, cells: Cells, start: int) -> None:
+        self._cells = cells
+        self._start, self._sum = start, start + self.size - 1
+
+    def observe(self, value: float, times: int = 1) -> None:
+        cells = self._cells
+        cells[self._start + bisect_left(self._bounds, value)] += times
+        cells[self._sum] += value * times
+
+    def family(self, prefix: str, labels: Mapping[str, str], totals: Sequence[float]) -> Metric:
+        return histogram_family(prefix + self.name, self.told, labels, self._bounds, totals[self._start : self._sum], totals[self._sum])
+
+
+def histogram_family(
+    name: str, told: str, labels: Mapping[str, str], bounds: Sequence[float], counts: Sequence[float], total: float
+) -> Metric:
+    """`counts`: of each bucket by itself, and of what is larger than all; Prometheus wants each with those below it."""
+    buckets, below = [], 0.0
+    for bound, count in zip([*map(float, bounds), float("inf")], counts, strict=True):
+        below += count
+        buckets.append(("+Inf" if bound == float("inf") else str(bound), below))
+    family = HistogramMetricFamily(name, told, labels=[*labels])
+    family.add_metric([*labels.values()], buckets, total)
+    return family
+
+
+class Numbers:
+    """All that an API process counts by itself. `path`: a file that `num_processes` share, of which this is the one at `row`."""
+
+    def __init__(self, path: Path | None = None, row: int = 0, num_processes: int = 1) -> None:
+        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts, those found in the cache included.")
+        self.generation_tokens = Counter("generation_tokens", "Tokens of answers.")
+        self.request_success = Counter("request_success", "Answers by how they ended.", "finished_reason", FINISH_REASONS)
+        self.prefix_lookups = Counter("prefix_cache_lookups", "Prompts by why their prefix was found or not.", "hit_reason", HIT_REASONS)
+        self.request_failures = Counter("request_failures", "Requests that were refused or failed on their way.", "reason", FAILURES)
+        self.http_responses = Counter("http_responses", "Answers by HTTP status.", "status", STATUSES)
+        self.time_to_first_token = Histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", SECONDS)
+        self.inter_token_latency = Histogram("inter_token_latency_seconds", "From one token of an answer to the next.", SECONDS)
+        self.e2e_latency = Histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", SECONDS)
+        self.queue_time = Histogram("request_queue_time_seconds", "Waiting to be scheduled.", SECONDS)
+        self.prefill_time = Histogram("request_prefill_time_seconds", "From there to the first token.", SECONDS)
+        self.decode_time = Histogram("request_decode_time_seconds", "From there to the last one.", SECONDS)
+        self.request_prompt_tokens = Histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self.request_generation_tokens = Histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
+        self.loop_lag = Histogram("event_loop_lag_seconds", "How late the API process got to a task that was due.", SECONDS)
+        self._members: list[Counter | Histogram] = [*vars(self).values()]
+        size = sum(member.size for member in self._members)
+        if path is None:
+            self._rows: list[Cells] = [array("d", bytes(8 * size))]
+        else:
+            self._rows = _shared_rows(path, num_processes, size)
+        start = 0
+        for member in self._members:
+            member.place(self._rows[row], start)
+            start += member.size
+
+    def families(self, prefix: str, labels: Mapping[str, str]) -> list[Metric]:
+        """Of all processes together."""
+        totals = [sum(column) for column in zip(*self._rows, strict=True)]
+        return [member.family(prefix, labels, totals) for member in self._members]
+
+
+def _shared_rows(path: Path, num_rows: int, size: int) -> list[Cells]:
+    """Whoever comes first makes the file; a process that is started again goes on with its row."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.ftruncate(file, num_rows * size * 8)
+        cells = memoryview(mmap.mmap(file, num_rows * size * 8)).cast("d")
+    finally:
+        os.close(file)
+    return [cells[row * size : (row + 1) * size] for row in range(num_rows)]
