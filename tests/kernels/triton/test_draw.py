@@ -107,6 +107,20 @@ def test_of_equals_the_first_k_can_be_drawn(device: str) -> None:
     assert set(draw(torch.ones(24, TILE, device=device), there(draws, device)).tolist()) == {0, 1, 2}
 
 
+def test_of_equals_top_p_keeps_the_lower_ids(device: str) -> None:
+    """The cut lies within the second of three tiles."""
+    draws, logits = draws_of([Row("", 0, top_p=0.5, position=n) for n in range(6)]), torch.ones(6, 3 * TILE)
+    assert draw(logits.to(device), there(draws, device)).tolist() == twin.draw(logits, draws).tolist()
+
+
+@pytest.mark.parametrize("top_k", [0, 50])
+def test_what_lies_ever_so_little_beyond_min_p_is_never_drawn(top_k: int, device: str) -> None:
+    batch = [Row("", 0, top_k=top_k, min_p=0.5, position=n) for n in range(2)]
+    logits = torch.full((2, TILE), -0.6935)  # exp of it is 0.4998
+    logits[:, 77] = 0
+    assert draw(logits.to(device), there(draws_of(batch), device)).tolist() == [77, 77]
+
+
 def test_no_filter_is_a_plain_draw_and_a_cut_row_beside_it_changes_nothing(device: str) -> None:
     plain = [Row("normal", seed, temperature=0.7, position=seed) for seed in range(2)]
     alone = assert_drawn_as_by_the_twin(logits_of(plain, WIDE), draws_of(plain), device)
