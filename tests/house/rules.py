@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePosixPath
 
-BASE = frozenset({"errors", "log", "config", "model_config", "sampling_params", "messages", "outputs", "interrupt", "progress"})
+BASE = frozenset(
+    {"errors", "log", "config", "model_config", "structured_outputs", "sampling_params", "messages", "outputs", "interrupt", "progress"}
+)
 
 # room -> the rooms it may import; a room may always import itself and BASE.
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
