@@ -12,7 +12,7 @@ starts with a copy of the compiled grammar. Only a request that asks for a gramm
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -77,6 +77,7 @@ class Grammars:
 
     def add(self, request: Request) -> None:
         """A request that came through the door; if it has a grammar, it is held back until that is compiled."""
+        self._forget([request.request_id])  # of an earlier request of that name
         if request.params.structured_outputs is None:
             return
         request.held = True
@@ -86,6 +87,7 @@ class Grammars:
     def collect(self, scheduler: Scheduler) -> list[Delta]:
         """Lets go of requests whose grammar is compiled, ends those for which that failed."""
         news: list[Delta] = []
+        self._forget([name for name in (*self._jobs, *self._matchers) if name not in scheduler.requests])  # they were ended elsewhere
         for name, job in list(self._jobs.items()):
             late = self._late or time.monotonic() > job.due
             if not late and not job.compiled.done():
@@ -117,7 +119,7 @@ class Grammars:
             matchers = self._matchers.get(delta.request_id)
             if matchers is not None and delta.token_ids and delta.finish_reason != "stop":
                 ends += self._advance(scheduler, delta, matchers[delta.index])
-        self._forget(scheduler, deltas + ends)
+        self._forget(delta.request_id for delta in deltas + ends if delta.request_id not in scheduler.requests)
         return deltas + ends
 
     def _advance(self, scheduler: Scheduler, delta: Delta, matcher: "Matcher") -> list[Delta]:
@@ -134,11 +136,10 @@ class Grammars:
             return _end_request(scheduler, delta.request_id, f"{PARAM} went wrong: {matcher.failed}")
         return _complete(scheduler, seq) if matcher.ended else []
 
-    def _forget(self, scheduler: Scheduler, deltas: list[Delta]) -> None:
-        for delta in deltas:
-            if delta.finish_reason is not None and delta.request_id not in scheduler.requests:
-                self._matchers.pop(delta.request_id, None)
-                self._jobs.pop(delta.request_id, None)
+    def _forget(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._jobs.pop(name, None)
+            self._matchers.pop(name, None)
 
     def fill(self, scheduler: Scheduler, plan: StepPlan) -> tuple[Masks | None, list[Delta]]:
         """What each of the plan's masked rows may say next, [mask_rows, words], and the ends of those that can say nothing."""
@@ -156,7 +157,7 @@ class Grammars:
                 news += _judge(scheduler, seq, matcher, masks[row].view(np.uint32))
             if seq.status is Status.FINISHED:
                 masks[row] = -1
-        self._forget(scheduler, news)
+        self._forget(delta.request_id for delta in news if delta.request_id not in scheduler.requests)
         return masks, news
 
     def _compiled(self, text: str) -> "Future[Matcher]":

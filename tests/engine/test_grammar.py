@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from octavo.engine import grammar
 from octavo.engine.grammar import Grammars
 from octavo.errors import RequestError
+from octavo.messages import AddRequest
 from octavo.sampling_params import SamplingParams
 from tests.support.fake import VOCAB, FakeEngine
 
@@ -236,6 +237,26 @@ def test_while_a_grammar_is_compiled_others_run_nothing_spins_and_it_can_be_abor
     go.set()
     run(engine)
     assert engine.reason("aborted") == "abort" and engine.reason("waits") == "stop"
+
+
+def test_a_request_that_was_ended_elsewhere_or_whose_name_is_used_again_leaves_nothing() -> None:
+    engine = engine_of(rows=1)
+    engine.add("first", [1], asking({"choice": ["xy"]}))
+    run(engine)  # the grammar is compiled from here on
+    engine.add("runs", [1], SamplingParams(max_tokens=200, ignore_eos=True))
+    engine.step()
+    engine.add("expires", [1], asking({"choice": ["xy"]}))
+    while engine.core.grammars._jobs:
+        engine.step()
+    engine._record(engine.scheduler.expire(1))  # as a queue's time-out does, past the core
+    assert engine.reason("expires") == "error"
+    engine.add("again", [1], asking({"choice": ["xy"]}))
+    while engine.core.grammars._jobs:
+        engine.step()
+    engine.core.abort("again")
+    engine.core.add(AddRequest("again", [2], SamplingParams(max_tokens=9, ignore_eos=True)))
+    run(engine)
+    assert (len(engine.tokens["again", 0]), engine.reason("again")) == (9, "length")
 
 
 def test_two_thousand_schemas_take_no_more_memory_than_one_thousand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,16 @@
 """Grammars over a real model: one answer whatever computes and samples, and neighbours that do not notice."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 
 import pytest
 
-from octavo import LLM, SamplingParams
+from octavo import LLM, SamplingParams, StructuredOutputs
+from octavo.engine.async_llm import Ask
+from octavo.errors import RequestError
 from octavo.outputs import RequestOutput
-from octavo.structured_outputs import StructuredOutputs
+from tests.support.engine_process import engine_process, is_idle, read, run, until
 
 SCHEMA = {
     "type": "object",
@@ -77,3 +80,32 @@ def test_logprobs_are_those_of_the_raw_logits(said: dict[str, tuple[list[Request
         assert sample.logprobs is not None
         ranks = [choices[token].rank for token, choices in zip(sample.token_ids, sample.logprobs)]
         assert max(ranks) > 1, "what the model would have said is still told"
+
+
+@pytest.mark.parametrize("switches", ["", "grammar.timeout=1"])
+def test_an_engine_process_finds_the_vocabulary_by_itself_and_fails_a_request_alone(stories: str, switches: str) -> None:
+    """It knows nothing of text until the first grammar comes."""
+
+    async def work() -> None:
+        async with engine_process(stories, switches) as llm:
+
+            def asked(params: SamplingParams) -> Ask:
+                return Ask(*llm.encoder.encode("Once upon a time"), params)
+
+            bad = SamplingParams(structured_outputs=StructuredOutputs(json='{"$ref": "#"}'))
+            good = [asked(params) for params in [*GUIDED[1:], PLAIN[1]]]
+            refused, *told = await asyncio.gather(*(read(llm, one) for one in [asked(bad), *good]), return_exceptions=True)
+            assert isinstance(refused, RequestError) and (refused.param, refused.code) == ("structured_outputs", "grammar_error")
+            assert isinstance(told[-1], list) and len([token for delta in told[-1] for token in delta.token_ids]) >= 5
+            for each in told[:-1]:
+                if switches:
+                    assert isinstance(each, RequestError) and "took more than" in str(each)
+                else:
+                    assert isinstance(each, list) and {delta.finish_reason for delta in each if delta.finish_reason} == {"stop"}
+            if not switches:
+                assert isinstance(told[0], list)
+                for index in range(3):
+                    json.loads("".join(delta.text for delta in told[0] if delta.index == index))
+            await until(lambda: is_idle(llm), 5)
+
+    run(work())

@@ -31,6 +31,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "worker": frozenset({"policy", "kernels", "attention", "quant", "layers", "models", "loading"}),
     "engine": frozenset({"policy", "text", "loading", "worker"}),
     "llm": frozenset({"policy", "text", "loading", "worker", "engine"}),
+    "server": frozenset({"policy", "text", "loading", "engine"}),
     "bench": frozenset({"policy", "text", "loading", "worker", "engine", "llm"}),
     "cli": frozenset({"policy", "text", "loading", "worker", "engine", "llm", "bench", "octavo"}),
     "octavo": frozenset({"llm"}),  # octavo/__init__.py: the names a user imports

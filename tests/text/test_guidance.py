@@ -23,7 +23,8 @@ def accepts(structured: object, text: str, guide: Guide = BYTES) -> bool:
 
 
 REGEXES = [
-    r"a/b", r"a\/b", "a\nb", r"a\nb", r"[/\n]+", r"\d+", r"[\d/]{2}", r"\\d", r"[\\d]+", r"[]a]+", r"[^]/]*", r"\[\d\]", r"(a|b)*\.", r"a{2,3}b?",
+    r"a/b", r"a\/b", "a\nb", r"a\nb", r"[/\n]+", r"\d+", r"[\d/]{2}", r"\\d", r"[\\d]+",
+    r"[]a]+", r"[^]/]*", r"\[\d\]", r"(a|b)*\.", r"a{2,3}b?",
 ]  # fmt: skip
 
 
