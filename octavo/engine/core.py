@@ -38,7 +38,7 @@ class EngineCore:
         self.grammars.add(self.scheduler.requests[request.request_id])
 
     def abort(self, request_id: str, index: int | None = None) -> list[Delta]:
-        return self.grammars.advance(self.scheduler, self.scheduler.abort(request_id, index))
+        return self.scheduler.abort(request_id, index)
 
     def step(self) -> list[Delta]:
         """One step; the news it brought. Those of a step that raised come with the next one."""

@@ -85,9 +85,9 @@ class Grammars:
         self._jobs[request.request_id] = _Job(compiled, request.params.n, time.monotonic() + COMPILE_SECONDS)
 
     def collect(self, scheduler: Scheduler) -> list[Delta]:
-        """Lets go of requests whose grammar is compiled, ends those for which that failed."""
+        """Lets go of requests whose grammar is compiled, ends those for which that failed, and forgets those that have ended."""
         news: list[Delta] = []
-        self._forget([name for name in (*self._jobs, *self._matchers) if name not in scheduler.requests])  # they were ended elsewhere
+        self._forget([name for name in (*self._jobs, *self._matchers) if name not in scheduler.requests])
         for name, job in list(self._jobs.items()):
             late = self._late or time.monotonic() > job.due
             if not late and not job.compiled.done():
@@ -115,12 +115,11 @@ class Grammars:
     def advance(self, scheduler: Scheduler, deltas: list[Delta]) -> list[Delta]:
         """Deltas on their way out: matchers learn what was sampled. Samples whose text is complete end behind them."""
         ends: list[Delta] = []
-        for delta in deltas if self._matchers or self._jobs else ():
+        for delta in deltas if self._matchers else ():
             matchers = self._matchers.get(delta.request_id)
             if matchers is not None and delta.token_ids and delta.finish_reason != "stop":
                 ends += self._advance(scheduler, delta, matchers[delta.index])
-        self._forget(delta.request_id for delta in deltas + ends if delta.request_id not in scheduler.requests)
-        return deltas + ends
+        return deltas + ends if ends else deltas
 
     def _advance(self, scheduler: Scheduler, delta: Delta, matcher: "Matcher") -> list[Delta]:
         matcher.advance(delta.token_ids)
@@ -157,7 +156,6 @@ class Grammars:
                 news += _judge(scheduler, seq, matcher, masks[row].view(np.uint32))
             if seq.status is Status.FINISHED:
                 masks[row] = -1
-        self._forget(delta.request_id for delta in news if delta.request_id not in scheduler.requests)
         return masks, news
 
     def _compiled(self, text: str) -> "Future[Matcher]":

@@ -67,7 +67,8 @@ def run(engine: FakeEngine) -> None:
         assert time.monotonic() < until, engine.scheduler.snapshot()
         engine.step()
     engine.assert_idle()
-    assert not engine.core.grammars._matchers and not engine.core.grammars._jobs
+    grammars = engine.core.grammars
+    assert not grammars.collect(engine.scheduler) and not grammars._matchers and not grammars._jobs
 
 
 # ---- what a grammar promises
