@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from octavo.config import calm_threads
 from octavo.sampling_params import SamplingParams
+from octavo.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
     from octavo.outputs import CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputs", "__version__"]
 
 calm_threads()
 

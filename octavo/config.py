@@ -169,6 +169,7 @@ class Debug:
     ipc_truncate: int = 0  # half of it is
     ipc_garbage: int = 0  # it comes out as something else
     exit_sigkill: int = 0  # an engine process is killed at this step
+    grammar_timeout: bool = False  # every grammar takes too long to compile
 
     @property
     def switched_on(self) -> list[str]:
@@ -199,7 +200,7 @@ def _debug_value(name: str, value: str) -> bool | int | str:
         return value
     if not value.isdigit():
         raise ConfigError(f"OCTAVO_DEBUG {name} must be a number, got {value!r}")
-    return bool(int(value)) if name in ("check", "cache_force_miss") else int(value)
+    return bool(int(value)) if name in ("check", "cache_force_miss", "grammar_timeout") else int(value)
 
 
 def debug_from_environment() -> Debug:

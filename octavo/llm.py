@@ -123,7 +123,7 @@ class LLM:
         self._tokenizer = text.tokenizer
         self.sampling_defaults = text.sampling_defaults
         self.encoder = text.encoder
-        self._engine: EngineClient | None = InprocClient(config, text.source, text.model, debug)
+        self._engine: EngineClient | None = InprocClient(config, text.source, text.model, debug, text.give_tokenizer)
         self._processor = OutputProcessor(self._tokenizer)
         self._streams: dict[str, deque[TextDelta]] = {}
         self._finished: dict[str, RequestOutput] = {}

@@ -64,6 +64,7 @@ class StepPlan:
     copies: list[tuple[int, int]] = field(default_factory=list)  # (source block, fresh block)
     row_writes: list[RowWrite] = field(default_factory=list)
     row_forks: list[RowFork] = field(default_factory=list)
+    mask_rows: list[int] = field(default_factory=list)  # entries whose token a grammar decides on, too: they are sampled with masks
 
     @property
     def is_empty(self) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from octavo.errors import RequestError
+from octavo.structured_outputs import StructuredOutputs, structured_outputs
 
 MAX_SEED = 2**64 - 1
 
@@ -50,6 +51,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False  # keep the stop string, or the text of the end id
     logprobs: int | None = None  # how many alternatives to report beside the chosen token
     prompt_logprobs: int | None = None  # the same for every token of the prompt but its first; reads no cache
+    structured_outputs: StructuredOutputs | None = None  # the form the answer must have; a mapping with the same names is taken, too
     greedy: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -86,6 +88,11 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0)
+        if self.structured_outputs is not None:
+            set_(self, "structured_outputs", structured_outputs(self.structured_outputs))
+            for name in ("allowed_token_ids", "bad_words"):
+                if getattr(self, name):
+                    raise RequestError(f"{name} and structured_outputs exclude each other: nothing might be left to say", name)
         set_(self, "greedy", self.temperature == 0.0)
 
     def for_chat(self) -> "SamplingParams":

@@ -1,9 +1,11 @@
 """The parts of an engine around a runner: pool, manager, scheduler, core."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from octavo.config import Debug, ResolvedConfig
 from octavo.engine.core import EngineCore
+from octavo.engine.grammar import Grammars
 from octavo.messages import EngineFacts
 from octavo.model_config import ModelConfig
 from octavo.policy.block_pool import BlockPool, OnEvent
@@ -11,6 +13,7 @@ from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.door import Limits
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.scheduler import Scheduler
+from octavo.text.tokenizer import Tokenizer
 from octavo.worker.executor import Executor, Runner
 
 
@@ -44,10 +47,11 @@ def assemble(
     identity: bytes,
     key: bytes,
     on_event: OnEvent | None = None,
+    tokenizer: Callable[[], Tokenizer] | None = None,
 ) -> Engine:
     """`executor` has been started. `identity`: what must be equal for two caches to hold the same bytes for the same tokens.
 
-    `key`: of the digests.
+    `key`: of the digests. `tokenizer`: called when the first request with a grammar comes; without it, such requests are refused.
     """
     kv = KVManager(
         BlockPool(geometry.num_blocks, on_event),
@@ -73,4 +77,5 @@ def assemble(
         seed=config.seed,
         preempt_every=debug.preempt_every,
     )
-    return Engine(EngineCore(scheduler, executor, config.pipeline_depth, debug.check), geometry, runner)
+    grammars = Grammars(tokenizer, model.vocab_size, scheduler.end_ids, debug.grammar_timeout)
+    return Engine(EngineCore(scheduler, executor, config.pipeline_depth, debug.check, grammars), geometry, runner)

@@ -1,6 +1,7 @@
 """Puts an engine together around a model: the one place that knows worker and policy both. Importing it imports torch."""
 
 import secrets
+from collections.abc import Callable
 
 from octavo.config import Debug, EngineConfig
 from octavo.engine.assemble import Engine, assemble
@@ -9,6 +10,7 @@ from octavo.log import Stopwatch, logger
 from octavo.model_config import ModelConfig
 from octavo.policy.block_pool import Event, OnEvent
 from octavo.policy.cache_spec import CacheGeometry
+from octavo.text.tokenizer import Tokenizer
 from octavo.worker.compilers import Compilers
 from octavo.worker.executor import Inproc
 from octavo.worker.kv_store import PagedStore, poison
@@ -23,6 +25,7 @@ def build_engine(
     worker: Worker | None = None,
     on_event: OnEvent | None = None,
     compilers: Compilers | None = None,
+    tokenizer: Callable[[], Tokenizer] | None = None,
 ) -> Engine:
     """An engine that is ready. `worker` and `on_event` are for those who watch it, such as `octavo verify`."""
     watch = Stopwatch()
@@ -30,7 +33,8 @@ def build_engine(
     executor = Inproc(lambda: runner)
     geometry = executor.start()
     identity, key = _identity(config, source, runner, geometry), secrets.token_bytes(32)
-    engine = assemble(runner.config, model, debug, geometry, runner, executor, identity, key, on_event or _poison_taken(runner, debug))
+    on_event = on_event or _poison_taken(runner, debug)
+    engine = assemble(runner.config, model, debug, geometry, runner, executor, identity, key, on_event, tokenizer)
     logger.info("init engine took %.2f seconds", watch.total())
     return engine
 

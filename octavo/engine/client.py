@@ -3,6 +3,7 @@
     add   abort   step -> deltas   reset_prefix_cache   stats   close
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 from octavo.config import Debug, EngineConfig
@@ -13,6 +14,7 @@ from octavo.log import Stopwatch, logger
 from octavo.messages import AddRequest, Delta, SchedulerStats
 from octavo.model_config import ModelConfig
 from octavo.policy.cache_spec import CacheGeometry
+from octavo.text.tokenizer import Tokenizer
 from octavo.worker.device import compilers_for
 
 
@@ -33,31 +35,41 @@ class EngineClient(Protocol):
     def close(self) -> None: ...
 
 
-def open_engine(config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, epoch: int = 1) -> Engine:
-    """An engine that is ready; `epoch`: which start of it this is. Its trace is opened before anything is loaded."""
+def open_engine(
+    config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug,
+    tokenizer: Callable[[], Tokenizer] | None = None, epoch: int = 1,
+) -> Engine:  # fmt: skip
+    """An engine that is ready; `epoch`: which start of it this is. Its trace is opened before anything is loaded.
+
+    `tokenizer` is called when the first request with a grammar comes; without it, such requests are refused.
+    """
     trace = open_trace(config.trace, goes_on=epoch > 1)
-    engine = _build(config, source, model, debug)
+    engine = _build(config, source, model, debug, tokenizer)
     engine.core.trace = trace
     return engine
 
 
-def _build(config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug) -> Engine:
+def _build(
+    config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, tokenizer: Callable[[], Tokenizer] | None
+) -> Engine:
     """torch loads in here, not with the module; FakeKV does without."""
     if debug.runner == "fake":
         from octavo.engine.build_fake import build_fake
 
-        return build_fake(config, source, model, debug)
+        return build_fake(config, source, model, debug, tokenizer)
     with compilers_for(config.device) as compilers:
         watch = Stopwatch()
         from octavo.engine.build import build_engine
 
         logger.info("Importing torch and the engine took %.2f seconds", watch.total())
-        return build_engine(config, source, model, debug, compilers=compilers)
+        return build_engine(config, source, model, debug, compilers=compilers, tokenizer=tokenizer)
 
 
 class InprocClient:
-    def __init__(self, config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug) -> None:
-        engine = open_engine(config, source, model, debug)
+    def __init__(
+        self, config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, tokenizer: Callable[[], Tokenizer] | None = None
+    ) -> None:
+        engine = open_engine(config, source, model, debug, tokenizer)
         self._core = engine.core
         self.geometry = engine.geometry
 

@@ -1,13 +1,15 @@
 """`EngineCore`: the step loop. Pipeline depth is a number, not a second code path.
 
-    depth 1    schedule k   forward k   sample k   result k   update k
-    depth 2    schedule k   forward k   result k-1   update k-1   sample k
+    depth 1    schedule k   forward k   fill masks k   sample k   result k   update k
+    depth 2    schedule k   forward k   result k-1   update k-1   fill masks k   sample k
 
-At depth 2 the result of a step is taken in only after the next one was launched, so the host plans while the device works.
+At depth 2 the result of a step is taken in only after the next one was launched, so the host plans while the device works. Masks
+of grammars are filled when every token before theirs is known, while the forward runs.
 """
 
 from collections import deque
 
+from octavo.engine.grammar import Grammars
 from octavo.engine.trace import NoTrace, Trace
 from octavo.errors import VerifyError
 from octavo.log import logger
@@ -18,10 +20,11 @@ from octavo.worker.executor import Executor, Promise
 
 
 class EngineCore:
-    def __init__(self, scheduler: Scheduler, executor: Executor, depth: int, check: bool = False) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, depth: int, check: bool = False, grammars: Grammars | None = None) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.trace: Trace = NoTrace()
+        self.grammars = grammars or Grammars(None, 0, ())
         self._depth = depth
         self._check = check
         self._launched: deque[tuple[StepPlan, Promise]] = deque()
@@ -32,13 +35,19 @@ class EngineCore:
         return bool(self.scheduler.requests or self._launched or self._news)
 
     def add(self, request: AddRequest) -> None:
+        self.grammars.check(request.params)
         self.scheduler.add(request)
+        self.grammars.add(self.scheduler.requests[request.request_id])
 
     def abort(self, request_id: str, index: int | None = None) -> list[Delta]:
         return self.scheduler.abort(request_id, index)
 
     def step(self) -> list[Delta]:
         """One step; the news it brought. Those of a step that raised come with the next one."""
+        self._news += self.grammars.collect(self.scheduler)
+        if not self._launched and self.grammars.must_wait(self.scheduler):
+            self.grammars.nap()
+            return self._given_out()
         trace = self.trace
         trace.begin()
         plan = self.scheduler.schedule()
@@ -47,17 +56,19 @@ class EngineCore:
         try:
             if plan.is_empty:
                 self._settle()
-                self._news += self.scheduler.update(plan, StepResult(plan.step, []))
+                self._take(self.scheduler.update(plan, StepResult(plan.step, [])))
             else:
                 self.executor.forward(plan)
                 trace.mark("forward")
                 self._settle()
-                self._launched.append((plan, self.executor.sample(plan.step)))
+                masks, ends = self.grammars.fill(self.scheduler, plan)
+                self._news += ends
+                self._launched.append((plan, self.executor.sample(plan.step, masks)))
                 trace.mark("sample")
         except BaseException as error:  # also Ctrl-C: the plan was not carried out, whoever is in it ends here
             self._settle()
             if isinstance(error, VerifyError) or not isinstance(error, Exception):
-                self._news += self.scheduler.fail(plan, f"the step was cut short: {error!r}")
+                self._take(self.scheduler.fail(plan, f"the step was cut short: {error!r}"))
                 raise
             self._fail(plan, error)
         if self._depth == 1:
@@ -65,6 +76,9 @@ class EngineCore:
         trace.end(plan, self.scheduler)
         if self._check:
             invariants.check(self.scheduler)
+        return self._given_out()
+
+    def _given_out(self) -> list[Delta]:
         news, self._news = self._news, []
         return news
 
@@ -83,9 +97,12 @@ class EngineCore:
             except Exception as error:  # it failed after it was launched
                 self._fail(plan, error)
             else:
-                self._news += self.scheduler.update(plan, result)
+                self._take(self.scheduler.update(plan, result))
                 self.trace.mark("update")
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         logger.error("step %d failed, its %d sequences end with an error: %s", plan.step, len(plan.row), error, exc_info=error)
-        self._news += self.scheduler.fail(plan, f"the engine failed in this step: {error}")
+        self._take(self.scheduler.fail(plan, f"the engine failed in this step: {error}"))
+
+    def _take(self, deltas: list[Delta]) -> None:
+        self._news += self.grammars.advance(self.scheduler, deltas)

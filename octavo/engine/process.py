@@ -11,6 +11,7 @@ import sys
 import time
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +28,7 @@ from octavo.engine.stats import StatsLog
 from octavo.engine.wire import Abort, Refused, ResetPrefixCache, frame_limit
 from octavo.errors import OctavoError, RequestError
 from octavo.loading.resolve import ModelSource, load_model_config
+from octavo.loading.text_side import load_tokenizer
 from octavo.messages import AddRequest
 from octavo.worker.die_with import die_with
 from octavo.worker.faults import Faults
@@ -116,7 +118,8 @@ def serve(orders: Orders) -> None:
     limit = frame_limit(orders.config, model)
     router = Router(orders.address, orders.epoch, orders.max_queue, limit, Faults(debug), lifeline=sys.stdin.fileno())
     router.start()
-    engine: Engine = open_engine(orders.config, source, model, debug, orders.epoch)
+    tokenizer = None if orders.config.skip_tokenizer_init else partial(load_tokenizer, source)
+    engine: Engine = open_engine(orders.config, source, model, debug, tokenizer, orders.epoch)
     loop = Loop(engine.core, router, orders.queue_timeout)
     router.ready(engine.facts(source.name, orders.epoch), loop.pulse(busy=False))
     try:

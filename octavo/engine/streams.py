@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterable
 
-from octavo.errors import EngineError, OctavoError, UnavailableError
+from octavo.errors import EngineError, OctavoError, RequestError, UnavailableError
 from octavo.outputs import TextDelta
 
 
@@ -62,6 +62,8 @@ def error_of(delta: TextDelta) -> OctavoError:
     message = delta.error or "the engine failed"
     if delta.code == "queue_timeout":
         return UnavailableError(message, retry_after=1, code=delta.code)
+    if delta.code == "grammar_error":
+        return RequestError(message, "structured_outputs", delta.code)
     return EngineError(message, delta.code)
 
 

@@ -1,6 +1,6 @@
 """The text side of a model: its files found, its config and tokenizer read, with no weight touched and no torch imported."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from octavo.config import EngineConfig
@@ -19,6 +19,12 @@ class TextSide:
     tokenizer: Tokenizer | None  # None where skip_tokenizer_init is set
     encoder: PromptEncoder
     sampling_defaults: Mapping[str, object]
+
+    @property
+    def give_tokenizer(self) -> Callable[[], Tokenizer] | None:
+        """For an engine beside it, which wants it when the first grammar comes."""
+        tokenizer = self.tokenizer
+        return None if tokenizer is None else lambda: tokenizer
 
 
 def open_text_side(config: EngineConfig) -> TextSide:

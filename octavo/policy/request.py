@@ -32,6 +32,7 @@ class Request:
         "bad_words",
         "end_ids",
         "engine_seed",
+        "held",
         "life",
         "num_prompt",
         "params",
@@ -64,6 +65,7 @@ class Request:
         self.bad_words = bad_words or []  # ids that must not follow each other in a sample
         self.engine_seed = engine_seed
         self.life = LifeRecord(queued)
+        self.held = False  # not to be admitted yet
         self.sequences: list[Sequence] = []  # the live ones
         self.aborted: set[int] = set()  # samples aborted before the fork that would have made them
 

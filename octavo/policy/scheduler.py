@@ -100,12 +100,12 @@ class Scheduler:
             return []
         seqs = [seq for seq in request.sequences if index is None or (seq.index == index and not seq.unforked)]
         if seqs:
-            return [delta for seq in seqs for delta in self._finish(seq, "abort")]
+            return [delta for seq in seqs for delta in self.finish(seq, "abort")]
         parent = next((seq for seq in request.sequences if seq.unforked), None)
         if parent is None or index is None or not 0 <= index < request.params.n or index in request.aborted:
             return []
         if len(request.aborted) + 1 == request.params.n:
-            return self._finish(parent, "abort")
+            return self.finish(parent, "abort")
         request.aborted.add(index)
         return [Delta(request_id, index, [], finish_reason="abort", life=request.life)]
 
@@ -115,7 +115,7 @@ class Scheduler:
         while (request := next(iter(self._unscheduled.values()), None)) is not None:
             if (waited := self.clock() - request.life.queued) < seconds:
                 break
-            deltas += self._fail(request, f"waited {waited:.1f} s in the queue, queue_timeout is {seconds:g} s", "queue_timeout")
+            deltas += self.fail_request(request, f"waited {waited:.1f} s in the queue, queue_timeout is {seconds:g} s", "queue_timeout")
         return deltas
 
     def schedule(self) -> StepPlan:
@@ -175,8 +175,7 @@ class Scheduler:
         return sum(lack for seq in self.running if (lack := seq.target - seq.num_planned) > 1)
 
     def _plan(self, seq: Sequence, count: int, plan: StepPlan, planned: list[Sequence]) -> None:
-        start = seq.num_planned
-        end = start + count
+        start, end = seq.num_planned, seq.num_planned + count
         samples = end == seq.num_tokens + seq.in_flight
         plan.row.append(seq.row)
         plan.seq_id.append(seq.seq_id)
@@ -187,6 +186,8 @@ class Scheduler:
         seq.num_planned = end
         if samples:
             seq.in_flight += 1
+            if seq.request.params.structured_outputs is not None:
+                plan.mask_rows.append(len(plan.row) - 1)
 
     def _admit_waiting(self, plan: StepPlan, planned: list[Sequence], budget: int) -> None:
         """Admit in policy order; a head that does not fit may be passed, but not for ever."""
@@ -195,8 +196,8 @@ class Scheduler:
         scanned = position = 0
         while position < len(self.waiting) and budget > 0 and self.free_rows:
             seq = self.waiting[position]
-            if seq.waits_for in self.kv.pending or seq.in_flight:
-                position += 1  # its prefix is being computed, or its last token is still on the way
+            if seq.waits_for in self.kv.pending or seq.in_flight or seq.request.held:
+                position += 1  # its prefix is being computed, its last token still on the way, or its grammar not compiled
                 continue
             count = self._admit(seq, plan, budget)
             if count is not None:
@@ -315,7 +316,7 @@ class Scheduler:
         bad, computed = set(result.bad_rows), sum(plan.num_query)
         for entry, seq in enumerate(planned):
             if entry in bad:  # also where this sample has ended: its siblings may share what went wrong
-                deltas += self._fail(seq.request, NOT_FINITE, NOT_FINITE.partition(":")[0])
+                deltas += self.fail_request(seq.request, NOT_FINITE, NOT_FINITE.partition(":")[0])
             if seq.status is is_finished:
                 computed -= plan.num_query[entry]
                 continue
@@ -361,13 +362,13 @@ class Scheduler:
         hurt = [seq.request for seq in self._planned.pop(plan.step)]  # also of a sample that has ended: others share what it computed
         moved = {*(write.seq_id for write in plan.row_writes), *(fork.seq_id for fork in plan.row_forks)}
         hurt += [request for request in self.requests.values() if any(seq.seq_id in moved for seq in request.sequences)]
-        return [delta for request in hurt for delta in self._fail(request, message)]
+        return [delta for request in hurt for delta in self.fail_request(request, message)]
 
-    def _fail(self, request: Request, message: str, code: str | None = None) -> list[Delta]:
+    def fail_request(self, request: Request, message: str, code: str | None = None) -> list[Delta]:
         """All samples of a request end: they may share what went wrong."""
-        return [delta for seq in request.sequences.copy() for delta in self._finish(seq, "error", message, code)]
+        return [delta for seq in request.sequences.copy() for delta in self.finish(seq, "error", message, code)]
 
-    def _finish(self, seq: Sequence, reason: FinishReason, error: str | None = None, code: str | None = None) -> list[Delta]:
+    def finish(self, seq: Sequence, reason: FinishReason, error: str | None = None, code: str | None = None) -> list[Delta]:
         request = seq.request
         indices = [seq.index]
         if seq.unforked:

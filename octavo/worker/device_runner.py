@@ -21,6 +21,7 @@ from octavo.worker.device_program import DeviceForward, DeviceProgram, Shape
 from octavo.worker.device_prompt_logprobs import DevicePromptLogprobs, PromptRankings
 from octavo.worker.device_rows import DeviceRows, Words, send
 from octavo.worker.device_sampler import NO_RANKINGS, DeviceSampler, Rankings
+from octavo.worker.executor import Masks
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import KVStore
 
@@ -69,12 +70,13 @@ class DeviceRunner:
             self._pieces = self.prompts.rankings(self._forward.hidden, plan, self.steps.program.logits)
 
     @torch.inference_mode()
-    def sample(self) -> "Pending":
+    def sample(self, masks: Masks | None = None) -> "Pending":
         plan, forward = self._plan, self._forward
         if forward is None:
             return Pending(plan, torch.empty(0, dtype=torch.int32), NO_RANKINGS, [], [], None)
         ids, special = forward.result[: len(plan.row)], self.sampler.special(plan)
-        rankings = self.sampler.sample(forward.logits, special, plan.row, ids) if special else NO_RANKINGS
+        masked = {} if masks is None else dict(zip(plan.mask_rows, masks, strict=True))
+        rankings = self.sampler.sample(forward.logits, special, plan.row, ids, masked) if special else NO_RANKINGS
         spoiled = [0] if self.faults.poisons(plan.step, 0) or self.faults.spoils_id(plan.step) else []
         host = torch.empty(len(ids), dtype=ids.dtype, pin_memory=ids.is_cuda).copy_(ids, non_blocking=True)
         pieces = [piece.to_host() for piece in self._pieces]

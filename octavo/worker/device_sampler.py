@@ -1,13 +1,15 @@
 """`DeviceSampler`: what a step on the device leaves to be done for rows that ask for more than greedy or temperature alone.
 
     the step    samples every row by temperature alone, and appends that id to the row: it is provisional
-    then here   special entries -> adjusted logits -> drawn within their filters -> the id takes the provisional one's place
+    then here   special entries -> what a grammar allows -> adjusted logits -> drawn within their filters
+                the id takes the provisional one's place
                 raw logits -> rankings, which go to the host with the ids
 
 The host may be a step behind and never looks at ids: whatever depends on them is read out of the rows, on the device. The order and
 meaning of everything are those of `worker/sampler.py`. Nothing here waits for the device.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,12 +17,14 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.asks import pack
+from octavo.kernels.mask import mask_logits
 from octavo.kernels.ops import adjust, draw, rank
 from octavo.kernels.reference.sampling import Draws, Ranking
 from octavo.messages import NoiseKey, RowWrite, StepPlan, TokenLogprobs
 from octavo.policy.gpu_size import ADJUSTED_LOGITS
 from octavo.sampling_params import SamplingParams
 from octavo.worker.device_rows import DeviceRows, Words, upload
+from octavo.worker.executor import Masks
 from octavo.worker.sampler import listed
 
 ENTRY, ROW, TEMPERATURE, TOP_K, TOP_P, MIN_P, NOISE = range(7)  # words of an entry that is drawn
@@ -36,9 +40,8 @@ class Special:
     ask: Tensor | None  # packed, on the device, where logits are to be adjusted
     logprobs: int | None
 
-    @property
-    def drawn(self) -> bool:
-        return self.filtered or self.ask is not None
+
+Chosen = tuple[int, int, Special]  # entry, row, and what that asks for
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class DeviceSampler:
         self._rows = rows
         self._vocab_size = vocab_size
         self._rows_at_once = max(ADJUSTED_LOGITS // vocab_size, 1)
+        self._masked_at_once = max(min(self._rows_at_once, len(rows.words)) // 2, 1)  # a copy is made of these first, in the same memory
         self._device = device
         self._special: dict[int, Special] = {}  # row -> what its latest tenant asks for; a freed row stays until the next
 
@@ -76,6 +80,7 @@ class DeviceSampler:
         draws = _draws(words, words[:, ENTRY])
         ask = pack(SamplingParams(min_tokens=1), (), [])
         assert ask is not None
+        mask_logits(logits, torch.zeros(1, -(-self._vocab_size // 32), dtype=torch.int32, device=self._device))
         table = self._rows.token_ids, self._rows.num_tokens, self._rows.num_prompt
         draw(adjust(logits, [0], [0], [upload(ask, self._device)], *table), draws)
         rank(logits, draw(logits, draws).to(torch.int32), 1)
@@ -94,23 +99,23 @@ class DeviceSampler:
             return []
         return [entry for entry, (row, sampled) in enumerate(zip(plan.row, plan.samples)) if sampled and row in self._special]
 
-    def sample(self, logits: Tensor, special: list[int], rows: list[int], ids: Tensor) -> Rankings:
+    def sample(
+        self, logits: Tensor, special: list[int], rows: list[int], ids: Tensor, masks: Mapping[int, Masks] | None = None
+    ) -> Rankings:
         """Draws the special entries again where they ask for it. logits: [P, V], raw; rows: of each entry; ids: [P], changed in place.
 
         It has to come after the step appended `ids` to their rows: the newest id of a row is the provisional one, so ids before it
         are what was said so far, and the place it has, num_tokens - 1, is the position noise is counted by. The drawn id goes into
-        `ids` and into that place. An id below 0 stands for a row that is not finite, and stays.
+        `ids` and into that place. An id below 0 stands for a row that is not finite, and stays. masks: of entries with a grammar, [words]
         """
+        masks = masks or {}
         asked = [(entry, rows[entry], self._special[rows[entry]]) for entry in special]
-        adjusted = [one for one in asked if one[2].ask is not None]
-        for start in range(0, len(adjusted), self._rows_at_once):
-            some = adjusted[start : start + self._rows_at_once]
-            table = self._rows.token_ids, self._rows.num_tokens, self._rows.num_prompt
-            asks = [one.ask for _, _, one in some if one.ask is not None]
-            self._draw(adjust(logits, [entry for entry, _, _ in some], [row for _, row, _ in some], asks, *table), some, ids)
-        filtered = [one for one in asked if one[2].filtered and one[2].ask is None]
-        if filtered:
-            self._draw(self._chosen(logits, [entry for entry, _, _ in filtered]), filtered, ids)
+        for some in _at_once([one for one in asked if one[0] in masks], self._masked_at_once):
+            entries = [entry for entry, _, _ in some]
+            words = upload(np.stack([masks[entry] for entry in entries]), self._device)
+            self._draw_again(mask_logits(self._chosen(logits, entries), words), list(enumerate(some)), ids)
+        free = [one for one in asked if one[0] not in masks and (one[2].filtered or one[2].ask is not None)]
+        self._draw_again(logits, [(one[0], one) for one in free], ids)
         wanted = {entry: one.logprobs for entry, _, one in asked if one.logprobs is not None}
         if not wanted:
             return NO_RANKINGS
@@ -118,7 +123,18 @@ class DeviceSampler:
         found = rank(self._chosen(logits, entries), self._chosen(ids, entries).clamp(min=0), max(counts))
         return Rankings(entries, counts, found)
 
-    def _draw(self, scores: Tensor, some: list[tuple[int, int, Special]], ids: Tensor) -> None:
+    def _draw_again(self, logits: Tensor, some: list[tuple[int, Chosen]], ids: Tensor) -> None:
+        """Each of these from its row of logits, adjusted where it asks for that."""
+        place = {chosen[0]: row for row, chosen in some}
+        for part in _at_once([chosen for _, chosen in some if chosen[2].ask is not None], self._rows_at_once):
+            table = self._rows.token_ids, self._rows.num_tokens, self._rows.num_prompt
+            asks = [one.ask for _, _, one in part if one.ask is not None]
+            self._draw(adjust(logits, [place[entry] for entry, _, _ in part], [row for _, row, _ in part], asks, *table), part, ids)
+        others = [chosen for _, chosen in some if chosen[2].ask is None]
+        if others:
+            self._draw(self._chosen(logits, [place[entry] for entry, _, _ in others]), others, ids)
+
+    def _draw(self, scores: Tensor, some: list[Chosen], ids: Tensor) -> None:
         """One id for each from its scores, [len(some), V]; it takes the place of the provisional one."""
         lines = np.stack([one.line for _, _, one in some])
         lines[:, ENTRY], lines[:, ROW] = [entry for entry, _, _ in some], [row for _, row, _ in some]
@@ -146,7 +162,7 @@ class DeviceSampler:
         params = write.params
         filtered = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
         ask = pack(params, write.end_ids, write.bad_words)
-        if not filtered and ask is None and params.logprobs is None:
+        if not filtered and ask is None and params.logprobs is None and params.structured_outputs is None:
             return None
         return Special(
             line=_with_noise(_line(params), write.noise),
@@ -154,6 +170,11 @@ class DeviceSampler:
             ask=None if ask is None else upload(ask, self._device),
             logprobs=params.logprobs,
         )
+
+
+def _at_once(some: list[Chosen], most: int) -> Iterator[list[Chosen]]:
+    """No more at a time than memory is planned for."""
+    return (some[start : start + most] for start in range(0, len(some), most))
 
 
 def _draws(words: Tensor, positions: Tensor) -> Draws:

@@ -1,6 +1,6 @@
 """The executor seam: how plans reach a runner and results come back.
 
-    start() -> CacheGeometry    forward(plan)    sample(step) -> Promise    stop()
+    start() -> CacheGeometry    forward(plan)    sample(step, masks) -> Promise    stop()
 
 `Inproc` runs in the caller's thread: on the CPU forward computes before it returns, and the promise is kept already; a device
 computes while the caller goes on, and the promise waits for it.
@@ -10,8 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from octavo.messages import StepPlan, StepResult
 from octavo.policy.cache_spec import CacheGeometry
+
+Masks = NDArray[np.int32]  # [mask_rows of a plan, words]: a bit for each id that may come next, least significant first
 
 
 class Promise(Protocol):
@@ -37,8 +42,8 @@ class Runner(Protocol):
 
     def forward(self, plan: StepPlan) -> None: ...
 
-    def sample(self) -> StepResult | Promise:
-        """Tokens of the plan last forwarded, or that they will come."""
+    def sample(self, masks: Masks | None = None) -> StepResult | Promise:
+        """Tokens of the plan last forwarded, or that they will come. `masks`: of the plan's mask_rows"""
 
     def stop(self) -> None:
         """Free everything."""
@@ -49,8 +54,8 @@ class Executor(Protocol):
 
     def forward(self, plan: StepPlan) -> None: ...
 
-    def sample(self, step: int) -> Promise:
-        """Tokens of the plan last forwarded, which was that of `step`."""
+    def sample(self, step: int, masks: Masks | None = None) -> Promise:
+        """Tokens of the plan last forwarded, which was that of `step`. `masks`: of its mask_rows"""
 
     def stop(self) -> None: ...
 
@@ -65,8 +70,8 @@ class Inproc:
     def forward(self, plan: StepPlan) -> None:
         self._runner.forward(plan)
 
-    def sample(self, step: int) -> Promise:
-        made = self._runner.sample()
+    def sample(self, step: int, masks: Masks | None = None) -> Promise:
+        made = self._runner.sample(masks)
         return Kept(made) if isinstance(made, StepResult) else made
 
     def stop(self) -> None:

@@ -1,7 +1,8 @@
 """FakeKV: a runner without weights in which any paging mistake changes the text.
 
     slot of position i:   h[i] = mix(h[i-1] read through the block table, token i, i),   h[-1] from the digest root
-    next token:           a hash over every h read through the table, and the noise key (greedy: none); no end id before min_tokens
+    next token:           a hash over every h read through the table, and the noise key (greedy: none); no end id before min_tokens,
+                          and of a masked row only what the mask allows
 
 A wrong block, a stale block, a wrong parent, a lost token or a slip at a block edge gives another text at once. `expected`
 computes the same over a plain list. Slots start, and poisoned rows leave, `None`: reading one makes the row bad, as NaN would.
@@ -10,9 +11,12 @@ computes the same over a plain list. Slots start, and poisoned rows leave, `None
 from array import array
 from collections.abc import Collection
 
+import numpy as np
+
 from octavo.errors import EngineError
 from octavo.messages import NoiseKey, StepPlan, StepResult
 from octavo.policy.cache_spec import CacheGeometry
+from octavo.worker.executor import Masks
 from octavo.worker.faults import Faults
 
 MASK = (1 << 61) - 1
@@ -28,8 +32,13 @@ def _root(root: bytes) -> int:
     return int.from_bytes(root[:7], "little")
 
 
-def _next_token(entries: list[int], noise: NoiseKey, vocab_size: int, barred: Collection[int]) -> int:
-    token = hash((noise.key, noise.stream, noise.high, *entries)) % vocab_size
+def _next_token(entries: list[int], noise: NoiseKey, vocab_size: int, barred: Collection[int], mask: Masks | None = None) -> int:
+    drawn = hash((noise.key, noise.stream, noise.high, *entries))
+    if mask is not None:
+        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size].nonzero()[0].tolist()
+        left = [token for token in allowed if token not in barred]
+        return int(left[drawn % len(left)])
+    token = drawn % vocab_size
     while token in barred:
         token = (token + 1) % vocab_size
     return token
@@ -76,7 +85,8 @@ class FakeRunner:
         self.blocks: list[list[Slot]] = [[None] * geometry.block_size for _ in range(geometry.num_blocks)]
         self.rows: dict[int, _Row] = {}
         self.num_computed = 0  # positions, over all steps
-        self._result = StepResult(0, [])
+        self._plan = StepPlan(0)
+        self._entries: list[list[int] | None] = []  # what each entry of the plan read
 
     def start(self) -> CacheGeometry:
         return self.geometry
@@ -90,24 +100,27 @@ class FakeRunner:
         for (_, target), content in zip(plan.copies, copied, strict=True):
             self.blocks[target] = content
         self._apply_rows(plan)
-        self._result = StepResult(plan.step, [])
+        self._plan, self._entries = plan, []
         for entry, row_id in enumerate(plan.row):
             row = self.rows[row_id]
             entries = self._compute(row, plan.start[entry], plan.num_query[entry])
             if self.faults.poisons(plan.step, entry):
                 self._poison(row, plan.start[entry], plan.num_query[entry])
                 entries = None
-            tokens: list[int] = []
-            if entries is None:
-                self._result.bad_rows.append(entry)
+            self._entries.append(entries)
+
+    def sample(self, masks: Masks | None = None) -> StepResult:
+        plan = self._plan
+        masked = {} if masks is None else dict(zip(plan.mask_rows, masks, strict=True))
+        result = StepResult(plan.step, [], bad_rows=[entry for entry, entries in enumerate(self._entries) if entries is None])
+        for entry, (row_id, entries) in enumerate(zip(plan.row, self._entries)):
+            row, tokens = self.rows[row_id], []
             if plan.samples[entry]:
-                token = 0 if entries is None else _next_token(entries, row.noise, self.vocab_size, row.barred)
+                token = 0 if entries is None else _next_token(entries, row.noise, self.vocab_size, row.barred, masked.get(entry))
                 row.tokens.append(token)
                 tokens = [token]
-            self._result.tokens.append(tokens)
-
-    def sample(self) -> StepResult:
-        return self._result
+            result.tokens.append(tokens)
+        return result
 
     def _apply_rows(self, plan: StepPlan) -> None:
         for fork in plan.row_forks:

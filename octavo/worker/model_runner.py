@@ -15,6 +15,7 @@ from torch import Tensor
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.messages import PromptPiece, StepPlan, StepResult
 from octavo.policy.block_pool import NULL_BLOCK
+from octavo.worker.executor import Masks
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import KVStore
 from octavo.worker.program import Forward, Program
@@ -57,14 +58,15 @@ class ModelRunner:
         self._rows = batch.sample_row
 
     @torch.inference_mode()
-    def sample(self) -> StepResult:
+    def sample(self, masks: Masks | None = None) -> StepResult:
         plan = self._plan
         tokens: list[list[int]] = [[] for _ in plan.row]
         result = StepResult(plan.step, tokens, prompt_logprobs=self._prompt_logprobs, bad_rows=self._bad)
         entries = [entry for entry, samples in enumerate(plan.samples) if samples]
         if not entries:
             return result
-        sampled = sample(self._forward.logits, self._rows, self.table, self.sampling, self._forward.best)
+        masked = {} if masks is None else {entries.index(entry): mask for entry, mask in zip(plan.mask_rows, masks, strict=True)}
+        sampled = sample(self._forward.logits, self._rows, self.table, self.sampling, self._forward.best, masked)
         ids = self._valid_ids(sampled.ids, entries)
         self.table.append(self._rows, ids)
         for entry, token in zip(entries, ids.tolist(), strict=True):

@@ -1,7 +1,8 @@
 """The sampler: from logits to the next id of each sampled row. The order is that of vLLM V1:
 
     raw logits -> logprobs to report
-               -> allowed ids -> bad words, end ids until min_tokens -> bias -> repetition, frequency, presence penalties
+               -> what a grammar allows -> allowed ids -> bad words, end ids until min_tokens -> bias
+               -> repetition, frequency, presence penalties
                -> greedy rows: argmax
                -> others: temperature, min-p, top-k, top-p, Gumbel noise, argmax
 
@@ -12,16 +13,18 @@ of logits that are not finite still yields some valid id, and disturbs no other.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.kernels.reference.sampling import ONE, Draws, Ranking
 from octavo.messages import TokenLogprobs
 from octavo.sampling_params import SamplingParams
+from octavo.worker.executor import Masks
 from octavo.worker.request_table import MIN_P, TEMPERATURE, TOP_P, RequestTable
 
 
@@ -39,11 +42,18 @@ class Sampled:
     logprobs: dict[int, TokenLogprobs]  # index into ids -> where asked for
 
 
-def sample(logits: Tensor, rows: Tensor, table: RequestTable, sampling: Sampling, best: Tensor | None = None) -> Sampled:
-    """The id that follows each row. logits: [S, V] float32, left as they are; rows: [S], rows of the table; best: their argmax, if known"""
+def sample(
+    logits: Tensor,  # [S, V] float32, left as they are
+    rows: Tensor,  # [S], rows of the table
+    table: RequestTable,
+    sampling: Sampling,
+    best: Tensor | None = None,  # the argmax of each, if known
+    masks: Mapping[int, Masks] | None = None,  # index into rows -> [words], where a grammar decides, too
+) -> Sampled:
+    """The id that follows each row."""
     row_list = rows.tolist()
     params = [table.params[row] for row in row_list]
-    scores = _adjusted(logits, row_list, table)
+    scores = _adjusted(logits, row_list, table, masks or {})
     random = [i for i, p in enumerate(params) if not p.greedy]
     if len(random) == len(params):
         ids = sampling.draw(scores, _draws(rows, table))
@@ -67,14 +77,18 @@ def _draws(rows: Tensor, table: RequestTable) -> Draws:
     )
 
 
-def _adjusted(logits: Tensor, row_list: list[int], table: RequestTable) -> Tensor:
-    """Logits after minimum lengths and penalties: a copy if any row needs them, else the logits themselves. [S, V]"""
+def _adjusted(logits: Tensor, row_list: list[int], table: RequestTable, masks: Mapping[int, Masks]) -> Tensor:
+    """Logits after grammars, minimum lengths and penalties: a copy if any row needs them, else the logits themselves. [S, V]"""
     scores = logits
     for i, row in enumerate(row_list):
         params = table.params[row]
-        if not (params.min_tokens or _penalised(params) or params.logit_bias or params.allowed_token_ids or params.bad_words):
+        asks = params.min_tokens or _penalised(params) or params.logit_bias or params.allowed_token_ids or params.bad_words
+        if not asks and i not in masks:
             continue
         scores = logits.clone() if scores is logits else scores
+        if i in masks:
+            bits = np.unpackbits(masks[i].view(np.uint8), bitorder="little")
+            scores[i].numpy()[bits[: scores.shape[1]] == 0] = -np.inf
         ids = table.token_ids[row, : int(table.num_tokens[row])]
         output = ids[int(table.num_prompt[row]) :]
         if params.allowed_token_ids:

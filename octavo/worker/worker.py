@@ -42,6 +42,7 @@ from octavo.worker.device import device_here, start_lines
 from octavo.worker.device_program import DeviceProgram, Steps
 from octavo.worker.device_rows import DeviceRows
 from octavo.worker.device_runner import DeviceRunner, Pending
+from octavo.worker.executor import Masks
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
 from octavo.worker.machine import num_cpus, num_threads, resolve_dtype
@@ -181,8 +182,8 @@ class Worker:
     def forward(self, plan: StepPlan) -> None:
         self.runner.forward(plan)
 
-    def sample(self) -> StepResult | Pending:
-        return self.runner.sample()
+    def sample(self, masks: Masks | None = None) -> StepResult | Pending:
+        return self.runner.sample(masks)
 
     def stop(self) -> None:
         """Drop every reference, so that all memory goes."""

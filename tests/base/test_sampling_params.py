@@ -37,6 +37,12 @@ BAD: dict[str, list[Any]] = {
     "include_stop_str_in_output": [1, "false", None],
     "max_tokens": [0, -1, 2**63, *NO_INTEGERS],
     "min_tokens": [-1, 17, 2**63, None, *NO_INTEGERS],
+    "structured_outputs": [
+        5, "json", [], {}, {"json": "{}", "regex": "a"}, {"json": ""}, {"json": "[]"}, {"json": [1]}, {"json": {"a": NAN}},
+        {"json": {"a": {1}}}, {"json": '{"a":' * 10**5}, {"json_object": 1}, {"json_object": False}, {"regex": ""}, {"regex": "a\0"},
+        {"regex": 5}, {"choice": []}, {"choice": "ab"}, {"choice": ["a", ""]}, {"choice": ["a", 5]}, {"grammar": "\ud83d"},
+        {"grammar": None}, {"xml": "a"}, {"x" * 999: 1},
+    ],
     "logprobs": [-1, -2, "x", 1.0, True],
     "prompt_logprobs": [-1, -2, "x", 1.0, True],
 }
@@ -45,7 +51,7 @@ CASES = [(name, value) for name, values in BAD.items() for value in values]
 
 @pytest.mark.parametrize(("name", "value"), CASES, ids=lambda value: repr(value)[:20])
 def test_a_value_without_meaning_is_refused_by_the_name_of_its_field(name: str, value: Any) -> None:
-    with pytest.raises(RequestError, match=f"^{name} (must be|is)") as refusal:
+    with pytest.raises(RequestError, match=f"^{name} (must be|is|needs|has|json|regex|choice|grammar)") as refusal:
         SamplingParams(**{name: value})
     assert refusal.value.param == name and isinstance(refusal.value, ValueError)
     assert len(str(refusal.value)) < 200, "a huge value is not repeated"

@@ -52,7 +52,7 @@ def fail_after_launch(engine: FakeEngine, failing: int, monkeypatch: pytest.Monk
     """The result of step `failing` never comes: its future raises, as that of a lost device would."""
     sample = engine.executor.sample
 
-    def sample_or_fail(step: int) -> "Future[StepResult]":
+    def sample_or_fail(step: int, masks: object) -> "Future[StepResult]":
         future = sample(step)
         if step == failing:
             future = Future()

@@ -14,7 +14,8 @@ from functools import cached_property
 from pathlib import PurePosixPath
 
 BASE = frozenset(
-    {"errors", "log", "config", "server_config", "model_config", "sampling_params", "messages", "outputs", "interrupt", "progress"}
+    {"errors", "log", "config", "server_config", "model_config", "structured_outputs", "sampling_params", "messages", "outputs",
+     "interrupt", "progress"}
 )
 
 # room -> the rooms it may import; a room may always import itself and BASE.

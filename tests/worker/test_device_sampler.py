@@ -3,10 +3,12 @@
 from array import array
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.kernels.reference import sampling
@@ -54,7 +56,17 @@ class Request:
 @st.composite
 def requests(draw: st.DrawFn) -> Request:
     asked = draw(asking(VOCAB) | plain_ask)
+    if draw(st.booleans()):  # under a grammar, which goes with neither of these
+        guided = replace(asked.params, structured_outputs={"regex": "a"}, allowed_token_ids=None, bad_words=())
+        asked = replace(asked, params=guided, bad_words=[])
     return Request(replace(asked, params=replace(asked.params, **draw(filters))), draw(noise_keys))
+
+
+def mask_of(row: int, table: RequestTable, rng: np.random.Generator) -> NDArray[np.int32]:
+    """Some ids, of which not all are end ids; the bits behind the vocabulary are anything."""
+    bits = rng.integers(0, 2, 32, dtype=np.uint8)
+    bits[rng.choice([token for token in range(VOCAB) if token not in table.end_ids[row]])] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 class Both:
@@ -69,11 +81,16 @@ class Both:
         for one in (self.table, self.rows, self.sampler):
             one.apply(plan)  # type: ignore[attr-defined]
 
-    def step(self, logits: Tensor, plan: StepPlan) -> None:
+    def step(self, logits: Tensor, plan: StepPlan, rng: np.random.Generator) -> None:
         """Samples the plan's entries, both ways. logits: [entries, V]"""
         where = [entry for entry, sampled in enumerate(plan.samples) if sampled]
         rows = torch.tensor(plan.row)
-        expected = sample(logits[where].float(), rows[where], self.table, sampling)
+        guided = [entry for entry in where if self.table.params[plan.row[entry]].structured_outputs]
+        masks = {entry: mask_of(plan.row[entry], self.table, rng) for entry in guided}
+        by_index = {where.index(entry): mask for entry, mask in masks.items()}
+        expected = sample(logits[where].float(), rows[where], self.table, sampling, masks=by_index)
+        for entry, mask in masks.items():
+            assert mask[0] >> int(expected.ids[where.index(entry)]) & 1, "an id that is not allowed"
         self.table.append(rows[where], expected.ids)
         ids = torch.full((len(plan.row),), 0, dtype=torch.int32)
         lines = rows[where]
@@ -81,7 +98,7 @@ class Both:
         ids[where] = drawn.int()
         self.rows.token_ids[lines, self.rows.num_tokens[lines].long()] = drawn.int()
         self.rows.num_tokens[lines] += 1
-        found = self.sampler.sample(logits, self.sampler.special(plan), plan.row, ids).to_host()
+        found = self.sampler.sample(logits, self.sampler.special(plan), plan.row, ids, masks).to_host()
         self._assert_same(plan, where, expected, ids, {where.index(entry): one for entry, one in found.logprobs().items()})
 
     def _assert_same(self, plan: StepPlan, where: list[int], expected: Sampled, ids: Tensor, logprobs: object) -> None:
@@ -123,7 +140,7 @@ def test_ids_and_logprobs_are_those_of_the_sampler(
         if plan.row_writes or plan.row_forks:
             both.apply(plan)
         logits = torch.randn(len(order) + 1, VOCAB, generator=generator) * 3
-        both.step(logits.to(torch.bfloat16) if seed % 2 else logits, plan)
+        both.step(logits.to(torch.bfloat16) if seed % 2 else logits, plan, np.random.default_rng(seed + step))
 
 
 def test_a_row_that_is_not_finite_stays_marked() -> None:

@@ -196,7 +196,7 @@ def test_penalties_and_min_tokens_follow_their_rules(
             want[t] = -INF
     raw = torch.tensor([logits, logits])
     table = table_of([Case(params, prompt, output, end_ids), Case(SamplingParams(), prompt, output, end_ids)], [3, 1])
-    scores = _adjusted(raw, [3, 1], table)
+    scores = _adjusted(raw, [3, 1], table, {})
     assert scores[0].tolist() == pytest.approx(want, rel=1e-5, abs=1e-5)
     assert scores[1].tolist() == logits, "a row without penalties is left alone"
     assert raw[0].tolist() == logits, "the caller's logits are left alone"

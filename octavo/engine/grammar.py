@@ -1,0 +1,211 @@
+"""Grammars of the requests that have one: compiled while the request waits, advanced by what was sampled, asked what may come next.
+
+    add      the text is compiled in a thread; the request is held back, and others pass it
+    collect  compiled: it may run, each sample with a matcher of its own. Failed, or too late: it ends with an error
+    advance  tokens of an update go to the matchers; a text that is complete ends with "stop"
+    fill     masks of a plan's rows, while its forward runs; a row that nothing may follow ends with an error, its request alone
+
+Matchers are state of the host: preemption leaves them as they are, and samples are forked before their first token, so that each
+starts with a copy of the compiled grammar. Only a request that asks for a grammar ever loads llguidance.
+"""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.errors import OctavoError, RequestError
+from octavo.messages import Delta, StepPlan
+from octavo.policy.request import Request, Sequence, Status
+from octavo.policy.scheduler import Scheduler
+from octavo.sampling_params import SamplingParams
+from octavo.structured_outputs import PARAM
+from octavo.text.grammar_limits import check_limits
+from octavo.text.grammar_text import grammar_text
+from octavo.text.tokenizer import Tokenizer
+from octavo.worker.executor import Masks
+
+if TYPE_CHECKING:
+    from octavo.text.guidance import Guide, Matcher
+
+COMPILE_SECONDS = 30.0  # at most, the vocabulary included
+CACHE_BYTES = 64 * 2**20
+GRAMMAR_BYTES, BYTES_PER_CHAR = 128 * 2**10, 64  # what a compiled grammar takes, by its text
+THREADS = 2  # so that a slow one does not hold up all
+STACK_BYTES = 64 * 2**20  # of these: the library recurses, and the text was tried with less
+NAP_SECONDS = 0.01
+CODE = "grammar_error"
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    compiled: "Future[Matcher]"
+    samples: int
+    due: float  # by the monotonic clock
+
+
+class Grammars:
+    def __init__(self, tokenizer: Callable[[], Tokenizer] | None, vocab_size: int, end_ids: Collection[int], late: bool = False) -> None:
+        """`tokenizer`: called once, when the first grammar comes. `late`: for tests, every compilation takes too long."""
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_ids = end_ids
+        self._late = late
+        self._threads = ThreadPoolExecutor(THREADS, "grammar")
+        self._guide: Future[Guide] | None = None
+        self._cache: OrderedDict[str, Future[Matcher]] = OrderedDict()  # by grammar text, the least recently used first
+        self._cache_bytes = 0
+        self._jobs: dict[str, _Job] = {}  # request id -> what it waits for
+        self._matchers: dict[str, list[Matcher]] = {}  # request id -> those of its samples
+
+    def check(self, params: SamplingParams) -> None:
+        """The door: refuses what can never be served."""
+        if params.structured_outputs is None:
+            return
+        if self._tokenizer is None:
+            raise RequestError(f"{PARAM} needs a tokenizer, and skip_tokenizer_init is set", PARAM)
+        if find_spec("llguidance") is None:
+            raise RequestError(f"{PARAM} needs the package llguidance, which is not installed: pip install llguidance", PARAM)
+        check_limits(params.structured_outputs)
+
+    def add(self, request: Request) -> None:
+        """A request that came through the door; if it has a grammar, it is held back until that is compiled."""
+        self._forget([request.request_id])  # of an earlier request of that name
+        if request.params.structured_outputs is None:
+            return
+        request.held = True
+        compiled = self._compiled(grammar_text(request.params.structured_outputs))
+        self._jobs[request.request_id] = _Job(compiled, request.params.n, time.monotonic() + COMPILE_SECONDS)
+
+    def collect(self, scheduler: Scheduler) -> list[Delta]:
+        """Lets go of requests whose grammar is compiled, ends those for which that failed, and forgets those that have ended."""
+        news: list[Delta] = []
+        self._forget([name for name in (*self._jobs, *self._matchers) if name not in scheduler.requests])
+        for name, job in list(self._jobs.items()):
+            late = self._late or time.monotonic() > job.due
+            if not late and not job.compiled.done():
+                continue
+            del self._jobs[name]
+            error = None if late else job.compiled.exception()
+            if late:
+                news += _end_request(scheduler, name, f"{PARAM} took more than {COMPILE_SECONDS:.0f} s to compile")
+            elif error is not None:
+                said = str(error) if isinstance(error, OctavoError) else f"{PARAM} cannot be compiled: {error!r}"
+                news += _end_request(scheduler, name, said)
+            else:
+                self._matchers[name] = [job.compiled.result().copy() for _ in range(job.samples)]
+                scheduler.requests[name].held = False
+        return news
+
+    def must_wait(self, scheduler: Scheduler) -> bool:
+        """Nobody runs, and whoever waits is held back."""
+        return bool(self._jobs) and not scheduler.running and all(seq.request.held for seq in scheduler.waiting)
+
+    def nap(self) -> None:
+        """Until a grammar is compiled, or for a moment."""
+        wait([job.compiled for job in self._jobs.values()], NAP_SECONDS, FIRST_COMPLETED)
+
+    def advance(self, scheduler: Scheduler, deltas: list[Delta]) -> list[Delta]:
+        """Deltas on their way out: matchers learn what was sampled. Samples whose text is complete end behind them."""
+        ends: list[Delta] = []
+        for delta in deltas if self._matchers else ():
+            matchers = self._matchers.get(delta.request_id)
+            if matchers is not None and delta.token_ids and delta.finish_reason != "stop":
+                ends += self._advance(scheduler, delta, matchers[delta.index])
+        return deltas + ends if ends else deltas
+
+    def _advance(self, scheduler: Scheduler, delta: Delta, matcher: "Matcher") -> list[Delta]:
+        matcher.advance(delta.token_ids)
+        if matcher.ended and delta.finish_reason == "length":  # it was just long enough
+            end = replace(delta, token_ids=[], logprobs=None, finish_reason="stop")
+            delta.finish_reason = delta.life = None
+            return [end]
+        request = scheduler.requests.get(delta.request_id)
+        seq = next((seq for seq in request.sequences if seq.index == delta.index), None) if request else None
+        if seq is None:
+            return []
+        if matcher.failed:
+            return _end_request(scheduler, delta.request_id, f"{PARAM} went wrong: {matcher.failed}")
+        return _complete(scheduler, seq) if matcher.ended else []
+
+    def _forget(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._jobs.pop(name, None)
+            self._matchers.pop(name, None)
+
+    def fill(self, scheduler: Scheduler, plan: StepPlan) -> tuple[Masks | None, list[Delta]]:
+        """What each of the plan's masked rows may say next, [mask_rows, words], and the ends of those that can say nothing."""
+        if not plan.mask_rows:
+            return None, []
+        assert self._guide is not None
+        guide, running = self._guide.result(), {seq.seq_id: seq for seq in scheduler.running}
+        masks = np.full((len(plan.mask_rows), guide.num_words), -1, np.int32)  # an ended one samples what it likes
+        live = [(row, seq) for row, entry in enumerate(plan.mask_rows) if (seq := running.get(plan.seq_id[entry])) is not None]
+        matchers = [(row, self._matchers[seq.request.request_id][seq.index]) for row, seq in live]
+        guide.fill(matchers, masks)
+        news: list[Delta] = []
+        for (row, seq), (_, matcher) in zip(live, matchers, strict=True):
+            if seq.status is not Status.FINISHED:
+                news += _judge(scheduler, seq, matcher, masks[row].view(np.uint32))
+            if seq.status is Status.FINISHED:
+                masks[row] = -1
+        return masks, news
+
+    def _compiled(self, text: str) -> "Future[Matcher]":
+        """That of this text; of the same text, the same."""
+        compiled = self._cache.pop(text, None)
+        self._cache_bytes -= 0 if compiled is None else _size(text)
+        if compiled is None or (compiled.done() and compiled.exception() is not None):
+            compiled = self._compile(text)
+        self._cache[text] = compiled
+        self._cache_bytes += _size(text)
+        while self._cache_bytes > CACHE_BYTES and len(self._cache) > 1:
+            self._cache_bytes -= _size(self._cache.popitem(last=False)[0])
+        return compiled
+
+    def _compile(self, text: str) -> "Future[Matcher]":
+        before = threading.stack_size(STACK_BYTES)  # of threads that start now
+        try:
+            guide = self._guide = self._guide or self._threads.submit(self._make_guide)
+            return self._threads.submit(lambda: guide.result().compile(text))
+        finally:
+            threading.stack_size(before)
+
+    def _make_guide(self) -> "Guide":
+        from octavo.text.guidance import guide  # the library loads here, for those who need it
+
+        assert self._tokenizer is not None
+        return guide(self._tokenizer(), self._vocab_size, self._end_ids)
+
+
+def _size(text: str) -> int:
+    return GRAMMAR_BYTES + BYTES_PER_CHAR * len(text)
+
+
+def _judge(scheduler: Scheduler, seq: Sequence, matcher: "Matcher", mask: NDArray[np.uint32]) -> list[Delta]:
+    """Ends a sample that nothing may follow. An end id that is ignored, or comes too early, is no way on."""
+    request = seq.request
+    short = seq.num_tokens - request.num_prompt < request.params.min_tokens
+    for token in (scheduler.end_ids - request.end_ids) | (request.end_ids if short else frozenset()):
+        mask[token >> 5] &= np.uint32(~(1 << (token & 31)) & 0xFFFFFFFF)
+    if matcher.failed or not (mask.any() or matcher.accepting):
+        why = matcher.failed or "no token may come next"
+        return _end_request(scheduler, request.request_id, f"{PARAM} leads nowhere from here: {why}")
+    return [] if mask.any() else _complete(scheduler, seq)
+
+
+def _end_request(scheduler: Scheduler, name: str, error: str) -> list[Delta]:
+    """What went wrong belongs to the grammar, which all samples share."""
+    return scheduler.fail_request(scheduler.requests[name], error, CODE)
+
+
+def _complete(scheduler: Scheduler, seq: Sequence) -> list[Delta]:
+    scheduler.kv.seal(seq)
+    return scheduler.finish(seq, "stop")

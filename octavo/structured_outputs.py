@@ -1,0 +1,93 @@
+"""`StructuredOutputs`: the form an answer must have, checked for type and meaning at construction.
+
+Exactly one of json (a schema), json_object, regex, choice and grammar (Lark, as llguidance reads it) is given. Whatever is kept is
+plain text, so that it can cross a process and be a key. Whether a schema, regex or grammar makes sense is found where it is compiled.
+"""
+
+import json as json_format
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from octavo.errors import RequestError
+
+PARAM = "structured_outputs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    json: str | None = None  # a JSON schema: an object or its text; kept as text
+    json_object: bool = False  # any JSON object
+    regex: str | None = None  # the whole answer matches it
+    choice: tuple[str, ...] = ()  # the answer is one of these
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        if type(self.json_object) is not bool:
+            raise _bad(f"json_object must be true or false, got {type(self.json_object).__name__}")
+        if self.json is not None:
+            set_(self, "json", _schema_text(self.json))
+        for name in ("regex", "grammar"):
+            if getattr(self, name) is not None:
+                _check_text(name, getattr(self, name))
+        set_(self, "choice", _choices(self.choice))
+        given = [field.name for field in fields(self) if getattr(self, field.name)]
+        if len(given) != 1:
+            said = " and ".join(given) if given else "nothing"
+            raise _bad(f"needs exactly one of {', '.join(field.name for field in fields(self))}, got {said}")
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is given."""
+        return next(field.name for field in fields(self) if getattr(self, field.name))
+
+
+def structured_outputs(value: object) -> StructuredOutputs:
+    """One of these, also out of a mapping with the names of its fields, as a request's body has it."""
+    if isinstance(value, StructuredOutputs):
+        return value
+    if not isinstance(value, Mapping):
+        raise _bad(f"must be an object with one of json, json_object, regex, choice, grammar, got {type(value).__name__}")
+    known = {field.name for field in fields(StructuredOutputs)}
+    unknown = next((name for name in value if name not in known), None)
+    if unknown is not None:
+        raise _bad(f"has no field {str(unknown)[:40]!r}; there are {', '.join(sorted(known))}")
+    given = {str(name): item for name, item in value.items() if item is not None}
+    return StructuredOutputs(**given)
+
+
+def _bad(what: str) -> RequestError:
+    return RequestError(f"{PARAM} {what}", PARAM)
+
+
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value:
+        raise _bad(f"{name} must be a text that is not empty")
+    if "\0" in value:
+        raise _bad(f"{name} holds a NUL character, which no answer can have")
+    if (found := re.search(r"[\ud800-\udfff]", value)) is not None:
+        raise _bad(f"{name} holds an unpaired surrogate at character {found.start()}, so it is not valid Unicode")
+
+
+def _choices(value: object) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise _bad("choice must be a list of texts")
+    for item in value:
+        _check_text("choice", item)
+    return tuple(value)
+
+
+def _schema_text(value: object) -> str:
+    """The text of a schema, which has to be an object. A text is read and written anew, so that equal schemas have equal texts."""
+    try:
+        schema = json_format.loads(value) if isinstance(value, str) else value
+        if not isinstance(schema, Mapping):
+            raise _bad("json must be a JSON schema: an object, or the text of one")
+        return json_format.dumps(dict(schema), allow_nan=False)
+    except RecursionError:
+        raise _bad("json is nested too deeply") from None
+    except (TypeError, ValueError) as error:
+        if isinstance(error, RequestError):
+            raise
+        raise _bad(f"json is not JSON: {str(error)[:100]}") from None

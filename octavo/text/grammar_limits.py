@@ -1,0 +1,130 @@
+"""What a grammar may hold, checked before anything is compiled: what would take too long, or too much memory, is refused by name.
+
+Compilers of grammars have limits of their own, but some are met after seconds and hundreds of megabytes, and one by a crash.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from octavo.errors import RequestError
+from octavo.structured_outputs import PARAM, StructuredOutputs
+
+MAX_CHARS = 200_000  # of a schema, a regex, a grammar, or all choices
+MAX_DEPTH = 60  # of a schema's objects and lists
+MAX_VALUES = 10_000  # of all enums of a schema, or choices
+MAX_COUNT = 1_000_000  # times anything is repeated, repetitions inside it multiplied
+MAX_RULES = 1_000  # of a grammar
+MAX_GROUPS = 100  # inside each other, of a grammar or regex
+COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+
+_TOKEN = re.compile(
+    r"(?P<anchor>[$^]|\\[AbBzZ])"
+    r"|(?P<atom>\\[pP]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\])"
+    r"|(?P<open>\((?:\?[^():]*:)?)|(?P<close>\))"
+    r"|(?P<repeat>(?:[*+?]|\{(?P<least>\d{1,18})(?P<comma>,)?(?P<most>\d{0,18})\})\??)"
+    r"|(?P<other>.)",
+    re.DOTALL,
+)
+
+
+def check_limits(structured: StructuredOutputs) -> None:
+    """Raises RequestError for what is refused."""
+    chars = sum(map(len, structured.choice)) + sum(len(text or "") for text in (structured.json, structured.regex, structured.grammar))
+    _at_most(chars, MAX_CHARS, f"{structured.kind} has", "characters")
+    if structured.json is not None:
+        _check_schema(json.loads(structured.json))
+    elif structured.regex is not None:
+        check_regex(structured.regex)
+    elif structured.choice:
+        _at_most(len(structured.choice), MAX_VALUES, "choice has", "texts")
+    elif structured.grammar is not None:
+        _check_lark(structured.grammar)
+
+
+def _bad(what: str) -> RequestError:
+    return RequestError(f"{PARAM}: {what}", PARAM)
+
+
+def _at_most(number: int, limit: int, name: str, unit: str) -> None:
+    if number > limit:
+        raise _bad(f"{name} {number:,} {unit}, at most {limit:,} are allowed")
+
+
+def _check_schema(schema: object) -> None:
+    values = depth = 0
+    level: list[object] = [schema]
+    while level:
+        _at_most(depth := depth + 1, MAX_DEPTH, "json is nested to", "levels")
+        for one in level:
+            if isinstance(one, dict):
+                values += len(one["enum"]) if isinstance(one.get("enum"), list) else 0
+                _check_keywords(one)
+        _at_most(values, MAX_VALUES, "json has enums of", "values")
+        level = [part for one in level for part in _parts(one)]
+
+
+def _parts(schema: object) -> Iterable[object]:
+    if isinstance(schema, dict):
+        return schema.values()
+    return schema if isinstance(schema, list) else ()
+
+
+def _check_keywords(schema: dict[str, object]) -> None:
+    for name in COUNTS:
+        if isinstance(count := schema.get(name), int):
+            _at_most(count, MAX_COUNT, f"{name} is", "")
+    if isinstance(pattern := schema.get("pattern"), str):
+        check_regex(pattern)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and not reference.startswith("#"):
+        raise _bad(f"$ref {reference[:60]!r} points outside the schema; only references inside it (#/...) are read")
+
+
+@dataclass(slots=True)
+class _Group:
+    """Of a regex, as far as it was read."""
+
+    heaviest: int = 1  # most repetitions of anything in it, multiplied
+    items: int = 0
+    weight: int = 1  # that of the newest item
+    endless: bool = False  # whether that is repeated without end
+    anchor: bool = False  # whether it is one
+
+    def add(self, weight: int = 1, endless: bool = False, anchor: bool = False) -> None:
+        self.items += 1
+        self.heaviest, self.weight, self.endless, self.anchor = max(self.heaviest, weight), weight, endless, anchor
+
+
+def check_regex(regex: str) -> None:
+    """Refuses a repeated anchor, a repetition without end of nothing but another one, and counts that multiply beyond all use."""
+    groups = [_Group()]
+    for found in _TOKEN.finditer(regex):
+        group, kind = groups[-1], found.lastgroup
+        if kind == "open":
+            groups.append(_Group())
+            _at_most(len(groups), MAX_GROUPS, "regex has", "groups inside each other")
+        elif kind == "close" and len(groups) > 1:
+            inner = groups.pop()
+            groups[-1].add(inner.heaviest, endless=inner.endless and inner.items == 1)
+        elif kind == "repeat":
+            _repeat(group, found)
+        else:
+            group.add(anchor=kind == "anchor")
+
+
+def _repeat(group: _Group, found: re.Match[str]) -> None:
+    least, comma, most = found.group("least", "comma", "most")
+    endless = found.group()[0] in "*+" or bool(comma and not most)
+    if group.anchor:
+        raise _bad(f"regex repeats an anchor, at character {found.start()}")
+    if endless and group.endless:
+        raise _bad(f"regex repeats without end what is repeated without end already, at character {found.start()}; once is enough")
+    group.weight *= max([1, *(int(number) for number in (least, most) if number)])
+    group.heaviest, group.endless = max(group.heaviest, group.weight), endless
+    _at_most(group.weight, MAX_COUNT, "regex repeats something", "times")
+
+
+def _check_lark(grammar: str) -> None:
+    _at_most(len(re.findall(r"^\s*[?!]*\w[^\n\"/:]*:", grammar, re.MULTILINE)), MAX_RULES, "grammar has", "rules")

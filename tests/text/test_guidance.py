@@ -1,0 +1,75 @@
+"""Grammars as they are compiled accept what they say: regexes against Python's, forms of JSON, spellings of a tokenizer."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from octavo.structured_outputs import structured_outputs
+from octavo.text.grammar_text import grammar_text
+from octavo.text.guidance import Guide
+
+END = 256
+BYTES = Guide([bytes([byte]) for byte in range(256)] + [b"<end>"], [END], [END], list)
+
+
+def accepts(structured: object, text: str, guide: Guide = BYTES) -> bool:
+    matcher = guide.compile(grammar_text(structured_outputs(structured)))
+    matcher.advance(list(text.encode()))
+    return not matcher.failed and matcher.accepting
+
+
+REGEXES = [
+    r"a/b", r"a\/b", "a\nb", r"a\nb", r"[/\n]+", r"\d+", r"[\d/]{2}", r"\\d", r"[\\d]+",
+    r"[]a]+", r"[^]/]*", r"\[\d\]", r"(a|b)*\.", r"a{2,3}b?",
+]  # fmt: skip
+
+
+@given(regex=st.sampled_from(REGEXES), text=st.text(alphabet="ab/\\dn\n]1[.2", max_size=5))
+@example(r"\d+", "12")
+@example(r"a/b", "a/b")
+@example("a\nb", "a\nb")
+@example(r"\[\d\]", "[1]")
+@example(r"[\\d]+", "\\d")
+def test_a_regex_accepts_what_pythons_does(regex: str, text: str) -> None:
+    assert accepts({"regex": regex}, text) == bool(re.fullmatch(regex, text))
+
+
+def test_digits_are_those_of_json() -> None:
+    assert accepts({"regex": r"\d"}, "7") and not accepts({"regex": r"\d"}, "٧") and not accepts({"regex": r"[\d]"}, "１")
+
+
+letters = st.characters(exclude_categories=("Cs",), exclude_characters="\0")
+
+
+@given(st.lists(st.text(letters, min_size=1, max_size=6), min_size=1, max_size=4))
+@example(['"', "\\", "\n", 'a"b', "<|im_end|>", "é"])
+def test_a_choice_is_one_of_its_texts_whatever_they_hold(texts: list[str]) -> None:
+    for text in texts:
+        assert accepts({"choice": texts}, text) and accepts({"choice": texts}, text + "x") == (text + "x" in texts)
+
+
+def test_json_may_be_laid_out_and_not_be_padded_for_ever() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
+    value = {"a": [1, 2]}
+    for text in (json.dumps(value), json.dumps(value, separators=(",", ":")), json.dumps(value, indent=2), json.dumps(value, indent="\t")):
+        assert accepts({"json": schema}, text), text
+        assert accepts({"json_object": True}, text), text
+    assert not accepts({"json": schema}, '{"a":' + " " * 3 + "[1]}") and not accepts({"json": schema}, '{"a":\n' + " " * 50 + "[1]}")
+    assert not accepts({"json_object": True}, "[1]")
+
+
+@pytest.mark.parametrize("spells", ["as asked", "with a space", "with a special token", "not at all"])
+def test_what_is_forced_is_spelled_in_exactly_its_bytes(spells: str) -> None:
+    """Some tokenizers put a space in front, or read a special token out of the text; a mask must never ask for either."""
+    tokens = [bytes([byte]) for byte in range(256)] + [b"<end>", b"ye", b" yes"]
+    said = {"as asked": [257, ord("s")], "with a space": [258], "with a special token": [256], "not at all": []}[spells]
+    guide = Guide(tokens, [256], [256], lambda data: said if data == b"yes" else list(data))
+    matcher = guide.compile(grammar_text(structured_outputs({"choice": ["yes"]})))
+    masks = np.zeros((1, guide.num_words), np.int32)
+    guide.fill([(0, matcher)], masks)
+    allowed = [token for token in range(len(tokens)) if int(masks[0, token >> 5]) >> (token & 31) & 1]
+    assert allowed and all(b"yes".startswith(tokens[token]) for token in allowed)
