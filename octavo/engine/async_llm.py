@@ -207,6 +207,7 @@ class AsyncLLM:
     # --- what the engine says ----------------------------------------------------------------------------------------
 
     def on_hello(self, hello: Hello) -> None:
+        self._fail_all(UnavailableError("the engine died: there is a new one", RETRY_SECONDS, "engine_dead"))  # if nobody has noticed yet
         self.facts = facts = hello.facts
         self._limits = Limits(
             max_num_seqs=facts.max_num_seqs, max_num_batched_tokens=facts.max_num_batched_tokens, max_model_len=facts.max_model_len,

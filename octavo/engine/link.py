@@ -104,7 +104,7 @@ class Link:
 
     def _hear(self, frame: UpFrame) -> None:
         body = frame.body
-        if isinstance(body, Hello) and self.epoch == 0 and frame.epoch >= self.least_epoch:
+        if isinstance(body, Hello) and frame.epoch > self.epoch and frame.epoch >= self.least_epoch:
             self.epoch, self._heard = frame.epoch, frame.number
             self._listener.on_hello(body)
             return

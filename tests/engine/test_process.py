@@ -127,6 +127,7 @@ def test_garbage_does_nothing_to_anybody(endless: str) -> None:
             assert await canary == alone == await tokens(llm, ask([1, 2], 60))
             assert llm.facts.epoch == 1 and llm.state == "ready"
             await until(lambda: is_idle(llm), 1.0)
+            assert llm.stats.generation_tokens == 3 * 60, "a stranger was served"
             for each in (stranger, binary, known):
                 each.close()
             pid = llm.engine_pid
