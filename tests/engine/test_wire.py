@@ -20,7 +20,7 @@ ids = st.integers(0, 2**31 - 1)
 counts = st.integers(0, 2**63 - 1)
 numbers = st.floats(allow_nan=False)
 ratios = st.floats(0.0625, 1.0)
-stats = st.builds(SchedulerStats, **{field.name: counts for field in fields(SchedulerStats)})
+stats = st.builds(SchedulerStats, **{each.name: st.lists(counts) if each.name == "steps" else counts for each in fields(SchedulerStats)})
 lives = st.builds(LifeRecord, numbers, st.none() | numbers, preemptions=counts, hit_reason=st.sampled_from([None, "end", "evicted"]))
 choices = st.builds(TokenLogprobs, numbers, ids, st.lists(ids, max_size=3), st.lists(numbers, max_size=3))
 deltas = st.builds(

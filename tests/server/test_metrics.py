@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from octavo.engine.async_llm import Ask
 from octavo.errors import DeadlineError, EngineError, OverloadError, RequestError, UnavailableError
+from octavo.outputs import TextDelta
+from octavo.sampling_params import SamplingParams
 from octavo.server.app import build_app
 from octavo.server.numbers import FAILURES, SECONDS, Numbers
 from octavo.server.observer import TICK_SECONDS, Observer
@@ -173,12 +176,28 @@ def test_processes_together_tell_what_prometheus_own_histogram_would(tmp_path: P
     assert path.stat().st_mode & 0o077 == 0 and generate_latest(registry)
 
 
+def test_tokens_that_come_together_share_the_time_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    observer, now = Observer(), 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    watch = observer.watch("cmpl-", [Ask(None, [1], SamplingParams())])
+    with watch:
+        for later, count in ((1.0, 2), (0.25, 1), (4.0, 4)):
+            now += later
+            watch.take([TextDelta("r", 0, "", [7] * count)])
+    found = family_of(observer.numbers, "inter_token_latency_seconds")
+    assert (found["count", None], found["sum", None]) == (5, 4.25) and (found["bucket", "0.3"], found["bucket", "1.0"]) == (1, 5)
+
+
+def family_of(numbers: Numbers, name: str) -> dict[tuple[str, str | None], float]:
+    family = next(family for family in numbers.families("", {}) if family.name == name)
+    return {(sample.name.rpartition("_")[2], sample.labels.get("le")): sample.value for sample in family.samples}
+
+
 def test_lag_is_what_a_tick_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     observer, now = Observer(), 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     for late in (0.0, 0.0, 0.04, 2.0):
         now += TICK_SECONDS + late
         observer.tick()
-    lag = next(family for family in observer.numbers.families("", {}) if family.name == "event_loop_lag_seconds")
-    values = {(s.name.rpartition("_")[2], s.labels.get("le")): s.value for s in lag.samples}
+    values = family_of(observer.numbers, "event_loop_lag_seconds")
     assert values["count", None] == 3 and values["sum", None] == pytest.approx(2.04) and values["bucket", "0.05"] == 2
