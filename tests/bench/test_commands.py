@@ -162,7 +162,7 @@ def test_help_comes_without_torch() -> None:
         (["throughput", "--output-len", "9-3"], 2, "wanted a length of at least 1, like 128, or a range like 64-512, got '9-3'"),
         (["throughput", "--rounds", "0"], 2, "wanted a number from 1 to 1000000, got '0'"),
         (["latency", "--batch-size", "-1"], 2, "wanted a number from 1 to 1000000, got '-1'"),
-        (["latency", "--trace", "x"], 2, "octavo bench latency: error: unknown option --trace"),
+        (["latency", "--load", "x"], 2, "octavo bench latency: error: unknown option --load"),
         (["throughput", "--trace", "absent.csv"], 1, "octavo: error: --trace absent.csv: No such file or directory"),
         (["throughput", "--temperature", "nan"], 1, "octavo: error: temperature must be a finite number of at least 0, got nan"),
         (["throughput", "--json", "absent/out.json"], 1, "octavo: error: --json absent/out.json cannot be written"),

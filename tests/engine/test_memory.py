@@ -186,9 +186,9 @@ def test_a_step_holds_what_was_counted(largest: str, dtype: str, tmp_path: Path,
         held = self._forward.logits.nbytes  # of the step before: they stay until the next are there
         peaks.append(held + peak_bytes(lambda: forward(self, plan)))
 
-    def watched_sample(self: ModelRunner) -> Any:
+    def watched_sample(self: ModelRunner, masks: Any = None) -> Any:
         results: list[Any] = []
-        peaks.append(self._forward.logits.nbytes + peak_bytes(lambda: results.append(sample(self))))
+        peaks.append(self._forward.logits.nbytes + peak_bytes(lambda: results.append(sample(self, masks))))
         return results[0]
 
     length = prompt + tokens
