@@ -58,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args, model) if args.url is None else None
     if config is None:
         _check_no_engine(args)
+    elif args.api_key is not None:
+        args.fail("--api-key goes with --url")
     if question is None and not sys.stdin.isatty():
         question = read_stdin()
     if question is not None and not question.strip():

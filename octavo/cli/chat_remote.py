@@ -35,9 +35,12 @@ class RemoteAnswers:
             finally:
                 came.put_nowait(None)
 
-        asking = self._runner.get_loop().create_task(ask())
+        asking, kind = self._runner.get_loop().create_task(ask()), "content"
         try:
             while (piece := self._runner.run(came.get())) is not None:
+                if kind == "reasoning" and piece.kind == "content":
+                    yield Piece("tag", "\n\n")  # the server has taken away what stood between
+                kind = piece.kind
                 yield piece
             self._runner.run(_result(asking))
         finally:

@@ -66,7 +66,10 @@ class RemoteServer:
                     raise self._no_api(path)
                 if "error" in event:
                     raise self._failure(reply.status, event)
-                take(now, event)
+                try:
+                    take(now, event)
+                except (TypeError, KeyError, AttributeError, ValueError) as error:  # of another shape than it should be
+                    raise self._no_api(path) from error
 
         reply = await self._http.ask("POST", path, _dumped({**body, "stream": True}), sink)
         if reply.status != 200:

@@ -23,6 +23,7 @@ class HttpClient:
             raise ConfigError("the API key has characters that no header can have")
         self.address = address
         self._key_line = "" if key is None else f"authorization: Bearer {key}\r\n"
+        self._secure = ssl.create_default_context() if address.scheme == "https" else None
         self._idle: list[_Connection] = []
 
     async def ask(self, method: str, path: str, body: bytes, sink: Sink) -> Reply:
@@ -56,10 +57,9 @@ class HttpClient:
         while self._idle:
             if not (connection := self._idle.pop()).closed:
                 return connection, True
-        secure = ssl.create_default_context() if self.address.scheme == "https" else None
         try:
             loop = asyncio.get_running_loop()
-            _, connection = await loop.create_connection(_Connection, self.address.host, self.address.port, ssl=secure)
+            _, connection = await loop.create_connection(_Connection, self.address.host, self.address.port, ssl=self._secure)
         except OSError as error:
             said = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or str(error)
             raise RemoteError(f"nobody answers at {self.address} ({said}); is the server running there?") from error

@@ -148,11 +148,13 @@ def test_a_connection_the_server_closed_is_not_the_requests_fault() -> None:
 def test_an_answer_that_breaks_off_is_a_failure(tmp_path: Path) -> None:
     cut = Script(spoken(0, 0).events, cut_after=True)
     failing = Script([*spoken(0).events, (0, {"error": {"message": "it broke", "code": "internal_error"}})])
-    scripts = iter([spoken(0), spoken(0, 0), cut, failing])
+    strange = Script([(0, {"choices": ["text"], "usage": 5})])
+    scripts = iter([spoken(0), spoken(0, 0), cut, failing, strange])
     with ScriptedServer(lambda _body: next(scripts)) as server:
-        result = measured(tmp_path, server.url, "--num-prompts", "3", "--concurrency", "1", "--output-len", "2")
-    assert result["failed"] == 2 and result["output_tokens"] == 2
-    _, broken, failed = result["each_request"]
+        result = measured(tmp_path, server.url, "--num-prompts", "4", "--concurrency", "1", "--output-len", "2")
+    assert result["failed"] == 3 and result["output_tokens"] == 2
+    _, broken, failed, strangely = result["each_request"]
+    assert "does not answer /v1/completions as OpenAI's API does" in strangely["error"]
     assert "closed the connection before its answer was complete" in broken["error"] and "it broke" in failed["error"]
 
 

@@ -73,7 +73,12 @@ def test_thinking_is_told_apart_and_left_out_of_the_next_turn() -> None:
         return said(("reasoning", "hm"), ("content", "Forty"), ("content", "-two."))
 
     with ScriptedServer(answer) as server, session(server, [], temperature=0.5) as talk:
-        assert list(talk.ask("What is it?")) == [Piece("reasoning", "hm"), Piece("content", "Forty"), Piece("content", "-two.")]
+        assert list(talk.ask("What is it?")) == [
+            Piece("reasoning", "hm"),
+            Piece("tag", "\n\n"),
+            Piece("content", "Forty"),
+            Piece("content", "-two."),
+        ]
         list(talk.ask("Sure?"))
         assert talk.stats is not None and talk.stats.tokens == 3 and len(talk.stats.lines()) == 1  # this server tells nothing
     assert [message["content"] for message in bodies[1]["messages"]] == ["What is it?", "Forty-two.", "Sure?"]
