@@ -62,5 +62,14 @@ class DeadlineError(OctavoError, TimeoutError):
     code = "deadline_exceeded"
 
 
+class RemoteError(OctavoError, RuntimeError):
+    """A server that was asked over HTTP refused or failed; `status` is that of its answer, None where there was none that made sense."""
+
+    def __init__(self, message: str, status: int | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
 class VerifyError(OctavoError, AssertionError):
     """A proof failed: the paged cache and the contiguous one differ."""

@@ -1,7 +1,7 @@
 """`Figure`: one measured quantity, over the rounds or requests it was seen in; `Result`: the figures of one workload."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 STATISTICS = {"median": 50, "min": 0, "max": 100, "p10": 10, "p90": 90, "p99": 99}  # each is a percentile
 
@@ -32,9 +32,12 @@ class Result:
     name: str
     facts: dict[str, int]  # what was run: requests, tokens, rounds
     figures: dict[str, Figure]
+    each_request: list[dict[str, object]] = field(default_factory=list)  # what is known of it, where it was seen from outside
 
     def as_json(self) -> dict[str, object]:
-        return {"name": self.name, **self.facts, "figures": {name: figure.as_json() for name, figure in self.figures.items()}}
+        figures = {name: figure.as_json() for name, figure in self.figures.items()}
+        each = {"each_request": self.each_request} if self.each_request else {}
+        return {"name": self.name, **self.facts, "figures": figures, **each}
 
 
 def words(name: str) -> str:

@@ -6,13 +6,16 @@ its lines in another order each time: no run of lines comes back, and no prompt 
 
 from importlib import resources
 from random import Random
-
-from octavo.text.tokenizer import Tokenizer
+from typing import Protocol
 
 ENOUGH = 20_480  # what loads.cpu asks for is "over 20,000"
 
 
-def text_ids(tokenizer: Tokenizer) -> list[int]:
+class Encoder(Protocol):
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+
+def text_ids(tokenizer: Encoder) -> list[int]:
     lines = resources.files("octavo.bench").joinpath("sonnets.txt").read_text(encoding="utf-8").splitlines()
     order, ids = Random(0), list[int]()
     while len(ids) < ENOUGH:

@@ -4,13 +4,14 @@
     Mooncake JSONL    {"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, ...]}
 
 A trace has no text, so ids are drawn. A Mooncake hash id stands for 512 tokens of a prompt and all that came before them:
-equal hash ids become equal tokens, so what prompts shared there they share here. All requests arrive at once, in file order.
+equal hash ids become equal tokens, so what prompts shared there they share here. Times may be left out where they do not matter.
 """
 
 import csv
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -30,6 +31,7 @@ class Traced:
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...] = ()  # one for each 512 tokens of the prompt, where the trace has them
+    arrival: float | None = None  # seconds, from whatever moment the trace counts
 
 
 def read_trace(path: str, most: int | None = None) -> list[Traced]:
@@ -65,7 +67,8 @@ def traced(path: str, requests: list[Traced], vocab_size: int, longest: int, see
         else:
             ids = random_ids(Random(f"{seed} request {number}"), length, vocab_size)
         made.append((ids, wanted))
-    return Workload(Path(path).stem, made, clipped=clipped)
+    times = [request.arrival for request in requests if request.arrival is not None]
+    return Workload(Path(path).stem, made, clipped=clipped, arrivals=times if len(times) == len(requests) else None)
 
 
 def _azure(file: TextIO, path: str) -> Iterator[Traced]:
@@ -75,7 +78,7 @@ def _azure(file: TextIO, path: str) -> Iterator[Traced]:
             raise _wrong(path, 1, "wanted the columns TIMESTAMP,ContextTokens,GeneratedTokens, or JSON objects")
         for fields in lines:
             input_length, output_length = (_length(fields[name], name, path, lines.line_num) for name in AZURE_FIELDS)
-            yield Traced(input_length, output_length)
+            yield Traced(input_length, output_length, arrival=_azure_time(fields.get("TIMESTAMP")))
     except csv.Error as error:
         raise _wrong(path, lines.line_num, str(error)) from error
 
@@ -96,7 +99,16 @@ def _mooncake(file: TextIO, path: str) -> Iterator[Traced]:
             raise _wrong(path, number, "hash_ids must be a list of integers")
         if len(hashes) != -(-input_length // HASHED):
             raise _wrong(path, number, f"{len(hashes)} hash_ids for {input_length} tokens; wanted one for each {HASHED}")
-        yield Traced(input_length, output_length, tuple(hashes))
+        stamp = fields.get("timestamp")  # in milliseconds
+        yield Traced(input_length, output_length, tuple(hashes), stamp / 1000 if isinstance(stamp, int | float) else None)
+
+
+def _azure_time(text: str | None) -> float | None:
+    """2023-11-16 18:15:46.6805900, in whatever zone: only differences count."""
+    try:
+        return datetime.fromisoformat(text or "").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        return None
 
 
 def _length(value: object, name: str, path: str, line: int) -> int:

@@ -26,6 +26,7 @@ class Workload:
     requests: list[tuple[Ids, int]]  # prompt, tokens wanted back
     is_text: bool = False  # cut from a text: then answers are made text too; else it is ids in, ids out
     clipped: int = 0  # requests cut to the model's context
+    arrivals: list[float] | None = None  # seconds, of each request, where a trace has them
 
     @property
     def input_tokens(self) -> int:

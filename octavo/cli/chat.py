@@ -3,6 +3,7 @@
     octavo chat                              talk to the default model
     octavo chat MODEL "question"             one answer, text alone on stdout
     echo question | octavo chat              the same
+    octavo chat --url http://127.0.0.1:8000  the same with a running server
 """
 
 import argparse
@@ -15,11 +16,12 @@ from typing import TYPE_CHECKING
 from octavo.cli.args import add_engine_flags, add_sampling_flags, engine_config, nearest, sampling_values
 from octavo.cli.opening import opened
 from octavo.cli.prompt_rows import read_stdin
+from octavo.cli.remote import add_remote_flags, open_remote
 from octavo.errors import OctavoError, RequestError
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from octavo.cli.chat_session import ChatSession
+    from octavo.cli.chat_session import Answerer, ChatSession
     from octavo.cli.terminal import Terminal
     from octavo.llm import LLM
 
@@ -45,29 +47,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("words", nargs="*", metavar="MODEL QUESTION", help=text)
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    add_remote_flags(parser, required=False)
     add_sampling_flags(parser, CHAT_DEFAULTS)
     add_engine_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     model, question = _model_and_question(args)
-    config = engine_config(args, model)
     params = SamplingParams(**sampling_values(args))
+    config = engine_config(args, model) if args.url is None else None
+    if config is None:
+        _check_no_engine(args)
+    elif args.api_key is not None:
+        args.fail("--api-key goes with --url")
     if question is None and not sys.stdin.isatty():
         question = read_stdin()
     if question is not None and not question.strip():
         raise RequestError("the question is empty", "question")
+    if config is None:
+        return _remotely(args, model, question)
     with opened(config) as llm:
-        from octavo.cli.chat_session import ChatSession
-        from octavo.cli.terminal import Terminal
+        from octavo.cli.chat_local import LocalAnswers
 
-        terminal = Terminal()
-        session = ChatSession(llm, chat_params(llm, params), args.system, terminal.say)
-        if question is None:
-            return ChatLoop(session, terminal).run()
-        for piece in session.ask(question.strip()):
-            terminal.write(piece)
-        print()
+        return _talk(LocalAnswers(llm, chat_params(llm, params)), args.system, question)
+
+
+def _remotely(args: argparse.Namespace, model: str | None, question: str | None) -> int:
+    import asyncio
+
+    from octavo.cli.chat_remote import RemoteAnswers
+
+    with asyncio.Runner() as runner, open_remote(args) as server:
+        found = runner.run(server.model(model))
+        return _talk(RemoteAnswers(runner, server, found, sampling_values(args)), args.system, question)
+
+
+def _check_no_engine(args: argparse.Namespace) -> None:
+    """Settings of an engine mean nothing to a server that runs already."""
+    given = [name for name in vars(args) if name in args.settings and name != "model"]
+    given += ["config"] * (args.config is not None) + ["show_config"] * args.show_config
+    if given:
+        args.fail(f"--{given[0].replace('_', '-')} is for a model that is opened here; with --url the server has its own settings")
+
+
+def _talk(answerer: "Answerer", system: str | None, question: str | None) -> int:
+    from octavo.cli.chat_session import ChatSession
+    from octavo.cli.terminal import Terminal
+
+    terminal = Terminal()
+    session = ChatSession(answerer, system, terminal.say)
+    if question is None:
+        return ChatLoop(session, terminal).run()
+    for piece in session.ask(question.strip()):
+        terminal.write(piece)
+    print()
     return 0
 
 
@@ -109,7 +142,9 @@ class ChatLoop:
         self._reader = LineReader()
 
     def run(self) -> int:
-        self._say(f"{self._session.llm.model_name}, context of {self._session.llm.max_model_len} tokens; /help for help, Ctrl-D to leave")
+        model, context = self._session.answerer.model_name, self._session.answerer.max_model_len
+        size = "" if context is None else f", context of {context} tokens"
+        self._say(f"{model}{size}; /help for help, Ctrl-D to leave")
         while True:
             try:
                 if message := self._reader.message():

@@ -1,23 +1,22 @@
-"""A conversation that keeps within the context: turns, the prompt they make, and what the last answer cost.
+"""A conversation that keeps within the context: turns, the messages they make, and what the last answer cost.
 
-    system | turn 1 | turn 2 | ... | question | room for the answer        <= max_model_len
+    system | turn 1 | turn 2 | ... | question | room for the answer        <= the context
              oldest turns are left out first; the system prompt and the question stay
+
+Who answers is behind `Answerer`: a model here (chat_local.py) or a server somewhere (chat_remote.py).
 """
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Protocol
 
-from octavo.errors import EngineError, OctavoError
-from octavo.llm import LLM
-from octavo.messages import LifeRecord
-from octavo.outputs import TextDelta
-from octavo.sampling_params import SamplingParams
+from octavo.errors import OctavoError, RemoteError, RequestError
 from octavo.text.prompt import Message
-from octavo.text.reasoning import Piece, ReasoningSplitter
+from octavo.text.reasoning import Piece
 
-ROOM = 256  # tokens kept free for an answer of no stated length, where the context is not tiny
+CONTEXT_FULL = "context_length_exceeded"  # code of the error that says so
 
 
 @dataclass(slots=True)
@@ -29,18 +28,18 @@ class Turn:
 class AnswerStats:
     """What a user would measure with a stop-watch, and what the engine says of its cache."""
 
-    def __init__(self, prompt_tokens: int) -> None:
-        self.prompt_tokens = prompt_tokens
+    def __init__(self) -> None:
+        self.prompt_tokens: int | None = None
         self.tokens = 0
-        self.blocks = self.num_blocks = 0  # held while it ran, of how many
-        self.life: LifeRecord | None = None
+        self.cached_tokens: int | None = None
+        self.hit_reason: str | None = None
+        self.work = ""  # a line about the engine's part in it
         self.first_token = self.seconds = 0.0
         self._start = time.perf_counter()
 
-    def note(self, delta: TextDelta, held: int, num_blocks: int) -> None:
-        self.tokens += len(delta.token_ids)
-        self.blocks, self.num_blocks = max(self.blocks, held), num_blocks
-        self.life = delta.life or self.life
+    def note(self, tokens: int) -> None:
+        """So many came now."""
+        self.tokens += tokens
         self.seconds = time.perf_counter() - self._start
         self.first_token = self.first_token or self.seconds
 
@@ -48,38 +47,45 @@ class AnswerStats:
         later = max(self.seconds - self.first_token, 1e-9)
         rate = f", {(self.tokens - 1) / later:.1f} tokens/s" if self.tokens > 1 else ""
         lines = [f"answer  {self.tokens} tokens in {self.seconds:.2f} s: first after {self.first_token:.2f} s{rate}"]
-        if self.life is not None:
-            lines.append(f"prompt  {self.prompt_tokens} tokens, {self.life.cached_tokens} of them cached ({self.life.hit_reason})")
-        return lines + [f"blocks  {self.blocks} of {self.num_blocks} in use"]
+        if self.prompt_tokens is not None and self.cached_tokens is not None:
+            reason = "" if self.hit_reason is None else f" ({self.hit_reason})"
+            lines.append(f"prompt  {self.prompt_tokens} tokens, {self.cached_tokens} of them cached{reason}")
+        return [*lines, self.work] if self.work else lines
+
+
+class Answerer(Protocol):
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Where it is known."""
+        ...
+
+    def answer(self, messages: list[Message], is_last_try: bool, stats: AnswerStats) -> Generator[Piece, None, None]:
+        """Stream the answer. Before its first piece it may raise an error with the code CONTEXT_FULL, and is then asked again
+        with fewer turns, until nothing is left to leave out."""
+        ...
 
 
 class ChatSession:
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, say: Callable[[str], None]) -> None:
+    def __init__(self, answerer: Answerer, system: str | None, say: Callable[[str], None]) -> None:
         """`say` tells the user what happens beside the answer."""
         self.system = system
         self.turns: list[Turn] = []
         self.stats: AnswerStats | None = None
-        self.llm = llm
-        self._params = params
+        self.answerer = answerer
         self._say = say
 
     def ask(self, question: str) -> Generator[Piece, None, None]:
         """Stream the answer. Left early, what has come of it stays in the conversation; after an error, nothing does."""
-        prompt, ids = self._fit(question)
-        splitter, stats, turn = ReasoningSplitter(prompt), AnswerStats(len(ids)), Turn(question)
+        turn = Turn(question)
         self.turns.append(turn)
-        self.stats = stats
         try:
-            with closing(self.llm.stream(ids, self._params)) as stream:
-                for delta in stream:
-                    pool = self.llm.stats()
-                    stats.note(delta, pool.num_blocks - 1 - pool.free_blocks, pool.num_blocks - 1)
-                    pieces = splitter.push(delta.text) + (splitter.flush() if delta.finish_reason is not None else [])
-                    for piece in pieces:
-                        turn.answer += piece.text if piece.kind == "content" else ""
-                        yield piece
-                    if delta.finish_reason == "error":
-                        raise EngineError(str(delta.stop_reason))
+            with closing(self._fitting(question)) as pieces:
+                for piece in pieces:
+                    turn.answer += piece.text if piece.kind == "content" else ""
+                    yield piece
         except OctavoError:
             self.turns.pop()
             raise
@@ -95,18 +101,29 @@ class ChatSession:
                 messages += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": answer}]
         return messages if question is None else [*messages, {"role": "user", "content": question}]
 
-    def _fit(self, question: str) -> tuple[str, Sequence[int]]:
-        """The prompt with as many turns as leave room for an answer; the others are dropped for good."""
-        limit = self.llm.max_model_len
-        room = self._params.max_tokens or min(ROOM, limit // 4)
-        for left_out in range(len(self.turns) + 1):
-            prompt, ids = self.llm.encoder.encode_chat(self.messages(question, left_out))
-            if len(ids) + room <= limit:
-                break
-        else:
-            room = self._params.max_tokens or 1  # the question alone leaves little room, or none
-        if left_out and len(ids) + room <= limit:
-            del self.turns[:left_out]
-            gone = "oldest turn is" if left_out == 1 else f"oldest {left_out} turns are"
-            self._say(f"the context of {limit} tokens is full: the {gone} left out")
-        return prompt, ids
+    def _fitting(self, question: str) -> Generator[Piece, None, None]:
+        """The answer to a prompt with as many of the earlier turns as fit; the others are dropped for good."""
+        earlier = len(self.turns) - 1  # the last one is that of the question
+        for left_out in range(earlier + 1):
+            is_last_try = left_out == earlier
+            self.stats = AnswerStats()
+            with closing(self.answerer.answer(self.messages(question, left_out), is_last_try, self.stats)) as pieces:
+                try:
+                    first = next(pieces, None)
+                except (RequestError, RemoteError) as error:
+                    if error.code != CONTEXT_FULL or is_last_try:
+                        raise
+                    continue
+                self._drop(left_out)
+                if first is not None:
+                    yield first
+                    yield from pieces
+                return
+
+    def _drop(self, left_out: int) -> None:
+        if left_out == 0:
+            return
+        del self.turns[:left_out]
+        gone = "oldest turn is" if left_out == 1 else f"oldest {left_out} turns are"
+        context = "context" if self.answerer.max_model_len is None else f"context of {self.answerer.max_model_len} tokens"
+        self._say(f"the {context} is full: the {gone} left out")

@@ -26,7 +26,7 @@ COMMANDS = {
     "serve": "answer HTTP as OpenAI's clients expect it",
     "chat": "talk to a model, or ask it one question",
     "generate": "complete prompts, from the command line or a file",
-    "bench": "measure throughput, latency or start-up",
+    "bench": "measure throughput, latency, start-up, or a running server",
     "plan": "say whether and how a model fits, before it is loaded",
     "verify": "prove that paging is invisible, bit for bit",
     "doctor": "say what is here, what is missing and what to fix",

@@ -142,13 +142,13 @@ def test_startup_starts_processes_and_times_their_milestones(tmp_path: Path, sto
 def test_help_comes_without_torch() -> None:
     code = (
         "import contextlib, sys\nfrom octavo.cli.main import main\n"
-        "for words in ([], ['throughput'], ['latency'], ['startup']):\n"
+        "for words in ([], ['throughput'], ['latency'], ['startup'], ['serve']):\n"
         "    with contextlib.suppress(SystemExit): main(['bench', *words, '--help'])\n"
         "assert 'torch' not in sys.modules"
     )
     run = subprocess.run([sys.executable, "-c", code], env=environment({}), capture_output=True, text=True, timeout=SECONDS)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("usage: octavo bench") == 4 and run.stdout.count("--input-len") >= 2
+    assert run.stdout.count("usage: octavo bench") == 5 and run.stdout.count("--input-len") >= 2
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from octavo.cli.args import Parser, add_engine_flags, engine_config
 from octavo.cli.chat import looks_like_model
+from octavo.cli.chat_local import LocalAnswers
 from octavo.cli.chat_session import ChatSession
 from octavo.cli.prompt_rows import Row
 from octavo.cli.terminal import Terminal
@@ -100,6 +101,8 @@ def test_thinking_is_dim_at_a_terminal_and_plain_in_a_pipe(capsys: pytest.Captur
 class Scripted:
     """Stands for an LLM whose answers are known."""
 
+    model_name = "scripted"
+
     def __init__(self, *answers: str, max_model_len: int = 8192) -> None:
         self.answers = iter(answers)
         self.prompts: list[str] = []
@@ -120,7 +123,7 @@ class Scripted:
 
 
 def session_of(llm: Scripted, notes: list[str], max_tokens: int | None = 16) -> ChatSession:
-    return ChatSession(cast(LLM, llm), SamplingParams(max_tokens=max_tokens), "Be kind.", notes.append)
+    return ChatSession(LocalAnswers(cast(LLM, llm), SamplingParams(max_tokens=max_tokens)), "Be kind.", notes.append)
 
 
 def test_thinking_is_left_out_of_the_next_turn() -> None:

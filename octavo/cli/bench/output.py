@@ -1,4 +1,4 @@
-"""What all of `octavo bench` shares: MODEL, --rounds, and where the figures go."""
+"""What `octavo bench` shares: MODEL, --rounds, and where the figures go."""
 
 import argparse
 import json
@@ -15,6 +15,7 @@ from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.bench.machine import Machine
+    from octavo.bench.serving.report import Client
 
 MOST = 1_000_000
 
@@ -22,6 +23,10 @@ MOST = 1_000_000
 def add_common_flags(parser: argparse.ArgumentParser, rounds: int) -> None:
     parser.add_argument("words", metavar="MODEL", nargs="?", help="a model folder or a .gguf file; without one, the default model")
     parser.add_argument("--rounds", type=count, metavar="N", default=rounds, help=f"how often it is measured (default: {rounds})")
+    add_target_flags(parser)
+
+
+def add_target_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write all figures here, with the machine and the command")
     parser.add_argument("--picture", metavar="FILE.svg", help="draw the figures")
 
@@ -41,7 +46,7 @@ def check_targets(args: argparse.Namespace) -> None:
 
 
 def publish(
-    args: argparse.Namespace, kind: str, machine: "Machine", results: Sequence[Result], table: str, panels: Sequence[Panel]
+    args: argparse.Namespace, kind: str, machine: "Machine | Client", results: Sequence[Result], table: str, panels: Sequence[Panel]
 ) -> None:
     """The table to stdout, the rest where it was asked for."""
     print(f"{machine}\n{table}")

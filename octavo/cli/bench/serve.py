@@ -1,0 +1,139 @@
+"""`octavo bench serve`: a running server, measured from outside, as its clients see it.
+
+    octavo bench serve --url http://127.0.0.1:8000 --request-rate 4 --num-prompts 100
+    octavo bench serve --url URL --load batch32 --concurrency 8
+    octavo bench serve --url URL --trace azure.csv --speedup 10 --slo ttft:500ms,itl:50ms
+"""
+
+import argparse
+import asyncio
+import math
+import sys
+from collections.abc import Callable
+
+from octavo.bench.figures import Result
+from octavo.bench.picture import Bar, Panel, heading
+from octavo.bench.serving.arrivals import poisson, replayed
+from octavo.bench.serving.drive import Load, drive, probe
+from octavo.bench.serving.report import client_here, failures, result_of
+from octavo.bench.serving.slo import slo
+from octavo.bench.table import by_result
+from octavo.bench.traces import MOST
+from octavo.bench.workload import Workload, check_fits
+from octavo.cli.bench.output import add_target_flags, check_targets, count, publish
+from octavo.cli.bench.workloads import DEFAULT_PROMPTS, add_workload_flags, check_choice, maker
+from octavo.cli.remote import add_remote_flags, open_remote
+from octavo.client.api import RemoteServer
+from octavo.errors import RemoteError
+from octavo.sampling_params import SamplingParams
+
+DEFAULT_VOCABULARY = 10_000  # what the published loads draw from
+FACTS = ("requests", "failed", "input_tokens", "output_tokens")
+ONCE = ("output_throughput", "input_throughput", "request_throughput", "goodput", "within_slo", "wall", "behind_schedule", "cache_hit_rate")
+TIMES = ("first_token", "inter_token", "per_output_token", "end_to_end")
+STATISTICS = ("median", "p90", "p99")
+ROWS = [(name, "median") for name in ONCE] + [(name, statistic) for name in TIMES for statistic in STATISTICS]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "octavo bench serve --url URL [options]"
+    add_remote_flags(parser, required=True)
+    parser.add_argument("--model", metavar="NAME", help="what the server calls it (default: the only one it has)")
+    add_target_flags(parser)
+    add_workload_flags(parser, "chosen lengths", "requests arrive as they did there, unless --request-rate is given")
+    group = parser.add_argument_group("arrivals")
+    text = "requests a second on average, a Poisson process; inf sends all at once (default: inf, or a trace's own times)"
+    group.add_argument("--request-rate", type=_above_zero(may_be_infinite=True), metavar="X", help=text)
+    text = "so many times as fast as a trace's own times (default: 1)"
+    group.add_argument("--speedup", type=_above_zero(may_be_infinite=False), metavar="X", help=text)
+    group.add_argument("--concurrency", type=count, metavar="N", help="most requests in flight; others wait (default: no limit)")
+    group.add_argument("--seed", type=int, metavar="N", default=0, help="of drawn ids, lengths and arrivals (default: 0)")
+    text = f"ids are drawn below this; where it is the model's, all are (default: {DEFAULT_VOCABULARY})"
+    group.add_argument("--vocab-size", type=count, metavar="N", default=DEFAULT_VOCABULARY, help=text)
+    text = "bounds for goodput, like ttft:500ms,itl:50ms; also tpot and e2e. itl holds for every gap, tpot for their average"
+    parser.add_argument("--slo", type=slo, metavar="BOUNDS", help=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_choice(args)
+    if args.speedup is not None and (args.trace is None or args.request_rate is not None):
+        args.fail("--speedup goes with the times of a --trace")
+    check_targets(args)
+    SamplingParams(temperature=args.temperature)
+    if args.load is None and args.trace is None:
+        args.num_prompts = args.num_prompts or DEFAULT_PROMPTS
+    make = maker(args, args.vocab_size, args.seed)
+    with asyncio.Runner() as runner, open_remote(args) as server:
+        model = runner.run(server.model(args.model))
+        longest = model.max_model_len or MOST
+        runner.run(probe(server, model.name, args.vocab_size - 1))
+        workloads = make(longest, lambda: _RemoteTokenizer(runner, server, model.name))
+        for workload in workloads:
+            check_fits(workload.name, workload.longest, longest)
+        loads = [Load(one, _due(args, one), model.name, args.concurrency, args.temperature) for one in workloads]
+        results = [_measured(runner, server, load, args) for load in loads]
+    facts = (*FACTS, "clipped") if any(workload.clipped for workload in workloads) else FACTS
+    head = "times are over all requests that were answered; throughput counts to the end of the last"
+    table = f"{head}\n\n{by_result(results, facts, ROWS)}"
+    publish(args, "serve", client_here(model.name, str(server.address)), results, table, _panels(results))
+    return 0
+
+
+def _measured(runner: asyncio.Runner, server: RemoteServer, load: Load, args: argparse.Namespace) -> Result:
+    seconds, asked = runner.run(drive(server, load))
+    result = result_of(load, seconds, asked, args.slo)
+    for failure in failures(asked):
+        print(f"{load.workload.name}: {failure}", file=sys.stderr)
+    got, wanted = result.facts["output_tokens"], result.facts["output_tokens_wanted"]
+    if not result.facts["failed"] and got != wanted:
+        print(f"{load.workload.name}: {got:,} tokens came where {wanted:,} were asked for; does it obey ignore_eos?", file=sys.stderr)
+    return result
+
+
+def _due(args: argparse.Namespace, workload: Workload) -> list[float]:
+    if args.trace is not None and args.request_rate is None:
+        return replayed(args.trace, workload.arrivals, args.speedup or 1.0)
+    return poisson(len(workload.requests), math.inf if args.request_rate is None else args.request_rate, args.seed)
+
+
+class _RemoteTokenizer:
+    """The server's own, over /tokenize: vLLM has it too, OpenAI's API does not."""
+
+    def __init__(self, runner: asyncio.Runner, server: RemoteServer, model: str) -> None:
+        self._runner = runner
+        self._server = server
+        self._model = model
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        body: dict[str, object] = {"model": self._model, "prompt": text, "add_special_tokens": add_special_tokens}
+        try:
+            return list(self._runner.run(self._server.post("/tokenize", body))["tokens"])
+        except (RemoteError, TypeError, KeyError) as error:
+            raise RemoteError(f"a load of text needs the server's /tokenize ({error}); choose lengths with --input-len") from error
+
+
+def _panels(results: list[Result]) -> list[Panel]:
+    """Throughput a bar for each workload, each time a bar for each of its statistics."""
+    rate = [(result.name, result.figures["output_throughput"]) for result in results]
+    values = [(name, figure.statistic("median")) for name, figure in rate]
+    panels = [Panel(heading("output_throughput", rate[0][1]), [Bar(name, value, value, value) for name, value in values])]
+    for result in results:
+        for name in TIMES:
+            if figure := result.figures.get(name):
+                title = heading(name, figure) if len(results) == 1 else f"{result.name}: {heading(name, figure)}"
+                shown = [(statistic, figure.statistic(statistic)) for statistic in STATISTICS]
+                panels.append(Panel(title, [Bar(statistic, value, value, value) for statistic, value in shown]))
+    return panels
+
+
+def _above_zero(may_be_infinite: bool) -> Callable[[str], float]:
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if not value > 0 or (math.isinf(value) and not may_be_infinite):
+            raise argparse.ArgumentTypeError(f"wanted a number above 0{', or inf' if may_be_infinite else ''}, got {text!r:.40}")
+        return value
+
+    return convert

@@ -1,0 +1,82 @@
+"""The flags that choose a workload, and the workloads they choose."""
+
+import argparse
+import re
+from collections.abc import Callable
+
+from octavo.bench.text import Encoder, text_ids
+from octavo.bench.traces import read_trace, traced
+from octavo.bench.workload import RANDOM_LOADS, TEXT_LOADS, Lengths, Workload, drawn, random_load, text_loads
+from octavo.cli.args import nearest
+from octavo.cli.bench.output import count
+
+Maker = Callable[[int, Callable[[], Encoder]], list[Workload]]  # from the longest sequence of a model and the way to its tokenizer
+
+DEFAULT_INPUT, DEFAULT_OUTPUT, DEFAULT_PROMPTS = Lengths(128, 128), Lengths(64, 64), 32
+
+
+def add_workload_flags(parser: argparse.ArgumentParser, default: str, arrivals: str) -> None:
+    """`default`: which of the three is taken where none is chosen. `arrivals`: when the requests of a trace arrive."""
+    group = parser.add_argument_group(f"workload, one of (default: {default})")
+    text = f"published loads, joined by commas: {', '.join(TEXT_LOADS)} (text), {', '.join(RANDOM_LOADS)} (random ids)"
+    group.add_argument("--load", type=_loads, metavar="NAME", help=text)
+    text = f"what a service recorded, Azure CSV or Mooncake JSONL: lengths and shared beginnings; {arrivals}"
+    group.add_argument("--trace", metavar="FILE", help=text)
+    text = f"tokens of a prompt, ids drawn at random: 128, or a range, 64-512 (default: {DEFAULT_INPUT})"
+    group.add_argument("--input-len", type=_lengths, metavar="N", help=text)
+    group.add_argument("--output-len", type=_lengths, metavar="N", help=f"tokens generated after it (default: {DEFAULT_OUTPUT})")
+    text = f"requests of chosen lengths (default: {DEFAULT_PROMPTS}), or the first of a trace (default: all)"
+    group.add_argument("--num-prompts", type=count, metavar="N", help=text)
+    parser.add_argument("--temperature", type=float, metavar="X", default=0.0, help="0 takes the likeliest token (default: 0)")
+
+
+def check_choice(args: argparse.Namespace) -> None:
+    by_length = args.input_len is not None or args.output_len is not None
+    if (args.load is not None) + (args.trace is not None) + by_length > 1:
+        args.fail("a workload comes from --load, from --trace, or from --input-len and --output-len: one of the three")
+    if args.num_prompts is not None and args.load is not None:
+        args.fail("--num-prompts goes with --trace or chosen lengths: a published load has its own number of requests")
+
+
+def needs_text(args: argparse.Namespace) -> bool:
+    return args.trace is None and not _chose_lengths(args) and any(name in TEXT_LOADS for name in args.load or TEXT_LOADS)
+
+
+def maker(args: argparse.Namespace, vocab_size: int, seed: int) -> Maker:
+    """What can be refused without the model is refused here; what needs it is made when it is open."""
+    if args.trace is not None:
+        requests = read_trace(args.trace, args.num_prompts)
+        return lambda longest, _: [traced(args.trace, requests, vocab_size, longest, seed)]
+    if _chose_lengths(args):
+        inputs, outputs = args.input_len or DEFAULT_INPUT, args.output_len or DEFAULT_OUTPUT
+        prompts = args.num_prompts or DEFAULT_PROMPTS
+        return lambda longest, _: [drawn(inputs, outputs, prompts, vocab_size, longest, seed)]
+    names = args.load or TEXT_LOADS
+    known = {name: random_load(name, vocab_size) for name in names if name in RANDOM_LOADS}
+
+    def make(_: int, tokenizer: Callable[[], Encoder]) -> list[Workload]:
+        texts = text_loads(text_ids(tokenizer())) if len(known) < len(names) else {}
+        return [(known | texts)[name] for name in names]
+
+    return make
+
+
+def _chose_lengths(args: argparse.Namespace) -> bool:
+    return args.trace is None and any(given is not None for given in (args.input_len, args.output_len, args.num_prompts))
+
+
+def _lengths(text: str) -> Lengths:
+    """128, or 64-512."""
+    found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text, re.ASCII)
+    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= low <= high:
+        raise argparse.ArgumentTypeError(f"wanted a length of at least 1, like 128, or a range like 64-512, got {text!r:.40}")
+    return Lengths(low, high)
+
+
+def _loads(text: str) -> list[str]:
+    names, known = text.split(","), [*TEXT_LOADS, *RANDOM_LOADS]
+    unknown = next((name for name in names if name not in known), None)
+    if unknown is not None:
+        raise argparse.ArgumentTypeError(f"there is no load {unknown!r:.40}, only {', '.join(known)}{nearest(unknown, known)}")
+    return list(dict.fromkeys(names))

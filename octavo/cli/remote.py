@@ -1,0 +1,24 @@
+"""The flags of a command that asks a running server, and the way to it."""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from octavo.client.address import parse_url
+from octavo.client.api import RemoteServer
+from octavo.config import api_key
+
+
+def add_remote_flags(parser: argparse.ArgumentParser, required: bool) -> None:
+    text = "a running server, this one's or any that speaks OpenAI's API: http://127.0.0.1:8000"
+    parser.add_argument("--url", metavar="URL", required=required, help=text)
+    parser.add_argument("--api-key", metavar="KEY", help="the key of that server (default: OCTAVO_API_KEY)")
+
+
+@contextmanager
+def open_remote(args: argparse.Namespace) -> Iterator[RemoteServer]:
+    server = RemoteServer(parse_url(args.url), args.api_key or api_key())
+    try:
+        yield server
+    finally:
+        server.close()

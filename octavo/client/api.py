@@ -1,0 +1,122 @@
+"""`RemoteServer`: OpenAI's API as far as we ask for it: which models there are, JSON for JSON, and streams of events."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.client.address import Address
+from octavo.client.http import HttpClient
+from octavo.client.reply import EventLines, Reply
+from octavo.errors import RemoteError
+
+NAMED = 5  # of many models, in an error
+PATIENCE = 30.0  # seconds, for what needs no computing
+MOST_CHARS = 300  # of what a server says
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteModel:
+    name: str
+    max_model_len: int | None  # OpenAI's own API does not tell
+
+
+class RemoteServer:
+    def __init__(self, address: Address, key: str | None) -> None:
+        self.address = address
+        self._http = HttpClient(address, key)
+
+    async def model(self, wanted: str | None) -> RemoteModel:
+        """The one that is meant: by its name, or because there is no other."""
+        try:
+            found = await self._json("GET", "/v1/models")
+            models = {str(model["id"]): model.get("max_model_len") for model in found["data"]}
+        except (TypeError, KeyError, AttributeError) as error:
+            raise self._no_api("/v1/models") from error
+        except RemoteError as error:
+            raise self._no_api("/v1/models") if error.status == 404 else error from error.__cause__
+        names = ", ".join(list(models)[:NAMED]) + (", ..." if len(models) > NAMED else "")
+        if wanted is None and len(models) != 1:
+            raise RemoteError(f"{self.address} serves {len(models)} models; choose one with --model: {names}")
+        name = next(iter(models)) if wanted is None else wanted
+        if name not in models:
+            raise RemoteError(f"there is no model {name!r:.100} at {self.address}, only {names}", 404, "model_not_found")
+        longest = models[name]
+        return RemoteModel(name, longest if type(longest) is int else None)
+
+    async def post(self, path: str, body: dict[str, object]) -> Any:
+        return await self._json("POST", path, body)
+
+    async def stream(self, path: str, body: dict[str, object], take: Callable[[float, dict[str, Any]], None]) -> None:
+        """`take` gets each event and when it came. Returns after [DONE]; an error, as status or as event, is raised."""
+        lines, refusal, ended = EventLines(), bytearray(), False
+
+        def sink(now: float, reply: Reply, new: bytes) -> None:
+            nonlocal ended
+            if reply.status != 200:
+                refusal.extend(new)
+                return
+            for data in lines.feed(new):
+                if data == b"[DONE]":
+                    ended = True
+                    continue
+                event = self._parsed(data, path)
+                if not isinstance(event, dict):
+                    raise self._no_api(path)
+                if "error" in event:
+                    raise self._failure(reply.status, event)
+                try:
+                    take(now, event)
+                except (TypeError, KeyError, AttributeError, ValueError) as error:  # of another shape than it should be
+                    raise self._no_api(path) from error
+
+        reply = await self._http.ask("POST", path, _dumped({**body, "stream": True}), sink)
+        if reply.status != 200:
+            raise self._failure(reply.status, _read(bytes(refusal)))
+        if not ended:
+            raise self._no_api(path)
+
+    def close(self) -> None:
+        self._http.close()
+
+    async def _json(self, method: str, path: str, body: dict[str, object] | None = None) -> Any:
+        found = bytearray()
+        data = b"" if body is None else _dumped(body)
+        try:
+            async with asyncio.timeout(PATIENCE):
+                reply = await self._http.ask(method, path, data, lambda _now, _reply, new: found.extend(new))
+        except TimeoutError as error:
+            raise RemoteError(f"{self.address} does not answer {path} within {PATIENCE:.0f} seconds") from error
+        if reply.status != 200:
+            raise self._failure(reply.status, _read(bytes(found)))
+        return self._parsed(bytes(found), path)
+
+    def _parsed(self, data: bytes, path: str) -> Any:
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise self._no_api(path) from error
+
+    def _no_api(self, path: str) -> RemoteError:
+        return RemoteError(f"what listens at {self.address} does not answer {path} as OpenAI's API does")
+
+    def _failure(self, status: int, body: Any) -> RemoteError:
+        error = body.get("error") if isinstance(body, dict) else None
+        known = error if isinstance(error, dict) else {}
+        said = str(known.get("message") or error or "no reason given")[:MOST_CHARS]
+        help_ = "; give its key with --api-key or OCTAVO_API_KEY" if status == 401 else ""
+        code = known.get("code")
+        return RemoteError(f"{self.address} answers {status}: {said}{help_}", status, code if isinstance(code, str) else None)
+
+
+def _dumped(body: dict[str, object]) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def _read(data: bytes) -> Any:
+    """JSON, if it is that: a refusal may be anything."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
