@@ -92,6 +92,7 @@ class Router:
         self._facts: EngineFacts | None = None
         self._pulse: Pulse | None = None
         self._handed = 0  # requests put into the inbox, ever
+        self._roused_at = 0.0  # when one was put there that found the loop idle
         self._news_frames = 0
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._outbox: deque[tuple[list[Delta], list[Refused], SchedulerStats]] = deque()
@@ -223,6 +224,8 @@ class Router:
             text = f"the queue is full: max_queue is {self._max_queue}, try again later"
             self._send(client, Refused(request_id, "overload", text))
         else:
+            if self._pulse is not None and not self._pulse.busy and self._handed == self._pulse.taken:
+                self._roused_at = time.monotonic()
             self._handed += 1
             self._inbox.put(body.request)
 
@@ -273,11 +276,16 @@ class Router:
         if pulse is None:
             return
         inbox = self._handed - pulse.taken
-        stalled = time.monotonic() - pulse.at if pulse.busy or inbox else 0.0
+        stalled = stalled_for(pulse, inbox, self._roused_at, time.monotonic())
         beat = Beat(pulse.steps, stalled, replace(pulse.stats, waiting=pulse.stats.waiting + inbox))
         for client in self._clients.values():
             if client.greeted:
                 self._send(client, beat)
+
+
+def stalled_for(pulse: Pulse, inbox: int, roused_at: float, now: float) -> float:
+    """How long the loop has had something to do and did not turn; it sleeps as long as it likes while there is nothing."""
+    return now - max(pulse.at, roused_at) if pulse.busy or inbox else 0.0
 
 
 def _sliced(news: list[Delta]) -> Iterator[list[Delta]]:

@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from octavo.engine import wire
-from octavo.engine.router import LARGE, _sliced
+from octavo.engine.router import LARGE, Pulse, _sliced, stalled_for
 from octavo.engine.stats import StatsLog
 from octavo.engine.wire import Add, DownFrame, Ping
 from octavo.errors import ConfigError, LoadError
@@ -187,6 +187,15 @@ def test_logprobs_of_a_long_prompt_come_in_pieces_that_are_soon_read() -> None:
     assert [found for piece in pieces if piece for found in piece[1]] == logprobs
     assert frames[-1] == [news[0], news[2]], "and what is short in one"
     assert list(_sliced(frames[-1])) == [frames[-1]]
+
+
+def test_a_loop_that_slept_is_not_one_that_hangs() -> None:
+    stats = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
+    idle, busy = (Pulse(10.0, on, 5, 3, 1, stats) for on in (False, True))
+    assert stalled_for(idle, 0, 0.0, 400.0) == 0
+    assert stalled_for(idle, 1, 399.5, 400.0) == 0.5, "a request has just come, after a long sleep"
+    assert stalled_for(idle, 1, 20.0, 400.0) == 380, "it came long ago, and the loop never took it"
+    assert stalled_for(busy, 0, 9.0, 400.0) == 390
 
 
 def test_importing_it_imports_no_torch() -> None:
