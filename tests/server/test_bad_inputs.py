@@ -1,8 +1,8 @@
 """The table of bad inputs at real servers: each row gets its answer, and six things hold after it (tests/support/bad_inputs_watch.py).
 
-Rows proved elsewhere: 21 constant-time keys and 29 the default bind (test_server_config.py, test_serve_cli.py), 54 ids of padding rows
-(tests/engine/test_vocabularies.py), 97 the time-out of a client that does not read (test_stream.py), 102 loading and draining
-(test_stopping.py), 108 hashes of prefixes (tests/policy), 113 banned calls (tests/house), 115 to 128 files of models (tests/loading).
+Rows proved elsewhere: 29 the default bind and 130 the port (test_serve_cli.py), 54 ids of padding rows (tests/engine/test_vocabularies.py),
+97 the time-out of a client that does not read (test_stream.py), 102 loading and draining (test_stopping.py), 108 digests of prefixes
+(tests/policy/test_kv_manager.py), 113 banned calls (tests/house), 115 to 128 and 130 files of models (tests/loading/test_hostile.py).
 Row 110, blocks that are read before they are written, is every row here: the server of stories fills free blocks with NaN.
 """
 
