@@ -1,16 +1,13 @@
-"""Text becomes token ids: at once where it is short, in a thread where it is long, so that the event loop goes on."""
+"""Text becomes token ids: at once where it is short, in a thread where it is long or a template has its say: the event loop goes on."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
-from octavo.errors import RequestError
+from octavo.errors import RequestError, TemplateError
 from octavo.server.state import Server
-from octavo.text.chat_template import units_of
 from octavo.text.prompt import Message
 
 SHORT_CHARS = 8192  # a millisecond or so
-Result = TypeVar("Result")
 
 
 async def encode_prompts(server: Server, prompt: str | list[object]) -> list[tuple[str | None, list[int]]]:
@@ -21,20 +18,19 @@ async def encode_prompts(server: Server, prompt: str | list[object]) -> list[tup
     def encode_all() -> list[tuple[str | None, list[int]]]:
         return [server.llm.encoder.encode(one, limit) for one in prompts]
 
-    return await _at_once_or_in_a_thread(sum(map(len, prompts)), encode_all)
+    return encode_all() if sum(map(len, prompts)) <= SHORT_CHARS else await asyncio.to_thread(encode_all)
 
 
 async def encode_chat(
     server: Server, messages: Sequence[Message], tools: Sequence[Message], options: Mapping[str, object] | None
 ) -> tuple[str, list[int]]:
     def encode() -> tuple[str, list[int]]:
-        return server.llm.encoder.encode_chat(messages, tools or None, options or {}, server.llm.facts.max_model_len)
+        try:
+            return server.llm.encoder.encode_chat(messages, tools or None, options or {}, server.llm.facts.max_model_len)
+        except TemplateError as error:  # of this conversation: its field has another name in other routes
+            raise RequestError(str(error), "messages") from error
 
-    return await _at_once_or_in_a_thread(units_of((messages, tools)), encode)
-
-
-async def _at_once_or_in_a_thread(chars: int, encode: Callable[[], Result]) -> Result:
-    return encode() if chars <= SHORT_CHARS else await asyncio.to_thread(encode)
+    return await asyncio.to_thread(encode)  # a template out of a model's files may take seconds, however short the messages
 
 
 def _as_prompts(prompt: str | list[object], most: int) -> list[str | list[int]]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import sys
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from octavo.server.siblings import Orders, Siblings, take_orders
 from octavo.server.spans import open_spans
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
+
+SWITCH_SECONDS = 0.0005  # how long a thread that tokenises may keep the event loop waiting
 
 
 def serve(engine: EngineConfig, config: ServerConfig, listener: socket.socket, text: TextSide) -> int:
@@ -63,5 +66,6 @@ def _serving(config: ServerConfig) -> Serving:
 
 
 def _run(process: Coroutine[Any, Any, int]) -> int:
+    sys.setswitchinterval(SWITCH_SECONDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(process)

@@ -1,0 +1,69 @@
+"""Section C: sampling parameters. Each is a 400 that names its field, in completions and in chat."""
+
+from typing import Any
+
+from tests.support.bad_inputs_row import CHAT, COMPLETIONS, RESPONSES, SOUND, Attempt, Row, acted, fields, numbers, row
+from tests.support.bad_inputs_watch import Watched
+
+BOTH = (COMPLETIONS, CHAT)
+ALL = (COMPLETIONS, CHAT, RESPONSES)
+
+ATTEMPTS: dict[tuple[int, str], list[Attempt]] = {
+    (30, "temperature"): numbers("temperature", *ALL) + fields("temperature", ["1", True, -0.1, 2.1, [1], {}], *ALL),
+    (31, "repetition_penalty"): numbers("repetition_penalty", *BOTH) + fields("repetition_penalty", [0, -1, "1"], *ALL),
+    (32, "presence and frequency"): [
+        attempt
+        for name in ("presence_penalty", "frequency_penalty")
+        for attempt in numbers(name, *BOTH) + fields(name, [-2.1, 2.1, True, "0"], *BOTH)
+    ],
+    (33, "top_p"): numbers("top_p", *BOTH) + fields("top_p", [0, -1, 1.01], *ALL),
+    (34, "top_k"): fields("top_k", [-2, 1.5, 2**63, True], *ALL),
+    (35, "min_p"): numbers("min_p", *BOTH) + fields("min_p", [-0.1, 1.1], *ALL),
+    (36, "n"): fields("n", [0, -1, 2**31, 10**9, 129, 17, 1.0, True], *BOTH),
+    (38, "best_of and beams"): fields("best_of", [10**9, 2], *BOTH) + fields("use_beam_search", [True], *BOTH),
+    (39, "max_tokens"): numbers("max_tokens", *BOTH)
+    + fields("max_tokens", [0, -1, 2**63, "5", 1.5], *BOTH)
+    + fields("max_completion_tokens", [0, -1, 2**63, "5"], CHAT)
+    + fields("max_output_tokens", [0, -1, 2**63, "5"], RESPONSES)
+    + [Attempt(COMPLETIONS, SOUND[COMPLETIONS] | {"max_tokens": 10**6}, 400, "*", "context_length_exceeded")]
+    + [Attempt(CHAT, SOUND[CHAT] | {"max_tokens": 10**6}, 400, "*", "context_length_exceeded")],
+    (40, "min_tokens"): fields("min_tokens", [-1, 3, 2**63], *BOTH),
+    (41, "logprobs"): fields("logprobs", [-2, 21, 10**6, "x", True], COMPLETIONS)
+    + fields("logprobs", [5, "x"], CHAT)
+    + [Attempt(CHAT, SOUND[CHAT] | {"logprobs": True, "top_logprobs": many}, param="top_logprobs") for many in (-2, 21, 10**6, "x")]
+    + fields("top_logprobs", [3], CHAT),
+    (43, "stop"): fields("stop", [["a"] * 5, "", [""], "x" * 2**20, 5, [5], [None]], *ALL),
+    (44, "stop_token_ids"): fields("stop_token_ids", [[-1], [512], [2**63], [1.5], [True], 5, [1] * 300], *ALL),
+    (45, "logit_bias"): numbers("logit_bias", *BOTH)
+    + fields("logit_bias", [{"abc": 1}, {"-1": 1}, {"1000000000": 1}, {"5": 1000}, {"5": -101}, {"5": "1"}, {"5": True}, [5]], *BOTH)
+    + [Attempt(COMPLETIONS, b'{"prompt": "a", "logit_bias": {"5": 1e400}}', param="logit_bias")],
+    (46, "bad_words"): fields("bad_words", [["a"] * 10_000, [""], "word", ["a" * 2000]], *BOTH),
+    (47, "seed"): fields("seed", [-1, 2**64, 1.5, "1"], *ALL),
+    (48, "priority and time"): fields("priority", [-1, -(2**63), 2**63, 1.5], *ALL) + fields("timeout", [0, -1, "5"], *ALL),
+    (50, "stream"): fields("stream", ["yes", 1], *ALL) + fields("stream_options", [{"include_usage": True}], *BOTH),
+}  # fmt: skip
+
+
+def _equal_samples(server: Watched) -> None:
+    """Decided: n samples of a temperature of 0 are n equal answers."""
+    reply = server.ask("POST", COMPLETIONS, SOUND[COMPLETIONS] | {"n": 4, "temperature": 0, "max_tokens": 8})
+    assert reply.status == 200 and len({choice["text"] for choice in reply.json["choices"]}) == 1 and len(reply.json["choices"]) == 4
+
+
+def _many_prompt_logprobs() -> list[Attempt]:
+    """As many prompts of as many tokens as are taken, with the logprobs of each."""
+    body: dict[str, Any] = {"prompt": [[5] * 250] * 1024, "max_tokens": 1, "echo": True, "logprobs": 1}
+    return [Attempt(COMPLETIONS, body, 400, "logprobs"), Attempt(COMPLETIONS, body | {"prompt": [5] * 100_000}, 400, "prompt")]
+
+
+def _optimized() -> list[Attempt]:
+    return [attempt for attempts in ATTEMPTS.values() for attempt in attempts]
+
+
+ROWS: list[Row] = [
+    *(row(number, name, attempts) for (number, name), attempts in ATTEMPTS.items()),
+    acted(37, "n of temperature 0", _equal_samples),
+    row(42, "prompt logprobs", _many_prompt_logprobs),
+    row(49, "unknown fields", fields("foo", [1, None, {"a": [1]}], *ALL, status=200)),
+    row(51, "all of these under python -O", _optimized, place="optimized"),
+]
