@@ -42,7 +42,7 @@ BOTH: list[tuple[str, list[Any]]] = [  # wrong in chat and in completions
     ("use_beam_search", [True]),
     ("ignore_eos", ["yes", 1]),
     ("prompt_embeds", ["gASV"]),
-    ("structured_outputs", [{"regex": "a"}]),
+    ("structured_outputs", [5, {}, {"regex": "a", "choice": ["b"]}, {"json": None}, {"yaml": "a"}]),
 ]
 IN_COMPLETIONS: list[tuple[str, list[Any]]] = [
     ("logprobs", [-2, 21, 10**6, "x", True]),
@@ -65,7 +65,7 @@ IN_CHAT: list[tuple[str, list[Any]]] = [
     ("chat_template_kwargs", [{"tokenize": True}, {"messages": []}, {"__class__": 1}, {"enable_thinking": 1}, [], "x"]),
     ("tools", [5, [5], [{"type": "function"}], [{"type": "function", "function": {"name": "f" * 2**20}}]]),
     ("tool_choice", ["required", "sometimes", {"type": "function", "function": {"name": "f"}}]),
-    ("response_format", [{"type": "json_object"}]),
+    ("response_format", [5, {}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": ""}}]),
     ("functions", [[{"name": "f"}]]),
     ("audio", [{"voice": "x"}]),
 ]
