@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from octavo.engine.async_llm import Ask
 from octavo.errors import RequestError
 from octavo.outputs import TextDelta
+from octavo.server.answer_grammar import asked_form, chat_grammar, held_to, param_of
 from octavo.server.answer_parts import AnswerForm, AnswerParts, Part, Thought, answer_form, reasoning_counters, thoughts_of
 from octavo.server.body import takes
 from octavo.server.encoding import encode_chat
@@ -21,10 +22,12 @@ from octavo.server.request_bodies import ChatBody, read_generation_body
 from octavo.server.sampling import named, priority_of, salt_of, sampling_params, timeout_of
 from octavo.server.state import Server
 from octavo.server.usage import Tally
+from octavo.structured_outputs import PARAM
 from octavo.text.call_parser import AnswerPiece
 from octavo.text.tool_calls import collected
-from octavo.text.tools import check_tool_choice, check_tools
+from octavo.text.tools import ToolChoice, check_tool_choice, check_tools
 
+FORMAT = "response_format"
 ROLE = '{{"index":{},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}'
 
 
@@ -37,8 +40,11 @@ def router(server: Server) -> APIRouter:
         names = {"logprobs": "top_logprobs", "prompt": "messages"}  # what the engine calls otherwise
         if body.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
+        tools = check_tools(body.tools or None)
+        choice = check_tool_choice(body.tool_choice, tools)
+        names[PARAM] = param_of(body.structured_outputs, FORMAT, choice)
         with named(names):
-            ask, form = await _ask(server, body)
+            ask, form = await _ask(server, body, choice.offered(tools), choice)
         watch = server.observer.watch("chatcmpl-", [ask])
         answer = _Answer(server, body, ask, form, watch.id, all_news(server.llm, [ask], names, watch))
         return EventStream(answer.events()) if body.stream else await unless(disconnect(request.receive), answer.whole())
@@ -46,22 +52,20 @@ def router(server: Server) -> APIRouter:
     return routes
 
 
-async def _ask(server: Server, body: ChatBody) -> tuple[Ask, AnswerForm]:
+async def _ask(server: Server, body: ChatBody, offered: list[dict[str, object]], choice: ToolChoice) -> tuple[Ask, AnswerForm]:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options is given, but stream is not true", "stream_options")
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs is given, but logprobs is not true", "top_logprobs")
-    tools = check_tools(body.tools or None)
-    choice = check_tool_choice(body.tool_choice, tools)
-    if choice.mode == "required":
-        raise RequestError("tool_choice can be auto or none", "tool_choice", "unsupported_parameter")
+    asked = asked_form(body.structured_outputs, body.response_format, FORMAT)
     longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     own = {"n": body.n, "max_tokens": longest, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
     params = sampling_params(body, own, server.config, server.llm.sampling_defaults).for_chat()
     priority, salt, timeout = priority_of(body), salt_of(body), timeout_of(body, server.config)
-    offered = choice.offered(tools)
     text, ids = await encode_chat(server, body.messages, offered, body.chat_template_kwargs)
-    return Ask(text, ids, params, priority, salt, timeout), answer_form(server, offered, body.parallel_tool_calls)
+    form = answer_form(server, offered, body.parallel_tool_calls)
+    params = await held_to(server, params, chat_grammar(asked, form, offered, choice, text))
+    return Ask(text, ids, params, priority, salt, timeout), form
 
 
 @dataclass(slots=True)

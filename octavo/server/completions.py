@@ -1,7 +1,7 @@
 """/v1/completions: one prompt or many, as text or token ids; with `echo`, the prompt's own text and logprobs before the answer."""
 
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fastapi import APIRouter
@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from octavo.engine.async_llm import Ask
 from octavo.errors import RequestError
 from octavo.outputs import TextDelta, TokenChoices
+from octavo.server.answer_grammar import asked_form, held_to, param_of
 from octavo.server.body import takes
 from octavo.server.encoding import encode_prompts
 from octavo.server.events import EventStream, disconnect, unless
@@ -20,9 +21,10 @@ from octavo.server.request_bodies import CompletionBody, read_generation_body
 from octavo.server.sampling import named, priority_of, salt_of, sampling_params, timeout_of
 from octavo.server.state import Server
 from octavo.server.usage import Tally
+from octavo.structured_outputs import PARAM
 
 MOST_PROMPT_LOGPROBS = 250_000  # numbers in the answer to one request that wants its prompts' logprobs: some 50 MB while it is made
-NAMES = {"prompt_logprobs": "logprobs"}  # what the engine calls otherwise
+FORMAT = "response_format"
 
 
 def router(server: Server) -> APIRouter:
@@ -31,8 +33,9 @@ def router(server: Server) -> APIRouter:
     @routes.post("/v1/completions", openapi_extra=takes(CompletionBody))
     async def completions(request: Request) -> Response:
         body = await read_generation_body(request, CompletionBody, server)
-        with named(NAMES):
-            answer = _Answer(server, body, await _asks(server, body))
+        names = {"prompt_logprobs": "logprobs", PARAM: param_of(body.structured_outputs, FORMAT)}  # what the engine calls otherwise
+        with named(names):
+            answer = _Answer(server, body, await _asks(server, body), names)
         return EventStream(answer.events()) if body.stream else await unless(disconnect(request.receive), answer.whole())
 
     return routes
@@ -42,16 +45,18 @@ async def _asks(server: Server, body: CompletionBody) -> list[Ask]:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options is given, but stream is not true", "stream_options")
     own = {"n": body.n, "max_tokens": body.max_tokens, "logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
+    asked = asked_form(body.structured_outputs, body.response_format, FORMAT)
     params = sampling_params(body, own, server.config, server.llm.sampling_defaults)
     priority, salt, timeout = priority_of(body), salt_of(body), timeout_of(body, server.config)
     encoded = await encode_prompts(server, body.prompt)
     if len(encoded) * params.n > server.config.max_prompts:
         message = f"{len(encoded)} prompts of {params.n} samples each are more than {server.config.max_prompts} answers (--max-prompts)"
         raise RequestError(message, "n")
-    asked = (params.logprobs or 0) + 1 if body.echo and params.logprobs is not None else 0
-    if (numbers := asked * sum(len(ids) for _, ids in encoded)) > MOST_PROMPT_LOGPROBS:
+    each = (params.logprobs or 0) + 1 if body.echo and params.logprobs is not None else 0
+    if (numbers := each * sum(len(ids) for _, ids in encoded)) > MOST_PROMPT_LOGPROBS:
         message = f"echo with logprobs would answer {numbers:,} numbers, at most {MOST_PROMPT_LOGPROBS:,}; send fewer prompts at once"
         raise RequestError(message, "logprobs")
+    params = await held_to(server, params, asked)
     return [Ask(text, ids, params, priority, salt, timeout) for text, ids in encoded]
 
 
@@ -65,7 +70,8 @@ class _Choice:
 
 
 class _Answer:
-    def __init__(self, server: Server, body: CompletionBody, asks: list[Ask]) -> None:
+    def __init__(self, server: Server, body: CompletionBody, asks: list[Ask], names: Mapping[str, str]) -> None:
+        self._names = names
         self._llm = server.llm
         self._echo = bool(body.echo)
         self._asks = asks
@@ -83,10 +89,10 @@ class _Answer:
         return CompletionLogprobs(self._llm.tokenizer, ask.prompt_token_ids, self._echo, ask.params.skip_special_tokens)
 
     def events(self) -> AsyncGenerator[str, None]:
-        return chunk_events(all_news(self._llm, self._asks, NAMES, self._watch), self._tally, self._frame, self._chunks_of)
+        return chunk_events(all_news(self._llm, self._asks, self._names, self._watch), self._tally, self._frame, self._chunks_of)
 
     async def whole(self) -> Response:
-        await collect(all_news(self._llm, self._asks, NAMES, self._watch), self._tally, self._take)
+        await collect(all_news(self._llm, self._asks, self._names, self._watch), self._tally, self._take)
         return JSONResponse(self._frame.whole([self._written(index) for index in range(len(self._choices))]))
 
     def _text_of(self, delta: TextDelta) -> str:

@@ -61,6 +61,7 @@ class CompletionBody(GenerationBody):
     max_tokens: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
+    response_format: Any = None
     stream_options: StreamOptions | None = None
     suffix: Any = None
 
@@ -81,6 +82,10 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
 
 
+class TextOptions(Body):
+    format: Any = None
+
+
 class ResponseBody(GenerationBody):
     input: str | list[Any]
     instructions: str | None = None
@@ -91,7 +96,7 @@ class ResponseBody(GenerationBody):
     conversation: Any = None
     previous_response_id: Any = None
     prompt: Any = None
-    text: Any = None
+    text: TextOptions | None = None
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -100,13 +105,8 @@ class ResponseBody(GenerationBody):
 
 # Fields of each kind that cannot be served -> the values, beside null, that ask for nothing.
 _REFUSED: dict[type[GenerationBody], dict[str, tuple[object, ...]]] = {
-    CompletionBody: {"suffix": (), "prompt_embeds": (), "structured_outputs": ()},
-    ChatBody: {
-        "chat_template": (),
-        "prompt_embeds": (),
-        "response_format": ({"type": "text"},),
-        "structured_outputs": (),
-    },
+    CompletionBody: {"suffix": (), "prompt_embeds": ()},
+    ChatBody: {"chat_template": (), "prompt_embeds": ()},
     ResponseBody: {
         "background": (False,),
         "chat_template": (),
@@ -114,8 +114,6 @@ _REFUSED: dict[type[GenerationBody], dict[str, tuple[object, ...]]] = {
         "previous_response_id": (),
         "prompt": (),
         "prompt_embeds": (),
-        "structured_outputs": (),
-        "text": ({}, {"format": {"type": "text"}}),
         "truncation": ("disabled",),
     },
 }

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from octavo.engine.async_llm import Ask
-from octavo.errors import RequestError
 from octavo.outputs import TextDelta
+from octavo.server.answer_grammar import asked_form, chat_grammar, held_to, param_of
 from octavo.server.answer_parts import AnswerForm, AnswerParts, answer_form, reasoning_counters
 from octavo.server.body import takes
 from octavo.server.encoding import encode_chat
@@ -22,8 +22,11 @@ from octavo.server.response_items import Output
 from octavo.server.sampling import named, priority_of, salt_of, sampling_params, timeout_of
 from octavo.server.state import Server
 from octavo.server.usage import Tally
+from octavo.structured_outputs import PARAM
+from octavo.text.tools import ToolChoice
 
 NAMES = {"max_tokens": "max_output_tokens", "prompt": "input", "messages": "input"}  # what the engine calls otherwise
+FORMAT = "text.format"
 
 
 def router(server: Server) -> APIRouter:
@@ -32,24 +35,25 @@ def router(server: Server) -> APIRouter:
     @routes.post("/v1/responses", openapi_extra=takes(ResponseBody))
     async def responses(request: Request) -> Response:
         body = await read_generation_body(request, ResponseBody, server)
-        with named(NAMES):
-            ask, form = await _ask(server, body)
+        tools, choice = tools_of(body)
+        names = NAMES | {PARAM: param_of(body.structured_outputs, FORMAT, choice)}
+        with named(names):
+            ask, form = await _ask(server, body, choice.offered(tools), choice)
         watch = server.observer.watch("resp_", [ask])
-        answer = _Answer(server, body, ask, form, watch.id, all_news(server.llm, [ask], NAMES, watch))
+        answer = _Answer(server, body, ask, form, watch.id, all_news(server.llm, [ask], names, watch))
         return EventStream(answer.events()) if body.stream else await unless(disconnect(request.receive), answer.whole())
 
     return routes
 
 
-async def _ask(server: Server, body: ResponseBody) -> tuple[Ask, AnswerForm]:
-    tools, choice = tools_of(body)
-    if choice.mode == "required":
-        raise RequestError("tool_choice can be auto or none", "tool_choice", "unsupported_parameter")
+async def _ask(server: Server, body: ResponseBody, offered: list[dict[str, object]], choice: ToolChoice) -> tuple[Ask, AnswerForm]:
+    asked = asked_form(body.structured_outputs, body.text and body.text.format, FORMAT)
     params = sampling_params(body, {"max_tokens": body.max_output_tokens}, server.config, server.llm.sampling_defaults).for_chat()
     priority, salt, timeout = priority_of(body), salt_of(body), timeout_of(body, server.config)
-    offered = choice.offered(tools)
     text, ids = await encode_chat(server, messages_of(body), offered, body.chat_template_kwargs)
-    return Ask(text, ids, params, priority, salt, timeout), answer_form(server, offered, body.parallel_tool_calls)
+    form = answer_form(server, offered, body.parallel_tool_calls)
+    params = await held_to(server, params, chat_grammar(asked, form, offered, choice, text))
+    return Ask(text, ids, params, priority, salt, timeout), form
 
 
 class _Answer:
@@ -116,7 +120,7 @@ class _Answer:
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "temperature": float(self._params.temperature),
-            "text": {"format": {"type": "text"}},
+            "text": {"format": (self._body.text and self._body.text.format) or {"type": "text"}},
             "tool_choice": self._body.tool_choice or "auto",
             "tools": self._body.tools or [],
             "top_p": float(self._params.top_p),

@@ -103,6 +103,7 @@ class ApiProcess(uvicorn.Server):
             await self._siblings.ended(0 if self.force_exit else self._server.config.shutdown_timeout + LAST_WORDS_SECONDS)
         await self._server.llm.close()  # what is still open ends with an error, and the engine ends
         await super().shutdown(sockets)
+        await self._server.close()
 
 
 def _route_logs() -> None:

@@ -38,7 +38,7 @@ def named(names: Mapping[str, str]) -> Iterator[None]:
         said, ours = str(error), error.param or ""
         theirs = names.get(ours, ours)
         error.param = theirs or None
-        error.args = (theirs + said.removeprefix(ours) if said.startswith(f"{ours} ") else said,)
+        error.args = (theirs + said.removeprefix(ours) if said.startswith((f"{ours} ", f"{ours}:")) else said,)
         raise
 
 

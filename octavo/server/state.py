@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from octavo.server.grammar_check import GrammarChecker
 from octavo.server.observer import Observer
 from octavo.server_config import ServerConfig
 
@@ -21,6 +22,20 @@ class Server:
     draining: bool = False  # told to stop: what is open may end, nothing new begins
     open_requests: int = 0
     warned: set[str] = field(default_factory=set)  # fields nobody knows that were already warned about
+    _grammars: GrammarChecker | None = field(init=False, default=None)
+
+    @property
+    def grammars(self) -> GrammarChecker:
+        """Made when somebody asks: its words are the model's."""
+        if self._grammars is None:
+            tokenizer = self.llm.tokenizer
+            self._grammars = GrammarChecker([tokenizer.token(token) for token in sorted(tokenizer.special_ids)])
+        return self._grammars
+
+    async def close(self) -> None:
+        """No process of its own is left."""
+        if self._grammars is not None:
+            await self._grammars.close()
 
     @property
     def state(self) -> "State":

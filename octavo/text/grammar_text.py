@@ -3,12 +3,14 @@
     json, json_object   {"grammars": [{"json_schema": {...}}]}
     regex, choice       a Lark grammar of one rule
     grammar             itself
+    several             {"grammars": [...]}, the first of them a Lark grammar that names the others
 
 Whitespace between parts of JSON is bounded: a model that falls into writing spaces could do so to the end of its context.
 """
 
 import json
 import re
+from collections.abc import Mapping
 
 from octavo.structured_outputs import StructuredOutputs
 
@@ -32,6 +34,18 @@ def grammar_text(structured: StructuredOutputs) -> str:
         return "start: " + " | ".join(map(_quoted, dict.fromkeys(structured.choice)))
     assert structured.grammar is not None
     return structured.grammar
+
+
+def joined_grammars(frame: str, parts: Mapping[str, StructuredOutputs]) -> str:
+    """One text of several grammars: a Lark grammar that names the others, as in `start: @form`."""
+    return json.dumps({"grammars": [{"lark_grammar": frame}, *(_part(name, one) for name, one in parts.items())]})
+
+
+def _part(name: str, structured: StructuredOutputs) -> dict[str, object]:
+    text = grammar_text(structured)
+    if structured.kind in ("json", "json_object"):
+        return {"name": name, **json.loads(text)["grammars"][0]}
+    return {"name": name, "lark_grammar": text}
 
 
 def _of_schema(schema: dict[str, object]) -> str:

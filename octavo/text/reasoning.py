@@ -149,6 +149,6 @@ def behind_thought(rules: str, family: str, prompt: str) -> str:
     """A grammar (llguidance's Lark) that lets a model think first and then holds it to `rules`, which define `answer`."""
     if family != "think" or prompt.rstrip().endswith(CLOSE):
         return f"start: answer\n{rules}"
-    thought = "thought" if prompt.rstrip().endswith(OPEN) else f'("{OPEN}" thought)?'
+    thought = "thought space" if prompt.rstrip().endswith(OPEN) else f'("{OPEN}" thought space)?'
     space = f"/[ \\t\\r\\n]{{0,{MAX_SPACES}}}/"
-    return f"start: {thought} {space} answer\nthought[lazy]: /(.|\\n)*<\\/think>/\n{rules}"
+    return f"start: {thought} answer\nspace: {space}\nthought[lazy]: /(.|\\n)*<\\/think>/\n{rules}"

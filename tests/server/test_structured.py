@@ -1,0 +1,283 @@
+"""Answers of a form, over a real server: what cannot be had is a 400 in time, and what is had fits, whatever a tiny model would say."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel, ConfigDict, Field
+
+from octavo.server.answer_grammar import chat_grammar
+from octavo.server.answer_parts import AnswerForm
+from octavo.server.grammar_child import byte_guide
+from octavo.structured_outputs import structured_outputs
+from octavo.text.grammar_text import grammar_text
+from octavo.text.tools import ToolChoice, check_tools
+from tests.server.test_grammar_check import BAD
+from tests.server.test_serve_cli import family, gone
+from tests.support.server_process import ServerProcess
+from tests.support.story_folder import TEMPLATE, story_folder
+
+CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+# by which it is known that it thinks, if it is told to, and calls
+SPOKEN = '{% if enable_thinking %}<think>\n{% else %}</think>\n{% endif %}{# <tool_call>\n{"name" #}'
+ASKED: Any = {"model": "stories", "messages": [{"role": "user", "content": "Once"}], "temperature": 1.5}
+DEAD_END = 'start: "a" NOTHING\nNOTHING: /x/ & /y/'
+
+
+class Small(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Step(Small):
+    name: str = Field(pattern="^[a-z]{2,5}$")
+    count: int = Field(ge=0, le=99)
+
+
+class Plan(Small):
+    kind: Literal["walk", "swim"]
+    steps: list[Step] = Field(min_length=1, max_length=3)
+    done: bool | None
+
+
+def tool(name: str, **properties: Any) -> Any:
+    parameters = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool("weather", city={"enum": ["Paris", "Oslo"]}), tool("add", a={"type": "integer", "minimum": 0, "maximum": 999})]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """In the end nobody is left, also of those that tried out grammars."""
+    folder = story_folder(tmp_path_factory.mktemp("stories"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE + SPOKEN)
+    with ServerProcess(f"octavo serve {folder}", "--served-model-name", "stories", "--num-gpu-blocks-override", "200") as server:
+        yield server
+        pids = family(server.process.pid)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.ended(20) == 0 and gone(pids, 3)
+        assert "Traceback" not in server.stderr, server.stderr
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://{server.host}:{server.port}/v1", api_key="none", max_retries=0)
+
+
+# ---- what cannot be had
+
+
+def refused(server: ServerProcess, path: str, body: dict[str, Any], param: str | None, seconds: float = 5) -> str:
+    start = time.monotonic()
+    answer = server.ask("POST", path, body)
+    assert (answer.status, answer.json["error"]["param"]) == (400, param), answer.body[:500]
+    assert time.monotonic() - start < seconds
+    assert server.ask("POST", TEXT, {"prompt": "Once", "max_tokens": 1}).status == 200, "the next one is served"
+    return str(answer.json["error"]["message"])
+
+
+@pytest.fixture
+def room_to_write() -> Iterator[None]:
+    """Bodies that are deeper than Python writes them by itself."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(5_000)
+    yield
+    sys.setrecursionlimit(limit)
+
+
+@pytest.mark.usefixtures("room_to_write")
+@pytest.mark.parametrize("row", sorted({row for row, _ in BAD}))
+def test_a_form_that_cannot_be_had_is_refused_in_time_by_name(server: ServerProcess, row: int) -> None:
+    for asked in [asked for number, asked in BAD if number == row]:
+        schema = {"type": "json_schema", "name": "x", "schema": asked.get("json")}
+        ways: list[tuple[str, dict[str, Any], str]] = [(TEXT, {"prompt": "Once", "structured_outputs": asked}, "structured_outputs")]
+        if "json" in asked:
+            ways.append((CHAT, {**ASKED, "response_format": {"type": "json_schema", "json_schema": schema}}, "response_format"))
+            ways.append((RESPONSES, {"input": "Once", "text": {"format": schema}}, "text.format"))
+        for path, body, param in ways:
+            too_deep = json.dumps(body).count('"properties"') > 400  # no schema is the matter, but the body
+            said = refused(server, path, body, None if too_deep else param, 10 if "regex" in asked else 5)
+            assert too_deep or said.startswith(param), said
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"response_format": {"type": "yaml"}}, "response_format"),
+        (TEXT, {"response_format": "json"}, "response_format"),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": 5, "schema": {}}}}, "response_format"),
+        (CHAT, {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        (CHAT, {"response_format": {"type": "json_object"}, "bad_words": ["a"]}, "bad_words"),
+        (CHAT, {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sing"}}}, "tool_choice"),
+        (CHAT, {"tools": [tool("f", a={"contains": {}, "type": "array"})], "tool_choice": "required"}, "tools"),
+        (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        (RESPONSES, {"text": 5}, "text"),
+    ],
+)
+def test_words_without_meaning_are_refused_by_name(server: ServerProcess, path: str, body: dict[str, Any], param: str) -> None:
+    refused(server, path, {CHAT: ASKED, TEXT: {"prompt": "Once"}, RESPONSES: {"input": "Once"}}[path] | body, param)
+
+
+def children(server: ServerProcess) -> list[int]:
+    """Those that try out grammars."""
+    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in family(server.process.pid) if Path(f"/proc/{pid}").exists()}
+    return [pid for pid, line in lines.items() if b"grammar_child" in line]
+
+
+def test_a_form_that_takes_for_ever_costs_its_own_request_alone(server: ServerProcess) -> None:
+    def choose(*words: str) -> int:
+        return server.ask("POST", TEXT, {"prompt": "Once", "structured_outputs": {"choice": words}}).status
+
+    assert choose("a", "b") == 200
+    (child,) = children(server)
+    os.kill(child, signal.SIGSTOP)
+    body = {"prompt": "Once", "structured_outputs": {"choice": ["c", "d"]}}
+    assert "takes more than 4 s" in refused(server, TEXT, body, "structured_outputs")
+    assert choose("e", "f") == 200
+    (another,) = children(server)
+    assert another != child and not Path(f"/proc/{child}").exists()
+
+
+def test_a_dead_end_and_what_is_refused_fail_alone(server: ServerProcess) -> None:
+    def ask(structured: dict[str, Any]) -> tuple[int, Any]:
+        answer = server.ask("POST", TEXT, {"prompt": "Once", "max_tokens": 40, "temperature": 1.5, "structured_outputs": structured})
+        return answer.status, answer.json
+
+    bad = [{"grammar": DEAD_END}, {"regex": "["}]
+    with ThreadPoolExecutor(8) as threads:
+        told = list(threads.map(ask, [*bad, {"regex": "[a-c]{9}"}, {"choice": ["north", "south"]}] * 4))
+    for dead, wrong, matching, chosen in zip(*(told[place::4] for place in range(4)), strict=True):
+        assert dead[0] == 400 and dead[1]["error"]["code"] == "grammar_error" and "leads nowhere" in dead[1]["error"]["message"]
+        assert wrong[0] == 400
+        assert re.fullmatch("[a-c]{9}", matching[1]["choices"][0]["text"])
+        assert chosen[1]["choices"][0]["text"] in ("north", "south") and chosen[1]["choices"][0]["finish_reason"] == "stop"
+
+
+# ---- what is had
+
+
+def test_answers_are_json_of_their_schema(client: openai.OpenAI) -> None:
+    for seed in range(3):
+        parsed = client.chat.completions.parse(**ASKED, response_format=Plan, seed=seed)
+        assert isinstance(parsed.choices[0].message.parsed, Plan) and parsed.choices[0].finish_reason == "stop"
+        assert isinstance(client.responses.parse(model="stories", input="Once", text_format=Plan, temperature=1.5).output_parsed, Plan)
+    schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": Step.model_json_schema(), "strict": True}}
+    stream = client.chat.completions.create(**ASKED, response_format=schema, stream=True, n=2)
+    texts = ["", ""]
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert all(Step.model_validate_json(text) for text in texts)
+
+
+def test_every_kind_of_form_in_every_route(server: ServerProcess) -> None:
+    """Of any JSON the shortest: what closes it is made likely."""
+    (closing,) = server.ask("POST", "/tokenize", {"prompt": "}", "add_special_tokens": False}).json["tokens"][-1:]
+    kinds = [
+        ({"structured_outputs": {"regex": "[0-9]{3}"}}, "[0-9]{3}"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"structured_outputs": {"grammar": 'start: "x" y\ny: "y" | "z"'}}, "xy|xz"),
+        ({"structured_outputs": {"json": Step.model_json_schema()}}, r"\{.*\}"),
+        ({"structured_outputs": {"json_object": True}, "logit_bias": {str(closing): 100}}, r"\{ ?\}"),
+        ({"response_format": {"type": "json_object"}, "logit_bias": {str(closing): 100}}, r"\{ ?\}"),
+    ]
+    for asked, pattern in kinds:
+        said = [server.ask("POST", CHAT, ASKED | asked).json["choices"][0]["message"]["content"]]
+        said.append(server.ask("POST", TEXT, {"prompt": "Once", "max_tokens": 60} | asked).json["choices"][0]["text"])
+        if "response_format" in asked:
+            asked = {"text": {"format": asked["response_format"]}, **asked}
+        response = server.ask("POST", RESPONSES, {"input": "Once"} | asked).json
+        said.append(response["output"][0]["content"][0]["text"])
+        assert all(re.fullmatch(pattern, text, re.DOTALL) for text in said), (asked, said)
+    assert response["text"] == {"format": {"type": "json_object"}}
+
+
+@pytest.mark.parametrize("choice", ["required", "add"])
+def test_a_forced_call_is_one_whole_and_streamed(client: openai.OpenAI, choice: str) -> None:
+    named: Any = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
+    forced: Any = {**ASKED, "tools": TOOLS, "tool_choice": named, "parallel_tool_calls": False if choice == "required" else None}
+    for seed in range(3):
+        answer = client.chat.completions.create(**forced, seed=seed).choices[0]
+        assert answer.finish_reason == "tool_calls" and not answer.message.content
+        (call,) = answer.message.tool_calls or []
+        assert call.type == "function"
+        check_call(call.function.name, call.function.arguments, choice)
+        name, arguments, ends = "", "", list[str]()
+        for chunk in client.chat.completions.create(**forced, seed=seed, stream=True):
+            for each in chunk.choices:
+                ends += [each.finish_reason] if each.finish_reason else []
+                for delta in each.delta.tool_calls or []:
+                    assert delta.index == 0 and delta.function and not each.delta.content
+                    name, arguments = name + (delta.function.name or ""), arguments + (delta.function.arguments or "")
+        assert ends == ["tool_calls"] and (name, arguments) == (call.function.name, call.function.arguments)
+    flat: Any = [{"type": "function", **one["function"]} for one in TOOLS]
+    mode: Any = choice if choice == "required" else {"type": "function", "name": choice}
+    (item,) = client.responses.create(model="stories", input="Once", tools=flat, tool_choice=mode, parallel_tool_calls=False).output
+    assert item.type == "function_call" and item.status == "completed"
+    check_call(item.name, item.arguments, choice)
+
+
+def check_call(name: str, arguments: str, choice: str) -> None:
+    value = json.loads(arguments)
+    assert name == choice or choice == "required"
+    assert value in ({"city": "Paris"}, {"city": "Oslo"}) if name == "weather" else set(value) == {"a"} and 0 <= value["a"] <= 999
+
+
+def test_several_calls_may_be_forced_at_once(client: openai.OpenAI) -> None:
+    forced: Any = {**ASKED, "tools": TOOLS, "tool_choice": "required", "max_tokens": 200}
+    answers = [client.chat.completions.create(**forced, seed=seed).choices[0].message for seed in range(3)]
+    assert max(len(answer.tool_calls or []) for answer in answers) > 1
+
+
+# ---- behind a thought
+
+
+def test_a_thought_is_free(client: openai.OpenAI) -> None:
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    answer = client.chat.completions.create(**ASKED, response_format={"type": "json_object"}, max_tokens=20, extra_body=thinking).choices[0]
+    thought = (answer.message.model_extra or {})["reasoning_content"]
+    assert answer.finish_reason == "length" and not answer.message.content and re.search("[a-z] [a-z]", thought)
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'
+FORMS: list[tuple[dict[str, Any], str]] = [
+    ({"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}}, '{"a": 1}'),
+    ({"json_object": True}, '{"b": [null]}'),
+    ({"regex": "[a-c]+"}, "abc"),
+    ({"choice": ["yes", "no"]}, "no"),
+    ({"grammar": 'start: "x" y\ny: "y"'}, "xy"),
+]
+
+
+@pytest.mark.parametrize(("asked", "fits"), FORMS)
+@pytest.mark.parametrize("reasoning", ["think", "none"])
+@pytest.mark.parametrize("mode", ["auto", "none", "required"])
+def test_an_answer_has_the_form_or_is_a_call_and_may_think_before(
+    asked: dict[str, Any], fits: str, reasoning: str, mode: Literal["auto", "none", "required"]
+) -> None:
+    choice = ToolChoice(mode)
+    tools = choice.offered(check_tools(TOOLS))
+    form = AnswerForm(reasoning, "hermes", ("weather", "add") if tools else (), True)
+    thoughts = [("", "", True), ("", "<think>\nHm { ?\n</think>\n\n", reasoning == "think")]
+    thoughts += [("<think>\n", "Hm</think>", True), ("<think>\n", "", False)] if reasoning == "think" else []
+    for prompt, thought, may_think in thoughts:
+        structured = chat_grammar(structured_outputs(asked), form, tools, choice, prompt)
+        assert structured is not None
+        compiled = byte_guide([]).compile(grammar_text(structured))
+        for text in [text for _, text in FORMS] + [CALL, f"{CALL}\n{CALL}", f"{fits}{CALL}", "Hello", f"\n{fits}"]:
+            matcher = compiled.copy()
+            matcher.advance(list((thought + text).encode()))
+            may_call = mode != "none" and text in (CALL, f"{CALL}\n{CALL}")
+            spaced = text == f"\n{fits}" and thought  # white space is the tag's, where there is one
+            may_say = mode != "required" and bool(text == fits or spaced or ("json_object" in asked and text == '{"a": 1}'))
+            assert (not matcher.failed and matcher.accepting) == (may_think and (may_call or may_say)), (prompt, thought, text)
