@@ -7,6 +7,8 @@ What can be wrong is found out in the order of its price: settings, the port, th
 """
 
 import argparse
+import signal
+from types import FrameType
 
 from octavo import log
 from octavo.cli.args import MODEL_HELP, add_server_flags, server_configs
@@ -23,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     engine, config = server_configs(args, args.words)
+    signal.signal(signal.SIGTERM, _leave)
     log.setup(log_level("INFO"), config.log_format)
     if switches := debug_from_environment().switched_on:
         log.logger.warning("OCTAVO_DEBUG is set, for tests only: %s", ", ".join(switches))
@@ -34,6 +37,11 @@ def run(args: argparse.Namespace) -> int:
     from octavo.server.start import serve  # the server's libraries load here
 
     return serve(engine, config, listener, text)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Told to stop before anybody was served: there is nothing to wait for."""
+    raise SystemExit(0)
 
 
 def _warn(config: ServerConfig) -> None:

@@ -41,12 +41,15 @@ def sibling(descriptor: int) -> None:
 
 async def _first(engine: EngineConfig, config: ServerConfig, listener: socket.socket, text: TextSide) -> int:
     llm = AsyncLLM(engine, _serving(config), lambda error: process.fail(EngineError(f"the engine stayed dead: {error}")), text=text)
-    model_name = config.served_model_name or text.source.name
-    server = Server(llm, config, model_name, _observer(config, llm, model_name))
-    found = replace(engine, model=str(text.source.path), revision=None)  # nobody has to look for it again
-    orders = Orders(found, config, llm.address, server.model_name)
-    process = ApiProcess(server, listener, siblings=Siblings(orders, listener))
-    return await process.run_to_end()
+    try:
+        model_name = config.served_model_name or text.source.name
+        server = Server(llm, config, model_name, _observer(config, llm, model_name))
+        found = replace(engine, model=str(text.source.path), revision=None)  # nobody has to look for it again
+        orders = Orders(found, config, llm.address, server.model_name)
+        process = ApiProcess(server, listener, siblings=Siblings(orders, listener))
+        return await process.run_to_end()
+    finally:
+        await llm.close()  # also where a signal came before there was anybody to hear it
 
 
 async def _further(orders: Orders, listener: socket.socket) -> int:

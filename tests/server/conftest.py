@@ -47,3 +47,9 @@ def served(_served: Served) -> Iterator[Served]:
     yield _served
     _served.llm.pause, _served.llm.trouble, _served.llm.script = 0.0, None, []
     wait_for(lambda: _served.llm.is_idle, 2)
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A story model that nothing ends but its length."""
+    return str(story_folder(tmp_path_factory.mktemp("endless") / "endless", end_ids=[]))

@@ -1,0 +1,156 @@
+"""Processes that die, hang or are told to end while streams are open: clients hear of it in time, nobody is left over, codes tell."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.processes import environment
+from tests.server.test_serve_cli import family, gone
+from tests.support.http_storm import WATCHED, held, seconds_until_idle
+from tests.support.open_streams import text, while_streaming
+from tests.support.server_process import ServerProcess
+
+SLOW = {"OCTAVO_DEBUG": "runner=fake,forward.sleep=20", "OCTAVO_LOG_LEVEL": "INFO"}
+FLAGS = ("--num-gpu-blocks-override", "2000", "--max-num-seqs", "32")
+
+
+def health(server: ServerProcess) -> int:
+    return server.ask("GET", "/health").status
+
+
+def until(server: ServerProcess, status: int, most: float) -> float:
+    """Seconds until /health answers so."""
+    start = time.monotonic()
+    while health(server) != status:
+        assert time.monotonic() - start < most, f"/health was not {status} after {most} s: {server.stderr[-2000:]}"
+        time.sleep(0.01)
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize(("how", "notice"), [(signal.SIGKILL, 1.0), (signal.SIGSTOP, 4.5)])  # a hang is known by three seconds of silence
+def test_an_engine_that_dies_or_hangs_ends_streams_with_an_error_and_is_started_again(
+    endless: str, how: signal.Signals, notice: float
+) -> None:
+    with ServerProcess(WATCHED, endless, *FLAGS, env=SLOW) as server:
+        known, before = text(server), held(server)
+        engine = server.ask("GET", "/watch").json["engine_pid"]
+        noticed = 0.0
+
+        async def kill() -> None:
+            nonlocal noticed
+            os.kill(engine, how)
+            noticed = await asyncio.to_thread(until, server, 503, notice)
+
+        ended = asyncio.run(while_streaming(server, 20, 400, kill))
+        assert noticed < notice and all(each.seconds < notice + 1 for each in ended)
+        assert {each.error_code for each in ended} == {"engine_dead"}
+        refused = server.ask("POST", "/v1/completions", {"prompt": "a"})
+        if refused.status != 200:  # it may be back already
+            assert refused.status == 503 and int(refused.headers["retry-after"]) >= 1
+            assert refused.error["code"] in ("unavailable", "engine_dead")
+        assert until(server, 200, 10) < 10 and text(server) == known
+        seconds_until_idle(server, before)
+        assert gone({engine}, 1)
+
+
+def test_an_engine_that_dies_again_and_again_ends_the_server_with_a_code(endless: str) -> None:
+    env = {"OCTAVO_DEBUG": "runner=fake,exit.sigkill@5"}
+    with ServerProcess(WATCHED, endless, *FLAGS, "--max-restarts", "1", env=env) as server:
+        for _ in range(2):
+            until(server, 200, 10)
+            reply = server.ask("POST", "/v1/completions", {"prompt": "a", "max_tokens": 50, "ignore_eos": True})
+            assert reply.status == 503 and reply.error["code"] == "engine_dead"
+        assert server.ended(5) == 1 and "the engine stayed dead" in server.stderr
+
+
+def test_no_process_outlives_a_killed_server(endless: str) -> None:
+    with ServerProcess(WATCHED, endless, *FLAGS, "--api-processes", "2", env=SLOW) as server:
+        pids = family(server.process.pid)
+
+        async def kill() -> None:
+            server.process.kill()
+
+        ended = asyncio.run(while_streaming(server, 8, 400, kill))
+        assert len(pids) >= 3 and gone(pids, 3)
+        assert not any(each.is_whole for each in ended)
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_sigterm_lets_twenty_streams_end_whole(endless: str, processes: str) -> None:
+    with ServerProcess(WATCHED, endless, *FLAGS, "--api-processes", processes, env=SLOW) as server:
+        pids = family(server.process.pid)
+
+        async def terminate() -> None:
+            server.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            assert health(server) == 503
+            assert server.ask("POST", "/v1/completions", {"prompt": "a"}).error["code"] == "draining"
+
+        ended = asyncio.run(while_streaming(server, 20, 60, terminate))
+        assert len(ended) == 20 and all(each.is_whole for each in ended)
+        assert server.ended(10) == 0 and gone(pids, 1) and "Traceback" not in server.stderr
+
+
+def test_a_second_sigterm_ends_open_streams_at_once(endless: str) -> None:
+    with ServerProcess(WATCHED, endless, *FLAGS, "--api-processes", "2", env=SLOW) as server:
+        pids = family(server.process.pid)
+
+        async def terminate() -> None:
+            server.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.3)
+            server.process.send_signal(signal.SIGTERM)
+
+        ended = asyncio.run(while_streaming(server, 20, 400, terminate))
+        assert not any(each.is_whole for each in ended) and max(each.seconds for each in ended) < 3
+        assert server.ended(3) == 1 and gone(pids, 1)
+
+
+@pytest.mark.parametrize("after", ["OCTAVO_DEBUG is set", "Reading the config", "Tokenizer loading"])
+def test_sigterm_while_it_starts_ends_it_with_nothing_left(endless: str, after: str, tmp_path: Path) -> None:
+    """From its first line on; before that nothing has begun, and a signal ends it as it ends any process."""
+    command = [sys.executable, "-m", "octavo", "serve", "--port", "0", endless, "--api-processes", "2"]
+    env = environment({"OCTAVO_DEBUG": "runner=fake", "TMPDIR": str(tmp_path)})
+    with subprocess.Popen(command, stderr=subprocess.PIPE, env=env, text=True) as process:
+        assert process.stderr is not None
+        said = ""
+        while after not in said:
+            said += (line := process.stderr.readline())
+            assert line, said
+        time.sleep(0.15)
+        pids = family(process.pid)
+        process.send_signal(signal.SIGTERM)
+        said += process.stderr.read()
+        assert process.wait(10) == 0, said
+    assert "Traceback" not in said and gone(pids, 1) and not list(tmp_path.iterdir())
+
+
+def test_an_api_process_that_is_killed_is_started_again(endless: str) -> None:
+    with ServerProcess(WATCHED, endless, *FLAGS, "--api-processes", "2", env=SLOW) as server:
+        engine = server.ask("GET", "/watch")
+        deadline = time.monotonic() + 30
+        while engine.status != 200:  # the other one has no such window
+            engine = server.ask("GET", "/watch")
+            assert time.monotonic() < deadline
+        (sibling,) = family(server.process.pid) - {server.process.pid, engine.json["engine_pid"]}
+        _wait_for_a_second_answerer(server)
+        os.kill(sibling, signal.SIGKILL)
+        server.wait_for(re.compile("an API process ended with code -9"))
+        assert gone({sibling}, 1)
+        _wait_for_a_second_answerer(server)
+        assert len(family(server.process.pid)) == 3 and text(server)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.ended(10) == 0
+
+
+def _wait_for_a_second_answerer(server: ServerProcess) -> None:
+    """The watched process has a route that its sibling has not."""
+    deadline = time.monotonic() + 30
+    while server.ask("GET", "/watch").status != 404:
+        assert time.monotonic() < deadline, "one process answers everything"

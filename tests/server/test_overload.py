@@ -1,0 +1,137 @@
+"""More than can be served: who is refused hears of it at once, who is served is served as before, and afterwards all is well.
+
+And a prompt of two hundred chunks in flight, which must neither keep others waiting nor starve.
+"""
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+from tests.support.http_client import Connection
+from tests.support.http_storm import WATCHED
+from tests.support.server_process import Reply, ServerProcess
+
+ROWS, QUEUE, TOKENS = 4, 8, 20
+STEP_MS = 10
+FLAGS = ("--num-gpu-blocks-override", "500", "--max-num-seqs", str(ROWS), "--max-queue", str(QUEUE))
+
+
+def story(number: int, tokens: int = TOKENS) -> dict[str, object]:
+    return {"prompt": [5, 6, 7, 3 + number % 400], "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+
+
+class Load:
+    def __init__(self, server: ServerProcess) -> None:
+        self._server = server
+        self.served = 0
+        self.refused: list[float] = []  # seconds each refusal took
+
+    async def ask(self, number: int, connection: Connection | None = None) -> Reply:
+        used = connection or Connection(self._server)
+        start = time.monotonic()
+        reply = await used.ask("/v1/completions", story(number))
+        if connection is None:
+            used.close()
+        if reply.status == 200:
+            self.served += 1
+        else:
+            self.refused.append(time.monotonic() - start)
+            assert reply.status == 429 and reply.error["code"] == "overloaded" and int(reply.headers["retry-after"]) >= 1, reply
+        return reply
+
+    async def saturate(self, seconds: float) -> float:
+        """As many clients as have room, each with its next request when it has its answer: requests a second."""
+        end = time.monotonic() + seconds
+
+        async def client(number: int) -> None:
+            connection = Connection(self._server)
+            while time.monotonic() < end:
+                await self.ask(number, connection)
+            connection.close()
+
+        start = time.monotonic()
+        await asyncio.gather(*(client(number) for number in range(ROWS + QUEUE)))
+        return self.served / (time.monotonic() - start)
+
+    async def overload(self, rate: float, seconds: float) -> float:
+        """`rate` requests a second, whatever becomes of them: how many a second are served while they come."""
+        start, tasks = time.monotonic(), list[asyncio.Task[Reply]]()
+        while time.monotonic() < start + seconds:
+            while len(tasks) < (time.monotonic() - start) * rate:
+                tasks.append(asyncio.create_task(self.ask(len(tasks))))
+            await asyncio.sleep(0.005)
+        await asyncio.gather(*tasks)
+        return self.served / (time.monotonic() - start)
+
+
+def test_ten_times_too_much_is_refused_at_once_and_costs_nobody_else(
+    endless: str, record_property: Callable[[str, object], None]
+) -> None:
+    with ServerProcess(WATCHED, endless, *FLAGS, env={"OCTAVO_DEBUG": f"runner=fake,forward.sleep={STEP_MS}"}) as server:
+        asyncio.run(Load(server).saturate(0.5))
+        capacity = asyncio.run(Load(server).saturate(3))
+        load = Load(server)
+        goodput = asyncio.run(load.overload(10 * capacity, 3))
+        assert len(load.refused) > 5 * load.served, "it was no overload"
+        start = time.monotonic()
+        assert server.ask("POST", "/v1/completions", story(0, 1)).status == 200 and time.monotonic() - start < 5
+        again = asyncio.run(Load(server).saturate(1.5))
+        late = statistics.quantiles(load.refused, n=100)[98]
+        median = statistics.median(load.refused)
+        record_property("overload", (
+            f"{capacity:.1f} requests/s at saturation, {goodput:.1f} of {10 * capacity:.0f} offered, {again:.1f} afterwards; "
+            f"refused in {1000 * median:.1f} ms (median), {1000 * late:.1f} ms (p99)"
+        ))  # fmt: skip
+        assert goodput >= 0.9 * capacity and median < 0.05 and again >= 0.9 * capacity
+
+
+CHUNK, CHUNKS = 16, 200
+
+
+def test_a_prompt_of_two_hundred_chunks_keeps_nobody_waiting_and_is_not_starved(record_property: Callable[[str, object], None]) -> None:
+    flags = ("--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "8", "--num-gpu-blocks-override", "2000")
+    with ServerProcess(WATCHED, *flags, env={"OCTAVO_DEBUG": "runner=fake,forward.sleep=10", "OCTAVO_LOG_LEVEL": "ERROR"}) as server:
+        rng = random.Random(3)
+
+        async def short() -> float:
+            """Milliseconds from the queue to its first token, by the engine's clock."""
+            connection = Connection(server)
+            body = {"prompt": [rng.randrange(100, 9000) for _ in range(6)], "max_tokens": 2, "ignore_eos": True, "include_timings": True}
+            timings = (await connection.ask("/v1/completions", body)).json["timings"]
+            connection.close()
+            times.append(timings["decode_ms"])
+            return float(timings["queue_ms"] + timings["prefill_ms"])
+
+        async def long() -> tuple[float, float]:
+            """The share of all prompt tokens that were its own while it was read in, and seconds."""
+            connection = Connection(server)
+            before, start = server.ask("GET", "/watch").json["prompt_tokens"], time.monotonic()
+            body = {"prompt": [rng.randrange(100, 9000) for _ in range(CHUNK * CHUNKS)], "max_tokens": 1, "ignore_eos": True}
+            assert (await connection.ask("/v1/completions", body)).status == 200
+            connection.close()
+            return CHUNK * CHUNKS / (server.ask("GET", "/watch").json["prompt_tokens"] - before), time.monotonic() - start
+
+        async def shorts(until: "asyncio.Future[tuple[float, float]] | None", least: int) -> list[float]:
+            found = list[float]()
+
+            async def client() -> None:
+                while len(found) < least or not (until is None or until.done()):
+                    found.append(await short())
+
+            await asyncio.gather(client(), client())
+            return found
+
+        async def both() -> tuple[list[float], list[float], tuple[float, float]]:
+            alone = await shorts(None, 60)
+            reading = asyncio.ensure_future(long())
+            return alone, await shorts(reading, 60), await reading
+
+        times = list[float]()
+        alone, beside, (share, seconds) = asyncio.run(both())
+        step = statistics.median(times)
+        more = (statistics.quantiles(beside, n=100)[98] - statistics.quantiles(alone, n=100)[98]) / step
+        said = f"p99 of the first token {more:+.1f} steps of {step:.1f} ms; the long prompt had {share:.0%}, {seconds:.1f} s"
+        record_property("fairness", said)
+        assert more <= 3 and share >= 0.5

@@ -1,0 +1,110 @@
+"""A storm over HTTP: many clients, requests of all kinds, some of them left at any byte. What is left must be whole, and exact."""
+
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import LLM, RequestOutput, SamplingParams
+from tests.support.http_client import Connection, choices_of, request_bytes
+from tests.support.server_process import ServerProcess
+
+WATCHED = "tests.support.watched_server"
+FLAGS = (
+    "--num-gpu-blocks-override", "60", "--block-size", "4", "--max-model-len", "200",
+    "--max-num-seqs", "24", "--max-num-batched-tokens", "64",
+)  # fmt: skip
+CLIENTS = 64
+LEAVING = 0.3
+WORDS = ["Once", " upon", " a", " time", " there", " was", " Lily", " dog", " é", " 🐕"]
+
+
+@dataclass(frozen=True)
+class Case:
+    path: str
+    body: dict[str, Any]
+    n: int
+    expected: list[tuple[str, str | None]]
+
+
+def cases(folder: str, count: int, monkeypatch: pytest.MonkeyPatch, seed: int = 5) -> list[Case]:
+    """Questions, with what the offline engine answers on FakeKV."""
+    rng = random.Random(seed)
+    monkeypatch.setenv("OCTAVO_DEBUG", "runner=fake")
+    asked, params = [], []
+    for number in range(count):
+        text = "".join(rng.choices(WORDS, k=rng.randrange(1, 9)))
+        given = {"temperature": 1.0, "seed": number, "max_tokens": rng.randrange(1, 24), "n": rng.choice((1, 1, 1, 2, 3))}
+        if rng.random() < 0.3:
+            given["stop"] = rng.sample(["e", "th", " a", "no such text"], 2)
+        params.append(SamplingParams(**given))  # type: ignore[arg-type]
+        if rng.random() < 0.5:
+            asked.append(("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **given}))
+        else:
+            asked.append(("/v1/completions", {"prompt": text, **given}))
+    with LLM(folder, num_gpu_blocks_override=400) as llm:
+
+        def answer(body: dict[str, Any], given: SamplingParams) -> RequestOutput:
+            if "messages" in body:
+                return llm.chat(body["messages"], given, use_tqdm=False)[0]
+            return llm.generate(body["prompt"], given, use_tqdm=False)[0]
+
+        outputs = [answer(body, each) for (_, body), each in zip(asked, params)]
+    monkeypatch.delenv("OCTAVO_DEBUG")
+    return [
+        Case(path, body | {"stream": rng.random() < 0.6}, each.n, [(sample.text, sample.finish_reason) for sample in output.outputs])
+        for (path, body), each, output in zip(asked, params, outputs)
+    ]
+
+
+async def storm(server: ServerProcess, questions: list[Case], requests: int, seed: int, leaving: float = LEAVING) -> Counter[str]:
+    """What happened; every answer that was read to its end was right."""
+    happened = Counter[str]()
+
+    async def client(number: int) -> None:
+        rng, connection = random.Random(f"{seed} {number}"), Connection(server)
+        for _ in range(requests // CLIENTS):
+            case = rng.choice(questions)
+            if rng.random() < leaving:
+                data = request_bytes(case.path, case.body)
+                await connection.leave_after(data, rng.randrange(len(data) + 3000), at_once=rng.random() < 0.5)
+                happened["left"] += 1
+            else:
+                reply = await connection.ask(case.path, case.body)
+                assert choices_of(reply, case.n) == case.expected, f"{case} was answered with {reply}"
+                happened["streamed" if case.body["stream"] else "whole"] += 1
+        connection.close()
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(CLIENTS):
+            group.create_task(client(number))
+    return happened
+
+
+def held(server: ServerProcess) -> dict[str, int]:
+    """What the two processes hold besides their memory."""
+    seen = server.ask("GET", "/watch").json
+    time.sleep(0.02)  # the connection of this question is gone
+    fds = {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in (("api_fds", server.process.pid), ("engine_fds", seen["engine_pid"]))}
+    return {name: seen[name] for name in ("requests", "streams", "tasks", "running", "waiting", "held_blocks")} | fds
+
+
+def seconds_until_idle(server: ServerProcess, before: dict[str, int], most: float = 10.0) -> float:
+    """As little as before, once the stats of the engine's last beat are in."""
+    start = time.monotonic()
+    while (now := held(server)) != before and time.monotonic() - start < most:
+        time.sleep(0.02)
+    assert now == before, f"held after {most:g} s: {now}, before: {before}"
+    return time.monotonic() - start
+
+
+def anonymous_bytes(pid: int) -> int:
+    """What a process has written and still holds, in memory or swapped out."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return 1024 * sum(int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap"))

@@ -1,0 +1,71 @@
+"""Streams that are being read while something happens to their server."""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from tests.support.http_client import Connection, choices_of, request_bytes
+from tests.support.server_process import Reply, ServerProcess
+
+
+@dataclass
+class Ended:
+    """How a stream ended, and how long after what happened."""
+
+    reply: Reply | None  # None: the connection broke
+    seconds: float
+
+    @property
+    def is_whole(self) -> bool:
+        return self.reply is not None and self.reply.body.endswith(b"data: [DONE]\n\n") and b'"error"' not in self.reply.body
+
+    @property
+    def error_code(self) -> str | None:
+        """Of the event that ended it."""
+        assert self.reply is not None
+        *_, last, done, _ = self.reply.body.decode().split("\n\n")
+        assert done == "data: [DONE]"
+        code: str | None = json.loads(last.removeprefix("data: "))["error"]["code"]
+        return code
+
+
+def story(tokens: int, number: int = 0) -> dict[str, object]:
+    return {"prompt": [5, 6, number], "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+
+
+async def while_streaming(server: ServerProcess, count: int, tokens: int, happens: Callable[[], Awaitable[None]]) -> list[Ended]:
+    """All of them have begun when it happens."""
+    begun, start = asyncio.Semaphore(0), 0.0
+
+    async def stream(number: int) -> Ended:
+        connection = Connection(server)
+        try:
+            await connection.send(request_bytes("/v1/completions", story(tokens, number) | {"stream": True}))
+            status, headers = await connection.head()
+            pieces = [await connection.piece()]
+            begun.release()
+            while piece := await connection.piece():
+                pieces.append(piece)
+            return Ended(Reply(status, headers, b"".join(pieces)), time.monotonic() - start)
+        except (asyncio.IncompleteReadError, ConnectionError, ValueError):
+            return Ended(None, time.monotonic() - start)
+        finally:
+            connection.close()
+
+    async def all_of_it() -> list[Ended]:
+        nonlocal start
+        streams = [asyncio.create_task(stream(number)) for number in range(count)]
+        for _ in streams:
+            await begun.acquire()
+        start = time.monotonic()
+        await happens()
+        return list(await asyncio.gather(*streams))
+
+    return await asyncio.wait_for(all_of_it(), 60)
+
+
+def text(server: ServerProcess, tokens: int = 12) -> str:
+    (choice,) = choices_of(server.ask("POST", "/v1/completions", story(tokens)))
+    return choice[0]
