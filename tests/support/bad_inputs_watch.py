@@ -26,6 +26,7 @@ SECRETS = {"OCTAVO_API_KEY": "sk-of-the-environment", "HF_TOKEN": "hf-of-the-env
 KEY, OTHER_KEY, ADMIN_KEY = "sk-first-key", "sk-second-key", "sk-admin-key"
 CANARY = {"prompt": "The dog was", "max_tokens": 48, "temperature": 0, "ignore_eos": True}
 ORDINARY = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+HELD = ("answers", "requests", "streams", "running", "waiting", "held_blocks")  # nothing of it when idle
 MOST_GROWTH = 200 * 2**20
 TELLTALES = re.compile(
     rf'Traceback|0x[0-9a-fA-F]{{6}}|File "|(?<![\w.:/])/(usr|etc|tmp|home|root|proc|var)/|site-packages'
@@ -76,7 +77,7 @@ class Watched:
             time.sleep(0.02)
 
     def wait_idle(self, seconds: float = 1.0) -> None:
-        self.wait_until(lambda found: not any(value for name, value in found.items() if name != "engine_pid"), seconds, "P2")
+        self.wait_until(lambda found: not any(found[name] for name in HELD), seconds, "P2")
 
     # --- what holds afterwards ---------------------------------------------------------------------------------------
 

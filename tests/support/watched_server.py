@@ -1,7 +1,7 @@
 """`octavo serve` with windows into it: `python -m tests.support.watched_server MODEL [flags]`.
 
-GET /watch, open to all, tells what the API process holds and what the engine last said of itself. A prompt with BROKEN in it makes the tokenizer
-fail, and no lag of the event loop stays unseen.
+GET /watch, open to all, tells what the API process holds and what the engine last said of itself. A prompt with BROKEN in it makes
+the tokenizer fail, and no lag of the event loop stays unseen.
 """
 
 import asyncio
