@@ -12,8 +12,9 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 EDITABLE := $(PIP) install --no-deps --no-build-isolation -e .
-# One thread a worker: test processes share the cores, threads inside them would only fight.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# One thread a worker: test processes share the cores, threads inside them would only fight. Files in their own order: by number of tests,
+# the longest, a single test that runs many, would begin last.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup native serve chat demo lint test check sanitize package soak
