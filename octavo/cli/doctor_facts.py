@@ -20,7 +20,14 @@ from octavo.worker.device import Found, find
 NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
 # name -> the oldest version that works, and name -> what is lost without it
 REQUIRED = {"torch": "2.11", "numpy": "", "safetensors": "", "tokenizers": "", "jinja2": ""}
-OPTIONAL = {"huggingface_hub": "models of the hub cannot be fetched without it", "rich": "terminals show plain lines without it"}
+SERVER = ("fastapi", "uvicorn", "uvloop", "httptools", "pydantic", "pyzmq", "msgspec", "prometheus_client")
+OPTIONAL = {
+    "huggingface_hub": "models of the hub cannot be fetched without it",
+    "rich": "terminals show plain lines without it",
+    **dict.fromkeys(SERVER, "octavo serve cannot start without it"),
+    "llguidance": "answers cannot be held to a form without it",
+}
+MODULES = {"pyzmq": "zmq"}  # where it is not the library's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +124,7 @@ def _library(name: str) -> Library:
     except importlib.metadata.PackageNotFoundError:
         version = None
     try:
-        importlib.import_module(name)
+        importlib.import_module(MODULES.get(name, name))
     except Exception as error:  # a broken installation raises anything
         return Library(name, version, " ".join(str(error).split())[:200] or type(error).__name__)
     return Library(name, version, None)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from octavo.cli.doctor import report, without_home
-from octavo.cli.doctor_facts import OPTIONAL, REQUIRED, Facts, Library, Torch
+from octavo.cli.doctor_facts import MODULES, OPTIONAL, REQUIRED, Facts, Library, Torch
 from octavo.cli.doctor_findings import findings
 from octavo.kernels.cpu.library import LEVELS
 from octavo.worker.device import Found, Gpu, TorchBuild
@@ -145,7 +145,7 @@ def test_a_real_machine_in_one_block_without_home_or_secrets(tmp_path: Path) -> 
 
 def test_it_works_and_says_so_where_no_library_can_be_imported(tmp_path: Path) -> None:
     for name in (*REQUIRED, *OPTIONAL):
-        (tmp_path / f"{name}.py").write_text(f"raise OSError('{name} has lost\\n its heart')\n")
+        (tmp_path / f"{MODULES.get(name, name)}.py").write_text(f"raise OSError('{name} has lost\\n its heart')\n")
     run = octavo("doctor", env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
     assert (run.returncode, run.stderr) == (1, "")
     for name in (*REQUIRED, *OPTIONAL):
