@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 EDITABLE := $(PIP) install --no-deps --no-build-isolation -e .
 # One thread a worker: test processes share the cores, threads inside them would only fight. Files in their own order: by number of tests,
 # the longest, a single test that runs many, would begin last.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 300
 
 .DEFAULT_GOAL := help
 .PHONY: help setup native serve chat demo lint test check sanitize package soak

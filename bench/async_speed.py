@@ -32,7 +32,7 @@ async def worst_lag(lags: list[float], every: float = 0.005) -> None:
 
 async def measure(llm: AsyncLLM, streams: int, count: int) -> str:
     async def one(number: int) -> int:
-        ask = Ask(None, [number % llm.facts.vocab_size] * PROMPT, SamplingParams(max_tokens=count, ignore_eos=True))
+        ask = Ask(None, [number % llm.facts.limits.vocab_size] * PROMPT, SamplingParams(max_tokens=count, ignore_eos=True))
         return sum([len(delta.token_ids) async for news in llm.generate(ask) for delta in news])
 
     assert llm.engine_pid is not None

@@ -20,11 +20,10 @@ from octavo.bench.picture import Bar, Panel, draw
 from octavo.bench.traces import read_trace
 from octavo.config import EngineConfig
 from octavo.loading.shape import ModelShape
-from octavo.messages import AddRequest, StepPlan, StepResult
+from octavo.messages import AddRequest, Limits, StepPlan, StepResult
 from octavo.model_config import ModelConfig
 from octavo.policy.auto import resolved
 from octavo.policy.block_pool import BlockPool
-from octavo.policy.door import Limits
 from octavo.policy.kv_manager import KVManager, PrefixHit
 from octavo.policy.memory_plan import GIB, Memory, plan_memory
 from octavo.policy.request import Sequence

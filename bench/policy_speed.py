@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from octavo.messages import AddRequest, StepPlan, StepResult
+from octavo.messages import AddRequest, Limits, StepPlan, StepResult
 from octavo.policy.block_pool import BlockPool
-from octavo.policy.door import Limits
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams

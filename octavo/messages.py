@@ -139,17 +139,24 @@ class AddRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """What start-up settled and the text side has to know."""
+class Limits:
+    """Of one engine: what a request is checked against."""
 
-    model_name: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
     max_model_len: int
     vocab_size: int
     num_blocks: int
     block_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What start-up settled and the text side has to know."""
+
+    model_name: str
     epoch: int  # which start of the engine this is: 1, and one more after every restart
+    limits: Limits
 
 
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from octavo.config import Debug, ResolvedConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.grammar import Grammars
-from octavo.messages import EngineFacts
+from octavo.messages import EngineFacts, Limits
 from octavo.model_config import ModelConfig
 from octavo.policy.block_pool import BlockPool, OnEvent
 from octavo.policy.cache_spec import CacheGeometry
-from octavo.policy.door import Limits
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.scheduler import Scheduler
 from octavo.text.tokenizer import Tokenizer
@@ -24,17 +23,7 @@ class Engine:
     runner: Runner
 
     def facts(self, model_name: str, epoch: int) -> EngineFacts:
-        limits = self.core.scheduler.limits
-        return EngineFacts(
-            model_name=model_name,
-            max_model_len=limits.max_model_len,
-            vocab_size=limits.vocab_size,
-            num_blocks=limits.num_blocks,
-            block_size=limits.block_size,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            epoch=epoch,
-        )
+        return EngineFacts(model_name, epoch, self.core.scheduler.limits)
 
 
 def assemble(

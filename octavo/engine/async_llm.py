@@ -24,7 +24,7 @@ from octavo.loading.text_side import TextSide, open_text_side
 from octavo.log import logger
 from octavo.messages import EngineFacts, SchedulerStats
 from octavo.outputs import TextDelta
-from octavo.policy.door import Limits, check_request
+from octavo.policy.door import check_request
 from octavo.sampling_params import SamplingParams
 from octavo.text.prompt import PromptEncoder
 from octavo.text.tokenizer import Tokenizer
@@ -168,7 +168,7 @@ class AsyncLLM:
         request = to_request(
             request_id, ask.prompt_token_ids, ask.params, self.config, self.encoder, ask.priority, ask.cache_salt
         )  # fmt: skip
-        check_request(request, self._limits)
+        check_request(request, self.facts.limits)
         self._link.send(Add(request))
         self._processor.add(request, ask.prompt)
         stream = self._streams[request_id] = Stream(request_id)
@@ -209,11 +209,7 @@ class AsyncLLM:
 
     def on_hello(self, hello: Hello) -> None:
         self._fail_all(UnavailableError("the engine died: there is a new one", RETRY_SECONDS, "engine_dead"))  # if nobody has noticed yet
-        self.facts = facts = hello.facts
-        self._limits = Limits(
-            max_num_seqs=facts.max_num_seqs, max_num_batched_tokens=facts.max_num_batched_tokens, max_model_len=facts.max_model_len,
-            vocab_size=facts.vocab_size, num_blocks=facts.num_blocks, block_size=facts.block_size,
-        )  # fmt: skip
+        self.facts = hello.facts
         self._last_sign, self._stalled = time.monotonic(), 0.0
         if self.state != "draining":
             self.state = "ready"

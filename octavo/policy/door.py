@@ -1,20 +1,9 @@
 """The policy room's door: what can never be served is refused here, with the number and the knob."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from octavo.errors import RequestError
-from octavo.messages import AddRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    vocab_size: int
-    num_blocks: int
-    block_size: int
+from octavo.messages import AddRequest, Limits
 
 
 def length_limit(message: AddRequest, limits: Limits) -> int:

@@ -16,8 +16,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from octavo.errors import RequestError
-from octavo.messages import AddRequest, Delta, FinishReason, RowFork, SchedulerStats, StepPlan, StepResult, TokenLogprobs
-from octavo.policy.door import Limits, check_request, length_limit
+from octavo.messages import AddRequest, Delta, FinishReason, Limits, RowFork, SchedulerStats, StepPlan, StepResult, TokenLogprobs
+from octavo.policy.door import check_request, length_limit
 from octavo.policy.kv_manager import KVManager, PrefixHit
 from octavo.policy.request import Request, Sequence, Status
 

@@ -51,5 +51,5 @@ def _model(server: Server) -> dict[str, object]:
         "object": "model",
         "created": server.created,
         "owned_by": "octavo",
-        "max_model_len": server.llm.facts.max_model_len,
+        "max_model_len": server.llm.facts.limits.max_model_len,
     }

@@ -13,7 +13,7 @@ SHORT_CHARS = 8192  # a millisecond or so
 async def encode_prompts(server: Server, prompt: str | list[object]) -> list[tuple[str | None, list[int]]]:
     """A text, a list of ids, or a list of either: each prompt's text, where it has one, and its ids."""
     prompts = _as_prompts(prompt, server.config.max_prompts)
-    limit = server.llm.facts.max_model_len
+    limit = server.llm.facts.limits.max_model_len
 
     def encode_all() -> list[tuple[str | None, list[int]]]:
         return [server.llm.encoder.encode(one, limit) for one in prompts]
@@ -26,7 +26,7 @@ async def encode_chat(
 ) -> tuple[str, list[int]]:
     def encode() -> tuple[str, list[int]]:
         try:
-            return server.llm.encoder.encode_chat(messages, tools or None, options or {}, server.llm.facts.max_model_len)
+            return server.llm.encoder.encode_chat(messages, tools or None, options or {}, server.llm.facts.limits.max_model_len)
         except TemplateError as error:  # of this conversation: its field has another name in other routes
             raise RequestError(str(error), "messages") from error
 

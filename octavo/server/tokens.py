@@ -39,7 +39,7 @@ def router(server: Server) -> APIRouter:
         asked = await read_body(request, Tokenize)
         check_model(server, asked.model)
         ids = await asyncio.to_thread(_encode, server, asked)  # a book takes seconds
-        answer: dict[str, object] = {"count": len(ids), "max_model_len": server.llm.facts.max_model_len, "tokens": ids}
+        answer: dict[str, object] = {"count": len(ids), "max_model_len": server.llm.facts.limits.max_model_len, "tokens": ids}
         if asked.return_token_strs:
             answer["token_strs"] = [server.llm.tokenizer.token(token_id) for token_id in ids]
         return answer
@@ -48,7 +48,7 @@ def router(server: Server) -> APIRouter:
     async def detokenize(request: Request) -> dict[str, str]:
         asked = await read_body(request, Detokenize)
         check_model(server, asked.model)
-        vocab = server.llm.facts.vocab_size
+        vocab = server.llm.facts.limits.vocab_size
         for place, token_id in enumerate(asked.tokens):
             if not 0 <= token_id < vocab:
                 raise RequestError(f"tokens[{place}] is {token_id}, out of the vocabulary, which ends at {vocab - 1}", f"tokens[{place}]")

@@ -12,7 +12,7 @@ from octavo.config import EngineConfig
 from octavo.engine import wire
 from octavo.engine.process import Orders
 from octavo.engine.wire import Abort, Add, Beat, Down, DownFrame, Hello, Lost, News, Ping, Refused, ResetPrefixCache, Up, UpFrame
-from octavo.messages import AddRequest, Delta, EngineFacts, LifeRecord, SchedulerStats, TokenLogprobs
+from octavo.messages import AddRequest, Delta, EngineFacts, LifeRecord, Limits, SchedulerStats, TokenLogprobs
 from octavo.sampling_params import SamplingParams, is_unset
 
 words = st.text(max_size=8)
@@ -59,7 +59,7 @@ params = st.builds(
     logprobs=st.none() | st.integers(0, 20),
 )
 requests = st.builds(AddRequest, words, st.lists(ids, max_size=20), params, st.integers(-(2**31), 2**31), words, st.lists(st.lists(ids)))
-facts = st.builds(EngineFacts, words, **{field.name: counts for field in fields(EngineFacts) if field.name != "model_name"})
+facts = st.builds(EngineFacts, words, counts, st.builds(Limits, *[counts] * len(fields(Limits))))
 down = st.one_of(
     st.builds(Ping, counts), st.builds(Add, requests), st.builds(Abort, words, st.none() | ids), st.just(ResetPrefixCache())
 )  # fmt: skip

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from octavo.config import Debug
 from octavo.engine.core import EngineCore
 from octavo.errors import EngineError
-from octavo.messages import AddRequest, Delta, FinishReason, StepPlan
+from octavo.messages import AddRequest, Delta, FinishReason, Limits, StepPlan
 from octavo.policy import invariants
 from octavo.policy.block_pool import BlockPool, Event
 from octavo.policy.cache_spec import CacheGeometry
-from octavo.policy.door import Limits
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.request import Request
 from octavo.policy.scheduler import Scheduler

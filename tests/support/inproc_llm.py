@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 from octavo import LLM
 from octavo.engine.async_llm import Ask
@@ -25,9 +26,7 @@ class InprocLLM:
         self.state = "ready"
         self.encoder, self.tokenizer, self.sampling_defaults = llm.encoder, llm.get_tokenizer(), llm.sampling_defaults
         limits = llm._client._core.scheduler.limits  # type: ignore[attr-defined]
-        self.facts = EngineFacts(
-            "stories", limits.max_model_len, limits.vocab_size, limits.num_blocks, limits.block_size, limits.max_num_seqs, 64, 1
-        )
+        self.facts = EngineFacts("stories", 1, replace(limits, max_num_batched_tokens=64))
         self.pause = 0.0
         self.trouble: tuple[int, Exception] | None = None
         self.script: list[str] = []

@@ -6,11 +6,10 @@ Unlike `FakeEngine` it keeps nothing of what has ended, so that whatever grows w
 from octavo.config import Debug
 from octavo.engine.core import EngineCore
 from octavo.engine.output import OutputProcessor
-from octavo.messages import AddRequest
+from octavo.messages import AddRequest, Limits
 from octavo.outputs import RequestOutput, TextDelta
 from octavo.policy.block_pool import BlockPool
 from octavo.policy.cache_spec import CacheGeometry
-from octavo.policy.door import Limits
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams

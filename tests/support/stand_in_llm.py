@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from octavo.engine.async_llm import Ask, State
-from octavo.messages import EngineFacts, SchedulerStats
+from octavo.messages import EngineFacts, Limits, SchedulerStats
 from octavo.outputs import TextDelta
 from octavo.text.prompt import PromptEncoder
 from octavo.text.tokenizer import Tokenizer
@@ -24,7 +24,7 @@ class StandInLLM:
     def __post_init__(self) -> None:
         self.tokenizer = Tokenizer.from_gguf({**stories_metadata(), "tokenizer.chat_template": TEMPLATE}, "tok512.bin")
         self.encoder = PromptEncoder(self.tokenizer, None)
-        self.facts = EngineFacts("stand-in", 256, self.tokenizer.vocab_size, 64, 16, 8, 64, 1)
+        self.facts = EngineFacts("stand-in", 1, Limits(8, 64, 256, self.tokenizer.vocab_size, 64, 16))
         self.sampling_defaults: dict[str, object] = {}
         self.stats = SchedulerStats(0, 0, 63, 64, 0, 0, 0, 0, 0)
 
