@@ -13,8 +13,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 EDITABLE := $(PIP) install --no-deps --no-build-isolation -e .
 # One thread a worker: test processes share the cores, threads inside them would only fight. Files in their own order: by number of tests,
-# the longest, a single test that runs many, would begin last.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 300
+# the longest, a single test that runs many, would begin last. What hangs is told by name.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 900
 
 .DEFAULT_GOAL := help
 .PHONY: help setup native serve chat demo lint test check sanitize package soak

@@ -113,7 +113,7 @@ class Watch:
         ):  # fmt: skip
             setattr(owner, name, self.timed(part, getattr(owner, name)))
         sample = self.timed("launch", core.executor.sample)
-        core.executor.sample = lambda step: Waited(sample(step), self)
+        core.executor.sample = lambda step, masks: Waited(sample(step, masks), self)
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
@@ -155,6 +155,7 @@ class Load:
     def until_all_decode(self) -> None:
         scheduler: Any = self.llm._client._core.scheduler  # type: ignore[attr-defined]
         while len(scheduler.running) < self.rows or any(seq.num_computed < seq.request.num_prompt for seq in scheduler.running):
+            assert len(scheduler.requests) == self.rows, "a request ended before all of them decoded"
             self.step()
         for _ in range(8):
             self.step()

@@ -25,7 +25,8 @@ ARGUMENTS = '{"city": "Par\\u00eds <x>"}'
 def qwen(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     encoder = PromptEncoder(served.llm.tokenizer, str(DATA / "templates" / "Qwen-Qwen3-0.6B.jinja"))
     monkeypatch.setattr(served.llm, "encoder", encoder)
-    monkeypatch.setattr(served.llm, "facts", replace(served.llm.facts, max_model_len=10_000))
+    facts = served.llm.facts
+    monkeypatch.setattr(served.llm, "facts", replace(facts, limits=replace(facts.limits, max_model_len=10_000)))
     served.llm.script = [ANSWER]
     yield served
 
