@@ -244,6 +244,10 @@ class AsyncLLM:
     def on_beat(self, beat: Beat) -> None:
         self._last_sign, self._stalled, self.stats = time.monotonic(), beat.stalled, beat.stats
 
+    def on_hangup(self) -> None:
+        if self._supervisor is None and self._link.epoch:  # who supervises it knows, and why
+            self._on_down("it hung up")
+
     def on_lost(self) -> None:
         for stream in list(self._streams.values()):
             self._end(stream, EngineError("a message between this process and the engine was lost"))
@@ -266,6 +270,8 @@ class AsyncLLM:
 
     def _verdict(self, now: float) -> str:
         """Why the engine is as good as dead; nothing if it is not."""
+        if self._supervisor is not None and self._supervisor.is_stopped:
+            return "it was stopped"
         if now - self._last_sign > self._serving.beat_timeout:
             return f"it gave no sign of life for {self._serving.beat_timeout:g} s"
         if self._stalled > self._serving.hang_timeout:

@@ -8,6 +8,7 @@ import asyncio
 import os
 import secrets
 import time
+from contextlib import suppress
 from typing import Protocol
 
 import zmq
@@ -32,6 +33,8 @@ class Listener(Protocol):
 
     def on_beat(self, beat: Beat) -> None: ...
 
+    def on_hangup(self) -> None: ...
+
     def on_lost(self) -> None: ...
 
 
@@ -50,12 +53,14 @@ class Link:
         # nothing waits for an engine that is not there; nothing is dropped for one that is
         for option, value in ((zmq.IMMEDIATE, 1), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.RECONNECT_IVL, 50)):
             self._socket.setsockopt(option, value)
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
         self._loop.add_reader(self._socket.fileno(), self._look)
 
     def close(self) -> None:
         if not self._socket.closed:
             self._loop.remove_reader(self._socket.fileno())
+            self._socket.disable_monitor()
             self._socket.close(linger=LAST_WORDS_MS)
 
     def forget(self) -> None:
@@ -63,6 +68,10 @@ class Link:
         self.epoch = 0
 
     def ping(self) -> None:
+        """Called a few times a second: says that we are there, and looks whether the engine still is."""
+        with suppress(zmq.Again):
+            while self._monitor.recv_multipart(zmq.NOBLOCK):
+                self._listener.on_hangup()
         self._send(Ping(os.getpid()))
 
     def send(self, body: Down) -> None:

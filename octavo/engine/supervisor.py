@@ -76,6 +76,15 @@ class Supervisor:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
+    @property
+    def is_stopped(self) -> bool:
+        """By SIGSTOP: it lives, and does nothing."""
+        if self._process is None or not hasattr(os, "waitid"):
+            return False
+        with suppress(ChildProcessError):
+            return os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        return False
+
     def ready(self) -> None:
         """The engine said hello."""
         self._ready_at = time.monotonic()
