@@ -62,9 +62,9 @@ def against_offline(model: str | None, rounds: int) -> None:
             print(f"median of {rounds}: {statistics.median(ratios):.1%}")
 
 
-def on_fake(model: str | None, rounds: int, streams: int, count: int) -> None:
+def on_fake(model: str | None, rounds: int, streams: int, count: int, step_ms: int) -> None:
     flags = ("--num-gpu-blocks-override", "20000", "--max-num-seqs", str(streams))
-    env = {"OCTAVO_DEBUG": "runner=fake", "OCTAVO_LOG_LEVEL": "ERROR"}
+    env = {"OCTAVO_DEBUG": "runner=fake" + (f",forward.sleep={step_ms}" if step_ms else ""), "OCTAVO_LOG_LEVEL": "ERROR"}
     with ServerProcess(WATCHED, *([model] if model else []), *flags, env=env) as server:
         workload = [([100 + number] * PROMPT, count) for number in range(streams)]
         speeds = []
@@ -86,10 +86,11 @@ if __name__ == "__main__":
     parser.add_argument("--fake", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--step-ms", type=int, default=0, help="with --fake: how long a step takes; 0: no time")
     arguments = parser.parse_args()
     log.setup("WARNING")
     if arguments.fake:
-        on_fake(arguments.model, arguments.rounds, arguments.streams, arguments.tokens)
+        on_fake(arguments.model, arguments.rounds, arguments.streams, arguments.tokens, arguments.step_ms)
     else:
         against_offline(arguments.model, arguments.rounds)
