@@ -18,7 +18,9 @@ from octavo.engine.output import OutputProcessor
 from octavo.engine.process import Orders
 from octavo.engine.streams import Stream
 from octavo.engine.supervisor import Serving, SocketFolder, Supervisor
-from octavo.engine.wire import Abort, Add, Beat, Hello, News, Refused, ResetPrefixCache, frame_limit
+from octavo.engine.view_frame import ViewFrame
+from octavo.engine.view_stream import ViewStream
+from octavo.engine.wire import Abort, Add, Beat, Hello, News, Refused, ResetPrefixCache, View, frame_limit
 from octavo.errors import DeadlineError, EngineError, OctavoError, OverloadError, RequestError, UnavailableError
 from octavo.loading.text_side import TextSide, open_text_side
 from octavo.log import logger
@@ -95,6 +97,7 @@ class AsyncLLM:
         """Until the engine is ready; raises what kept it from starting."""
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._link = Link(self.address, self, frame_limit(self.config, self._text.model))
+        self._view = ViewStream(self._link)
         self._watching = asyncio.create_task(self._watch())
         self._started = True
         if self._folder is not None:
@@ -116,6 +119,7 @@ class AsyncLLM:
             queue_timeout=serving.queue_timeout,
             log_level=log_level("INFO"),
             log_format=serving.log_format,
+            inspector=serving.inspector,
         )
 
     async def drain(self, seconds: float) -> int:
@@ -145,6 +149,11 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> None:
         """Before the next request: forget every cached block that nobody holds, and find none of the others again."""
         self._link.send(ResetPrefixCache())
+
+    def view(self) -> AsyncGenerator[ViewFrame, None]:
+        """What the engine does, for one reader at a time; the first frame, and the first of an engine started again, is a full one."""
+        assert self._serving.inspector
+        return self._view.frames()
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -213,6 +222,7 @@ class AsyncLLM:
         self._last_sign, self._stalled = time.monotonic(), 0.0
         if self.state != "draining":
             self.state = "ready"
+        self._view.begin_again()
         if self._supervisor is not None:
             self._supervisor.ready()
         if not self._ready.done():
@@ -244,11 +254,15 @@ class AsyncLLM:
     def on_beat(self, beat: Beat) -> None:
         self._last_sign, self._stalled, self.stats = time.monotonic(), beat.stalled, beat.stats
 
+    def on_view(self, view: View) -> None:
+        self._view.push(view.frame)
+
     def on_hangup(self) -> None:
         if self._supervisor is None and self._link.epoch:  # who supervises it knows, and why
             self._on_down("it hung up")
 
     def on_lost(self) -> None:
+        self._view.begin_again()
         for stream in list(self._streams.values()):
             self._end(stream, EngineError("a message between this process and the engine was lost"))
 
@@ -283,6 +297,7 @@ class AsyncLLM:
 
     def _on_down(self, reason: str) -> None:
         self._link.forget()
+        self._view.begin_again()
         if self.state != "draining":
             self.state = "dead"
         self._fail_all(UnavailableError(f"the engine died: {reason}", RETRY_SECONDS, "engine_dead"))

@@ -14,7 +14,7 @@ from typing import Protocol
 import zmq
 
 from octavo.engine import wire
-from octavo.engine.wire import Beat, Down, DownFrame, Hello, Lost, News, Ping, Refused, UpFrame
+from octavo.engine.wire import Beat, Down, DownFrame, Hello, Lost, News, Ping, Refused, UpFrame, View
 from octavo.errors import RequestError, UnavailableError
 from octavo.log import logger
 
@@ -32,6 +32,8 @@ class Listener(Protocol):
     def on_refused(self, refused: Refused) -> None: ...
 
     def on_beat(self, beat: Beat) -> None: ...
+
+    def on_view(self, view: View) -> None: ...
 
     def on_hangup(self) -> None: ...
 
@@ -61,6 +63,7 @@ class Link:
         if not self._socket.closed:
             self._loop.remove_reader(self._socket.fileno())
             self._socket.disable_monitor()
+            self.forget()
             self._socket.close(linger=LAST_WORDS_MS)
 
     def forget(self) -> None:
@@ -129,5 +132,7 @@ class Link:
             self._listener.on_beat(body)
         elif isinstance(body, Refused):
             self._listener.on_refused(body)
+        elif isinstance(body, View):
+            self._listener.on_view(body)
         elif isinstance(body, Lost):
             self._listener.on_lost()

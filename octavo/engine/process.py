@@ -23,8 +23,9 @@ from octavo.config import EngineConfig, debug_from_environment
 from octavo.engine.assemble import Engine
 from octavo.engine.client import open_engine
 from octavo.engine.core import EngineCore
-from octavo.engine.router import BROKEN, Command, Gone, Pulse, Router
+from octavo.engine.router import BROKEN, Command, Gone, Pulse, Router, Watching
 from octavo.engine.stats import StatsLog
+from octavo.engine.view import EngineView, NoView
 from octavo.engine.wire import Abort, Refused, ResetPrefixCache, frame_limit
 from octavo.errors import OctavoError, RequestError
 from octavo.loading.resolve import ModelSource, load_model_config
@@ -52,6 +53,7 @@ class Orders(Struct, frozen=True):
     queue_timeout: float | None
     log_level: str
     log_format: str
+    inspector: bool  # somebody may watch
 
 
 class Reason(Struct, frozen=True):
@@ -64,10 +66,11 @@ class Reason(Struct, frozen=True):
 class Loop:
     """What comes in between steps, and what goes out."""
 
-    def __init__(self, core: EngineCore, router: Router, queue_timeout: float | None) -> None:
+    def __init__(self, core: EngineCore, router: Router, queue_timeout: float | None, view: EngineView | NoView) -> None:
         self._core = core
         self._router = router
         self._queue_timeout = queue_timeout
+        self._view = view
         self._taken = 0
         self._log = StatsLog(core.scheduler.snapshot())
 
@@ -86,6 +89,7 @@ class Loop:
         pulse = self.pulse(core.has_work)
         self._router.publish(pulse)
         self._router.give(deltas, refused, pulse.stats)
+        self._router.show(self._view.frames(pulse.busy))
         self._log.turn(pulse.stats)
 
     def pulse(self, busy: bool) -> Pulse:
@@ -107,6 +111,9 @@ class Loop:
         elif isinstance(command, Gone):
             for request_id in [each for each in core.scheduler.requests if each.startswith(f"{command.name}-")]:
                 core.abort(request_id)
+            self._view.ask(command.name, "none")
+        elif isinstance(command, Watching):
+            self._view.ask(command.name, command.wanted)
         return None
 
 
@@ -120,7 +127,7 @@ def serve(orders: Orders) -> None:
     router.start()
     tokenizer = None if orders.config.skip_tokenizer_init else partial(load_tokenizer, source)
     engine: Engine = open_engine(orders.config, source, model, debug, tokenizer, orders.epoch)
-    loop = Loop(engine.core, router, orders.queue_timeout)
+    loop = Loop(engine.core, router, orders.queue_timeout, EngineView(engine.core) if orders.inspector else NoView())
     router.ready(engine.facts(source.name, orders.epoch), loop.pulse(busy=False))
     try:
         loop.run()

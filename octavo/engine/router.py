@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import zmq
 
 from octavo.engine import wire
+from octavo.engine.view_frame import ViewFrame, Wanted
 from octavo.engine.wire import Abort, Add, Beat, Down, DownFrame, Hello, Lost, News, Ping, Refused, ResetPrefixCache, Up, UpFrame
 from octavo.log import logger
 from octavo.messages import AddRequest, Delta, EngineFacts, SchedulerStats
@@ -38,7 +39,15 @@ class Gone:
     name: str
 
 
-Command = AddRequest | Abort | ResetPrefixCache | Gone
+@dataclass(frozen=True, slots=True)
+class Watching:
+    """A client wants to see the engine, or no more."""
+
+    name: str
+    wanted: Wanted
+
+
+Command = AddRequest | Abort | ResetPrefixCache | Gone | Watching
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +105,7 @@ class Router:
         self._news_frames = 0
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._outbox: deque[tuple[list[Delta], list[Refused], SchedulerStats]] = deque()
+        self._views: deque[tuple[str, ViewFrame]] = deque()
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
@@ -125,6 +135,11 @@ class Router:
     def give(self, deltas: list[Delta], refused: list[Refused], stats: SchedulerStats) -> None:
         if deltas or refused:
             self._outbox.append((deltas, refused, stats))
+            self._rouse()
+
+    def show(self, views: list[tuple[str, ViewFrame]]) -> None:
+        if views:
+            self._views.extend(views)
             self._rouse()
 
     def _rouse(self) -> None:
@@ -215,6 +230,9 @@ class Router:
         if isinstance(body, ResetPrefixCache):
             self._inbox.put(body)
             return
+        if isinstance(body, wire.Watch):
+            self._inbox.put(Watching(client.name, body.wanted))
+            return
         request_id = body.request.request_id if isinstance(body, Add) else body.request_id
         if not request_id.startswith(f"{client.name}-"):
             logger.warning("Dropped a message about request %r, which is not of client %s", request_id[:80], client.name)
@@ -252,6 +270,9 @@ class Router:
             for name, news in by_client.items():
                 for part in _sliced(news):
                     self._send_to(name, News(part, stats))
+        while self._views:
+            name, frame = self._views.popleft()
+            self._send_to(name, wire.View(frame))
 
     def _send_to(self, request_id: str, body: Up) -> None:
         client = self._clients.get(request_id.partition("-")[0].encode())

@@ -39,6 +39,7 @@ class Serving:
     beat_timeout: float = 3.0  # seconds without a sign of life after which the engine is dead
     hang_timeout: float = 300.0  # seconds a single step may take
     log_format: str = "text"
+    inspector: bool = False  # whether it may be watched
 
 
 class SocketFolder:

@@ -1,7 +1,7 @@
 """What crosses between an API process and the engine process: one msgpack frame a message, decoded into exactly these types.
 
-    API process  --  Ping, Add, Abort, ResetPrefixCache  -->  engine process        DEALER to ROUTER over a unix socket
-                <--  Hello, Beat, News, Refused, Lost    --
+    API process  --  Ping, Add, Abort, ResetPrefixCache, Watch  -->  engine process        DEALER to ROUTER over a unix socket
+                <--  Hello, Beat, News, Refused, Lost, View     --
 
 A frame carries the epoch, which start of the engine it belongs to, and a number, which counts the frames of one client in one
 direction: who sees a gap knows that something was lost. What is no frame is dropped and logged; it can do no more than that.
@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from octavo.config import EngineConfig
+from octavo.engine.view_frame import ViewFrame, Wanted
 from octavo.log import logger
 from octavo.messages import AddRequest, Delta, EngineFacts, SchedulerStats
 from octavo.model_config import ModelConfig
@@ -37,6 +38,12 @@ class Abort(Struct, tag="abort", array_like=True, frozen=True):
 
 class ResetPrefixCache(Struct, tag="reset", array_like=True, frozen=True):
     pass
+
+
+class Watch(Struct, tag="watch", array_like=True, frozen=True):
+    """One frame of the view is wanted, or none any more."""
+
+    wanted: Wanted
 
 
 class Hello(Struct, tag="hello", array_like=True, frozen=True):
@@ -73,8 +80,14 @@ class Lost(Struct, tag="lost", array_like=True, frozen=True):
     """The engine missed a frame of this client, or had given it up: it works on none of its requests any more."""
 
 
-Down = Ping | Add | Abort | ResetPrefixCache
-Up = Hello | Beat | News | Refused | Lost
+class View(Struct, tag="view", array_like=True, frozen=True):
+    """The frame that was asked for."""
+
+    frame: ViewFrame
+
+
+Down = Ping | Add | Abort | ResetPrefixCache | Watch
+Up = Hello | Beat | News | Refused | Lost | View
 Item = TypeVar("Item")
 
 

@@ -42,7 +42,7 @@ class BlockPool:
         self.digest_of: list[bytes | None] = [None] * num_blocks
         self.evicted: OrderedDict[bytes, None] = OrderedDict()
         self.counts = PoolCounts()
-        self._emit = on_event or _ignore
+        self.on_event = on_event or _ignore  # whoever watches for a while puts its own here, and this one back
 
     @property
     def num_free(self) -> int:
@@ -61,7 +61,7 @@ class BlockPool:
             if self.digest_of[block] is not None:
                 self._evict(block)
             self.ref[block] = 1
-            self._emit("take", block, None)
+            self.on_event("take", block, None)
             blocks.append(block)
         self.counts.taken += count
         return blocks
@@ -72,7 +72,7 @@ class BlockPool:
             if self.ref[block] == 0:
                 del self.free[block]
             self.ref[block] += 1
-            self._emit("share", block, self.digest_of[block])
+            self.on_event("share", block, self.digest_of[block])
         self.counts.shared += len(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -80,7 +80,7 @@ class BlockPool:
         for block in reversed(list(blocks)):
             self.ref[block] -= 1
             assert self.ref[block] >= 0, f"block {block} released once too often"
-            self._emit("release", block, None)
+            self.on_event("release", block, None)
             if self.ref[block] == 0:
                 self.free[block] = None
                 if self.digest_of[block] is None:
@@ -95,7 +95,7 @@ class BlockPool:
         self.index[digest] = block
         self.digest_of[block] = digest
         self.counts.sealed += 1
-        self._emit("seal", block, digest)
+        self.on_event("seal", block, digest)
 
     def writable(self, block: int) -> bool:
         return self.ref[block] == 1 and self.digest_of[block] is None
@@ -115,7 +115,7 @@ class BlockPool:
         if len(self.evicted) > EVICTED_RING:
             self.evicted.popitem(last=False)
         self.counts.evicted += 1
-        self._emit("evict", block, digest)
+        self.on_event("evict", block, digest)
 
     def check(self) -> None:
         """Assert that every block is in exactly one state and that index and digests agree."""

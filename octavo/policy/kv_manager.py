@@ -8,6 +8,7 @@ A table only grows. An entry changes in one case: the block of the next position
 fresh copy takes its place, in the plan that writes it first.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -24,12 +25,17 @@ class PrefixHit:
     missed: bytes = b""  # digest of the first block that was not found
 
 
+def _ignore(seq: Sequence, first: int, end: int) -> None:
+    """Nobody asks later what a cached block holds."""
+
+
 class KVManager:
     def __init__(self, pool: BlockPool, block_size: int, caching: bool, key: bytes, identity: bytes, force_miss: bool = False) -> None:
         self.pool = pool
         self.block_size = block_size
         self.caching = caching
         self.pending: dict[bytes, int] = {}  # digest -> seq_id of who is computing that block
+        self.on_seal: Callable[[Sequence, int, int], None] = _ignore  # the sequence, and which entries of its table were offered
         self._hash = blake2b(key=key, digest_size=32)  # keyed once, copied for every digest
         self._identity = identity  # model, weights, dtypes, block size: what must be equal for KV bytes to be
         self._force_miss = force_miss
@@ -112,6 +118,7 @@ class KVManager:
             for index in range(seq.num_sealed, full):
                 self.pool.seal(seq.table[index], seq.digests[index])
                 self.pending.pop(seq.digests[index], None)
+            self.on_seal(seq, seq.num_sealed, full)
         seq.num_sealed = full
 
     def fork(self, parent: Sequence, child: Sequence) -> None:

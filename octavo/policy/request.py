@@ -12,7 +12,7 @@ sample computes that last token itself.
 from array import array
 from enum import Enum
 
-from octavo.messages import LifeRecord, NoiseKey, RowWrite
+from octavo.messages import FinishReason, LifeRecord, NoiseKey, RowWrite
 from octavo.sampling_params import SamplingParams
 
 LOW32 = 0xFFFFFFFF
@@ -78,7 +78,7 @@ class Request:
 
 class Sequence:
     __slots__ = (
-        "digests", "in_flight", "index", "key", "limit", "lost", "num_computed", "num_planned", "num_sealed", "num_tokens",
+        "digests", "ended", "in_flight", "index", "key", "limit", "lost", "num_computed", "num_planned", "num_sealed", "num_tokens",
         "pending", "preemptions", "request", "reserved", "row", "seq_id", "status", "steps_passed", "stop_at", "table", "token_ids",
         "waits_for",
     )  # fmt: skip
@@ -102,6 +102,7 @@ class Sequence:
         self.row = -1
         self.reserved: list[int] = []  # rows held for samples not forked yet
         self.status = Status.WAITING
+        self.ended: FinishReason | None = None  # and how
         self.preemptions = 0
         self.lost = 0  # positions the last preemption threw away
         self.steps_passed = 0  # steps in which others were admitted past it

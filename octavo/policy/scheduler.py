@@ -277,7 +277,7 @@ class Scheduler:
             insort(self.running, child, key=_policy_key)
             plan.row_forks.append(RowFork(child.row, parent.row, child.seq_id, request.noise(index)))
         for seq in [seq for seq in request.sequences if seq.index in request.aborted]:
-            self._remove(seq)
+            self._remove(seq, "abort")
 
     def _preempt(self, seq: Sequence) -> None:
         """Take everything back; it will be computed again. A token still in flight is kept when it arrives."""
@@ -353,7 +353,7 @@ class Scheduler:
         else:
             return delta
         self.kv.seal(seq)
-        self._remove(seq)
+        self._remove(seq, delta.finish_reason)
         delta.life = request.life
         return delta
 
@@ -373,18 +373,18 @@ class Scheduler:
         indices = [seq.index]
         if seq.unforked:
             indices = [index for index in range(request.params.n) if index not in request.aborted]
-        self._remove(seq)
+        self._remove(seq, reason)
         name, life = request.request_id, request.life
         return [Delta(name, index, [], finish_reason=reason, error=error, code=code, life=life) for index in indices]
 
-    def _remove(self, seq: Sequence) -> None:
+    def _remove(self, seq: Sequence, reason: FinishReason) -> None:
         """Out of the engine, from wherever it is."""
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
             self._free(seq)
         else:
             self.waiting.remove(seq)
-        seq.status = Status.FINISHED
+        seq.status, seq.ended = Status.FINISHED, reason
         request = seq.request
         request.sequences.remove(seq)
         if not request.sequences:

@@ -1,0 +1,156 @@
+"""The view: what pool and scheduler do, gathered while somebody watches. While nobody does there is no hook and no ring.
+
+    pool.on_event ─┐
+    core.trace ────┴─► EngineView ──► a Watcher for each client that asked ──► ViewFrame, when it asks
+
+A client asks for every frame: one that is slow gets fewer. Between two frames of a client the loop has worked a hundred times as long
+as it takes to gather one, so that watching costs a hundredth, however much there is to see.
+"""
+
+import time
+from collections.abc import Callable
+
+from octavo.engine.core import EngineCore
+from octavo.engine.trace import NoTrace, Trace
+from octavo.engine.view_frame import EventWords, ViewFrame, Wanted
+from octavo.engine.watcher import Contents, Watcher
+from octavo.messages import StepPlan
+from octavo.policy.block_pool import Event
+from octavo.policy.scheduler import Scheduler
+
+WORK_FOR_A_FRAME = 100  # times as long as the frame takes
+LONGEST_PAUSE = 1.0
+
+
+class NoView:
+    """Nobody may watch."""
+
+    def ask(self, client: str, wanted: Wanted) -> None:
+        pass
+
+    def frames(self, busy: bool) -> list[tuple[str, ViewFrame]]:
+        return []
+
+
+class EngineView:
+    def __init__(self, core: EngineCore, clock: Callable[[], float] = time.monotonic) -> None:
+        self._core, self._scheduler = core, core.scheduler
+        self._clock, self._start = clock, clock()
+        self._started = time.time()
+        self._watchers: dict[str, Watcher] = {}  # by client
+        self._trace: Trace = NoTrace()  # what was there before
+        self._on_event = self._scheduler.kv.pool.on_event
+        self._contents = Contents(self._scheduler.kv.pool, self._scheduler.kv.block_size, self._now)
+        self._scheduler.kv.on_seal = self._contents.remember
+
+    def ask(self, client: str, wanted: Wanted) -> None:
+        if wanted == "full":
+            if not self._watchers:
+                self._attach()
+            self._watchers[client] = Watcher(self._scheduler, self._contents, self._watched_since)
+        elif wanted == "none":
+            self._leave(client)
+        elif client in self._watchers:
+            self._watchers[client].wants = True
+
+    def frames(self, busy: bool) -> list[tuple[str, ViewFrame]]:
+        """For those who asked, if there is anything new. `busy`: there will be another opportunity soon."""
+        if not self._watchers:
+            return []
+        found, start = [], self._clock()
+        for client, watcher in self._watchers.items():
+            if not watcher.wants or (busy and start < watcher.due):
+                continue
+            frame = watcher.frame(self._now(), self._started)
+            start, began = self._clock(), start
+            if frame is not None:
+                watcher.wants = False
+                watcher.due = start + min((start - began) * WORK_FOR_A_FRAME, LONGEST_PAUSE)
+                found.append((client, frame))
+        return found
+
+    def _leave(self, client: str) -> None:
+        if self._watchers.pop(client, None) is not None and not self._watchers:
+            self._detach()
+
+    def _now(self) -> float:
+        return round(self._clock() - self._start, 4)
+
+    # --- the hooks ---------------------------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        pool = self._scheduler.kv.pool
+        self._watched_since = self._now()
+        self._trace, self._core.trace = self._core.trace, self
+        self._on_event, pool.on_event = pool.on_event, self._on_block
+        self._seen = (self._scheduler.stats.preemptions, self._scheduler.stats.prefix_hits, self._scheduler.stats.prefix_queries)
+        self._preemptions = {seq.seq_id: seq.preemptions for seq in self._scheduler.waiting if seq.preemptions}
+
+    def _detach(self) -> None:
+        self._core.trace, self._scheduler.kv.pool.on_event = self._trace, self._on_event
+
+    def _on_block(self, event: Event, block: int, digest: bytes | None) -> None:
+        self._on_event(event, block, digest)
+        for watcher in self._watchers.values():
+            watcher.on_block(event, block)
+        if event == "take":
+            self._contents.since[block] = self._now()
+        elif event == "evict":
+            assert digest is not None
+            self._tell((self._scheduler.step, self._now(), "evict", block, digest[:8].hex()))
+
+    def begin(self) -> None:
+        self._trace.begin()
+        self._began = self._clock()
+
+    def mark(self, name: str) -> None:
+        self._trace.mark(name)
+
+    def end(self, plan: StepPlan, scheduler: Scheduler) -> None:
+        self._trace.end(plan, scheduler)
+        at, stats, pool = self._now(), scheduler.stats, scheduler.kv.pool
+        decoding = sum(count == 1 and samples for count, samples in zip(plan.num_query, plan.samples))
+        seen = (stats.preemptions, stats.prefix_hits, stats.prefix_queries)
+        preempted, hits, queries = (new - old for new, old in zip(seen, self._seen))
+        self._seen = seen
+        numbers = (
+            plan.step, at, round(1000 * (self._clock() - self._began), 3), sum(plan.num_query) - decoding, decoding, len(plan.row),
+            len(scheduler.running), len(scheduler.waiting), pool.num_blocks - 1 - pool.num_free, preempted, hits, queries,
+        )  # fmt: skip
+        for words in (*self._preempted(preempted), *_events_of(plan, scheduler)):
+            self._tell((plan.step, at, *words))
+        for watcher in self._watchers.values():
+            watcher.add_step(numbers)
+
+    def close(self) -> None:
+        self._trace.close()
+
+    def _tell(self, event: EventWords) -> None:
+        for watcher in self._watchers.values():
+            watcher.add_event(event)
+
+    def _preempted(self, count: int) -> list[EventWords]:
+        if not count:
+            return []
+        now = {seq.seq_id: seq.preemptions for seq in self._scheduler.waiting if seq.preemptions}
+        before, self._preemptions = self._preemptions, now
+        return [("preempt", seq_id) for seq_id, times in now.items() if times > before.get(seq_id, 0)]
+
+
+def _events_of(plan: StepPlan, scheduler: Scheduler) -> list[EventWords]:
+    """Who came in with which hit, who was forked, whose blocks were copied. Rare in most steps."""
+    if not (plan.row_writes or plan.row_forks or plan.copies):
+        return []
+    events: list[EventWords] = []
+    running = {seq.seq_id: seq for seq in scheduler.running}
+    of_row = {seq.row: seq.seq_id for seq in scheduler.running} | dict(zip(plan.row, plan.seq_id))
+    for write in plan.row_writes:
+        events.append(("admit", write.seq_id))
+        if write.start:
+            seq = running.get(write.seq_id)  # unless it has ended in its first step
+            first = seq is not None and not seq.preemptions
+            events.append(("hit", write.seq_id, write.start, (seq.request.life.hit_reason or "") if seq is not None and first else ""))
+    events += [("fork", of_row[fork.source], fork.seq_id) for fork in plan.row_forks if fork.source in of_row]
+    row_of = {block: row for row, _, block in plan.new_blocks} if plan.copies else {}
+    events += [("copy", source, copy, of_row[row_of[copy]]) for source, copy in plan.copies]
+    return events

@@ -1,0 +1,182 @@
+"""`Watcher`: what one client was told of an engine, and what it was not told yet.
+
+    dirty     blocks that changed since; told in their present state, however often they changed
+    owed      blocks whose tokens are to be told: sealed ones from `Contents`, others from the sequence that fills them
+    told      sequences as they were told; a frame has what is different now
+    steps, events     rings: what does not fit is counted as lost
+
+All of it is bounded by the pool, the sequences and the rings, so a client that does not ask costs no more memory. A frame is bounded
+too; what does not fit into one comes with the next.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain, islice
+
+from octavo.engine.view_frame import BlockState, EventWords, SequenceState, StepNumbers, ViewFrame
+from octavo.policy.block_pool import BlockPool, Event
+from octavo.policy.request import Sequence
+from octavo.policy.scheduler import Scheduler
+
+MOST_STEPS = 600
+MOST_EVENTS = 2048
+BLOCKS_A_FRAME = 4096
+TOKENS_A_FRAME = 1024  # blocks that are told with their tokens
+UNKNOWN = -1.0
+
+
+class Contents:
+    """What blocks hold that were sealed, and since when: kept from the start on, for a cached block has nobody else who knows."""
+
+    def __init__(self, pool: BlockPool, block_size: int, now: Callable[[], float]) -> None:
+        self.block_size = block_size
+        self.since = array("d", [UNKNOWN]) * pool.num_blocks
+        self._ids = array("i", [0]) * (pool.num_blocks * block_size)
+        self._digest_of = pool.digest_of
+        self._now = now
+
+    def remember(self, seq: Sequence, first: int, end: int) -> None:
+        size, now = self.block_size, self._now()
+        for index in range(first, end):
+            block = seq.table[index]
+            if self._digest_of[block] is not None:  # else it is a duplicate that stays with its sequence
+                self._ids[block * size : (block + 1) * size] = seq.token_ids[index * size : (index + 1) * size]
+                self.since[block] = now
+
+    def of(self, block: int) -> list[int]:
+        return self._ids[block * self.block_size : (block + 1) * self.block_size].tolist()
+
+
+@dataclass(slots=True)
+class _Told:
+    seq: Sequence
+    state: str
+    tokens: int
+    computed: int
+    preemptions: int
+    table: list[int]
+
+    @staticmethod
+    def of(seq: Sequence) -> "_Told":
+        return _Told(seq, seq.status.value, seq.num_tokens, seq.num_computed, seq.preemptions, seq.table.copy())
+
+    def holds(self) -> bool:
+        seq = self.seq
+        return (
+            self.computed == seq.num_computed and self.tokens == seq.num_tokens and self.state == seq.status.value
+            and self.preemptions == seq.preemptions and self.table == seq.table
+        )  # fmt: skip
+
+    def same_entries(self, table: list[int]) -> int:
+        """How many entries of its table are those it had."""
+        if table[: len(self.table)] == self.table:
+            return len(self.table)
+        return next((at for at, (old, new) in enumerate(zip(self.table, table)) if old != new), min(len(self.table), len(table)))
+
+
+class Watcher:
+    def __init__(self, scheduler: Scheduler, contents: Contents, since: float) -> None:
+        """`since`: from when on somebody saw blocks being taken."""
+        self.wants = True  # it has asked for a frame
+        self.due = 0.0  # it gets none before
+        self._scheduler, self._pool = scheduler, scheduler.kv.pool
+        self._contents, self._since = contents, since
+        held = chain.from_iterable(seq.table for seq in scheduler.running)
+        self._owed: dict[int, tuple[Sequence, int] | None] = dict.fromkeys(self._pool.index.values())  # None: as `Contents` says
+        self._dirty = dict.fromkeys(chain(held, self._owed))
+        self._told: dict[int, _Told] = {}
+        self._steps: deque[StepNumbers] = deque(maxlen=MOST_STEPS)
+        self._events: deque[EventWords] = deque(maxlen=MOST_EVENTS)
+        self._lost = 0
+        self._full = True  # its next frame is its first
+
+    def on_block(self, event: Event, block: int) -> None:
+        self._dirty[block] = None
+        if event == "seal":
+            self._owed[block] = None
+        elif event == "take":
+            self._owed.pop(block, None)  # those were of another content
+
+    def add_step(self, step: StepNumbers) -> None:
+        self._lost += len(self._steps) == MOST_STEPS
+        self._steps.append(step)
+
+    def add_event(self, event: EventWords) -> None:
+        self._lost += len(self._events) == MOST_EVENTS
+        self._events.append(event)
+
+    def frame(self, at: float, started: float) -> ViewFrame | None:
+        """All that is new, as far as it fits; None if nothing is."""
+        seqs, gone = self._sequences()
+        blocks = self._blocks()
+        steps, events = list(self._steps), list(self._events)
+        if not (self._full or seqs or gone or blocks or steps or events):
+            return None
+        frame = ViewFrame(self._full, at, started, blocks, seqs, gone, steps, events, self._lost)
+        self._steps.clear()
+        self._events.clear()
+        self._full, self._lost = False, 0
+        return frame
+
+    # --- sequences ---------------------------------------------------------------------------------------------------
+
+    def _sequences(self) -> tuple[list[SequenceState], list[tuple[int, str]]]:
+        told, changed, live = self._told, [], set()
+        for seq in chain(self._scheduler.running, self._scheduler.waiting):
+            live.add(seq.seq_id)
+            before = told.get(seq.seq_id)
+            if before is None or not before.holds():
+                changed.append(self._tell(seq, before))
+        gone: list[tuple[int, str]] = [(seq_id, told.pop(seq_id).seq.ended or "abort") for seq_id in told.keys() - live]
+        return changed, gone
+
+    def _tell(self, seq: Sequence, before: _Told | None) -> SequenceState:
+        table, size = seq.table, self._contents.block_size
+        start = 0 if before is None else before.same_entries(table)
+        first = start  # entries whose tokens are not those it was told
+        if before is not None:
+            anew = before.preemptions != seq.preemptions  # it came back: other blocks, or others' in between
+            first = 0 if anew else min(start, min(before.computed, seq.num_computed) // size)
+        for index in range(first, len(table)):
+            self._dirty[table[index]] = None
+            if self._pool.digest_of[table[index]] is None:  # else it was owed when it was sealed
+                self._owed[table[index]] = (seq, index)
+        self._told[seq.seq_id] = _Told.of(seq)
+        request, life = seq.request, seq.request.life
+        return SequenceState(
+            seq.seq_id, request.request_id, seq.index, seq.status.value, request.num_prompt, seq.num_tokens, seq.num_computed,
+            life.cached_tokens, life.hit_reason or "", seq.preemptions, start, table[start:],
+        )  # fmt: skip
+
+    # --- blocks ------------------------------------------------------------------------------------------------------
+
+    def _blocks(self) -> list[BlockState]:
+        dirty, owed = self._dirty, self._owed
+        found = []
+        for block in list(islice(owed, TOKENS_A_FRAME)):
+            found.append(self._state(block, self._tokens(block, owed.pop(block))))
+            dirty.pop(block, None)
+        for block in list(islice(dirty, BLOCKS_A_FRAME - len(found))):
+            del dirty[block]
+            found.append(self._state(block, None))
+        return found
+
+    def _state(self, block: int, ids: list[int] | None) -> BlockState:
+        digest, since = self._pool.digest_of[block], self._contents.since[block]
+        if digest is None:
+            return block, self._pool.ref[block], 0, "", ids, since if since >= self._since else None
+        return block, self._pool.ref[block], 1, digest[:8].hex(), ids, since
+
+    def _tokens(self, block: int, owner: tuple[Sequence, int] | None) -> list[int] | None:
+        if self._pool.digest_of[block] is not None or (owner is None and self._pool.ref[block]):
+            return self._contents.of(block)  # also where it was forgotten and is still held
+        if not self._pool.ref[block]:
+            return []
+        assert owner is not None
+        seq, index = owner
+        if index >= len(seq.table) or seq.table[index] != block:  # that one has left; somebody shares it
+            seq, index = next((each, each.table.index(block)) for each in self._scheduler.running if block in each.table)
+        start = index * self._contents.block_size
+        return seq.token_ids[start : min(start + self._contents.block_size, seq.num_computed)].tolist()
