@@ -46,10 +46,14 @@ class ServerConfig:
     metrics_prefix: str = _flag("octavo:", "how names at /metrics begin; vllm: makes dashboards made for vLLM work")
     log_format: LogFormat = _flag("text", "json: an object a line")
     enable_log_requests: bool = _flag(False, "log a line for every request that the server answers; never its text")
+    inspector: bool = _flag(True, "let clients watch the engine at /v1/view, text of prompts included; --no-inspector: nobody can")
+    record: str | None = _flag(None, "write what can be watched to this file")
 
     def __post_init__(self) -> None:
         for each in fields(self):
             check_setting(each.name, getattr(self, each.name))
+        if self.record is not None and not self.inspector:
+            raise ConfigError("record needs the inspector: leave out --record or --no-inspector")
 
 
 SECRETS = frozenset(each.name for each in fields(ServerConfig) if each.metadata["secret"])
@@ -62,6 +66,7 @@ _FORMS: dict[str, tuple[re.Pattern[str], str]] = {
     "served_model_name": (re.compile(r"[!-~]([ -~]{0,254}[!-~])?"), "1 to 256 ASCII characters"),
     "allowed_hosts": _HOST,
     "metrics_prefix": (re.compile(r"[A-Za-z_:][A-Za-z0-9_:]{0,63}"), "letters, digits, _ and :, and no digit first"),
+    "record": (re.compile(r"[^\0]+"), "the path of a file"),
     "allowed_origins": (re.compile(r"https?://[A-Za-z0-9._-]+(:\d{1,5})?|\*"), "an origin like https://example.org, or *"),
 }
 

@@ -46,6 +46,7 @@ class Ask:
     priority: int = 0  # lower runs first, where scheduling_policy is priority
     cache_salt: str = ""  # prompts of different salts share no block
     timeout: float | None = None  # seconds; past them, DeadlineError
+    label: str = ""  # what watchers call it
 
 
 class AsyncLLM:
@@ -79,6 +80,11 @@ class AsyncLLM:
     def tokenizer(self) -> Tokenizer:
         if self._text.tokenizer is None:
             raise RequestError("there is no tokenizer: skip_tokenizer_init is set", "skip_tokenizer_init")
+        return self._text.tokenizer
+
+    @property
+    def text_tokenizer(self) -> Tokenizer | None:
+        """The same, where there may be none."""
         return self._text.tokenizer
 
     @property
@@ -155,6 +161,11 @@ class AsyncLLM:
         assert self._serving.inspector
         return self._view.frames()
 
+    def label(self, request_id: str) -> str:
+        """What its asker called a request; its id where nobody did, or another process asked."""
+        stream = self._streams.get(request_id)
+        return request_id if stream is None else stream.label or request_id
+
     # --- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, ask: Ask) -> AsyncGenerator[list[TextDelta], None]:
@@ -180,7 +191,7 @@ class AsyncLLM:
         check_request(request, self.facts.limits)
         self._link.send(Add(request))
         self._processor.add(request, ask.prompt)
-        stream = self._streams[request_id] = Stream(request_id)
+        stream = self._streams[request_id] = Stream(request_id, ask.label)
         if ask.timeout is not None:
             error = DeadlineError(f"the request was not done after {ask.timeout:g} s")
             stream.timer = asyncio.get_running_loop().call_later(ask.timeout, self._end, stream, error)

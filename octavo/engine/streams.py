@@ -8,10 +8,11 @@ from octavo.outputs import TextDelta
 
 
 class Stream:
-    __slots__ = ("_error", "_finished", "_loop", "_news", "_waiter", "request_id", "timer")
+    __slots__ = ("_error", "_finished", "_loop", "_news", "_waiter", "label", "request_id", "timer")
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, label: str = "") -> None:
         self.request_id = request_id
+        self.label = label
         self.timer: asyncio.TimerHandle | None = None  # of its deadline
         self._loop = asyncio.get_running_loop()
         self._news: list[TextDelta] = []

@@ -48,8 +48,8 @@ async def disconnect(receive: Receive) -> None:
 class EventStream(Response):
     """Sends what `events` yields. What goes wrong before the first of them is raised, and so an ordinary answer; after it, an event."""
 
-    def __init__(self, events: AsyncGenerator[str, None]) -> None:
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(self, events: AsyncGenerator[str, None], media_type: str = "text/event-stream") -> None:
+        super().__init__(media_type=media_type, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._num_writes = 0
@@ -75,7 +75,7 @@ class EventStream(Response):
     async def _write(self, send: Send, text: str) -> None:
         self._num_writes += 1
         self._writing = True
-        await send({"type": "http.response.body", "body": text.encode("ascii"), "more_body": True})
+        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
         self._writing = False
 
     async def _gone_or_stuck(self, receive: Receive) -> None:

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from octavo.engine.async_llm import Ask, AsyncLLM
 from octavo.errors import EngineError
@@ -20,6 +21,7 @@ News = AsyncGenerator[list[TextDelta], None]
 
 async def all_news(llm: AsyncLLM, asks: Sequence[Ask], names: Mapping[str, str], watch: Watch) -> News:
     """Of all prompts, mixed. The index of a delta is that of its choice: prompt * n + sample. `names`: see `named`."""
+    asks = [replace(ask, label=watch.id) for ask in asks]
     with named(names), watch:
         async with aclosing(_sound_news(llm, asks[0]) if len(asks) == 1 else _mixed_news(llm, asks)) as news:
             async for deltas in news:

@@ -74,6 +74,8 @@ class ApiProcess(uvicorn.Server):
         except OctavoError as error:
             self.fail(error)
         else:
+            if self._server.recorder is not None:
+                self._server.recorder.begin(self._server.view)
             if self._siblings is not None:
                 url = url_of(self._listener)
                 print(f"Octavo is ready: {url}  model={self._server.model_name}", file=sys.stderr, flush=True)

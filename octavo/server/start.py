@@ -18,6 +18,7 @@ from octavo.errors import EngineError
 from octavo.loading.text_side import TextSide
 from octavo.server.numbers import Numbers
 from octavo.server.observer import Observer
+from octavo.server.recorder import Recorder
 from octavo.server.run import ApiProcess
 from octavo.server.siblings import Orders, Siblings, take_orders
 from octavo.server.spans import open_spans
@@ -44,6 +45,7 @@ async def _first(engine: EngineConfig, config: ServerConfig, listener: socket.so
     try:
         model_name = config.served_model_name or text.source.name
         server = Server(llm, config, model_name, _observer(config, llm, model_name))
+        server.recorder = None if config.record is None else Recorder(config.record)
         found = replace(engine, model=str(text.source.path), revision=None)  # nobody has to look for it again
         orders = Orders(found, config, llm.address, server.model_name)
         process = ApiProcess(server, listener, siblings=Siblings(orders, listener))
@@ -65,7 +67,7 @@ def _observer(config: ServerConfig, llm: AsyncLLM, model_name: str, row: int = 0
 
 
 def _serving(config: ServerConfig) -> Serving:
-    return Serving(config.max_queue, config.queue_timeout, config.max_restarts, log_format=config.log_format)
+    return Serving(config.max_queue, config.queue_timeout, config.max_restarts, log_format=config.log_format, inspector=config.inspector)
 
 
 def _run(process: Coroutine[Any, Any, int]) -> int:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from octavo.server.grammar_check import GrammarChecker
 from octavo.server.observer import Observer
+from octavo.server.recorder import Recorder
+from octavo.server.view import ViewHub
 from octavo.server_config import ServerConfig
 
 if TYPE_CHECKING:
@@ -22,7 +24,12 @@ class Server:
     draining: bool = False  # told to stop: what is open may end, nothing new begins
     open_requests: int = 0
     warned: set[str] = field(default_factory=set)  # fields nobody knows that were already warned about
+    recorder: Recorder | None = None
+    view: ViewHub = field(init=False)
     _grammars: GrammarChecker | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.view = ViewHub(self)
 
     @property
     def grammars(self) -> GrammarChecker:
@@ -33,7 +40,10 @@ class Server:
         return self._grammars
 
     async def close(self) -> None:
-        """No process of its own is left."""
+        """No process, task or file of its own is left."""
+        if self.recorder is not None:
+            await self.recorder.close()
+        await self.view.close()
         if self._grammars is not None:
             await self._grammars.close()
 

@@ -33,7 +33,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "worker": frozenset({"policy", "kernels", "attention", "quant", "layers", "models", "loading"}),
     "engine": frozenset({"policy", "text", "loading", "worker"}),
     "llm": frozenset({"policy", "text", "loading", "worker", "engine"}),
-    "server": frozenset({"policy", "text", "loading", "engine"}),
+    "server": frozenset({"client", "policy", "text", "loading", "engine"}),
     "bench": frozenset({"client", "policy", "text", "loading", "worker", "engine", "llm"}),
     "cli": frozenset({"client", "policy", "text", "loading", "worker", "engine", "llm", "server", "bench", "octavo"}),
     "octavo": frozenset({"llm"}),  # octavo/__init__.py: the names a user imports

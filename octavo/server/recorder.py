@@ -1,0 +1,74 @@
+"""`--record FILE`: the lines of the view in a file, which the page replays without a server (docs/view.md).
+
+It is for its owner alone, for there is text of prompts in it. It ends at MOST_BYTES, with the server, or where the disk is full.
+"""
+
+import asyncio
+import os
+from contextlib import aclosing
+from pathlib import Path
+
+from octavo.errors import ConfigError
+from octavo.log import logger
+from octavo.server.view import ViewHub
+
+MOST_BYTES = 256 * 2**20
+HEAD = b'{"kind":"head"'
+
+
+class Recorder:
+    """Opened before a model is loaded, so that a file that is not to be had is told at once."""
+
+    def __init__(self, path: str, most_bytes: int = MOST_BYTES) -> None:
+        self._path = path
+        try:
+            _check_replaceable(Path(path))
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            os.fchmod(self._file, 0o600)
+        except OSError as error:
+            raise ConfigError(f"record {path}: {error.strerror}") from error
+        self._most_bytes = most_bytes
+        self._size = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, hub: ViewHub) -> None:
+        self._task = asyncio.create_task(self._record(hub))
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+            self._task = None
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    async def _record(self, hub: ViewHub) -> None:
+        async with aclosing(hub.lines()) as lines:
+            async for text in lines:
+                if not self._write(text.encode()):
+                    return
+
+    def _write(self, data: bytes) -> bool:
+        """Whole lines alone; whether it goes on."""
+        if self._size + len(data) > self._most_bytes:
+            logger.warning("the recording %s is full, after some %d MiB: no more is written", self._path, self._most_bytes >> 20)
+            return False
+        try:
+            if os.write(self._file, data) < len(data):
+                raise OSError(0, "no space left")
+        except OSError as error:
+            os.ftruncate(self._file, self._size)
+            logger.warning("the recording %s ends here: %s", self._path, error.strerror)
+            return False
+        self._size += len(data)
+        return True
+
+
+def _check_replaceable(path: Path) -> None:
+    """A slip of the hand must not cost a model: what is there has to be a recording, or empty."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        if file.read(len(HEAD)) not in (b"", HEAD):
+            raise ConfigError(f"record {path}: there is a file that is no recording; choose another name")

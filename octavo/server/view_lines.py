@@ -1,0 +1,74 @@
+"""Frames of the view as lines of JSON: token ids become pieces of text here, and requests have the ids of their answers (docs/view.md)."""
+
+import codecs
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from octavo.engine.view_frame import SequenceState, ViewFrame
+from octavo.text.tokenizer import Tokenizer
+
+
+def line(frame: Mapping[str, Any]) -> str:
+    return msgspec.json.encode(frame).decode() + "\n"
+
+
+class Pieces:
+    """The text of each token of a block. A character whose bytes lie in several tokens stands at the last of them."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str | None] = {}  # None: not of whole characters
+
+    def of(self, ids: list[int]) -> list[str]:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return [f"{token_id} " for token_id in ids]
+        pieces = [self._known[token_id] if token_id in self._known else self._look_up(token_id, tokenizer) for token_id in ids]
+        if None not in pieces:
+            return pieces  # type: ignore[return-value]
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        found = [decoder.decode(tokenizer.token_bytes(token_id)) for token_id in ids]
+        found[-1] += decoder.decode(b"", final=True)
+        return found
+
+    def _look_up(self, token_id: int, tokenizer: Tokenizer) -> str | None:
+        try:
+            piece: str | None = tokenizer.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            piece = None
+        self._known[token_id] = piece
+        return piece
+
+
+def delta(frame: ViewFrame, pieces: Pieces, name: Callable[[SequenceState], str]) -> dict[str, Any]:
+    """What has nothing in it is left out, but not of a full one. `name`: what a sequence's request is called."""
+    parts: dict[str, Any] = {
+        "blocks": [(*block[:4], None if block[4] is None else pieces.of(block[4]), block[5]) for block in frame.blocks],
+        "seqs": [_sequence(seq, name(seq)) for seq in frame.seqs],
+        "gone": frame.gone,
+        "steps": frame.steps,
+        "events": frame.events,
+        "lost": frame.lost,
+    }
+    if frame.full:
+        return {"kind": "full", "at": frame.at, **parts}
+    return {"kind": "delta", "at": frame.at, **{key: value for key, value in parts.items() if value}}
+
+
+def _sequence(seq: SequenceState, request: str) -> dict[str, Any]:
+    return {
+        "seq": seq.seq,
+        "request": request,
+        "sample": seq.sample,
+        "state": seq.state,
+        "prompt": seq.prompt,
+        "tokens": seq.tokens,
+        "computed": seq.computed,
+        "cached": seq.cached,
+        "reason": seq.reason,
+        "preemptions": seq.preemptions,
+        "from": seq.start,
+        "table": seq.table,
+    }

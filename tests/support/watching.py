@@ -1,0 +1,64 @@
+"""A reader of an `EngineView`: frames cross the wire and become lines as in a server, and `ViewState` reads them."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.client.view import ViewState
+from octavo.engine import wire
+from octavo.engine.view import EngineView
+from octavo.engine.view_frame import ViewFrame
+from octavo.engine.wire import UpFrame, View
+from octavo.policy.scheduler import Scheduler
+from octavo.server.view_lines import Pieces, delta, line
+
+HEAD = {"kind": "head", "version": 1}
+
+
+def told(frame: ViewFrame) -> dict[str, Any]:
+    """As a client reads it; ids are their own text."""
+    arrived = wire.decode_up(wire.encode(UpFrame(1, 1, View(frame))))
+    assert arrived is not None and isinstance(arrived.body, View) and arrived.body.frame == frame
+    return json.loads(line(delta(frame, Pieces(None), lambda seq: seq.request)))
+
+
+class Reader:
+    def __init__(self, view: EngineView, name: str, scheduler: Scheduler) -> None:
+        self.view, self.name, self.scheduler = view, name, scheduler
+        self.state = ViewState()
+        self.state.apply({**HEAD, "num_blocks": scheduler.kv.pool.num_blocks})
+        self.frames: list[dict[str, Any]] = []
+        view.ask(name, "full")
+
+    def look(self) -> int:
+        """Everything that is new; how many frames that took. `frames` of the view hands out those of others too, who have not asked."""
+        for count in range(10_000):
+            found = dict(self.view.frames(busy=False))
+            assert set(found) <= {self.name}, "nobody else has asked"
+            if not found:
+                return count
+            self.frames.append(told(found[self.name]))
+            self.state.apply(self.frames[-1])
+            self.view.ask(self.name, "delta")
+        raise AssertionError("there is no end of it")
+
+    def assert_exact(self, sealed_ids: Mapping[bytes, list[int]]) -> None:
+        """The state is the engine's. `sealed_ids`: what each digest ever stood for."""
+        state, scheduler = self.state, self.scheduler
+        pool, size = scheduler.kv.pool, scheduler.kv.block_size
+        assert state.ref == pool.ref
+        assert state.digests == ["" if digest is None else digest[:8].hex() for digest in pool.digest_of]
+        assert state.sealed == [int(digest is not None) for digest in pool.digest_of]
+        live = {seq.seq_id: seq for seq in [*scheduler.running, *scheduler.waiting]}
+        assert state.seqs.keys() == live.keys()
+        ids: dict[int, list[int]] = {block: sealed_ids[digest] for digest, block in pool.index.items()}
+        for seq_id, seq in live.items():
+            has = state.seqs[seq_id]
+            assert has["table"] == seq.table
+            assert (has["request"], has["sample"], has["state"]) == (seq.request.request_id, seq.index, seq.status.value)
+            assert (has["prompt"], has["tokens"], has["computed"]) == (seq.request.num_prompt, seq.num_tokens, seq.num_computed)
+            assert (has["cached"], has["preemptions"]) == (seq.request.life.cached_tokens, seq.preemptions)
+            for index, block in enumerate(seq.table):
+                ids[block] = list(seq.token_ids[index * size : min((index + 1) * size, seq.num_computed)])
+        for block in range(pool.num_blocks):
+            assert state.tokens[block] == ([f"{token} " for token in ids[block]] if block in ids else None), f"block {block}"
