@@ -5,10 +5,10 @@ It is for its owner alone, for there is text of prompts in it. It ends at MOST_B
 
 import asyncio
 import os
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, UnavailableError
 from octavo.log import logger
 from octavo.server.view import ViewHub
 
@@ -44,10 +44,11 @@ class Recorder:
             self._file = -1
 
     async def _record(self, hub: ViewHub) -> None:
-        async with aclosing(hub.lines()) as lines:
-            async for text in lines:
-                if not self._write(text.encode()):
-                    return
+        with suppress(UnavailableError):  # the server ends before there was anything to see
+            async with aclosing(hub.lines()) as lines:
+                async for text in lines:
+                    if not self._write(text.encode()):
+                        return
 
     def _write(self, data: bytes) -> bool:
         """Whole lines alone; whether it goes on."""

@@ -67,6 +67,8 @@ class ViewHub:
                     yield text
                 elif not await self._hears_in_time():
                     yield line({"kind": "delta", "at": self._at()})
+            if seen < 0:
+                raise UnavailableError("the engine cannot be watched now", retry_after=1)
         finally:
             self._leave()
 

@@ -1,20 +1,18 @@
-"""The view of an engine: whatever happens in it and whoever looks when, a reader of the frames sees the pool and the sequences as they are."""
+"""The view of an engine: whatever happens in it and whoever looks when, a reader of frames sees pool and sequences as they are."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
-from octavo.engine import view as view_module
 from octavo.engine import watcher
 from octavo.engine.trace import NoTrace
 from octavo.engine.view import EngineView
 from octavo.policy.block_pool import Event
 from tests.policy.machine_settings import machine_settings
 from tests.policy.test_engine_machine import EngineMachine
-from tests.support.fake import FakeEngine, sampling
+from tests.support.fake import VOCAB, FakeEngine, sampling
 from tests.support.watching import Reader
 
 NAMES = st.sampled_from(["early", "late"])
@@ -60,10 +58,6 @@ class WatchedMachine(EngineMachine):
             assert self.engine.pool.on_event == self._on_event and isinstance(self.engine.core.trace, NoTrace)
 
     def _look(self, name: str) -> None:
-        for other in self.readers.values():
-            if other.name != name:
-                self.view._watchers[other.name].wants = False
-        self.view.ask(name, "delta")
         count = self.readers[name].look()
         assert count <= 1 or not self.one_frame_is_enough
         self.readers[name].assert_exact(self.sealed_ids)
@@ -87,3 +81,115 @@ def test_and_so_it_does_when_frames_are_small_and_rings_lose_what_was(monkeypatc
     for name, most in {"MOST_STEPS": 2, "MOST_EVENTS": 1, "BLOCKS_A_FRAME": 3, "TOKENS_A_FRAME": 2}.items():
         monkeypatch.setattr(watcher, name, most)
     run_state_machine_as_test(CrampedMachine, settings=machine_settings(40, 30))
+
+
+def watched(**settings: Any) -> tuple[FakeEngine, Reader]:
+    engine = FakeEngine(**settings)
+    return engine, Reader(EngineView(engine.core), "w", engine.scheduler)
+
+
+def test_what_happens_is_told_in_order_and_the_figures_add_up() -> None:
+    engine, reader = watched(num_blocks=14, block_size=4, rows=4)
+    engine.add("a", list(range(13)), sampling(4))
+    engine.run()
+    engine.add("b", list(range(12)) + [40], sampling(2))  # begins with blocks of the first
+    engine.add("c", list(range(20, 26)), sampling(3, n=2, seed=1))  # two samples, from within a block on
+    engine.run()
+    engine.add("d", list(range(30, 50)), sampling(20))  # these two do not fit together
+    engine.add("e", list(range(29, 5, -1)), sampling(20))
+    engine.run()
+    reader.look()
+    events = list(reader.state.events)
+    kinds = [event[2] for event in events]
+    _, b, c, c1, _, e = range(6)
+    assert [event[3] for event in events if event[2] == "admit"][:5] == [0, 1, 2, 4, 5]
+    assert [event[3:] for event in events if event[2] == "hit"][:1] == [[b, 12, "end"]]
+    assert [event[3:] for event in events if event[2] == "fork"] == [[c, c1]]
+    copies = [event[3:] for event in events if event[2] == "copy"]
+    assert len(copies) == engine.copies == 1 and copies[0][2] in (c, c1)
+    assert [event[3] for event in events if event[2] == "preempt"] == [e] * engine.scheduler.stats.preemptions != []
+    assert kinds.count("evict") == engine.pool.counts.evicted > 0
+    assert [event[:2] for event in events] == sorted(event[:2] for event in events)
+    steps, stats = list(reader.state.steps), engine.scheduler.stats
+    assert [step[0] for step in steps] == list(range(1, engine.scheduler.step + 1))
+    assert sum(step[3] + step[4] for step in steps) == stats.step_tokens
+    assert sum(step[9] for step in steps) == stats.preemptions
+    assert (sum(step[10] for step in steps), sum(step[11] for step in steps)) == (stats.prefix_hits, stats.prefix_queries)
+    assert steps[-1][6:9] == [0, 0, 0] and max(step[5] for step in steps) == 3 and all(step[2] >= 0 for step in steps)
+
+
+def test_how_a_sequence_ended_is_told() -> None:
+    engine, reader = watched(end_ids=(), rows=8)
+    anything = tuple(range(VOCAB))
+    for name, params in {"stop": sampling(9, stop=anything), "length": sampling(5), "abort": sampling(40), "error": sampling(40)}.items():
+        engine.add(name, [1, 2, 3], params)
+    reader.look()
+    names = {seq_id: seq["request"] for seq_id, seq in reader.state.seqs.items()}
+    for _ in range(12):
+        engine.step()
+    engine.abort("abort")
+    engine.faults.raise_at = -1
+    engine.step()
+    reader.look()
+    assert {names[seq]: how for frame in reader.frames for seq, how in frame.get("gone", ()) if seq in names} == {
+        name: name for name in ("stop", "length", "abort", "error")
+    }
+
+
+def test_rings_that_are_full_say_how_much_was_lost() -> None:
+    engine, reader = watched()
+    reader.look()
+    engine.add("a", [1], sampling(watcher.MOST_STEPS // 3 + 10))
+    engine.run()
+    for name in "bcd":
+        engine.add(name, [1], sampling(watcher.MOST_STEPS // 3 - 60))
+        engine.run()
+    reader.look()
+    assert reader.state.lost == engine.scheduler.step - watcher.MOST_STEPS > 0
+    assert len(reader.state.steps) == watcher.MOST_STEPS and reader.state.steps[-1][0] == engine.scheduler.step
+
+
+def test_cached_blocks_are_known_that_were_filled_before_anybody_watched() -> None:
+    engine = FakeEngine()
+    view = EngineView(engine.core)
+    engine.add("a", list(range(17)), sampling(2))
+    engine.run()
+    assert not view._watchers and isinstance(engine.core.trace, NoTrace) and engine.pool.on_event == engine._on_event
+    reader = Reader(view, "w", engine.scheduler)
+    reader.look()
+    found = [(tokens, since) for tokens, since in zip(reader.state.tokens, reader.state.since) if tokens is not None]
+    assert sorted(tokens for tokens, _ in found) == sorted([f"{token} " for token in range(at, at + 4)] for at in range(0, 16, 4))
+    assert all(since is not None and 0 <= since <= reader.state.at for _, since in found)
+
+
+def test_a_large_pool_is_told_in_parts_none_of_which_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(num_blocks=20_000, block_size=4, rows=4, budget=8192, check=False, max_len=60_000)
+    view = EngineView(engine.core)
+    engine.add("a", [token % 50 for token in range(50_000)], sampling(2))
+    engine.run()
+    reader = Reader(view, "w", engine.scheduler)
+    count = reader.look()
+    sizes = [len(frame["blocks"]) for frame in reader.frames]
+    assert count == -(-12_500 // watcher.TOKENS_A_FRAME) and max(sizes) == watcher.BLOCKS_A_FRAME
+    assert all(sum(block[4] is not None for block in frame["blocks"]) <= watcher.TOKENS_A_FRAME for frame in reader.frames)
+    assert sum(reader.state.sealed) == 12_500 and sum(tokens is not None for tokens in reader.state.tokens) == 12_500
+
+
+def test_a_busy_engine_works_a_hundred_times_as_long_as_it_takes_to_gather_a_frame() -> None:
+    engine = FakeEngine()
+    now = iter([float(at) for at in range(1000)])  # whoever asks for the time takes a second
+    view = EngineView(engine.core, clock=lambda: next(now) / 1000)
+    view.ask("w", "full")
+    assert view.frames(busy=True), "the first is due"
+    due = view._watchers["w"].due
+    view.ask("w", "delta")
+    engine.add("a", [1, 2], sampling(3))
+    engine.step()
+    assert view.frames(busy=True) == []
+    assert view._clock() < due
+    assert view.frames(busy=False), "nothing follows: it is told now"
+    while view._clock() < due + 0.2:
+        pass
+    view.ask("w", "delta")
+    engine.step()
+    assert view.frames(busy=True)

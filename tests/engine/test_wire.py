@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from octavo.config import EngineConfig
 from octavo.engine import wire
 from octavo.engine.process import Orders
-from octavo.engine.wire import Abort, Add, Beat, Down, DownFrame, Hello, Lost, News, Ping, Refused, ResetPrefixCache, Up, UpFrame
+from octavo.engine.wire import Abort, Add, Beat, Down, DownFrame, Hello, Lost, News, Ping, Refused, ResetPrefixCache, Up, UpFrame, Watch
 from octavo.messages import AddRequest, Delta, EngineFacts, LifeRecord, Limits, SchedulerStats, TokenLogprobs
 from octavo.sampling_params import SamplingParams, is_unset
 
@@ -61,7 +61,8 @@ params = st.builds(
 requests = st.builds(AddRequest, words, st.lists(ids, max_size=20), params, st.integers(-(2**31), 2**31), words, st.lists(st.lists(ids)))
 facts = st.builds(EngineFacts, words, counts, st.builds(Limits, *[counts] * len(fields(Limits))))
 down = st.one_of(
-    st.builds(Ping, counts), st.builds(Add, requests), st.builds(Abort, words, st.none() | ids), st.just(ResetPrefixCache())
+    st.builds(Ping, counts), st.builds(Add, requests), st.builds(Abort, words, st.none() | ids), st.just(ResetPrefixCache()),
+    st.builds(Watch, st.sampled_from(["full", "delta", "none"])),
 )  # fmt: skip
 up = st.one_of(
     st.builds(Hello, facts),

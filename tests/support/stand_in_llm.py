@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from octavo.engine.async_llm import Ask, State
+from octavo.engine.view_frame import ViewFrame
 from octavo.messages import EngineFacts, Limits, SchedulerStats
 from octavo.outputs import TextDelta
 from octavo.text.prompt import PromptEncoder
@@ -35,6 +36,12 @@ class StandInLLM:
             await asyncio.sleep(self.pause)
             end = "length" if number == count - 1 else None
             yield [TextDelta("r", index, " word", [7], end) for index in range(ask.params.n)]  # type: ignore[arg-type]
+
+    text_tokenizer = None
+
+    async def view(self) -> AsyncIterator[ViewFrame]:
+        yield ViewFrame(True, 0.0, 0.0)
+        await asyncio.sleep(0.1)
 
     async def start(self) -> None:
         pass
