@@ -25,11 +25,10 @@ class ViewStream:
         self._wanted = "full"
         try:
             while True:
-                asked_at = self._loop.time()
                 frame = await self._next()
                 if frame is not None:
                     yield frame
-                await asyncio.sleep(PERIOD_SECONDS - (self._loop.time() - asked_at))
+                await asyncio.sleep(PERIOD_SECONDS)
         finally:
             self._say("none")
 

@@ -5,6 +5,7 @@ It is for its owner alone, for there is text of prompts in it. It ends at MOST_B
 
 import asyncio
 import os
+import stat
 from contextlib import aclosing, suppress
 from pathlib import Path
 
@@ -24,7 +25,8 @@ class Recorder:
         try:
             _check_replaceable(Path(path))
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            os.fchmod(self._file, 0o600)
+            if stat.S_ISREG(os.fstat(self._file).st_mode):
+                os.fchmod(self._file, 0o600)  # there may have been one before
         except OSError as error:
             raise ConfigError(f"record {path}: {error.strerror}") from error
         self._most_bytes = most_bytes
@@ -59,7 +61,8 @@ class Recorder:
             if os.write(self._file, data) < len(data):
                 raise OSError(0, "no space left")
         except OSError as error:
-            os.ftruncate(self._file, self._size)
+            with suppress(OSError):  # half a line is none
+                os.ftruncate(self._file, self._size)
             logger.warning("the recording %s ends here: %s", self._path, error.strerror)
             return False
         self._size += len(data)

@@ -101,6 +101,7 @@ class ViewHub:
                     self._take(frame, pieces)
         except Exception:
             logger.exception("the view ends, the server goes on")
+        finally:
             self._wake()
 
     def _take(self, frame: ViewFrame, pieces: Pieces) -> None:

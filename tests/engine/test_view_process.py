@@ -71,8 +71,7 @@ def test_it_is_followed_over_the_engines_death_and_by_two_at_once(endless: str) 
                 assert first.steps == second.steps and first.ref == second.ref and first.tokens == second.tokens
                 assert [step[0] for step in first.steps] == list(range(1, 61)) and not first.seqs and sum(first.sealed) == 6
                 for each in both:
-                    gaps = [after - before for before, after in zip(each.times[1:], each.times[2:])]
-                    assert sum(gap < 0.09 for gap in gaps) <= 1, "ten a second are the most"
+                    assert min(after - before for before, after in zip(each.times, each.times[1:])) > 0.09, "ten a second are the most"
                 if epoch == 1:
                     assert llm.engine_pid is not None
                     os.kill(llm.engine_pid, signal.SIGKILL)

@@ -1,0 +1,263 @@
+"""GET /v1/view and --record on a real server: what watchers read, who may, and that they hold nobody up and leave nothing behind."""
+
+import asyncio
+import json
+import os
+import signal
+import stat
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from octavo.client.view import ViewState
+from octavo.engine.view import EngineView
+from octavo.engine.view_frame import ViewFrame
+from octavo.errors import ConfigError
+from octavo.server import view
+from octavo.server.app import build_app
+from octavo.server.recorder import Recorder
+from octavo.server.state import Server
+from octavo.server.view_lines import Pieces
+from octavo.server_config import ServerConfig
+from octavo.text.tokenizer import Tokenizer
+from tests.support.fake import FakeEngine, sampling
+from tests.support.http_server import HttpServer, wait_for
+from tests.support.http_storm import WATCHED, held, seconds_until_idle
+from tests.support.server_process import ServerProcess
+from tests.support.stand_in_llm import StandInLLM
+from tests.support.tokenizers import stories_metadata
+
+FAKE = {"OCTAVO_DEBUG": "runner=fake,forward.sleep=5", "OCTAVO_LOG_LEVEL": "WARNING"}
+FLAGS = ("--num-gpu-blocks-override", "300", "--block-size", "4")
+BODY = {"prompt": "Once upon a time there was a \u2603 in the snow.", "max_tokens": 40, "ignore_eos": True}
+
+
+class Watching:
+    """Reads /v1/view in a thread, until left."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self.frames: list[dict[str, Any]] = []
+        self.state = ViewState()
+        self.over = False
+        self._client = httpx.Client(base_url=f"http://{server.host}:{server.port}", timeout=20)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+        wait_for(lambda: len(self.frames) >= 2)
+
+    def _read(self) -> None:
+        try:
+            with self._client.stream("GET", "/v1/view") as answer:
+                assert answer.headers["content-type"].startswith("application/x-ndjson")
+                for text in answer.iter_lines():
+                    frame = json.loads(text)
+                    self.state.apply(frame)
+                    self.frames.append(frame)
+        except (httpx.HTTPError, RuntimeError, AttributeError):  # it was left
+            pass
+        self.over = True
+
+    def leave(self) -> None:
+        self._client.close()
+
+    @property
+    def kinds(self) -> list[str]:
+        return [frame["kind"] for frame in self.frames]
+
+
+@pytest.fixture(scope="module")
+def server(endless: str) -> Iterator[ServerProcess]:
+    with ServerProcess(WATCHED, endless, *FLAGS, env=FAKE) as server:
+        yield server
+        assert "Traceback" not in server.stderr, server.stderr[-3000:]
+
+
+def test_watchers_see_text_and_names_and_the_last_one_leaves_nothing(server: ServerProcess) -> None:
+    assert server.ask("POST", "/v1/completions", BODY).status == 200
+    before = held(server)
+    first = Watching(server)
+    assert first.kinds[:2] == ["head", "full"] and set(first.frames[1]) == {
+        "kind", "at", "blocks", "seqs", "gone", "steps", "events", "lost",
+    }  # fmt: skip
+    head = first.frames[0]
+    assert list(head) == ["kind", "version", "model", "block_size", "num_blocks", "epoch", "started", "version_of", "lesson"]
+    assert (head["version"], head["block_size"], head["num_blocks"], head["epoch"]) == (1, 4, 300, 1)
+    assert abs(head["started"] - time.time()) < 600 and head["version_of"].startswith("octavo ")
+    answer = server.ask("POST", "/v1/completions", BODY).json
+    wait_for(lambda: first.state.steps and first.state.steps[-1][6] == 0 and not first.state.seqs)
+    names = {seq["request"] for frame in first.frames for seq in frame.get("seqs", ())}
+    assert names == {answer["id"]}
+    cached = [frame_seq for frame in first.frames for frame_seq in frame.get("seqs", ())][-1]
+    assert cached["cached"] > 0 and cached["reason"] == "end"
+    prompt = server.ask("POST", "/tokenize", {"prompt": BODY["prompt"]}).json["tokens"]
+    pieces = Pieces(Tokenizer.from_gguf(stories_metadata(), "tok512.bin"))
+    assert pieces.of(prompt[:4]) in first.state.tokens, "the first block of the prompt, as text"
+    second = Watching(server)
+    time.sleep(0.3)
+    assert second.state.steps == first.state.steps and second.state.events == first.state.events
+    assert second.state.tokens == first.state.tokens and second.state.since == first.state.since
+    first.leave()
+    server.ask("POST", "/v1/completions", BODY)
+    wait_for(lambda: len(second.state.steps) > len(first.state.steps))
+    second.leave()
+    assert seconds_until_idle(server, before) < 1.5
+
+
+def test_a_server_that_is_told_to_stop_does_not_wait_for_watchers_and_a_new_engine_is_told(endless: str) -> None:
+    with ServerProcess(WATCHED, endless, *FLAGS, env=FAKE) as server:
+        watching = Watching(server)
+        os.kill(server.ask("GET", "/watch").json["engine_pid"], signal.SIGKILL)
+        wait_for(lambda: watching.kinds.count("head") == 2, 20)
+        assert watching.state.head["epoch"] == 2
+        assert watching.kinds[watching.kinds.index("head", 1) + 1] == "full"
+        wait_for(lambda: server.ask("POST", "/v1/completions", BODY).status == 200)
+        wait_for(lambda: len(watching.state.steps) >= 40)
+        start = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.ended(10) == 0 and time.monotonic() - start < 3
+        wait_for(lambda: watching.over)
+        assert "Traceback" not in server.stderr
+
+
+def test_the_key_is_wanted_and_without_the_inspector_there_is_no_route() -> None:
+    def status(config: ServerConfig, **headers: str) -> int:
+        with HttpServer(build_app(Server(StandInLLM(), config, "m"))) as server:  # type: ignore[arg-type]
+            return server.http.get("/v1/view", headers=headers).status_code
+
+    assert status(ServerConfig()) == 200
+    assert status(ServerConfig(api_key=("secret",))) == 401
+    assert status(ServerConfig(api_key=("secret",)), authorization="Bearer secret") == 200
+    assert status(ServerConfig(inspector=False)) == 404
+
+
+class ScriptedLLM(StandInLLM):
+    """Its view is what the test puts into the queue."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.script: asyncio.Queue[ViewFrame] = asyncio.Queue()
+        self.readers = 0
+
+    async def view(self) -> AsyncIterator[ViewFrame]:
+        self.readers += 1
+        try:
+            while True:
+                yield await self.script.get()
+        finally:
+            self.readers -= 1
+
+    def label(self, request_id: str) -> str:
+        return request_id
+
+
+def engine_frames(count: int) -> Iterator[ViewFrame]:
+    """Of an engine at work, from the first on."""
+    engine = FakeEngine(num_blocks=64, block_size=16, rows=4)
+    reader = EngineView(engine.core)
+    reader.ask("w", "full")
+    for number in range(count):
+        if number % 10 == 0:
+            engine.add(f"r{number}", list(range(number % 7, 30)), sampling(9, n=1 + number % 3))
+        engine.step()
+        yield from (frame for _, frame in reader.frames(busy=False))
+        reader.ask("w", "delta")
+
+
+def test_who_is_new_or_left_behind_starts_from_the_state_and_misses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view, "BLOCKS_A_LINE", 7)
+    monkeypatch.setattr(view, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(view, "LIFE_SECONDS", 0.05)
+
+    async def main() -> None:
+        llm, before = ScriptedLLM(), asyncio.all_tasks()
+        server = Server(llm, ServerConfig(), "m")  # type: ignore[arg-type]
+        states, heads = [ViewState() for _ in range(3)], [0, 0, 0]
+        streams = [server.view.lines() for _ in range(3)]
+
+        async def read(number: int) -> bool:
+            """One piece; whether it said anything."""
+            frames = [json.loads(text) for text in (await anext(streams[number])).splitlines()]
+            for frame in frames:
+                states[number].apply(frame)
+                heads[number] += frame["kind"] == "head"
+            return any(len(frame) > 2 for frame in frames)
+
+        frames = list(engine_frames(2 * view.KEPT_LINES + 20))
+        assert len(frames) > 2 * view.KEPT_LINES
+        for at, frame in enumerate(frames):
+            llm.script.put_nowait(frame)
+            await read(0)  # keeps up
+            if at in (0, 1, 2, len(frames) - 3):
+                await read(1)  # sees the first few, is away for long, and comes back
+        await read(2)  # comes late
+        for number in range(3):
+            while await read(number):
+                pass  # until there was nothing but a sign of life
+        wanted = states[0]
+        assert heads == [1, 2, 1] and states[1].at == pytest.approx(wanted.at, abs=1)
+        for state in states[1:]:
+            for part in ("ref", "sealed", "digests", "tokens", "since", "seqs", "steps"):
+                assert getattr(state, part) == getattr(wanted, part), part
+        assert sum(wanted.sealed) > 0 and llm.readers == 1
+        for stream in streams:
+            await stream.aclose()
+        await asyncio.sleep(0.02)
+        assert llm.readers == 0 and not server.view._lines and asyncio.all_tasks() == before
+        again = server.view.lines()
+        llm.script.put_nowait(frames[0])
+        assert (await anext(again)).startswith('{"kind":"head"')
+        server.draining = True
+        assert [text async for text in again] == []
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_recording_is_what_a_watcher_reads(endless: str, tmp_path: Path) -> None:
+    file = tmp_path / "r.ndjson"
+    file.write_text('{"kind":"head"} of an older one\n')
+    file.chmod(0o644)
+    flags = (*FLAGS, "--record", str(file), "--api-processes", "2")
+    with ServerProcess("octavo serve", endless, *flags, env=FAKE) as server:
+        for _ in range(3):
+            assert server.ask("POST", "/v1/completions", BODY).status == 200
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.ended(10) == 0 and "Traceback" not in server.stderr
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    state = ViewState()
+    frames = [json.loads(text) for text in file.read_text().splitlines()]
+    for frame in frames:
+        state.apply(frame)
+    assert [frame["kind"] for frame in frames[:2]] == ["head", "full"] and {frame["kind"] for frame in frames[2:]} == {"delta"}
+    assert [step[0] for step in state.steps] == list(range(1, 121)) and not state.seqs and sum(state.sealed) > 10
+    assert [event[2] for event in state.events].count("hit") == 2
+
+
+def test_a_recording_that_cannot_grow_ends_and_what_is_no_recording_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    other = tmp_path / "model.gguf"
+    other.write_bytes(b"GGUF....")
+    with pytest.raises(ConfigError, match="there is a file that is no recording"):
+        Recorder(str(other))
+    assert other.read_bytes() == b"GGUF...."
+    with pytest.raises(ConfigError, match="No such file"):
+        Recorder(str(tmp_path / "absent" / "r"))
+    with pytest.raises(ConfigError, match="record needs the inspector"):
+        ServerConfig(record="r", inspector=False)
+    small = Recorder(str(tmp_path / "r"), most_bytes=20)
+    assert small._write(b"x" * 15 + b"\n") and not small._write(b"y" * 15 + b"\n")
+    assert (tmp_path / "r").read_bytes() == b"x" * 15 + b"\n"
+    full = Recorder("/dev/full")
+    assert not full._write(b"line\n")
+
+
+def test_half_characters_stand_where_they_are_complete() -> None:
+    pieces = Pieces(Tokenizer.from_gguf(stories_metadata(), "tok512.bin"))
+    snowman = [3 + byte for byte in "\u2603".encode()]  # the byte tokens of a Llama vocabulary begin at 3
+    assert pieces.of(snowman) == ["", "", "\u2603"]
+    assert pieces.of(snowman[:2]) == ["", "\ufffd"] and pieces.of(snowman[1:]) == ["\ufffd", "\ufffd"]
+    assert pieces.of([]) == []
