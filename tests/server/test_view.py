@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import stat
 import threading
 import time
@@ -11,9 +12,9 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
 import pytest
 
+from octavo.client.reply import Reply
 from octavo.client.view import ViewState
 from octavo.engine.view import EngineView
 from octavo.engine.view_frame import ViewFrame
@@ -44,25 +45,27 @@ class Watching:
         self.frames: list[dict[str, Any]] = []
         self.state = ViewState()
         self.over = False
-        self._client = httpx.Client(base_url=f"http://{server.host}:{server.port}", timeout=20)
+        self._socket = server.connect(20)
+        self._socket.sendall(f"GET /v1/view HTTP/1.1\r\nhost: {server.host}:{server.port}\r\n\r\n".encode())
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
         wait_for(lambda: len(self.frames) >= 2)
 
     def _read(self) -> None:
-        try:
-            with self._client.stream("GET", "/v1/view") as answer:
-                assert answer.headers["content-type"].startswith("application/x-ndjson")
-                for text in answer.iter_lines():
-                    frame = json.loads(text)
-                    self.state.apply(frame)
-                    self.frames.append(frame)
-        except (httpx.HTTPError, RuntimeError, AttributeError):  # it was left
-            pass
+        reply, held = Reply(), b""
+        while not reply.done and (data := self._socket.recv(65536)):
+            *lines, held = (held + reply.feed(data)).split(b"\n")
+            assert reply.headers["content-type"].startswith("application/x-ndjson")
+            for text in lines:
+                frame = json.loads(text)
+                self.state.apply(frame)
+                self.frames.append(frame)
+        self._socket.close()
         self.over = True
 
     def leave(self) -> None:
-        self._client.close()
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(5)
 
     @property
     def kinds(self) -> list[str]:
