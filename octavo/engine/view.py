@@ -40,14 +40,14 @@ class EngineView:
         self._watchers: dict[str, Watcher] = {}  # by client
         self._trace: Trace = NoTrace()  # what was there before
         self._on_event = self._scheduler.kv.pool.on_event
-        self._contents = Contents(self._scheduler.kv.pool, self._scheduler.kv.block_size, self._now)
+        self._contents = Contents(self._scheduler.kv.pool, self._scheduler.kv.block_size, clock)
         self._scheduler.kv.on_seal = self._contents.remember
 
     def ask(self, client: str, wanted: Wanted) -> None:
         if wanted == "full":
             if not self._watchers:
                 self._attach()
-            self._watchers[client] = Watcher(self._scheduler, self._contents, self._watched_since)
+            self._watchers[client] = Watcher(self._scheduler, self._contents, self._start, self._watched_from)
         elif wanted == "none":
             self._leave(client)
         elif client in self._watchers:
@@ -80,7 +80,7 @@ class EngineView:
 
     def _attach(self) -> None:
         pool = self._scheduler.kv.pool
-        self._watched_since = self._now()
+        self._watched_from = self._clock()
         self._trace, self._core.trace = self._core.trace, self
         self._on_event, pool.on_event = pool.on_event, self._on_block
         self._seen = (self._scheduler.stats.preemptions, self._scheduler.stats.prefix_hits, self._scheduler.stats.prefix_queries)
@@ -94,7 +94,7 @@ class EngineView:
         for watcher in self._watchers.values():
             watcher.on_block(event, block)
         if event == "take":
-            self._contents.since[block] = self._now()
+            self._contents.since[block] = self._clock()
         elif event == "evict":
             assert digest is not None
             self._tell((self._scheduler.step, self._now(), "evict", block, digest[:8].hex()))

@@ -24,21 +24,20 @@ MOST_STEPS = 600
 MOST_EVENTS = 2048
 BLOCKS_A_FRAME = 4096
 TOKENS_A_FRAME = 1024  # blocks that are told with their tokens
-UNKNOWN = -1.0
 
 
 class Contents:
     """What blocks hold that were sealed, and since when: kept from the start on, for a cached block has nobody else who knows."""
 
-    def __init__(self, pool: BlockPool, block_size: int, now: Callable[[], float]) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, clock: Callable[[], float]) -> None:
         self.block_size = block_size
-        self.since = array("d", [UNKNOWN]) * pool.num_blocks
+        self.since = array("d", [0.0]) * pool.num_blocks  # by the clock
         self._ids = array("i", [0]) * (pool.num_blocks * block_size)
         self._digest_of = pool.digest_of
-        self._now = now
+        self._clock = clock
 
     def remember(self, seq: Sequence, first: int, end: int) -> None:
-        size, now = self.block_size, self._now()
+        size, now = self.block_size, self._clock()
         for index in range(first, end):
             block = seq.table[index]
             if self._digest_of[block] is not None:  # else it is a duplicate that stays with its sequence
@@ -77,12 +76,12 @@ class _Told:
 
 
 class Watcher:
-    def __init__(self, scheduler: Scheduler, contents: Contents, since: float) -> None:
-        """`since`: from when on somebody saw blocks being taken."""
+    def __init__(self, scheduler: Scheduler, contents: Contents, start: float, watched_from: float) -> None:
+        """`start`: of all times that are told. `watched_from`: since then somebody saw blocks being taken."""
         self.wants = True  # it has asked for a frame
         self.due = 0.0  # it gets none before
         self._scheduler, self._pool = scheduler, scheduler.kv.pool
-        self._contents, self._since = contents, since
+        self._contents, self._start, self._watched_from = contents, start, watched_from
         held = chain.from_iterable(seq.table for seq in scheduler.running)
         self._owed: dict[int, tuple[Sequence, int] | None] = dict.fromkeys(self._pool.index.values())  # None: as `Contents` says
         self._dirty = dict.fromkeys(chain(held, self._owed))
@@ -164,10 +163,10 @@ class Watcher:
         return found
 
     def _state(self, block: int, ids: list[int] | None) -> BlockState:
-        digest, since = self._pool.digest_of[block], self._contents.since[block]
-        if digest is None:
-            return block, self._pool.ref[block], 0, "", ids, since if since >= self._since else None
-        return block, self._pool.ref[block], 1, digest[:8].hex(), ids, since
+        digest, ref, since = self._pool.digest_of[block], self._pool.ref[block], self._contents.since[block]
+        if digest is not None:
+            return block, ref, 1, digest[:8].hex(), ids, round(since - self._start, 4)
+        return block, ref, 0, "", ids, round(since - self._start, 4) if ref and since >= self._watched_from else None
 
     def _tokens(self, block: int, owner: tuple[Sequence, int] | None) -> list[int] | None:
         if self._pool.digest_of[block] is not None or (owner is None and self._pool.ref[block]):

@@ -40,6 +40,8 @@ BAD: dict[str, list[Any]] = {
     "tool_call_parser": ["qwen", "", None],
     "reasoning_parser": ["deepseek", None, True],
     "enable_log_requests": ["yes", 1, None],
+    "inspector": ["yes", 1, None],
+    "record": ["", "a\0b", 5, True],
 }
 # setting -> ways to write it: in TOML, as words of a command line, and what it then is
 WAYS: dict[str, list[tuple[str, list[str], Any]]] = {
@@ -68,6 +70,8 @@ WAYS: dict[str, list[tuple[str, list[str], Any]]] = {
     "tool_call_parser": [('"hermes"', ["--tool-call-parser", "hermes"], "hermes")],
     "reasoning_parser": [('"none"', ["--reasoning-parser", "none"], "none")],
     "enable_log_requests": [("true", ["--enable-log-requests"], True), ("false", ["--no-enable-log-requests"], False)],
+    "inspector": [("true", ["--inspector"], True)],
+    "record": [('"r.ndjson"', ["--record", "r.ndjson"], "r.ndjson")],
 }  # fmt: skip
 CHOSEN = st.fixed_dictionaries({}, optional={name: st.sampled_from(ways) for name, ways in WAYS.items()})
 
