@@ -83,7 +83,7 @@ class Watcher:
         self._scheduler, self._pool = scheduler, scheduler.kv.pool
         self._contents, self._start, self._watched_from = contents, start, watched_from
         held = chain.from_iterable(seq.table for seq in scheduler.running)
-        self._owed: dict[int, tuple[Sequence, int] | None] = dict.fromkeys(self._pool.index.values())  # None: as `Contents` says
+        self._owed: dict[int, tuple[Sequence, int] | None] = dict.fromkeys(self._pool.index.values())  # to the one that fills it
         self._dirty = dict.fromkeys(chain(held, self._owed))
         self._told: dict[int, _Told] = {}
         self._steps: deque[StepNumbers] = deque(maxlen=MOST_STEPS)
@@ -97,6 +97,8 @@ class Watcher:
             self._owed[block] = None
         elif event == "take":
             self._owed.pop(block, None)  # those were of another content
+        elif event == "release" and self._pool.ref[block] and self._pool.digest_of[block] is None:
+            self._owed[block] = None  # who has left may have been further than those who share it
 
     def add_step(self, step: StepNumbers) -> None:
         self._lost += len(self._steps) == MOST_STEPS
@@ -159,7 +161,8 @@ class Watcher:
             dirty.pop(block, None)
         for block in list(islice(dirty, BLOCKS_A_FRAME - len(found))):
             del dirty[block]
-            found.append(self._state(block, None))
+            stale = block in owed and not self._full  # what was told of its tokens may be of another content
+            found.append(self._state(block, [] if stale else None))
         return found
 
     def _state(self, block: int, ids: list[int] | None) -> BlockState:
@@ -168,14 +171,15 @@ class Watcher:
             return block, ref, 1, digest[:8].hex(), ids, round(since - self._start, 4)
         return block, ref, 0, "", ids, round(since - self._start, 4) if ref and since >= self._watched_from else None
 
-    def _tokens(self, block: int, owner: tuple[Sequence, int] | None) -> list[int] | None:
-        if self._pool.digest_of[block] is not None or (owner is None and self._pool.ref[block]):
-            return self._contents.of(block)  # also where it was forgotten and is still held
+    def _tokens(self, block: int, owner: tuple[Sequence, int] | None) -> list[int]:
+        if self._pool.digest_of[block] is not None:
+            return self._contents.of(block)
         if not self._pool.ref[block]:
             return []
-        assert owner is not None
+        if owner is None or self._pool.ref[block] > 1 or block not in owner[0].table:  # samples that share it, or it was forgotten
+            holders = (seq for seq in self._scheduler.running if block in seq.table)
+            seq = max(holders, key=lambda seq: seq.num_computed)
+            owner = seq, seq.table.index(block)
         seq, index = owner
-        if index >= len(seq.table) or seq.table[index] != block:  # that one has left; somebody shares it
-            seq, index = next((each, each.table.index(block)) for each in self._scheduler.running if block in each.table)
         start = index * self._contents.block_size
         return seq.token_ids[start : min(start + self._contents.block_size, seq.num_computed)].tolist()

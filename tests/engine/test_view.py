@@ -58,7 +58,7 @@ class WatchedMachine(EngineMachine):
             assert self.engine.pool.on_event == self._on_event and isinstance(self.engine.core.trace, NoTrace)
 
     def _look(self, name: str) -> None:
-        count = self.readers[name].look()
+        count = self.readers[name].look(self.sealed_ids)
         assert count <= 1 or not self.one_frame_is_enough
         self.readers[name].assert_exact(self.sealed_ids)
 

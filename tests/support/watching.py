@@ -30,8 +30,8 @@ class Reader:
         self.frames: list[dict[str, Any]] = []
         view.ask(name, "full")
 
-    def look(self) -> int:
-        """Everything that is new; how many frames that took."""
+    def look(self, sealed_ids: Mapping[bytes, list[int]] | None = None) -> int:
+        """Everything that is new; how many frames that took. `sealed_ids`: what each digest ever stood for, to check every frame by."""
         for count in range(10_000):
             self.view.ask(self.name, "delta")
             found = dict(self.view.frames(busy=False))
@@ -41,25 +41,41 @@ class Reader:
                 return count
             self.frames.append(told(found[self.name]))
             self.state.apply(self.frames[-1])
+            if sealed_ids is not None:
+                self._assert_no_lies(self._ids(sealed_ids))
         raise AssertionError("there is no end of it")
 
     def assert_exact(self, sealed_ids: Mapping[bytes, list[int]]) -> None:
         """The state is the engine's. `sealed_ids`: what each digest ever stood for."""
         state, scheduler = self.state, self.scheduler
-        pool, size = scheduler.kv.pool, scheduler.kv.block_size
+        pool = scheduler.kv.pool
         assert state.ref == pool.ref
         assert state.digests == ["" if digest is None else digest[:8].hex() for digest in pool.digest_of]
         assert state.sealed == [int(digest is not None) for digest in pool.digest_of]
         live = {seq.seq_id: seq for seq in [*scheduler.running, *scheduler.waiting]}
         assert state.seqs.keys() == live.keys()
-        ids: dict[int, list[int]] = {block: sealed_ids[digest] for digest, block in pool.index.items()}
         for seq_id, seq in live.items():
             has = state.seqs[seq_id]
             assert has["table"] == seq.table
             assert (has["request"], has["sample"], has["state"]) == (seq.request.request_id, seq.index, seq.status.value)
             assert (has["prompt"], has["tokens"], has["computed"]) == (seq.request.num_prompt, seq.num_tokens, seq.num_computed)
             assert (has["cached"], has["preemptions"]) == (seq.request.life.cached_tokens, seq.preemptions)
-            for index, block in enumerate(seq.table):
-                ids[block] = list(seq.token_ids[index * size : min((index + 1) * size, seq.num_computed)])
+        ids = self._ids(sealed_ids)
         for block in range(pool.num_blocks):
             assert state.tokens[block] == ([f"{token} " for token in ids[block]] if block in ids else None), f"block {block}"
+
+    def _assert_no_lies(self, ids: Mapping[int, list[int]]) -> None:
+        """Of blocks in the newest frame less may be told than there is, and nothing else."""
+        for block in [entry[0] for entry in self.frames[-1].get("blocks", ())]:
+            told = self.state.tokens[block] or []
+            assert told == [f"{token} " for token in ids.get(block, ())][: len(told)], f"block {block}"
+
+    def _ids(self, sealed_ids: Mapping[bytes, list[int]]) -> dict[int, list[int]]:
+        """Of every block that holds something."""
+        kv = self.scheduler.kv
+        size, ids = kv.block_size, {block: sealed_ids[digest] for digest, block in kv.pool.index.items()}
+        for seq in self.scheduler.running:
+            for index, block in enumerate(seq.table):
+                filled = list(seq.token_ids[index * size : min((index + 1) * size, seq.num_computed)])
+                ids[block] = max(ids.get(block, []), filled, key=len)  # a sample hears later than its sibling what they share
+        return ids
