@@ -95,8 +95,6 @@ class Watcher:
         self._dirty[block] = None
         if event == "seal":
             self._owed[block] = None
-        elif event == "take":
-            self._owed.pop(block, None)  # those were of another content
         elif event == "release" and self._pool.ref[block] and self._pool.digest_of[block] is None:
             self._owed[block] = None  # who has left may have been further than those who share it
 

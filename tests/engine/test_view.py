@@ -24,13 +24,19 @@ class WatchedMachine(EngineMachine):
     one_frame_is_enough = True
 
     @invariant()
-    def begin(self) -> None:
-        if not hasattr(self, "engine") or hasattr(self, "readers"):
+    def look_always(self) -> None:
+        if not hasattr(self, "engine"):
             return
+        if not hasattr(self, "readers"):
+            self._begin()
+        self._look("always")
+
+    def _begin(self) -> None:
         self.readers: dict[str, Reader] = {}
         self.sealed_ids: dict[bytes, list[int]] = {}
         self._checks, self.engine.pool.on_event = self.engine.pool.on_event, self._on_event
         self.view = EngineView(self.engine.core)
+        self.readers["always"] = Reader(self.view, "always", self.engine.scheduler)
 
     def _on_event(self, event: Event, block: int, digest: bytes | None) -> None:
         self._checks(event, block, digest)
@@ -54,8 +60,6 @@ class WatchedMachine(EngineMachine):
     def leave(self, name: str) -> None:
         if self.readers.pop(name, None) is not None:
             self.view.ask(name, "none")
-        if not self.readers:
-            assert self.engine.pool.on_event == self._on_event and isinstance(self.engine.core.trace, NoTrace)
 
     def _look(self, name: str) -> None:
         count = self.readers[name].look(self.sealed_ids)
