@@ -175,7 +175,7 @@ def test_a_large_pool_is_told_in_parts_none_of_which_takes_long(monkeypatch: pyt
     count = reader.look()
     sizes = [len(frame["blocks"]) for frame in reader.frames]
     assert count == -(-12_500 // watcher.TOKENS_A_FRAME) and max(sizes) == watcher.BLOCKS_A_FRAME
-    assert all(sum(block[4] is not None for block in frame["blocks"]) <= watcher.TOKENS_A_FRAME for frame in reader.frames)
+    assert all(sum(bool(block[4]) for block in frame["blocks"]) <= watcher.TOKENS_A_FRAME for frame in reader.frames)
     assert sum(reader.state.sealed) == 12_500 and sum(tokens is not None for tokens in reader.state.tokens) == 12_500
 
 
