@@ -49,6 +49,7 @@ def router(server: Server) -> APIRouter:
             "generation_tokens": stats.generation_tokens,
             "preemptions": stats.preemptions,
             "cpu_seconds": time.process_time(),
+            "lag_ms": 1000 * max(seen, default=0.0),
             "lag_p99_ms": 1000 * seen[int(len(seen) * 0.99)] if seen else 0.0,
         }
 
