@@ -98,7 +98,7 @@ def _never_reading(server: Watched) -> None:
         sock.sendall(POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         time.sleep(1)
         assert server.watch()["answers"] >= 1, "it was all taken"
-        _alone(server, 9)
+        server.wait_idle(9)
         sock.settimeout(5)
         data = b""
         with suppress(ConnectionResetError):
