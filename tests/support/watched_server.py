@@ -45,6 +45,7 @@ def router(server: Server) -> APIRouter:
             "running": stats.running,
             "waiting": stats.waiting,
             "held_blocks": stats.num_blocks - 1 - stats.free_blocks,
+            "steps": sum(stats.steps),
             "prompt_tokens": stats.prompt_tokens,
             "generation_tokens": stats.generation_tokens,
             "preemptions": stats.preemptions,
