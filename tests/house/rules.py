@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import PurePosixPath
 
 BASE = frozenset(
-    {"errors", "log", "config", "server_config", "model_config", "structured_outputs", "sampling_params", "messages", "outputs",
+    {"errors", "log", "child", "config", "server_config", "model_config", "structured_outputs", "sampling_params", "messages", "outputs",
      "interrupt", "progress"}
 )
 
