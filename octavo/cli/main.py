@@ -29,6 +29,7 @@ COMMANDS = {
     "bench": "measure throughput, latency, start-up, or a running server",
     "plan": "say whether and how a model fits, before it is loaded",
     "verify": "prove that paging is invisible, bit for bit",
+    "top": "watch a running server: its block pool, requests and steps",
     "doctor": "say what is here, what is missing and what to fix",
 }
 
