@@ -192,8 +192,7 @@ def _fitted(line: Line, width: int) -> Line:
     """Cut to the width, every sign one column wide."""
     fitted: Line = []
     for text, style in line:
-        safe = "".join(map(_harmless, text[:width]))
-        fitted.append((safe[:width], style))
+        fitted.append(("".join(map(_harmless, text[:width])), style))
         width -= len(fitted[-1][0])
     return fitted
 
