@@ -3,18 +3,19 @@
 STYLE = """
 :root {
   color-scheme: light dark;
-  --paper: #fdfcfa; --ink: #1b1f24; --muted: #57606a; --line: #d9d6cf; --accent: #2f6f9f; --good: #2c6b3f; --bad: #a3312a;
-  --part-0: #1f4f73; --part-1: #2f6f9f; --part-2: #6d9dc0; --part-3: #a9c4d8; --part-4: #e6e3dc; --part-5: #9a938a;
+  --paper: #faf7f0; --ink: #211e1a; --muted: #655e54; --line: #ddd5c6; --accent: #a3301c; --good: #2c6b3f; --bad: #a3301c; --data: #2f5d86;
+  --part-0: #1d3f5e; --part-1: #2f5d86; --part-2: #6f8fae; --part-3: #b3c3d3; --part-4: #e9e1d0; --part-5: #a79f91;
 }
 @media (prefers-color-scheme: dark) {
   :root {
-    --paper: #15181d; --ink: #e6e8eb; --muted: #9aa4ae; --line: #333a42; --accent: #6fb0de; --good: #7fc08f; --bad: #ef8f86;
-    --part-0: #b7d8ee; --part-1: #6fb0de; --part-2: #4680a8; --part-3: #335a75; --part-4: #262b32; --part-5: #6f6a64;
+    --paper: #171513; --ink: #ebe5d9; --muted: #a79f91; --line: #37332d;
+    --accent: #ef8a70; --good: #7fc08f; --bad: #ef8a70; --data: #9cc4ea;
+    --part-0: #cfe3f7; --part-1: #9cc4ea; --part-2: #5f83a8; --part-3: #3d566f; --part-4: #2c2823; --part-5: #6b6459;
   }
 }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); }
-body { font: 16px/1.55 "Iowan Old Style", "Palatino Linotype", Palatino, Georgia, serif; }
+body { font: 16px/1.55 "Iowan Old Style", "Palatino Linotype", Palatino, "URW Palladio L", "Book Antiqua", Georgia, serif; }
 main { max-width: 52rem; margin: 0 auto; padding: 3rem 1.25rem 4rem; }
 header { border-bottom: 1px solid var(--line); padding-bottom: 1.5rem; }
 h1 { font-size: 2rem; line-height: 1.2; font-weight: 600; margin: 0; overflow-wrap: anywhere; }
@@ -33,9 +34,9 @@ figure { margin: 1rem 0; }
 figcaption { color: var(--muted); font-size: .9rem; }
 svg { display: block; width: 100%; height: auto; font-family: system-ui, sans-serif; }
 svg text { fill: var(--ink); font-size: 13px; } svg .head { font-weight: 600; } svg .small { fill: var(--muted); font-size: 11px; }
-.bar, .mark { fill: var(--accent); } .seen, .axis { stroke: var(--ink); stroke-width: 1.5; } .axis { stroke-width: 1; }
+.bar, .mark { fill: var(--data); } .seen, .axis { stroke: var(--ink); stroke-width: 1.5; } .axis { stroke-width: 1; }
 .grid { stroke: var(--line); stroke-width: 1; }
-.curve { fill: none; stroke: var(--accent); stroke-width: 2; stroke-linejoin: round; } .curve-1 { stroke-dasharray: 7 4; }
+.curve { fill: none; stroke: var(--data); stroke-width: 2; stroke-linejoin: round; } .curve-1 { stroke-dasharray: 7 4; }
 .curve-2 { stroke-dasharray: 2 3; } .curve-3 { stroke: var(--ink); } .curve-4 { stroke: var(--ink); stroke-dasharray: 7 4; }
 .curve-5 { stroke: var(--ink); stroke-dasharray: 2 3; }
 .part-0 { fill: var(--part-0); } .part-1 { fill: var(--part-1); } .part-2 { fill: var(--part-2); }
