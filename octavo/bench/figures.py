@@ -1,6 +1,6 @@
 """`Figure`: one measured quantity, over the rounds or requests it was seen in; `Result`: the figures of one workload."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 STATISTICS = {"median": 50, "min": 0, "max": 100, "p10": 10, "p90": 90, "p99": 99}  # each is a percentile
@@ -17,11 +17,16 @@ class Figure:
 
     def at(self, percent: float) -> float:
         """The percentile, straight lines between samples (numpy's default)."""
-        ordered = sorted(self.samples)
-        place = (len(ordered) - 1) * percent / 100
-        below = int(place)
-        above = min(below + 1, len(ordered) - 1)
-        return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+        return self.percentiles([percent])[0]
+
+    def percentiles(self, percents: Iterable[float]) -> list[float]:
+        ordered, found = sorted(self.samples), []
+        for percent in percents:
+            place = (len(ordered) - 1) * percent / 100
+            below = int(place)
+            above = min(below + 1, len(ordered) - 1)
+            found.append(ordered[below] + (ordered[above] - ordered[below]) * (place - below))
+        return found
 
     def as_json(self) -> dict[str, object]:
         return {"unit": self.unit, **{name: self.statistic(name) for name in STATISTICS}, "samples": list(self.samples)}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from octavo.bench.figures import Figure, number, words
+from octavo.report.html import Html, tag
 
 WIDTH, MARGIN, LEFT, RIGHT = 760, 24, 220, 70  # of the picture, its edge, labels, numbers
 ROW, HEAD, SMALL = 26, 44, 16  # heights of a bar's row, a panel's title, a line of small print
@@ -53,24 +54,41 @@ def heading(name: str, figure: Figure) -> str:
 
 
 def draw(title: str, panels: Sequence[Panel], small_print: Sequence[str]) -> str:
-    body, y = [_text(MARGIN, 36, title, "title")], 48
-    for panel in panels:
-        body += _panel(panel, y)
-        y += HEAD + ROW * len(panel.bars)
+    """A file of its own."""
+    bars, y = _panels(panels, 48)
+    body = [_text(MARGIN, 36, title, "title"), *bars]
     lines = [line for text in small_print for line in textwrap.wrap(text, 120, break_on_hyphens=False)]
     body += [_text(MARGIN, y + 20 + SMALL * index, line, "small") for index, line in enumerate(lines)]
     height = y + 20 + SMALL * len(lines)
-    said = "; ".join(f"{panel.title}: " + ", ".join(f"{bar.label} {number(bar.value)}" for bar in panel.bars) for panel in panels)
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         'role="img" aria-labelledby="title description">',
         f'<title id="title">{escape(title)}</title>',
-        f'<desc id="description">{escape(said)}</desc>',
+        f'<desc id="description">{escape(_said(panels))}</desc>',
         f"<style>{STYLE}</style>",
         f'<rect class="back" width="{WIDTH}" height="{height}"/>',
         *body,
         "</svg>\n",
     ])  # fmt: skip
+
+
+def within_report(panels: Sequence[Panel]) -> Html:
+    """The same bars in a report, which has a title, small print and colours of its own."""
+    bars, height = _panels(panels, 0)
+    return tag("svg", Html("".join(bars)), viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=_said(panels))
+
+
+def _panels(panels: Sequence[Panel], y: int) -> tuple[list[str], int]:
+    """One below the other from `y` on, and where they end."""
+    body = []
+    for panel in panels:
+        body += _panel(panel, y)
+        y += HEAD + ROW * len(panel.bars)
+    return body, y
+
+
+def _said(panels: Sequence[Panel]) -> str:
+    return "; ".join(f"{panel.title}: " + ", ".join(f"{bar.label} {number(bar.value)}" for bar in panel.bars) for panel in panels)
 
 
 def _panel(panel: Panel, y: int) -> list[str]:

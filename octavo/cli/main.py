@@ -29,6 +29,7 @@ COMMANDS = {
     "bench": "measure throughput, latency, start-up, or a running server",
     "plan": "say whether and how a model fits, before it is loaded",
     "verify": "prove that paging is invisible, bit for bit",
+    "top": "watch a running server: its block pool, requests and steps",
     "doctor": "say what is here, what is missing and what to fix",
 }
 
@@ -69,7 +70,7 @@ def _run(program: str, summary: str, package: str, commands: Mapping[str, str], 
     if hasattr(command, "SUBCOMMANDS"):
         return _run(f"{program} {name}", commands[name], command.__name__, command.SUBCOMMANDS, rest)
     parser = Parser(prog=f"{program} {name}", description=f"{commands[name]}.", allow_abbrev=False)
-    parser.set_defaults(fail=parser.error, typed=shlex.join([*program.split(), *words]))
+    parser.set_defaults(fail=parser.error, typed=_typed([*program.split(), *words]))
     command.add_arguments(parser)
     return int(command.run(parser.parse(rest)))
 
@@ -91,6 +92,18 @@ def _no_command(program: str, summary: str, commands: Mapping[str, str], words: 
 def _one_line(text: str) -> str:
     """Names out of a file may hold anything, also what a terminal would obey."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(text.split()))
+
+
+def _typed(words: Sequence[str]) -> str:
+    """The command as it is quoted in files that may be passed on: without keys."""
+    shown = list(words)
+    for index, word in enumerate(shown):
+        name, given, _ = word.partition("=")
+        if name.endswith("-key") and given:
+            shown[index] = f"{name}=***"
+        elif name.endswith("-key") and index + 1 < len(shown):
+            shown[index + 1] = "***"
+    return shlex.join(shown)
 
 
 def _debugging() -> bool:

@@ -11,8 +11,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 from octavo.cli.args import add_engine_flags, engine_config, size
-from octavo.cli.plan_text import plan_text
+from octavo.cli.plan_text import MARKS, plan_text
 from octavo.cli.plan_weights import matrix_forms
+from octavo.cli.targets import add_report_flag, check_target, write_report
+from octavo.cli.terminal import can_show
 from octavo.config import Device, ResolvedConfig, no_color
 from octavo.errors import ConfigError
 from octavo.policy.auto import resolved
@@ -31,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "a model folder, a .gguf file, a config.json or a name on the hub; without one, the default model"
     parser.add_argument("words", metavar="MODEL", nargs="?", help=text)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    add_report_flag(parser)
     group = parser.add_argument_group("what if")
     text = "plan for this much memory of the device, all of it free (24GiB, 512m); default: what there is here"
     group.add_argument("--memory", type=size, metavar="SIZE", help=text)
@@ -38,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_target("--report", args.report)
+    from octavo.cli.plan_report import plan_report
     from octavo.loading.shape import model_shape
     from octavo.worker.device import native_threads
     from octavo.worker.machine import num_threads, resolve_dtype
@@ -51,7 +56,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_record(shape, needs, config, plan), indent=1))
     else:
-        print(plan_text(shape, needs, config, plan, plain=not _draws_blocks(), colour=sys.stdout.isatty() and not no_color()))
+        plain = not can_show("".join(block for block, _, _ in MARKS.values()))
+        print(plan_text(shape, needs, config, plan, plain, colour=sys.stdout.isatty() and not no_color()))
+    if args.report is not None:
+        write_report(args.report, plan_report(args.typed, shape, needs, config, plan))
     return 0 if plan.refusal is None else 1
 
 
@@ -75,14 +83,6 @@ def _memory(config: ResolvedConfig, size: int | None) -> Memory:
     if size is None:
         return memory(config)
     return Memory.of_gpu(size, size, config.gpu_memory_utilization) if config.device == "cuda" else Memory(size)
-
-
-def _draws_blocks() -> bool:
-    try:
-        "█▓▒░·╱".encode(sys.stdout.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
 
 
 def _record(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan) -> dict[str, Any]:

@@ -28,12 +28,13 @@ MARKS = {
 def plan_text(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan, plain: bool, colour: bool) -> str:
     where = ", on a GPU" if config.device == "cuda" else ""
     lines = [f"{shape.name}: {shape.config.architecture}, {num_parameters(shape.config):,} parameters, {needs.dtype}{where}", ""]
-    lines += [f"  {name:<17}{value:>12}   {note}".rstrip() for name, value, note in _rows(shape, needs, config, plan)]
+    lines += [f"  {name:<17}{value:>12}   {note}".rstrip() for name, value, note in plan_rows(shape, needs, config, plan)]
     lines += ["", *_bar(plan, plain, colour), ""]
-    return "\n".join([*lines, _sentence(plan)])
+    return "\n".join([*lines, plan_sentence(plan)])
 
 
-def _rows(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan) -> list[tuple[str, str, str]]:
+def plan_rows(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan) -> list[tuple[str, str, str]]:
+    """What it is, how much, and a note."""
     use, geometry, memory = plan.use, plan.geometry, plan.memory
     token = f"{geometry.bytes_per_token:,} bytes a token" + ("" if needs.kv_cache_dtype == needs.dtype else f" in {needs.kv_cache_dtype}")
     blocks = f"{geometry.num_blocks:,} blocks of {geometry.block_size} tokens, {token}"
@@ -54,10 +55,15 @@ def _rows(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: 
     ]
 
 
-def _bar(plan: MemoryPlan, plain: bool, colour: bool) -> list[str]:
+def plan_sizes(plan: MemoryPlan) -> dict[str, int]:
+    """The parts of the bar, in bytes."""
     use = plan.use
     sizes = dict(zip(MARKS, (use.weights, use.kv_cache, use.activations + use.graphs, use.rows + use.other, 0, plan.memory.others)))
-    sizes["free"] = max(plan.memory.total - sum(sizes.values()), 0)
+    return sizes | {"free": max(plan.memory.total - sum(sizes.values()), 0)}
+
+
+def _bar(plan: MemoryPlan, plain: bool, colour: bool) -> list[str]:
+    sizes = plan_sizes(plan)
     marks = {name: block if not plain else letter for name, (block, letter, _) in MARKS.items()}
     paint = {name: f"\033[{code}m" if colour else "" for name, (_, _, code) in MARKS.items()}
     end = "\033[0m" if colour else ""
@@ -75,7 +81,7 @@ def _cells(sizes: dict[str, int]) -> dict[str, int]:
     return cells
 
 
-def _sentence(plan: MemoryPlan) -> str:
+def plan_sentence(plan: MemoryPlan) -> str:
     if plan.refusal is not None:
         return f"Does not fit: {plan.refusal}."
     return f"Fits, with {shown(plan.memory.free - plan.use.total)} to spare when all of it is in use."

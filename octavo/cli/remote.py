@@ -12,6 +12,10 @@ from octavo.config import api_key
 def add_remote_flags(parser: argparse.ArgumentParser, required: bool) -> None:
     text = "a running server, this one's or any that speaks OpenAI's API: http://127.0.0.1:8000"
     parser.add_argument("--url", metavar="URL", required=required, help=text)
+    add_key_flag(parser)
+
+
+def add_key_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", metavar="KEY", help="the key of that server (default: OCTAVO_API_KEY)")
 
 

@@ -1,4 +1,4 @@
-"""The user's side of a chat: lines typed in, with history, and text written out, dim where it is not the answer."""
+"""The user's side: what a terminal can show; in a chat, lines typed in, with history, and text written out, dim where it is no answer."""
 
 import contextlib
 import sys
@@ -9,6 +9,14 @@ from octavo.text.reasoning import Piece
 QUOTES = '"""'
 HISTORY_LINES = 1000
 ESCAPE = {0x1B: "\N{SYMBOL FOR ESCAPE}"}  # a model's text must not steer the terminal
+
+
+def can_show(signs: str) -> bool:
+    try:
+        signs.encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 class Terminal:

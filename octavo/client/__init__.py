@@ -1,1 +1,1 @@
-"""Asking a server over HTTP, this one or any that speaks OpenAI's API: what `octavo bench serve` and `octavo chat --url` share."""
+"""Asking a server over HTTP, this one or any that speaks OpenAI's API: for `octavo bench serve`, `octavo chat --url`, `octavo top`."""

@@ -42,4 +42,4 @@ def parse_url(url: str) -> Address:
 
 
 def _wrong(url: str, what: str) -> ConfigError:
-    return ConfigError(f"--url {url!r:.200}: {what}")
+    return ConfigError(f"the URL {url!r:.200}: {what}")

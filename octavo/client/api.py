@@ -1,4 +1,4 @@
-"""`RemoteServer`: OpenAI's API as far as we ask for it: which models there are, JSON for JSON, and streams of events."""
+"""`RemoteServer`: OpenAI's API as far as we ask for it: which models there are, JSON for JSON, streams of events; and our view."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.client.address import Address
 from octavo.client.http import HttpClient
-from octavo.client.reply import EventLines, Reply
+from octavo.client.reply import EventLines, Lines, Reply
 from octavo.errors import RemoteError
 
 NAMED = 5  # of many models, in an error
@@ -76,6 +76,24 @@ class RemoteServer:
             raise self._failure(reply.status, _read(bytes(refusal)))
         if not ended:
             raise self._no_api(path)
+
+    async def follow(self, path: str, take: Callable[[dict[str, Any]], None]) -> None:
+        """`take` gets each object of a stream that has one a line, until it ends. What is no such stream has status 200, too."""
+        lines, refusal = Lines(), bytearray()
+
+        def sink(_now: float, reply: Reply, new: bytes) -> None:
+            if reply.status != 200:
+                refusal.extend(new)
+                return
+            try:
+                for data in lines.feed(new):
+                    take(json.loads(data))
+            except (TypeError, LookupError, AttributeError, ValueError, RecursionError) as error:
+                raise RemoteError(f"what listens at {self.address} does not answer {path} as Octavo does", 200) from error
+
+        reply = await self._http.ask("GET", path, b"", sink)
+        if reply.status != 200:
+            raise self._failure(reply.status, _read(bytes(refusal)))
 
     def close(self) -> None:
         self._http.close()

@@ -1,4 +1,4 @@
-"""`Reply`: one HTTP/1.1 answer, taken apart as its bytes come in; and the events in its body, a line each."""
+"""`Reply`: one HTTP/1.1 answer, taken apart as its bytes come in; and the lines and events in its body."""
 
 from octavo.errors import RemoteError
 
@@ -74,8 +74,8 @@ class Reply:
         return b"".join(found)
 
 
-class EventLines:
-    """The data of server-sent events. Of a server that speaks OpenAI's API each is one line."""
+class Lines:
+    """Those that are complete, as bytes come."""
 
     def __init__(self) -> None:
         self._held = b""
@@ -83,8 +83,18 @@ class EventLines:
     def feed(self, body: bytes) -> list[bytes]:
         *lines, self._held = (self._held + body).split(b"\n")
         if len(self._held) > LONGEST_LINE:
-            raise RemoteError(f"the server sends an event of more than {LONGEST_LINE:,} bytes")
-        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+            raise RemoteError(f"the server sends a line of more than {LONGEST_LINE:,} bytes")
+        return lines
+
+
+class EventLines:
+    """The data of server-sent events. Of a server that speaks OpenAI's API each is one line."""
+
+    def __init__(self) -> None:
+        self._lines = Lines()
+
+    def feed(self, body: bytes) -> list[bytes]:
+        return [line[5:].strip() for line in self._lines.feed(body) if line.startswith(b"data:")]
 
 
 def _hex(text: bytes) -> int:

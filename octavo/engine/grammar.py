@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,7 +26,7 @@ from octavo.policy.request import Request, Sequence, Status
 from octavo.policy.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
 from octavo.structured_outputs import PARAM
-from octavo.text.grammar_limits import check_limits
+from octavo.text.grammar_limits import check_limits, need_library
 from octavo.text.grammar_text import grammar_text
 from octavo.text.tokenizer import Tokenizer
 from octavo.worker.executor import Masks
@@ -71,8 +70,7 @@ class Grammars:
             return
         if self._tokenizer is None:
             raise RequestError(f"{PARAM} needs a tokenizer, and skip_tokenizer_init is set", PARAM)
-        if find_spec("llguidance") is None:
-            raise RequestError(f"{PARAM} needs the package llguidance, which is not installed: pip install llguidance", PARAM)
+        need_library()
         check_limits(params.structured_outputs)
 
     def add(self, request: Request) -> None:

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from octavo import log
+from octavo.child import die_with
 from octavo.config import EngineConfig, debug_from_environment
 from octavo.engine.assemble import Engine
 from octavo.engine.client import open_engine
@@ -31,10 +32,8 @@ from octavo.errors import OctavoError, RequestError
 from octavo.loading.resolve import ModelSource, load_model_config
 from octavo.loading.text_side import load_tokenizer
 from octavo.messages import AddRequest
-from octavo.worker.die_with import die_with
 from octavo.worker.faults import Faults
 
-PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from octavo.engine.process import main; main(int(sys.argv[1]))"
 START_FAILED = 1  # exit code, with the reason on stdout
 SWITCH_SECONDS = 0.0005  # how long the loop may keep the interpreter from the router's thread
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import zmq
 
 from octavo.engine import wire
+from octavo.engine.pace import Pace
 from octavo.engine.view_frame import ViewFrame, Wanted
 from octavo.engine.wire import Abort, Add, Beat, Down, DownFrame, Hello, Lost, News, Ping, Refused, ResetPrefixCache, Up, UpFrame
 from octavo.log import logger
@@ -103,6 +104,7 @@ class Router:
         self._handed = 0  # requests put into the inbox, ever
         self._roused_at = 0.0  # when one was put there that found the loop idle
         self._news_frames = 0
+        self._pace = Pace()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._outbox: deque[tuple[list[Delta], list[Refused], SchedulerStats]] = deque()
         self._views: deque[tuple[str, ViewFrame]] = deque()
@@ -238,20 +240,28 @@ class Router:
             logger.warning("Dropped a message about request %r, which is not of client %s", request_id[:80], client.name)
         elif isinstance(body, Abort):
             self._inbox.put(body)
+            self._count_end(body.index)
         elif self._is_full():
             text = f"the queue is full: max_queue is {self._max_queue}, try again later"
-            self._send(client, Refused(request_id, "overload", text))
+            self._send(client, Refused(request_id, "overload", text, retry_after=self._pace.retry_after(self._waiting, time.monotonic())))
         else:
             if self._pulse is not None and not self._pulse.busy and self._handed == self._pulse.taken:
                 self._roused_at = time.monotonic()
+                self._pace.begin(self._roused_at)
             self._handed += 1
             self._inbox.put(body.request)
 
+    @property
+    def _waiting(self) -> int:
+        return 0 if self._pulse is None else self._pulse.stats.waiting + self._handed - self._pulse.taken
+
     def _is_full(self) -> bool:
-        pulse = self._pulse
-        if pulse is None:
-            return True
-        return pulse.stats.waiting + self._handed - pulse.taken - pulse.free_rows >= self._max_queue
+        return self._pulse is None or self._waiting - self._pulse.free_rows >= self._max_queue
+
+    def _count_end(self, index: int | None) -> None:
+        """Of a sample; the first one, or all of them, stand for the request."""
+        if not index:
+            self._pace.end(time.monotonic())
 
     def _lose(self, client: _Client) -> None:
         """A frame of its is missing, nobody knows which: none of its requests can be trusted."""
@@ -267,6 +277,8 @@ class Router:
             by_client: defaultdict[str, list[Delta]] = defaultdict(list)
             for delta in deltas:
                 by_client[delta.request_id.partition("-")[0]].append(delta)
+                if delta.finish_reason is not None:
+                    self._count_end(delta.index)
             for name, news in by_client.items():
                 for part in _sliced(news):
                     self._send_to(name, News(part, stats))

@@ -6,11 +6,11 @@ The process is the leader of a group of its own and is ended with all its childr
 """
 
 import asyncio
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,12 +21,15 @@ from pathlib import Path
 import msgspec
 
 from octavo import errors
-from octavo.engine.process import PROGRAM, Orders, Reason
+from octavo.child import command
+from octavo.engine.process import Orders, Reason
 from octavo.errors import EngineError, OctavoError
 from octavo.log import logger
 
 HEALTHY_SECONDS = 60.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+FOLDER_PREFIX = "octavo-engine-"
+YOUNG_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +46,32 @@ class Serving:
 
 
 class SocketFolder:
-    """Where the socket lies: nobody else may look in."""
+    """Where the socket lies: nobody else may look in. Locked while its owner lives: what is not was left behind."""
 
     def __init__(self) -> None:
-        self._path = Path(tempfile.mkdtemp(prefix="octavo-"))  # 0700
+        _sweep()
+        self._path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))  # 0700
+        self._lock = os.open(self._path, os.O_RDONLY)
+        with suppress(OSError):  # not every file system can: then it is not swept, either
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.address = f"ipc://{self._path / 'engine'}"
 
     def remove(self) -> None:
         shutil.rmtree(self._path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _sweep() -> None:
+    """Removes folders whose owner was killed. One so young that it may not be locked yet stays."""
+    for path in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        with suppress(OSError):  # another user's, or somebody else removes it, or it is locked
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if time.time() - os.fstat(descriptor).st_mtime > YOUNG_SECONDS:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 class Supervisor:
@@ -126,8 +147,8 @@ class Supervisor:
 
     async def _live(self, epoch: int) -> bytes:
         """From its start to its end; what it said."""
-        command = [sys.executable, "-P", "-c", PROGRAM, str(os.getpid()), *sys.path]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
+        words = command("octavo.engine.process", "main", os.getpid())
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
         self._process = process
         assert process.stdin is not None and process.stdout is not None
         said, ended = bytearray(), asyncio.get_running_loop().create_future()

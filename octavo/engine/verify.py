@@ -5,6 +5,7 @@ edge, and are computed in chunks. A run in which one of these did not happen pro
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from random import Random
 
 from octavo.config import EngineConfig, debug_from_environment
@@ -23,6 +24,7 @@ from octavo.worker.worker import Worker
 
 BLOCKS_FOR_LONGEST = 8  # blocks the longest request may fill
 NUM_ROWS = 6
+HAPPENINGS = ("tokens computed", "prefix hits", "forks", "copies on write", "preemptions", "evictions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Verified:
     dtype: str
     kv_cache_dtype: str
     kernels: str  # those that were looked at
+    schedule: dict[str, list[int]]  # what happened, and how often in each step
 
 
 def stress_config(config: EngineConfig, depth: int) -> EngineConfig:
@@ -93,7 +96,7 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
         worker = Worker(config, source, model, debug, shadow=True, compilers=compilers)
         engine = build_engine(config, source, model, debug, worker, on_event)
     requests = stress_requests(num_requests, config.block_size, model.vocab_size, config.seed)
-    cached = _run(engine, requests)
+    cached, schedule = _run(engine, requests, worker.shadow.compared)
     scheduler = engine.core.scheduler
     verified = Verified(
         depth=depth,
@@ -105,6 +108,7 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
         dtype=worker.dtype,
         kv_cache_dtype=worker.needs.kv_cache_dtype,
         kernels=_kernels(worker),
+        schedule=schedule,
     )
     _demand_stress(verified, config.block_size)
     return verified
@@ -116,9 +120,10 @@ def _kernels(worker: Worker) -> str:
     return "Triton" if worker.device.type == "cuda" else "torch"
 
 
-def _run(engine: Engine, requests: list[AddRequest]) -> int:
-    """Feed requests in bursts; returns the prompt tokens that came from the cache."""
-    queue, cached = list(reversed(requests)), 0
+def _run(engine: Engine, requests: list[AddRequest], compared: Compared) -> tuple[int, dict[str, list[int]]]:
+    """Feed requests in bursts; returns the prompt tokens that came from the cache, and what happened in each step."""
+    queue, cached, so_far = list(reversed(requests)), 0, [(0,) * len(HAPPENINGS)]
+    stats, pool = engine.core.scheduler.stats, engine.core.scheduler.kv.pool.counts
     while queue or engine.core.has_work:
         if queue and engine.core.scheduler.step % 4 == 0:
             for _ in range(min(4, len(queue))):
@@ -128,7 +133,9 @@ def _run(engine: Engine, requests: list[AddRequest]) -> int:
                 raise EngineError(str(delta.error))
             if delta.finish_reason is not None and delta.index == 0 and delta.life is not None:
                 cached += delta.life.cached_tokens
-    return cached
+        so_far.append((stats.step_tokens, stats.prefix_hits, compared.forks, compared.copies, stats.preemptions, pool.evicted))
+    steps = [[now - before for before, now in zip(*pair)] for pair in pairwise(so_far)]
+    return cached, {name: [step[index] for step in steps] for index, name in enumerate(HAPPENINGS)}
 
 
 def _demand_stress(verified: Verified, block_size: int) -> None:

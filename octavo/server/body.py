@@ -7,9 +7,11 @@
     async def ask(request: Request) -> ...:
         question = await read_body(request, Question)
 
-The parser is pydantic's: strict UTF-8, 200 levels deep, no NaN, the last of equal keys wins.
+The parser is pydantic's: strict UTF-8, 200 levels deep, the last of equal keys wins. Numbers that are none are refused by their place.
 """
 
+import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -27,6 +29,7 @@ UNSUPPORTED = frozenset(
 )
 ACCEPTED = frozenset({"user", "metadata", "store", "service_tier"})  # they change nothing here
 MOST_WARNINGS = 256
+LARGE_BYTES = 256 * 2**10  # such a body is looked through in a thread: only what the parser itself takes holds up the event loop
 SCHEMAS = "#/components/schemas/{model}"
 
 
@@ -47,17 +50,36 @@ async def read_body(request: Request, model: type[Model]) -> Model:
     data = await request.body()
     if not data:
         raise RequestError("the body is empty; it must be a JSON object")
-    try:
-        value = from_json(data, allow_inf_nan=False)
-    except ValueError as error:  # it says what and where, and repeats nothing
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise RequestError(f"the body must be a JSON object, not {_kind(value)}")
+    value = await asyncio.to_thread(_parsed, data) if len(data) > LARGE_BYTES else _parsed(data)
     _check_names(value, model, request.app.state.server)
     try:
         return model.model_validate(value)
     except ValidationError as error:
         raise _first_mistake(error.errors(include_url=False, include_input=False, include_context=False), value) from None
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    try:
+        value = from_json(data, allow_inf_nan=True)
+    except ValueError as error:  # it says what and where, and repeats nothing
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"the body must be a JSON object, not {_kind(value)}")
+    if place := _not_finite(value):
+        raise RequestError(f"{place} is no finite number", place)
+    return value
+
+
+def _not_finite(value: dict[str, Any] | list[Any], path: str = "") -> str:
+    """Where NaN or an infinity stands: of JSON they are no part, of any field no value, and an answer that repeats them is not JSON."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in pairs:
+        kind = type(item)
+        if kind is float and not math.isfinite(item):
+            return _joined(path, key)
+        if (kind is list or kind is dict) and (place := _not_finite(item, _joined(path, key))):
+            return place
+    return ""
 
 
 def _check_names(value: dict[str, Any], model: type[BaseModel], server: Server) -> None:
@@ -82,10 +104,16 @@ def _path(mistake: ErrorDetails, value: Any) -> str:
     for number, part in enumerate(loc):
         missing = mistake["type"] == "missing" and number == len(loc) - 1
         if isinstance(part, int) and isinstance(value, list) and part < len(value):
-            path, value = f"{path}[{part}]", value[part]
+            path, value = _joined(path, part), value[part]
         elif isinstance(part, str) and isinstance(value, dict) and (part in value or missing):
-            path, value = f"{path}.{part}" if path else part, value.get(part)
+            path, value = _joined(path, part), value.get(part)
     return path
+
+
+def _joined(path: str, part: str | int) -> str:
+    if isinstance(part, int):
+        return f"{path}[{part}]"
+    return f"{path}.{part[:80]}" if path else part[:80]
 
 
 def _kind(value: object) -> str:

@@ -11,15 +11,14 @@ from starlette.responses import JSONResponse, Response
 from octavo.engine.async_llm import Ask
 from octavo.errors import RequestError
 from octavo.outputs import TextDelta
-from octavo.server.answer_grammar import asked_form, chat_grammar, held_to, param_of
-from octavo.server.answer_parts import AnswerForm, AnswerParts, Part, Thought, answer_form, reasoning_counters, thoughts_of
+from octavo.server.answer_grammar import asked_form, param_of
+from octavo.server.answer_parts import AnswerForm, AnswerParts, Part, Thought, reasoning_counters, thoughts_of
 from octavo.server.body import takes
-from octavo.server.encoding import encode_chat
-from octavo.server.events import EventStream, disconnect, unless
-from octavo.server.generation import Frame, News, all_news, chunk_events, collect
+from octavo.server.chat_ask import chat_ask
+from octavo.server.generation import Frame, News, all_news, chunk_events, collect, respond
 from octavo.server.logprobs import chat_logprobs
 from octavo.server.request_bodies import ChatBody, read_generation_body
-from octavo.server.sampling import named, priority_of, salt_of, sampling_params, timeout_of
+from octavo.server.sampling import named
 from octavo.server.state import Server
 from octavo.server.usage import Tally
 from octavo.structured_outputs import PARAM
@@ -47,25 +46,18 @@ def router(server: Server) -> APIRouter:
             ask, form = await _ask(server, body, choice.offered(tools), choice)
         watch = server.observer.watch("chatcmpl-", [ask])
         answer = _Answer(server, body, ask, form, watch.id, all_news(server.llm, [ask], names, watch))
-        return EventStream(answer.events()) if body.stream else await unless(disconnect(request.receive), answer.whole())
+        return await respond(request, server, answer, body.stream)
 
     return routes
 
 
 async def _ask(server: Server, body: ChatBody, offered: list[dict[str, object]], choice: ToolChoice) -> tuple[Ask, AnswerForm]:
-    if body.stream_options is not None and not body.stream:
-        raise RequestError("stream_options is given, but stream is not true", "stream_options")
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs is given, but logprobs is not true", "top_logprobs")
     asked = asked_form(body.structured_outputs, body.response_format, FORMAT)
     longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     own = {"n": body.n, "max_tokens": longest, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
-    params = sampling_params(body, own, server.config, server.llm.sampling_defaults).for_chat()
-    priority, salt, timeout = priority_of(body), salt_of(body), timeout_of(body, server.config)
-    text, ids = await encode_chat(server, body.messages, offered, body.chat_template_kwargs)
-    form = answer_form(server, offered, body.parallel_tool_calls)
-    params = await held_to(server, params, chat_grammar(asked, form, offered, choice, text))
-    return Ask(text, ids, params, priority, salt, timeout), form
+    return await chat_ask(server, body, own, body.messages, offered, choice, asked)
 
 
 @dataclass(slots=True)

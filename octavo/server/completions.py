@@ -14,11 +14,10 @@ from octavo.outputs import TextDelta, TokenChoices
 from octavo.server.answer_grammar import asked_form, held_to, param_of
 from octavo.server.body import takes
 from octavo.server.encoding import encode_prompts
-from octavo.server.events import EventStream, disconnect, unless
-from octavo.server.generation import Frame, all_news, chunk_events, collect
+from octavo.server.generation import Frame, all_news, chunk_events, collect, respond
 from octavo.server.logprobs import CompletionLogprobs
 from octavo.server.request_bodies import CompletionBody, read_generation_body
-from octavo.server.sampling import named, priority_of, salt_of, sampling_params, timeout_of
+from octavo.server.sampling import named, sampling_params, terms_of
 from octavo.server.state import Server
 from octavo.server.usage import Tally
 from octavo.structured_outputs import PARAM
@@ -36,18 +35,16 @@ def router(server: Server) -> APIRouter:
         names = {"prompt_logprobs": "logprobs", PARAM: param_of(body.structured_outputs, FORMAT)}  # what the engine calls otherwise
         with named(names):
             answer = _Answer(server, body, await _asks(server, body), names)
-        return EventStream(answer.events()) if body.stream else await unless(disconnect(request.receive), answer.whole())
+        return await respond(request, server, answer, body.stream)
 
     return routes
 
 
 async def _asks(server: Server, body: CompletionBody) -> list[Ask]:
-    if body.stream_options is not None and not body.stream:
-        raise RequestError("stream_options is given, but stream is not true", "stream_options")
     own = {"n": body.n, "max_tokens": body.max_tokens, "logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
     asked = asked_form(body.structured_outputs, body.response_format, FORMAT)
     params = sampling_params(body, own, server.config, server.llm.sampling_defaults)
-    priority, salt, timeout = priority_of(body), salt_of(body), timeout_of(body, server.config)
+    terms = terms_of(body, server.config)
     encoded = await encode_prompts(server, body.prompt)
     if len(encoded) * params.n > server.config.max_prompts:
         message = f"{len(encoded)} prompts of {params.n} samples each are more than {server.config.max_prompts} answers (--max-prompts)"
@@ -57,7 +54,7 @@ async def _asks(server: Server, body: CompletionBody) -> list[Ask]:
         message = f"echo with logprobs would answer {numbers:,} numbers, at most {MOST_PROMPT_LOGPROBS:,}; send fewer prompts at once"
         raise RequestError(message, "logprobs")
     params = await held_to(server, params, asked)
-    return [Ask(text, ids, params, priority, salt, timeout) for text, ids in encoded]
+    return [Ask(text, ids, params, *terms) for text, ids in encoded]
 
 
 @dataclass(slots=True)

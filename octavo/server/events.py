@@ -16,7 +16,6 @@ from starlette.types import Receive, Scope, Send
 from octavo.server.errors import answer_for
 
 DONE = "data: [DONE]\n\n"
-MOST_STALL = 30.0  # seconds a client may leave a full connection unread, and up to twice that
 
 Result = TypeVar("Result")
 
@@ -48,10 +47,12 @@ async def disconnect(receive: Receive) -> None:
 class EventStream(Response):
     """Sends what `events` yields. What goes wrong before the first of them is raised, and so an ordinary answer; after it, an event."""
 
-    def __init__(self, events: AsyncGenerator[str, None], media_type: str = "text/event-stream") -> None:
+    def __init__(self, events: AsyncGenerator[str, None], write_timeout: float, media_type: str = "text/event-stream") -> None:
+        """`write_timeout`: seconds a client may leave a full connection unread, and up to twice that."""
         super().__init__(media_type=media_type, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._write_timeout = write_timeout
         self._num_writes = 0
         self._writing = False
 
@@ -84,7 +85,7 @@ class EventStream(Response):
         try:
             while not leaving.done():
                 seen, stuck = self._num_writes, self._writing
-                await asyncio.wait((leaving,), timeout=MOST_STALL)
+                await asyncio.wait((leaving,), timeout=self._write_timeout)
                 if stuck and self._writing and seen == self._num_writes:
                     return
         finally:

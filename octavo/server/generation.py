@@ -6,17 +6,36 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from octavo.engine.async_llm import Ask, AsyncLLM
 from octavo.errors import EngineError
 from octavo.outputs import TextDelta
-from octavo.server.events import DONE
+from octavo.server.events import DONE, EventStream, disconnect, unless
 from octavo.server.observer import Watch
 from octavo.server.request_bodies import StreamOptions
 from octavo.server.sampling import named
+from octavo.server.state import Server
 from octavo.server.usage import Tally
 
 News = AsyncGenerator[list[TextDelta], None]
+
+
+class Answer(Protocol):
+    """What a route makes of the news."""
+
+    def events(self) -> AsyncGenerator[str, None]: ...
+
+    async def whole(self) -> Response: ...
+
+
+async def respond(request: Request, server: Server, answer: Answer, stream: bool | None) -> Response:
+    if stream:
+        return EventStream(answer.events(), server.config.write_timeout)
+    return await unless(disconnect(request.receive), answer.whole())
 
 
 async def all_news(llm: AsyncLLM, asks: Sequence[Ask], names: Mapping[str, str], watch: Watch) -> News:

@@ -1,24 +1,25 @@
 """The server's door for grammars: what a request asks for is compiled once, in a child process, before the engine hears of it.
 
 A grammar may take for ever, all memory, or the process with it: the child is killed, the request refused, and the next one gets a
-new child. Verdicts are kept, so that a schema which comes with every request is tried once.
+new child. Verdicts are kept, so that a schema which comes with every request is tried once. Whoever waits too long for the child is
+told to come back.
 """
 
 import asyncio
 import json
-import sys
+import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from importlib.util import find_spec
 
-from octavo.errors import RequestError
+from octavo.child import command
+from octavo.errors import RequestError, UnavailableError
 from octavo.structured_outputs import PARAM, StructuredOutputs
-from octavo.text.grammar_limits import check_limits
+from octavo.text.grammar_limits import check_limits, need_library
 from octavo.text.grammar_text import grammar_text
 
-SECONDS = 4.0  # for one grammar: an answer is due within five
+SECONDS = 4.0  # for one grammar, and as long for its turn
 START_SECONDS = 30.0
 VERDICTS = 4096  # kept, each a digest and a line at most
 
@@ -34,14 +35,17 @@ class GrammarChecker:
 
     async def check(self, structured: StructuredOutputs) -> None:
         """Raises RequestError for what cannot be compiled, within limits of time and memory."""
-        if find_spec("llguidance") is None:
-            raise RequestError(f"{PARAM} needs the package llguidance, which is not installed: pip install llguidance", PARAM)
+        need_library()
         check_limits(structured)
         text = grammar_text(structured)
         digest = blake2b(text.encode()).digest()
         if digest not in self._verdicts:
-            async with self._turn:
-                self._verdicts[digest] = await self._try(text)
+            await self._take_turn()
+            try:
+                if digest not in self._verdicts:  # others brought the same meanwhile
+                    self._verdicts[digest] = await self._try(text)
+            finally:
+                self._turn.release()
             if len(self._verdicts) > VERDICTS:
                 self._verdicts.popitem(last=False)
         self._verdicts.move_to_end(digest)
@@ -52,6 +56,14 @@ class GrammarChecker:
         """No child is left."""
         async with self._turn:
             await self._kill()
+
+    async def _take_turn(self) -> None:
+        try:
+            async with asyncio.timeout(self._seconds):
+                await self._turn.acquire()
+        except TimeoutError:
+            text = f"{PARAM} could not be tried within {self._seconds:g} s: others are being compiled, try again later"
+            raise UnavailableError(text, self._seconds, "grammar_busy") from None
 
     async def _try(self, text: str) -> str | None:
         """What is wrong with it."""
@@ -69,11 +81,11 @@ class GrammarChecker:
 
     async def _start(self) -> asyncio.subprocess.Process:
         pipe, nowhere = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-        words = "-m", "octavo.server.grammar_child", str(self._seconds + 1)
-        self._child = await asyncio.create_subprocess_exec(sys.executable, *words, stdin=pipe, stdout=pipe, stderr=nowhere)
+        words = command("octavo.server.grammar_child", "main", os.getpid())
+        self._child = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=nowhere)
         try:
             async with asyncio.timeout(START_SECONDS):
-                await _ask(self._child, self._special_tokens)
+                await _ask(self._child, [self._seconds + 1, self._special_tokens])
         except BaseException:
             await self._kill()
             raise

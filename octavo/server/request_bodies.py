@@ -129,6 +129,8 @@ async def read_generation_body(request: Request, kind: type[Kind], server: Serve
     for name in ("user", "metadata"):
         if _chars(getattr(body, name)) > MOST_LABEL_CHARS:
             raise RequestError(f"{name} has more than {MOST_LABEL_CHARS:,} characters", name)
+    if isinstance(body, CompletionBody | ChatBody) and body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options is given, but stream is not true", "stream_options")
     check_model(server, body.model)
     return body
 

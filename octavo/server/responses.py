@@ -10,20 +10,18 @@ from starlette.responses import JSONResponse, Response
 
 from octavo.engine.async_llm import Ask
 from octavo.outputs import TextDelta
-from octavo.server.answer_grammar import asked_form, chat_grammar, held_to, param_of
-from octavo.server.answer_parts import AnswerForm, AnswerParts, answer_form, reasoning_counters
+from octavo.server.answer_grammar import asked_form, param_of
+from octavo.server.answer_parts import AnswerForm, AnswerParts, reasoning_counters
 from octavo.server.body import takes
-from octavo.server.encoding import encode_chat
-from octavo.server.events import EventStream, disconnect, unless
-from octavo.server.generation import News, all_news, collect
+from octavo.server.chat_ask import chat_ask
+from octavo.server.generation import News, all_news, collect, respond
 from octavo.server.request_bodies import ResponseBody, read_generation_body
 from octavo.server.response_input import messages_of, tools_of
 from octavo.server.response_items import Output
-from octavo.server.sampling import named, priority_of, salt_of, sampling_params, timeout_of
+from octavo.server.sampling import named
 from octavo.server.state import Server
 from octavo.server.usage import Tally
 from octavo.structured_outputs import PARAM
-from octavo.text.tools import ToolChoice
 
 NAMES = {"max_tokens": "max_output_tokens", "prompt": "input", "messages": "input"}  # what the engine calls otherwise
 FORMAT = "text.format"
@@ -38,22 +36,14 @@ def router(server: Server) -> APIRouter:
         tools, choice = tools_of(body)
         names = NAMES | {PARAM: param_of(body.structured_outputs, FORMAT, choice)}
         with named(names):
-            ask, form = await _ask(server, body, choice.offered(tools), choice)
+            asked = asked_form(body.structured_outputs, body.text and body.text.format, FORMAT)
+            own = {"max_tokens": body.max_output_tokens}
+            ask, form = await chat_ask(server, body, own, messages_of(body), choice.offered(tools), choice, asked)
         watch = server.observer.watch("resp_", [ask])
         answer = _Answer(server, body, ask, form, watch.id, all_news(server.llm, [ask], names, watch))
-        return EventStream(answer.events()) if body.stream else await unless(disconnect(request.receive), answer.whole())
+        return await respond(request, server, answer, body.stream)
 
     return routes
-
-
-async def _ask(server: Server, body: ResponseBody, offered: list[dict[str, object]], choice: ToolChoice) -> tuple[Ask, AnswerForm]:
-    asked = asked_form(body.structured_outputs, body.text and body.text.format, FORMAT)
-    params = sampling_params(body, {"max_tokens": body.max_output_tokens}, server.config, server.llm.sampling_defaults).for_chat()
-    priority, salt, timeout = priority_of(body), salt_of(body), timeout_of(body, server.config)
-    text, ids = await encode_chat(server, messages_of(body), offered, body.chat_template_kwargs)
-    form = answer_form(server, offered, body.parallel_tool_calls)
-    params = await held_to(server, params, chat_grammar(asked, form, offered, choice, text))
-    return Ask(text, ids, params, priority, salt, timeout), form
 
 
 class _Answer:

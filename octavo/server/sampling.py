@@ -83,7 +83,12 @@ def _few(name: str, values: object, most: int, chars: int = 0) -> None:
         raise RequestError(f"{name} has an entry of {longest:,} characters, at most {chars} are allowed", name)
 
 
-def priority_of(body: GenerationBody) -> int:
+def terms_of(body: GenerationBody, config: ServerConfig) -> tuple[int, str, float]:
+    """Priority, salt and time-out, as they stand in an `Ask`."""
+    return _priority_of(body), _salt_of(body), _timeout_of(body, config)
+
+
+def _priority_of(body: GenerationBody) -> int:
     """0, what everybody has, is the first; a client can only step back."""
     priority = body.priority or 0
     if not 0 <= priority <= LOWEST_PRIORITY:
@@ -91,7 +96,7 @@ def priority_of(body: GenerationBody) -> int:
     return priority
 
 
-def timeout_of(body: GenerationBody, config: ServerConfig) -> float:
+def _timeout_of(body: GenerationBody, config: ServerConfig) -> float:
     if body.timeout is None:
         return config.request_timeout
     if not (body.timeout > 0 and math.isfinite(body.timeout)):
@@ -99,7 +104,7 @@ def timeout_of(body: GenerationBody, config: ServerConfig) -> float:
     return min(body.timeout, config.request_timeout)
 
 
-def salt_of(body: GenerationBody) -> str:
+def _salt_of(body: GenerationBody) -> str:
     if body.cache_salt is None:
         return ""
     if not 0 < len(body.cache_salt) <= MOST_SALT_CHARS:

@@ -7,7 +7,6 @@ parent alone, which passes signals on. A sibling that dies is started again, as 
 """
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -16,39 +15,30 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Any
 
+import msgspec
+from msgspec import Struct
+
+from octavo.child import command
 from octavo.config import EngineConfig
 from octavo.log import logger
 from octavo.server_config import ServerConfig
 
-PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from octavo.server.start import sibling; sibling(int(sys.argv[1]))"
 
+class Orders(Struct, frozen=True):
+    """All a sibling is told; through a pipe, because there are keys in it."""
 
-@dataclass(frozen=True, slots=True)
-class Orders:
     engine: EngineConfig
     server: ServerConfig
     address: str  # of the engine's socket
     model_name: str
     row: int = 0  # its own, of the numbers that all API processes share
 
-    def encode(self) -> bytes:
-        """One line. Through a pipe, because there are keys in it."""
-        return json.dumps(asdict(self)).encode() + b"\n"
-
-    @staticmethod
-    def decode(line: bytes) -> "Orders":
-        given: dict[str, Any] = json.loads(line)
-        server: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given["server"].items()}
-        return Orders(EngineConfig(**given["engine"]), ServerConfig(**server), given["address"], given["model_name"], given["row"])
-
 
 class Siblings:
     def __init__(self, orders: Orders, listener: socket.socket) -> None:
         self._orders = orders
-        self._command = [sys.executable, "-P", "-c", PROGRAM, str(listener.fileno()), *sys.path]  # modules are those of this process
+        self._command = command("octavo.server.start", "sibling", listener.fileno())
         self._listener = listener
         self._restarts_left = orders.server.max_restarts
         self._stopping = False
@@ -92,14 +82,14 @@ class Siblings:
         process = subprocess.Popen(self._command, stdin=subprocess.PIPE, pass_fds=fds, start_new_session=True)
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended already, which `check` will see
-            process.stdin.write(replace(self._orders, row=place + 1).encode())
+            process.stdin.write(msgspec.json.encode(msgspec.structs.replace(self._orders, row=place + 1)) + b"\n")
             process.stdin.flush()
         return process
 
 
 def take_orders() -> Orders:
     """What a sibling starts with. From here on it ends when its parent does."""
-    orders = Orders.decode(sys.stdin.buffer.readline())
+    orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
 
     def watch() -> None:
         while os.read(sys.stdin.fileno(), 4096):  # until the parent's end of the pipe is closed; a file object would be locked at exit

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, with the bodies vLLM's have."""
+"""/tokenize, /detokenize and /tokenizer_info, with the bodies vLLM's have."""
 
 import asyncio
 
@@ -53,6 +53,11 @@ def router(server: Server) -> APIRouter:
             if not 0 <= token_id < vocab:
                 raise RequestError(f"tokens[{place}] is {token_id}, out of the vocabulary, which ends at {vocab - 1}", f"tokens[{place}]")
         return {"prompt": server.llm.tokenizer.decode(asked.tokens, skip_special_tokens=False)}
+
+    @routes.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, str | None]:
+        """What a client that counts tokens here needs beside the two above. The template, which may be private, is not told."""
+        return {"bos_token": server.llm.tokenizer.bos_token or None, "eos_token": server.llm.tokenizer.eos_token or None}
 
     return routes
 

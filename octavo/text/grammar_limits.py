@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from octavo.errors import RequestError
 from octavo.structured_outputs import PARAM, StructuredOutputs
@@ -27,6 +28,11 @@ _TOKEN = re.compile(
     r"|(?P<other>.)",
     re.DOTALL,
 )
+
+
+def need_library() -> None:
+    if find_spec("llguidance") is None:
+        raise RequestError(f"{PARAM} needs the package llguidance, which is not installed: pip install llguidance", PARAM)
 
 
 def check_limits(structured: StructuredOutputs) -> None:

@@ -34,7 +34,7 @@ class PromptEncoder:
                 raise RequestError("the prompt is empty", "prompt")
             tokenizer = self._need_tokenizer("a text prompt")
             _check_length(prompt, tokenizer, limit, "prompt")
-            return prompt, tokenizer.encode(prompt)
+            return prompt, _without_images(tokenizer.encode(prompt), tokenizer, "prompt")
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
         if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes)) or not all(type(token) is int for token in ids):
             raise RequestError("a prompt is a str, a list of token ids, or {'prompt_token_ids': [...]}", "prompt")
@@ -61,7 +61,7 @@ class PromptEncoder:
         if goes_on:
             text = _open_last_message(text, str(plain[-1]["content"]))
         _check_length(text, tokenizer, limit, "messages")
-        return text, tokenizer.encode(text, add_special_tokens=False)
+        return text, _without_images(tokenizer.encode(text, add_special_tokens=False), tokenizer, "messages")
 
     def spellings(self, words: Sequence[str]) -> list[list[int]]:
         """Token ids of each word, as it stands at the start of a text and behind a space."""
@@ -119,3 +119,11 @@ def _check_length(text: str, tokenizer: Tokenizer, limit: int | None, param: str
             param,
             "context_length_exceeded",
         )
+
+
+def _without_images(ids: list[int], tokenizer: Tokenizer, param: str) -> list[int]:
+    """These; a text that spells the token of an image is refused, for none came along. Whoever sends ids means them."""
+    if not tokenizer.image_ids.isdisjoint(ids):
+        found = next(token for token in ids if token in tokenizer.image_ids)
+        raise RequestError(f"the {param} has {tokenizer.token(found)} in it, which stands for an image, and there is none", param)
+    return ids

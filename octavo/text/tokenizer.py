@@ -24,6 +24,8 @@ from octavo.text.gguf_tokenizer import build_gguf_tokenizer
 from octavo.text.json_file import parse_json_object, read_json_object, read_text
 from octavo.text.tokenizer_json import check_tokenizer_json
 
+# Added tokens that stand where an image goes: without one they mean nothing.
+IMAGE_TOKENS = frozenset({"<|image_pad|>", "<|video_pad|>", "<|image|>", "<image>", "<image_soft_token>", "[IMG]"})
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -44,6 +46,7 @@ class Tokenizer:
         self.chat_template = chat_template
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.image_ids = frozenset(token_id for token_id, token in added.items() if token.content in IMAGE_TOKENS)
         around = backend.encode("").ids  # what every prompt gets around it
         self.vocab_size = max(num_ids, max([*added, *around], default=-1) + 1)
         self._backend = backend

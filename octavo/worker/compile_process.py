@@ -24,11 +24,11 @@ from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 
+from octavo.child import die_with
 from octavo.kernels.triton.ahead import Ahead, kernel_keys
 from octavo.kernels.triton.packed_ahead import PackedShape
 from octavo.model_config import ModelConfig, RopeConfig
 from octavo.worker.compilers import DONE, DRIVER, FAILED, SEEN, Wanted, variant
-from octavo.worker.die_with import die_with
 
 SLOW = (  # slowest first
     "prefill_hopper", "prefill", "search", "packed_tile", "packed_one", "settle", "packed_few", "merge_few", "decode_few", "decode",

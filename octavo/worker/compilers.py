@@ -20,11 +20,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from octavo.child import command
 from octavo.log import Stopwatch, logger
 from octavo.model_config import ModelConfig
 
 DRIVER = "driver"  # what Triton itself needs to launch anything
-PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from octavo.worker.compile_process import main; main(int(sys.argv[1]))"
 SEEN, DONE, FAILED = "all", "done", "failed"  # what a line from there begins with
 
 
@@ -60,10 +60,10 @@ class Compilers:
     @classmethod
     def start(cls) -> "Compilers":
         """In a group of its own: Ctrl-C is for this process, and all of them can be ended at once."""
-        command = [sys.executable, "-P", "-c", PROGRAM, str(os.getpid()), *sys.path]
+        words = command("octavo.worker.compile_process", "main", os.getpid())
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
         try:
-            return cls(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True, process_group=0))
+            return cls(subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=nowhere, text=True, process_group=0))
         except OSError as error:
             logger.debug("No process to compile kernels in: %r", error)
             return cls()

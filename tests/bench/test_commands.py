@@ -14,6 +14,7 @@ from octavo.bench.figures import number
 from octavo.cli.main import main
 from octavo.log import logger
 from tests.cli.processes import FAKE, ROOT, SECONDS, environment, octavo
+from tests.support.report_file import ReportFile
 from tests.support.story_folder import story_folder
 
 MOONCAKE = str(ROOT / "tests/data/traces/mooncake_conversation.jsonl")
@@ -121,7 +122,8 @@ def test_latency_where_only_the_engine_is_installed_and_only_a_shape_is_known(tm
 
 
 def test_startup_starts_processes_and_times_their_milestones(tmp_path: Path, stories: Path) -> None:
-    run = octavo("bench", "startup", str(stories), "--rounds", "2", "--json", "out.json", "--picture", "out.svg", cwd=tmp_path)
+    files = ("--json", "out.json", "--picture", "out.svg", "--report", "out.html")
+    run = octavo("bench", "startup", str(stories), "--rounds", "2", *files, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert re.fullmatch(r"(round \d of 2: \d+\.\d\d s to the first token\n){2}", run.stderr)
     (result,) = report(tmp_path, "startup")["results"]
@@ -136,6 +138,7 @@ def test_startup_starts_processes_and_times_their_milestones(tmp_path: Path, sto
     assert 100 < figures["peak_memory"]["median"] < 2000  # MiB: the child's own, with torch in it
     table = rows(run.stdout)
     assert table["first token, s"] == [number(figures["first_token"][name]) for name in ("median", "min", "max")]
+    assert ReportFile(tmp_path / "out.html").rows()["first token, s"] == table["first token, s"]
     assert pictured(tmp_path) == [number(figure["median"]) for figure in figures.values() if figure["unit"] == "s"]
 
 

@@ -12,7 +12,7 @@ from octavo.bench.figures import STATISTICS, Figure, Result, number
 from octavo.bench.measure import Round, figures_of
 from octavo.bench.picture import Bar, Panel, draw
 from octavo.bench.startup import PHASE
-from octavo.bench.table import by_result
+from octavo.bench.table import aligned, by_result
 from octavo.bench.workload import Workload
 from octavo.messages import LifeRecord
 from octavo.outputs import CompletionOutput, RequestOutput
@@ -65,7 +65,8 @@ def test_one_stream_decodes_without_its_prefill() -> None:
 def test_a_table_has_a_column_a_result_and_says_what_was_not_measured() -> None:
     one = Result("one", {"requests": 32}, {"wall": Figure("s", [1.0, 2.0, 9.0])})
     two = Result("two", {"requests": 1024}, {"wall": Figure("s", [1234.5]), "queue": Figure("ms", [0.25, 0.75])})
-    rows = by_result([one, two], ["requests"], [("wall", "median"), ("queue", "p90"), ("preemptions", "median")]).splitlines()
+    lines = by_result([one, two], ["requests"], [("wall", "median"), ("queue", "p90"), ("preemptions", "median")])
+    rows = aligned(lines).splitlines()
     assert [row.split() for row in rows] == [
         ["one", "two"],
         ["requests", "32", "1,024"],

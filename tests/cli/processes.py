@@ -78,6 +78,16 @@ class Typist:
         self.type(text + "\r")
         return self.expect(r">>> \Z").partition("\n")[2].removesuffix(">>> ")
 
+    def ask_twice(self) -> str:
+        """A question whose answer is six tokens long, and the same again, whose prompt is then cached; /stats after the first."""
+        assert self.ask("Good morning to the whole house, and to everybody in it").strip()
+        first = self.ask("/stats")
+        assert re.search(r"answer  6 tokens in \d+\.\d\d s: first after \d+\.\d\d s, [\d.]+ tokens/s", first)
+        assert re.search(r"prompt  \d\d tokens, 0 of them cached \(cold\)", first)
+        assert self.ask("/retry").strip()
+        assert re.search(r"prompt  \d\d tokens, (16|32) of them cached", self.ask("/stats"))
+        return first
+
     def interrupt(self) -> str:
         """Ctrl-C until the prompt is back: one that comes just before the terminal is read stays unseen until the next key."""
         for _ in range(SECONDS // 10):

@@ -1,6 +1,5 @@
 """Settings from a file: under flags, over defaults, each with its origin; and every mistake in one line that names file and key."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ from octavo.cli.args import SETTINGS, Parser, add_engine_flags, engine_config
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from tests.cli.processes import FAKE, ROOT, octavo
+from tests.support.settings import Chosen, Way, choices, in_toml, in_words, meant, origin, shown
 
-# setting -> ways to write it: in TOML, as words of a command line, and what it then is
-WAYS: dict[str, list[tuple[str, list[str], Any]]] = {
+WAYS: dict[str, list[Way]] = {
     "model": [('"a/b"', ["--model", "a/b"], "a/b"), ('"c.gguf"', ["--model=c.gguf"], "c.gguf")],
     "dtype": [('"float32"', ["--dtype", "float32"], "float32"), ('"auto"', ["--dtype", "auto"], "auto")],
     "quantization": [('"int8"', ["--quantization", "int8"], "int8"), ('"none"', ["-q", "none"], "none")],
@@ -44,7 +43,7 @@ WAYS: dict[str, list[tuple[str, list[str], Any]]] = {
     "trace": [('"t.json"', ["--trace", "t.json"], "t.json")],
     "seed": [("0xff", ["--seed", "255"], 255)],
 }  # fmt: skip
-CHOSEN = st.fixed_dictionaries({}, optional={name: st.sampled_from(ways) for name, ways in WAYS.items()})
+CHOSEN = choices(WAYS)
 
 
 def parsed(*words: str) -> Any:
@@ -60,21 +59,18 @@ def test_every_setting_is_tried() -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(CHOSEN, CHOSEN, st.booleans())
 def test_a_flag_wins_over_the_file_and_the_file_over_the_default(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], filed: dict[str, Any], flags: dict[str, Any], dashes: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], filed: Chosen, flags: Chosen, dashes: bool
 ) -> None:
     file = tmp_path / "octavo.toml"
-    file.write_text("".join(f"{name.replace('_', '-') if dashes else name} = {way[0]}\n" for name, way in filed.items()))
-    words = ["--config", str(file), *(word for way in flags.values() for word in way[1])]
-    expected = EngineConfig(**{name: way[2] for name, way in {**filed, **flags}.items()})
+    file.write_text(in_toml(filed, dashes))
+    words, expected = in_words(file, flags), EngineConfig(**meant(filed, flags))
     assert engine_config(parsed(*words)) == expected
     with pytest.raises(SystemExit) as ended:
         engine_config(parsed(*words, "--show-config"))
-    assert ended.value.code == 0
-    head, *rows = [re.split(r"  +", line, maxsplit=2) for line in capsys.readouterr().out.splitlines()]
-    shown = {name: (value, origin) for name, value, origin in rows if origin != "environment"}
-    assert head == ["setting", "value", "from"] and set(shown) == set(SETTINGS)
-    for name, (value, origin) in shown.items():
-        assert origin == ("flag" if name in flags else f"file {file}" if name in filed else "default")
+    rows = {name: row for name, row in shown(capsys.readouterr().out).items() if row[1] != "environment"}
+    assert ended.value.code == 0 and set(rows) == set(SETTINGS)
+    for name, (value, where) in rows.items():
+        assert where == origin(name, file, filed, flags)
         known = expected.__getattribute__(name)
         assert value == ("auto" if known is None else str(known).lower() if isinstance(known, bool) else str(known))
 

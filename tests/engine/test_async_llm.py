@@ -179,6 +179,22 @@ def test_who_comes_when_the_queue_is_full_hears_so_while_a_step_runs(endless: st
     run(main())
 
 
+def test_a_refusal_says_how_long_the_queue_will_take(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless, "forward.sleep=20", Serving(max_queue=8), max_num_seqs=1) as llm:
+            tasks = [asyncio.create_task(read(llm, ask([1, 2, number], 20))) for number in range(9)]  # 0.4 s each, and more
+            await asyncio.gather(*tasks[:2])
+            tasks += [asyncio.create_task(read(llm, ask([1, 2, number], 20))) for number in range(2)]
+            await asyncio.sleep(0.05)
+            with pytest.raises(OverloadError) as refused:
+                await read(llm, ask([3]))
+            assert 8 * 0.4 <= refused.value.retry_after < 30
+            for task in tasks:
+                task.cancel()
+
+    run(main())
+
+
 def test_who_waits_too_long_is_told_and_so_is_who_takes_too_long(endless: str) -> None:
     async def main() -> None:
         async with engine_process(endless, "forward.sleep=20", Serving(queue_timeout=0.3), max_num_seqs=1) as llm:

@@ -8,13 +8,15 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import zmq
 
-from octavo.engine import wire
+from octavo.engine import supervisor, wire
+from octavo.engine.pace import LONGEST, RECENT, SHORTEST, Pace
 from octavo.engine.router import LARGE, Pulse, _sliced, stalled_for
 from octavo.engine.stats import StatsLog
 from octavo.engine.wire import Add, DownFrame, Ping
@@ -64,6 +66,47 @@ def test_it_dies_with_its_parent(endless: str, how: signal.Signals, state: str, 
     while exists(engine):
         assert time.monotonic() < deadline, "an orphan"
         time.sleep(0.01)
+
+
+def test_what_a_killed_server_left_behind_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    owner = "import sys, octavo.engine.supervisor as s; folder = s.SocketFolder(); print(folder.address, flush=True); sys.stdin.read()"
+    pipe, environment = subprocess.PIPE, os.environ | {"TMPDIR": str(tmp_path)}
+    owners = [subprocess.Popen([sys.executable, "-c", owner], stdin=pipe, stdout=pipe, env=environment, text=True) for _ in range(3)]
+    killed, living, young = folders = [Path(each.stdout.readline().strip().removeprefix("ipc://")).parent for each in owners]  # type: ignore[union-attr]
+    (killed / "numbers").write_text("left")
+    others = tmp_path / "octavo-engine-of-nobody"
+    others.symlink_to(tmp_path)
+    for folder in (killed, living):
+        os.utime(folder, (0, 0))
+    owners[0].kill()
+    owners[2].kill()
+    for each in (owners[0], owners[2]):
+        each.wait()
+    mine = supervisor.SocketFolder()
+    assert [folder.exists() for folder in folders] == [False, True, True] and others.is_symlink()
+    os.utime(young, (0, 0))
+    supervisor.SocketFolder().remove()
+    assert set(tmp_path.iterdir()) == {living, others, Path(mine.address.removeprefix("ipc://")).parent}
+    mine.remove()
+    owners[1].communicate()
+
+
+def test_who_finds_a_full_queue_is_told_when_it_will_have_moved() -> None:
+    pace = Pace()
+    assert pace.retry_after(1000, 5.0) == SHORTEST
+    pace.begin(10.0)
+    assert pace.retry_after(1000, 20.0) == SHORTEST, "nobody knows yet"
+    for second in (12.0, 14.0, 16.0):
+        pace.end(second)
+    assert pace.retry_after(10, 16.0) == 20.0 and pace.retry_after(0, 16.0) == SHORTEST and pace.retry_after(1000, 16.0) == LONGEST
+    assert pace.retry_after(10, 22.0) == 40.0, "nothing has ended for a while"
+    for number in range(RECENT + 1):
+        pace.end(22.0 + number / 10)
+    assert pace.retry_after(100, 22.0 + RECENT / 10) == pytest.approx(10.0, rel=0.2), "what was slow long ago does not count"
+    pace.begin(1000.0)
+    pace.end(1001.0)
+    assert pace.retry_after(3, 1001.0) == 3.0, "nor does a time with nothing to do"
 
 
 def test_why_it_could_not_start_is_what_the_user_sees(endless: str, tmp_path: Path) -> None:

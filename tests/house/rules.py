@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import PurePosixPath
 
 BASE = frozenset(
-    {"errors", "log", "config", "server_config", "model_config", "structured_outputs", "sampling_params", "messages", "outputs",
+    {"errors", "log", "child", "config", "server_config", "model_config", "structured_outputs", "sampling_params", "messages", "outputs",
      "interrupt", "progress"}
 )
 
@@ -24,6 +24,7 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "policy": frozenset(),
     "text": frozenset(),
     "client": frozenset(),
+    "report": frozenset(),
     "kernels": frozenset(),
     "attention": frozenset({"policy", "kernels"}),
     "quant": frozenset({"kernels"}),
@@ -34,8 +35,8 @@ MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "engine": frozenset({"policy", "text", "loading", "worker"}),
     "llm": frozenset({"policy", "text", "loading", "worker", "engine"}),
     "server": frozenset({"client", "policy", "text", "loading", "engine"}),
-    "bench": frozenset({"client", "policy", "text", "loading", "worker", "engine", "llm"}),
-    "cli": frozenset({"client", "policy", "text", "loading", "worker", "engine", "llm", "server", "bench", "octavo"}),
+    "bench": frozenset({"client", "report", "policy", "text", "loading", "worker", "engine", "llm"}),
+    "cli": frozenset({"client", "report", "policy", "text", "loading", "worker", "engine", "llm", "server", "bench", "octavo"}),
     "octavo": frozenset({"llm"}),  # octavo/__init__.py: the names a user imports
     "__main__": frozenset({"cli"}),
 }

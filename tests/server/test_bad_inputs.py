@@ -1,33 +1,34 @@
 """The table of bad inputs at real servers: each row gets its answer, and six things hold after it (tests/support/bad_inputs_watch.py).
 
-Rows proved elsewhere: 29 the default bind and 130 the port (test_serve_cli.py), 54 ids of padding rows (tests/engine/test_vocabularies.py),
-97 the time-out of a client that does not read (test_stream.py), 102 loading and draining (test_stopping.py), 108 digests of prefixes
-(tests/policy/test_kv_manager.py), 113 banned calls (tests/house), 115 to 128 and 130 files of models (tests/loading/test_hostile.py).
+Rows proved elsewhere: 29 the default bind (test_serve_cli.py), 54 ids of padding rows (tests/engine/test_vocabularies.py), 102 loading and
+draining (test_stopping.py), 108 digests of prefixes (tests/policy/test_kv_manager.py), 113 banned calls (tests/house), 115 to 128 files of
+models (tests/loading/test_hostile.py).
 Row 110, blocks that are read before they are written, is every row here: the server of stories fills free blocks with NaN.
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.cli.processes import octavo
+from tests.support import bad_inputs_forms as forms
 from tests.support import bad_inputs_http as http
 from tests.support import bad_inputs_keys as keys
 from tests.support import bad_inputs_life as life
 from tests.support import bad_inputs_params as params
 from tests.support import bad_inputs_prompts as prompts
 from tests.support import bad_inputs_sockets as sockets
+from tests.support import bad_inputs_start as start
 from tests.support import bad_inputs_tools as tools
 from tests.support.bad_inputs_row import Place, Row
 from tests.support.bad_inputs_watch import ADMIN_KEY, KEY, OTHER_KEY, SECRETS, Watched
 from tests.support.story_folder import story_folder
 
-ROWS: list[Row] = [row for section in (http, keys, params, prompts, tools, life, sockets) for row in section.ROWS]
+ROWS: list[Row] = [row for section in (http, keys, params, prompts, tools, forms, life, sockets, start) for row in section.ROWS]
 SMALL = ("--max-model-len", "256", "--block-size", "4", "--served-model-name", "stories")
 SERVERS: dict[Place, Callable[[str], Watched]] = {
     "stories": lambda model: Watched(
-        model, *SMALL, "--num-gpu-blocks-override", "600", "--max-num-seqs", "16", "--read-timeout", "1", "--max-body-bytes", "12m",
+        model, *SMALL, "--num-gpu-blocks-override", "600", "--max-num-seqs", "16", "--read-timeout", "1",
+        "--write-timeout", "0.5", "--max-body-bytes", "12m",
         "--tool-call-parser", "llama3_json",
         "--allowed-origins", "https://good.example", "--allowed-hosts", "named", debug="check=1",
     ),
@@ -40,6 +41,7 @@ SERVERS: dict[Place, Callable[[str], Watched]] = {
     ),
     "small": lambda model: Watched(
         model, *SMALL, "--num-gpu-blocks-override", "33", "--max-num-seqs", "2", "--max-queue", "1", "--queue-timeout", "0.4",
+        "--max-num-batched-tokens", "8",
         debug="runner=fake,forward.sleep=15", one_canary=True,
     ),
     "faulty": lambda model: Watched(model, *SMALL, "--num-gpu-blocks-override", "200", debug=f"check=1,{life.FAULTS}"),
@@ -48,7 +50,7 @@ SERVERS: dict[Place, Callable[[str], Watched]] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = story_folder(tmp_path_factory.mktemp("stories"))
+    folder = story_folder(tmp_path_factory.mktemp("stories"), last_token=prompts.PICTURE_TOKEN)
     (folder / "chat_template.jinja").write_text(tools.TEMPLATE)
     return str(folder)
 
@@ -74,8 +76,3 @@ def test_a_bad_input_gets_its_answer_and_leaves_no_trace(servers: Callable[[Plac
     server = servers(row.place)
     server.withstand(row.make(server), row.canary)
 
-
-def test_129_a_pool_too_small_for_one_request_is_refused_with_what_fits(model: str, tmp_path: Path) -> None:
-    run = octavo("serve", model, "--port", "0", "--max-model-len", "256", "--kv-cache-memory-bytes", "64k", cwd=tmp_path)
-    last = run.stderr.splitlines()[-1]
-    assert run.returncode == 1 and "max_model_len is 256" in last and "Traceback" not in run.stderr, run.stderr

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from octavo.errors import RequestError
+from octavo.errors import RequestError, UnavailableError
 from octavo.server.grammar_check import GrammarChecker
 from octavo.structured_outputs import structured_outputs
 
@@ -145,6 +145,35 @@ def test_a_schema_that_comes_with_every_request_is_tried_once() -> None:
         await checker.close()  # whoever is asked again starts a new child
         await checker.check(structured_outputs(FINE))
         assert checker._child is None
+
+    run(work())
+
+
+def test_who_waits_too_long_for_the_child_is_told_to_come_back_and_equal_ones_are_tried_once() -> None:
+    async def work() -> None:
+        checker = GrammarChecker(seconds=0.5)
+        await checker.check(structured_outputs(FINE))
+        os.kill(alive(checker), signal.SIGSTOP)
+        start = time.monotonic()
+        slow, *behind = [asyncio.create_task(checker.check(structured_outputs({"regex": f"a{number}"}))) for number in range(40)]
+        equal = [asyncio.create_task(checker.check(structured_outputs({"regex": "a0"}))) for _ in range(3)]
+        with pytest.raises(RequestError, match="takes more than"):
+            await slow
+        told = await asyncio.gather(*behind, *equal, return_exceptions=True)
+        assert time.monotonic() - start < 3
+        busy = [error for error in told if isinstance(error, UnavailableError)]
+        assert len(busy) > 30 and {(error.code, error.retry_after) for error in busy} == {("grammar_busy", 0.5)}
+        await checker.check(structured_outputs({"regex": "b"}))
+        tried, ask = list[str](), checker._try
+
+        async def count(text: str) -> str | None:
+            tried.append(text)
+            return await ask(text)
+
+        checker._try = count  # type: ignore[method-assign]
+        await asyncio.gather(*(checker.check(structured_outputs({"regex": "together"})) for _ in range(8)))
+        assert len(tried) == 1
+        await checker.close()
 
     run(work())
 

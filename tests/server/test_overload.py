@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from tests.support.http_client import Connection
-from tests.support.http_storm import WATCHED
+from tests.support.http_storm import WATCHED, held, seconds_until_idle
 from tests.support.server_process import Reply, ServerProcess
 
 ROWS, QUEUE, TOKENS = 4, 8, 20
@@ -87,6 +87,22 @@ def test_ten_times_too_much_is_refused_at_once_and_costs_nobody_else(
         assert goodput >= 0.9 * capacity and median < 0.05 and again >= 0.9 * capacity
 
 
+def test_what_takes_longer_than_a_request_may_is_ended(endless: str) -> None:
+    flags = ("--request-timeout", "0.5", "--num-gpu-blocks-override", "200")
+    with ServerProcess(WATCHED, endless, *flags, env={"OCTAVO_DEBUG": f"runner=fake,forward.sleep={STEP_MS}"}) as server:
+        assert server.ask("POST", "/v1/completions", story(0, 5)).status == 200
+        before = held(server)
+        for more in ({}, {"timeout": 100}, {"timeout": 0.2}):  # a client can ask for less time, not for more
+            start = time.monotonic()
+            reply = server.ask("POST", "/v1/completions", story(1, 180) | more)
+            assert (reply.status, reply.error["code"]) == (504, "deadline_exceeded")
+            assert 0.15 < time.monotonic() - start < 1.5
+            assert more == {"timeout": 0.2} or time.monotonic() - start > 0.45
+        body = server.ask("POST", "/v1/completions", story(2, 180) | {"stream": True}).body
+        assert b'"code":"deadline_exceeded"' in body and b"data: [DONE]" in body
+        assert seconds_until_idle(server, before) < 1
+
+
 CHUNK, CHUNKS = 16, 200
 
 
@@ -104,16 +120,17 @@ def test_a_prompt_of_two_hundred_chunks_keeps_nobody_waiting_and_is_not_starved(
             times.append(timings["decode_ms"])
             return float(timings["queue_ms"] + timings["prefill_ms"])
 
-        async def long() -> tuple[float, float]:
-            """The share of all prompt tokens that were its own while it was read in, and seconds."""
+        async def long() -> tuple[float, int]:
+            """The share of all prompt tokens that were its own while it was read in, and the steps that took."""
             connection = Connection(server)
-            before, start = server.ask("GET", "/watch").json["prompt_tokens"], time.monotonic()
+            before = server.ask("GET", "/watch").json
             body = {"prompt": [rng.randrange(100, 9000) for _ in range(CHUNK * CHUNKS)], "max_tokens": 1, "ignore_eos": True}
             assert (await connection.ask("/v1/completions", body)).status == 200
             connection.close()
-            return CHUNK * CHUNKS / (server.ask("GET", "/watch").json["prompt_tokens"] - before), time.monotonic() - start
+            after = server.ask("GET", "/watch").json
+            return CHUNK * CHUNKS / (after["prompt_tokens"] - before["prompt_tokens"]), after["steps"] - before["steps"]
 
-        async def shorts(until: "asyncio.Future[tuple[float, float]] | None", least: int) -> list[float]:
+        async def shorts(until: "asyncio.Future[tuple[float, int]] | None", least: int) -> list[float]:
             found = list[float]()
 
             async def client() -> None:
@@ -123,15 +140,15 @@ def test_a_prompt_of_two_hundred_chunks_keeps_nobody_waiting_and_is_not_starved(
             await asyncio.gather(client(), client())
             return found
 
-        async def both() -> tuple[list[float], list[float], tuple[float, float]]:
+        async def both() -> tuple[list[float], list[float], tuple[float, int]]:
             alone = await shorts(None, 60)
             reading = asyncio.ensure_future(long())
             return alone, await shorts(reading, 60), await reading
 
         times = list[float]()
-        alone, beside, (share, seconds) = asyncio.run(both())
+        alone, beside, (share, steps) = asyncio.run(both())
         step = statistics.median(times)
         more = (statistics.quantiles(beside, n=100)[98] - statistics.quantiles(alone, n=100)[98]) / step
-        said = f"p99 of the first token {more:+.1f} steps of {step:.1f} ms; the long prompt had {share:.0%}, {seconds:.1f} s"
+        said = f"p99 of the first token {more:+.1f} steps of {step:.1f} ms; the long prompt had {share:.0%}, in {steps} steps"
         record_property("fairness", said)
-        assert more <= 3 and share >= 0.5
+        assert more <= 3 and share >= 0.5 and steps <= 2 * CHUNKS

@@ -131,4 +131,4 @@ def test_the_settings_shown_to_operators_are_settings(tmp_path: Path) -> None:
     (example,) = [found["text"] for found in FENCE.finditer((ROOT / "docs/operations.md").read_text()) if found["language"] == "toml"]
     (tmp_path / "octavo.toml").write_text(example)
     run = started("--config", "octavo.toml", "--show-config", cwd=tmp_path)
-    assert run.returncode == 0 and re.search(r"max_body_bytes +8388608 +file octavo.toml", run.stdout)
+    assert run.returncode == 0 and re.search(r"max_body_bytes +16777216 +file octavo.toml", run.stdout)

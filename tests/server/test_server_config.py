@@ -12,6 +12,7 @@ from octavo.cli.args import SERVER_SETTINGS, SETTINGS, Parser, add_server_flags,
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.server_config import SECRETS, ServerConfig
+from tests.support.settings import Chosen, Way, choices, in_toml, in_words, meant, origin, shown
 
 NO_INTEGERS: list[Any] = [1.5, "16", True, None, -1, 2**63]
 NO_SECONDS: list[Any] = ["1", True, None, -1, float("nan"), float("inf"), 1e9]
@@ -28,6 +29,7 @@ BAD: dict[str, list[Any]] = {
     "queue_timeout": [0, *NO_SECONDS],
     "request_timeout": [0, *NO_SECONDS],
     "read_timeout": [0, *NO_SECONDS],
+    "write_timeout": [0, *NO_SECONDS],
     "shutdown_timeout": NO_SECONDS,
     "max_restarts": NO_INTEGERS,
     "max_body_bytes": [0, 1023, *NO_INTEGERS],
@@ -43,8 +45,7 @@ BAD: dict[str, list[Any]] = {
     "inspector": ["yes", 1, None],
     "record": ["", "a\0b", 5, True],
 }
-# setting -> ways to write it: in TOML, as words of a command line, and what it then is
-WAYS: dict[str, list[tuple[str, list[str], Any]]] = {
+WAYS: dict[str, list[Way]] = {
     "host": [('"0.0.0.0"', ["--host", "0.0.0.0"], "0.0.0.0"), ('"::1"', ["--host", "::1"], "::1")],
     "port": [("0", ["--port", "0"], 0)],
     "api_key": [('["k-a", "k-b"]', ["--api-key", "k-a", "--api-key", "k-b"], ("k-a", "k-b")), ('["k-c"]', ["--api-key=k-c"], ("k-c",))],
@@ -58,6 +59,7 @@ WAYS: dict[str, list[tuple[str, list[str], Any]]] = {
     "queue_timeout": [("1", ["--queue-timeout", "1"], 1.0)],
     "request_timeout": [("0.5", ["--request-timeout", "0.5"], 0.5)],
     "read_timeout": [("7", ["--read-timeout", "7"], 7.0)],
+    "write_timeout": [("8", ["--write-timeout", "8"], 8.0)],
     "shutdown_timeout": [("0", ["--shutdown-timeout", "0"], 0.0)],
     "max_restarts": [("0", ["--max-restarts", "0"], 0)],
     "max_body_bytes": [('"1m"', ["--max-body-bytes", "1m"], 2**20), ("4096", ["--max-body-bytes", "4096"], 4096)],
@@ -73,7 +75,7 @@ WAYS: dict[str, list[tuple[str, list[str], Any]]] = {
     "inspector": [("true", ["--inspector"], True)],
     "record": [('"r.ndjson"', ["--record", "r.ndjson"], "r.ndjson")],
 }  # fmt: skip
-CHOSEN = st.fixed_dictionaries({}, optional={name: st.sampled_from(ways) for name, ways in WAYS.items()})
+CHOSEN = choices(WAYS)
 
 
 def parsed(*words: str) -> Any:
@@ -97,24 +99,22 @@ def test_every_setting_is_tried_and_none_is_the_engines_too() -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 @given(CHOSEN, CHOSEN, st.booleans())
 def test_a_flag_wins_over_the_file_and_the_file_over_the_default(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], filed: dict[str, Any], flags: dict[str, Any], dashes: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], filed: Chosen, flags: Chosen, dashes: bool
 ) -> None:
     file = tmp_path / "octavo.toml"
-    text = "".join(f"{name.replace('_', '-') if dashes else name} = {way[0]}\n" for name, way in filed.items())
-    file.write_text(f"{text}seed = 5\n")
-    words = ["--config", str(file), *(word for way in flags.values() for word in way[1])]
-    server = ServerConfig(**{name: way[2] for name, way in {**filed, **flags}.items()})
+    file.write_text(f"{in_toml(filed, dashes)}seed = 5\n")
+    words, server = in_words(file, flags), ServerConfig(**meant(filed, flags))
     assert server_configs(parsed(*words), "a/b") == (EngineConfig(model="a/b", seed=5), server)
     assert engine_config(parsed("--config", str(file))) == EngineConfig(seed=5)  # a command without a server takes its own part
     with pytest.raises(SystemExit) as ended:
         server_configs(parsed(*words, "--show-config"))
     out = capsys.readouterr().out
-    shown = {name: (value, origin) for name, value, origin in (re.split(r"  +", line, maxsplit=2) for line in out.splitlines())}
-    assert ended.value.code == 0 and set(shown) >= {*SETTINGS, *SERVER_SETTINGS}
+    rows = shown(out)
+    assert ended.value.code == 0 and set(rows) >= {*SETTINGS, *SERVER_SETTINGS}
     for name in SERVER_SETTINGS:
-        assert shown[name][1] == ("flag" if name in flags else f"file {file}" if name in filed else "default")
+        assert rows[name][1] == origin(name, file, filed, flags)
     assert not re.search("k-[abcd]", out) and "k-" not in repr(server)
-    assert shown["api_key"][0] == ("(set)" if server.api_key else "none") and shown["seed"] == ("5", f"file {file}")
+    assert rows["api_key"][0] == ("(set)" if server.api_key else "none") and rows["seed"] == ("5", f"file {file}")
 
 
 def test_a_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from octavo.server import events
 from octavo.server.events import EventStream
 from tests.server.conftest import Served
 from tests.support.http_server import wait_for
@@ -135,8 +134,7 @@ def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool, pro
         wait_for(lambda: served.llm.is_idle, 1)
 
 
-def test_a_client_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MOST_STALL", 0.01)
+def test_a_client_that_does_not_read_is_dropped() -> None:
     closed: list[bool] = []
 
     async def endless() -> AsyncGenerator[str, None]:
@@ -157,7 +155,7 @@ def test_a_client_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch)
     async def stall() -> None:
         with pytest.raises(ClientDisconnect):
             async with asyncio.timeout(5):
-                await EventStream(endless())({"type": "http"}, receive, send)
+                await EventStream(endless(), 0.01)({"type": "http"}, receive, send)
         assert closed == [True]
 
     asyncio.run(stall())

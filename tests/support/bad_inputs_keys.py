@@ -1,9 +1,14 @@
 """Section B: keys, the operator's routes, browsers; at a server that wants a key, and at one on loopback that wants none."""
 
+import hashlib
+import secrets
 from collections.abc import Callable
+from contextlib import suppress
+from unittest.mock import patch
 
 from octavo.server.app import build_app
-from octavo.server.keys import ADMIN, OPEN
+from octavo.server.errors import ApiError
+from octavo.server.keys import ADMIN, OPEN, Keys
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
 from tests.support.bad_inputs_http import refused
@@ -23,6 +28,24 @@ def _without(server: Watched) -> None:
             reply = refused(server.ask(method, path, body, authorization=authorization), 401)
             assert reply.error["code"] == "invalid_api_key" and reply.headers["www-authenticate"] == "Bearer"
         assert server.ask("GET", "/health", authorization=authorization).status == 200
+
+
+def _constant_time(server: Watched) -> Callable[[], None]:
+    """Whatever is sent, the same is done: its digest is compared with those of all keys, also behind one that was equal."""
+    keys = Keys(ServerConfig(api_key=(KEY, OTHER_KEY), admin_key=ADMIN_KEY))
+    known = [hashlib.sha256(key.encode()).digest() for key in (KEY, OTHER_KEY, ADMIN_KEY)]
+    sent = (KEY, OTHER_KEY, ADMIN_KEY, "", "x", KEY[:-1], KEY + "x", "x" * 1000)
+
+    def act() -> None:
+        for key in sent:
+            with patch("octavo.server.keys.secrets.compare_digest", wraps=secrets.compare_digest) as compare, suppress(ApiError):
+                keys.check("/v1/models", f"Bearer {key}".encode())
+            digest = hashlib.sha256(key.encode()).digest()
+            assert [call.args for call in compare.call_args_list] == [(digest, one) for one in known]
+            right = key in (KEY, OTHER_KEY, ADMIN_KEY)
+            assert server.ask("GET", "/v1/models", authorization=f"Bearer {key}").status == (200 if right else 401)
+
+    return act
 
 
 def _routes(config: ServerConfig) -> set[tuple[str, str]]:
@@ -99,6 +122,7 @@ def _rebinding(server: Watched) -> None:
 ROWS: list[Row] = [
     acted(19, "no key, or a wrong one", _without, "locked"),
     Row(20, "every route without a key", _every_route, "locked"),
+    Row(21, "keys in constant time", _constant_time, "locked"),
     acted(22, "keys that are not ASCII", _not_ascii, "locked"),
     acted(23, "the operator's route with a user's key", _admin, "locked"),
     Row(23, "the operator's route where there is none", _no_admin_route),

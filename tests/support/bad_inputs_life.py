@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from tests.support.bad_inputs_http import POST, refused
@@ -17,6 +18,7 @@ from tests.support.server_process import Reply, read_replies
 LONG: dict[str, Any] = {"prompt": "Lily said", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True}
 FAULTS = "forward.raise@1000,forward.nan@1400,sample.bad_id@1800"
 MOST_PAIRS = 60
+CLIENTS = 64
 
 
 def opened(server: Watched, body: dict[str, Any], cut: int | None = None) -> socket.socket:
@@ -45,6 +47,7 @@ def _alone(server: Watched, seconds: float = 1.0) -> None:
 
 
 def _leaving(server: Watched) -> None:
+    """With half a head, half a body, before the first token, behind it, and one before the end."""
     for cut in (10, 60, -10):
         opened(server, LONG, cut).close()
         _alone(server, 0.5)
@@ -57,12 +60,51 @@ def _leaving(server: Watched) -> None:
             _alone(server, 0.5)
 
 
+def _leaving_while_read_in(server: Watched) -> None:
+    """A prompt of eight steps, left in the third: what was left is not computed."""
+    computed = []
+    for _ in range(3):
+        before = server.watch()["prompt_tokens"]
+        prompt = [random.randrange(3, 500) for _ in range(60)]
+        sock = opened(server, LONG | {"prompt": prompt})
+        time.sleep(0.045)
+        sock.close()
+        _alone(server, 0.5)
+        time.sleep(0.3)  # the engine's next beat tells
+        computed.append(server.watch()["prompt_tokens"] - before)
+    assert min(computed) < 50, computed
+
+
+def _leaving_the_queue(server: Watched) -> None:
+    """Two may run and one may wait: when that one leaves there is room for the next at once, long before its time was up."""
+    holders = [opened(server, LONG) for _ in range(2)]
+    server.wait_until(lambda found: found["running"] == 2, 1, "two run")
+    waiting = opened(server, LONG)
+    time.sleep(0.1)
+    refused(server.ask("POST", COMPLETIONS, SOUND[COMPLETIONS]), 429, "rate_limit_error")
+    waiting.close()
+    time.sleep(0.1)
+    assert server.ask("POST", COMPLETIONS, SOUND[COMPLETIONS]).status != 429
+    for holder in holders:
+        holder.close()
+
+
 def _never_reading(server: Watched) -> None:
-    """Four long answers with all their logprobs, some megabytes, of which nothing is taken."""
-    sock = opened(server, LONG | {"n": 4, "max_tokens": 200, "logprobs": 20})
-    time.sleep(0.5)
-    sock.close()
-    _alone(server)
+    """More than all buffers on the way hold, of which nothing is read: dropped when its time is up, cut off."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect((server.process.host, server.process.port))
+        body = json.dumps(LONG | {"prompt": [[7] * 20] * 2, "n": 16, "max_tokens": 230, "logprobs": 20}).encode()
+        sock.sendall(POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        time.sleep(1)
+        assert server.watch()["answers"] >= 1, "it was all taken"
+        server.wait_idle(9)
+        sock.settimeout(5)
+        data = b""
+        with suppress(ConnectionResetError):
+            while piece := sock.recv(2**20):
+                data += piece
+    assert data.startswith(b"HTTP/1.1 200") and b"[DONE]" not in data
 
 
 def _full_queue(server: Watched) -> None:
@@ -162,22 +204,26 @@ def _salts(server: Watched) -> None:
 
 
 def _tenants(server: Watched) -> None:
-    """Each client may write one letter alone, and reads no other; a third of them leave early."""
-    letters = "abcdefghijklmnop"
-    spelled = {letter: server.ask("POST", "/tokenize", {"prompt": letter}).json["tokens"] for letter in letters}
+    """Each client has a secret in its prompt, repeated in its answers (`echo`); nothing else is in them but what FakeKV says to it alone.
+
+    A third of them leave early; half of the answers are streamed.
+    """
+    secrets = [f"secret {number:02d}{number * 7919 % 97:02d} of a client" for number in range(CLIENTS)]
+    body: dict[str, Any] = {"max_tokens": 20, "temperature": 0, "ignore_eos": True, "echo": True}
+    alone = [_text(server.ask("POST", COMPLETIONS, body | {"prompt": secret})) for secret in secrets]
+    assert len(set(alone)) == CLIENTS and all(text.startswith(secret) for text, secret in zip(alone, secrets, strict=True))
     wrong: list[str] = []
 
     def ask(number: int) -> None:
-        letter, dice = letters[number % len(letters)], random.Random(number)
+        dice = random.Random(number)
         for _ in range(8):
-            body = LONG | {"allowed_token_ids": spelled[letter][-1:], "max_tokens": dice.randint(1, 20), "stream": False}
+            asked = body | {"prompt": secrets[number], "stream": dice.random() < 0.5}
             if dice.random() < 0.3:
-                opened(server, body, dice.choice([None, -5])).close()
-                continue
-            text = server.ask("POST", COMPLETIONS, body).json["choices"][0]["text"]
-            wrong.extend([text] if set(text.replace(" ", "")) != {letter} else [])
+                opened(server, asked, dice.choice([None, -5])).close()
+            elif (text := _text(server.ask("POST", COMPLETIONS, asked))) != alone[number]:
+                wrong.append(text)
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(64)]
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(CLIENTS)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -185,13 +231,24 @@ def _tenants(server: Watched) -> None:
     assert wrong == []
 
 
+def _text(reply: Reply) -> str:
+    """Of the one choice of an answer, streamed or whole."""
+    assert reply.status == 200, reply
+    if not reply.headers["content-type"].startswith("text/event-stream"):
+        return str(reply.json["choices"][0]["text"])
+    lines = [line[6:] for line in reply.body.replace(b"\r", b"").split(b"\n") if line.startswith(b"data: {")]
+    return "".join(choice["text"] for line in lines for choice in json.loads(line)["choices"])
+
+
 ROWS: list[Row] = [
     acted(96, "clients that leave", _leaving, "small"),
-    acted(97, "a client that does not read", _never_reading),
+    acted(96, "clients that leave while their prompt is read in", _leaving_while_read_in, "small"),
+    acted(96, "clients that leave the queue", _leaving_the_queue, "small", canary=False),
+    acted(97, "a client that does not read", _never_reading, canary=False),
     acted(99, "a full queue; 100: too long in it", _full_queue, "small"),
     acted(101, "one id for two", _own_ids),
     acted(98, "an error within a stream; 103, 104, 105: faults in a step", _faults, "faulty", canary=False),
     acted(102, "a dead engine", _dead, "faulty", canary=False),
     acted(106, "salts", _salts),
-    acted(109, "512 requests of 64 clients", _tenants, canary=False),
+    acted(109, "512 requests of 64 clients", _tenants, "optimized", canary=False),
 ]

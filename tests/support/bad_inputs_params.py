@@ -50,10 +50,27 @@ def _equal_samples(server: Watched) -> None:
     assert reply.status == 200 and len({choice["text"] for choice in reply.json["choices"]}) == 1 and len(reply.json["choices"]) == 4
 
 
-def _many_prompt_logprobs() -> list[Attempt]:
-    """As many prompts of as many tokens as are taken, with the logprobs of each."""
+def _too_many_prompt_logprobs() -> list[Attempt]:
+    """As many prompts of as many tokens as are taken, with the logprobs of each; one token too many; and 100,000 in one prompt."""
     body: dict[str, Any] = {"prompt": [[5] * 250] * 1024, "max_tokens": 1, "echo": True, "logprobs": 1}
-    return [Attempt(COMPLETIONS, body, 400, "logprobs"), Attempt(COMPLETIONS, body | {"prompt": [5] * 100_000}, 400, "prompt")]
+    edge = [[5] * 248] * 48 + [[5]]  # of 21 numbers each
+    return [
+        Attempt(COMPLETIONS, body, 400, "logprobs"),
+        Attempt(COMPLETIONS, body | {"prompt": edge, "logprobs": 20}, 400, "logprobs"),
+        Attempt(COMPLETIONS, body | {"prompt": [5] * 100_000}, 400, "prompt", "context_length_exceeded"),
+        Attempt(COMPLETIONS, body | {"prompt": "a " * 100_000}, 400, "prompt", "context_length_exceeded"),
+    ]
+
+
+def _many_prompt_logprobs(server: Watched) -> None:
+    """A third of what is given at most: all of it, within the memory and the time that all rows have."""
+    prompts = [[5 + number % 3] * 248 for number in range(16)]  # 83,328 numbers
+    body = {"prompt": prompts, "max_tokens": 1, "echo": True, "logprobs": 20, "temperature": 0, "ignore_eos": True}
+    reply = server.ask("POST", COMPLETIONS, body)
+    assert reply.status == 200, reply
+    for choice in reply.json["choices"]:
+        found = choice["logprobs"]["top_logprobs"]
+        assert len(found) == 249 and found[0] is None and all(20 <= len(each) <= 21 for each in found[1:])
 
 
 def _optimized() -> list[Attempt]:
@@ -63,7 +80,8 @@ def _optimized() -> list[Attempt]:
 ROWS: list[Row] = [
     *(row(number, name, attempts) for (number, name), attempts in ATTEMPTS.items()),
     acted(37, "n of temperature 0", _equal_samples),
-    row(42, "prompt logprobs", _many_prompt_logprobs),
+    row(42, "too many prompt logprobs", _too_many_prompt_logprobs),
+    acted(42, "many prompt logprobs", _many_prompt_logprobs, canary=False),
     row(49, "unknown fields", fields("foo", [1, None, {"a": [1]}], *ALL, status=200)),
     row(51, "all of these under python -O", _optimized, place="optimized"),
 ]

@@ -1,13 +1,17 @@
 """Section D: prompts, token ids, messages; and the rows of F that concern a model of text alone."""
 
+from collections.abc import Callable
 from typing import Any
 
+from octavo.server_config import ServerConfig
 from tests.support.bad_inputs_row import CHAT, COMPLETIONS, RESPONSES, SOUND, Attempt, Row, acted, fields, row
 from tests.support.bad_inputs_watch import Watched
 
 ALL = (COMPLETIONS, CHAT, RESPONSES)
 MAX_LEN, VOCAB = 256, 512
+MOST_BYTES, MOST_LAG_MS = ServerConfig().max_body_bytes, 100
 SMALL_POOL = 32 * 4  # tokens that the blocks of the small server hold
+PICTURE_TOKEN = "<|image_pad|>"  # of the tokenizer of stories, too, in place of a letter nobody uses
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 
 
@@ -34,11 +38,38 @@ def _larger_than_the_pool() -> list[Attempt]:
     ]
 
 
-def _spelled(server: Watched) -> None:
-    """Special tokens in a text are what transformers makes of them; pictures nobody sent are words."""
-    for text in ("<s></s><unk>", "<|im_end|><|endoftext|>", "<image>", "<|image_pad|>" * 20, "<s>" * 100):
-        for path, body in ((COMPLETIONS, {"prompt": text, "max_tokens": 1}), (CHAT, SOUND[CHAT] | {"messages": [user(text)]})):
-            assert server.ask("POST", path, body).status == 200, text
+def spelled(text: str, status: int = 400) -> list[Attempt]:
+    return [
+        Attempt(COMPLETIONS, {"prompt": text, "max_tokens": 1}, status, "prompt"),
+        Attempt(COMPLETIONS, {"prompt": ["a", text], "max_tokens": 1}, status, "prompt"),
+        Attempt(CHAT, SOUND[CHAT] | {"messages": [user(text)]}, status, "messages"),
+        Attempt(CHAT, SOUND[CHAT] | {"messages": [user([{"type": "text", "text": text}])]}, status, "messages"),
+        Attempt(RESPONSES, SOUND[RESPONSES] | {"input": text}, status, "input"),
+    ]
+
+
+def _special_tokens() -> list[Attempt]:
+    """In a text they are what transformers makes of them; one that stands for a picture is refused, for there is none."""
+    words = ("<s></s><unk>", "<|im_end|><|endoftext|>", "<image>", "<|image_pad >", "<s>" * 100)
+    pictures = (PICTURE_TOKEN, f"Who is {PICTURE_TOKEN}?", PICTURE_TOKEN * 20)
+    return [attempt for text in words for attempt in spelled(text, 200)] + [attempt for text in pictures for attempt in spelled(text)]
+
+
+def _escaped(server: Watched) -> Callable[[], None]:
+    """As large as a body may be by default, and all of it escapes: the parser has the interpreter for itself, but not for long."""
+    bodies = [b'{"prompt": "' + escape * (MOST_BYTES // len(escape) - 8) + b'"}' for escape in (b"\\u0061", b"\\ud83d\\ude00")]
+
+    def act() -> None:
+        for body in bodies:
+            lags = []
+            for _ in range(3):
+                server.watch()
+                Attempt(COMPLETIONS, body, 400, "prompt", "context_length_exceeded").check(server.ask("POST", COMPLETIONS, body))
+                lags.append(server.watch()["lag_ms"])
+            assert min(lags) < MOST_LAG_MS, lags
+        Attempt(COMPLETIONS, b"", 413).check(server.ask("POST", COMPLETIONS, bodies[0] + b" " * 200))
+
+    return act
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -100,7 +131,8 @@ ROWS: list[Row] = [
     acted(57, "lengths at the edge", _lengths),
     row(58, "larger than the pool", _larger_than_the_pool, place="small"),
     row(59, "10 MB of one letter", _enormous),
-    acted(60, "text that spells special tokens", _spelled),
-    row(61, "10,000 pictures spelled", lambda: [Attempt(CHAT, SOUND[CHAT] | {"messages": [user("<|image_pad|>" * 10_000)]}, 400)]),
+    Row(59, "8 MiB of escapes", _escaped, "optimized"),
+    row(60, "text that spells special tokens", _special_tokens),
+    row(61, "10,000 pictures spelled", lambda: [one for many in (200, 10_000, 100_000) for one in spelled(PICTURE_TOKEN * many)]),
     row(68, "labels of 10 MB", lambda: fields("user", ["x" * 10**7], *ALL) + fields("metadata", [{"a": {"b": ["x" * 10**7]}}], *ALL)),
 ]

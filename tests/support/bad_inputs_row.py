@@ -87,9 +87,9 @@ def fields(name: str, values: Sequence[Any], *paths: str, status: int = 400, par
 
 
 def numbers(name: str, *paths: str) -> list[Attempt]:
-    """Numbers that are none: what JSON has no word for is told of the body, what a float cannot hold of the field."""
+    """Numbers that are none: what JSON has no word for, and what a float cannot hold."""
     return [
-        Attempt(path, (json.dumps(SOUND[path])[:-1] + f', "{name}": {word}}}').encode(), param="*" if word != "1e400" else name)
+        Attempt(path, (json.dumps(SOUND[path])[:-1] + f', "{name}": {word}}}').encode(), param=name)
         for path in paths
         for word in ("NaN", "Infinity", "-Infinity", "1e400")
     ]

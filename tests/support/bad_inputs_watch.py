@@ -37,6 +37,7 @@ TELLTALES = re.compile(
 class Watched:
     def __init__(self, *flags: str, debug: str = "", env: dict[str, str] | None = None, key: str = "", one_canary: bool = False) -> None:
         """`one_canary`: where steps are slow, and the queue may be full, the one that runs already is not to be disturbed."""
+        self.model = flags[0]
         self._key = key
         self._one_canary = one_canary
         self.process = ServerProcess(

@@ -45,10 +45,12 @@ def router(server: Server) -> APIRouter:
             "running": stats.running,
             "waiting": stats.waiting,
             "held_blocks": stats.num_blocks - 1 - stats.free_blocks,
+            "steps": sum(stats.steps),
             "prompt_tokens": stats.prompt_tokens,
             "generation_tokens": stats.generation_tokens,
             "preemptions": stats.preemptions,
             "cpu_seconds": time.process_time(),
+            "lag_ms": 1000 * max(seen, default=0.0),
             "lag_p99_ms": 1000 * seen[int(len(seen) * 0.99)] if seen else 0.0,
         }
 

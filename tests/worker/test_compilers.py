@@ -28,7 +28,7 @@ SLEEPS = "import time; time.sleep(600)"
 
 def started(monkeypatch: pytest.MonkeyPatch, program: str) -> Compilers:
     """With a program in place of the real one."""
-    monkeypatch.setattr(compilers, "PROGRAM", program)
+    monkeypatch.setattr(compilers, "command", lambda *_: [sys.executable, "-c", program, str(os.getpid())])
     return Compilers.start()
 
 
@@ -49,7 +49,10 @@ def gone_soon(pid: int) -> bool:
 def test_what_they_compiled_is_found_and_no_cuda_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**build_no_cuda(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_INTERPRET": "0"}.items():
         monkeypatch.setenv(name, value)
-    program = compilers.PROGRAM.replace("; main(", "; from tests.support.cached import call_fewer; call_fewer(); main(")
+    program = (
+        "import sys; from tests.support.cached import call_fewer; call_fewer(); "
+        "from octavo.worker.compile_process import main; main(int(sys.argv[1]))"
+    )
     with started(monkeypatch, program) as some:
         some.compile(WANTED)
         while some._hear():

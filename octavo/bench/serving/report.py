@@ -60,7 +60,11 @@ def result_of(load: Load, seconds: float, asked: Sequence[Asked], bounds: Slo | 
         kept = sum(keeps(request, bounds) for request in asked)
         figures["goodput"] = Figure("requests/s", [kept / seconds])
         figures["within_slo"] = Figure("%", [100 * kept / len(asked)])
-    return Result(load.workload.name, facts, figures | _times(done), [request.as_json() for request in asked])
+    return Result(load.workload.name, facts, figures | _times(done), [_told(request, bounds) for request in asked])
+
+
+def _told(request: Asked, bounds: Slo | None) -> dict[str, object]:
+    return request.as_json() | ({} if bounds is None else {"within_slo": keeps(request, bounds)})
 
 
 def failures(asked: Sequence[Asked]) -> list[str]:

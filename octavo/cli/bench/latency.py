@@ -3,11 +3,12 @@
 import argparse
 from dataclasses import replace
 
+from octavo.bench.figures import number, words
 from octavo.bench.picture import Bar, Panel, heading
 from octavo.bench.table import by_statistic
 from octavo.bench.workload import Lengths, drawn
 from octavo.cli.args import add_engine_flags, engine_config
-from octavo.cli.bench.output import add_common_flags, check_targets, count, publish
+from octavo.cli.bench.output import Shown, add_common_flags, check_targets, count, publish
 from octavo.cli.opening import opened
 
 DEFAULT_BATCH, DEFAULT_INPUT, DEFAULT_OUTPUT, DEFAULT_ROUNDS = 1, 128, 64, 10
@@ -40,10 +41,12 @@ def run(args: argparse.Namespace) -> int:
         workload = drawn(inputs, outputs, args.batch_size, model.vocab_size, llm.max_model_len, config.seed)
         result = measure(llm, replace(workload, name=f"batch of {args.batch_size}, {workload.name}"), args.rounds)
     figures = {name: result.figures[name] for name in SHOWN if name in result.figures}
-    table = f"{result.name}; rounds: {args.rounds}\n\n{by_statistic(figures, STATISTICS)}"
     panels = []
     for name, figure in figures.items():
         values = [(statistic, figure.statistic(statistic)) for statistic in STATISTICS]
         panels.append(Panel(heading(name, figure), [Bar(statistic, value, value, value) for statistic, value in values]))
-    publish(args, "latency", describe(config, source.name, model), [result], table, panels)
+    medians = [f"{words(name)} {number(figure.statistic('median'))} {figure.unit}" for name, figure in figures.items()]
+    head = f"{result.name}; rounds: {args.rounds}"
+    shown = Shown(f"medians: {', '.join(medians)}", head, by_statistic(figures, STATISTICS), panels)
+    publish(args, "latency", describe(config, source.name, model), [result], shown)
     return 0

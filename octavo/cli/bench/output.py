@@ -2,22 +2,33 @@
 
 import argparse
 import json
-import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from octavo.bench.figures import Result
 from octavo.bench.picture import Panel, draw
-from octavo.errors import ConfigError
+from octavo.bench.sections import sections
+from octavo.bench.table import Lines, aligned
+from octavo.cli.targets import add_report_flag, check_target, write_report, write_target
+from octavo.report.document import Report
 
 if TYPE_CHECKING:
     from octavo.bench.machine import Machine
     from octavo.bench.serving.report import Client
 
 MOST = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What people look at."""
+
+    verdict: str  # in one sentence
+    head: str  # what the table is over
+    lines: Lines
+    panels: Sequence[Panel]
 
 
 def add_common_flags(parser: argparse.ArgumentParser, rounds: int) -> None:
@@ -29,6 +40,7 @@ def add_common_flags(parser: argparse.ArgumentParser, rounds: int) -> None:
 def add_target_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write all figures here, with the machine and the command")
     parser.add_argument("--picture", metavar="FILE.svg", help="draw the figures")
+    add_report_flag(parser)
 
 
 def count(text: str) -> int:
@@ -38,27 +50,19 @@ def count(text: str) -> int:
 
 
 def check_targets(args: argparse.Namespace) -> None:
-    """Now, not after minutes of measuring."""
-    for flag, target in (("--json", args.json), ("--picture", args.picture)):
-        path = None if target is None else Path(target)
-        if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-            raise ConfigError(f"{flag} {path} cannot be written")
+    for flag, target in (("--json", args.json), ("--picture", args.picture), ("--report", args.report)):
+        check_target(flag, target)
 
 
-def publish(
-    args: argparse.Namespace, kind: str, machine: "Machine | Client", results: Sequence[Result], table: str, panels: Sequence[Panel]
-) -> None:
+def publish(args: argparse.Namespace, kind: str, machine: "Machine | Client", results: Sequence[Result], shown: Shown) -> None:
     """The table to stdout, the rest where it was asked for."""
-    print(f"{machine}\n{table}")
+    print(f"{machine}\n{shown.head}\n\n{aligned(shown.lines)}")
     if args.json is not None:
         found = {"kind": kind, "command": args.typed, "machine": asdict(machine), "results": [result.as_json() for result in results]}
-        _write("--json", args.json, json.dumps(found, indent=1) + "\n")
+        write_target("--json", args.json, json.dumps(found, indent=1) + "\n")
     if args.picture is not None:
-        _write("--picture", args.picture, draw(f"{machine.model}: {kind}", panels, [args.typed, str(machine)]))
-
-
-def _write(flag: str, target: str, text: str) -> None:
-    try:
-        Path(target).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{flag} {target}: {error.strerror}") from error
+        write_target("--picture", args.picture, draw(f"{machine.model}: {kind}", shown.panels, [args.typed, str(machine)]))
+    if args.report is not None:
+        facts = {"command": args.typed, **{name: str(value) for name, value in asdict(machine).items() if value is not None}}
+        parts = sections(results, shown.head, shown.lines, shown.panels)
+        write_report(args.report, Report(f"octavo bench {kind}", machine.model, shown.verdict, None, parts, facts))

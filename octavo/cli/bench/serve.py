@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Callable
 
-from octavo.bench.figures import Result
+from octavo.bench.figures import Result, number, words
 from octavo.bench.picture import Bar, Panel, heading
 from octavo.bench.serving.arrivals import poisson, replayed
 from octavo.bench.serving.drive import Load, drive, probe
@@ -20,7 +20,7 @@ from octavo.bench.serving.slo import slo
 from octavo.bench.table import by_result
 from octavo.bench.traces import MOST
 from octavo.bench.workload import Workload, check_fits
-from octavo.cli.bench.output import add_target_flags, check_targets, count, publish
+from octavo.cli.bench.output import Shown, add_target_flags, check_targets, count, publish
 from octavo.cli.bench.workloads import DEFAULT_PROMPTS, add_workload_flags, check_choice, maker
 from octavo.cli.remote import add_remote_flags, open_remote
 from octavo.client.api import RemoteServer
@@ -74,8 +74,9 @@ def run(args: argparse.Namespace) -> int:
         results = [_measured(runner, server, load, args) for load in loads]
     facts = (*FACTS, "clipped") if any(workload.clipped for workload in workloads) else FACTS
     head = "times are over all requests that were answered; throughput counts to the end of the last"
-    table = f"{head}\n\n{by_result(results, facts, ROWS)}"
-    publish(args, "serve", client_here(model.name, str(server.address)), results, table, _panels(results))
+    verdict = "; ".join(f"{result.name}: {_rates(result)}" for result in results)
+    shown = Shown(verdict, head, by_result(results, facts, ROWS), _panels(results))
+    publish(args, "serve", client_here(model.name, str(server.address)), results, shown)
     return 0
 
 
@@ -110,6 +111,11 @@ class _RemoteTokenizer:
             return list(self._runner.run(self._server.post("/tokenize", body))["tokens"])
         except (RemoteError, TypeError, KeyError) as error:
             raise RemoteError(f"a load of text needs the server's /tokenize ({error}); choose lengths with --input-len") from error
+
+
+def _rates(result: Result) -> str:
+    found = [(name, result.figures[name]) for name in ("output_throughput", "goodput") if name in result.figures]
+    return ", ".join(f"{words(name)} {number(figure.statistic('median'))} {figure.unit}" for name, figure in found)
 
 
 def _panels(results: list[Result]) -> list[Panel]:

@@ -3,12 +3,12 @@
 import argparse
 from dataclasses import replace
 
-from octavo.bench.figures import words
+from octavo.bench.figures import number, words
 from octavo.bench.picture import Panel, bar
 from octavo.bench.startup import measure_startup
 from octavo.bench.table import by_statistic
 from octavo.cli.args import add_engine_flags, engine_config
-from octavo.cli.bench.output import add_common_flags, check_targets, publish
+from octavo.cli.bench.output import Shown, add_common_flags, check_targets, publish
 
 DEFAULT_ROUNDS = 5
 STATISTICS = ("median", "min", "max")
@@ -32,6 +32,6 @@ def run(args: argparse.Namespace) -> int:
     result = measure_startup(config, source.name, args.rounds)
     bars = [bar(words(name), figure) for name, figure in result.figures.items() if figure.unit == "s"]
     head = f"rounds: {args.rounds}, a fresh process each; import, ready and first token count from its start, others are parts of these"
-    table = f"{head}\n\n{by_statistic(result.figures, STATISTICS)}"
-    publish(args, "startup", machine, [result], table, [Panel("seconds", bars)])
+    verdict = f"{number(result.figures['first_token'].statistic('median'))} s from its start to the first token, median"
+    publish(args, "startup", machine, [result], Shown(verdict, head, by_statistic(result.figures, STATISTICS), [Panel("seconds", bars)]))
     return 0

@@ -9,12 +9,12 @@
 import argparse
 from dataclasses import replace
 
-from octavo.bench.figures import Result
+from octavo.bench.figures import Result, number
 from octavo.bench.picture import Panel, bar, heading
 from octavo.bench.table import by_result
 from octavo.bench.workload import check_fits
 from octavo.cli.args import SETTINGS, add_engine_flags, engine_config
-from octavo.cli.bench.output import add_common_flags, check_targets, publish
+from octavo.cli.bench.output import Shown, add_common_flags, check_targets, publish
 from octavo.cli.bench.workloads import add_workload_flags, check_choice, maker, needs_text
 from octavo.cli.opening import opened
 from octavo.sampling_params import SamplingParams
@@ -58,9 +58,10 @@ def run(args: argparse.Namespace) -> int:
         results = [measure(llm, workload, args.rounds, args.temperature) for workload in workloads]
     facts = (*FACTS, "clipped") if any(workload.clipped for workload in workloads) else FACTS
     head = "medians over rounds; times are over all requests of all rounds; memory is that of the process so far"
-    table = f"rounds: {args.rounds}; {head}\n\n{by_result(results, facts, ROWS)}"
     panels = [_panel(name, results) for name in PICTURED if any(name in result.figures for result in results)]
-    publish(args, "throughput", describe(config, source.name, model), results, table, panels)
+    rates = [f"{result.name}: {number(result.figures['output_throughput'].statistic('median'))} tokens/s" for result in results]
+    shown = Shown("; ".join(rates), f"rounds: {args.rounds}; {head}", by_result(results, facts, ROWS), panels)
+    publish(args, "throughput", describe(config, source.name, model), results, shown)
     return 0
 
 

@@ -1,0 +1,202 @@
+"""A view as lines of a terminal, whatever its width: figures, the pool as a map of signs, steps as bars, requests, events.
+
+Every text that came from outside is made harmless in one place: where lines are cut to the width.
+"""
+
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from octavo.cli.terminal import can_show
+from octavo.cli.top_watch import Watch
+from octavo.client.view import ViewState
+from octavo.errors import RemoteError
+
+Line = list[tuple[str, str]]  # pieces of text, each with the name of its style
+
+KINDS = ("free", "cached", "held", "shared")
+SIGNS, LETTERS = "·░▒█", ".chS"
+BARS, STEEL = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
+MAP_SHARE = 3  # the map takes at most this part of the height
+MOST_EVENTS = 6
+WIDE = 60  # columns, from which on there is room for what matters less
+
+
+def picture(watch: Watch, width: int, height: int) -> list[Line]:
+    with _of_a_view(watch):
+        return [_fitted(line, width) for line in _lines(watch, width, height)][:height]
+
+
+def plain(lines: Iterable[Line]) -> list[str]:
+    return ["".join(text for text, _ in line).rstrip() for line in lines]
+
+
+def figures_line(watch: Watch) -> str:
+    if watch.trouble is not None:
+        return "".join(map(_harmless, f"waiting: {watch.trouble}"))
+    with _of_a_view(watch):
+        return "  ".join(_figures(watch, _kinds(watch.state)))
+
+
+@contextmanager
+def _of_a_view(watch: Watch) -> Iterator[None]:
+    """What a frame holds may be anything."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise RemoteError(f"what listens at {watch.address} does not answer /v1/view as Octavo does", 200) from error
+
+
+def _lines(watch: Watch, width: int, height: int) -> list[Line]:
+    state = watch.state
+    kinds = _kinds(state)
+    head: list[Line] = [[(str(state.head.get("model", "octavo")), "strong"), (f"  {watch.address}", "dim")]]
+    if watch.trouble is not None:
+        head.append([(f"waiting: {watch.trouble}", "warn")])
+    if state.note is not None:
+        head += [[(f"{state.note['scene']}/{state.note['of']} {state.note['title']}", "strong")], [(str(state.note["text"]), "")]]
+    head += [[(text, "")] for text in _wrapped(_figures(watch, kinds), width)]
+    pool = _pool(kinds, width, max(height // MAP_SHARE, 2))
+    steps = _steps(state, width)
+    left = height - len(head) - len(pool) - len(steps) - 3  # with lines between
+    events = _events(state, min(MOST_EVENTS, max(left // 3, 0)))
+    requests = _requests(state, width, left - len(events) - bool(events))
+    parts = [head, pool, steps, requests, events]
+    return [line for part in parts if part for line in (*part, [])][:-1]
+
+
+def _kinds(state: ViewState) -> bytes:
+    """Of every block but the null one: its place in KINDS."""
+    return bytes((3 if ref > 1 else 2) if ref else (1 if sealed else 0) for ref, sealed in zip(state.ref[1:], state.sealed[1:]))
+
+
+def _figures(watch: Watch, kinds: bytes) -> list[str]:
+    state = watch.state
+    running = sum(seq["state"] == "running" for seq in state.seqs.values())
+    counts = watch.counts
+    prompt, output = counts.rates()
+    used = kinds.count(2) + kinds.count(3)
+    return [
+        f"running {running}",
+        f"waiting {len(state.seqs) - running}",
+        f"in use {used / max(len(kinds), 1):.0%}",
+        f"prompt {prompt:,.0f} tok/s",
+        f"output {output:,.0f} tok/s",
+        f"hits {counts.found / counts.asked:.0%}" if counts.asked else "hits -",
+        f"preempted {counts.preempted:,}",
+    ]
+
+
+def _pool(kinds: bytes, width: int, most_lines: int) -> list[Line]:
+    """A sign for a block, or for so many that all fit: what most of them are."""
+    signs = SIGNS if can_show(SIGNS) else LETTERS
+    each = max(-(-len(kinds) // (width * most_lines)), 1)
+    legend = [f"{sign} {name} {kinds.count(kind):,}" for kind, (sign, name) in enumerate(zip(signs, KINDS))]
+    legend += [f"{each:,} blocks a sign"] if each > 1 else []
+    found = [_most(kinds[start : start + each]) for start in range(0, len(kinds), each)]
+    rows = [_runs(found[start : start + width], signs) for start in range(0, len(found), width)]
+    return [*([(text, "dim")] for text in _wrapped(legend, width)), *rows]
+
+
+def _most(kinds: bytes) -> int:
+    return kinds[0] if len(kinds) == 1 else max(range(len(KINDS)), key=lambda kind: (kinds.count(kind), kind))
+
+
+def _runs(kinds: Sequence[int], signs: str) -> Line:
+    """Neighbours of one kind are one piece."""
+    line: Line = []
+    for kind in kinds:
+        if line and line[-1][1] == KINDS[kind]:
+            line[-1] = (line[-1][0] + signs[kind], KINDS[kind])
+        else:
+            line.append((signs[kind], KINDS[kind]))
+    return line
+
+
+def _steps(state: ViewState, width: int) -> list[Line]:
+    if not state.steps:
+        return []
+    bars = BARS if can_show(BARS) else STEEL
+    shown = list(state.steps)[-width:]
+    tokens = [step[3] + step[4] for step in shown]
+    most, last = max(*tokens, 1), shown[-1]
+    said = [f"steps: tokens of each, at most {most:,}", f"the last: {tokens[-1]:,} in {last[2]:.1f} ms, {last[5]:,} rows"]
+    drawn = "".join(bars[-(-count * (len(bars) - 1) // most)] for count in tokens)
+    return [*([(text, "dim")] for text in _wrapped(said, width)), [(drawn, "held")]]
+
+
+def _requests(state: ViewState, width: int, room: int) -> list[Line]:
+    """Those that run first; where not all find room, how many more there are."""
+    listed = sorted(state.seqs.values(), key=lambda seq: (seq["state"] != "running", seq["seq"]))
+    if not listed or room < 3:
+        return []
+    shown = listed if len(listed) < room else listed[: room - 2]
+    cells = [("request", "state", "tokens", "blocks", "cached", "preempted"), *map(_cells, shown)]
+    cells = [line if width >= WIDE else line[:-1] for line in cells]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    space = max(min(width - sum(widths[1:]) - len(widths) + 1, widths[0]), 1)
+    lines: list[Line] = []
+    for name, kind, *counts in cells:
+        right = " ".join(cell.rjust(size) for cell, size in zip(counts, widths[2:]))
+        lines.append([(f"{_clipped(name, space).ljust(space)} {kind.ljust(widths[1])} {right}", "" if kind == "running" else "dim")])
+    more = len(listed) - len(shown)
+    return lines + ([[(f"and {more:,} more", "dim")]] if more else [])
+
+
+def _cells(seq: dict[str, Any]) -> tuple[str, ...]:
+    name = f"{seq['request']} #{seq['sample']}" if seq["sample"] else str(seq["request"])
+    cached = f"{seq['cached'] / seq['prompt']:.0%}" if seq["prompt"] else "-"
+    return name, str(seq["state"]), f"{seq['tokens']:,}", f"{len(seq['table']):,}", cached, f"{seq['preemptions']}"
+
+
+def _events(state: ViewState, most: int) -> list[Line]:
+    said = [(event[0], _happened(event[2], event[3:])) for event in list(state.events)[-most:]] if most else []
+    return [[(f"step {step}  ", "dim"), (text, "")] for step, text in said if text]
+
+
+def _happened(kind: str, rest: Sequence[Any]) -> str:
+    match kind:
+        case "evict":
+            return f"block {rest[0]} evicted"
+        case "copy":
+            return f"block {rest[0]} copied to {rest[1]} for {rest[2]}, which writes to it"
+        case "preempt":
+            return f"{rest[0]} preempted"
+        case "hit":
+            return f"{rest[0]} found {rest[1]} tokens in the cache ({rest[2]})"
+        case "fork":
+            return f"{rest[0]} forked into {rest[1]}"
+        case "admit":
+            return f"{rest[0]} admitted"
+        case "note":
+            return str(rest[0])
+    return ""
+
+
+def _wrapped(items: Sequence[str], width: int) -> list[str]:
+    lines: list[str] = []
+    for item in items:
+        if lines and len(lines[-1]) + 2 + len(item) <= width:
+            lines[-1] += f"  {item}"
+        else:
+            lines.append(item)
+    return lines
+
+
+def _clipped(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(width - 1, 0)] + "~"
+
+
+def _fitted(line: Line, width: int) -> Line:
+    """Cut to the width, every sign one column wide."""
+    fitted: Line = []
+    for text, style in line:
+        fitted.append(("".join(map(_harmless, text[:width])), style))
+        width -= len(fitted[-1][0])
+    return fitted
+
+
+def _harmless(char: str) -> str:
+    """What steers a terminal, or takes no or two columns, is a question mark."""
+    return char if char.isprintable() and unicodedata.east_asian_width(char) not in "WF" and not unicodedata.combining(char) else "?"

@@ -1,0 +1,32 @@
+"""A conversation becomes an `Ask`: what chat and responses have in common."""
+
+from collections.abc import Mapping, Sequence
+
+from octavo.engine.async_llm import Ask
+from octavo.server.answer_grammar import chat_grammar, held_to
+from octavo.server.answer_parts import AnswerForm, answer_form
+from octavo.server.encoding import encode_chat
+from octavo.server.request_bodies import ChatBody, ResponseBody
+from octavo.server.sampling import sampling_params, terms_of
+from octavo.server.state import Server
+from octavo.structured_outputs import StructuredOutputs
+from octavo.text.prompt import Message
+from octavo.text.tools import ToolChoice
+
+
+async def chat_ask(
+    server: Server,
+    body: ChatBody | ResponseBody,
+    own: Mapping[str, object],
+    messages: Sequence[Message],
+    offered: list[dict[str, object]],
+    choice: ToolChoice,
+    asked: StructuredOutputs | None,
+) -> tuple[Ask, AnswerForm]:
+    """`own`: see `sampling_params`. `offered`: the tools of the prompt. `asked`: the form the answer must have."""
+    params = sampling_params(body, own, server.config, server.llm.sampling_defaults).for_chat()
+    terms = terms_of(body, server.config)
+    text, ids = await encode_chat(server, messages, offered, body.chat_template_kwargs)
+    form = answer_form(server, offered, body.parallel_tool_calls)
+    params = await held_to(server, params, chat_grammar(asked, form, offered, choice, text))
+    return Ask(text, ids, params, *terms), form
