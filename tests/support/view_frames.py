@@ -72,7 +72,7 @@ class ViewModel:
         """A full frame and deltas; the head goes before them. With each, what is known after it."""
         for _ in range(self.random.randrange(20)):
             self.take_step()
-        yield self._frame("full"), self.known()
+        yield self.frame("full"), self.known()
         for _ in range(count):
             if self.random.random() < 0.05:
                 scene = self.random.randrange(3)
@@ -82,7 +82,7 @@ class ViewModel:
             for _ in range(self.random.choice((0, 1, 1, 1, 2, 5))):
                 self.take_step()
             self._later(0.1)
-            yield self._frame("delta"), self.known()
+            yield self.frame("delta"), self.known()
 
     note: Frame | None = None
 
@@ -227,7 +227,7 @@ class ViewModel:
 
     # What is told of it.
 
-    def _frame(self, kind: str) -> Frame:
+    def frame(self, kind: str) -> Frame:
         full = kind == "full"
         numbers = [n for n, b in enumerate(self.blocks) if n and (b.ref or b.sealed)] if full else sorted(self.changed)
         frame = {
