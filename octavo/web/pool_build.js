@@ -2,9 +2,10 @@
 
 import { freshId, make } from "./dom.js";
 import { blocksOf } from "./pool_layout.js";
-import { sayBlock, sayBlocks, sayEvent, tokenList } from "./pool_words.js";
+import { sayBlock, sayBlocks, sayEvents, tokenList } from "./pool_words.js";
 
 const SHOWN_NEWS = 4;
+const READ_NEWS = 60; // events that these may be made of
 const MOST_IN_DETAIL = 12; // blocks of one cell whose text is shown
 const HELP = "Arrow keys move from cell to cell, Enter selects the sequence that holds it, Escape selects nothing.";
 
@@ -89,7 +90,7 @@ export function writeDetail({ detail }, state, layout, cell, block) {
 }
 
 export function writeNews({ news }, state) {
-  const last = state.events.slice(-4 * SHOWN_NEWS).map(sayEvent).filter(Boolean).slice(-SHOWN_NEWS).reverse();
+  const last = sayEvents(state.events.slice(-READ_NEWS)).slice(0, SHOWN_NEWS);
   if (news.dataset.last === last.join("\n")) return;
   news.dataset.last = last.join("\n");
   news.replaceChildren(...last.map((text) => make("li", {}, text)));

@@ -25,17 +25,19 @@ export function encode(state, lit) {
   const marks = new Uint8Array(count);
   for (const { seq, table } of state.seqs.values()) for (const block of table) marks[block] = seq % MARKS;
   const codes = new Uint32Array(count);
-  const counts = { free: 0, cached: 0, held: 0, shared: 0, sealed: 0 };
+  const found = new Uint32Array(KINDS.length);
+  let numSealed = 0;
   const dim = lit === null ? 0 : 1;
   for (let block = 1; block < count; block += 1) {
     const kind = ref[block] > 1 ? SHARED : ref[block] === 1 ? HELD : sealed[block] ? CACHED : FREE;
-    counts[KINDS[kind]] += 1;
-    counts.sealed += sealed[block];
+    found[kind] += 1;
+    numSealed += sealed[block];
     const known = sealed[block] ? null : tokens[block];
     const fill = known === null ? 15 : Math.round((15 * Math.min(size, known.length)) / size);
     codes[block] = kind | (sealed[block] << 2) | (fill << 3) | (dim << 8);
     if (kind >= HELD) codes[block] |= (marks[block] << 9) | (Math.min(255, ref[block]) << 17);
   }
   for (const block of lit ?? []) codes[block] = (codes[block] & ~(1 << 8)) | (1 << 7);
-  return { codes, counts };
+  const counts = Object.fromEntries(KINDS.map((kind, index) => [kind, found[index]]));
+  return { codes, counts: { ...counts, sealed: numSealed } };
 }

@@ -61,6 +61,10 @@ export class CellPainter {
       if (cell === before) continue;
       before = cell;
       const [from, to] = blocksOf(this.layout, cell);
+      if (codes.subarray(from, to).some(isLit)) { // one that is lit must not drown in a mean
+        data.set([...this.palette.accent, 255], 4 * cell);
+        continue;
+      }
       let [red, green, blue] = [0, 0, 0];
       for (let member = from; member < to; member += 1) {
         const one = of(codes[member]);

@@ -1,9 +1,9 @@
 // Where the cells lie: as large as they may be, all of them visible.
 //
-//   sparse   a block is a cell of 6 to 28 pixels, with a gap
+//   sparse   a block is a cell of 6 to 40 pixels, with a gap
 //   dense    cells of 4 pixels without one; of a pool that is larger still, several blocks share a cell
 
-const LARGEST = 28;
+const LARGEST = 40;
 const LEAST_SPARSE = 6;
 const DENSE = 4;
 

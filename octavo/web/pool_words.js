@@ -56,5 +56,14 @@ const SENTENCES = {
   note: (text) => text,
 };
 
-/** An event in words; null for one this page does not know. */
-export const sayEvent = ([step, , what, ...details]) => (SENTENCES[what] ? `Step ${step}: ${SENTENCES[what](...details)}` : null);
+/** Events in words, the newest first; evictions of one step are one sentence, and what this page does not know is left out. */
+export function sayEvents(events) {
+  const said = [];
+  const evicted = Map.groupBy(events.filter(([, , what]) => what === "evict"), ([step]) => step);
+  for (const [step, , what, ...details] of events.toReversed()) {
+    const many = what === "evict" ? evicted.get(step).length : 1;
+    const sentence = many > 1 ? `${plural(many, "block")} were evicted` : SENTENCES[what]?.(...details);
+    if (sentence && said.at(-1) !== `Step ${step}: ${sentence}`) said.push(`Step ${step}: ${sentence}`);
+  }
+  return said;
+}

@@ -2,16 +2,14 @@
 //
 //   mountTimeline(element, view)
 
-import { button, freshId, make } from "./dom.js";
+import { freshId, make } from "./dom.js";
 import { onTheme, readPalette } from "./palette.js";
-import { sayEvent } from "./pool_words.js";
+import { buildControls } from "./timeline_controls.js";
 import { drawBars, drawLine } from "./timeline_draw.js";
 import { FIGURES, barsOf, columnsOf, firstFrom, stepAt } from "./timeline_series.js";
-import { buildControls } from "./timeline_controls.js";
 
 const COLUMNS = 120; // of a line
 const STRETCHES = [2, 10, 30, 120, 600]; // seconds that may be shown at once
-const EVENT_AT = 1;
 
 export function mountTimeline(element, view) {
   const timeline = new Timeline(element, view);
@@ -25,7 +23,7 @@ class Timeline {
   #controls;
   #palette = null;
   #stretch = 30;
-  #shown = { from: 0, to: 30, bars: [] };
+  #shown = { from: 0, to: 30 };
   #awake = false;
 
   constructor(element, view) {
@@ -81,15 +79,13 @@ class Timeline {
     const to = this.#window(history, moment);
     const from = to - this.#stretch;
     const bars = barsOf(steps, from, to, Math.max(1, Math.floor(this.#parts.bars.clientWidth / 3)));
-    this.#shown = { from, to, bars };
+    this.#shown = { from, to };
     const marked = events.slice(firstFrom(events, from), firstFrom(events, to + 1e-6));
     const { most, longest } = drawBars(this.#parts.bars, bars, marked, { from, to, moment }, this.#palette);
     this.#parts.scale.textContent = `tallest bar ${most.toLocaleString()} tokens, longest ${longest.toFixed(1)} ms`;
     const step = stepAt(steps, moment);
     this.#parts.step.textContent = step ? sayStep(step) : "No step yet.";
     this.#drawFigures(steps, from, to, moment, state);
-    const last = state.news.map(sayEvent).filter(Boolean);
-    this.#parts.news.textContent = last.slice(0, 3).join(" · ") + (last.length > 3 ? ` · and ${last.length - 3} more` : "");
     Object.assign(this.#parts.root.dataset, { moment: moment.toFixed(3), step: step?.[0] ?? "" });
   }
 
@@ -133,7 +129,6 @@ function build(element) {
     controls: make("div", { class: "timeline-controls" }),
     step: make("p", { class: "timeline-step", id: title }),
     scale: make("span", { class: "muted" }),
-    news: make("p", { class: "timeline-news muted" }),
   };
   const key = (name, words) => make("span", { class: "timeline-key" }, make("span", { class: `key key-${name}`, "aria-hidden": "true" }), words);
   parts.root = make(
@@ -143,7 +138,6 @@ function build(element) {
     parts.step,
     bars,
     make("p", { class: "timeline-legend" }, key("prefill", "prefill"), key("decode", "decode"), key("ms", "time taken"), parts.scale),
-    parts.news,
     make("dl", { class: "figures" }, ...Object.entries(figures).map(([name, { canvas, number }]) => make("div", { class: "figure" }, make("dt", {}, FIGURES[name].label), number, make("dd", { class: "figure-drawing" }, canvas)))),
   );
   element.append(parts.root);

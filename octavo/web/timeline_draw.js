@@ -26,7 +26,7 @@ export function drawBars(canvas, bars, events, { from, to, moment }, palette) {
   const longest = Math.max(1, ...bars.map((bar) => bar.ms));
   const place = (time) => ((time - from) / (to - from)) * width;
   for (const bar of bars) {
-    const [x, wide] = [bar.x0 * width, Math.max(1, (bar.x1 - bar.x0) * width - 0.5)];
+    const [x, wide] = [bar.x0 * width, Math.max(1.5, (bar.x1 - bar.x0) * width - 0.5)];
     const [decode, prefill] = [bar.decode, bar.prefill].map((tokens) => (tokens / most) * (floor - MARK_ROOM));
     context.globalAlpha = bar.at > moment ? 0.3 : 1;
     context.fillStyle = css(palette.held);

@@ -43,7 +43,8 @@ class ViewHost:
         sent, begun = 0, self.cut
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self.cut != begun or len(self.lines) > sent)
+                while self.cut == begun and len(self.lines) == sent:
+                    self.changed.wait()
                 if self.cut != begun:
                     return
                 lines, sent = self.lines[sent:], len(self.lines)
