@@ -3,7 +3,7 @@
 //   mountPool(element, view)   draws the state of the view's moment, once in an animation frame in which something changed
 
 import { onTheme, readPalette } from "./palette.js";
-import { buildPool, sayCell, writeDetail, writeFigures, writeNews } from "./pool_build.js";
+import { buildPool, sayCell, writeCaption, writeDetail, writeFigures, writeNews } from "./pool_build.js";
 import { HELD, encode, fillOf, kindOf } from "./pool_codes.js";
 import { CellPainter } from "./pool_draw.js";
 import { listenKeys } from "./pool_keys.js";
@@ -145,6 +145,7 @@ class Pool {
     this.#markNews(state, codes, changed);
     this.#codes = codes;
     this.#animate();
+    writeCaption(this.#parts, state);
     writeFigures(this.#parts, state, counts);
     writeNews(this.#parts, state);
     this.#requests.draw(state);

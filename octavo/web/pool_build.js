@@ -26,6 +26,7 @@ export function buildPool(element) {
     marks,
     stage: make("div", { class: "pool-stage" }, cells, marks),
     status: make("p", { class: "pool-status", role: "status" }),
+    caption: make("div", { class: "pool-caption", role: "status" }),
     figures: make("p", { class: "pool-figures" }),
     legend: make("ul", { class: "pool-legend", "aria-label": "Legend" }),
     requests: make("div", { class: "pool-side", role: "group", "aria-label": "Requests" }),
@@ -39,6 +40,7 @@ export function buildPool(element) {
     "div",
     { class: "pool" },
     parts.status,
+    parts.caption,
     make("div", { class: "pool-head" }, parts.figures, make("label", { for: block }, "Block ", parts.goTo)),
     parts.legend,
     make("div", { class: "pool-main" }, parts.stage, parts.requests),
@@ -64,6 +66,14 @@ export function writeFigures({ figures, legend }, state, counts) {
     );
   }
   for (const kind of there) legend.querySelector(`[data-kind="${kind}"]`).textContent = counts[kind].toLocaleString();
+}
+
+/** What a lesson says of this moment. */
+export function writeCaption({ caption }, { note }) {
+  const words = note ? [`${note.scene} of ${note.of}: ${note.title}`, note.text] : [];
+  if (caption.dataset.words === words.join("\n")) return;
+  caption.dataset.words = words.join("\n");
+  caption.replaceChildren(...words.map((text, index) => make(index ? "p" : "b", {}, text)));
 }
 
 /** A cell in one sentence. */

@@ -5,7 +5,7 @@ import { button, freshId, make } from "./dom.js";
 const SPEEDS = [0.25, 0.5, 1, 2, 4, 8];
 
 export function buildControls(element, view, stretches, stretch, setStretch) {
-  const picker = make("input", { type: "file", accept: ".ndjson,.jsonl,.json,.octavo", hidden: true, "aria-label": "A recording" });
+  const picker = make("input", { type: "file", hidden: true, "aria-label": "A recording" });
   const slider = make("input", { type: "range", class: "timeline-slider", step: "0.001", "aria-label": "Moment" });
   const parts = {
     picker,

@@ -18,15 +18,17 @@ except ModuleNotFoundError:
     pytest.skip("the page is tested with playwright and axe-playwright-python (requirements/dev.txt)", allow_module_level=True)
 
 CHROMIUM = "/usr/bin/chromium"
-# The colour of a cell, low on its left: inside the frame of one that is lit, and filled even where a block is a quarter full.
-PIXEL = """async (block) => {
+# Where a cell is, low on its left: inside the frame of one that is lit, and filled even where a block is a quarter full.
+PLACE = """async (block) => {
   const { cellOf, layOut, placeOf } = await import(new URL("web/pool_layout.js", location));
   const stage = document.querySelector(".pool-stage");
   const layout = layOut(stage.clientWidth, stage.clientHeight, view.state.head.num_blocks);
   const [x, y] = placeOf(layout, cellOf(layout, block));
+  return { x: x + 4, y: y + layout.size - 6 };
+}"""
+PIXEL = """({ x, y }) => {
   const pixel = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
-  const place = [x + 4, y + layout.size - 6].map((start) => -Math.round(start * devicePixelRatio));
-  pixel.drawImage(document.querySelector(".pool-cells"), ...place);
+  pixel.drawImage(document.querySelector(".pool-cells"), -Math.round(x * devicePixelRatio), -Math.round(y * devicePixelRatio));
   return [...pixel.getImageData(0, 0, 1, 1).data];
 }"""
 
@@ -127,7 +129,7 @@ def table_of(story: Story, seq: int) -> list[str]:
 
 
 def pixel(page: Page, block: int) -> list[int]:
-    found: list[int] = page.evaluate(PIXEL, block)
+    found: list[int] = page.evaluate(PIXEL, page.evaluate(PLACE, block))
     return found
 
 
@@ -154,6 +156,9 @@ def test_the_pool_changes_as_it_runs(open_pool: OpenPage, pool_host: ViewHost) -
     story.write(0, 7)  # into two blocks more
     expect(page.locator(".pool-figures")).to_contain_text("5 of 19 blocks in use")
     assert pixel(page, story.model.seqs[0].table[3]) != before
+    expect(page.locator(".pool-caption")).to_be_empty()
+    pool_host.send({"kind": "note", "at": story.model.now, "scene": 2, "of": 8, "title": "A boundary", "text": "It is crossed."})
+    expect(page.locator(".pool-caption")).to_have_text("2 of 8: A boundaryIt is crossed.")
     story.go_on(lambda: story.model.end(story.model.seqs[0], "stop"))
     expect(page.locator(".pool-figures")).to_contain_text("0 of 19 blocks in use")
     expect(legend).to_contain_text("cached 4")
@@ -168,7 +173,11 @@ def test_a_request_lights_up_from_logical_to_physical(open_pool: OpenPage, pool_
     wait_for_moment(page, story.model.now)
     mine, other = story.model.seqs[0].table[0], story.model.seqs[1].table[0]
     before = pixel(page, mine), pixel(page, other)
-    page.get_by_role("button", name="cmpl-0").click()
+    page.locator(".pool-marks").hover(position=page.evaluate(PLACE, mine))
+    expect(page.locator(".pool-detail")).to_contain_text(f"Block {mine}: held; entry 0 of sequence A 0; sealed, digest")
+    expect(page.locator(".pool-detail .token")).to_have_count(4)
+    page.locator(".pool-marks").click(position=page.evaluate(PLACE, mine))  # or by the list beside it
+    expect(page.get_by_role("button", name="cmpl-0")).to_have_attribute("aria-pressed", "true")
     expect(page.locator(".entry")).to_have_count(3)
     assert entries(page) == table_of(story, 0)
     words = "".join(story.model.blocks[mine].tokens).replace("\n", "⏎")
@@ -249,7 +258,14 @@ def recording(story: Story) -> bytes:
     return "".join(json.dumps(frame) + "\n" for frame in story.sent).encode()
 
 
-@pytest.mark.parametrize("way", ["picked", "address"])
+DROP = """text => {
+  const data = new DataTransfer();
+  data.items.add(new File([text], "run.ndjson"));
+  document.body.dispatchEvent(new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true }));
+}"""
+
+
+@pytest.mark.parametrize("way", ["picked", "dropped", "address"])
 def test_a_recording_is_played_and_scrubbed_without_a_server(open_pool: OpenPage, pool_host: ViewHost, way: str) -> None:
     story = Story(pool_host)
     tables = [table_of(story, 0)]
@@ -258,13 +274,13 @@ def test_a_recording_is_played_and_scrubbed_without_a_server(open_pool: OpenPage
         tables.append(table_of(story, 0))
     pool_host.status = 404
     pool_host.files["run.ndjson"] = recording(story) + b'{"kind":"delta","at":99,"blo'  # its server died while it wrote
-    if way == "picked":
-        page = open_pool()
+    page = open_pool("?replay=run.ndjson" if way == "address" else "")
+    if way != "address":
         expect(page.locator(".timeline-status")).to_contain_text("--no-inspector")
-        file = {"name": "run.ndjson", "mimeType": "", "buffer": pool_host.files["run.ndjson"]}
-        page.locator("input[type=file]").set_input_files([file])
-    else:
-        page = open_pool("?replay=run.ndjson")
+    if way == "picked":
+        page.locator("input[type=file]").set_input_files([{"name": "run.ndjson", "mimeType": "", "buffer": pool_host.files["run.ndjson"]}])
+    if way == "dropped":
+        page.evaluate(DROP, pool_host.files["run.ndjson"].decode())
     expect(page.locator(".timeline-status")).to_have_text("Recording run.ndjson")
     page.get_by_label("Speed").select_option("8")
     wait_until(page, "view.moment > 6")  # of 21 s, at eight times its pace
