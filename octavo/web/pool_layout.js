@@ -1,18 +1,19 @@
 // Where the cells lie: as large as they may be, all of them visible.
 //
 //   sparse   a block is a cell of 6 to 40 pixels, with a gap
-//   dense    cells of 4 pixels without one; of a pool that is larger still, several blocks share a cell
+//   dense    cells of 5 to 3 pixels without one; in a pool that is larger still, several blocks share one of 4
 
 const LARGEST = 40;
 const LEAST_SPARSE = 6;
-const DENSE = 4;
+const LEAST_DENSE = 3;
+const MANY_IN_ONE = 4;
 
 export function layOut(width, height, numBlocks) {
   const count = numBlocks - 1; // the null block has no cell
   let size = LARGEST;
-  while (size >= LEAST_SPARSE && Math.floor(width / size) * Math.floor(height / size) < count) size -= 1;
+  while (size >= LEAST_DENSE && Math.floor(width / size) * Math.floor(height / size) < count) size -= 1;
   const dense = size < LEAST_SPARSE;
-  if (dense) size = DENSE;
+  if (size < LEAST_DENSE) size = MANY_IN_ONE;
   const columns = Math.max(1, Math.floor(width / size));
   const most = columns * Math.max(1, Math.floor(height / size));
   const per = dense ? Math.ceil(count / most) : 1; // blocks in a cell

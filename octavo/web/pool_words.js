@@ -58,12 +58,12 @@ const SENTENCES = {
 
 /** Events in words, the newest first; evictions of one step are one sentence, and what this page does not know is left out. */
 export function sayEvents(events) {
-  const said = [];
+  const said = new Set();
   const evicted = Map.groupBy(events.filter(([, , what]) => what === "evict"), ([step]) => step);
   for (const [step, , what, ...details] of events.toReversed()) {
     const many = what === "evict" ? evicted.get(step).length : 1;
     const sentence = many > 1 ? `${plural(many, "block")} were evicted` : SENTENCES[what]?.(...details);
-    if (sentence && said.at(-1) !== `Step ${step}: ${sentence}`) said.push(`Step ${step}: ${sentence}`);
+    if (sentence) said.add(`Step ${step}: ${sentence}`);
   }
-  return said;
+  return [...said];
 }

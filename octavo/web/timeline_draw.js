@@ -2,7 +2,7 @@
 
 import { css } from "./palette.js";
 
-const MARKED = { evict: "warn", preempt: "warn", copy: "ink", hit: "accent", fork: "ink", note: "accent" };
+const MARKED = { evict: "cached", copy: "ink", fork: "ink", hit: "accent", note: "accent", preempt: "warn" }; // the rarest on top
 const MARK_ROOM = 10; // pixels above the bars
 const MS_ROOM = 14; // and below them, for how long a step took
 
@@ -37,7 +37,9 @@ export function drawBars(canvas, bars, events, { from, to, moment }, palette) {
     context.fillRect(x, floor + 2, wide, ((MS_ROOM - 3) * bar.ms) / longest);
   }
   context.globalAlpha = 1;
-  for (const [, at, what] of events) if (MARKED[what]) drawMark(context, place(at), css(palette[MARKED[what]]));
+  for (const [what, name] of Object.entries(MARKED)) {
+    for (const [, at, which] of events) if (which === what) drawMark(context, place(at), css(palette[name]));
+  }
   context.fillStyle = css(palette.ink);
   context.fillRect(Math.min(width - 1, place(moment)), 0, 1.5, height);
   return { most, longest };

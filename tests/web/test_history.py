@@ -12,20 +12,22 @@ from typing import Any
 import pytest
 
 from tests.support.view_frames import Frame, Known, ViewModel
+from tests.support.view_host import view_host
 
 ROOT = Path(__file__).resolve().parents[2]
 WEB = ROOT / "octavo" / "web"
-PROGRAM = f"""
+IN_NODE = f"""
 import {{ History }} from {json.dumps((WEB / "history.js").as_uri())};
 import {{ parseLine }} from {json.dumps((WEB / "frames.js").as_uri())};
-import {{ runScript }} from {json.dumps((Path(__file__).parent / "data" / "history_script.js").as_uri())};
+import {{ answer }} from {json.dumps((Path(__file__).parent / "data" / "history_script.js").as_uri())};
 import {{ readFileSync }} from "node:fs";
-const {{ cases, lines }} = JSON.parse(readFileSync(0, "utf8"));
-const said = lines.map((line) => {{
-  try {{ return parseLine(line, {{ num_blocks: 10, block_size: 4 }}); }} catch (error) {{ return `${{error.name}}: ${{error.message}}`; }}
-}});
-process.stdout.write(JSON.stringify({{ cases: cases.map((one) => runScript(History, one)), said }}));
+process.stdout.write(JSON.stringify(answer(History, parseLine, JSON.parse(readFileSync(0, "utf8")))));
 """
+IN_BROWSER = """async (data) => {
+  const [{ History }, { parseLine }, { answer }] = await Promise.all(["web/history.js", "web/frames.js", "data/history_script.js"].map(
+    (name) => import(new URL(name, location))));
+  return JSON.stringify(answer(History, parseLine, JSON.parse(data)));
+}"""
 
 # name -> seed, blocks, frames, limits of the memory
 CASES: dict[str, tuple[int, int, int, dict[str, float]]] = {
@@ -86,22 +88,30 @@ class Case:
                 yield answer, told
 
 
+def answer(data: dict[str, Any]) -> Any:
+    """By node where it is there, else by a browser."""
+    if shutil.which("node"):
+        run = subprocess.run(["node", "--input-type=module", "--eval", IN_NODE], input=json.dumps(data), capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        return json.loads(run.stdout)
+    api = pytest.importorskip("playwright.sync_api", reason="the page's memory is tested by node or playwright, and neither is installed")
+    with view_host() as host, api.sync_playwright() as playwright:
+        page = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"]).new_page()
+        page.goto(host.url)
+        return json.loads(page.evaluate(IN_BROWSER, json.dumps(data)))
+
+
 @pytest.fixture(scope="module")
 def outcome() -> tuple[dict[str, Case], list[Any]]:
-    if shutil.which("node") is None:
-        pytest.skip("the page's memory is tested by node, which is not installed (Debian: apt-get install nodejs)")
     cases = {name: Case(limits) for name, (_, _, _, limits) in CASES.items()}
     for name, (seed, num_blocks, count, _) in CASES.items():
         cases[name].tell(ViewModel(seed, num_blocks), count, Random(seed))
     cases["small"].tell(ViewModel(7, 40), 50, Random(7))  # the engine is started again: all before is forgotten
     data = {"lines": list(REFUSED), "cases": [{"limits": case.limits, "script": case.script} for case in cases.values()]}
-    command = ["node", "--input-type=module", "--eval", PROGRAM]
-    run = subprocess.run(command, input=json.dumps(data), capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    answer = json.loads(run.stdout)
-    for case, answers in zip(cases.values(), answer["cases"]):
+    found = answer(data)
+    for case, answers in zip(cases.values(), found["cases"]):
         case.answers = answers
-    return cases, answer["said"]
+    return cases, found["said"]
 
 
 Outcome = tuple[dict[str, Case], list[Any]]

@@ -1,7 +1,19 @@
 // Runs a script of ["apply", frame], ["at", share of the span remembered] and ["neighbour", share, direction] over a History.
 // After each: the whole state, in plain lists.
 
-export function runScript(History, { limits, script }) {
+/** All scripts, and what is said of lines that may be no frames. */
+export function answer(History, parseLine, { cases, lines }) {
+  const say = (line) => {
+    try {
+      return parseLine(line, { num_blocks: 10, block_size: 4 });
+    } catch (error) {
+      return error.message;
+    }
+  };
+  return { cases: cases.map((one) => runScript(History, one)), said: lines.map(say) };
+}
+
+function runScript(History, { limits, script }) {
   const history = new History(limits);
   return script.map(([what, argument, direction]) => {
     if (what === "apply") {
