@@ -250,8 +250,10 @@ class ViewModel:
         tokens = None if not block.tokens or self.random.random() < 0.1 else list(block.tokens)
         if tokens is not None:
             block.told = tokens
-        since = block.since if full or block.since != block.told_since else None
-        block.told_since = block.since
+        free = not block.ref and not block.sealed
+        since = block.since if full or (block.since != block.told_since and not (free and self.random.random() < 0.5)) else None
+        if since is not None:
+            block.told_since = since
         return [number, block.ref, block.sealed, block.digest, tokens, since]
 
     def _seq_row(self, seq: Sequence, full: bool) -> Frame:

@@ -72,7 +72,8 @@ class Case:
         for frame, known in model.frames(count):
             self._add(["apply", frame], known)
             for _ in range(random.choice((0, 0, 0, 3))):
-                self._add(random.choice((["at", random.random()], ["neighbour", random.random(), random.choice((-1, 1))])), None)
+                self._add([random.choice(("at", "at", "neighbour")), random.random(), random.choice((-1, 1))], None)
+                self._add(["at", random.random(), 0], None)
 
     def _add(self, line: list[Any], known: Known | None) -> None:
         self.script.append(line)

@@ -1,4 +1,5 @@
-// Runs a script of ["apply", frame], ["at", share of the span remembered] and ["neighbour", share, direction] over a History.
+// Runs a script of ["apply", frame], ["at", share of the span remembered, 0 or direction] and ["neighbour", share, direction]
+// over a History.
 // After each: the whole state, in plain lists.
 
 /** All scripts, and what is said of lines that may be no frames. */
@@ -20,7 +21,8 @@ function runScript(History, { limits, script }) {
       history.apply(argument);
       return { known: history.state && plain(history.state), weight: history.weight };
     }
-    const time = history.first + argument * (history.last - history.first);
+    let time = history.first + argument * (history.last - history.first);
+    if (what === "at" && direction) time = history.neighbour(time, direction); // exactly when a frame came
     if (what === "neighbour") return { time, found: history.neighbour(time, direction), first: history.first };
     return { time, first: history.first, last: history.last, known: plain(history.at(time)) };
   });
