@@ -18,17 +18,15 @@ except ModuleNotFoundError:
     pytest.skip("the page is tested with playwright and axe-playwright-python (requirements/dev.txt)", allow_module_level=True)
 
 CHROMIUM = "/usr/bin/chromium"
-# Where a cell is, low on its left: inside the frame of one that is lit, and filled even where a block is a quarter full.
 PLACE = """async (block) => {
   const { cellOf, layOut, placeOf } = await import(new URL("web/pool_layout.js", location));
   const stage = document.querySelector(".pool-stage");
   const layout = layOut(stage.clientWidth, stage.clientHeight, view.state.head.num_blocks);
-  const [x, y] = placeOf(layout, cellOf(layout, block));
-  return { x: x + 4, y: y + layout.size - 6 };
+  return [...placeOf(layout, cellOf(layout, block)), layout.size];
 }"""
-PIXEL = """({ x, y }) => {
+PIXEL = """([canvas, x, y]) => {
   const pixel = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
-  pixel.drawImage(document.querySelector(".pool-cells"), -Math.round(x * devicePixelRatio), -Math.round(y * devicePixelRatio));
+  pixel.drawImage(document.querySelector(canvas), -Math.round(x * devicePixelRatio), -Math.round(y * devicePixelRatio));
   return [...pixel.getImageData(0, 0, 1, 1).data];
 }"""
 
@@ -128,9 +126,21 @@ def table_of(story: Story, seq: int) -> list[str]:
     return [f"{index} → {block}" for index, block in enumerate(story.model.seqs[seq].table)]
 
 
+def position(page: Page, block: int) -> dict[str, float]:
+    """Low on the left of a cell: inside the frame of one that is lit, and filled even where a block is a quarter full."""
+    x, y, size = page.evaluate(PLACE, block)
+    return {"x": x + 4, "y": y + size - 6}
+
+
 def pixel(page: Page, block: int) -> list[int]:
-    found: list[int] = page.evaluate(PIXEL, page.evaluate(PLACE, block))
+    found: list[int] = page.evaluate(PIXEL, [".pool-cells", *position(page, block).values()])
     return found
+
+
+def crossed(page: Page, block: int) -> bool:
+    """Whether a mark goes through the middle of a cell: an arrow or a cross does, a frame does not."""
+    x, y, size = page.evaluate(PLACE, block)
+    return bool(page.evaluate(PIXEL, [".pool-marks", x + size / 2 - 1, y + size / 2 - 1])[3])
 
 
 def wait_until(page: Page, expression: str) -> None:
@@ -173,10 +183,10 @@ def test_a_request_lights_up_from_logical_to_physical(open_pool: OpenPage, pool_
     wait_for_moment(page, story.model.now)
     mine, other = story.model.seqs[0].table[0], story.model.seqs[1].table[0]
     before = pixel(page, mine), pixel(page, other)
-    page.locator(".pool-marks").hover(position=page.evaluate(PLACE, mine))
+    page.locator(".pool-marks").hover(position=position(page, mine))
     expect(page.locator(".pool-detail")).to_contain_text(f"Block {mine}: held; entry 0 of sequence A 0; sealed, digest")
     expect(page.locator(".pool-detail .token")).to_have_count(4)
-    page.locator(".pool-marks").click(position=page.evaluate(PLACE, mine))  # or by the list beside it
+    page.locator(".pool-marks").click(position=position(page, mine))  # or by the list beside it
     expect(page.get_by_role("button", name="cmpl-0")).to_have_attribute("aria-pressed", "true")
     expect(page.locator(".entry")).to_have_count(3)
     assert entries(page) == table_of(story, 0)
@@ -195,27 +205,34 @@ def test_a_request_lights_up_from_logical_to_physical(open_pool: OpenPage, pool_
 
 
 def test_copies_evictions_preemptions_and_hits_are_seen(open_pool: OpenPage, pool_host: ViewHost) -> None:
+    """In words, and as marks that go again."""
     story = Story(pool_host, num_blocks=6)
     page = open_pool()
     model = story.model
     wait_for_moment(page, 1.0)
     marks = "document.querySelector('.pool-marks').toDataURL()"
     blank = page.evaluate(marks)
-    story.go_on(lambda: model.fork(model.seqs[0]))
     news = page.locator(".pool-news")
+    story.go_on(lambda: model.fork(model.seqs[0]))
     expect(news).to_contain_text("sequence A 0 forked into B 1")
+    source = model.seqs[0].table[2]
     story.write(1, 1)
-    expect(news).to_contain_text("sequence B 1 writes its own")
-    assert page.evaluate(marks) != blank
+    expect(news).to_contain_text(f"block {source} was copied to {model.seqs[1].table[2]}: sequence B 1 writes its own")
+    assert crossed(page, source) and not crossed(page, model.seqs[0].table[0])
     story.go_on(lambda: model.end(model.seqs[0], "stop"))
+    wait_until(page, f"{marks} === {json.dumps(blank)}")
     story.go_on(lambda: model.preempt(model.seqs[1]))
     expect(news).to_contain_text("sequence B 1 was preempted and waits")
+    assert page.evaluate(marks) != blank
     expect(page.locator(".request")).to_contain_text("waiting")
     story.go_on(model.admit, lambda: model.write(model.seqs[2], 20 - model.seqs[2].tokens))
     expect(news).to_contain_text("evicted")
+    assert crossed(page, next(event[3] for event in story.sent[-1]["events"] if event[2] == "evict"))
+    wait_until(page, f"{marks} === {json.dumps(blank)}")
     model.event("hit", 2, 8, "differs")
     story.go_on()
     expect(news).to_contain_text("found 8 tokens in the cache (differs)")
+    assert page.evaluate(marks) != blank
 
 
 def test_pause_scrub_and_step_show_the_pool_of_that_moment(open_pool: OpenPage, pool_host: ViewHost) -> None:
