@@ -32,6 +32,7 @@ class Pool {
   #hover = null; // the cell under the pointer
   #awake = false;
   #animated = false;
+  #stale = true; // the layout, which is good for keys until the next draw
   layout = null;
   cursor = null; // the block at the keyboard's cursor
 
@@ -67,14 +68,17 @@ class Pool {
   }
 
   moveTo(block) {
+    const { state } = this.#view;
+    if (!state) return; // the engine was just started again
     this.cursor = block;
-    this.#parts.said.textContent = sayCell(this.#view.state, this.layout, cellOf(this.layout, block));
+    this.#parts.said.textContent = sayCell(state, this.layout, cellOf(this.layout, block));
     this.wake();
   }
 
   /** Selects the sequence that holds a block of the cell, or the block alone. */
   pickCell(cell) {
     const { state } = this.#view;
+    if (!state) return;
     const [from, to] = blocksOf(this.layout, cell);
     let block = from;
     while (block < to - 1 && state.blocks.ref[block] === 0) block += 1;
@@ -113,7 +117,7 @@ class Pool {
   }
 
   #layAgain() {
-    this.layout = null;
+    this.#stale = true;
     this.wake();
   }
 
@@ -121,6 +125,7 @@ class Pool {
     const { root, stage, cells, marks } = this.#parts;
     const [width, height] = [stage.clientWidth, stage.clientHeight];
     this.#palette ??= readPalette(root);
+    this.#stale = false;
     this.layout = layOut(width, height, state.head.num_blocks);
     for (const canvas of [cells, marks]) {
       canvas.width = Math.round(width * devicePixelRatio);
@@ -138,8 +143,11 @@ class Pool {
     const { root } = this.#parts;
     root.toggleAttribute("data-empty", !state);
     this.#parts.status.textContent = state ? "" : status.text || "Waiting for the first frame.";
-    if (!state) return;
-    if (this.layout?.count !== state.head.num_blocks - 1) this.#layOut(state);
+    if (!state) {
+      this.layout = null;
+      return;
+    }
+    if (this.#stale || this.layout?.count !== state.head.num_blocks - 1) this.#layOut(state);
     const { codes, counts } = encode(state, litBlocks(state, selection.get()));
     const changed = this.#cells.draw(codes);
     this.#markNews(state, codes, changed);

@@ -2,7 +2,7 @@
 
 import { blocksOf, cellOf } from "./pool_layout.js";
 
-/** `pool` has layout, cursor (a block or null), moveTo(block), pick(block), pickNothing(). */
+/** `pool` has layout (null while there is nothing to move in), cursor (a block or null), moveTo, pickCell and pickNothing. */
 export function listenKeys(canvas, pool) {
   canvas.addEventListener("focus", () => {
     if (pool.layout && pool.cursor === null) pool.moveTo(1);
