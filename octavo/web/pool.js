@@ -11,6 +11,7 @@ import { blocksOf, cellAt, cellOf, layOut } from "./pool_layout.js";
 import { Marks } from "./pool_marks.js";
 import { Requests, Table, litBlocks } from "./table.js";
 
+const FADE_STEP_MS = 40; // fading marks need no picture of every refresh
 const MOST_PULSES = 300; // more blocks written at once are another moment, no news
 
 export function mountPool(element, view) {
@@ -184,15 +185,15 @@ class Pool {
 
   /** Draws the marks until the last of them has faded. */
   #animate() {
-    if (this.#animated || !this.layout) return;
+    if (!this.layout) return;
     this.#marks.cursor = this.cursor === null ? null : cellOf(this.layout, this.cursor);
     this.#marks.hover = this.#hover;
-    if (!this.#marks.draw(this.layout, this.#palette, devicePixelRatio)) return;
+    if (!this.#marks.draw(this.layout, this.#palette, devicePixelRatio) || this.#animated) return;
     this.#animated = true;
-    requestAnimationFrame(() => {
+    setTimeout(() => {
       this.#animated = false;
-      this.#animate();
-    });
+      requestAnimationFrame(() => this.#animate());
+    }, FADE_STEP_MS);
   }
 }
 

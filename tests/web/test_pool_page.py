@@ -400,36 +400,34 @@ def changed_row(draw: random.Random, block: int) -> list[Any]:
     return [block, draw.choice((0, 1, 1, 2)), draw.randrange(2), f"{block:016x}", [" word"] * draw.randrange(5), 1.0]
 
 
-def watch_second(page: Page, host: ViewHost, second: int) -> tuple[float, float]:
-    """Ten frames of 300 changed blocks in a second: pictures drawn a second, and the longest task of the page in ms."""
-    draw = random.Random(second)
-    page.evaluate("longTasks.length = 0; globalThis.drawn = 0")
-    begun = time.monotonic()
-    for number in range(10):
-        at = 1 + second + number / 10
-        blocks = [changed_row(draw, draw.randrange(1, 100_000)) for _ in range(300)]
-        steps = [[10 * second + number, at, 9, 30, 200, 200, 200, 0, 60_000, 0, 0, 0]]
-        host.send({"kind": "delta", "at": at, "blocks": blocks, "steps": steps})
-        page.wait_for_timeout(max(1, 100 * (number + 1) - 1000 * (time.monotonic() - begun)))
-    wait_until(page, f"Number(document.querySelector('.pool').dataset.at) === {at}")
-    tasks, drawn = page.evaluate("[longTasks, drawn]")
-    return drawn / (time.monotonic() - begun), max(tasks, default=0)
-
-
 def test_100_000_blocks_stay_smooth(open_pool: OpenPage, pool_host: ViewHost, record_property: Callable[[str, object], None]) -> None:
-    """The best of a few seconds, since a busy machine only ever makes them worse."""
+    """Ten frames a second of 300 changed blocks: the page's thread works for less than 70 of its 100 ms, all it draws included.
+
+    That is time of the CPU, which a busy machine does not stretch much. How long the page stood still by the clock is told."""
     pool_host.send(ViewModel(1, 100_000).head(), large_full())
     page = open_pool(reduced_motion="no-preference")
     wait_for_moment(page, 1.0)
     assert int(page.locator(".pool").get_attribute("data-per-cell") or 0) > 1
     page.evaluate("view.selection.set({ seq: 7 })")
-    page.evaluate("(function tick() { globalThis.drawn += 1; requestAnimationFrame(tick); })()")
-    found = []
-    for second in range(1, 8):
-        found.append(watch_second(page, pool_host, second))
-        if found[-1][0] > 20 and found[-1][1] <= 100:
-            break
-    pictures, longest = found[-1]
-    record_property("pictures a second", round(pictures))
-    record_property("longest task in ms", longest)
-    assert pictures > 20 and longest <= 100, found
+    page.evaluate("globalThis.drawn = 0; (function tick() { drawn += 1; requestAnimationFrame(tick); })()")
+    page.wait_for_timeout(300)
+    page.evaluate("longTasks.length = drawn = 0")
+    cdp = page.context.new_cdp_session(page)
+    cdp.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def worked() -> float:
+        return float(next(one["value"] for one in cdp.send("Performance.getMetrics")["metrics"] if one["name"] == "TaskDuration"))
+
+    draw, before, begun = random.Random(2), worked(), time.monotonic()
+    for number in range(1, 31):
+        blocks = [changed_row(draw, draw.randrange(1, 100_000)) for _ in range(300)]
+        steps = [[number, 1 + number / 10, 9, 30, 200, 200, 200, 0, 60_000, 0, 0, 0]]
+        pool_host.send({"kind": "delta", "at": 1 + number / 10, "blocks": blocks, "steps": steps})
+        page.wait_for_timeout(max(1, 100 * number - 1000 * (time.monotonic() - begun)))
+    wait_for_moment(page, 4.0)
+    each = (worked() - before) / 30
+    tasks, drawn = page.evaluate("[longTasks, drawn]")
+    record_property("ms of CPU a frame", round(1000 * each))
+    record_property("pictures a second", round(drawn / (time.monotonic() - begun)))
+    record_property("longest task in ms", max(tasks, default=0))
+    assert each < 0.07
