@@ -1,0 +1,279 @@
+"""Frames of a view over a model pool: random, valid, of any size, and what a watcher has to know after each of them.
+
+The model knows blocks, tables and who shares what; it is no engine. Sequences come (some with a hit), write, cross blocks,
+fork, copy on write, are preempted, end; cached blocks are evicted when blocks are short. Frames say so in every way the
+format allows: fields left out, tokens that come late, times that did not change.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+BLOCK_SIZE = 4
+WORDS = ("the", " cat", " sat", "", " on", " émigré", "🙂", "\n", " a", "<b>")
+
+Frame = dict[str, Any]
+Known = dict[str, Any]  # what a watcher knows: the same shape as tests/web/data/history_script.js prints
+
+
+@dataclass
+class Block:
+    ref: int = 0
+    sealed: int = 0
+    digest: str = ""
+    tokens: list[str] = field(default_factory=list)
+    since: float = 0.0
+    told: list[str] | None = None  # the tokens a watcher knows
+    told_since: float = 0.0
+
+
+@dataclass
+class Sequence:
+    seq: int
+    request: str
+    prompt: int
+    tokens: int = 0
+    state: str = "running"
+    cached: int = 0
+    reason: str = "cold"
+    preemptions: int = 0
+    table: list[int] = field(default_factory=list)
+    told: int = 0  # entries of the table a watcher knows
+
+
+class ViewModel:
+    def __init__(self, seed: int, num_blocks: int, most_seqs: int = 6) -> None:
+        self.random = Random(seed)
+        self.most_seqs = most_seqs
+        self.blocks = [Block() for _ in range(num_blocks)]
+        self.free = list(range(1, num_blocks))  # the next to be taken last
+        self.seqs: dict[int, Sequence] = {}
+        self.now = 0.0
+        self.step = 0
+        self.arrivals = 0
+        self.steps: list[list[float]] = []
+        self.events: list[list[Any]] = []
+        self.ends: list[tuple[int, str]] = []
+        self._start_frame()
+
+    def _start_frame(self) -> None:
+        self.changed: set[int] = set()
+        self.touched: dict[int, int] = {}  # seq -> entries of its table that did not change
+        self.gone: list[tuple[int, str]] = []
+        self.new_steps: list[list[float]] = []
+        self.new_events: list[list[Any]] = []
+
+    def head(self) -> Frame:
+        return {"kind": "head", "version": 1, "model": "model", "block_size": BLOCK_SIZE, "num_blocks": len(self.blocks), "epoch": 1,
+                "started": 1.5, "version_of": "octavo", "lesson": False}  # fmt: skip
+
+    def frames(self, count: int) -> Iterator[tuple[Frame, Known]]:
+        """A full frame and deltas; the head goes before them. With each, what is known after it."""
+        for _ in range(self.random.randrange(20)):
+            self.take_step()
+        yield self.frame("full"), self.known()
+        for _ in range(count):
+            if self.random.random() < 0.05:
+                scene = self.random.randrange(3)
+                self.note = {"kind": "note", "at": self._later(0.05), "scene": scene, "of": 2, "title": f"Scene {scene}", "text": "Words."}
+                yield self.note, self.known()
+                continue
+            for _ in range(self.random.choice((0, 1, 1, 1, 2, 5))):
+                self.take_step()
+            self._later(0.1)
+            yield self.frame("delta"), self.known()
+
+    note: Frame | None = None
+
+    # What happens.
+
+    def _later(self, seconds: float) -> float:
+        self.now = round(self.now + self.random.choice((0, seconds, seconds)), 3)
+        return self.now
+
+    def event(self, *what: Any) -> None:
+        self.new_events.append([self.step, self.now, *what])
+
+    def take_step(self) -> None:
+        self.step += 1
+        self.now = round(self.now + self.random.choice((0.01, 0.02)), 3)
+        before = sum(seq.tokens for seq in self.seqs.values())
+        if len(self.seqs) < self.most_seqs and self.random.random() < 0.3:
+            self.admit()
+        for seq in list(self.seqs.values()):
+            chance = self.random.random()
+            if chance < 0.03:
+                self.end(seq, self.random.choice(("stop", "length", "abort", "error")))
+            elif chance < 0.06 and seq.state == "running":
+                self.preempt(seq)
+            elif chance < 0.09 and seq.state == "running" and len(self.seqs) < self.most_seqs:
+                self.fork(seq)
+            else:
+                self.write(seq, self.random.choice((1, 1, 1, 7)))
+        wrote = max(0, sum(seq.tokens for seq in self.seqs.values()) - before)
+        used = sum(block.ref > 0 for block in self.blocks) if len(self.blocks) < 1000 else 0
+        self.new_steps.append([self.step, self.now, 7.5, wrote, len(self.seqs), len(self.seqs), len(self.seqs), 0, used, 0, 0, wrote])
+
+    def admit(self) -> None:
+        seq = Sequence(self.arrivals, f"cmpl-{self.arrivals}", self.random.randrange(1, 20))
+        self.arrivals += 1
+        self.seqs[seq.seq] = seq
+        self.touched[seq.seq] = 0
+        self.event("admit", seq.seq)
+        cached = [block for block in self.free[:50] if self.blocks[block].sealed]
+        if cached and self.random.random() < 0.5:
+            hit = self.random.choice(cached)
+            self.hold(hit)
+            seq.table.append(hit)
+            seq.tokens = seq.cached = BLOCK_SIZE
+            seq.reason = "differs"
+            self.event("hit", seq.seq, BLOCK_SIZE, "differs")
+
+    def hold(self, number: int) -> None:
+        block = self.blocks[number]
+        if block.ref == 0:
+            self.free.remove(number)
+        block.ref += 1
+        self.changed.add(number)
+
+    def release(self, number: int) -> None:
+        block = self.blocks[number]
+        block.ref -= 1
+        self.changed.add(number)
+        if block.ref == 0:
+            self.free.insert(self.random.randrange(len(self.free) + 1) if len(self.free) < 100 else 0, number)
+            if not block.sealed:
+                self.clear(block)
+
+    def clear(self, block: Block) -> None:
+        block.sealed, block.digest, block.tokens, block.told, block.since = 0, "", [], None, self.now
+
+    def take(self) -> int | None:
+        if not self.free:
+            return None
+        number = self.free.pop()
+        block = self.blocks[number]
+        if block.sealed:
+            self.event("evict", number, block.digest)
+        self.clear(block)
+        block.ref = 1
+        self.changed.add(number)
+        return number
+
+    def writable(self, seq: Sequence) -> Block | None:
+        """The block of the next position: taken, or copied where it is shared."""
+        index = seq.tokens // BLOCK_SIZE
+        if index == len(seq.table):
+            number = self.take()
+            if number is None:
+                return None
+            self.touched[seq.seq] = min(self.touched.get(seq.seq, index), index)
+            seq.table.append(number)
+        elif self.blocks[seq.table[index]].ref > 1:
+            source = seq.table[index]
+            number = self.take()
+            if number is None:
+                return None
+            self.blocks[number].tokens = list(self.blocks[source].tokens)
+            self.release(source)
+            self.event("copy", source, number, seq.seq)
+            self.touched[seq.seq] = min(self.touched.get(seq.seq, index), index)
+            seq.table[index] = number
+        return self.blocks[seq.table[index]]
+
+    def write(self, seq: Sequence, count: int) -> None:
+        for _ in range(count):
+            block = self.writable(seq)
+            if block is None:
+                return self.preempt(seq) if seq.state == "running" else None
+            seq.state = "running"
+            block.tokens = [*block.tokens, self.random.choice(WORDS)]
+            seq.tokens += 1
+            number = seq.table[(seq.tokens - 1) // BLOCK_SIZE]
+            self.changed.add(number)
+            self.touched.setdefault(seq.seq, len(seq.table))
+            if len(block.tokens) == BLOCK_SIZE:
+                block.sealed, block.since, block.told = 1, self.now, None
+                block.digest = f"{self.random.getrandbits(64):016x}"
+        return None
+
+    def preempt(self, seq: Sequence) -> None:
+        self.event("preempt", seq.seq)
+        self._drop_table(seq)
+        seq.state = "waiting"
+        seq.preemptions += 1
+
+    def _drop_table(self, seq: Sequence) -> None:
+        for number in reversed(seq.table):
+            self.release(number)
+        seq.table, seq.tokens = [], 0
+        self.touched[seq.seq] = 0
+
+    def fork(self, seq: Sequence) -> None:
+        child = Sequence(self.arrivals, seq.request, seq.prompt, seq.tokens, table=list(seq.table))
+        self.arrivals += 1
+        self.seqs[child.seq] = child
+        self.touched[child.seq] = 0
+        for number in child.table:
+            self.hold(number)
+        self.event("fork", seq.seq, child.seq)
+
+    def end(self, seq: Sequence, how: str) -> None:
+        self.gone.append((seq.seq, how))
+        self._drop_table(seq)
+        del self.seqs[seq.seq]
+        self.touched.pop(seq.seq)
+
+    # What is told of it.
+
+    def frame(self, kind: str) -> Frame:
+        full = kind == "full"
+        numbers = [n for n, b in enumerate(self.blocks) if n and (b.ref or b.sealed)] if full else sorted(self.changed)
+        frame = {
+            "kind": kind,
+            "at": self.now,
+            "blocks": [self._block_row(number, full) for number in numbers],
+            "seqs": [self._seq_row(seq, full) for seq in self.seqs.values() if full or seq.seq in self.touched],
+            "gone": [] if full else [list(end) for end in self.gone],
+            "steps": self.new_steps[-600:],
+            "events": self.new_events,
+            "lost": 0,
+        }
+        self.steps += self.new_steps[-600:]
+        self.events += self.new_events
+        self._start_frame()
+        return frame if full else {key: value for key, value in frame.items() if value or self.random.random() < 0.2}
+
+    def _block_row(self, number: int, full: bool) -> list[Any]:
+        block = self.blocks[number]
+        tokens = None if not block.tokens or self.random.random() < 0.1 else list(block.tokens)
+        if tokens is not None:
+            block.told = tokens
+        free = not block.ref and not block.sealed
+        since = block.since if full or (block.since != block.told_since and not (free and self.random.random() < 0.5)) else None
+        if since is not None:
+            block.told_since = since
+        return [number, block.ref, block.sealed, block.digest, tokens, since]
+
+    def _seq_row(self, seq: Sequence, full: bool) -> Frame:
+        start = 0 if full else min(self.touched[seq.seq], seq.told)
+        seq.told = len(seq.table)
+        return self._fields(seq) | {"from": start, "table": seq.table[start:]}
+
+    def _fields(self, seq: Sequence) -> Frame:
+        return {"seq": seq.seq, "request": seq.request, "sample": 0, "state": seq.state, "prompt": seq.prompt, "tokens": seq.tokens,
+                "computed": max(0, seq.tokens - 1), "cached": seq.cached, "reason": seq.reason, "preemptions": seq.preemptions}  # fmt: skip
+
+    def known(self) -> Known:
+        """All of it, where the pool is small enough to compare all."""
+        blocks = [[b.ref, b.sealed, b.digest, b.told, b.told_since] for b in self.blocks] if len(self.blocks) < 1000 else []
+        return {
+            "at": self.now,
+            "blocks": blocks,
+            "seqs": [self._fields(seq) | {"table": list(seq.table)} for seq in self.seqs.values()],
+            "owners": [sum(seq.table.count(number) for seq in self.seqs.values()) for number in range(len(blocks))],
+            "steps": [step[0] for step in self.steps[-600:]][::20],
+            "events": self.events[-30:],
+            "note": self.note["title"] if self.note and self.note["scene"] else None,
+        }
