@@ -54,8 +54,9 @@ export function mountChat(element, view, failed) {
   function refresh() {
     const open = columns.map((column) => column.conversation.id);
     const known = conversations();
-    for (const column of columns) {
+    for (const [index, column] of columns.entries()) {
       const own = column.conversation;
+      column.element.setAttribute("aria-label", `Column ${index + 1}`);
       const listed = known.filter(({ id, messages }) => id === own.id || (messages.length && !open.includes(id)));
       column.choice.replaceChildren(...listed.map((each) => make("option", { value: each.id }, title(each))), make("option", { value: NEW }, "New …"));
       column.choice.value = own.id;

@@ -33,7 +33,7 @@ export class Column {
     const head = make("div", { class: "column-head" }, this.choice, branch, this.closer);
     const form = make("form", { class: "write", onsubmit: (event) => this.#submit(event) });
     form.append(make("label", { for: id, class: "hidden" }, "Message"), this.#write, make("div", { class: "row" }, this.#cancel, this.#stop, this.#send));
-    this.element = make("section", { class: "column", "aria-label": "Conversation" }, head, this.#settings, this.#log, form);
+    this.element = make("section", { class: "column" }, head, this.#settings, this.#log, form);
     this.show(conversation);
   }
 

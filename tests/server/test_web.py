@@ -74,7 +74,8 @@ def _head(server: ServerProcess, path: str) -> bytes:
 @pytest.mark.parametrize(
     "path",
     ["/web/", "/web", "/web/nothing.js", "/web/__init__.py", "/web/../server/web.py", "/web/%2e%2e/server/web.py",
-     "/web/..%2fserver%2fweb.py", "/web//etc/passwd", "/web/%2fetc%2fpasswd", "/web/main.js/", "/web/vendor", "/index.html", "/web/main.js%00", "/web/.%5cmain.js"],
+     "/web/..%2fserver%2fweb.py", "/web//etc/passwd",
+     "/web/%2fetc%2fpasswd", "/web/main.js/", "/web/vendor", "/index.html", "/web/main.js%00", "/web/.%5cmain.js"],
 )  # fmt: skip
 def test_a_path_leads_to_a_file_that_is_there_or_nowhere(server: ServerProcess, path: str) -> None:
     reply = server.ask("GET", path, authorization="Bearer secret")
