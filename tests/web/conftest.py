@@ -17,11 +17,12 @@ from tests.support.server_process import ServerProcess
 from tests.support.story_folder import story_folder
 
 try:
-    from playwright.sync_api import Browser, Page, Playwright, Request, sync_playwright
+    from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, Request, sync_playwright
 except ModuleNotFoundError:
     pytest.skip("tests of the page want playwright: pip install -r requirements/dev.txt", allow_module_level=True)
 
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+NO_VIEW = "404 .*/v1/view$"  # how a server without the inspector answers
 HOW = "tests of the page want Chromium: apt-get install chromium, or your system's way"
 
 
@@ -49,9 +50,13 @@ class Watched:
     elsewhere: list[str] = field(default_factory=list)
 
     def watch(self, home: str) -> None:
-        self.page.on("console", lambda message: self.errors.append(message.text) if message.type in ("error", "warning") else None)
+        self.page.on("console", self._hear)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", lambda request: self._note(request, home))
+
+    def _hear(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.errors.append(f"{message.text} {message.location['url']}")
 
     def _note(self, request: Request, home: str) -> None:
         parts = urlsplit(request.url)
@@ -77,7 +82,7 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
             stack.callback(context.close)
             page = context.new_page()
             page.set_default_timeout(15_000)
-            watched = Watched(page, expected or [])
+            watched = Watched(page, [NO_VIEW, *(expected or [])])
             watched.watch(url)
             opened.append(watched)
             page.goto(url)

@@ -61,7 +61,7 @@ class Speaker(StandInLLM):
 def speaking(*pieces: str, config: ServerConfig | None = None) -> Iterator[tuple[Speaker, str]]:
     llm = Speaker()
     llm.pieces = pieces
-    with HttpServer(build_app(Server(llm, config or ServerConfig(), "speaker"))) as server:  # type: ignore[arg-type]
+    with HttpServer(build_app(Server(llm, config or ServerConfig(inspector=False), "speaker"))) as server:  # type: ignore[arg-type]
         try:
             yield llm, server.url
         finally:
@@ -206,7 +206,7 @@ def test_a_store_that_is_full_or_damaged_does_not_stop_the_chat(open_page: OpenP
 
 
 def test_the_key_is_asked_for_kept_in_this_tab_and_sent_in_a_header(open_page: OpenPage) -> None:
-    with speaking("yes", config=ServerConfig(api_key=("right",))) as (_, url):
+    with speaking("yes", config=ServerConfig(api_key=("right",), inspector=False)) as (_, url):
         watched = open_page(url, expected=[f"{STATUS} 401"])
         page = watched.page
         seen: list[str] = []
@@ -292,7 +292,7 @@ def scrolls_sideways(page: Page) -> bool:
 
 
 def test_thinking_is_folded(open_page: OpenPage) -> None:
-    with speaking("<think>hidden depths", "</think>", "shown", config=ServerConfig(reasoning_parser="think")) as (_, url):
+    with speaking("<think>hidden depths", "</think>", "shown", config=ServerConfig(reasoning_parser="think", inspector=False)) as (_, url):
         page = open_page(url).page
         send(page, "Hello")
         expect(answers(page).first.locator("> .text")).to_have_text("shown")
@@ -366,7 +366,7 @@ def test_everything_can_be_done_from_the_keyboard(open_page: OpenPage) -> None:
         tab_to(page, page.get_by_role("button", name="Close this column").nth(1))
         page.keyboard.press("Enter")
         expect(page.locator(".column")).to_have_count(1)
-        tab_to(page, page.get_by_role("combobox"))
+        tab_to(page, page.get_by_role("combobox", name="Conversation"))
         page.keyboard.press("End")  # of the list: a new one
         expect(answers(page)).to_have_count(0)
         page.keyboard.press("End")
