@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
@@ -16,35 +17,30 @@ import pytest
 from tests.support.server_process import ServerProcess
 from tests.support.story_folder import story_folder
 
-try:
-    from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, Request, sync_playwright
-except ModuleNotFoundError:
-    pytest.skip("tests of the page want playwright: pip install -r requirements/dev.txt", allow_module_level=True)
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, ConsoleMessage, Page, Request
 
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
 NO_VIEW = "404 .*/v1/view$"  # how a server without the inspector answers
-HOW = "tests of the page want Chromium: apt-get install chromium, or your system's way"
 
 
-@pytest.fixture(scope="package")
-def browser() -> Iterator[Browser]:
-    """For this folder alone: while it is open this thread has a running event loop, which other tests make for themselves."""
+@pytest.fixture(scope="module")
+def browser() -> "Iterator[Browser]":
+    """For one file: while it is open this thread has a running event loop, and other tests want one of their own."""
     if CHROMIUM is None:
-        pytest.skip(HOW)
+        pytest.skip("tests of the page want Chromium: apt-get install chromium, or your system's way")
+    from playwright.sync_api import sync_playwright  # files of tests skip where it is missing
+
     with sync_playwright() as playwright:
-        yield launch(playwright)
-
-
-def launch(playwright: Playwright) -> Browser:
-    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # which root cannot have
-    return playwright.chromium.launch(executable_path=CHROMIUM, args=sandbox)
+        sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # which root cannot have
+        yield playwright.chromium.launch(executable_path=CHROMIUM, args=sandbox)
 
 
 @dataclass
 class Watched:
     """A page and what went wrong on it; `expected` are the parts of messages that a test means to cause."""
 
-    page: Page
+    page: "Page"
     expected: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
@@ -54,11 +50,11 @@ class Watched:
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", lambda request: self._note(request, home))
 
-    def _hear(self, message: ConsoleMessage) -> None:
+    def _hear(self, message: "ConsoleMessage") -> None:
         if message.type in ("error", "warning"):
             self.errors.append(f"{message.text} {message.location['url']}")
 
-    def _note(self, request: Request, home: str) -> None:
+    def _note(self, request: "Request", home: str) -> None:
         parts = urlsplit(request.url)
         if parts.scheme not in ("data", "blob") and parts.netloc != urlsplit(home).netloc:
             self.elsewhere.append(request.url)
@@ -72,7 +68,7 @@ OpenPage = Callable[..., Watched]
 
 
 @pytest.fixture
-def open_page(browser: Browser) -> Iterator[OpenPage]:
+def open_page(browser: "Browser") -> Iterator[OpenPage]:
     """`open_page(url)`: a tab of its own, with storage of its own; keywords are those of a browser context."""
     opened: list[Watched] = []
     with ExitStack() as stack:
@@ -103,7 +99,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def page(server: str, open_page: OpenPage) -> Page:
+def page(server: str, open_page: OpenPage) -> "Page":
     return open_page(server).page
 
 

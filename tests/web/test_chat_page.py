@@ -7,9 +7,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Locator, Page, expect
-
 from octavo.engine.async_llm import Ask
 from octavo.errors import OverloadError, RequestError
 from octavo.outputs import TextDelta
@@ -19,6 +16,12 @@ from octavo.server_config import ServerConfig
 from tests.support.http_server import HttpServer
 from tests.support.stand_in_llm import StandInLLM
 from tests.web.conftest import OpenPage
+
+try:
+    from axe_playwright_python.sync_playwright import Axe
+    from playwright.sync_api import Locator, Page, expect
+except ModuleNotFoundError:
+    pytest.skip("tests of the page want playwright: pip install -r requirements/dev.txt", allow_module_level=True)
 
 PHONE = {"width": 390, "height": 844}
 STATUS = "Failed to load resource: the server responded with a status of"  # how Chromium tells of an answer that is an error
@@ -103,6 +106,24 @@ def test_a_question_is_answered_with_its_figures_and_what_the_cache_gave(page: P
     cached, prompt = map(int, re.search(r"(\d+) of (\d+) prompt tokens", second.inner_text()).groups())  # type: ignore[union-attr]
     assert prompt > cached > 40
     assert len(first.locator("> .text").inner_text()) > 20
+
+
+def test_an_answer_shows_its_request_in_the_pool(page: Page) -> None:
+    set_setting(page, "Most tokens", "8")
+    send(page, "Once upon a time")
+    show = page.get_by_role("button", name="Show in the pool")
+    expect(show).to_have_attribute("aria-pressed", "false")
+    show.click()
+    expect(show).to_have_attribute("aria-pressed", "true")
+    expect(page.locator("#pool")).to_contain_text(re.compile(r"Block table of sequence \d+: [1-9]"))
+
+
+def test_without_the_inspector_there_is_the_chat_and_a_word_on_the_rest(open_page: OpenPage) -> None:
+    with speaking("yes") as (_, url):
+        page = open_page(url).page
+        expect(page.locator("#pool")).to_contain_text("--no-inspector")
+        send(page, "Hello")
+        expect(answers(page).first).to_contain_text("yes")
 
 
 def test_regenerate_and_edit_ask_again_for_the_last_message(page: Page) -> None:
@@ -369,8 +390,7 @@ def test_everything_can_be_done_from_the_keyboard(open_page: OpenPage) -> None:
         tab_to(page, page.get_by_role("combobox", name="Conversation"))
         page.keyboard.press("End")  # of the list: a new one
         expect(answers(page)).to_have_count(0)
-        page.keyboard.press("End")
-        page.keyboard.press("ArrowUp")
+        page.keyboard.press("ArrowDown")
         expect(answers(page).first).to_contain_text("stopped")
 
 
