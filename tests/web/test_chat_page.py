@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
 import pytest
+
 from octavo.engine.async_llm import Ask
 from octavo.errors import OverloadError, RequestError
 from octavo.outputs import TextDelta
