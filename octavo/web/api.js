@@ -18,13 +18,18 @@ export class ApiError extends Error {
   }
 }
 
-/** What the server says of itself: "ready", "loading", "draining", "dead"; "absent": there is no such server here. */
+/** What the server says of itself: "ready", "loading", "draining", "dead". "unreachable": nobody answers; "absent": somebody else does. */
 export async function askHealth() {
+  let answer;
   try {
-    const answer = await fetch("./health", { cache: "no-store" });
+    answer = await fetch("./health", { cache: "no-store" });
+  } catch {
+    return "unreachable";
+  }
+  try {
     return String((await answer.json()).status ?? "absent");
   } catch {
-    return "absent";
+    return "absent"; // a host of plain files
   }
 }
 

@@ -8,6 +8,7 @@ const WORDS = {
   loading: "The model is loading …",
   draining: "The server is stopping.",
   dead: "The engine is not running.",
+  unreachable: "The server cannot be reached; asking again …",
   absent: "There is no server behind this page: the chat needs one.",
 };
 
@@ -18,14 +19,15 @@ export function watchServer(state, about, allow) {
   async function ask() {
     if (asking) return;
     asking = true;
-    for (let health = ""; health !== "ready"; ) {
-      health = await askHealth();
+    let health = await askHealth();
+    for (; health !== "ready" && health !== "absent"; health = await askHealth()) {
       state.textContent = WORDS[health] ?? `The server says: ${health}`;
-      allow(health !== "absent");
-      if (health !== "ready") await new Promise((resolve) => setTimeout(resolve, AGAIN));
+      await new Promise((resolve) => setTimeout(resolve, AGAIN));
     }
     asking = false;
-    await showModel(about);
+    state.textContent = WORDS[health];
+    allow(health === "ready");
+    if (health === "ready") await showModel(about);
   }
 
   ask();

@@ -2,9 +2,13 @@
 
 import asyncio
 import re
+import shutil
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +17,7 @@ from octavo.errors import OverloadError, RequestError
 from octavo.outputs import TextDelta
 from octavo.server.app import build_app
 from octavo.server.state import Server
+from octavo.server.web import FOLDER
 from octavo.server_config import ServerConfig
 from tests.support.http_server import HttpServer
 from tests.support.stand_in_llm import StandInLLM
@@ -273,6 +278,22 @@ def test_the_page_waits_for_a_server_that_loads(open_page: OpenPage) -> None:
         llm.state = "ready"
         expect(page.locator("#state")).to_have_text("")
         expect(page.locator("#about")).to_contain_text("speaker")
+
+
+def test_a_host_of_plain_files_shows_the_page_without_the_chat(open_page: OpenPage, tmp_path: Path) -> None:
+    shutil.copytree(FOLDER, tmp_path / "some/place/web")
+    shutil.copy(FOLDER / "index.html", tmp_path / "some/place")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietFiles, directory=str(tmp_path))) as host:
+        threading.Thread(target=host.serve_forever, daemon=True).start()
+        page = open_page(f"http://127.0.0.1:{host.server_port}/some/place/", expected=[f"{STATUS} 404 .*/health$"]).page
+        expect(page.locator("#state")).to_have_text("There is no server behind this page: the chat needs one.")
+        expect(box(page)).to_be_disabled()
+        host.shutdown()
+
+
+class QuietFiles(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
 
 
 def test_what_a_model_says_is_inert(open_page: OpenPage) -> None:
