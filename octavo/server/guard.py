@@ -22,13 +22,12 @@ from octavo.errors import UnavailableError
 from octavo.log import logger
 from octavo.server.arrival import arrive
 from octavo.server.errors import ApiError, answer_for
-from octavo.server.keys import OPEN, Keys
+from octavo.server.keys import Keys, is_open
 from octavo.server.origins import PREFLIGHT, Origins
 from octavo.server.state import Server
 
 LINGER_SECONDS = 2.0
 RETRY_SECONDS = 5.0  # for a client that came too early or too late
-_ALWAYS = OPEN | {"/metrics"}  # answered whatever the engine does
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _ONCE = (b"host", b"authorization", b"content-type", b"content-length", b"origin")
 _JSON = re.compile(rb"application/json\s*(;\s*charset\s*=\s*\"?utf-?8\"?\s*)?", re.IGNORECASE)
@@ -61,7 +60,7 @@ class Guard:
                 await exchange.answer(204, b"", PREFLIGHT if b"access-control-allow-origin" in dict(exchange.headers) else {})
             else:
                 self._keys.check(scope["path"], headers.get(b"authorization"))
-                if self._server.state in ("loading", "draining") and scope["path"] not in _ALWAYS:
+                if self._server.state in ("loading", "draining") and not _is_always_answered(scope["path"]):
                     raise UnavailableError(f"the server is {self._server.state}", RETRY_SECONDS, self._server.state)
                 body.check()
                 await self._app(scope, body.receive, exchange.send)
@@ -88,6 +87,11 @@ class Guard:
             exchange.headers.append((b"access-control-expose-headers", b"x-request-id, retry-after"))
         elif origin and scope["method"] != "OPTIONS":
             raise ApiError(403, "this origin may not ask here; --allowed-origins names those that may", code="origin_not_allowed")
+
+
+def _is_always_answered(path: str) -> bool:
+    """Whatever the engine does."""
+    return is_open(path) or path == "/metrics"
 
 
 def _check_path(path: str) -> None:

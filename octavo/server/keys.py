@@ -7,8 +7,12 @@ from collections.abc import Iterable
 from octavo.server.errors import ApiError
 from octavo.server_config import ServerConfig
 
-OPEN = frozenset({"/health"})  # answered without a key
+OPEN = frozenset({"/health", "/"})  # answered without a key, and so are the files of the page
 ADMIN = frozenset({"/reset_prefix_cache"})  # answered with the admin key alone, and there only with --admin-key
+
+
+def is_open(path: str) -> bool:
+    return path in OPEN or path.startswith("/web/")
 
 
 class Keys:
@@ -17,7 +21,7 @@ class Keys:
         self._admins = [] if config.admin_key is None else [_digest(config.admin_key.encode())]
 
     def check(self, path: str, authorization: bytes | None) -> None:
-        if path in OPEN or (path not in ADMIN and not self._users):
+        if is_open(path) or (path not in ADMIN and not self._users):
             return
         token = _digest(_bearer(authorization))
         user, admin = _among(token, self._users), _among(token, self._admins)

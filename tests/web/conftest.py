@@ -1,0 +1,107 @@
+"""A real browser before a real server. What a test did not expect fails it at its end: an error on the console, a request to another host.
+
+Where there is no browser the tests skip, and say how to get one; in CI, where nothing may skip, `.ci/run` installs it.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.support.server_process import ServerProcess
+from tests.support.story_folder import story_folder
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, ConsoleMessage, Page, Request
+
+CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+NO_VIEW = "404 .*/v1/view$"  # how a server without the inspector answers
+
+
+@pytest.fixture(scope="module")
+def browser() -> "Iterator[Browser]":
+    """For one file: while it is open this thread has a running event loop, and other tests want one of their own."""
+    if CHROMIUM is None:
+        pytest.skip("tests of the page want Chromium: apt-get install chromium, or your system's way")
+    from playwright.sync_api import sync_playwright  # files of tests skip where it is missing
+
+    with sync_playwright() as playwright:
+        sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # which root cannot have
+        yield playwright.chromium.launch(executable_path=CHROMIUM, args=sandbox)
+
+
+@dataclass
+class Watched:
+    """A page and what went wrong on it; `expected` are the parts of messages that a test means to cause."""
+
+    page: "Page"
+    expected: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    elsewhere: list[str] = field(default_factory=list)
+
+    def watch(self, home: str) -> None:
+        self.page.on("console", self._hear)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self._note(request, home))
+
+    def _hear(self, message: "ConsoleMessage") -> None:
+        if message.type in ("error", "warning"):
+            self.errors.append(f"{message.text} {message.location['url']}")
+
+    def _note(self, request: "Request", home: str) -> None:
+        parts = urlsplit(request.url)
+        if parts.scheme not in ("data", "blob") and parts.netloc != urlsplit(home).netloc:
+            self.elsewhere.append(request.url)
+
+    def check(self) -> None:
+        assert self.elsewhere == []
+        assert [text for text in self.errors if not any(re.search(pattern, text) for pattern in self.expected)] == []
+
+
+OpenPage = Callable[..., Watched]
+
+
+@pytest.fixture
+def open_page(browser: "Browser") -> Iterator[OpenPage]:
+    """`open_page(url)`: a tab of its own, with storage of its own; keywords are those of a browser context."""
+    opened: list[Watched] = []
+    with ExitStack() as stack:
+
+        def open_one(url: str, expected: list[str] | None = None, **settings: object) -> Watched:
+            context = browser.new_context(**settings)  # type: ignore[arg-type]
+            stack.callback(context.close)
+            page = context.new_page()
+            page.set_default_timeout(15_000)
+            watched = Watched(page, [NO_VIEW, *(expected or [])])
+            watched.watch(url)
+            opened.append(watched)
+            page.goto(url)
+            return watched
+
+        yield open_one
+        for watched in opened:
+            watched.check()
+
+
+@pytest.fixture(scope="package")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a real `octavo serve`, with a story model that nothing ends but its length."""
+    folder = story_folder(tmp_path_factory.mktemp("web") / "stories", end_ids=[])
+    flags = ("--model", str(folder), "--served-model-name", "stories", "--max-model-len", "512", "--block-size", "4")
+    with ServerProcess("octavo serve", *flags) as process:
+        yield address(process)
+
+
+@pytest.fixture
+def page(server: str, open_page: OpenPage) -> "Page":
+    return open_page(server).page
+
+
+def address(process: ServerProcess) -> str:
+    return f"http://{process.host}:{process.port}"

@@ -1,0 +1,438 @@
+"""The chat in a real browser: what a user does and sees, and that nothing a model says does anything."""
+
+import asyncio
+import re
+import shutil
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from octavo.engine.async_llm import Ask
+from octavo.errors import OverloadError, RequestError
+from octavo.outputs import TextDelta
+from octavo.server.app import build_app
+from octavo.server.state import Server
+from octavo.server.web import FOLDER
+from octavo.server_config import ServerConfig
+from tests.support.http_server import HttpServer
+from tests.support.stand_in_llm import StandInLLM
+from tests.web.conftest import OpenPage
+
+try:
+    from axe_playwright_python.sync_playwright import Axe
+    from playwright.sync_api import Locator, Page, expect
+except ModuleNotFoundError:
+    pytest.skip("tests of the page want playwright: pip install -r requirements/dev.txt", allow_module_level=True)
+
+PHONE = {"width": 390, "height": 844}
+STATUS = "Failed to load resource: the server responded with a status of"  # how Chromium tells of an answer that is an error
+HOSTILE = """<script>window.struck = 1</script> <img src=x onerror="window.struck = 2">
+
+<iframe src="https://example.org/"></iframe><svg onload="window.struck = 3">
+
+[a](javascript:window.struck=4) [b](data:text/html,<script>window.struck=5</script>) ![c](https://example.org/c.png) [d](https://example.org/d)
+
+<a href="javascript:window.struck=6">e</a> &lt;script&gt; `</code><script>window.struck = 7</script>` abc\u202egnitirw\u202c \u2066x\u2069
+
+| <b onclick=1>f</b> | g |
+|---|---|
+| <style>body{display:none}</style> | </table><script>window.struck = 8</script> |
+
+```<script>
+</pre><script>window.struck = 9</script>
+```
+"""
+
+
+class Speaker(StandInLLM):
+    """Says what it was told to; `gate` holds it back after the first piece until it is set."""
+
+    pieces: tuple[str, ...] = ()
+    gate: threading.Event | None = None
+    trouble: Exception | None = None
+
+    async def generate(self, ask: Ask) -> AsyncIterator[list[TextDelta]]:
+        self.asked.append(ask)
+        if self.trouble is not None:
+            raise self.trouble
+        for number, piece in enumerate(self.pieces):
+            while number and self.gate is not None and not self.gate.is_set():
+                await asyncio.sleep(0.01)
+            yield [TextDelta("r", 0, piece, [7], "stop" if number == len(self.pieces) - 1 else None)]  # type: ignore[arg-type]
+
+
+@contextmanager
+def speaking(*pieces: str, config: ServerConfig | None = None) -> Iterator[tuple[Speaker, str]]:
+    llm = Speaker()
+    llm.pieces = pieces
+    with HttpServer(build_app(Server(llm, config or ServerConfig(inspector=False), "speaker"))) as server:  # type: ignore[arg-type]
+        try:
+            yield llm, server.url
+        finally:
+            if llm.gate is not None:
+                llm.gate.set()  # else what still streams would hold the server's end up
+
+
+def box(page: Page, column: int = 0) -> Locator:
+    return page.get_by_role("textbox", name="Message", exact=True).nth(column)
+
+
+def send(page: Page, text: str, column: int = 0) -> None:
+    box(page, column).fill(text)
+    box(page, column).press("Enter")
+
+
+def answers(page: Page, column: int = 0) -> Locator:
+    return page.locator(".column").nth(column).get_by_role("article", name="Answer")
+
+
+def set_setting(page: Page, label: str, value: str, column: int = 0) -> None:
+    place = page.locator(".column").nth(column)
+    place.get_by_text("Settings").click()
+    place.get_by_label(label).fill(value)
+    place.get_by_label(label).press("Tab")
+    place.get_by_text("Settings").click()
+
+
+def test_a_question_is_answered_with_its_figures_and_what_the_cache_gave(page: Page) -> None:
+    expect(page.locator("#about")).to_contain_text("stories · 512 tokens of context")
+    set_setting(page, "Most tokens", "40")
+    send(page, "Once upon a time there was a brave little cat who lived in a house")
+    first = answers(page).first
+    expect(first).to_contain_text(re.compile(r"40 tokens · [\d.]+ tokens/s · first after \d+ ms · ended by its length"))
+    expect(first).to_contain_text(re.compile(r"0 of \d+ prompt tokens came from the cache\. Nothing that was seen"))
+    send(page, "And then")
+    second = answers(page).nth(1)
+    expect(second).to_contain_text("came from the cache")
+    cached, prompt = map(int, re.search(r"(\d+) of (\d+) prompt tokens", second.inner_text()).groups())  # type: ignore[union-attr]
+    assert prompt > cached > 40
+    assert len(first.locator("> .text").inner_text()) > 20
+
+
+def test_an_answer_shows_its_request_in_the_pool(page: Page) -> None:
+    set_setting(page, "Most tokens", "8")
+    send(page, "Once upon a time")
+    show = page.get_by_role("button", name="Show in the pool")
+    expect(show).to_have_attribute("aria-pressed", "false")
+    show.click()
+    expect(show).to_have_attribute("aria-pressed", "true")
+    expect(page.locator("#pool")).to_contain_text(re.compile(r"Block table of sequence \d+: [1-9]"))
+
+
+def test_without_the_inspector_there_is_the_chat_and_a_word_on_the_rest(open_page: OpenPage) -> None:
+    with speaking("yes") as (_, url):
+        page = open_page(url).page
+        expect(page.locator("#pool")).to_contain_text("--no-inspector")
+        send(page, "Hello")
+        expect(answers(page).first).to_contain_text("yes")
+
+
+def test_regenerate_and_edit_ask_again_for_the_last_message(page: Page) -> None:
+    set_setting(page, "Most tokens", "8")
+    send(page, "Once upon a time")
+    page.get_by_role("button", name="Regenerate").click()
+    expect(answers(page)).to_have_count(1)
+    expect(answers(page).first).to_contain_text("8 tokens")
+    page.get_by_role("button", name="Edit").click()
+    expect(box(page)).to_have_value("Once upon a time")
+    send(page, "Lily saw a dog")
+    expect(answers(page).first).to_contain_text("8 tokens")
+    assert page.locator(".asked").all_inner_texts() == ["Lily saw a dog"]
+
+
+def test_settings_go_to_the_model(open_page: OpenPage) -> None:
+    with speaking("yes") as (llm, url):
+        page = open_page(url).page
+        given = {"Temperature": "0.5", "Top p": "0.9", "Most tokens": "7", "Seed": "11", "System prompt": "Be brief."}
+        for label, value in given.items():
+            set_setting(page, label, value)
+        send(page, "Hello")
+        expect(answers(page).first).to_contain_text("yes")
+        (ask,) = llm.asked
+        assert (ask.params.temperature, ask.params.top_p, ask.params.max_tokens, ask.params.seed) == (0.5, 0.9, 7, 11)
+        assert ask.prompt == "<system>Be brief.<user>Hello"
+
+
+def test_stop_ends_the_answer_and_the_request(open_page: OpenPage) -> None:
+    with speaking("first", "second") as (llm, url):
+        llm.gate = threading.Event()
+        page = open_page(url).page
+        send(page, "Hello")
+        expect(answers(page).first).to_contain_text("first")
+        page.get_by_role("button", name="Stop").click()
+        expect(answers(page).first).to_contain_text("1 token · first after")
+        expect(answers(page).first).to_contain_text("stopped")
+        assert "second" not in page.content()
+        request = page.evaluate("JSON.parse(Object.values(localStorage)[0]).messages[1].request")
+        record = page.evaluate("id => fetch('./v1/requests/' + id).then(answer => answer.json())", request)
+        assert (record["state"], record["prompts"][0]["samples"][0]["finish_reason"]) == ("finished", "abort")
+        page.get_by_role("button", name="Send").wait_for()
+
+
+def test_two_conversations_stream_side_by_side(open_page: OpenPage) -> None:
+    with speaking("first", " second") as (llm, url):
+        llm.gate = threading.Event()
+        page = open_page(url).page
+        send(page, "one")
+        page.get_by_role("button", name="New column").click()
+        send(page, "two", 1)
+        for column in (0, 1):
+            expect(answers(page, column).first.locator("> .text")).to_have_text("first")
+        expect(page.get_by_role("button", name="Stop")).to_have_count(2)
+        llm.gate.set()
+        for column in (0, 1):
+            expect(answers(page, column).first.locator("> .text")).to_have_text("first second")
+
+
+def test_a_branch_goes_on_with_what_was_said(page: Page) -> None:
+    set_setting(page, "Most tokens", "24")
+    send(page, "Once upon a time there was a girl")
+    expect(answers(page).first).to_contain_text("24 tokens")
+    page.get_by_role("button", name="Branch").click()
+    send(page, "The end", 1)
+    expect(answers(page, 1)).to_have_count(2)
+    expect(answers(page, 1).nth(1)).to_contain_text("came from the cache")
+    expect(answers(page, 0)).to_have_count(1)
+
+
+def test_conversations_survive_a_reload_until_all_are_cleared(page: Page) -> None:
+    set_setting(page, "Most tokens", "6")
+    send(page, "Once upon a time")
+    expect(answers(page).first).to_contain_text("6 tokens")
+    told = answers(page).first.inner_text()
+    page.reload()
+    assert answers(page).first.inner_text() == told
+    page.get_by_role("button", name="Clear all").click()
+    page.get_by_role("button", name="Keep them").click()
+    expect(answers(page)).to_have_count(1)
+    page.get_by_role("button", name="Clear all").click()
+    page.get_by_role("button", name="Forget them all").click()
+    expect(answers(page)).to_have_count(0)
+    assert page.evaluate("Object.keys(localStorage).filter(name => name.includes('conversation'))") == []
+    page.reload()
+    expect(answers(page)).to_have_count(0)
+
+
+FULL = "Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }"
+DAMAGED = "localStorage.setItem('octavo.conversation.x', '{\"messages\": 3'); sessionStorage.setItem('octavo.open', '7')"
+
+
+@pytest.mark.parametrize("broken", [FULL, DAMAGED], ids=["full", "damaged"])
+def test_a_store_that_is_full_or_damaged_does_not_stop_the_chat(open_page: OpenPage, server: str, broken: str) -> None:
+    page = open_page(server).page
+    page.add_init_script(broken)
+    page.reload()
+    set_setting(page, "Most tokens", "6")
+    send(page, "Once upon a time")
+    expect(answers(page).first).to_contain_text("6 tokens")
+
+
+def test_the_key_is_asked_for_kept_in_this_tab_and_sent_in_a_header(open_page: OpenPage) -> None:
+    with speaking("yes", config=ServerConfig(api_key=("right",), inspector=False)) as (_, url):
+        watched = open_page(url, expected=[f"{STATUS} 401"])
+        page = watched.page
+        seen: list[str] = []
+        page.on("request", lambda request: seen.append(request.url))
+        page.get_by_label("API key").fill("wrong")
+        page.get_by_role("button", name="Use this key").click()
+        expect(page.locator("#about")).to_contain_text("the API key is not valid")
+        send(page, "Hello")
+        expect(page.get_by_role("dialog")).to_contain_text("The API key is not valid.")
+        page.get_by_label("API key").fill("right")
+        page.get_by_role("button", name="Use this key").click()
+        expect(answers(page).first).to_contain_text("yes")
+        page.reload()
+        expect(page.locator("#about")).to_contain_text("speaker")
+        expect(page.get_by_role("dialog")).to_have_count(0)
+        assert page.evaluate("sessionStorage.getItem('octavo.key')") == "right"
+        assert "right" not in page.evaluate("JSON.stringify(localStorage)") and not [url for url in seen if "right" in url]
+        page.get_by_role("button", name="Forget the key").click()
+        expect(page.get_by_role("dialog")).to_be_visible()
+
+
+def test_an_error_is_shown_as_the_server_says_it_and_one_that_passes_can_be_tried_again(open_page: OpenPage) -> None:
+    with speaking("yes") as (llm, url):
+        llm.trouble = OverloadError("there are <b>too many</b>", 7.0)
+        page = open_page(url, expected=[f"{STATUS} (429|400)"]).page
+        send(page, "Hello")
+        expect(page.get_by_role("alert")).to_contain_text("there are <b>too many</b> (429")
+        expect(page.get_by_role("alert")).to_contain_text("The server asks to wait 7 s.")
+        llm.trouble = None
+        page.get_by_role("button", name="Try again").click()
+        expect(answers(page).first).to_contain_text("yes")
+        llm.trouble = RequestError("it is far too long", "messages", "context_length_exceeded")
+        send(page, "Again")
+        expect(page.get_by_role("alert")).to_contain_text("it is far too long (400, context_length_exceeded)")
+
+
+def test_the_page_waits_for_a_server_that_loads(open_page: OpenPage) -> None:
+    with speaking("yes") as (llm, url):
+        llm.state = "loading"
+        page = open_page(url, expected=[f"{STATUS} 503"]).page
+        expect(page.locator("#state")).to_have_text("The model is loading …")
+        llm.state = "ready"
+        expect(page.locator("#state")).to_have_text("")
+        expect(page.locator("#about")).to_contain_text("speaker")
+
+
+def test_a_host_of_plain_files_shows_the_page_without_the_chat(open_page: OpenPage, tmp_path: Path) -> None:
+    shutil.copytree(FOLDER, tmp_path / "some/place/web")
+    shutil.copy(FOLDER / "index.html", tmp_path / "some/place")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietFiles, directory=str(tmp_path))) as host:
+        threading.Thread(target=host.serve_forever, daemon=True).start()
+        page = open_page(f"http://127.0.0.1:{host.server_port}/some/place/", expected=[f"{STATUS} 404 .*/health$"]).page
+        expect(page.locator("#state")).to_have_text("There is no server behind this page: the chat needs one.")
+        expect(box(page)).to_be_disabled()
+        host.shutdown()
+
+
+class QuietFiles(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_what_a_model_says_is_inert(open_page: OpenPage) -> None:
+    with speaking(*HOSTILE.splitlines(keepends=True)) as (_, url):
+        page = open_page(url).page
+        send(page, HOSTILE)
+        answer = answers(page).first
+        expect(answer).to_contain_text("first after")
+        made = set(answer.locator(".text *").evaluate_all("nodes => nodes.map(node => node.tagName.toLowerCase())"))
+        assert made <= {"p", "a", "code", "pre", "div", "table", "thead", "tbody", "tr", "th", "td"}
+        assert page.evaluate("window.struck") is None and page.locator("script").count() == 2
+        links = answer.locator(".text a")
+        assert links.evaluate_all("nodes => nodes.map(node => [node.href, node.rel])") == [
+            ["https://example.org/c.png", "noopener noreferrer nofollow"],
+            ["https://example.org/d", "noopener noreferrer nofollow"],
+        ]
+        for text in ("<script>window.struck = 1</script>", "javascript:window.struck=4", "⟨U+202E⟩gnitirw⟨U+202C⟩", "</pre><script>"):
+            expect(answer).to_contain_text(text)
+        page.reload()
+        expect(answers(page).first).to_contain_text("<script>window.struck = 1</script>")
+        assert page.evaluate("window.struck") is None
+
+
+@pytest.mark.parametrize("piece", ["x" * 1000, "> " * 500, "[" * 1000, "**a _b " * 150], ids=["line", "quotes", "brackets", "emphasis"])
+def test_a_megabyte_of_anything_leaves_the_page_usable(open_page: OpenPage, piece: str) -> None:
+    with speaking(*[piece] * 1000) as (_, url):
+        page = open_page(url, viewport=PHONE).page
+        send(page, "Hello")
+        expect(answers(page).first).to_contain_text("more characters are not shown")
+        expect(answers(page).first).to_contain_text("first after")
+        assert scrolls_sideways(page) is False
+        page.get_by_role("button", name="New column").click()
+        send(page, "Hello", 1)
+        expect(answers(page, 1).first).to_contain_text("xx" if piece[0] == "x" else piece[0])
+
+
+def scrolls_sideways(page: Page) -> bool:
+    return bool(page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"))
+
+
+def test_thinking_is_folded(open_page: OpenPage) -> None:
+    with speaking("<think>hidden depths", "</think>", "shown", config=ServerConfig(reasoning_parser="think", inspector=False)) as (_, url):
+        page = open_page(url).page
+        send(page, "Hello")
+        expect(answers(page).first.locator("> .text")).to_have_text("shown")
+        thought = page.get_by_text("hidden depths")
+        expect(thought).to_be_hidden()
+        page.get_by_text("Thinking").click()
+        expect(thought).to_be_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_serious_finding_of_axe(open_page: OpenPage, server: str, scheme: str) -> None:
+    page = open_page(server, color_scheme=scheme).page
+    assert page.evaluate("document.documentElement.dataset.theme") == scheme
+    set_setting(page, "Most tokens", "6")
+    send(page, "Once upon a time")
+    expect(answers(page).first).to_contain_text("6 tokens")
+    page.get_by_text("Settings").click()
+    page.get_by_role("button", name="New column").click()
+    page.get_by_role("button", name="Clear all").click()
+    for _ in range(2):
+        found = Axe().run(page).response["violations"]
+        assert [(each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in ("serious", "critical")] == []
+        page.keyboard.press("Escape")
+
+
+def test_the_theme_can_be_chosen_and_is_remembered(open_page: OpenPage, server: str) -> None:
+    page = open_page(server, color_scheme="light").page
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(ground)
+    page.get_by_role("button", name="Theme: system").click()
+    page.get_by_role("button", name="Theme: light").click()
+    dark = page.evaluate(ground)
+    assert dark != light
+    page.reload()
+    assert page.evaluate(ground) == dark
+    page.get_by_role("button", name="Theme: dark").click()
+    assert page.evaluate(ground) == light
+
+
+def test_a_phone_shows_the_chat_first_and_never_scrolls_sideways(open_page: OpenPage, server: str) -> None:
+    page = open_page(server, viewport=PHONE).page
+    set_setting(page, "Most tokens", "60")
+    send(page, "Once upon a time")
+    expect(answers(page).first).to_contain_text("60 tokens")
+    expect(page.get_by_role("button", name="Send")).to_be_in_viewport()
+    page.get_by_role("button", name="New column").click()
+    assert scrolls_sideways(page) is False
+    page.get_by_role("link", name="Timeline").click()
+    expect(page.locator("#timeline-title")).to_be_in_viewport()
+
+
+def test_first_paint_comes_within_a_second(page: Page) -> None:
+    page.wait_for_function("performance.getEntriesByName('first-contentful-paint').length")
+    assert page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime") < 1000
+
+
+def test_everything_can_be_done_from_the_keyboard(open_page: OpenPage) -> None:
+    with speaking("first", "second") as (llm, url):
+        llm.gate = threading.Event()
+        page = open_page(url).page
+        expect(box(page)).to_be_focused()
+        page.keyboard.type("one")
+        page.keyboard.press("Enter")
+        expect(answers(page).first).to_contain_text("first")
+        page.keyboard.press("Escape")
+        expect(answers(page).first).to_contain_text("stopped")
+        expect(box(page)).to_be_focused()
+        tab_to(page, page.get_by_role("button", name="New column"))
+        page.keyboard.press("Enter")
+        expect(box(page, 1)).to_be_focused()
+        tab_to(page, page.get_by_role("button", name="Close this column").nth(1))
+        page.keyboard.press("Enter")
+        expect(page.locator(".column")).to_have_count(1)
+        tab_to(page, page.get_by_role("combobox", name="Conversation"))
+        page.keyboard.press("End")  # of the list: a new one
+        expect(answers(page)).to_have_count(0)
+        page.keyboard.press("ArrowDown")
+        expect(answers(page).first).to_contain_text("stopped")
+
+
+def tab_to(page: Page, wanted: Locator) -> None:
+    """Backwards, as the places to go are before where one writes."""
+    for _ in range(40):
+        page.keyboard.press("Shift+Tab")
+        if wanted.evaluate("node => node === document.activeElement"):
+            return
+    raise AssertionError(f"{wanted} cannot be reached")
+
+
+def test_a_reader_of_the_screen_hears_whole_answers(open_page: OpenPage) -> None:
+    with speaking("first", " second") as (llm, url):
+        llm.gate = threading.Event()
+        page = open_page(url).page
+        spoken = page.locator(".part-chat > [role=status]")
+        send(page, "Hello")
+        expect(answers(page).first).to_contain_text("first")
+        expect(spoken).to_have_text("Answering.")
+        expect(page.get_by_role("log")).to_have_attribute("aria-live", "off")
+        llm.gate.set()
+        expect(spoken).to_have_text("Answer: first second")
