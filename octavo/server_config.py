@@ -46,6 +46,8 @@ class ServerConfig:
     reasoning_parser: ReasoningParser = _flag("auto", "think: <think> tells thinking from answers; auto: where the chat template has it")
     metrics_prefix: str = _flag("octavo:", "how names at /metrics begin; vllm: makes dashboards made for vLLM work")
     log_format: LogFormat = _flag("text", "json: an object a line")
+    lesson: bool = _flag(False, "play scenes that show how paging works, in a tiny pool; sets the pool and its limits itself")
+    lesson_pace: float = _flag(0.2, "seconds that a step takes in the lesson", 0.0, 60.0)
     enable_log_requests: bool = _flag(False, "log a line for every request that the server answers; never its text")
     inspector: bool = _flag(True, "let clients watch the engine at /v1/view, text of prompts included; --no-inspector: nobody can")
     record: str | None = _flag(None, "write what can be watched to this file")
@@ -53,10 +55,14 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for each in fields(self):
             check_setting(each.name, getattr(self, each.name))
+        if self.lesson and not self.inspector:
+            raise ConfigError("the lesson needs the inspector: leave out --lesson or --no-inspector")
         if self.record is not None and not self.inspector:
             raise ConfigError("record needs the inspector: leave out --record or --no-inspector")
 
 
+# Settings of the engine in the lesson: small enough that everything happens within a few steps, and every block is seen.
+LESSON = {"num_gpu_blocks_override": 33, "max_num_batched_tokens": 48, "max_num_seqs": 8, "max_model_len": 320, "block_size": 16}
 SECRETS = frozenset(each.name for each in fields(ServerConfig) if each.metadata["secret"])
 _KEY = re.compile(r"[!-~]{1,512}"), "1 to 512 visible ASCII characters"  # what a header carries unchanged
 _HOST = re.compile(r"[A-Za-z0-9._:\[\]-]{1,255}"), "a name or an address"

@@ -19,8 +19,9 @@ from fractions import Fraction
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from octavo.config import EngineConfig, api_key
+from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams, is_unset
-from octavo.server_config import ServerConfig
+from octavo.server_config import LESSON, ServerConfig
 
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 SETTINGS = tuple(field.name for field in fields(EngineConfig) if field.name != "skip_tokenizer_init")  # commands speak text
@@ -111,6 +112,8 @@ def server_configs(args: argparse.Namespace, model: str | None = None) -> tuple[
     if key := api_key():
         given.values["api_key"] = (*given.values.get("api_key", ()), key)
         given.origins["api_key"] = ", ".join(filter(None, [given.origins.get("api_key"), "environment"]))
+    if given.values.get("lesson"):
+        given.take_lesson()
     engine, server = EngineConfig(**given.of(SETTINGS)), ServerConfig(**given.of(SERVER_SETTINGS))
     if args.show_config:
         given.show(engine, server)
@@ -127,6 +130,12 @@ class _Given:
 
     def of(self, names: Sequence[str]) -> dict[str, Any]:
         return {name: value for name, value in self.values.items() if name in names}
+
+    def take_lesson(self) -> None:
+        if taken := next((name for name in LESSON if name in self.values), None):
+            raise ConfigError(f"{taken} is set by the lesson itself ({LESSON[taken]}); leave it out, or {_flag('lesson')}")
+        self.values |= LESSON
+        self.origins |= dict.fromkeys(LESSON, "lesson")
 
     def show(self, *configs: EngineConfig | ServerConfig) -> NoReturn:
         from octavo.cli.config_file import settings_table

@@ -125,6 +125,7 @@ class AsyncLLM:
             queue_timeout=serving.queue_timeout,
             log_level=log_level("INFO"),
             log_format=serving.log_format,
+            step_seconds=serving.step_seconds,
             inspector=serving.inspector,
         )
 

@@ -31,7 +31,7 @@ from octavo.engine.wire import Abort, Refused, ResetPrefixCache, frame_limit
 from octavo.errors import OctavoError, RequestError
 from octavo.loading.resolve import ModelSource, load_model_config
 from octavo.loading.text_side import load_tokenizer
-from octavo.messages import AddRequest
+from octavo.messages import AddRequest, Delta
 from octavo.worker.faults import Faults
 
 START_FAILED = 1  # exit code, with the reason on stdout
@@ -52,6 +52,7 @@ class Orders(Struct, frozen=True):
     queue_timeout: float | None
     log_level: str
     log_format: str
+    step_seconds: float
     inspector: bool  # somebody may watch
 
 
@@ -65,10 +66,13 @@ class Reason(Struct, frozen=True):
 class Loop:
     """What comes in between steps, and what goes out."""
 
-    def __init__(self, core: EngineCore, router: Router, queue_timeout: float | None, view: EngineView | NoView) -> None:
+    def __init__(
+        self, core: EngineCore, router: Router, queue_timeout: float | None, view: EngineView | NoView, step_seconds: float
+    ) -> None:
         self._core = core
         self._router = router
         self._queue_timeout = queue_timeout
+        self._step_seconds = step_seconds
         self._view = view
         self._taken = 0
         self._log = StatsLog(core.scheduler.snapshot())
@@ -82,7 +86,7 @@ class Loop:
         core, scheduler = self._core, self._core.scheduler
         refused = [refusal for command in self._router.take(wait=not core.has_work) if (refusal := self._obey(command))]
         self._router.publish(self.pulse(busy=True))
-        deltas = core.step() if core.has_work else []
+        deltas = self._step() if core.has_work else []
         if self._queue_timeout is not None:
             deltas += scheduler.expire(self._queue_timeout)
         pulse = self.pulse(core.has_work)
@@ -90,6 +94,13 @@ class Loop:
         self._router.give(deltas, refused, pulse.stats)
         self._router.show(self._view.frames(pulse.busy))
         self._log.turn(pulse.stats)
+
+    def _step(self) -> list[Delta]:
+        start = time.monotonic()
+        deltas = self._core.step()
+        if self._step_seconds:
+            time.sleep(max(0.0, start + self._step_seconds - time.monotonic()))
+        return deltas
 
     def pulse(self, busy: bool) -> Pulse:
         scheduler = self._core.scheduler
@@ -126,7 +137,8 @@ def serve(orders: Orders) -> None:
     router.start()
     tokenizer = None if orders.config.skip_tokenizer_init else partial(load_tokenizer, source)
     engine: Engine = open_engine(orders.config, source, model, debug, tokenizer, orders.epoch)
-    loop = Loop(engine.core, router, orders.queue_timeout, EngineView(engine.core) if orders.inspector else NoView())
+    view = EngineView(engine.core) if orders.inspector else NoView()
+    loop = Loop(engine.core, router, orders.queue_timeout, view, orders.step_seconds)
     router.ready(engine.facts(source.name, orders.epoch), loop.pulse(busy=False))
     try:
         loop.run()

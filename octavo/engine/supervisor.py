@@ -42,6 +42,7 @@ class Serving:
     beat_timeout: float = 3.0  # seconds without a sign of life after which the engine is dead
     hang_timeout: float = 300.0  # seconds a single step may take
     log_format: str = "text"
+    step_seconds: float = 0.0  # that a step takes at least
     inspector: bool = False  # whether it may be watched
 
 

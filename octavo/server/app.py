@@ -14,14 +14,14 @@ from starlette.responses import Response
 
 from octavo import __version__
 from octavo.errors import OctavoError, RequestError
-from octavo.server import basic, chat, completions, metrics, records, responses, tokens, view, web
+from octavo.server import basic, chat, completions, lesson, metrics, records, responses, tokens, view, web
 from octavo.server.errors import ApiError, error_response
 from octavo.server.guard import Guard
 from octavo.server.state import Server
 
 ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (
     basic.router, tokens.router, completions.router, chat.router, responses.router, metrics.router, records.router,
-    view.router, web.router,
+    view.router, lesson.router, web.router,
 )  # fmt: skip
 
 

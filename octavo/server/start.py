@@ -67,7 +67,11 @@ def _observer(config: ServerConfig, llm: AsyncLLM, model_name: str, row: int = 0
 
 
 def _serving(config: ServerConfig) -> Serving:
-    return Serving(config.max_queue, config.queue_timeout, config.max_restarts, log_format=config.log_format, inspector=config.inspector)
+    step_seconds = config.lesson_pace if config.lesson else 0.0
+    return Serving(
+        config.max_queue, config.queue_timeout, config.max_restarts,
+        log_format=config.log_format, step_seconds=step_seconds, inspector=config.inspector,
+    )  # fmt: skip
 
 
 def _run(process: Coroutine[Any, Any, int]) -> int:

@@ -39,6 +39,7 @@ class ViewHub:
         self._watchers = 0
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # set, and replaced, with every line
+        self._note: dict[str, Any] | None = None  # what is being played, also for those who come later
         self._forget()
 
     def _forget(self) -> None:
@@ -57,7 +58,8 @@ class ViewHub:
                     await self._news(LOOK_SECONDS)
                 elif seen < self._number - len(self._lines):
                     seen, rest = self._number, BLOCKS_A_LINE
-                    yield line(self._state.head) + line(self._full())
+                    note = [{**self._note, "at": self._state.at}] if self._note else []
+                    yield "".join(map(line, (self._state.head, self._full(), *note)))
                 elif seen < self._number or rest < len(self._state.ref):
                     text = "".join(list(self._lines)[seen - self._number :] if seen < self._number else [])
                     seen = self._number
@@ -71,6 +73,13 @@ class ViewHub:
                 raise UnavailableError("the engine cannot be watched now", retry_after=1)
         finally:
             self._leave()
+
+    def note(self, scene: int, of: int, title: str, text: str) -> None:
+        """The caption from here on; scene 0: there is none."""
+        note = {"kind": "note", "at": self._at(), "scene": scene, "of": of, "title": title, "text": text}
+        self._note = note if scene else None
+        if self._number:  # somebody watches
+            self._add(line(note))
 
     async def close(self) -> None:
         if self._task is not None:
@@ -110,10 +119,13 @@ class ViewHub:
             self._lines.clear()
         told = delta(frame, pieces, self._name)
         self._state.apply(told)
-        self._number += 1
         self._offset = time.monotonic() - frame.at
-        if not frame.full:
-            self._lines.append(line(told))
+        self._add("" if frame.full else line(told))  # what a full one tells, the state tells
+
+    def _add(self, text: str) -> None:
+        self._number += 1
+        if text:
+            self._lines.append(text)
         self._wake()
 
     def _wake(self) -> None:
@@ -153,7 +165,7 @@ class ViewHub:
             "epoch": facts.epoch,
             "started": frame.started,
             "version_of": f"octavo {__version__}",
-            "lesson": False,
+            "lesson": self._server.config.lesson,
         }
 
     def _full(self) -> dict[str, Any]:

@@ -37,6 +37,11 @@ export async function getJson(path) {
   return (await ask(path, {})).json();
 }
 
+/** Asks for something to be done, and waits until it is. */
+export async function postJson(path, signal) {
+  return (await ask(path, { method: "POST", signal })).json();
+}
+
 /** The chunks of an answer as they come. An error in mid-stream is thrown, and so is an end that is none. */
 export async function* streamChat(body, signal) {
   const headers = { "content-type": "application/json" };

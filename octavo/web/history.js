@@ -12,6 +12,7 @@ const SEGMENT_SECONDS = 30;
 const LEAST_SEGMENT = 100_000;
 
 const KEPT_SECONDS = 600;
+const KEPT_NOTES = 1000;
 const KEPT_WEIGHT = 100_000_000; // estimated bytes
 
 export class History {
@@ -23,6 +24,7 @@ export class History {
   forget(head) {
     this.head = head;
     this.logs = { steps: new Log(), events: new Log() };
+    this.notes = []; // captions of a lesson
     this.state = null; // now; moves on with every frame
     this.segments = [];
     this.weight = 0;
@@ -43,6 +45,7 @@ export class History {
     const at = Math.max(frame.at, this.state.at);
     this.logs.steps.append(frame.steps ?? []);
     this.logs.events.append(frame.events ?? []);
+    if (frame.kind === "note") this.notes = [...this.notes.slice(1 - KEPT_NOTES), frame];
     this.state.apply(frame, at);
     if (frame.kind === "full") this.#begin();
     else this.#keep(frame, at);

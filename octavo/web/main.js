@@ -2,6 +2,7 @@
 
 import { mountChat } from "./chat.js";
 import { authHeaders, hasKey, onKey, setKey } from "./key.js";
+import { mountLesson } from "./lesson.js";
 import { mountPool } from "./pool.js";
 import { watchServer } from "./server_state.js";
 import { connect } from "./source.js";
@@ -15,7 +16,11 @@ mountPool(part("pool-body"), view);
 mountTimeline(part("timeline-body"), view);
 const source = connect(view, { headers: authHeaders });
 const chat = mountChat(part("chat"), view, () => askAgain());
-const askAgain = watchServer(part("state"), part("about"), (allowed) => chat.allow(allowed));
+const lesson = mountLesson(part("lesson"), part("lesson-opener"), view);
+const askAgain = watchServer(part("state"), part("about"), (allowed) => {
+  chat.allow(allowed);
+  if (!allowed && !source.replays) lesson.open(); // a page without a server tells the story
+});
 
 const forget = part("forget-key");
 const showForget = () => { forget.hidden = !hasKey(); };

@@ -18,8 +18,9 @@ export function connect(view, { headers = () => ({}) } = {}) {
   const source = new Source(view, headers);
   view.source = source;
   const replay = new URLSearchParams(location.search).get("replay");
-  if (replay === null) source.follow();
-  else source.openAddress(replay);
+  source.replays = replay !== null;
+  if (source.replays) source.openAddress(replay);
+  else source.follow();
   return source;
 }
 

@@ -134,7 +134,7 @@ class Mute:
 
 def test_a_client_that_is_given_up_stops_watching() -> None:
     engine, router = FakeEngine(), Mute()
-    loop = Loop(engine.core, router, None, EngineView(engine.core))  # type: ignore[arg-type]
+    loop = Loop(engine.core, router, None, EngineView(engine.core), 0.0)  # type: ignore[arg-type]
     for name in ("a", "b"):
         loop._obey(Watching(name, "full"))
     loop._obey(Gone("a"))

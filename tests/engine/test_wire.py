@@ -128,5 +128,5 @@ def test_deeply_nested_garbage_is_dropped() -> None:
 
 def test_every_setting_reaches_the_engine_process() -> None:
     config = EngineConfig(model="m", max_model_len=99, enable_prefix_caching=False, gpu_memory_utilization=0.5, seed=2**64 - 1)
-    orders = Orders(config, "path", "gguf", "name", (1, 2), "ipc://x", 3, 7, None, "INFO", "json", True)
+    orders = Orders(config, "path", "gguf", "name", (1, 2), "ipc://x", 3, 7, None, "INFO", "json", 0.5, True)
     assert msgspec.json.decode(msgspec.json.encode(orders), type=Orders) == orders

@@ -41,6 +41,8 @@ BAD: dict[str, list[Any]] = {
     "log_format": ["xml", "", None, 1],
     "tool_call_parser": ["qwen", "", None],
     "reasoning_parser": ["deepseek", None, True],
+    "lesson": ["yes", 1, None],
+    "lesson_pace": NO_SECONDS,
     "enable_log_requests": ["yes", 1, None],
     "inspector": ["yes", 1, None],
     "record": ["", "a\0b", 5, True],
@@ -71,6 +73,8 @@ WAYS: dict[str, list[Way]] = {
     "log_format": [('"json"', ["--log-format", "json"], "json")],
     "tool_call_parser": [('"hermes"', ["--tool-call-parser", "hermes"], "hermes")],
     "reasoning_parser": [('"none"', ["--reasoning-parser", "none"], "none")],
+    "lesson": [("false", ["--no-lesson"], False)],  # with it other settings are its own: tests/server/test_lesson.py
+    "lesson_pace": [("0.5", ["--lesson-pace", "0.5"], 0.5)],
     "enable_log_requests": [("true", ["--enable-log-requests"], True), ("false", ["--no-enable-log-requests"], False)],
     "inspector": [("true", ["--inspector"], True)],
     "record": [('"r.ndjson"', ["--record", "r.ndjson"], "r.ndjson")],

@@ -1,0 +1,27 @@
+/* Elements out of script. Text is always a text node, so nothing that a model or a server says can become an element. */
+
+/** `make("button", { class: "small", onclick: f }, "Send")`; a property that is undefined is left out. */
+export function make(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (value === undefined) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "class") element.className = value;
+    else if (typeof value === "boolean") element.toggleAttribute(name, value);
+    else element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+export function button(label, onclick, properties = {}) {
+  return make("button", { type: "button", onclick, ...properties }, label);
+}
+
+let last = 0;
+
+/** An id for `for` and `aria-labelledby`. */
+export function freshId(prefix) {
+  last += 1;
+  return `${prefix}-${last}`;
+}

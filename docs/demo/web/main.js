@@ -1,0 +1,33 @@
+/* The page put together: the chat, the block pool, the timeline, and what the server says of itself. */
+
+import { mountChat } from "./chat.js";
+import { authHeaders, hasKey, onKey, setKey } from "./key.js";
+import { mountLesson } from "./lesson.js";
+import { mountPool } from "./pool.js";
+import { watchServer } from "./server_state.js";
+import { connect } from "./source.js";
+import { mountTimeline } from "./timeline.js";
+import { createView } from "./view.js";
+
+const part = (id) => document.getElementById(id);
+
+const view = createView();
+mountPool(part("pool-body"), view);
+mountTimeline(part("timeline-body"), view);
+const source = connect(view, { headers: authHeaders });
+const chat = mountChat(part("chat"), view, () => askAgain());
+const lesson = mountLesson(part("lesson"), part("lesson-opener"), view);
+const askAgain = watchServer(part("state"), part("about"), (allowed) => {
+  chat.allow(allowed);
+  if (!allowed && !source.replays) lesson.open(); // a page without a server tells the story
+});
+
+const forget = part("forget-key");
+const showForget = () => { forget.hidden = !hasKey(); };
+forget.addEventListener("click", () => {
+  setKey("");
+  location.reload();
+});
+onKey(showForget);
+onKey(() => source.retry());
+showForget();

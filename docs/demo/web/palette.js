@@ -1,0 +1,46 @@
+// The colours of the page, for canvases: what the CSS variables mean right now, in light or dark.
+//
+// A sequence has one of twelve colours and one of 26 letters, both by its number alone: 156 pairs, the same on every page,
+// and never a colour without its letter or number nearby.
+
+const NAMES = ["ink", "paper", "muted", "accent", "warn", "free", "cached", "held", "shared"];
+const COLOURS = 12;
+export const MARKS = 156; // sequences with different marks: the least common multiple of 12 colours and 26 letters
+
+export const colourOf = (mark) => mark % COLOURS;
+export const letterOf = (mark) => String.fromCharCode(65 + (mark % 26));
+
+/** { ink: [r, g, b], ..., seq: [[r, g, b], ...] } as an element has them. */
+export function readPalette(element) {
+  const probe = document.createElement("span");
+  probe.hidden = true;
+  element.append(probe);
+  const pixel = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  const read = (name) => {
+    probe.style.color = `var(--${name})`;
+    pixel.fillStyle = getComputedStyle(probe).color;
+    pixel.fillRect(0, 0, 1, 1);
+    return [...pixel.getImageData(0, 0, 1, 1).data.slice(0, 3)];
+  };
+  const palette = Object.fromEntries(NAMES.map((name) => [name, read(name)]));
+  palette.seq = Array.from({ length: COLOURS }, (_, index) => read(`seq-${index}`));
+  probe.remove();
+  return palette;
+}
+
+export const css = ([red, green, blue], alpha = 1) => `rgb(${red} ${green} ${blue} / ${alpha})`;
+
+/** A colour on the way from one to another. */
+export const mix = (from, to, share) => from.map((value, index) => Math.round(value + (to[index] - value) * share));
+
+/** Black or white, whichever is read better on a colour. */
+export function inkOn([red, green, blue]) {
+  const light = [red, green, blue].map((value) => (value / 255) ** 2.2);
+  return 0.2126 * light[0] + 0.7152 * light[1] + 0.0722 * light[2] > 0.18 ? [0, 0, 0] : [255, 255, 255];
+}
+
+/** Calls `redraw` with a new palette whenever the page turns light or dark. */
+export function onTheme(redraw) {
+  document.addEventListener("themechange", redraw);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+}

@@ -1,0 +1,150 @@
+// The cells on their canvas. Sparse: each is drawn, with letter, count and marks as far as there is room. Dense: each is one
+// pixel of a small image, the mean colour of its blocks, which the canvas shows enlarged. Both draw only what changed.
+
+import { CACHED, HELD, SHARED, countOf, fillOf, isDim, isLit, isSealed, kindOf, markOf } from "./pool_codes.js";
+import { blocksOf, cellOf, placeOf } from "./pool_layout.js";
+import { colourOf, css, inkOn, letterOf, mix } from "./palette.js";
+
+const LEAST_FOR_TEXT = 14;
+const LEAST_FOR_MARKS = 9;
+
+function colour(palette, code) {
+  const plain = [palette.free, palette.cached, palette.seq[colourOf(markOf(code))], palette.shared][kindOf(code)];
+  return isDim(code) ? mix(plain, palette.paper, 0.72) : plain;
+}
+
+export class CellPainter {
+  #context;
+  #drawn = new Uint32Array(0); // the codes as they are on the canvas
+  #image = null; // of a dense pool: a pixel for each cell
+
+  constructor(canvas) {
+    this.#context = canvas.getContext("2d");
+  }
+
+  /** Forgets what is on the canvas; the next draw is a whole one. */
+  clear(layout, palette, scale) {
+    this.layout = layout;
+    this.palette = palette;
+    this.scale = scale;
+    this.#drawn = new Uint32Array(0);
+    this.#context.setTransform(scale, 0, 0, scale, 0, 0);
+    this.#context.clearRect(0, 0, this.#context.canvas.width, this.#context.canvas.height);
+    this.#image = layout.dense ? new OffscreenCanvas(layout.columns, layout.rows).getContext("2d") : null;
+    this.pixels = layout.dense ? new ImageData(layout.columns, layout.rows) : null;
+  }
+
+  /** Draws what differs from the canvas; returns the blocks that did. */
+  draw(codes) {
+    const whole = this.#drawn.length !== codes.length;
+    const changed = [];
+    for (let block = 1; block < codes.length; block += 1) if (whole || codes[block] !== this.#drawn[block]) changed.push(block);
+    this.#drawn = codes;
+    if (changed.length === 0) return changed;
+    if (this.layout.dense) this.#drawDense(changed, codes);
+    else for (const block of changed) this.#drawCell(block, codes[block]);
+    return changed;
+  }
+
+  #drawDense(changed, codes) {
+    const { data } = this.pixels;
+    const colours = new Map(); // of this draw: few codes, many blocks
+    const of = (code) => {
+      const key = code & ~(15 << 3); // how full it is cannot be seen here
+      let found = colours.get(key);
+      if (!found) colours.set(key, (found = colour(this.palette, code)));
+      return found;
+    };
+    let before = -1;
+    for (const block of changed) {
+      const cell = cellOf(this.layout, block);
+      if (cell === before) continue;
+      before = cell;
+      const [from, to] = blocksOf(this.layout, cell);
+      if (codes.subarray(from, to).some(isLit)) { // one that is lit must not drown in a mean
+        data.set([...this.palette.accent, 255], 4 * cell);
+        continue;
+      }
+      let [red, green, blue] = [0, 0, 0];
+      for (let member = from; member < to; member += 1) {
+        const one = of(codes[member]);
+        red += one[0];
+        green += one[1];
+        blue += one[2];
+      }
+      const count = to - from;
+      data.set([red / count, green / count, blue / count, 255], 4 * cell);
+    }
+    this.#image.putImageData(this.pixels, 0, 0);
+    const { columns, rows, size } = this.layout;
+    this.#context.imageSmoothingEnabled = false;
+    this.#context.drawImage(this.#image.canvas, 0, 0, columns * size, rows * size);
+  }
+
+  #drawCell(block, code) {
+    const context = this.#context;
+    const cell = this.layout.size - (this.layout.size > 8 ? 2 : 1);
+    const [x, y] = placeOf(this.layout, cellOf(this.layout, block));
+    const fill = colour(this.palette, code);
+    const kind = kindOf(code);
+    context.clearRect(x, y, this.layout.size, this.layout.size);
+    context.fillStyle = css(this.palette.free);
+    context.fillRect(x, y, cell, cell);
+    if (kind === HELD || kind === SHARED) {
+      const full = Math.max(1, Math.round(cell * fillOf(code)));
+      context.fillStyle = css(fill, 0.35);
+      context.fillRect(x, y, cell, cell - full);
+      context.fillStyle = css(fill);
+      context.fillRect(x, y + cell - full, cell, full);
+    } else if (kind === CACHED) {
+      context.fillStyle = css(fill);
+      context.fillRect(x, y, cell, cell);
+      this.#hatch(x, y, cell);
+    }
+    if (kind === SHARED) this.#inset(x, y, cell, fill);
+    if (cell >= LEAST_FOR_TEXT && kind >= HELD) this.#write(x, y, cell, code, fill);
+    if (cell >= LEAST_FOR_MARKS && isSealed(code)) this.#corner(x, y, cell, isDim(code));
+    if (isLit(code)) this.#outline(x, y, cell);
+  }
+
+  #hatch(x, y, cell) {
+    this.#context.strokeStyle = css(this.palette.muted, 0.55);
+    this.#context.lineWidth = 1;
+    this.#context.beginPath();
+    this.#context.moveTo(x + 1, y + cell - 1);
+    this.#context.lineTo(x + cell - 1, y + 1);
+    this.#context.stroke();
+  }
+
+  #inset(x, y, cell, fill) {
+    this.#context.strokeStyle = css(inkOn(fill), 0.6);
+    this.#context.lineWidth = 1;
+    this.#context.strokeRect(x + 1.5, y + 1.5, cell - 3, cell - 3);
+  }
+
+  #write(x, y, cell, code, fill) {
+    const text = kindOf(code) === SHARED ? String(countOf(code)) : letterOf(markOf(code));
+    const context = this.#context;
+    context.font = `600 ${Math.round(cell * 0.55)}px system-ui, sans-serif`;
+    context.textAlign = "center";
+    context.textBaseline = "middle";
+    context.fillStyle = fillOf(code) > 0.6 ? css(inkOn(fill)) : css(this.palette.ink);
+    context.fillText(text, x + cell / 2, y + cell / 2 + 0.5);
+  }
+
+  #corner(x, y, cell, dim) {
+    const side = Math.max(4, cell * 0.28);
+    this.#context.fillStyle = css(this.palette.ink, dim ? 0.3 : 0.85);
+    this.#context.beginPath();
+    this.#context.moveTo(x + cell, y);
+    this.#context.lineTo(x + cell - side, y);
+    this.#context.lineTo(x + cell, y + side);
+    this.#context.fill();
+  }
+
+  #outline(x, y, cell) {
+    this.#context.strokeStyle = css(this.palette.accent);
+    this.#context.lineWidth = 2;
+    this.#context.strokeRect(x + 1, y + 1, cell - 2, cell - 2);
+  }
+}

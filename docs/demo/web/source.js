@@ -1,0 +1,180 @@
+// Where frames come from: the stream of a server, or a recording out of a file or beside the page.
+//
+//   connect(view, { headers })   `?replay=URL` plays that recording, otherwise the stream `./v1/view` is followed
+//
+// A stream that ends is opened again, later each time; a recording is read whole, so that every moment of it is at hand.
+
+import { FrameError, parseLine } from "./frames.js";
+import { History } from "./history.js";
+
+const STREAM = "./v1/view";
+const FIRST_WAIT_MS = 500;
+const LONGEST_WAIT_MS = 10_000;
+const SILENCE_MS = 15_000; // three signs of life
+const SLICE_MS = 30; // of reading a recording, before the page may draw
+const MOST_BYTES = 512 * 2 ** 20;
+
+export function connect(view, { headers = () => ({}) } = {}) {
+  const source = new Source(view, headers);
+  view.source = source;
+  const replay = new URLSearchParams(location.search).get("replay");
+  source.replays = replay !== null;
+  if (source.replays) source.openAddress(replay);
+  else source.follow();
+  return source;
+}
+
+class Source {
+  #view;
+  #headers;
+  #live = null; // the AbortController of the stream that is followed
+  #wake = () => {};
+
+  constructor(view, headers) {
+    this.#view = view;
+    this.#headers = headers;
+  }
+
+  /** Follows the server's stream. */
+  follow() {
+    this.#end();
+    const live = new AbortController();
+    this.#live = live;
+    this.#view.show(new History(), false);
+    this.#keepFollowing(live);
+  }
+
+  /** Tries at once what waits for its next try, say because there is a key now. */
+  retry() {
+    this.#wake();
+  }
+
+  async openFile(file) {
+    await this.#open(file.name, file.size, file.stream());
+  }
+
+  async openAddress(address) {
+    const url = new URL(address, document.baseURI);
+    if (url.origin !== location.origin) {
+      this.#view.say(false, `${address} lies on another host; a recording has to lie beside the page`);
+      return;
+    }
+    try {
+      const answer = await fetch(url);
+      if (!answer.ok) throw new FrameError(`the server answers ${answer.status}`);
+      await this.#open(address, Number(answer.headers.get("content-length") ?? 0), answer.body);
+    } catch (error) {
+      this.#view.say(false, `${address} cannot be played: ${error.message}`);
+    }
+  }
+
+  #end() {
+    this.#live?.abort();
+    this.#live = null;
+    this.#wake();
+  }
+
+  async #open(name, size, stream) {
+    try {
+      if (size > MOST_BYTES) throw new FrameError(`it has ${size.toLocaleString()} bytes, and this page plays up to ${MOST_BYTES.toLocaleString()}`);
+      this.#view.say(true, `Reading ${name}`);
+      const history = await readRecording(stream);
+      this.#end();
+      this.#view.show(history, true);
+      this.#view.say(true, `Recording ${name}`);
+    } catch (error) {
+      this.#view.say(false, `${name} cannot be played: ${error.message}`);
+    }
+  }
+
+  async #keepFollowing(live) {
+    let wait = FIRST_WAIT_MS;
+    while (!live.signal.aborted) {
+      const { came, why, again } = await this.#followOnce(live.signal);
+      if (live.signal.aborted) return;
+      this.#view.say(false, why);
+      if (!again) return;
+      wait = came ? FIRST_WAIT_MS : Math.min(LONGEST_WAIT_MS, wait * 2);
+      await this.#sleep(wait);
+    }
+  }
+
+  #sleep(milliseconds) {
+    return new Promise((resolve) => {
+      const timer = setTimeout(resolve, milliseconds);
+      this.#wake = () => {
+        clearTimeout(timer);
+        resolve();
+      };
+    });
+  }
+
+  /** One connection: whether frames came, why it ended, and whether to try again. */
+  async #followOnce(signal) {
+    const silence = new AbortController();
+    let timer = setTimeout(() => silence.abort(), SILENCE_MS);
+    let came = false;
+    try {
+      const answer = await fetch(STREAM, { headers: this.#headers(), cache: "no-store", signal: AbortSignal.any([signal, silence.signal]) });
+      if (!answer.ok) return { came, ...refusal(answer.status) };
+      for await (const line of lines(answer.body)) {
+        clearTimeout(timer);
+        timer = setTimeout(() => silence.abort(), SILENCE_MS);
+        const frame = parseLine(line, this.#view.history.head);
+        if (!frame) continue;
+        if (!came) this.#view.say(true, "");
+        came = true;
+        this.#view.apply(frame);
+      }
+      return { came, why: "The stream ended; it is opened again", again: true };
+    } catch (error) {
+      const why = error instanceof FrameError ? `The stream is not understood: ${error.message}` : "The server cannot be reached; trying again";
+      return { came, why: silence.signal.aborted ? "The server has been silent for 15 s; trying again" : why, again: true };
+    } finally {
+      clearTimeout(timer);
+    }
+  }
+}
+
+function refusal(status) {
+  if (status === 401 || status === 403) return { why: "The server shows its pool only with a key", again: true };
+  if (status === 404) return { why: "There is no stream of a pool here: a server has one unless it was started with --no-inspector", again: false };
+  return { why: `The server answers ${status}; trying again`, again: true };
+}
+
+async function* lines(stream) {
+  let rest = "";
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  try {
+    for (let part = await reader.read(); !part.done; part = await reader.read()) {
+      const found = (rest + part.value).split("\n");
+      rest = found.pop();
+      yield* found;
+    }
+    if (rest) yield rest;
+  } finally {
+    reader.cancel().catch(() => {}); // the connection may be gone already
+  }
+}
+
+async function readRecording(stream) {
+  const history = new History({ seconds: Infinity, weight: Infinity });
+  let broken = null; // only the last line may be: a recording ends where its server did
+  let until = performance.now() + SLICE_MS;
+  for await (const line of lines(stream)) {
+    if (broken) throw broken;
+    try {
+      const frame = parseLine(line, history.head);
+      if (frame) history.apply(frame);
+    } catch (error) {
+      if (!history.state) throw error;
+      broken = error;
+    }
+    if (performance.now() > until) {
+      await new Promise((resolve) => setTimeout(resolve));
+      until = performance.now() + SLICE_MS;
+    }
+  }
+  if (!history.state) throw new FrameError("it holds no full frame");
+  return history;
+}

@@ -1,0 +1,75 @@
+// The timeline on its canvases: bars of steps with marks of events above them, and small lines for the figures.
+
+import { css } from "./palette.js";
+
+const MARKED = { evict: "cached", copy: "ink", fork: "ink", hit: "accent", note: "accent", preempt: "warn" }; // the rarest on top
+const MARK_ROOM = 10; // pixels above the bars
+const MS_ROOM = 14; // and below them, for how long a step took
+
+/** A canvas that is as sharp as its screen. Returns its context, width and height in CSS pixels. */
+export function sharp(canvas) {
+  const { clientWidth: width, clientHeight: height } = canvas;
+  const [real, tall] = [Math.round(width * devicePixelRatio), Math.round(height * devicePixelRatio)];
+  if (canvas.width !== real) canvas.width = real;
+  if (canvas.height !== tall) canvas.height = tall;
+  const context = canvas.getContext("2d");
+  context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
+  context.clearRect(0, 0, width, height);
+  return { context, width, height };
+}
+
+/** Decode tokens below, prefill tokens on top of them; under the line how long it took. */
+export function drawBars(canvas, bars, events, { from, to, moment }, palette) {
+  const { context, width, height } = sharp(canvas);
+  const floor = height - MS_ROOM;
+  const most = Math.max(1, ...bars.map(({ prefill, decode }) => prefill + decode));
+  const longest = Math.max(1, ...bars.map((bar) => bar.ms));
+  const place = (time) => ((time - from) / (to - from)) * width;
+  for (const bar of bars) {
+    const [x, wide] = [bar.x0 * width, Math.max(1.5, (bar.x1 - bar.x0) * width - 0.5)];
+    const [decode, prefill] = [bar.decode, bar.prefill].map((tokens) => (tokens / most) * (floor - MARK_ROOM));
+    context.globalAlpha = bar.at > moment ? 0.3 : 1;
+    context.fillStyle = css(palette.held);
+    context.fillRect(x, floor - decode, wide, decode);
+    context.fillStyle = css(palette.accent);
+    context.fillRect(x, floor - decode - prefill, wide, prefill);
+    context.fillStyle = css(palette.muted);
+    context.fillRect(x, floor + 2, wide, ((MS_ROOM - 3) * bar.ms) / longest);
+  }
+  context.globalAlpha = 1;
+  for (const [what, name] of Object.entries(MARKED)) {
+    for (const [, at, which] of events) if (which === what) drawMark(context, place(at), css(palette[name]));
+  }
+  context.fillStyle = css(palette.ink);
+  context.fillRect(Math.min(width - 1, place(moment)), 0, 1.5, height);
+  return { most, longest };
+}
+
+function drawMark(context, x, colour) {
+  context.fillStyle = colour;
+  context.beginPath();
+  context.moveTo(x, MARK_ROOM - 2);
+  context.lineTo(x - 3.5, 1);
+  context.lineTo(x + 3.5, 1);
+  context.fill();
+}
+
+/** A line over columns of values, null where there is none, with the moment marked. */
+export function drawLine(canvas, values, most, share, palette) {
+  const { context, width, height } = sharp(canvas);
+  const place = (value) => height - 1.5 - (value / (most || 1)) * (height - 3);
+  context.strokeStyle = css(palette.muted);
+  context.lineWidth = 1.25;
+  context.beginPath();
+  let drawing = false;
+  values.forEach((value, index) => {
+    if (value === null) return;
+    const x = ((index + 0.5) / values.length) * width;
+    if (drawing) context.lineTo(x, place(value));
+    else context.moveTo(x, place(value));
+    drawing = true;
+  });
+  context.stroke();
+  context.fillStyle = css(palette.ink);
+  context.fillRect(Math.min(width - 1, share * width), 0, 1, height);
+}

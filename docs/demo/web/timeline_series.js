@@ -1,0 +1,79 @@
+// Steps become what is drawn: bars and lines over a stretch of time, in as many columns as there is room for.
+//
+// A step: [step, at, ms, prefill, decode, rows, running, waiting, used, preempted, hit, query]; `at` is its end.
+
+export const AT = 1;
+const [MS, PREFILL, DECODE, ROWS, RUNNING, WAITING, USED, PREEMPTED, HIT, QUERY] = [2, 3, 4, 5, 6, 7, 8, 9, 10, 11];
+
+/** Where the first step at or after a time stands. */
+export function firstFrom(steps, time) {
+  let [low, high] = [0, steps.length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (steps[middle][AT] < time) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+/** The last step that had ended by a time, or null. */
+export function stepAt(steps, time) {
+  return steps[firstFrom(steps, time + 1e-6) - 1] ?? null;
+}
+
+/** Steps of a column in one: tokens and times summed, the rest as it was at its end. */
+function gather(steps, from, to) {
+  if (from === to) return null;
+  const last = steps[to - 1];
+  const sum = { count: to - from, ms: 0, prefill: 0, decode: 0, preempted: 0, hit: 0, query: 0, most: 0, longest: 0 };
+  for (let index = from; index < to; index += 1) {
+    const step = steps[index];
+    sum.ms += step[MS];
+    sum.prefill += step[PREFILL];
+    sum.decode += step[DECODE];
+    sum.preempted += step[PREEMPTED];
+    sum.hit += step[HIT];
+    sum.query += step[QUERY];
+    sum.most = Math.max(sum.most, step[PREFILL] + step[DECODE]);
+    sum.longest = Math.max(sum.longest, step[MS]);
+  }
+  return { ...sum, step: last[0], at: last[AT], rows: last[ROWS], running: last[RUNNING], waiting: last[WAITING], used: last[USED] };
+}
+
+/** Columns between two times: [what gather says, or null]. */
+export function columnsOf(steps, from, to, count) {
+  const columns = [];
+  let index = firstFrom(steps, from);
+  for (let column = 1; column <= count; column += 1) {
+    const start = index;
+    const end = column === count ? to + 1e-9 : from + ((to - from) * column) / count;
+    while (index < steps.length && steps[index][AT] < end) index += 1;
+    columns.push(gather(steps, start, index));
+  }
+  return columns;
+}
+
+/** Bars between two times, one for each step as long as each has room of its own: [{ x0, x1, steps of it }] in shares of the width. */
+export function barsOf(steps, from, to, most) {
+  const [start, end] = [firstFrom(steps, from), firstFrom(steps, to + 1e-6)];
+  const share = (time) => (time - from) / (to - from);
+  if (end - start > most) {
+    return columnsOf(steps, from, to, most).flatMap((sum, index) => (sum ? [{ ...sum, x0: index / most, x1: (index + 1) / most }] : []));
+  }
+  return steps.slice(start, end).map((step, index) => {
+    const sum = gather(steps, start + index, start + index + 1);
+    return { ...sum, x0: Math.max(0, share(step[AT] - step[MS] / 1000)), x1: share(step[AT]) };
+  });
+}
+
+const rate = (sum, seconds) => (sum.prefill + sum.decode) / seconds;
+
+/** name -> { label, value: of a column (its seconds, blocks of the pool) -> number or null, say: number -> words } */
+export const FIGURES = {
+  throughput: { label: "Throughput", value: (sum, seconds) => rate(sum, seconds), say: (value) => `${Math.round(value).toLocaleString()} tokens/s`, empty: 0 },
+  running: { label: "Running", value: (sum) => sum.running, say: (value) => `${value}` },
+  waiting: { label: "Queue", value: (sum) => sum.waiting, say: (value) => `${value}` },
+  used: { label: "KV usage", value: (sum, _, blocks) => sum.used / blocks, say: (value) => `${(100 * value).toFixed(1)} %`, most: 1 },
+  hits: { label: "Prefix hit rate", value: (sum) => (sum.query ? sum.hit / sum.query : null), say: (value) => `${(100 * value).toFixed(0)} %`, most: 1 },
+  preempted: { label: "Preemptions", value: (sum) => sum.preempted, say: (value) => `${value}`, empty: 0 },
+};

@@ -1,0 +1,118 @@
+"""The lesson: every scene shows what it says it shows, on the real engine in its tiny pool, and leaves nothing behind."""
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from octavo.cli.args import Parser, add_server_flags, server_configs
+from octavo.engine.async_llm import AsyncLLM
+from octavo.engine.supervisor import Serving
+from octavo.errors import ConfigError
+from octavo.server.errors import ApiError
+from octavo.server.lesson import Lesson
+from octavo.server.lesson_scenes import SCENES, Scene
+from octavo.server_config import LESSON, ServerConfig
+from tests.server.test_view import Watching
+from tests.support.engine_process import engine_process, is_idle, run, until
+from tests.support.http_server import wait_for
+from tests.support.server_process import ServerProcess
+
+Told = list[tuple[int, int, str, str]]
+
+
+async def _events(llm: AsyncLLM, lesson: Lesson, number: int) -> list[tuple[Any, ...]]:
+    """All that was seen while a scene played."""
+    seen: list[tuple[Any, ...]] = []
+
+    async def watch() -> None:
+        async with aclosing(llm.view()) as frames:
+            async for frame in frames:
+                watching.set()
+                seen.extend(frame.events)
+
+    watching = asyncio.Event()
+    watcher = asyncio.create_task(watch())
+    await watching.wait()
+    await lesson.play(number)
+    await asyncio.sleep(0.3)  # for the last frame
+    watcher.cancel()
+    await asyncio.wait({watcher})
+    return seen
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.title)
+def test_a_scene_shows_what_it_says(scene: Scene, endless: str) -> None:
+    async def main() -> None:
+        told: Told = []
+        async with engine_process(endless, "", Serving(inspector=True), **LESSON) as llm:
+            lesson = Lesson(llm, lambda *words: told.append(words))
+            number = SCENES.index(scene) + 1
+            events = await _events(llm, lesson, number)
+            kinds = {event[2] for event in events}
+            assert kinds >= scene.shows, f"{scene.title} shows {kinds}"
+            assert told == [(number, len(SCENES), scene.title, scene.text)]
+            assert len([event for event in events if event[2] == "admit"]) >= len(scene.parts)
+            await until(lambda: is_idle(llm), 2.0)
+
+    run(main())
+
+
+def test_scenes_are_told_in_two_sentences_and_fit_the_pool() -> None:
+    for scene in SCENES:
+        assert scene.text.count(". ") == 1 and scene.text.endswith("."), scene.title
+        for part in scene.parts:
+            assert sum(count for _, count in part.prompt) + part.answer <= LESSON["max_model_len"]
+
+
+def test_one_scene_plays_at_a_time_and_one_that_is_left_ends(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless, "", Serving(inspector=True, step_seconds=0.05), **LESSON) as llm:
+            lesson = Lesson(llm, lambda *words: None)
+            playing = asyncio.create_task(lesson.play(6))
+            await until(lambda: llm.num_open == 3, 2.0)
+            with pytest.raises(ApiError, match="a scene is being played"):
+                await lesson.play(1)
+            playing.cancel()
+            await asyncio.wait({playing})
+            await until(lambda: is_idle(llm), 1.0)
+            await lesson.play(1)
+
+    run(main())
+
+
+def test_the_lesson_sets_its_own_pool() -> None:
+    def parsed(*words: str) -> Any:
+        parser = Parser(prog="octavo serve", allow_abbrev=False)
+        add_server_flags(parser)
+        return server_configs(parser.parse(words))
+
+    engine, server = parsed("--lesson")
+    assert server.lesson and {name: getattr(engine, name) for name in LESSON} == LESSON
+    with pytest.raises(ConfigError, match="block_size is set by the lesson itself"):
+        parsed("--lesson", "--block-size", "32")
+    with pytest.raises(ConfigError, match="the lesson needs the inspector"):
+        ServerConfig(lesson=True, inspector=False)
+
+
+def test_scenes_over_http_and_their_captions(endless: str) -> None:
+    """A caption reaches who watches, and who comes later."""
+    env = {"OCTAVO_DEBUG": "runner=fake", "OCTAVO_LOG_LEVEL": "WARNING"}
+    with ServerProcess("octavo serve", endless, "--lesson", "--lesson-pace", "0", env=env) as server:
+        listed = server.ask("GET", "/v1/lesson").json["data"]
+        assert [each["title"] for each in listed] == [scene.title for scene in SCENES]
+        early = Watching(server)
+        assert early.state.head["lesson"] and early.state.note is None
+        assert server.ask("POST", "/v1/lesson/3").json == {"scene": 3, "status": "over"}
+        wait_for(lambda: early.state.note is not None)
+        late = Watching(server)
+        wait_for(lambda: late.state.note is not None)
+        for watcher in (early, late):
+            note = watcher.state.note
+            assert note is not None and (note["scene"], note["of"], note["title"]) == (3, len(SCENES), SCENES[2].title)
+            watcher.leave()
+        for wrong in ("0", "99", "-1", "x", "3.5"):
+            assert server.ask("POST", f"/v1/lesson/{wrong}").status in (400, 404), wrong
+    with ServerProcess("octavo serve", endless, env=env) as server:
+        assert server.ask("GET", "/v1/lesson").status == 404
