@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo.cli.top_screen import open_screen
     from octavo.cli.top_watch import Watch
 
-    with open_remote(args) as server, asyncio.Runner() as runner:
+    with asyncio.Runner() as runner, open_remote(args) as server:  # whose connections end before their loop
         watch = Watch(server, comes_back=not args.once)
         if args.once:
             runner.run(_once(watch))

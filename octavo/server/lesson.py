@@ -18,6 +18,7 @@ from octavo.server.events import disconnect, unless
 from octavo.server.lesson_scenes import SCENES, Part, Scene
 from octavo.server.state import Server
 
+LEAVE_SECONDS = 1.0  # whoever leaves one scene for another may be heard asking before he is heard leaving
 Say = Callable[[int, int, str, str], None]  # scene, of how many, title, text: what watchers read from now on
 
 
@@ -29,13 +30,17 @@ class Lesson:
 
     async def play(self, number: int) -> None:
         """The scene of this number, counted from 1."""
-        if self._playing.locked():
-            raise ApiError(409, "a scene is being played; wait for its end", code="lesson_is_playing")
-        async with self._playing:
+        try:
+            await asyncio.wait_for(self._playing.acquire(), LEAVE_SECONDS)
+        except TimeoutError as error:
+            raise ApiError(409, "a scene is being played; wait for its end", code="lesson_is_playing") from error
+        try:
             scene = SCENES[number - 1]
             await self._llm.reset_prefix_cache()
             self._say(number, len(SCENES), scene.title, scene.text)
             await _Performance(self._llm, scene).run()
+        finally:
+            self._playing.release()
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ KINDS = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".ndjson": "application/x-ndjson",
     ".LICENSE": "text/plain; charset=utf-8",
 }
 POLICY = (

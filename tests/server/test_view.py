@@ -9,10 +9,12 @@ import stat
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import ClientDisconnect
 
 from octavo.client.reply import Reply
 from octavo.client.view import ViewState
@@ -218,6 +220,34 @@ def test_who_is_new_or_left_behind_starts_from_the_state_and_misses_nothing(monk
         await server.close()
 
     asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_who_reads_nothing_is_cut_off() -> None:
+    async def main() -> None:
+        llm, before = ScriptedLLM(), asyncio.all_tasks()
+        server = Server(llm, ServerConfig(write_timeout=0.1), "m")  # type: ignore[arg-type]
+        written: list[bytes] = []
+
+        async def receive() -> dict[str, Any]:
+            await asyncio.sleep(0.001 if not written else 60)  # a GET without a body, and nobody leaves
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.body":
+                written.append(message["body"])
+                await asyncio.sleep(0 if len(written) == 1 else 60)  # the connection is full
+
+        for frame in engine_frames(3):
+            llm.script.put_nowait(frame)
+        scope = {"type": "http", "method": "GET", "path": "/v1/view", "headers": [(b"host", b"localhost")], "query_string": b""}
+        with suppress(ClientDisconnect):
+            await asyncio.wait_for(build_app(server)(scope, receive, send), 5)  # type: ignore[arg-type]
+        assert len(written) == 2 and written[0].startswith(b'{"kind":"head"')
+        await asyncio.sleep(0.02)
+        assert llm.readers == 0 and asyncio.all_tasks() == before
+        await server.close()
+
+    asyncio.run(main())
 
 
 def test_a_recording_is_what_a_watcher_reads(endless: str, tmp_path: Path) -> None:

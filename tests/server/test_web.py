@@ -10,6 +10,7 @@ from tests.support.server_process import Reply, ServerProcess
 
 INDEX = FOLDER / "index.html"
 KINDS = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
+KINDS |= {".ndjson": "application/x-ndjson"}  # the lesson, recorded
 
 
 @pytest.fixture(scope="module")

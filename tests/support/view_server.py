@@ -48,7 +48,7 @@ class ViewServer:
                 answer = left.pop(0) if len(left) > 1 else left[0]
                 if key is not None and self.headers.get("authorization") != f"Bearer {key}":
                     answer = Shown(status=401, error={"message": "a key is needed"})
-                self.close_connection = True
+                self.close_connection = answer.status == 200  # a refusal leaves it open, as servers do
                 if answer.status != 200:
                     body = json.dumps({"error": answer.error}).encode()
                     self.send_response(answer.status)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page, Request
 
 CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
-NO_VIEW = "404 .*/v1/view$"  # how a server without the inspector answers
+NO_VIEW = "404 .*/v1/view$"  # how a server without the inspector answers, and a host of plain files
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def open_page(browser: "Browser") -> Iterator[OpenPage]:
             stack.callback(context.close)
             page = context.new_page()
             page.set_default_timeout(15_000)
-            watched = Watched(page, [NO_VIEW, *(expected or [])])
+            watched = Watched(page, expected or [])
             watched.watch(url)
             opened.append(watched)
             page.goto(url)

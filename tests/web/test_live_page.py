@@ -1,0 +1,285 @@
+"""The whole page in a real browser before a real `octavo serve`: the chat, its blocks as they come and go, the lesson, recordings."""
+
+import re
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from octavo.server.lesson_scenes import SCENES
+from tests.cli.processes import ROOT
+from tests.support.server_process import ServerProcess
+from tests.support.story_folder import story_folder
+from tests.web.conftest import NO_VIEW, OpenPage, address
+
+try:
+    from axe_playwright_python.sync_playwright import Axe
+    from playwright.sync_api import Locator, Page, expect
+except ModuleNotFoundError:
+    pytest.skip("tests of the page want playwright: pip install -r requirements/dev.txt", allow_module_level=True)
+
+from tests.web.test_chat_page import PHONE, QuietFiles, answers, scrolls_sideways, send, set_setting
+
+BLOCK_SIZE = 4
+BLOCKS = 299  # and the null block
+QUIET = {"OCTAVO_LOG_LEVEL": "ERROR"}
+NO_HEALTH = "404 .*/health$"
+IN_USE = re.compile(r"^[1-9]\d* of ")
+IDLE = re.compile(r"^0 of ")
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(story_folder(tmp_path_factory.mktemp("live") / "stories", end_ids=[]))
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recorded") / "run.ndjson"
+
+
+@pytest.fixture(scope="module")
+def live(stories: str, recording: Path) -> Iterator[str]:
+    """A server at which one can look on: a step takes 8 ms and more."""
+    flags = ("--max-model-len", "512", "--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(BLOCKS + 1))
+    env = QUIET | {"OCTAVO_DEBUG": "forward.sleep=8"}
+    with ServerProcess("octavo serve", stories, *flags, "--record", str(recording), env=env) as process:
+        yield address(process)
+
+
+@pytest.fixture(scope="module")
+def lesson(stories: str) -> Iterator[str]:
+    flags = ("--lesson", "--lesson-pace", "0.015")
+    with ServerProcess("octavo serve", stories, *flags, env=QUIET | {"OCTAVO_DEBUG": "runner=fake"}) as process:
+        yield address(process)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A host of plain files that has docs/demo somewhere below its top."""
+    top = tmp_path_factory.mktemp("host")
+    (top / "some").mkdir()
+    (top / "some" / "where").symlink_to(ROOT / "docs" / "demo")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietFiles, directory=str(top))) as host:
+        threading.Thread(target=host.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{host.server_port}/some/where/"
+        host.shutdown()
+
+
+def figures(page: Page) -> Locator:
+    return page.locator(".pool-figures")
+
+
+def counts(page: Page) -> dict[str, int]:
+    """Blocks by their kind; kinds that there are none of are left out."""
+    return {key.get_attribute("data-kind") or "": int(key.inner_text()) for key in page.locator(".pool-legend b").all()}
+
+
+def table(page: Page) -> list[tuple[int, int, str]]:
+    """Of the request selected, as far as it is still there: logical number, physical block, text."""
+    read = "nodes => nodes.map(node => [node.querySelector('.entry-place').textContent, node.querySelector('.entry-text').textContent])"
+    rows = [(*place.split(" → "), text) for place, text in page.locator(".entry").evaluate_all(read)]
+    return [(int(index), int(block), text) for index, block, text in rows if text != "has other content now"]
+
+
+def scene_button(page: Page, number: int) -> Locator:
+    return page.locator(".scenes button").nth(number - 1)
+
+
+def expect_scene(page: Page, number: int) -> None:
+    scene = SCENES[number - 1]
+    expect(scene_button(page, number)).to_have_attribute("aria-current", "step")
+    expect(page.locator(".scenes [aria-current]")).to_have_count(1)
+    expect(page.locator(".pool-caption b")).to_have_text(f"{number} of {len(SCENES)}: {scene.title}")
+    expect(page.locator(".pool-caption p")).to_have_text(scene.text)
+
+
+def test_an_answer_is_seen_in_the_pool_as_it_grows_and_what_stays_of_it_is_found_again(open_page: OpenPage, live: str) -> None:
+    question = "Once upon a time there was a brave little cat who lived in a big house"
+    page = open_page(live).page
+    expect(figures(page)).to_have_text(f"0 of {BLOCKS} blocks in use (0.0 %), {BLOCK_SIZE} tokens each")
+    cached_before = counts(page).get("cached", 0)
+    set_setting(page, "Most tokens", "120")
+    send(page, question)
+    answer = answers(page).first
+    answer.get_by_role("button", name="Show in the pool").click()
+    expect(figures(page)).to_have_text(IN_USE)
+    expect(page.locator(".pool-requests")).to_contain_text("running")
+    expect(page.locator(".entry").nth(15)).to_be_visible()  # the answer's own blocks, as it takes them
+    expect(answer).to_contain_text("120 tokens")
+    expect(figures(page)).to_have_text(IDLE)
+    prompt = int(re.search(r"0 of (\d+) prompt tokens", answer.inner_text())[1])  # type: ignore[index]
+    full = (prompt + 120 - 1) // BLOCK_SIZE  # the last token is never computed
+    assert counts(page) == {"cached": cached_before + full, "sealed": cached_before + full, "free": BLOCKS - cached_before - full}
+    first = table(page)
+    assert full - 10 <= len(first) <= full  # what it took after the last frame that told of it is not known
+    assert [index for index, _, _ in first] == list(range(len({block for _, block, _ in first})))
+    written = "".join(text for _, _, text in first)
+    said = page.evaluate("JSON.parse(Object.values(localStorage).find(text => text.includes('messages'))).messages[1].content")
+    assert question in written and len(written) > len(question) + 50
+    assert said.replace("\n", "⏎").startswith(written.partition(question)[2])
+
+    lit = page.locator(".pool").get_attribute("data-lit")
+    page.get_by_role("button", name="Regenerate").click()
+    kept = (prompt - 1) // BLOCK_SIZE
+    expect(answer).to_contain_text(f"{kept * BLOCK_SIZE} of {prompt} prompt tokens came from the cache.")
+    answer.get_by_role("button", name="Show in the pool").click()
+    expect(page.locator(".pool")).not_to_have_attribute("data-lit", lit or "")
+    assert table(page)[:kept] == first[:kept]
+
+
+def test_time_is_stopped_gone_back_in_and_let_go_while_the_stream_goes_on(open_page: OpenPage, live: str) -> None:
+    page = open_page(live).page
+    expect(figures(page)).to_have_text(IDLE)
+    pool, timeline, slider = page.locator(".pool"), page.locator(".timeline"), page.get_by_label("Moment")
+    set_setting(page, "Most tokens", "250")
+    send(page, "Lily and her dog went to the park to play")
+    expect(page.locator(".pool-news")).to_contain_text("was admitted")
+    expect(figures(page)).to_have_text(re.compile(r"^\d\d of "))
+    page.get_by_role("button", name="Pause").click()
+    expect(page.locator(".timeline-moment")).to_contain_text("s ago")
+    last = float(slider.get_attribute("max") or 0)
+
+    def seen() -> tuple[str | None, ...]:
+        return timeline.get_attribute("data-step"), pool.get_attribute("data-at"), figures(page).inner_text()
+
+    def moved(act: str) -> tuple[str | None, ...]:
+        before = timeline.get_attribute("data-step")
+        slider.press(act) if act.startswith("Arrow") else page.get_by_role("button", name=act).click()
+        expect(timeline).not_to_have_attribute("data-step", before or "")
+        return seen()
+
+    visited = [seen()]
+    page.wait_for_function("last => document.querySelector('.timeline-slider').max > last + 0.25", arg=last)
+    assert seen() == visited[0], "what is looked at stands still"
+    visited += [moved("ArrowLeft") for _ in range(3)]
+    steps = [int(step or 0) for step, _, _ in visited]
+    assert steps == sorted(set(steps), reverse=True)
+    assert [moved("One step on"), moved("ArrowRight"), moved("One step on")] == visited[2::-1]
+    slider.press("Home")
+    expect(figures(page)).to_have_text(IDLE)
+    expect(answers(page).first).to_contain_text("250 tokens")
+    page.get_by_role("button", name="Live").click()
+    expect(page.locator(".timeline-moment")).to_have_text("live")
+    expect(page.get_by_role("button", name="Pause")).to_be_visible()
+    page.wait_for_function("step => Number(document.querySelector('.timeline').dataset.step) > step", arg=steps[0])
+    expect(figures(page)).to_have_text(IDLE)
+
+
+def test_scenes_play_from_the_first_to_the_last_and_stop_when_told(open_page: OpenPage, lesson: str) -> None:
+    page = open_page(lesson).page
+    expect(figures(page)).to_have_text(IDLE)
+    page.get_by_role("button", name="Lesson", exact=True).click()
+    bar = page.locator("#lesson")
+    play_all, stop = bar.get_by_role("button", name="Play all"), bar.get_by_role("button", name="Stop")
+    expect(page.locator(".scenes button")).to_have_text([scene.title for scene in SCENES])
+    expect(stop).to_be_disabled()
+    page.evaluate("""() => {
+      const figures = document.querySelector(".pool-figures");
+      new MutationObserver(() => { mostUsed = Math.max(mostUsed, parseInt(figures.textContent)); }).observe(figures, { childList: true });
+    }""")
+    for number in range(1, len(SCENES) + 1):
+        page.evaluate("globalThis.mostUsed = 0")
+        scene_button(page, number).click()
+        expect_scene(page, number)
+        expect(stop).to_be_disabled()  # it is over
+        expect(figures(page)).to_have_text(IDLE)
+        assert page.evaluate("mostUsed") >= 2, SCENES[number - 1].title
+
+    scene_button(page, 6).click()
+    expect(figures(page)).to_have_text(re.compile(r"^2\d of "))
+    scene_button(page, 8).click()  # instead
+    expect_scene(page, 8)
+    expect(figures(page)).to_have_text(IN_USE)
+    stop.click()
+    expect(stop).to_be_disabled()
+    expect(figures(page)).to_have_text(IDLE)
+
+    play_all.click()
+    expect_scene(page, 1)
+    expect_scene(page, 2)
+    stop.click()
+    expect(stop).to_be_disabled()
+    expect(figures(page)).to_have_text(IDLE)
+    expect(bar.get_by_role("status")).to_have_text("")
+
+
+def test_the_demo_tells_the_lesson_on_a_host_of_plain_files(open_page: OpenPage, demo: str) -> None:
+    watched = open_page(demo, expected=[NO_VIEW, NO_HEALTH])
+    page = watched.page
+    expect(page.locator(".scenes button")).to_have_text([scene.title for scene in SCENES])
+    expect(page.get_by_role("button", name="Play all")).to_be_hidden()
+    for number in (*range(1, len(SCENES) + 1), 3):
+        scene_button(page, number).click()
+        expect_scene(page, number)
+    expect(figures(page)).to_have_text(IN_USE)
+    assert sorted(text.rpartition(" ")[2] for text in watched.errors) == [f"{demo}health", f"{demo}v1/view"]
+
+
+def test_any_server_shows_the_recorded_lesson_and_goes_back_to_its_own_pool(open_page: OpenPage, live: str) -> None:
+    page = open_page(live).page
+    expect(figures(page)).to_contain_text(f"of {BLOCKS} blocks")
+    page.get_by_role("button", name="Lesson", exact=True).click()
+    scene_button(page, 4).click()
+    expect_scene(page, 4)
+    page.get_by_role("button", name="Close the lesson").click()
+    expect(figures(page)).to_contain_text(f"of {BLOCKS} blocks")
+    expect(page.locator(".pool-caption")).to_be_empty()
+
+
+def test_a_recording_shows_the_same_blocks_without_a_server(open_page: OpenPage, live: str, demo: str, recording: Path) -> None:
+    page = open_page(live).page
+    set_setting(page, "Most tokens", "30")
+    send(page, "One day a little bird")
+    expect(answers(page).first).to_contain_text("30 tokens")
+    expect(figures(page)).to_have_text(IDLE)
+    answers(page).first.get_by_role("button", name="Show in the pool").click()
+    expect(page.locator(".entry").first).to_be_visible()
+    blocks = [block for _, block, _ in table(page)]
+    page.wait_for_timeout(200)  # a frame more, for what is written to the file
+
+    replay = open_page(demo, expected=[NO_VIEW, NO_HEALTH]).page
+    expect(replay.locator(".timeline-status")).to_have_text("Recording ./web/lesson.ndjson")
+    replay.get_by_label("A recording").set_input_files(recording)
+    expect(replay.locator(".timeline-status")).to_have_text("Recording run.ndjson")
+    replay.get_by_label("Moment").press("End")
+    expect(figures(replay)).to_have_text(figures(page).inner_text())
+    assert counts(replay) == counts(page) and len(blocks) >= 3
+    for block in blocks:
+        assert described(replay, block) == described(page, block)
+
+
+def described(page: Page, block: int) -> list[str]:
+    """A block in words, without its age, and its text."""
+    go = page.get_by_label("Block", exact=True)
+    go.fill(str(block))
+    go.press("Enter")
+    detail = page.locator(".pool-detail")
+    expect(detail).to_contain_text(f"Block {block}: cached")
+    return [re.sub(r"for [\d.]+ s; ", "", text) for text in detail.locator("p").all_inner_texts()]
+
+
+def test_without_the_inspector_the_page_says_so_and_the_chat_works(open_page: OpenPage, stories: str) -> None:
+    env = QUIET | {"OCTAVO_DEBUG": "runner=fake"}
+    with ServerProcess("octavo serve", stories, "--max-model-len", "256", "--no-inspector", env=env) as process:
+        page = open_page(address(process), expected=[NO_VIEW]).page
+        expect(page.locator(".pool-status")).to_contain_text("started with --no-inspector")
+        set_setting(page, "Most tokens", "8")
+        send(page, "Once upon a time")
+        expect(answers(page).first).to_contain_text("8 tokens")
+
+
+@pytest.mark.parametrize(("scheme", "size"), [("light", {"width": 1280, "height": 900}), ("dark", PHONE)], ids=["light", "dark phone"])
+def test_everybody_can_follow_the_lesson(open_page: OpenPage, lesson: str, scheme: str, size: dict[str, int]) -> None:
+    page = open_page(lesson, color_scheme=scheme, viewport=size).page
+    expect(page.locator(".pool-figures")).to_have_text(IDLE)
+    page.get_by_role("button", name="Lesson", exact=True).click()
+    scene_button(page, 4).click()
+    expect_scene(page, 4)
+    expect(page.locator("#lesson").get_by_role("button", name="Stop")).to_be_disabled()
+    found = Axe().run(page).response["violations"]
+    assert [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")] == []
+    assert not scrolls_sideways(page)
