@@ -31,7 +31,8 @@ class Lesson:
     async def play(self, number: int) -> None:
         """The scene of this number, counted from 1."""
         try:
-            await asyncio.wait_for(self._playing.acquire(), LEAVE_SECONDS)
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await self._playing.acquire()
         except TimeoutError as error:
             raise ApiError(409, "a scene is being played; wait for its end", code="lesson_is_playing") from error
         try:

@@ -235,14 +235,13 @@ def test_who_reads_nothing_is_cut_off() -> None:
         async def send(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.body":
                 written.append(message["body"])
-                await asyncio.sleep(0 if len(written) == 1 else 60)  # the connection is full
+                await asyncio.sleep(60)  # the connection is full
 
-        for frame in engine_frames(3):
-            llm.script.put_nowait(frame)
+        llm.script.put_nowait(next(engine_frames(1)))
         scope = {"type": "http", "method": "GET", "path": "/v1/view", "headers": [(b"host", b"localhost")], "query_string": b""}
         with suppress(ClientDisconnect):
             await asyncio.wait_for(build_app(server)(scope, receive, send), 5)  # type: ignore[arg-type]
-        assert len(written) == 2 and written[0].startswith(b'{"kind":"head"')
+        assert len(written) == 1 and written[0].startswith(b'{"kind":"head"')
         await asyncio.sleep(0.02)
         assert llm.readers == 0 and asyncio.all_tasks() == before
         await server.close()
