@@ -52,7 +52,7 @@ def live(stories: str, recording: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def lesson(stories: str) -> Iterator[str]:
-    flags = ("--lesson", "--lesson-pace", "0.015")
+    flags = ("--lesson", "--lesson-pace", "0.02")
     with ServerProcess("octavo serve", stories, *flags, env=QUIET | {"OCTAVO_DEBUG": "runner=fake"}) as process:
         yield address(process)
 
@@ -95,6 +95,10 @@ def expect_scene(page: Page, number: int) -> None:
     expect(page.locator(".scenes [aria-current]")).to_have_count(1)
     expect(page.locator(".pool-caption b")).to_have_text(f"{number} of {len(SCENES)}: {scene.title}")
     expect(page.locator(".pool-caption p")).to_have_text(scene.text)
+
+
+def expect_step_after(page: Page, step: int) -> None:
+    page.wait_for_function("step => Number(document.querySelector('.timeline').dataset.step) > step", arg=step)
 
 
 def test_an_answer_is_seen_in_the_pool_as_it_grows_and_what_stays_of_it_is_found_again(open_page: OpenPage, live: str) -> None:
@@ -165,7 +169,7 @@ def test_time_is_stopped_gone_back_in_and_let_go_while_the_stream_goes_on(open_p
     page.get_by_role("button", name="Live").click()
     expect(page.locator(".timeline-moment")).to_have_text("live")
     expect(page.get_by_role("button", name="Pause")).to_be_visible()
-    page.wait_for_function("step => Number(document.querySelector('.timeline').dataset.step) > step", arg=steps[0])
+    expect_step_after(page, steps[0])
     expect(figures(page)).to_have_text(IDLE)
 
 
@@ -177,22 +181,20 @@ def test_scenes_play_from_the_first_to_the_last_and_stop_when_told(open_page: Op
     play_all, stop = bar.get_by_role("button", name="Play all"), bar.get_by_role("button", name="Stop")
     expect(page.locator(".scenes button")).to_have_text([scene.title for scene in SCENES])
     expect(stop).to_be_disabled()
-    page.evaluate("""() => {
-      const figures = document.querySelector(".pool-figures");
-      new MutationObserver(() => { mostUsed = Math.max(mostUsed, parseInt(figures.textContent)); }).observe(figures, { childList: true });
-    }""")
     for number in range(1, len(SCENES) + 1):
-        page.evaluate("globalThis.mostUsed = 0")
+        step = int(page.locator(".timeline").get_attribute("data-step") or 0)
         scene_button(page, number).click()
         expect_scene(page, number)
         expect(stop).to_be_disabled()  # it is over
+        expect_step_after(page, step)
         expect(figures(page)).to_have_text(IDLE)
-        assert page.evaluate("mostUsed") >= 2, SCENES[number - 1].title
 
-    scene_button(page, 6).click()
-    expect(figures(page)).to_have_text(re.compile(r"^2\d of "))
+    scene_button(page, 6).click()  # the longest
+    expect(figures(page)).to_have_text(IN_USE)
     scene_button(page, 8).click()  # instead
     expect_scene(page, 8)
+    scene_button(page, 6).click()
+    expect_scene(page, 6)
     expect(figures(page)).to_have_text(IN_USE)
     stop.click()
     expect(stop).to_be_disabled()
@@ -245,9 +247,11 @@ def test_a_recording_shows_the_same_blocks_without_a_server(open_page: OpenPage,
     expect(replay.locator(".timeline-status")).to_have_text("Recording ./web/lesson.ndjson")
     replay.get_by_label("A recording").set_input_files(recording)
     expect(replay.locator(".timeline-status")).to_have_text("Recording run.ndjson")
+    expect(figures(replay)).to_contain_text(f"of {BLOCKS} blocks")
     replay.get_by_label("Moment").press("End")
+    expect(replay.locator(".pool-legend")).to_have_text(page.locator(".pool-legend").inner_text().replace("\n", ""))
     expect(figures(replay)).to_have_text(figures(page).inner_text())
-    assert counts(replay) == counts(page) and len(blocks) >= 3
+    assert len(blocks) >= 3
     for block in blocks:
         assert described(replay, block) == described(page, block)
 
