@@ -34,6 +34,7 @@ class Lesson {
 
   async open() {
     this.#element.hidden = false;
+    await this.#serverKnown();
     this.#live = Boolean(this.#view.history.head?.lesson) && !this.#view.recorded;
     try {
       if (this.#live) this.#scenes = (await getJson("./v1/lesson")).data;
@@ -42,6 +43,19 @@ class Lesson {
     } catch (error) {
       this.said.textContent = error.message;
     }
+  }
+
+  /** Until a server has said what it is, or cannot be had. */
+  async #serverKnown() {
+    const known = () => this.#view.history.head || !this.#view.status.ok;
+    if (known()) return;
+    await new Promise((resolve) => {
+      const leave = this.#view.on(() => {
+        if (!known()) return;
+        leave();
+        resolve();
+      });
+    });
   }
 
   close() {
