@@ -88,7 +88,7 @@ def lesson(browser: Browser) -> None:
     with served("--lesson") as url, opened(browser, url, DESK, "dark") as page:
         page.get_by_role("button", name="Lesson", exact=True).click()
         page.get_by_role("button", name=re.compile("A burst")).click()
-        time.sleep(3.0)
+        time.sleep(2.0)  # of three
         shoot(page, "page-dark")
 
 

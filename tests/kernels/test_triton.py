@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -21,6 +23,12 @@ def python(*arguments: str, **environment: str) -> str:
 
 def test_kernels_agree_with_their_twins_in_the_interpreter() -> None:
     said = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton", TRITON_INTERPRET="1")
+    assert " passed" in said
+
+
+@pytest.mark.soak
+def test_further_cases_agree_in_the_interpreter() -> None:
+    said = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "soak", "tests/kernels/triton", TRITON_INTERPRET="1")
     assert " passed" in said
 
 

@@ -106,7 +106,8 @@ def assert_same(got: tuple[Tensor, Tensor], *others: tuple[Tensor, Tensor]) -> N
     ("dtype", "size", "window"),
     [
         (torch.float32, 1, None), (torch.float32, 2, 5), (torch.float32, 16, None), (torch.float32, 256, 5),
-        (torch.float16, 4, None), (torch.float16, 16, 5), (torch.bfloat16, 8, 5), (torch.bfloat16, 16, None),
+        (torch.float16, 4, None), pytest.param(torch.float16, 16, 5, marks=pytest.mark.soak),
+        (torch.bfloat16, 8, 5), (torch.bfloat16, 16, None),
     ],
     ids=str,
 )  # fmt: skip

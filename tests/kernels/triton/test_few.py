@@ -90,7 +90,7 @@ def test_splits_are_few_until_contexts_are_long() -> None:
     assert decode_tiles(torch.bfloat16, rows=FEW_ROWS, max_context=2048).splits == 4
 
 
-@pytest.mark.parametrize("rows", [1, 3, FEW_ROWS])
+@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.soak), FEW_ROWS])
 @DTYPES
 def test_merging_reads_only_splits_that_hold_something(dtype: torch.dtype, rows: int, device: str) -> None:
     for splits in (1, 2, 16):
