@@ -46,7 +46,8 @@ async def _events(llm: AsyncLLM, lesson: Lesson, number: int) -> list[tuple[Any,
 def test_a_scene_shows_what_it_says(scene: Scene, endless: str) -> None:
     async def main() -> None:
         told: Told = []
-        async with engine_process(endless, "", Serving(inspector=True), **LESSON) as llm:
+        serving = Serving(inspector=True, step_seconds=0.01)  # what a scene asks for at once has to arrive within a few steps
+        async with engine_process(endless, "", serving, **LESSON) as llm:
             lesson = Lesson(llm, lambda *words: told.append(words))
             number = SCENES.index(scene) + 1
             events = await _events(llm, lesson, number)
