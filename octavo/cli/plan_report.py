@@ -1,6 +1,5 @@
 """A memory plan as a report: where the memory goes, how many sequences fit at which lengths, and the table the terminal prints."""
 
-import platform
 from typing import TYPE_CHECKING
 
 from octavo.cli.plan_text import plan_rows, plan_sentence, plan_sizes
@@ -10,7 +9,7 @@ from octavo.policy.model_size import num_parameters
 from octavo.report.charts import Curve, Part, curves, parts_bar
 from octavo.report.document import Report, Section, pictured, said, table
 from octavo.report.html import Html
-from octavo.worker.machine import cpu_model
+from octavo.worker.machine import this_machine
 
 if TYPE_CHECKING:
     from octavo.loading.shape import ModelShape
@@ -25,8 +24,7 @@ def plan_report(command: str, shape: "ModelShape", needs: ModelNeeds, config: Re
         Section("Where the memory goes", [pictured(parts_bar(parts), caption), table(rows, "memory", words=[2])]),
         Section("How many sequences fit", _fits(plan, config.max_num_seqs)),
     ]
-    machine = f"{cpu_model()}; {platform.system()} {platform.machine()}, Python {platform.python_version()}"
-    facts = {"command": command, "model": f"{shape.name}: {what}", "machine": machine}
+    facts = {"command": command, "model": f"{shape.name}: {what}", "machine": this_machine()}
     return Report("octavo plan", shape.name, plan_sentence(plan), plan.refusal is None, sections, facts)
 
 

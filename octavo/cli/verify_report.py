@@ -1,12 +1,11 @@
 """A verification as text and as a report: the verdict, what was compared, and what the schedule put paging through, step by step."""
 
-import platform
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from octavo.report.charts import strip
 from octavo.report.document import Report, Section, pictured, said, table
-from octavo.worker.machine import cpu_model
+from octavo.worker.machine import this_machine
 
 if TYPE_CHECKING:
     from octavo.engine.verify import Verified
@@ -56,6 +55,5 @@ def verify_report(name: str, facts: Mapping[str, str], results: "Sequence[Verifi
     for result in results:
         drawing = strip(list(result.schedule.items()), "steps")
         sections.append(Section(f"The schedule at pipeline depth {result.depth}", [pictured(drawing, SCHEDULE)]))
-    machine = f"{cpu_model()}; {platform.system()} {platform.machine()}, Python {platform.python_version()}"
     verdict = failure or "Verified: paged and contiguous caches agree bit for bit."
-    return Report("octavo verify", name, verdict, failure is None, sections, {**facts, "machine": machine})
+    return Report("octavo verify", name, verdict, failure is None, sections, {**facts, "machine": this_machine()})

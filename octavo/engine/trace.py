@@ -9,12 +9,11 @@ and whenever nothing is left to do, so that a killed process leaves one that loa
 
 import os
 import time
-from pathlib import Path
 from typing import Protocol
 
-from octavo.errors import ConfigError
 from octavo.log import logger
 from octavo.messages import StepPlan
+from octavo.own_file import open_own
 from octavo.policy.scheduler import Scheduler
 
 MOST_BYTES = 256 * 2**20  # some 300,000 steps
@@ -58,11 +57,7 @@ class StepTrace:
     def __init__(self, path: str, goes_on: bool, most_bytes: int = MOST_BYTES) -> None:
         self._path = path
         self._pid = os.getpid()
-        try:
-            _check_replaceable(Path(path))
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if goes_on else os.O_TRUNC), 0o644)
-        except OSError as error:
-            raise ConfigError(f"trace {path}: {error.strerror}") from error
+        self._file = open_own("trace", path, "trace", HEAD.encode(), 0o644, goes_on)
         self._left = self._most_bytes = most_bytes
         self._events: list[str] = []  # not yet written
         self._written = time.monotonic_ns()
@@ -133,12 +128,3 @@ class StepTrace:
         except OSError as error:
             logger.warning("the trace %s ends here: %s", self._path, error.strerror)
             self._left = 0
-
-
-def _check_replaceable(path: Path) -> None:
-    """A slip of the hand must not cost a model: what is there has to be a trace, or empty."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        if file.read(len(HEAD)) not in (b"", HEAD.encode()):
-            raise ConfigError(f"trace {path}: there is a file that is no trace; choose another name")

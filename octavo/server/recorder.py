@@ -7,10 +7,10 @@ import asyncio
 import os
 import stat
 from contextlib import aclosing, suppress
-from pathlib import Path
 
 from octavo.errors import ConfigError, UnavailableError
 from octavo.log import logger
+from octavo.own_file import open_own
 from octavo.server.view import ViewHub
 
 MOST_BYTES = 256 * 2**20
@@ -22,13 +22,12 @@ class Recorder:
 
     def __init__(self, path: str, most_bytes: int = MOST_BYTES) -> None:
         self._path = path
-        try:
-            _check_replaceable(Path(path))
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            if stat.S_ISREG(os.fstat(self._file).st_mode):
+        self._file = open_own("record", path, "recording", HEAD, 0o600)
+        if stat.S_ISREG(os.fstat(self._file).st_mode):
+            try:
                 os.fchmod(self._file, 0o600)  # there may have been one before
-        except OSError as error:
-            raise ConfigError(f"record {path}: {error.strerror}") from error
+            except OSError as error:
+                raise ConfigError(f"record {path}: {error.strerror}") from error
         self._most_bytes = most_bytes
         self._size = 0
         self._task: asyncio.Task[None] | None = None
@@ -67,12 +66,3 @@ class Recorder:
             return False
         self._size += len(data)
         return True
-
-
-def _check_replaceable(path: Path) -> None:
-    """A slip of the hand must not cost a model: what is there has to be a recording, or empty."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        if file.read(len(HEAD)) not in (b"", HEAD):
-            raise ConfigError(f"record {path}: there is a file that is no recording; choose another name")

@@ -58,6 +58,10 @@ def cpu_model() -> str:
     return _fields(CPU_INFO).get("model name") or platform.processor() or platform.machine()
 
 
+def this_machine() -> str:
+    return f"{cpu_model()}; {platform.system()} {platform.machine()}, Python {platform.python_version()}"
+
+
 def cpu_flags() -> frozenset[str]:
     """What the CPU has and the kernel lets us use, in the kernel's words."""
     found = _fields(CPU_INFO)

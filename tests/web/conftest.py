@@ -3,9 +3,7 @@
 Where there is no browser the tests skip, and say how to get one; in CI, where nothing may skip, `.ci/run` installs it.
 """
 
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,26 +12,23 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.support.chromium import launch
 from tests.support.server_process import ServerProcess
 from tests.support.story_folder import story_folder
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page, Request
 
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
 NO_VIEW = "404 .*/v1/view$"  # how a server without the inspector answers, and a host of plain files
 
 
 @pytest.fixture(scope="module")
 def browser() -> "Iterator[Browser]":
     """For one file: while it is open this thread has a running event loop, and other tests want one of their own."""
-    if CHROMIUM is None:
-        pytest.skip("tests of the page want Chromium: apt-get install chromium, or your system's way")
     from playwright.sync_api import sync_playwright  # files of tests skip where it is missing
 
     with sync_playwright() as playwright:
-        sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # which root cannot have
-        yield playwright.chromium.launch(executable_path=CHROMIUM, args=sandbox)
+        yield launch(playwright)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.chromium import launch
 from tests.support.view_frames import Frame, Known, ViewModel
 from tests.support.view_host import view_host
 
@@ -97,7 +98,7 @@ def answer(data: dict[str, Any]) -> Any:
         return json.loads(run.stdout)
     api = pytest.importorskip("playwright.sync_api", reason="the page's memory is tested by node or playwright, and neither is installed")
     with view_host() as host, api.sync_playwright() as playwright:
-        page = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"]).new_page()
+        page = launch(playwright).new_page()
         page.goto(host.url)
         return json.loads(page.evaluate(IN_BROWSER, json.dumps(data)))
 

@@ -13,11 +13,10 @@ from tests.support.view_host import ViewHost, view_host
 
 try:
     from axe_playwright_python.sync_playwright import Axe
-    from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
+    from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect
 except ModuleNotFoundError:
     pytest.skip("the page is tested with playwright and axe-playwright-python (requirements/dev.txt)", allow_module_level=True)
 
-CHROMIUM = "/usr/bin/chromium"
 PLACE = """async (block) => {
   const { cellOf, layOut, placeOf } = await import(new URL("web/pool_layout.js", location));
   const stage = document.querySelector(".pool-stage");
@@ -31,14 +30,6 @@ PIXELS = """([canvas, x, y, side]) => {
 }"""
 
 
-@pytest.fixture(scope="module")
-def pool_browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def pool_host() -> Iterator[ViewHost]:
     with view_host() as host:
@@ -49,7 +40,7 @@ OpenPage = Callable[..., Page]
 
 
 @pytest.fixture
-def open_pool(pool_browser: Browser, pool_host: ViewHost) -> Iterator[OpenPage]:
+def open_pool(browser: Browser, pool_host: ViewHost) -> Iterator[OpenPage]:
     """Opens the harness; at the end nothing may have been complained of, and nobody else asked for anything."""
     complaints: list[str] = []
     contexts = []
@@ -70,7 +61,7 @@ def open_pool(pool_browser: Browser, pool_host: ViewHost) -> Iterator[OpenPage]:
 
     def open_it(query: str = "", **options: Any) -> Page:
         options = {"viewport": {"width": 1000, "height": 1100}, "reduced_motion": "reduce"} | options
-        context = pool_browser.new_context(**options)
+        context = browser.new_context(**options)
         contexts.append(context)
         page = context.new_page()
         listen(page)

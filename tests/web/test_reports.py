@@ -1,7 +1,6 @@
 """Reports in a real browser: nothing is asked for, nothing is complained about, and everybody can read them."""
 
 import json
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,9 @@ from typing import Any
 import pytest
 
 from tests.cli.processes import octavo
+from tests.support.chromium import launch
 from tests.support.report_file import HOSTILE
 from tests.support.scripted_server import ScriptedServer, spoken
-
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +26,6 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 360)])
 def test_a_report_opens_in_a_browser(reports: list[Path], scheme: str, width: int) -> None:
     pytest.importorskip("axe_playwright_python", reason="wants Playwright and axe: pip install -r requirements/dev.txt")
-    if CHROMIUM is None:
-        pytest.skip("wants Chromium: apt-get install chromium, or your system's way")
     with ThreadPoolExecutor(1) as thread:  # Playwright keeps the loop of its thread for itself, and other tests have theirs here
         seen = thread.submit(looked_at, reports, {"color_scheme": scheme, "viewport": {"width": width, "height": 800}}).result()
     assert [one["title"] for one in seen] == ["SmolLM2-135M-Instruct", HOSTILE]
@@ -60,5 +56,5 @@ def looked_at(reports: list[Path], options: dict[str, Any]) -> list[dict[str, An
         }
 
     with sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = launch(started)
         return [look(browser, report) for report in reports]

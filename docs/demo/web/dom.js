@@ -18,6 +18,19 @@ export function button(label, onclick, properties = {}) {
   return make("button", { type: "button", onclick, ...properties }, label);
 }
 
+/** `draw`, but once, with the next picture, however often it was asked for. */
+export function oncePerPicture(draw) {
+  let awake = false;
+  return () => {
+    if (awake) return;
+    awake = true;
+    requestAnimationFrame(() => {
+      awake = false;
+      draw();
+    });
+  };
+}
+
 let last = 0;
 
 /** An id for `for` and `aria-labelledby`. */

@@ -2,6 +2,7 @@
 //
 //   mountPool(element, view)   draws the state of the view's moment, once in an animation frame in which something changed
 
+import { oncePerPicture } from "./dom.js";
 import { onTheme, readPalette } from "./palette.js";
 import { buildPool, sayCell, writeCaption, writeDetail, writeFigures, writeNews } from "./pool_build.js";
 import { HELD, encode, fillOf, kindOf } from "./pool_codes.js";
@@ -31,7 +32,7 @@ class Pool {
   #codes = null; // as they are on the canvas
   #drawn = { history: null, at: 0, tables: new Map() }; // the moment on the canvas
   #hover = null; // the cell under the pointer
-  #awake = false;
+  wake = oncePerPicture(() => this.#draw());
   #animated = false;
   #stale = true; // the layout, which is good for keys until the next draw
   layout = null;
@@ -57,15 +58,6 @@ class Pool {
     const { block } = this.#view.selection;
     if (what === "selection" && block !== undefined) this.cursor = block;
     this.wake();
-  }
-
-  wake() {
-    if (this.#awake) return;
-    this.#awake = true;
-    requestAnimationFrame(() => {
-      this.#awake = false;
-      this.#draw();
-    });
   }
 
   moveTo(block) {

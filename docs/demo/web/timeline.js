@@ -2,7 +2,7 @@
 //
 //   mountTimeline(element, view)
 
-import { freshId, make } from "./dom.js";
+import { freshId, make, oncePerPicture } from "./dom.js";
 import { onTheme, readPalette } from "./palette.js";
 import { buildControls } from "./timeline_controls.js";
 import { drawBars, drawLine } from "./timeline_draw.js";
@@ -24,7 +24,7 @@ class Timeline {
   #palette = null;
   #stretch = 30;
   #shown = { from: 0, to: 30 };
-  #awake = false;
+  wake = oncePerPicture(() => this.#draw());
 
   constructor(element, view) {
     this.#view = view;
@@ -41,15 +41,6 @@ class Timeline {
     this.#parts.bars.addEventListener("click", (event) => this.#goTo(event.offsetX / this.#parts.bars.clientWidth));
     this.#parts.bars.addEventListener("pointermove", (event) => this.#tell(event.offsetX / this.#parts.bars.clientWidth));
     this.#parts.bars.addEventListener("pointerleave", () => this.wake());
-  }
-
-  wake() {
-    if (this.#awake) return;
-    this.#awake = true;
-    requestAnimationFrame(() => {
-      this.#awake = false;
-      this.#draw();
-    });
   }
 
   #timeOf(share) {
