@@ -90,8 +90,8 @@ def test_a_benchmark_shows_its_figures_and_how_times_are_spread(
 
 def test_a_server_of_any_name_is_shown_with_arrivals_and_goodput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused = Script(status=429, error={"message": "too many", "code": "overloaded"})
-    scripts = iter([spoken(0), spoken(0, 0, 0), spoken(0.3, 0, 0), refused, spoken(0, 0, 0)])
-    words = ["--num-prompts", "4", "--concurrency", "1", "--output-len", "3", "--slo", "ttft:200ms", "--api-key", "secret"]
+    scripts = iter([spoken(0), spoken(0, 0, 0), spoken(1.6, 0, 0), refused, spoken(0, 0, 0)])
+    words = ["--num-prompts", "4", "--concurrency", "1", "--output-len", "3", "--slo", "ttft:1500ms", "--api-key", "secret"]
     files = ["--json", str(tmp_path / "out.json"), "--report", str(tmp_path / "out.html")]
     with ScriptedServer(lambda _body: next(scripts), models=("<script>alert(1)</script>",)) as server:
         assert main(["bench", "serve", "--url", server.url, *words, *files]) == 0

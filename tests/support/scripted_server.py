@@ -20,6 +20,7 @@ class Script:
     status: int = 200
     error: dict[str, Any] | None = None
     cut_after: bool = False  # the connection is closed before [DONE]
+    together: int = 1  # it begins when so many are in flight
 
 
 def spoken(*pauses: float, field_name: str = "text") -> Script:
@@ -39,6 +40,7 @@ class ScriptedServer:
         self._models = models
         self._close_idle = close_idle
         self.in_flight = self.most_in_flight = self.connections = self.left = 0
+        self._arrival = asyncio.Condition()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -80,6 +82,9 @@ class ScriptedServer:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:
+            async with self._arrival:
+                self._arrival.notify_all()
+                await self._arrival.wait_for(lambda: self.most_in_flight >= script.together)
             if script.status != 200:
                 await self._send(writer, _whole(script.status, {"error": script.error}))
                 return
