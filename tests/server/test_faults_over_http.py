@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from octavo import LLM, SamplingParams
 from tests.support.http_client import ask, choices_of
-from tests.support.http_storm import WATCHED, held, seconds_until_idle
+from tests.support.http_storm import WATCHED, held_at_rest, seconds_until_idle
 from tests.support.open_streams import story, text
 from tests.support.server_process import ServerProcess
 from tests.support.watched_server import BROKEN
@@ -40,7 +40,7 @@ def offline(endless: str) -> Iterator[LLM]:
 def test_a_fault_of_the_engine_is_a_500_and_the_next_answer_is_as_ever(endless: str, fault: str, runner: str, code: str | None) -> None:
     with ServerProcess(WATCHED, endless, *FLAGS, env={"OCTAVO_DEBUG": f"runner={runner},check=1,{fault}"}) as server:
         known = text(server)  # takes a dozen steps
-        before, start = held(server), time.monotonic()
+        before, start = held_at_rest(server), time.monotonic()
         reply = server.ask("POST", "/v1/completions", story(60, 9))
         assert (reply.status, reply.error["type"], reply.error["code"]) == (500, "server_error", code), reply
         assert time.monotonic() - start < 2

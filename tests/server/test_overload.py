@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from tests.support.http_client import Connection
-from tests.support.http_storm import WATCHED, held, seconds_until_idle
+from tests.support.http_storm import WATCHED, held_at_rest, seconds_until_idle
 from tests.support.server_process import Reply, ServerProcess
 
 ROWS, QUEUE, TOKENS = 4, 8, 20
@@ -99,7 +99,7 @@ def test_what_takes_longer_than_a_request_may_is_ended(endless: str) -> None:
     flags = ("--request-timeout", "0.5", "--num-gpu-blocks-override", "200")
     with ServerProcess(WATCHED, endless, *flags, env={"OCTAVO_DEBUG": f"runner=fake,forward.sleep={STEP_MS}"}) as server:
         assert server.ask("POST", "/v1/completions", story(0, 5)).status == 200
-        before = held(server)
+        before = held_at_rest(server)
         for more in ({}, {"timeout": 100}, {"timeout": 0.2}):  # a client can ask for less time, not for more
             start = time.monotonic()
             reply = server.ask("POST", "/v1/completions", story(1, 180) | more)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.support.http_storm import FLAGS, WATCHED, cases, held, seconds_until_idle, storm
+from tests.support.http_storm import FLAGS, WATCHED, cases, held_at_rest, seconds_until_idle, storm
 from tests.support.server_process import ServerProcess
 
 
@@ -12,7 +12,7 @@ def test_a_storm_of_clients_leaves_every_text_exact_and_nothing_behind(endless: 
     questions = cases(endless, 60, monkeypatch)
     with ServerProcess(WATCHED, endless, *FLAGS, env={"OCTAVO_DEBUG": "runner=fake,check=1", "OCTAVO_LOG_LEVEL": "ERROR"}) as server:
         asyncio.run(storm(server, questions, 128, seed=1, leaving=0.0))
-        before = held(server)
+        before = held_at_rest(server)
         happened = asyncio.run(storm(server, questions, 2000, seed=2))
         seconds = seconds_until_idle(server, before)
         assert seconds < 1

@@ -30,7 +30,7 @@ from octavo.server_config import ServerConfig
 from octavo.text.tokenizer import Tokenizer
 from tests.support.fake import FakeEngine, sampling
 from tests.support.http_server import HttpServer, wait_for
-from tests.support.http_storm import WATCHED, held, seconds_until_idle
+from tests.support.http_storm import WATCHED, held_at_rest, seconds_until_idle
 from tests.support.server_process import ServerProcess
 from tests.support.stand_in_llm import StandInLLM
 from tests.support.tokenizers import stories_metadata
@@ -83,7 +83,7 @@ def server(endless: str) -> Iterator[ServerProcess]:
 
 def test_watchers_see_text_and_names_and_the_last_one_leaves_nothing(server: ServerProcess) -> None:
     assert server.ask("POST", "/v1/completions", BODY).status == 200
-    before = held(server)
+    before = held_at_rest(server)
     first = Watching(server)
     assert first.kinds[:2] == ["head", "full"] and set(first.frames[1]) == {
         "kind", "at", "blocks", "seqs", "gone", "steps", "events", "lost",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.http_memory import memory_slopes, watched
-from tests.support.http_storm import cases, held, seconds_until_idle, storm
+from tests.support.http_storm import cases, held_at_rest, seconds_until_idle, storm
 from tests.support.story_folder import story_folder
 
 BYTES_PER_REQUEST = 20  # a single forgotten object would be more
@@ -21,7 +21,7 @@ def test_twenty_thousand_requests_leave_every_text_exact_and_nothing_behind(
     questions = cases(folder, 300, monkeypatch)
     with watched(folder) as server:
         asyncio.run(storm(server, questions, 128, seed=1, leaving=0.0))
-        before = held(server)
+        before = held_at_rest(server)
         happened = asyncio.run(storm(server, questions, 20_000, seed=2))
         seconds = seconds_until_idle(server, before)
         record_property("storm", f"{dict(happened)}, idle after {seconds:.2f} s")

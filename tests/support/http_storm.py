@@ -95,6 +95,15 @@ def held(server: ServerProcess) -> dict[str, int]:
     return {name: seen[name] for name in ("requests", "streams", "tasks", "running", "waiting", "held_blocks")} | fds
 
 
+def held_at_rest(server: ServerProcess) -> dict[str, int]:
+    """Once what closing connections leave behind for a moment is gone, too: nothing changes for a while."""
+    seen = [held(server)]
+    while len(seen) < 10:
+        now = held(server)
+        seen = [*seen, now] if now == seen[-1] else [now]
+    return seen[-1]
+
+
 def seconds_until_idle(server: ServerProcess, before: dict[str, int], most: float = 10.0) -> float:
     """As little as before, once the stats of the engine's last beat are in."""
     start = time.monotonic()
