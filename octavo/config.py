@@ -214,7 +214,12 @@ def api_key() -> str | None:
 
 def spans_wanted() -> bool:
     """Whether OpenTelemetry, which reads the rest itself, was told where spans go."""
-    return any(os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") for name in ("TRACES_ENDPOINT", "ENDPOINT"))
+    return any(os.environ.get(name) for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"))
+
+
+def visible_gpus() -> str | None:
+    """CUDA_VISIBLE_DEVICES, where set: CUDA itself shows no other GPUs to us."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def log_level(default: str) -> str:

@@ -40,7 +40,10 @@ class EngineCore:
         self.grammars.add(self.scheduler.requests[request.request_id])
 
     def abort(self, request_id: str, index: int | None = None) -> list[Delta]:
-        return self.scheduler.abort(request_id, index)
+        ended = self.scheduler.abort(request_id, index)
+        if not self.scheduler.requests:
+            self.trace.rest(self.scheduler)
+        return ended
 
     def step(self) -> list[Delta]:
         """One step; the news it brought. Those of a step that raised come with the next one."""

@@ -31,6 +31,9 @@ class Trace(Protocol):
     def end(self, plan: StepPlan, scheduler: Scheduler) -> None:
         """The step is over."""
 
+    def rest(self, scheduler: Scheduler) -> None:
+        """No step follows, for nothing is left to do."""
+
     def close(self) -> None: ...
 
 
@@ -42,6 +45,9 @@ class NoTrace:
         pass
 
     def end(self, plan: StepPlan, scheduler: Scheduler) -> None:
+        pass
+
+    def rest(self, scheduler: Scheduler) -> None:
         pass
 
     def close(self) -> None:
@@ -85,13 +91,17 @@ class StepTrace:
         )  # fmt: skip
         for (_, began), (name, ended) in zip(self._times, self._times[1:]):
             self._slice(name, began, ended)
-        self._counter("requests", now, f'"running":{len(scheduler.running)},"waiting":{len(scheduler.waiting)}')
-        pool = scheduler.kv.pool
-        self._counter("KV blocks", now, f'"in use":{pool.num_blocks - 1 - pool.num_free}')
+        self._count(now, scheduler)
         if (more := scheduler.stats.preemptions - self._preemptions) > 0:
             self._preemptions += more
             self._event("i", "preempted", start, f',"tid":1,"s":"p","args":{{"sequences":{more}}}')
         if now - self._written > FLUSH_NS or not scheduler.requests:
+            self._flush(now)
+
+    def rest(self, scheduler: Scheduler) -> None:
+        if self._left:
+            now = time.monotonic_ns()
+            self._count(now, scheduler)
             self._flush(now)
 
     def close(self) -> None:
@@ -103,6 +113,11 @@ class StepTrace:
 
     def _slice(self, name: str, start: int, end: int, args: str = "") -> None:
         self._event("X", name, start, f',"tid":1,"dur":{(end - start) / 1000:.3f},"args":{{{args}}}')
+
+    def _count(self, now: int, scheduler: Scheduler) -> None:
+        pool = scheduler.kv.pool
+        self._counter("requests", now, f'"running":{len(scheduler.running)},"waiting":{len(scheduler.waiting)}')
+        self._counter("KV blocks", now, f'"in use":{pool.num_blocks - 1 - pool.num_free}')
 
     def _counter(self, name: str, at: int, args: str) -> None:
         self._event("C", name, at, f',"args":{{{args}}}')

@@ -122,6 +122,9 @@ class EngineView:
         for watcher in self._watchers.values():
             watcher.add_step(numbers)
 
+    def rest(self, scheduler: Scheduler) -> None:
+        self._trace.rest(scheduler)
+
     def close(self) -> None:
         self._trace.close()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from octavo.config import EngineConfig
+from octavo.config import EngineConfig, visible_gpus
 from octavo.errors import ConfigError
 from octavo.worker.compilers import Compilers
 
@@ -60,6 +60,7 @@ class Found:
     signs: bool  # of an NVIDIA GPU, whether torch sees it or not
     gpu: Gpu | None = None
     trouble: str = ""  # what CUDA said where it did not start
+    visible: str | None = None  # the GPUs CUDA may show us, where they were named
     triton: str | None = None  # its version
 
 
@@ -90,7 +91,7 @@ def device_here(asked: str) -> Choice:
 def find() -> Found:
     """What is here. Where torch can, this starts CUDA."""
     gpu, trouble = torch_gpu()
-    return Found(torch_build(), nvidia_signs(), gpu, trouble, _version("triton"))
+    return Found(torch_build(), nvidia_signs(), gpu, trouble, visible_gpus(), _version("triton"))
 
 
 def nvidia_signs() -> bool:
@@ -175,6 +176,8 @@ def missing(found: Found) -> Lack | None:
         return Lack("no NVIDIA GPU was found")
     if found.build.cuda is None:
         return Lack(f"an NVIDIA GPU is there, but torch {found.build.version} has no CUDA", CUDA_TORCH)
+    if found.gpu is None and found.visible is not None:
+        return Lack(f"an NVIDIA GPU is there, but with CUDA_VISIBLE_DEVICES={found.visible[:80]!r} CUDA does not start: {found.trouble}")
     if found.gpu is None:
         return Lack(f"an NVIDIA GPU is there, but CUDA does not start: {found.trouble}", "nvidia-smi")
     if found.gpu.capability < LEAST_CAPABILITY:

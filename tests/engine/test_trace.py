@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from octavo.engine import trace
 from octavo.engine.trace import StepTrace, open_trace
+from octavo.engine.view import EngineView
 from octavo.errors import ConfigError
 from tests.cli.processes import ROOT, environment
 from tests.support.fake import FakeEngine, sampling
@@ -73,6 +75,23 @@ def test_an_engine_that_died_and_its_successor_share_a_file(tmp_path: Path) -> N
         engine.run()  # never closed: whatever is left to do has been written
     names = [event["name"] for event in events_of(tmp_path / "t.json", cut=True)]
     assert names.count("process_name") == 2 and names.count("step") == 2 * engine.scheduler.step
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_what_was_done_is_written_when_the_last_client_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: bool) -> None:
+    monkeypatch.setattr(trace, "FLUSH_NS", 10**18)
+    engine = traced(tmp_path / "t.json")
+    EngineView(engine.core).ask("watcher", "full" if watched else "none")
+    for name in "ab":
+        engine.add(name, [1, 2, 3], sampling(50))
+    for _ in range(5):
+        engine.step()
+    engine.core.abort("a")
+    assert len(events_of(tmp_path / "t.json", cut=True)) == 1, "somebody is left: no need to write yet"
+    engine.core.abort("b")
+    events = events_of(tmp_path / "t.json", cut=True)
+    assert sum(event["name"] == "step" for event in events) == 5
+    assert [event["args"] for event in events[-2:]] == [{"running": 0, "waiting": 0}, {"in use": 0}]
 
 
 def test_a_process_that_is_killed_leaves_a_file_that_loads(tmp_path: Path) -> None:

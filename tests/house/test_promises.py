@@ -1,5 +1,6 @@
-"""What is not built does not exist: status and program agree on flags, commands and parameters, in both directions."""
+"""What is not built does not exist: status and program agree on flags, commands, parameters, routes and variables, in both directions."""
 
+import ast
 import importlib
 import inspect
 import re
@@ -10,9 +11,16 @@ from pathlib import Path
 from octavo.cli.args import Parser
 from octavo.cli.main import COMMANDS
 from octavo.sampling_params import SamplingParams
+from octavo.server.app import build_app
+from octavo.server.body import UNSUPPORTED
+from octavo.server.request_bodies import ChatBody, CompletionBody, ResponseBody
+from octavo.server.state import Server
+from octavo.server_config import ServerConfig
 from tests.house.documents import promises
+from tests.support.stand_in_llm import StandInLLM
 
-STATUS = promises((Path(__file__).resolve().parents[2] / "docs/status.md").read_text())
+ROOT = Path(__file__).resolve().parents[2]
+STATUS = promises((ROOT / "docs/status.md").read_text())
 
 
 def named(section: str, row: str, name: str, done: bool) -> set[str]:
@@ -64,3 +72,28 @@ def test_a_keyword_of_llm_exists_when_its_row_is_done_and_not_before() -> None:
     for row, name in ((r"`\.\w+", r"\.(\w+)"), (r"`LLM\.\w+\(", r"\.(\w+)")):
         assert named("Python", row, name, done=True) <= set(dir(LLM))
         assert named("Python", row, name, done=False) & set(dir(LLM)) == set()
+
+
+def test_a_route_exists_when_its_row_is_done_and_not_before() -> None:
+    rows = r"(`/[\w/]+`(, )?)+$", r"/[\w/]+"
+    exists = build_app(Server(StandInLLM(), ServerConfig(), "m")).openapi()["paths"]  # type: ignore[arg-type]
+    assert_agree(exists, named("HTTP", *rows, done=True), named("HTTP", *rows, done=False))
+
+
+def test_a_field_of_a_body_is_taken_when_its_row_is_done_and_refused_by_name_before() -> None:
+    rows = r"`extra_body`: [\w, ]+|Body extra `\w+`", r"(?<![`\w])[a-z]+_[a-z_]+|(?<=extra `)\w+"
+    taken = [set(body.model_fields) for body in (CompletionBody, ChatBody, ResponseBody)]
+    not_yet = named("HTTP", *rows, done=False)
+    assert_agree(taken[1], named("HTTP", *rows, done=True), not_yet)
+    assert not_yet <= UNSUPPORTED and not any(UNSUPPORTED & fields for fields in taken)
+
+
+def test_every_environment_variable_that_is_read_has_its_row() -> None:
+    """Only config.py may read any (`rules.environment_offences`), so all names stand there."""
+    source = ast.parse((ROOT / "octavo/config.py").read_text())
+    texts = {node.value for node in ast.walk(source) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    read = {text for text in texts if re.fullmatch(r"[A-Z]+(_[A-Z]+)+", text)}
+    rows = r"(Environment:|No other environment variables) .*", r"\b[A-Z]+(?:_[A-Z]+)+(?=`)"
+    done, not_yet = named("Command line", *rows, done=True), named("Command line", *rows, done=False)
+    assert read == done | not_yet, "read and promised nowhere, or promised and not read"
+    assert not any("getenv" in path.read_text() for path in (ROOT / "octavo/native").glob("*.[ch]*"))

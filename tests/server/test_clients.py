@@ -35,6 +35,17 @@ def test_vllm_bench_serve_counts_every_token(served: Served, path: str, asked: d
     assert [(usage["prompt_tokens"], usage["completion_tokens"]) for usage in counted] == [(len(ids), 12)]
 
 
+def test_open_webui_has_its_answer_streamed_and_tools_of_its_own_change_nothing(served: Served) -> None:
+    """It offers tools with every question, to any model, and reads a stream until [DONE]."""
+    clock = {"type": "function", "function": {"name": "clock", "parameters": {"properties": {}, "type": "object"}}}
+    body = {"stream": True, "model": "stories", "messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 12}
+    *events, done = served.server.post("/v1/chat/completions", body | {"tools": [clock]}).text.strip().split("\n\n")
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    (offline,) = served.offline.chat([body["messages"]], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == offline.outputs[0].text
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"] and done == "data: [DONE]"
+
+
 @pytest.mark.parametrize("stop", [[], ["\n"], [".", "</s>"]])
 def test_lm_eval_has_its_batches_answered_up_to_the_stop(served: Served, stop: list[str]) -> None:
     prompts = [served.llm.encoder.encode(prompt)[1] for prompt in (PROMPT, "Lily said")]

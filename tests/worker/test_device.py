@@ -42,6 +42,8 @@ def test_a_gpu_that_can_is_taken_unless_the_cpu_was_asked_for() -> None:
          "an NVIDIA GPU is there, but torch 2.13.0+cpu has no CUDA (pip install --force-reinstall torch)"),
         (Found(CUDA, signs=True, trouble="driver too old"),
          "an NVIDIA GPU is there, but CUDA does not start: driver too old (nvidia-smi)"),
+        (Found(CUDA, signs=True, trouble="No CUDA GPUs are available", visible=""),
+         "an NVIDIA GPU is there, but with CUDA_VISIBLE_DEVICES='' CUDA does not start: No CUDA GPUs are available"),
         (replace(READY, gpu=replace(H200, name="Tesla T4", capability=(7, 5))),
          "Tesla T4 has compute capability 7.5, the least is 8.0"),
         (replace(READY, triton=None), "NVIDIA H200 is there, but Triton is not installed (pip install triton)"),
@@ -65,7 +67,8 @@ def test_what_torch_says_of_a_gpu_is_kept_and_what_it_complains_of_is_cut_short(
         raise RuntimeError("Found no NVIDIA driver on\n your system. Please check that you have an NVIDIA GPU and more.")
 
     monkeypatch.setattr(torch.cuda, "init", fail)
-    assert (find().gpu, find().trouble) == (None, "Found no NVIDIA driver on your system")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert (find().gpu, find().trouble, find().visible) == (None, "Found no NVIDIA driver on your system", "7")
 
 
 @pytest.mark.parametrize(("system", "refused"), [("Windows", True), ("CYGWIN_NT-10.0", True), ("Linux", False), ("Darwin", False)])
