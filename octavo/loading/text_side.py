@@ -11,6 +11,9 @@ from octavo.model_config import ModelConfig
 from octavo.text.prompt import PromptEncoder
 from octavo.text.tokenizer import Tokenizer
 
+# SmolLM2 rambles at temperature 1; its GGUF file has no place for what its makers recommend.
+DEFAULT_MODEL_SAMPLING: Mapping[str, object] = {"temperature": 0.2, "top_p": 0.9}
+
 
 @dataclass(frozen=True, slots=True)
 class TextSide:
@@ -51,10 +54,15 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 
 def _sampling_defaults(config: EngineConfig, source: ModelSource) -> Mapping[str, object]:
     """What the model's makers recommend, unless the user wants none of it."""
-    if config.generation_config == "none" or source.kind == "gguf":
+    if config.generation_config == "none":
         return {}
-    sampling = read_generation_config(source.path).sampling
+    if config.model is None:
+        sampling, where = DEFAULT_MODEL_SAMPLING, "the default model's card"
+    elif source.kind == "gguf":
+        return {}
+    else:
+        sampling, where = read_generation_config(source.path).sampling, "generation_config.json"
     if sampling:
         shown = ", ".join(f"{name}={value}" for name, value in sampling.items())
-        logger.info("Sampling defaults from generation_config.json: %s (generation_config=none turns them off)", shown)
+        logger.info("Sampling defaults from %s: %s (generation_config=none turns them off)", where, shown)
     return sampling
