@@ -106,10 +106,8 @@ def main() -> None:
     settings = dict(item.split("=", 1) for item in args.set)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODELS[args.model]))
-        llm = LLM(
-            model=folder, load_format="dummy", skip_tokenizer_init=True, device="cuda",
-            **{name: json.loads(value) if value[0].isdigit() or value in ("true", "false") else value for name, value in settings.items()},
-        )  # fmt: skip
+        given = {name: json.loads(value) if value[0].isdigit() or value in ("true", "false") else value for name, value in settings.items()}
+        llm = LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, **{"device": "cuda"} | given)
     run(llm, [([1, 2, 3], 1)], 0)
     print(f"{args.model}: ready after {time.perf_counter() - STARTED:.1f} s", flush=True)
     for name, temperature in product(args.loads.split(","), map(float, args.temperatures.split(","))):

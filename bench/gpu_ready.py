@@ -35,13 +35,13 @@ KINDS = [
 ]  # fmt: skip
 
 
-def start(model: str, check: bool) -> None:
+def start(model: str, check: bool, device: str = "cuda") -> None:
     """The process that is measured."""
     from octavo import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODELS[model]))
-        llm = LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, device="cuda")
+        llm = LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, device=device)
     print("ready", flush=True)
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)
     print("first token", flush=True)

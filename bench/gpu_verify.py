@@ -7,6 +7,7 @@ First every step is compared with a contiguous cache; then whole engines, in eit
 
 import json
 import tempfile
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from octavo.loading.resolve import load_model_config, resolve_model
 SMALL = dict(QWEN3_06B, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
              head_dim=64, vocab_size=2000, bos_token_id=1, eos_token_id=2)  # fmt: skip
 DTYPES = ("bfloat16", "float16", "float32")
+WAYS = tuple(product(DTYPES, (False, True)))  # type, eager
 ENGINES: dict[str, dict[str, Any]] = {
     "nhd": {"kv_cache_layout": "nhd"}, "hnd": {"kv_cache_layout": "hnd"}, "contiguous": {"attention_backend": "contiguous"}
 }  # fmt: skip
@@ -39,21 +41,22 @@ def prove(folder: str) -> None:
                 print(f"{way}: {values:,} values equal bit for bit", flush=True)
 
 
-def compare_engines(folder: str) -> None:
+def compare_engines(folder: str, device: str = "cuda", ways: Iterable[tuple[str, bool]] = WAYS) -> None:
     prompts = [[(7 * number + position) % 2000 for position in range(1 + 37 * number)] for number in range(12)]
     params = SamplingParams(temperature=0.8, n=2, seed=1, max_tokens=60, ignore_eos=True, logprobs=2)
-    for dtype, eager in product(DTYPES, (False, True)):
+    for dtype, eager in ways:
         said = {}
         for name, asked in ENGINES.items():
             with LLM(
-                folder, load_format="dummy", device="cuda", dtype=dtype, skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=32,
+                folder, load_format="dummy", device=device, dtype=dtype, skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=32,
                 kv_cache_memory_bytes=2**28, enable_prefix_caching=False, enforce_eager=eager, **asked,
             ) as llm:  # fmt: skip
                 outputs = llm.generate(prompts, params, use_tqdm=False)
             said[name] = [(sample.token_ids, sample.logprobs) for output in outputs for sample in output.outputs]
         same = [name for name in ENGINES if said[name] == said["nhd"]]
         way = f"{dtype:9} {'eager ' if eager else 'graphs'}"
-        print(f"{way}: the same tokens and logprobs from {', '.join(same)}" + ("" if len(same) == len(ENGINES) else ": WRONG"), flush=True)
+        print(f"{way}: the same tokens and logprobs from {', '.join(same)}", flush=True)
+        assert len(same) == len(ENGINES), f"others than {', '.join(same)} say something else"
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from octavo.cli.args import nearest
 from octavo.cli.doctor_facts import OPTIONAL, REQUIRED, Facts, Library
 from octavo.config import VARIABLES
 from octavo.loading.default_model import INSTALL
-from octavo.worker.device import missing, platform_note, torch_refusal
+from octavo.worker.device import TOOLS, missing, platform_note, torch_refusal
 
 GIB = 2**30
 LEAST_MEMORY = 2 * GIB
@@ -43,6 +43,8 @@ def _libraries(facts: Facts) -> Iterator[Finding]:
             yield Finding(what, command)
         elif (lack := missing(facts.torch.found)) is not None and lack.help:
             yield Finding(f"{lack.what}; the CPU computes", lack.help, must=False)
+        elif lack is None and facts.torch.found.tools:
+            yield Finding(f"Triton builds what launches kernels with {facts.torch.found.tools}, not found here", TOOLS, must=False)
 
 
 def _older(library: Library, oldest: str) -> bool:

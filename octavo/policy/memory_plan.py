@@ -41,6 +41,7 @@ class Memory:
     total: int  # what this process may use
     others: int = 0  # what other processes hold of it
     gpu: int | None = None  # bytes of the GPU that `total` is a share of
+    lacking: int = 0  # what was there by all accounts and could not be had
 
     @staticmethod
     def of_gpu(total: int, free: int, utilization: float) -> "Memory":
@@ -49,7 +50,7 @@ class Memory:
 
     @property
     def free(self) -> int:
-        return self.total - self.others
+        return self.total - self.others - self.lacking
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +108,15 @@ class MemoryPlan:
     @property
     def account(self) -> str:
         """What is needed, for what, and what there is."""
-        use, memory, held = self.use, self.memory, self.memory.others
+        use, memory = self.use, self.memory
+        gone = [f"other processes hold {shown(memory.others)}"] if memory.others else []
+        gone += [f"{shown(memory.lacking)} could not be had"] if memory.lacking else []
         of_gpu = "" if memory.gpu is None else f" of the GPU's {shown(memory.gpu)} (gpu_memory_utilization)"
         return (
             f"this needs {shown(use.total)}: weights {shown(use.weights)}, KV cache {shown(use.kv_cache)}, "
             f"activations {shown(use.activations)}, {f'graphs {shown(use.graphs)}, ' if use.graphs else ''}rows {shown(use.rows)}, "
             f"other {shown(use.other)}; this process may use {shown(memory.total)}{of_gpu}"
-            f"{f', of which other processes hold {shown(held)}' if held else ''}"
+            f"{', of which ' + ' and '.join(gone) if gone else ''}"
         )
 
 
@@ -274,7 +277,7 @@ class _Planner:
     def _larger_share(self, config: ResolvedConfig, plan: MemoryPlan) -> str:
         """How much of a GPU would do, where all of it is enough: the plan is made again with that, since it may take more then."""
         gpu, others = self.memory.gpu, self.memory.others
-        if gpu is None:
+        if gpu is None or self.memory.lacking:
             return ""
         needed = plan.use.total
         while (thousandths := -(-(needed + others + 1) * 1000 // gpu)) <= 1000:

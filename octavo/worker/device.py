@@ -9,6 +9,8 @@ A GPU is used where torch sees one of NVIDIA's, of compute capability 8.0 or mor
 
 import importlib.metadata
 import platform
+import shutil
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,6 +25,7 @@ GPU_SIGNS = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia"), Path("/usr/lib/w
 CPU_TORCH = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cpu"
 CUDA_TORCH = "pip install --force-reinstall torch"  # on Linux the plain build has CUDA
 TRITON = "pip install triton"
+TOOLS = "apt install gcc python3-dev"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class Found:
     trouble: str = ""  # what CUDA said where it did not start
     visible: str | None = None  # the GPUs CUDA may show us, where they were named
     triton: str | None = None  # its version
+    tools: str = ""  # what Triton builds launchers with, and is not here
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ def device_here(asked: str) -> Choice:
 def find() -> Found:
     """What is here. Where torch can, this starts CUDA."""
     gpu, trouble = torch_gpu()
-    return Found(torch_build(), nvidia_signs(), gpu, trouble, visible_gpus(), _version("triton"))
+    return Found(torch_build(), nvidia_signs(), gpu, trouble, visible_gpus(), _version("triton"), missing_tools())
 
 
 def nvidia_signs() -> bool:
@@ -115,6 +119,14 @@ def torch_gpu() -> tuple[Gpu | None, str]:
     except (RuntimeError, AssertionError) as error:  # no driver, or one that is too old, or none that CUDA_VISIBLE_DEVICES shows
         return None, " ".join(str(error).split()).partition(". ")[0][:200]
     return Gpu(properties.name, (properties.major, properties.minor), total, free), ""
+
+
+def missing_tools() -> str:
+    """What Triton wants to build what launches a kernel. It does without where its cache has all of it, or CC names a compiler."""
+    scheme = sysconfig.get_default_scheme()
+    headers = Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme), "Python.h")
+    compiler = shutil.which("gcc") or shutil.which("clang")
+    return " and ".join([*([] if compiler else ["a C compiler"]), *([] if headers.is_file() else ["Python's headers"])])
 
 
 def _version(library: str) -> str | None:

@@ -6,8 +6,11 @@ added again; what else it holds, such as another model, is as good as another's.
 context there is counted in every plan, too, and what torch keeps for later is as good as free.
 """
 
+import gc
+import re
 import resource
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +20,8 @@ from octavo.errors import ConfigError
 from octavo.policy.gpu_size import CONTEXT
 from octavo.policy.memory_plan import LIBRARIES, Memory, ModelNeeds, plan_memory
 from octavo.worker.machine import OWN_STATUS, available_bytes, groups, memory_bytes, proc_bytes, read_number
+
+RAN_OUT = re.compile("allocate|out of memory|ALLOC_FAILED")  # torch on either device; CUDA, Triton; cuBLAS
 
 
 def memory(config: ResolvedConfig) -> Memory:
@@ -39,21 +44,30 @@ def host_memory() -> Memory:
 
 
 @contextmanager
-def out_of_memory_explained(needs: ModelNeeds, config: ResolvedConfig) -> Iterator[None]:
-    """Memory that runs out although the plan said it would do ends in a plan for three quarters of it."""
+def out_of_memory_explained(needs: ModelNeeds, config: ResolvedConfig, let_go: Callable[[], None]) -> Iterator[None]:
+    """Memory that runs out although the plan said it would do ends in a plan for three quarters of it.
+
+    `let_go` drops what was built: memory that this attempt still held would count as another's.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "allocate" not in str(error):
+        if not isinstance(error, MemoryError) and not RAN_OUT.search(str(error)):
             raise
-        now = memory(config)
-        failed = plan_memory(needs, config, now)
-        smaller = plan_memory(needs, config, replace(now, others=now.total - min(now.free, failed.use.total * 3 // 4)))
-        advice = smaller.refusal or (
-            f"{failed.account}: set kv_cache_memory_bytes to {smaller.use.kv_cache} or less; "
-            f"the largest max_model_len that fits is then {smaller.geometry.max_model_len}"
-        )
-        raise ConfigError(f"memory ran out at start ({str(error)[:120]}): {advice}") from error
+        let_go()
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+        said = " ".join(str(error).split())[:120]
+        raise ConfigError(f"memory ran out at start ({said}): {_advice(needs, config, memory(config))}") from error
+
+
+def _advice(needs: ModelNeeds, config: ResolvedConfig, now: Memory) -> str:
+    failed = plan_memory(needs, config, now)
+    smaller = plan_memory(needs, config, replace(now, lacking=now.free - min(now.free, failed.use.total * 3 // 4)))
+    return smaller.refusal or (
+        f"{failed.account}: set kv_cache_memory_bytes to {smaller.use.kv_cache} or less; "
+        f"the largest max_model_len that fits is then {smaller.geometry.max_model_len}"
+    )
 
 
 def _left_of_addresses() -> int | None:

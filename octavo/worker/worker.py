@@ -103,7 +103,7 @@ class Worker:
         stored = self._open_stored()
         if self._floats:
             logger.warning(self._floats)
-        with out_of_memory_explained(self.needs, self.config):
+        with out_of_memory_explained(self.needs, self.config, self.stop):
             self._build(geometry, stored)
         return geometry
 

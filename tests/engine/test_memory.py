@@ -1,7 +1,10 @@
 """What a plan says is what an engine takes; and memory that runs out ends in words that help."""
 
 import json
+import re
 import resource
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from octavo.policy.memory_plan import GIB, LIBRARIES, Memory, MemoryPlan, plan_m
 from octavo.worker import machine
 from octavo.worker import memory as memory_module
 from octavo.worker import worker as worker_module
+from octavo.worker.device import Choice, Gpu
 from octavo.worker.model_runner import ModelRunner
 from tests.support.resident import held_under_load
 
@@ -66,6 +70,7 @@ def test_a_tiny_model_takes_what_was_planned_within_five_per_cent(stories: str, 
 def test_out_of_memory_at_start_says_what_is_needed_and_what_fits(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own complaint, and Python's, end in the plan's words; another RuntimeError stays what it is."""
     said = r"memory ran out at start \(.*\): this needs .*: weights 1\.0 MiB, KV cache .*the largest max_model_len that fits is then \d+"
+    monkeypatch.setattr(memory_module, "memory", lambda _: Memory(8 * GIB, others=GIB))
     monkeypatch.setattr(worker_module, "load_weights", lambda *_: torch.empty(2**60))
     with pytest.raises(ConfigError, match=said):
         LLM(stories, native=False, kv_cache_memory_bytes=GIB)
@@ -75,6 +80,70 @@ def test_out_of_memory_at_start_says_what_is_needed_and_what_fits(stories: str, 
     monkeypatch.setattr(worker_module, "load_weights", lambda *_: torch.ones(2) @ torch.ones(3))
     with pytest.raises(RuntimeError, match="size"):
         LLM(stories, native=False)
+
+
+def test_what_was_taken_before_memory_ran_out_is_given_back_and_counts_as_nobodys(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[weakref.ref[Any]] = []
+
+    def load(model: torch.nn.Module, _: object) -> None:
+        built.extend(weakref.ref(one) for one in model.parameters())
+        raise MemoryError
+
+    def memory(_: object) -> Memory:
+        assert built and not any(one() is not None for one in built), "weights are held that will count as another process's"
+        return Memory(8 * GIB)
+
+    monkeypatch.setattr(worker_module, "load_weights", load)
+    monkeypatch.setattr(memory_module, "memory", memory)
+    said = r"8\.00 GiB, of which \d\.\d\d GiB could not be had: lower num_gpu_blocks_override to \d+ or less; the largest max_model_len"
+    with pytest.raises(ConfigError, match=said):
+        LLM(stories, native=False, num_gpu_blocks_override=10**5)
+
+
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, total: int, free: int) -> None:
+    """One of that size, of which other processes leave so much; this one holds nothing there."""
+    gpu = Gpu("NVIDIA H200", (9, 0), total, free)
+    monkeypatch.setattr(worker_module, "device_here", lambda _: Choice("cuda", "as a test says", gpu))
+    held = {"mem_get_info": (free, total), "memory_reserved": 0, "memory_allocated": 0}
+    for name, value in held.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+
+
+ON_GPU = (
+    r"this needs [\d.]+ [GM]iB: weights [\d.]+ [GM]iB, KV cache [\d.]+ [GM]iB, activations [\d.]+ MiB, graphs [\d.]+ MiB, rows [\d.]+ MiB, "
+    r"other 680\.0 MiB; this process may use 7\.20 GiB of the GPU's 8\.00 GiB \(gpu_memory_utilization\), "
+    r"of which other processes hold 2\.49 GiB"
+)
+
+
+def test_what_does_not_fit_on_a_gpu_is_refused_before_it_is_touched(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu(monkeypatch, 8 * GIB, 5 * GIB)  # this process's own context is among what is held
+    advice = r"lower kv_cache_memory_bytes to \d+ or less; the largest max_model_len that fits is then \d+"
+    with pytest.raises(ConfigError, match=rf"^{ON_GPU}: {advice}"):
+        LLM(stories, device="cuda", kv_cache_memory_bytes=6 * GIB)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of", "Triton Error [CUDA]: out of memory",
+        "CUDA error: out of memory\nCUDA kernel errors might", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)  # fmt: skip
+def test_a_gpu_that_runs_out_at_start_says_what_is_needed_and_what_fits(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu(monkeypatch, 8 * GIB, 5 * GIB)
+    needs, config = model_shape(None).needs("bfloat16", device="cuda"), resolved(EngineConfig(), "cuda")
+    advice = r"set kv_cache_memory_bytes to (\d+) or less; the largest max_model_len that fits is then \d+$"
+    shown = re.escape(" ".join(said.split()))
+    with (
+        pytest.raises(ConfigError, match=rf"^memory ran out at start \({shown}\): {ON_GPU}: {advice}") as refusal,
+        memory_module.out_of_memory_explained(needs, config, lambda: None),
+    ):
+        raise RuntimeError(said)
+    less = int(re.findall(advice, str(refusal.value))[0])
+    smaller = plan_memory(needs, replace(config, kv_cache_memory_bytes=less), memory_module.memory(config))
+    before = plan_memory(needs, config, memory_module.memory(config))
+    assert smaller.refusal is None and smaller.use.total <= before.use.total * 3 // 4
 
 
 def test_what_cannot_fit_beside_other_processes_is_refused_before_weights_load(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,5 +90,11 @@ def test_kernels_compile_for_hopper_without_spilling(tmp_path: Path) -> None:
     assert {line.split()[1] for line in taken if line.startswith("prefill")} == {"wgmma", "-"}  # that of float32 has no matrix units
 
 
+@pytest.mark.soak
+def test_further_attention_compiles_for_hopper_without_spilling(tmp_path: Path) -> None:
+    taken = python("-m", "tests.support.hopper", "further", TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0").splitlines()
+    assert {line.split()[0] for line in taken} == {"decode", "share_out", "prefill"}
+
+
 def test_an_engine_calls_what_was_compiled_ahead_and_nothing_else() -> None:
     assert python("-m", "tests.support.variants", TRITON_INTERPRET="0").splitlines() == []

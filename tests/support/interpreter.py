@@ -2,15 +2,20 @@
 
 It keeps bfloat16 as plain bits: as it stands, it cuts digits off instead of rounding to nearest even, and its dot multiplies
 the bits themselves. It rounds twice in a fused multiply-add. It also turns arrays of one number into indices in a way that numpy
-no longer allows.
+no longer allows. And it is slow: whenever a function is called it looks through the whole language for what is to be replaced,
+and for each operation it makes a table of all types.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language import core
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+assert core is tl.core
 
 
 def mend() -> None:
@@ -39,6 +44,10 @@ def mend() -> None:
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast_impl, create_dot
     InterpreterBuilder.create_fma = create_fma
     interpreter._patch_lang_tensor = patch_lang_tensor
+    interpreter._patch_lang(mend)  # as in a function that sees all there is of the language, here `tl` and `core`: once is enough
+    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+    numbers, address = cache(interpreter._get_np_dtype), np.dtype(np.uint64)
+    interpreter._get_np_dtype = lambda kind: address if kind.scalar.is_ptr() else numbers(kind.scalar)
 
 
 def _widen(bits: Any) -> Any:

@@ -16,7 +16,18 @@ from octavo.errors import ConfigError
 from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.log import logger
 from octavo.worker import device
-from octavo.worker.device import Choice, Found, Gpu, TorchBuild, choose_device, find, platform_note, platform_refusal, torch_refusal
+from octavo.worker.device import (
+    Choice,
+    Found,
+    Gpu,
+    TorchBuild,
+    choose_device,
+    find,
+    missing_tools,
+    platform_note,
+    platform_refusal,
+    torch_refusal,
+)
 from octavo.worker.worker import Worker
 
 CPU, CUDA, ROCM = TorchBuild("2.13.0+cpu", None, None), TorchBuild("2.13.0", "13.0", None), TorchBuild("2.13.0+rocm7", None, "7.0")
@@ -69,6 +80,19 @@ def test_what_torch_says_of_a_gpu_is_kept_and_what_it_complains_of_is_cut_short(
     monkeypatch.setattr(torch.cuda, "init", fail)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     assert (find().gpu, find().trouble, find().visible) == (None, "Found no NVIDIA driver on your system", "7")
+
+
+def test_what_triton_builds_launchers_with_is_looked_for_where_triton_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "Python.h").touch()
+    places = {"posix_prefix": tmp_path, "posix_local": tmp_path / "local"}
+    monkeypatch.setattr(device.sysconfig, "get_default_scheme", lambda: "posix_local")  # as Debian has it
+    monkeypatch.setattr(device.sysconfig, "get_path", lambda _, scheme: str(places[scheme]))
+    monkeypatch.setattr(device.shutil, "which", {"clang": "/usr/bin/clang"}.get)
+    assert missing_tools() == ""
+    monkeypatch.setattr(device.shutil, "which", lambda _: None)
+    assert missing_tools() == "a C compiler"
+    (tmp_path / "Python.h").unlink()
+    assert missing_tools() == "a C compiler and Python's headers"
 
 
 @pytest.mark.parametrize(("system", "refused"), [("Windows", True), ("CYGWIN_NT-10.0", True), ("Linux", False), ("Darwin", False)])

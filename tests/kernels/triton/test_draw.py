@@ -107,8 +107,8 @@ def test_the_best_within_top_p_wins_however_many_beyond_it_have_better_scores(be
 
 
 def test_of_equals_the_first_k_can_be_drawn(device: str) -> None:
-    draws = draws_of([Row("", 0, top_k=3, position=n) for n in range(24)])
-    assert set(draw(torch.ones(24, TILE, device=device), there(draws, device)).tolist()) == {0, 1, 2}
+    draws = draws_of([Row("", 0, top_k=3, position=n) for n in range(10)])
+    assert set(draw(torch.ones(10, TILE, device=device), there(draws, device)).tolist()) == {0, 1, 2}
 
 
 def test_of_equals_top_p_keeps_the_lower_ids(device: str) -> None:

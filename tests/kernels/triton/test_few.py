@@ -63,9 +63,14 @@ def assert_near(got: Tensor, exact: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(got.float(), exact.float(), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("norm", [True, False], ids=["norms", "plain"])
-@DTYPES
+@pytest.mark.parametrize(
+    ("dtype", "norm", "window"),
+    [
+        (torch.float32, True, None), (torch.float32, True, 40), (torch.float32, False, None), (torch.float32, False, 40),
+        (torch.float16, True, None), (torch.float16, False, 40), (torch.bfloat16, True, 40), (torch.bfloat16, False, None),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_the_new_token_is_written_and_seen_once_whatever_the_split(dtype: torch.dtype, norm: bool, window: int | None, device: str) -> None:
     norms = (random(device, dtype, DIM), random(device, dtype, DIM + 1)[1:], 1e-5) if norm else None
     for lengths, size in (([70, 1, 0, 33], 16), ([91, 2, 17], 1), ([201], 8)):
@@ -101,7 +106,7 @@ def test_merging_reads_only_splits_that_hold_something(dtype: torch.dtype, rows:
             parts[row, max(filled, 0) :], parts_lse[row, max(filled, 0) :] = torch.nan, -torch.inf
         if splits < 16:
             assert_near(merge_parts(parts, parts_lse, dtype), plain_products.merge_parts(parts, parts_lse, dtype), TOLERANCE[dtype])
-        for offset in (bias, None):
+        for offset in (bias, None) if splits == 2 else (bias,):
             got = merge_linear(parts, parts_lse, weight, offset)
             assert got.dtype == dtype
             assert_near(got, plain_products.merge_linear(parts, parts_lse, weight, offset), 4 * TOLERANCE[dtype])

@@ -44,8 +44,10 @@ def filled(entries: list[int], padded: int, tokens: int, device: str) -> StepTen
 
 
 @pytest.mark.parametrize("padded, tokens", [(1, 1), (8, 8), (4, 64), (7, 1500)])
-@pytest.mark.parametrize("block_size", [1, 16])
-@pytest.mark.parametrize("spoiled", ["states", "hidden"])
+@pytest.mark.parametrize(
+    "block_size, spoiled",
+    [(1, "states"), (16, "hidden"), pytest.param(1, "hidden", marks=pytest.mark.soak), pytest.param(16, "states", marks=pytest.mark.soak)],
+)
 def test_a_step_out_of_the_rows_and_its_results_back_into_them(
     padded: int, tokens: int, block_size: int, spoiled: str, device: str
 ) -> None:
