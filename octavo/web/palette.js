@@ -12,20 +12,23 @@ export const letterOf = (mark) => String.fromCharCode(65 + (mark % 26));
 
 /** { ink: [r, g, b], ..., seq: [[r, g, b], ...] } as an element has them. */
 export function readPalette(element) {
-  const probe = document.createElement("span");
-  probe.hidden = true;
-  element.append(probe);
-  const pixel = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
-  const read = (name) => {
+  const names = [...NAMES, ...Array.from({ length: COLOURS }, (_, index) => `seq-${index}`)];
+  const probes = names.map((name) => {
+    const probe = document.createElement("span");
+    probe.hidden = true;
     probe.style.color = `var(--${name})`;
-    pixel.fillStyle = getComputedStyle(probe).color;
-    pixel.fillRect(0, 0, 1, 1);
-    return [...pixel.getImageData(0, 0, 1, 1).data.slice(0, 3)];
-  };
-  const palette = Object.fromEntries(NAMES.map((name) => [name, read(name)]));
-  palette.seq = Array.from({ length: COLOURS }, (_, index) => read(`seq-${index}`));
-  probe.remove();
-  return palette;
+    return probe;
+  });
+  element.append(...probes); // all at once, so that styles are computed once
+  const pixels = new OffscreenCanvas(names.length, 1).getContext("2d", { willReadFrequently: true });
+  probes.forEach((probe, x) => {
+    pixels.fillStyle = getComputedStyle(probe).color;
+    pixels.fillRect(x, 0, 1, 1);
+  });
+  for (const probe of probes) probe.remove();
+  const { data } = pixels.getImageData(0, 0, names.length, 1);
+  const colours = names.map((_, x) => [...data.slice(4 * x, 4 * x + 3)]);
+  return { ...Object.fromEntries(NAMES.map((name, x) => [name, colours[x]])), seq: colours.slice(NAMES.length) };
 }
 
 export const css = ([red, green, blue], alpha = 1) => `rgb(${red} ${green} ${blue} / ${alpha})`;

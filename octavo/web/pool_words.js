@@ -3,7 +3,9 @@
 import { make } from "./dom.js";
 import { letterOf } from "./palette.js";
 
-const plural = (count, word) => `${count.toLocaleString()} ${word}${count === 1 ? "" : "s"}`;
+const inWords = new Intl.NumberFormat(); // made once: it takes longer than a sentence
+
+const plural = (count, word) => `${inWords.format(count)} ${word}${count === 1 ? "" : "s"}`;
 
 export const nameOf = (seq) => `${letterOf(seq)} ${seq}`;
 

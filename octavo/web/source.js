@@ -11,7 +11,7 @@ const STREAM = "./v1/view";
 const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 10_000;
 const SILENCE_MS = 15_000; // three signs of life
-const SLICE_MS = 30; // of reading a recording, before the page may draw
+const SLICE_MS = 20; // of reading, before the page may draw
 const MOST_BYTES = 512 * 2 ** 20;
 
 export function connect(view, { headers = () => ({}) } = {}) {
@@ -142,16 +142,25 @@ function refusal(status) {
   return { why: `The server answers ${status}; trying again`, again: true };
 }
 
+/** The lines of a stream. Between them, where reading has taken its slice, the page may draw. */
 async function* lines(stream) {
-  let rest = "";
+  let rest = []; // parts of a line whose end has not come yet
+  let until = performance.now() + SLICE_MS;
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   try {
     for (let part = await reader.read(); !part.done; part = await reader.read()) {
-      const found = (rest + part.value).split("\n");
-      rest = found.pop();
-      yield* found;
+      const found = part.value.split("\n");
+      for (const end of found.slice(0, -1)) {
+        yield rest.join("") + end;
+        rest = [];
+        if (performance.now() < until) continue;
+        await new Promise((resolve) => setTimeout(resolve));
+        until = performance.now() + SLICE_MS;
+      }
+      rest.push(found.at(-1));
     }
-    if (rest) yield rest;
+    const last = rest.join("");
+    if (last) yield last;
   } finally {
     reader.cancel().catch(() => {}); // the connection may be gone already
   }
@@ -160,7 +169,6 @@ async function* lines(stream) {
 async function readRecording(stream) {
   const history = new History({ seconds: Infinity, weight: Infinity });
   let broken = null; // only the last line may be: a recording ends where its server did
-  let until = performance.now() + SLICE_MS;
   for await (const line of lines(stream)) {
     if (broken) throw broken;
     try {
@@ -169,10 +177,6 @@ async function readRecording(stream) {
     } catch (error) {
       if (!history.state) throw error;
       broken = error;
-    }
-    if (performance.now() > until) {
-      await new Promise((resolve) => setTimeout(resolve));
-      until = performance.now() + SLICE_MS;
     }
   }
   if (!history.state) throw new FrameError("it holds no full frame");

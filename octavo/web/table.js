@@ -38,6 +38,10 @@ function sayRow({ request, state, how, tokens, prompt, cached, preemptions }) {
   return [request, parts.join(" · ")];
 }
 
+function press(element, pressed) {
+  if (element.getAttribute("aria-pressed") !== String(pressed)) element.setAttribute("aria-pressed", String(pressed));
+}
+
 export class Requests {
   #list = make("ul", { class: "pool-requests" });
   #rest = make("p", { class: "muted" });
@@ -54,8 +58,9 @@ export class Requests {
     const picked = new Set(selectedRows(state, chosen).map(({ seq }) => seq));
     const rows = [...state.seqs.values(), ...selectedRows(state, chosen).filter((row) => row.state === "ended")];
     const shown = rows.filter(({ seq }, index) => index < MOST_REQUESTS || picked.has(seq));
+    const kept = new Set(shown.map(({ seq }) => seq));
     for (const [seq, { item }] of this.#items) {
-      if (shown.some((row) => row.seq === seq)) continue;
+      if (kept.has(seq)) continue;
       item.remove();
       this.#items.delete(seq);
     }
@@ -78,14 +83,15 @@ export class Requests {
     const [name, text] = sayRow(row);
     if (one.name.textContent !== name) one.name.textContent = name;
     if (one.text.textContent !== text) one.text.textContent = text;
-    one.element.setAttribute("aria-pressed", String(picked));
+    press(one.element, picked);
   }
 }
 
 export class Table {
   #element;
   #view;
-  #drawn = ""; // what is shown, in one string
+  #tables = new Map(); // seq -> the OneTable that is shown
+  #nothing = make("p", { class: "muted" }, "This request holds no blocks at this moment.");
 
   constructor(element, view) {
     this.#element = element;
@@ -96,34 +102,68 @@ export class Table {
     const chosen = this.#view.selection.get();
     const rows = selectedRows(state, chosen);
     const asked = chosen.seq !== undefined || chosen.request !== undefined;
-    const key = JSON.stringify([asked, chosen.block, rows.map((row) => [row.seq, row.state, this.#entries(state, row)])]);
-    if (key === this.#drawn) return;
-    this.#drawn = key;
-    const focused = this.#element.contains(document.activeElement) ? document.activeElement.dataset.entry : null;
-    this.#element.replaceChildren(...rows.map((row) => this.#drawTable(state, row, chosen.block)));
-    if (asked && rows.length === 0) this.#element.append(make("p", { class: "muted" }, "This request holds no blocks at this moment."));
-    if (focused) this.#element.querySelector(`[data-entry="${CSS.escape(focused)}"]`)?.focus();
+    const before = this.#tables;
+    this.#tables = new Map(rows.map((row) => [row.seq, before.get(row.seq) ?? new OneTable(row.seq, this.#view)]));
+    const wanted = asked && rows.length === 0 ? [this.#nothing] : Array.from(this.#tables.values(), ({ element }) => element);
+    if (wanted.length !== this.#element.children.length || wanted.some((element, index) => element !== this.#element.children[index])) {
+      this.#element.replaceChildren(...wanted);
+    }
+    for (const row of rows) this.#tables.get(row.seq).draw(state, row, chosen.block);
+  }
+}
+
+/** The table of one sequence. Only entries that changed are written: a table has hundreds, and mostly its last one changes. */
+class OneTable {
+  #entries = new Map(); // index -> { item, element, place, text, and block, kept, tokens as they are written }
+  #about = make("span");
+  #list = make("ol");
+  #view;
+
+  constructor(seq, view) {
+    this.#view = view;
+    this.seq = seq;
+    this.element = make("div", { class: "pool-table" }, make("p", {}, swatch(seq), " ", this.#about), this.#list);
   }
 
-  /** The entries shown: [index, block, kept, tokens]. */
-  #entries(state, row) {
-    const all = state.entries(row);
-    const some = all.length > FIRST_ENTRIES + LAST_ENTRIES ? [...all.slice(0, FIRST_ENTRIES), ...all.slice(-LAST_ENTRIES)] : all;
-    return some.map(([index, block, kept]) => [index, block, kept, kept ? state.blocks.tokens[block] : null]);
-  }
-
-  #drawTable(state, row, chosenBlock) {
-    const shown = this.#entries(state, row);
+  draw(state, row, chosenBlock) {
+    const shown = shownEntries(state.entries(row));
     const left = row.table.length - shown.length;
-    const about = `Block table of sequence ${row.seq}: ${row.table.length} entries${left ? `, ${left} in the middle left out` : ""}`;
-    const entries = shown.map(([index, block, kept, tokens]) => {
-      const words = kept ? tokenList(tokens) : [make("span", { class: "muted" }, "has other content now")];
-      const place = make("span", { class: "entry-place" }, `${index} → ${block}`);
-      const pick = () => this.#view.selection.set({ ...this.#view.selection.get(), block });
-      const element = button(place, pick, { class: "entry", "aria-pressed": String(block === chosenBlock), "data-entry": `${row.seq}.${index}` });
-      element.append(make("span", { class: "entry-text" }, ...words));
-      return make("li", {}, element);
+    const about = `Block table of sequence ${this.seq}: ${row.table.length} entries${left ? `, ${left} in the middle left out` : ""}`;
+    if (this.#about.textContent !== about) {
+      this.#about.textContent = about;
+      this.#list.setAttribute("aria-label", about);
+    }
+    const indices = new Set(shown.map(([index]) => index));
+    for (const [index, { item }] of this.#entries) {
+      if (indices.has(index)) continue;
+      item.remove();
+      this.#entries.delete(index);
+    }
+    shown.forEach(([index, block, kept], place) => {
+      const { item } = this.#write(index, block, kept, kept ? state.blocks.tokens[block] : null, block === chosenBlock);
+      if (this.#list.children[place] !== item) this.#list.insertBefore(item, this.#list.children[place] ?? null);
     });
-    return make("div", { class: "pool-table" }, make("p", {}, swatch(row.seq), ` ${about}`), make("ol", { "aria-label": about }, ...entries));
   }
+
+  #write(index, block, kept, tokens, chosen) {
+    const one = this.#entries.get(index) ?? this.#make(index);
+    if (one.block !== block) one.place.textContent = `${index} → ${block}`;
+    if (one.kept !== kept || one.tokens !== tokens) one.text.replaceChildren(...(kept ? tokenList(tokens) : [make("span", { class: "muted" }, "has other content now")]));
+    press(one.element, chosen);
+    return Object.assign(one, { block, kept, tokens });
+  }
+
+  #make(index) {
+    const [place, text] = [make("span", { class: "entry-place" }), make("span", { class: "entry-text" })];
+    const pick = () => this.#view.selection.set({ ...this.#view.selection.get(), block: this.#entries.get(index).block });
+    const element = button(place, pick, { class: "entry", "data-entry": `${this.seq}.${index}` });
+    element.append(text);
+    const one = { item: make("li", {}, element), element, place, text };
+    this.#entries.set(index, one);
+    return one;
+  }
+}
+
+function shownEntries(all) {
+  return all.length > FIRST_ENTRIES + LAST_ENTRIES ? [...all.slice(0, FIRST_ENTRIES), ...all.slice(-LAST_ENTRIES)] : all;
 }

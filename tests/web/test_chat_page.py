@@ -195,8 +195,9 @@ def test_two_conversations_stream_side_by_side(open_stand_in: OpenPage) -> None:
             expect(answers(page, column).first.locator("> .text")).to_have_text("first")
         expect(page.get_by_role("button", name="Stop")).to_have_count(2)
         llm.gate.set()
-        for column in (0, 1):
+        for column, asked in enumerate(("one", "two")):
             expect(answers(page, column).first.locator("> .text")).to_have_text("first second")
+            expect(page.locator(".column").nth(column).get_by_role("article").locator("> .text")).to_have_text([asked, "first second"])
 
 
 def test_a_branch_goes_on_with_what_was_said(page: Page) -> None:
@@ -229,10 +230,18 @@ def test_conversations_survive_a_reload_until_all_are_cleared(page: Page) -> Non
 
 
 FULL = "Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }"
-DAMAGED = "localStorage.setItem('octavo.conversation.x', '{\"messages\": 3'); sessionStorage.setItem('octavo.open', '7')"
+DAMAGED = """
+const sound = { system: "", sampling: {}, messages: [], updated: 1 };
+const wrong = [{ system: 3 }, { sampling: null }, { updated: "now" }, { messages: 3 }, { messages: [null] },
+  { messages: [{ role: "user", content: 7 }] }, { messages: [{ role: "robot", content: "" }] }];
+const texts = ["{", "null", "[]", "7", ...wrong.map((one) => JSON.stringify({ ...sound, ...one }))];
+texts.forEach((text, index) => localStorage.setItem(`octavo.conversation.${index}`, text));
+"""
+DAMAGED_OPEN = "sessionStorage.setItem('octavo.open', '7');"
+DAMAGED_NAMES = "sessionStorage.setItem('octavo.open', JSON.stringify([null, 7, ...texts.map((_, index) => String(index))]));"
 
 
-@pytest.mark.parametrize("broken", [FULL, DAMAGED], ids=["full", "damaged"])
+@pytest.mark.parametrize("broken", [FULL, DAMAGED + DAMAGED_OPEN, DAMAGED + DAMAGED_NAMES], ids=["full", "damaged", "damaged and open"])
 def test_a_store_that_is_full_or_damaged_does_not_stop_the_chat(open_page: OpenPage, server: str, broken: str) -> None:
     page = open_page(server).page
     page.add_init_script(broken)
@@ -240,6 +249,8 @@ def test_a_store_that_is_full_or_damaged_does_not_stop_the_chat(open_page: OpenP
     set_setting(page, "Most tokens", "6")
     send(page, "Once upon a time")
     expect(answers(page).first).to_contain_text("6 tokens")
+    expect(page.locator(".column")).to_have_count(1)
+    assert page.get_by_role("combobox", name="Conversation").locator("option").all_text_contents() == ["Once upon a time", "New …"]
 
 
 def test_the_key_is_asked_for_kept_in_this_tab_and_sent_in_a_header(open_stand_in: OpenPage) -> None:

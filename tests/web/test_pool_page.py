@@ -1,7 +1,6 @@
 """The block pool and the timeline in a real browser, fed by a stream that the test scripts."""
 
 import json
-import random
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -376,49 +375,3 @@ def test_it_is_sharp_fits_a_phone_and_follows_the_theme(open_pool: OpenPage, poo
     page.evaluate("document.documentElement.style.setProperty('--free', 'rgb(1 2 3)'); document.dispatchEvent(new Event('themechange'))")
     page.wait_for_timeout(200)
     assert before != pixel(page, free) == [1, 2, 3, 255]
-
-
-def large_full() -> Frame:
-    draw = random.Random(1)
-    rows = [changed_row(draw, block) for block in range(1, 100_000)]
-    tables = [list(range(first, first + 300)) for first in range(1, 60_000, 300)]
-    seqs = [{"seq": seq, "request": f"r{seq}", "sample": 0, "state": "running", "prompt": 9, "tokens": 99, "computed": 98, "cached": 0,
-             "reason": "cold", "preemptions": 0, "from": 0, "table": table} for seq, table in enumerate(tables)]  # fmt: skip
-    return {"kind": "full", "at": 1.0, "blocks": rows, "seqs": seqs, "gone": [], "steps": [], "events": [], "lost": 0}
-
-
-def changed_row(draw: random.Random, block: int) -> list[Any]:
-    return [block, draw.choice((0, 1, 1, 2)), draw.randrange(2), f"{block:016x}", [" word"] * draw.randrange(5), 1.0]
-
-
-def test_100_000_blocks_stay_smooth(open_pool: OpenPage, pool_host: ViewHost, record_property: Callable[[str, object], None]) -> None:
-    """Ten frames a second of 300 changed blocks: the page's thread works for less than 70 of its 100 ms, all it draws included.
-
-    That is time of the CPU, which a busy machine does not stretch much. How long the page stood still by the clock is told."""
-    pool_host.send(ViewModel(1, 100_000).head(), large_full())
-    page = open_pool(reduced_motion="no-preference")
-    wait_for_moment(page, 1.0)
-    assert int(page.locator(".pool").get_attribute("data-per-cell") or 0) > 1
-    page.evaluate("view.selection.set({ seq: 7 })")
-    page.evaluate("globalThis.drawn = 0; (function tick() { drawn += 1; requestAnimationFrame(tick); })()")
-    page.wait_for_timeout(300)
-    page.evaluate("longTasks.length = drawn = 0")
-    cdp = page.context.new_cdp_session(page)
-    cdp.send("Performance.enable", {"timeDomain": "threadTicks"})
-
-    def worked() -> float:
-        return float(next(one["value"] for one in cdp.send("Performance.getMetrics")["metrics"] if one["name"] == "TaskDuration"))
-
-    draw, before, begun = random.Random(2), worked(), time.monotonic()
-    for number in range(1, 31):
-        blocks = [changed_row(draw, draw.randrange(1, 100_000)) for _ in range(300)]
-        steps = [[number, 1 + number / 10, 9, 30, 200, 200, 200, 0, 60_000, 0, 0, 0]]
-        pool_host.send({"kind": "delta", "at": 1 + number / 10, "blocks": blocks, "steps": steps})
-        page.wait_for_timeout(max(1, 100 * number - 1000 * (time.monotonic() - begun)))
-    wait_for_moment(page, 4.0)
-    each = (worked() - before) / 30
-    tasks, drawn = page.evaluate("[longTasks, drawn]")
-    record_property("ms of CPU a frame", round(1000 * each))
-    record_property("pictures a second", round(drawn / (time.monotonic() - begun)))
-    record_property("longest task in ms", max(tasks, default=0))
-    assert each < 0.07

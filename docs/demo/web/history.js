@@ -2,7 +2,7 @@
 //
 //   segments:  [ keyframe | frame frame frame ] [ keyframe | frame frame ] [ keyframe | frame ...   -> state (now)
 //
-// A moment is its segment's keyframe plus the frames up to it. A segment ends when its frames weigh a quarter of a keyframe,
+// A moment is its segment's keyframe plus the frames up to it. A segment ends when its frames weigh as much as its keyframe,
 // or after half a minute: so memory stays a small multiple of what came in, and going back costs little, whether a pool
 // has 100 blocks or 100,000. Whole segments are forgotten, the oldest first, by age and by weight.
 
@@ -63,7 +63,7 @@ export class History {
     segment.frames.push({ at, frame });
     segment.weight += weight;
     this.weight += weight;
-    const grown = segment.weight - segment.keyWeight > Math.max(segment.keyWeight / 4, LEAST_SEGMENT);
+    const grown = segment.weight - segment.keyWeight > Math.max(segment.keyWeight, LEAST_SEGMENT);
     if (grown || at - segment.key.at > Math.min(SEGMENT_SECONDS, this.limits.seconds / 2)) this.#begin();
     this.#drop();
   }

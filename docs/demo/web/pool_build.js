@@ -85,9 +85,11 @@ export function sayCell(state, layout, cell) {
 /** The cell looked at: in a sentence, and with its text; of a cell of many blocks, of those that have text. */
 export function writeDetail({ detail }, state, layout, cell, block) {
   if (cell === null) {
-    detail.replaceChildren(make("p", { class: "muted" }, "Point at a cell, or move to it with the arrow keys, to read what is in it."));
+    if (detail.dataset.cell !== "none") detail.replaceChildren(make("p", { class: "muted" }, "Point at a cell, or move to it with the arrow keys, to read what is in it."));
+    detail.dataset.cell = "none";
     return;
   }
+  detail.dataset.cell = cell;
   const [from, to] = block === null ? blocksOf(layout, cell) : [block, block + 1];
   const numbers = Array.from({ length: to - from }, (_, index) => from + index);
   const several = numbers.length > 1;

@@ -1,6 +1,6 @@
 // What is to be seen of a block, in one number, so that a frame costs one pass and only what changed is drawn.
 //
-//   kind 2 bits | sealed 1 | fill 4 | lit 1 | dim 1 | mark of the sequence 8 | reference count 8
+//   kind 2 bits | dim 1 | mark of the sequence 8 | lit 1 | sealed 1 | fill 4 | reference count 8
 
 import { MARKS } from "./palette.js";
 
@@ -10,34 +10,43 @@ export const HELD = 2;
 export const SHARED = 3;
 export const KINDS = ["free", "cached", "held", "shared"];
 
+export const COLOURED = 1 << 11; // codes below it: the bits that decide the colour
+const DIM = 1 << 2;
+const LIT = COLOURED;
+
 export const kindOf = (code) => code & 3;
-export const isSealed = (code) => (code >> 2) & 1;
-export const fillOf = (code) => ((code >> 3) & 15) / 15;
-export const isLit = (code) => (code >> 7) & 1;
-export const isDim = (code) => (code >> 8) & 1;
-export const markOf = (code) => (code >> 9) & 255;
+export const isDim = (code) => (code >> 2) & 1;
+export const markOf = (code) => (code >> 3) & 255;
+export const isLit = (code) => (code >> 11) & 1;
+export const isSealed = (code) => (code >> 12) & 1;
+export const fillOf = (code) => ((code >> 13) & 15) / 15;
 export const countOf = (code) => (code >> 17) & 255;
 
 /** Codes of all blocks, and how many there are of each kind and sealed. `lit`: the blocks of what is selected, or null. */
 export function encode(state, lit) {
-  const { ref, sealed, tokens } = state.blocks;
+  const { ref, sealed: seals, tokens } = state.blocks;
   const { block_size: size, num_blocks: count } = state.head;
   const marks = new Uint8Array(count);
   for (const { seq, table } of state.seqs.values()) for (const block of table) marks[block] = seq % MARKS;
   const codes = new Uint32Array(count);
   const found = new Uint32Array(KINDS.length);
   let numSealed = 0;
-  const dim = lit === null ? 0 : 1;
+  const dim = lit === null ? 0 : DIM;
   for (let block = 1; block < count; block += 1) {
-    const kind = ref[block] > 1 ? SHARED : ref[block] === 1 ? HELD : sealed[block] ? CACHED : FREE;
+    const references = ref[block];
+    const sealed = seals[block];
+    const kind = references > 1 ? SHARED : references === 1 ? HELD : sealed ? CACHED : FREE;
     found[kind] += 1;
-    numSealed += sealed[block];
-    const known = sealed[block] ? null : tokens[block];
-    const fill = known === null ? 15 : Math.round((15 * Math.min(size, known.length)) / size);
-    codes[block] = kind | (sealed[block] << 2) | (fill << 3) | (dim << 8);
-    if (kind >= HELD) codes[block] |= (marks[block] << 9) | (Math.min(255, ref[block]) << 17);
+    numSealed += sealed;
+    let code = kind | dim | (sealed << 12);
+    if (kind >= HELD) {
+      const known = sealed ? null : tokens[block];
+      const fill = known === null ? 15 : Math.round((15 * Math.min(size, known.length)) / size);
+      code |= (marks[block] << 3) | (fill << 13) | (Math.min(255, references) << 17);
+    }
+    codes[block] = code;
   }
-  for (const block of lit ?? []) codes[block] = (codes[block] & ~(1 << 8)) | (1 << 7);
+  for (const block of lit ?? []) codes[block] = (codes[block] & ~DIM) | LIT;
   const counts = Object.fromEntries(KINDS.map((kind, index) => [kind, found[index]]));
   return { codes, counts: { ...counts, sealed: numSealed } };
 }

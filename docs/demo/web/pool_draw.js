@@ -1,7 +1,7 @@
 // The cells on their canvas. Sparse: each is drawn, with letter, count and marks as far as there is room. Dense: each is one
 // pixel of a small image, the mean colour of its blocks, which the canvas shows enlarged. Both draw only what changed.
 
-import { CACHED, HELD, SHARED, countOf, fillOf, isDim, isLit, isSealed, kindOf, markOf } from "./pool_codes.js";
+import { CACHED, COLOURED, HELD, SHARED, countOf, fillOf, isDim, isLit, isSealed, kindOf, markOf } from "./pool_codes.js";
 import { blocksOf, cellOf, placeOf } from "./pool_layout.js";
 import { colourOf, css, inkOn, letterOf, mix } from "./palette.js";
 
@@ -17,6 +17,7 @@ export class CellPainter {
   #context;
   #drawn = new Uint32Array(0); // the codes as they are on the canvas
   #image = null; // of a dense pool: a pixel for each cell
+  #colours = null; // and the red, green and blue of every code
 
   constructor(canvas) {
     this.#context = canvas.getContext("2d");
@@ -32,6 +33,7 @@ export class CellPainter {
     this.#context.clearRect(0, 0, this.#context.canvas.width, this.#context.canvas.height);
     this.#image = layout.dense ? new OffscreenCanvas(layout.columns, layout.rows).getContext("2d") : null;
     this.pixels = layout.dense ? new ImageData(layout.columns, layout.rows) : null;
+    this.#colours = layout.dense ? Uint8Array.from({ length: 3 * COLOURED }, (_, place) => colour(palette, Math.floor(place / 3))[place % 3]) : null;
   }
 
   /** Draws what differs from the canvas; returns the blocks that did. */
@@ -47,38 +49,36 @@ export class CellPainter {
   }
 
   #drawDense(changed, codes) {
-    const { data } = this.pixels;
-    const colours = new Map(); // of this draw: few codes, many blocks
-    const of = (code) => {
-      const key = code & ~(15 << 3); // how full it is cannot be seen here
-      let found = colours.get(key);
-      if (!found) colours.set(key, (found = colour(this.palette, code)));
-      return found;
-    };
     let before = -1;
     for (const block of changed) {
       const cell = cellOf(this.layout, block);
-      if (cell === before) continue;
+      if (cell !== before) this.#drawPixel(cell, codes);
       before = cell;
-      const [from, to] = blocksOf(this.layout, cell);
-      if (codes.subarray(from, to).some(isLit)) { // one that is lit must not drown in a mean
-        data.set([...this.palette.accent, 255], 4 * cell);
-        continue;
-      }
-      let [red, green, blue] = [0, 0, 0];
-      for (let member = from; member < to; member += 1) {
-        const one = of(codes[member]);
-        red += one[0];
-        green += one[1];
-        blue += one[2];
-      }
-      const count = to - from;
-      data.set([red / count, green / count, blue / count, 255], 4 * cell);
     }
     this.#image.putImageData(this.pixels, 0, 0);
     const { columns, rows, size } = this.layout;
     this.#context.imageSmoothingEnabled = false;
     this.#context.drawImage(this.#image.canvas, 0, 0, columns * size, rows * size);
+  }
+
+  /** The mean of a cell's blocks; one that is lit must not drown in it. */
+  #drawPixel(cell, codes) {
+    const [from, to] = blocksOf(this.layout, cell);
+    const { data } = this.pixels;
+    let [red, green, blue, lit] = [0, 0, 0, 0];
+    for (let block = from; block < to; block += 1) {
+      const place = 3 * (codes[block] % COLOURED);
+      red += this.#colours[place];
+      green += this.#colours[place + 1];
+      blue += this.#colours[place + 2];
+      lit |= isLit(codes[block]);
+    }
+    const count = to - from;
+    const { accent } = this.palette;
+    data[4 * cell] = lit ? accent[0] : red / count;
+    data[4 * cell + 1] = lit ? accent[1] : green / count;
+    data[4 * cell + 2] = lit ? accent[2] : blue / count;
+    data[4 * cell + 3] = 255;
   }
 
   #drawCell(block, code) {

@@ -4,6 +4,7 @@
 
 import { freshId, make, oncePerPicture } from "./dom.js";
 import { onTheme, readPalette } from "./palette.js";
+import { Sheet } from "./sheet.js";
 import { buildControls } from "./timeline_controls.js";
 import { drawBars, drawLine } from "./timeline_draw.js";
 import { FIGURES, barsOf, columnsOf, firstFrom, stepAt } from "./timeline_series.js";
@@ -28,19 +29,19 @@ class Timeline {
 
   constructor(element, view) {
     this.#view = view;
-    this.#parts = build(element);
+    this.#parts = build(element, () => this.wake());
     this.#controls = buildControls(this.#parts.controls, view, STRETCHES, this.#stretch, (seconds) => {
       this.#stretch = seconds;
       this.wake();
     });
-    new ResizeObserver(() => this.wake()).observe(this.#parts.bars);
     onTheme(() => {
       this.#palette = null;
       this.wake();
     });
-    this.#parts.bars.addEventListener("click", (event) => this.#goTo(event.offsetX / this.#parts.bars.clientWidth));
-    this.#parts.bars.addEventListener("pointermove", (event) => this.#tell(event.offsetX / this.#parts.bars.clientWidth));
-    this.#parts.bars.addEventListener("pointerleave", () => this.wake());
+    const { bars } = this.#parts;
+    bars.canvas.addEventListener("click", (event) => this.#goTo(event.offsetX / bars.width));
+    bars.canvas.addEventListener("pointermove", (event) => this.#tell(event.offsetX / bars.width));
+    bars.canvas.addEventListener("pointerleave", () => this.wake());
   }
 
   #timeOf(share) {
@@ -69,7 +70,7 @@ class Timeline {
     const [steps, events] = [history.logs.steps.items, history.logs.events.items];
     const to = this.#window(history, moment);
     const from = to - this.#stretch;
-    const bars = barsOf(steps, from, to, Math.max(1, Math.floor(this.#parts.bars.clientWidth / 3)));
+    const bars = barsOf(steps, from, to, Math.max(1, Math.floor(this.#parts.bars.width / 3)));
     this.#shown = { from, to };
     const marked = events.slice(firstFrom(events, from), firstFrom(events, to + 1e-6));
     const { most, longest } = drawBars(this.#parts.bars, bars, marked, { from, to, moment }, this.#palette);
@@ -94,10 +95,10 @@ class Timeline {
     const blocks = state.head.num_blocks - 1;
     const lately = columnsOf(steps, moment - 1, moment, 1)[0];
     const before = columnsOf(steps, from, moment, 1)[0];
-    for (const [name, { canvas, number }] of Object.entries(this.#parts.figures)) {
+    for (const [name, { line, number }] of Object.entries(this.#parts.figures)) {
       const { value, say, most, empty = null } = FIGURES[name];
       const values = sums.map((sum) => (sum ? value(sum, seconds, blocks) : empty));
-      drawLine(canvas, values, most ?? Math.max(1, ...values), (moment - from) / (to - from), this.#palette);
+      drawLine(line, values, most ?? Math.max(1, ...values), (moment - from) / (to - from), this.#palette);
       const known = name === "throughput" ? lately && value(lately, 1, blocks) : before && value(before, 1, blocks);
       number.textContent = known === null ? (empty === 0 ? say(0) : "–") : say(known);
     }
@@ -108,11 +109,12 @@ function sayStep([step, at, ms, prefill, decode, rows]) {
   return `Step ${step} at ${at.toFixed(2)} s: ${prefill} prefill and ${decode} decode tokens in ${rows} rows, ${ms.toFixed(1)} ms`;
 }
 
-function build(element) {
+function build(element, resized) {
   const title = freshId("steps");
-  const bars = make("canvas", { class: "timeline-bars", role: "img", "aria-labelledby": title });
+  const sheet = (properties) => new Sheet(make("canvas", properties), resized);
+  const bars = sheet({ class: "timeline-bars", role: "img", "aria-labelledby": title });
   const figures = Object.fromEntries(
-    Object.keys(FIGURES).map((name) => [name, { canvas: make("canvas", { class: "figure-line", "aria-hidden": "true" }), number: make("dd", { "data-figure": name }) }]),
+    Object.keys(FIGURES).map((name) => [name, { line: sheet({ class: "figure-line", "aria-hidden": "true" }), number: make("dd", { "data-figure": name }) }]),
   );
   const parts = {
     bars,
@@ -127,9 +129,9 @@ function build(element) {
     { class: "timeline" },
     parts.controls,
     parts.step,
-    bars,
+    bars.canvas,
     make("p", { class: "timeline-legend" }, key("prefill", "prefill"), key("decode", "decode"), key("ms", "time taken"), parts.scale),
-    make("dl", { class: "figures" }, ...Object.entries(figures).map(([name, { canvas, number }]) => make("div", { class: "figure" }, make("dt", {}, FIGURES[name].label), number, make("dd", { class: "figure-drawing" }, canvas)))),
+    make("dl", { class: "figures" }, ...Object.entries(figures).map(([name, { line, number }]) => make("div", { class: "figure" }, make("dt", {}, FIGURES[name].label), number, make("dd", { class: "figure-drawing" }, line.canvas)))),
   );
   element.append(parts.root);
   return parts;

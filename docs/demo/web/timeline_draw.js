@@ -4,23 +4,13 @@ import { css } from "./palette.js";
 
 const MARKED = { evict: "cached", copy: "ink", fork: "ink", hit: "accent", note: "accent", preempt: "warn" }; // the rarest on top
 const MARK_ROOM = 10; // pixels above the bars
+const MARK_EVERY = 2; // pixels
 const MS_ROOM = 14; // and below them, for how long a step took
 
-/** A canvas that is as sharp as its screen. Returns its context, width and height in CSS pixels. */
-export function sharp(canvas) {
-  const { clientWidth: width, clientHeight: height } = canvas;
-  const [real, tall] = [Math.round(width * devicePixelRatio), Math.round(height * devicePixelRatio)];
-  if (canvas.width !== real) canvas.width = real;
-  if (canvas.height !== tall) canvas.height = tall;
-  const context = canvas.getContext("2d");
-  context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
-  context.clearRect(0, 0, width, height);
-  return { context, width, height };
-}
-
 /** Decode tokens below, prefill tokens on top of them; under the line how long it took. */
-export function drawBars(canvas, bars, events, { from, to, moment }, palette) {
-  const { context, width, height } = sharp(canvas);
+export function drawBars(sheet, bars, events, { from, to, moment }, palette) {
+  sheet.clear();
+  const { context, width, height } = sheet;
   const floor = height - MS_ROOM;
   const most = Math.max(1, ...bars.map(({ prefill, decode }) => prefill + decode));
   const longest = Math.max(1, ...bars.map((bar) => bar.ms));
@@ -37,16 +27,27 @@ export function drawBars(canvas, bars, events, { from, to, moment }, palette) {
     context.fillRect(x, floor + 2, wide, ((MS_ROOM - 3) * bar.ms) / longest);
   }
   context.globalAlpha = 1;
+  const moments = momentsOf(events, ((to - from) / width) * MARK_EVERY);
   for (const [what, name] of Object.entries(MARKED)) {
-    for (const [, at, which] of events) if (which === what) drawMark(context, place(at), css(palette[name]));
+    context.fillStyle = css(palette[name]);
+    for (const at of moments.get(what)) drawMark(context, place(at));
   }
   context.fillStyle = css(palette.ink);
   context.fillRect(Math.min(width - 1, place(moment)), 0, 1.5, height);
   return { most, longest };
 }
 
-function drawMark(context, x, colour) {
-  context.fillStyle = colour;
+/** When each kind of event happened, told once for those too near to each other to be seen apart. */
+function momentsOf(events, near) {
+  const moments = new Map(Object.keys(MARKED).map((what) => [what, []]));
+  for (const [, at, what] of events) {
+    const found = moments.get(what);
+    if (found && Math.floor(at / near) !== Math.floor(found.at(-1) / near)) found.push(at);
+  }
+  return moments;
+}
+
+function drawMark(context, x) {
   context.beginPath();
   context.moveTo(x, MARK_ROOM - 2);
   context.lineTo(x - 3.5, 1);
@@ -55,8 +56,9 @@ function drawMark(context, x, colour) {
 }
 
 /** A line over columns of values, null where there is none, with the moment marked. */
-export function drawLine(canvas, values, most, share, palette) {
-  const { context, width, height } = sharp(canvas);
+export function drawLine(sheet, values, most, share, palette) {
+  sheet.clear();
+  const { context, width, height } = sheet;
   const place = (value) => height - 1.5 - (value / (most || 1)) * (height - 3);
   context.strokeStyle = css(palette.muted);
   context.lineWidth = 1.25;

@@ -9,6 +9,3 @@ mountPool(document.getElementById("pool"), view);
 mountTimeline(document.getElementById("timeline"), view);
 connect(view, { headers: () => ({ authorization: "Bearer secret" }) });
 globalThis.view = view;
-
-globalThis.longTasks = [];
-new PerformanceObserver((list) => globalThis.longTasks.push(...list.getEntries().map(({ duration }) => duration))).observe({ type: "longtask" });
