@@ -54,13 +54,14 @@ class ViewModel:
         self.arrivals = 0
         self.steps: list[list[float]] = []
         self.events: list[list[Any]] = []
-        self.ends: list[tuple[int, str]] = []
+        self.ended: list[tuple[Frame, str]] = []  # who was told to be gone: its last row, and how it ended
         self._start_frame()
 
     def _start_frame(self) -> None:
         self.changed: set[int] = set()
         self.touched: dict[int, int] = {}  # seq -> entries of its table that did not change
         self.gone: list[tuple[int, str]] = []
+        self.last_rows: list[Frame] = []  # of those who are gone
         self.new_steps: list[list[float]] = []
         self.new_events: list[list[Any]] = []
 
@@ -221,6 +222,8 @@ class ViewModel:
 
     def end(self, seq: Sequence, how: str) -> None:
         self.gone.append((seq.seq, how))
+        digests = [self.blocks[number].digest for number in seq.table if self.blocks[number].sealed]
+        self.last_rows.append(self._seq_row(seq, full=True) | {"digests": digests})
         self._drop_table(seq)
         del self.seqs[seq.seq]
         self.touched.pop(seq.seq)
@@ -234,12 +237,13 @@ class ViewModel:
             "kind": kind,
             "at": self.now,
             "blocks": [self._block_row(number, full) for number in numbers],
-            "seqs": [self._seq_row(seq, full) for seq in self.seqs.values() if full or seq.seq in self.touched],
-            "gone": [] if full else [list(end) for end in self.gone],
+            "seqs": [*self.last_rows, *(self._seq_row(seq, full) for seq in self.seqs.values() if full or seq.seq in self.touched)],
+            "gone": [list(end) for end in self.gone],
             "steps": self.new_steps[-600:],
             "events": self.new_events,
             "lost": 0,
         }
+        self.ended += [(row, how) for row, (_, how) in zip(self.last_rows, self.gone)]
         self.steps += self.new_steps[-600:]
         self.events += self.new_events
         self._start_frame()
@@ -265,6 +269,11 @@ class ViewModel:
         return {"seq": seq.seq, "request": seq.request, "sample": 0, "state": seq.state, "prompt": seq.prompt, "tokens": seq.tokens,
                 "computed": max(0, seq.tokens - 1), "cached": seq.cached, "reason": seq.reason, "preemptions": seq.preemptions}  # fmt: skip
 
+    def _entries(self, row: Frame) -> list[list[Any]]:
+        """Of the table of one that has ended: index, block, whether its content is still there."""
+        digests = row["digests"] + [None] * len(row["table"])
+        return [[index, number, digests[index] == self.blocks[number].digest] for index, number in enumerate(row["table"])]
+
     def known(self) -> Known:
         """All of it, where the pool is small enough to compare all."""
         blocks = [[b.ref, b.sealed, b.digest, b.told, b.told_since] for b in self.blocks] if len(self.blocks) < 1000 else []
@@ -272,6 +281,7 @@ class ViewModel:
             "at": self.now,
             "blocks": blocks,
             "seqs": [self._fields(seq) | {"table": list(seq.table)} for seq in self.seqs.values()],
+            "ended": [[row["seq"], how, self._entries(row)] for row, how in self.ended[-32:]],
             "owners": [sum(seq.table.count(number) for seq in self.seqs.values()) for number in range(len(blocks))],
             "steps": [step[0] for step in self.steps[-600:]][::20],
             "events": self.events[-30:],

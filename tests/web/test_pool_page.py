@@ -193,6 +193,19 @@ def test_a_request_lights_up_from_logical_to_physical(open_pool: OpenPage, pool_
     wait_for_moment(page, story.model.now)
     assert entries(page) == table  # it has ended: what it left in the cache is still lit, what was not sealed is not
     expect(page.locator(".entry-text").last).to_have_text("has other content now")
+    short: list[list[str]] = []
+
+    def come_and_go() -> None:
+        story.model.admit()
+        story.model.write(story.model.seqs[2], 9 - story.model.seqs[2].tokens)
+        short.append(table_of(story, 2))
+        story.model.end(story.model.seqs[2], "length")
+
+    story.go_on(come_and_go)  # within one frame
+    page.get_by_role("button", name="cmpl-2 ended (length) · 9 tokens").click()
+    wait_until(page, "document.querySelector('.pool').dataset.lit === '2'")
+    assert [entries(page)] == short and len(short[0]) == 3
+    assert page.locator(".entry .token").count() == 8
 
 
 def test_copies_evictions_preemptions_and_hits_are_seen(open_pool: OpenPage, pool_host: ViewHost) -> None:
@@ -215,7 +228,7 @@ def test_copies_evictions_preemptions_and_hits_are_seen(open_pool: OpenPage, poo
     story.go_on(lambda: model.preempt(model.seqs[1]))
     expect(news).to_contain_text("sequence B 1 was preempted and waits")
     assert page.evaluate(marks) != blank
-    expect(page.locator(".request")).to_contain_text("waiting")
+    expect(page.get_by_role("button", name="B cmpl-0")).to_contain_text("waiting")
     story.go_on(model.admit, lambda: model.write(model.seqs[2], 20 - model.seqs[2].tokens))
     expect(news).to_contain_text("evicted")
     assert crossed(page, next(event[3] for event in story.sent[-1]["events"] if event[2] == "evict"))
