@@ -78,7 +78,7 @@ export class State {
     this.ended = new Map(); // seq -> its last row, with how it ended and the digests its full blocks had
     this.numSteps = logs.steps.end;
     this.numEvents = logs.events.end;
-    this.news = []; // events of the frame that led here
+    this.news = []; // events of the delta that led here
     this.note = null;
     this.lost = 0;
   }
@@ -100,9 +100,9 @@ export class State {
     for (const row of frame.blocks ?? []) this.blocks.set(row);
     for (const seq of frame.seqs ?? []) setSeq(this.seqs, seq);
     for (const [seq, how] of frame.gone ?? []) end(this, seq, how);
-    this.news = frame.events ?? [];
+    this.news = frame.kind === "full" ? [] : (frame.events ?? []);
     this.numSteps += frame.steps?.length ?? 0;
-    this.numEvents += this.news.length;
+    this.numEvents += frame.events?.length ?? 0;
     this.lost += frame.lost ?? 0;
   }
 

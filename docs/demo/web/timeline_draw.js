@@ -40,6 +40,8 @@ export function drawBars(canvas, bars, events, { from, to, moment }, palette) {
   for (const [what, name] of Object.entries(MARKED)) {
     for (const [, at, which] of events) if (which === what) drawMark(context, place(at), css(palette[name]));
   }
+  context.fillStyle = css(palette.accent);
+  for (const [, at, which] of events) if (which === "note") context.fillRect(place(at) - 0.5, 0, 1, height);
   context.fillStyle = css(palette.ink);
   context.fillRect(Math.min(width - 1, place(moment)), 0, 1.5, height);
   return { most, longest };
