@@ -127,11 +127,12 @@ def _steps(state: ViewState, width: int) -> list[Line]:
 
 
 def _requests(state: ViewState, width: int, room: int) -> list[Line]:
-    """Those that run first; where not all find room, how many more there are."""
-    listed = sorted(state.seqs.values(), key=lambda seq: (seq["state"] != "running", seq["seq"]))
+    """Those that run first; where not all find room, how many more there are; where there is room, who ended last."""
+    live = sorted(state.seqs.values(), key=lambda seq: (seq["state"] != "running", seq["seq"]))
+    listed = live + [{**seq, "state": f"ended ({how})"} for seq, how in reversed(state.ended)]
     if not listed or room < 3:
         return []
-    shown = listed if len(listed) < room else listed[: room - 2]
+    shown = listed[: room - 1] if len(live) < room else live[: room - 2]
     cells = [("request", "state", "tokens", "blocks", "cached", "preempted"), *map(_cells, shown)]
     cells = [line if width >= WIDE else line[:-1] for line in cells]
     widths = [max(map(len, column)) for column in zip(*cells)]
@@ -140,7 +141,7 @@ def _requests(state: ViewState, width: int, room: int) -> list[Line]:
     for name, kind, *counts in cells:
         right = " ".join(cell.rjust(size) for cell, size in zip(counts, widths[2:]))
         lines.append([(f"{_clipped(name, space).ljust(space)} {kind.ljust(widths[1])} {right}", "" if kind == "running" else "dim")])
-    more = len(listed) - len(shown)
+    more = max(len(live) - len(shown), 0)
     return lines + ([[(f"and {more:,} more", "dim")]] if more else [])
 
 

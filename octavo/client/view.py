@@ -6,6 +6,7 @@ from typing import Any
 
 MOST_STEPS = 600
 MOST_EVENTS = 2048
+MOST_ENDED = 32
 
 
 class ViewState:
@@ -22,6 +23,7 @@ class ViewState:
         self.tokens: list[list[str] | None] = [None] * num_blocks  # None: not told yet
         self.since: list[float | None] = [None] * num_blocks
         self.seqs: dict[int, dict[str, Any]] = {}
+        self.ended: deque[tuple[dict[str, Any], str]] = deque(maxlen=MOST_ENDED)  # the last ones, as they were, and how they ended
         self.steps: deque[list[Any]] = deque(maxlen=MOST_STEPS)
         self.events: deque[list[Any]] = deque(maxlen=MOST_EVENTS)
         self.lost = 0
@@ -51,8 +53,9 @@ class ViewState:
         for seq in frame.get("seqs", ()):
             before = self.seqs.get(seq["seq"], {"table": []})
             self.seqs[seq["seq"]] = {**seq, "from": 0, "table": before["table"][: seq["from"]] + seq["table"]}
-        for seq_id, _ in frame.get("gone", ()):
-            self.seqs.pop(seq_id, None)
+        for seq_id, how in frame.get("gone", ()):
+            if (last := self.seqs.pop(seq_id, None)) is not None:
+                self.ended.append((last, how))
         self.steps.extend(frame.get("steps", ()))
         self.events.extend(frame.get("events", ()))
         self.lost += frame.get("lost", 0)

@@ -165,7 +165,7 @@ class AsyncLLM:
     def label(self, request_id: str) -> str:
         """What its asker called a request; its id where nobody did, or another process asked."""
         stream = self._streams.get(request_id)
-        return request_id if stream is None else stream.label or request_id
+        return (self._view.name(request_id) if stream is None else stream.label) or request_id
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -206,6 +206,7 @@ class AsyncLLM:
     def _drop(self, stream: Stream) -> None:
         """Nobody reads it any more."""
         del self._streams[stream.request_id]
+        self._view.remember(stream.request_id, stream.label)
         if stream.timer is not None:
             stream.timer.cancel()
         self._abort(stream)

@@ -1,7 +1,8 @@
 """The view: what pool and scheduler do, gathered while somebody watches. While nobody does there is no hook and no ring.
 
-    pool.on_event ─┐
-    core.trace ────┴─► EngineView ──► a Watcher for each client that asked ──► ViewFrame, when it asks
+    pool.on_event ─────┐
+    scheduler.on_end ──┤
+    core.trace ────────┴─► EngineView ──► a Watcher for each client that asked ──► ViewFrame, when it asks
 
 A client asks for every frame: one that is slow gets fewer. Between two frames of a client the loop has worked a hundred times as long
 as it takes to gather one, so that watching costs a hundredth, however much there is to see.
@@ -14,8 +15,9 @@ from octavo.engine.core import EngineCore
 from octavo.engine.trace import NoTrace, Trace
 from octavo.engine.view_frame import EventWords, ViewFrame, Wanted
 from octavo.engine.watcher import Contents, Watcher
-from octavo.messages import StepPlan
+from octavo.messages import FinishReason, StepPlan
 from octavo.policy.block_pool import Event
+from octavo.policy.request import Sequence
 from octavo.policy.scheduler import Scheduler
 
 WORK_FOR_A_FRAME = 100  # times as long as the frame takes
@@ -39,7 +41,7 @@ class EngineView:
         self._started = time.time()
         self._watchers: dict[str, Watcher] = {}  # by client
         self._trace: Trace = NoTrace()  # what was there before
-        self._on_event = self._scheduler.kv.pool.on_event
+        self._on_event, self._on_end = self._scheduler.kv.pool.on_event, self._scheduler.on_end
         self._contents = Contents(self._scheduler.kv.pool, self._scheduler.kv.block_size, clock)
         self._scheduler.kv.on_seal = self._contents.remember
 
@@ -83,11 +85,13 @@ class EngineView:
         self._watched_from = self._clock()
         self._trace, self._core.trace = self._core.trace, self
         self._on_event, pool.on_event = pool.on_event, self._on_block
+        self._on_end, self._scheduler.on_end = self._scheduler.on_end, self._on_sequence_end
         self._seen = (self._scheduler.stats.preemptions, self._scheduler.stats.prefix_hits, self._scheduler.stats.prefix_queries)
         self._preemptions = {seq.seq_id: seq.preemptions for seq in self._scheduler.waiting if seq.preemptions}
 
     def _detach(self) -> None:
         self._core.trace, self._scheduler.kv.pool.on_event = self._trace, self._on_event
+        self._scheduler.on_end = self._on_end
 
     def _on_block(self, event: Event, block: int, digest: bytes | None) -> None:
         self._on_event(event, block, digest)
@@ -98,6 +102,11 @@ class EngineView:
         elif event == "evict":
             assert digest is not None
             self._tell((self._scheduler.step, self._now(), "evict", block, digest[:8].hex()))
+
+    def _on_sequence_end(self, seq: Sequence, reason: FinishReason) -> None:
+        self._on_end(seq, reason)
+        for watcher in self._watchers.values():
+            watcher.on_end(seq, reason)
 
     def begin(self) -> None:
         self._trace.begin()

@@ -12,7 +12,7 @@ EventWords = tuple[int | float | str, ...]  # step, at, kind, and what belongs t
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """One sequence that is new or has changed; `table` stands from entry `start` on."""
+    """One sequence that is new, has changed or has ended; `table` stands from entry `start` on."""
 
     seq: int
     request: str
@@ -26,6 +26,7 @@ class SequenceState:
     preemptions: int
     start: int
     table: list[int]
+    digests: list[str] | None = None  # of its full blocks, where it has ended
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from octavo.errors import UnavailableError
 from octavo.log import logger
 
 PERIOD_SECONDS = 0.1
+MOST_NAMES = 1024
 
 
 class ViewStream:
@@ -19,10 +20,11 @@ class ViewStream:
         self._loop = asyncio.get_running_loop()
         self._wanted: Wanted = "full"
         self._answer: asyncio.Future[ViewFrame | None] | None = None
+        self._names: dict[str, str] | None = None  # of requests that ended while somebody reads
 
     async def frames(self) -> AsyncGenerator[ViewFrame, None]:
         """For ever; leaving the iteration ends the watching."""
-        self._wanted = "full"
+        self._wanted, self._names = "full", {}
         try:
             while True:
                 frame = await self._next()
@@ -30,7 +32,18 @@ class ViewStream:
                     yield frame
                 await asyncio.sleep(PERIOD_SECONDS)
         finally:
+            self._names = None
             self._say("none")
+
+    def remember(self, request_id: str, name: str) -> None:
+        """What a request was called that is over here: the frame that tells of its end may be still to come."""
+        if self._names is not None and name:
+            self._names[request_id] = name
+            if len(self._names) > MOST_NAMES:
+                del self._names[next(iter(self._names))]
+
+    def name(self, request_id: str) -> str | None:
+        return (self._names or {}).get(request_id)
 
     def push(self, frame: ViewFrame) -> None:
         if self._answer is not None and not self._answer.done() and frame.full == (self._wanted == "full"):

@@ -3,7 +3,8 @@
     dirty     blocks that changed since; told in their present state, however often they changed
     owed      blocks whose tokens are to be told: sealed ones from `Contents`, others from the sequence that fills them
     told      sequences as they were told; a frame has what is different now
-    steps, events     rings: what does not fit is counted as lost
+    ended     sequences as they were when they ended, also those that were never told
+    steps, events, ended     rings: what does not fit is counted as lost
 
 All of it is bounded by the pool, the sequences and the rings, so a client that does not ask costs no more memory. A frame is bounded
 too; what does not fit into one comes with the next.
@@ -12,16 +13,19 @@ too; what does not fit into one comes with the next.
 from array import array
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from octavo.engine.view_frame import BlockState, EventWords, SequenceState, StepNumbers, ViewFrame
+from octavo.messages import FinishReason
 from octavo.policy.block_pool import BlockPool, Event
 from octavo.policy.request import Sequence
 from octavo.policy.scheduler import Scheduler
 
 MOST_STEPS = 600
 MOST_EVENTS = 2048
+MOST_ENDED = 256
+ENDED_ENTRIES = 65_536  # of their tables together
 BLOCKS_A_FRAME = 4096
 TOKENS_A_FRAME = 1024  # blocks that are told with their tokens
 
@@ -75,6 +79,14 @@ class _Told:
         return next((at for at, (old, new) in enumerate(zip(self.table, table)) if old != new), min(len(self.table), len(table)))
 
 
+def _state_of(seq: Sequence, start: int) -> SequenceState:
+    request, life = seq.request, seq.request.life
+    return SequenceState(
+        seq.seq_id, request.request_id, seq.index, seq.status.value, request.num_prompt, seq.num_tokens, seq.num_computed,
+        life.cached_tokens, life.hit_reason or "", seq.preemptions, start, seq.table[start:],
+    )  # fmt: skip
+
+
 class Watcher:
     def __init__(self, scheduler: Scheduler, contents: Contents, start: float, watched_from: float) -> None:
         """`start`: of all times that are told. `watched_from`: since then somebody saw blocks being taken."""
@@ -88,6 +100,8 @@ class Watcher:
         self._told: dict[int, _Told] = {}
         self._steps: deque[StepNumbers] = deque(maxlen=MOST_STEPS)
         self._events: deque[EventWords] = deque(maxlen=MOST_EVENTS)
+        self._ended: dict[int, tuple[SequenceState, str, list[bytes]]] = {}  # its last state, how it ended, digests of its full blocks
+        self._ended_entries = 0
         self._lost = 0
         self._full = True  # its next frame is its first
 
@@ -97,6 +111,17 @@ class Watcher:
             self._owed[block] = None
         elif event == "release" and self._pool.ref[block] and self._pool.digest_of[block] is None:
             self._owed[block] = None  # who has left may have been further than those who share it
+
+    def on_end(self, seq: Sequence, reason: FinishReason) -> None:
+        """Its table is about to be given back."""
+        before = self._told.get(seq.seq_id)
+        start = 0 if before is None else before.same_entries(seq.table)
+        self._ended[seq.seq_id] = _state_of(seq, start), reason, seq.digests[: seq.num_sealed]
+        self._ended_entries += len(seq.table)
+        while len(self._ended) > MOST_ENDED or (self._ended_entries > ENDED_ENTRIES and len(self._ended) > 1):
+            oldest, *_ = self._ended.pop(next(iter(self._ended)))
+            self._ended_entries -= oldest.start + len(oldest.table)
+            self._lost += 1
 
     def add_step(self, step: StepNumbers) -> None:
         self._lost += len(self._steps) == MOST_STEPS
@@ -128,8 +153,13 @@ class Watcher:
             before = told.get(seq.seq_id)
             if before is None or not before.holds():
                 changed.append(self._tell(seq, before))
-        gone: list[tuple[int, str]] = [(seq_id, told.pop(seq_id).seq.ended or "abort") for seq_id in told.keys() - live]
-        return changed, gone
+        gone: dict[int, str] = {seq_id: told.pop(seq_id).seq.ended or "abort" for seq_id in told.keys() - live}
+        for state, how, digests in self._ended.values():
+            changed.append(replace(state, digests=[digest[:8].hex() for digest in digests]))
+            gone[state.seq] = how
+        self._ended.clear()
+        self._ended_entries = 0
+        return changed, list(gone.items())
 
     def _tell(self, seq: Sequence, before: _Told | None) -> SequenceState:
         table, size = seq.table, self._contents.block_size
@@ -143,11 +173,7 @@ class Watcher:
             if self._pool.digest_of[table[index]] is None:  # else it was owed when it was sealed
                 self._owed[table[index]] = (seq, index)
         self._told[seq.seq_id] = _Told.of(seq)
-        request, life = seq.request, seq.request.life
-        return SequenceState(
-            seq.seq_id, request.request_id, seq.index, seq.status.value, request.num_prompt, seq.num_tokens, seq.num_computed,
-            life.cached_tokens, life.hit_reason or "", seq.preemptions, start, table[start:],
-        )  # fmt: skip
+        return _state_of(seq, start)
 
     # --- blocks ------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from array import array
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable
+from operator import attrgetter
 
 from octavo.errors import RequestError
 from octavo.messages import AddRequest, Delta, FinishReason, Limits, RowFork, SchedulerStats, StepPlan, StepResult, TokenLogprobs
@@ -26,10 +27,7 @@ SCAN_LIMIT = 32  # requests looked at behind one that does not fit
 SEALS_PER_STEP = 32  # larger batches take turns at sealing: when all cross a block edge together, no step pays for all
 COMEBACK_TOKENS = 32  # room a sequence preempted k times wants for more output: this times 2^k
 NOT_FINITE = "numerical_error: values that are not finite, or an id outside the vocabulary"
-
-
-def _policy_key(seq: Sequence) -> tuple[int, int, int]:
-    return seq.key
+_policy_key = attrgetter("key")
 
 
 class Scheduler:
@@ -50,6 +48,7 @@ class Scheduler:
         self.seed = seed
         self.preempt_every = preempt_every
         self.clock = clock
+        self.on_end: Callable[[Sequence, FinishReason], None] = lambda seq, reason: None  # while it still has its blocks
         self.step = 0
         self.waiting: list[Sequence] = []  # both in policy order
         self.running: list[Sequence] = []
@@ -379,6 +378,7 @@ class Scheduler:
 
     def _remove(self, seq: Sequence, reason: FinishReason) -> None:
         """Out of the engine, from wherever it is."""
+        self.on_end(seq, reason)
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
             self._free(seq)

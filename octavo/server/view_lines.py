@@ -58,6 +58,7 @@ def delta(frame: ViewFrame, pieces: Pieces, name: Callable[[SequenceState], str]
 
 
 def _sequence(seq: SequenceState, request: str) -> dict[str, Any]:
+    ended = {} if seq.digests is None else {"digests": seq.digests}
     return {
         "seq": seq.seq,
         "request": request,
@@ -71,4 +72,5 @@ def _sequence(seq: SequenceState, request: str) -> dict[str, Any]:
         "preemptions": seq.preemptions,
         "from": seq.start,
         "table": seq.table,
+        **ended,
     }

@@ -35,6 +35,7 @@ function checkHead(frame) {
   const { num_blocks: blocks, block_size: size } = frame;
   want(Number.isInteger(blocks) && blocks > 1 && blocks <= MOST_BLOCKS, `num_blocks is ${blocks}; it must lie in 2..${MOST_BLOCKS}`);
   want(Number.isInteger(size) && size > 0, `block_size is ${size}, not a number of tokens`);
+  want(Number.isFinite(frame.started), `started of a head is ${frame.started}, not a number of seconds`);
   return frame;
 }
 

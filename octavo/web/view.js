@@ -89,7 +89,6 @@ class View {
   /** A frame of a live stream. */
   apply(frame) {
     this.history.apply(frame);
-    if (frame.kind === "head" && !this.recorded) this.time = "live";
     this.tell("frame");
   }
 

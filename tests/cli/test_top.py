@@ -37,7 +37,9 @@ FRAMES: list[tuple[float, Any]] = [
     (0, EMPTY | {"at": 0.2}),
     (0, {
         "kind": "delta", "at": 1.2, "blocks": BLOCKS, "steps": [STEP, [8, 0.9, 1.0, 0, 3, 3, 2, 1, 3, 0, 0, 0]],
-        "seqs": [sequence(1), sequence(2, request="cmpl-two", sample=1, table=[1, 9]), sequence(3, state="waiting", table=[], cached=0)],
+        "seqs": [sequence(1), sequence(2, request="cmpl-two", sample=1, table=[1, 9]), sequence(3, state="waiting", table=[], cached=0),
+                 sequence(4, digests=["ef"])],  # it came and went
+        "gone": [[4, "stop"]],
         "events": [[7, 0.5, "copy", 1, 3, 2], [7, 0.5, "preempt", 3], [8, 0.9, "note", "a note"], [8, 0.9, "unheard of", 1]],
     }),
 ]  # fmt: skip
@@ -71,7 +73,7 @@ def test_one_picture_says_what_the_frames_say(hurried: None, capsys: pytest.Capt
     assert "steps: tokens of each, at most 32  the last: 3 in 1.0 ms, 3 rows" in said and "█▁" in lines
     assert re.search(r"^cmpl-1 +running +53 +4 +80% +0$", said, re.MULTILINE)
     assert re.search(r"^cmpl-two #1 +running +53 +2 +80% +0$", said, re.MULTILINE)
-    assert re.search(r"^cmpl-3 +waiting +53 +0 +0% +0$", said, re.MULTILINE)
+    assert re.search(r"^cmpl-3 +waiting +53 +0 +0% +0\ncmpl-4 +ended \(stop\) +53 +4 +80% +0$", said, re.MULTILINE)
     assert re.search(r"^step 7  block 1 copied to 3 for 2, which writes to it\nstep 7  3 preempted\nstep 8  a note$", said, re.MULTILINE)
 
 
@@ -237,6 +239,18 @@ def test_a_hundred_thousand_blocks_and_ten_thousand_requests_are_drawn_at_once()
     lines = plain(picture(watch, 120, 40))
     assert time.process_time() - start < 1
     assert sum("▒" in line for line in lines) >= 7 and "and 9,9" in " ".join(lines) and len(lines) <= 40
+
+
+def test_who_ended_is_listed_where_those_who_are_there_leave_room() -> None:
+    seqs = [sequence(number) for number in range(60)]
+    watch = watch_of(HEAD, EMPTY | {"seqs": seqs, "gone": [[number, "length"] for number in range(50)]})
+    shown = [plain(picture(watch, 80, height)) for height in range(1, 80)]
+    for lines in shown:
+        live = [line for line in lines if "running " in line and "cmpl" in line]
+        ended = [line.split()[0] for line in lines if "ended (length)" in line]
+        assert ended == [f"cmpl-{number}" for number in range(49, 49 - len(ended), -1)] and (not ended or len(live) == 10)
+        assert any("more" in line for line in lines) == (0 < len(live) < 10)
+    assert any("cmpl-18 " in line for line in shown[-1]) and not any("cmpl-17 " in line for line in shown[-1]), "32 are remembered"
 
 
 def test_a_pool_is_drawn_in_letters_where_signs_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,17 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
+from octavo.client import view as client_view
 from octavo.engine import watcher
 from octavo.engine.trace import NoTrace
 from octavo.engine.view import EngineView
+from octavo.messages import FinishReason
 from octavo.policy.block_pool import Event
+from octavo.policy.request import Sequence
 from tests.policy.machine_settings import machine_settings
 from tests.policy.test_engine_machine import EngineMachine
 from tests.support.fake import VOCAB, FakeEngine, sampling
-from tests.support.watching import Reader
+from tests.support.watching import SEQUENCE, Reader, row_of
 
 NAMES = st.sampled_from(["early", "late"])
 
@@ -22,6 +25,7 @@ class WatchedMachine(EngineMachine):
     """Watchers come, look as they like, and leave, beside all that can happen to an engine."""
 
     one_frame_is_enough = True
+    no_end_is_lost = True
 
     @invariant()
     def look_always(self) -> None:
@@ -35,8 +39,16 @@ class WatchedMachine(EngineMachine):
         self.readers: dict[str, Reader] = {}
         self.sealed_ids: dict[bytes, list[int]] = {}
         self._checks, self.engine.pool.on_event = self.engine.pool.on_event, self._on_event
+        self.ends: dict[int, tuple[list[Any], str, list[str]]] = {}  # how each sequence was before it left, and its sealed blocks
+        self._let_go, self.engine.scheduler._remove = self.engine.scheduler._remove, self._remove  # type: ignore[method-assign]
+        self.joined: dict[str, set[int]] = {"always": set()}  # whose ends a reader could not see
         self.view = EngineView(self.engine.core)
         self.readers["always"] = Reader(self.view, "always", self.engine.scheduler)
+
+    def _remove(self, seq: Sequence, reason: FinishReason) -> None:
+        digests = [self.engine.pool.digest_of[block] for block in seq.table]
+        self.ends[seq.seq_id] = row_of(seq), reason, ["" if digest is None else digest[:8].hex() for digest in digests]
+        self._let_go(seq, reason)
 
     def _on_event(self, event: Event, block: int, digest: bytes | None) -> None:
         self._checks(event, block, digest)
@@ -49,6 +61,7 @@ class WatchedMachine(EngineMachine):
     @rule(name=NAMES)
     def join(self, name: str) -> None:
         self.readers[name] = Reader(self.view, name, self.engine.scheduler)
+        self.joined[name] = set(self.ends)
         self._look(name)
 
     @rule(name=NAMES)
@@ -65,6 +78,18 @@ class WatchedMachine(EngineMachine):
         count = self.readers[name].look(self.sealed_ids)
         assert count <= 1 or not self.one_frame_is_enough
         self.readers[name].assert_exact(self.sealed_ids)
+        self._check_ends(self.readers[name], self.ends.keys() - self.joined[name])
+
+    def _check_ends(self, reader: Reader, wanted: set[int]) -> None:
+        """Whoever ended since it came is told as it was, however short it was there."""
+        assert reader.ended.keys() == wanted if self.no_end_is_lost else reader.ended.keys() <= wanted
+        for seq_id, (told, how) in reader.ended.items():
+            row, reason, sealed = self.ends[seq_id]
+            assert how == reason
+            if self.no_end_is_lost or "digests" in told:
+                assert [told[name] for name in SEQUENCE] == row
+                known = told["digests"] + [""] * (len(sealed) - len(told["digests"]))
+                assert all(digest in ("", mine) for digest, mine in zip(sealed, known, strict=True))
 
     def teardown(self) -> None:
         super().teardown()
@@ -75,6 +100,12 @@ class WatchedMachine(EngineMachine):
 
 class CrampedMachine(WatchedMachine):
     one_frame_is_enough = False
+    no_end_is_lost = False
+
+
+@pytest.fixture(autouse=True)
+def readers_remember_all_who_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_view, "MOST_ENDED", None)
 
 
 def test_a_reader_sees_the_engine_as_it_is() -> None:
@@ -82,7 +113,8 @@ def test_a_reader_sees_the_engine_as_it_is() -> None:
 
 
 def test_and_so_it_does_when_frames_are_small_and_rings_lose_what_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, most in {"MOST_STEPS": 2, "MOST_EVENTS": 1, "BLOCKS_A_FRAME": 3, "TOKENS_A_FRAME": 2}.items():
+    sizes = {"MOST_STEPS": 2, "MOST_EVENTS": 1, "MOST_ENDED": 3, "ENDED_ENTRIES": 9, "BLOCKS_A_FRAME": 3, "TOKENS_A_FRAME": 2}
+    for name, most in sizes.items():
         monkeypatch.setattr(watcher, name, most)
     run_state_machine_as_test(CrampedMachine, settings=machine_settings(40, 30))
 
@@ -151,6 +183,21 @@ def test_rings_that_are_full_say_how_much_was_lost() -> None:
     reader.look()
     assert reader.state.lost == engine.scheduler.step - watcher.MOST_STEPS > 0
     assert len(reader.state.steps) == watcher.MOST_STEPS and reader.state.steps[-1][0] == engine.scheduler.step
+
+
+def test_of_many_that_came_and_went_the_last_ones_are_told_and_the_rest_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for most, entries, told in ((3, 99, [2, 3, 4]), (9, 5, [3, 4]), (9, 1, [4])):  # tables of two blocks each
+        monkeypatch.setattr(watcher, "MOST_ENDED", most)
+        monkeypatch.setattr(watcher, "ENDED_ENTRIES", entries)
+        engine, reader = watched(block_size=4)
+        reader.look()
+        for turn in (1, 2):
+            for number in range(5):
+                engine.add(f"{turn}.{number}", [number, 1, 2, 3, 4], sampling(2))
+                engine.run()
+            reader.look()
+            assert [seq["request"] for seq, _ in reader.state.ended][-len(told) :] == [f"{turn}.{number}" for number in told]
+            assert reader.state.lost == turn * (5 - len(told))
 
 
 def test_cached_blocks_are_known_that_were_filled_before_anybody_watched() -> None:

@@ -92,10 +92,14 @@ def test_watchers_see_text_and_names_and_the_last_one_leaves_nothing(server: Ser
     assert list(head) == ["kind", "version", "model", "block_size", "num_blocks", "epoch", "started", "version_of", "lesson"]
     assert (head["version"], head["block_size"], head["num_blocks"], head["epoch"]) == (1, 4, 300, 1)
     assert abs(head["started"] - time.time()) < 600 and head["version_of"].startswith("octavo ")
-    answer = server.ask("POST", "/v1/completions", BODY).json
-    wait_for(lambda: first.state.steps and first.state.steps[-1][6] == 0 and not first.state.seqs)
+    short, answer = (server.ask("POST", "/v1/completions", body).json for body in (BODY | {"max_tokens": 1}, BODY))
+    wait_for(lambda: len(first.state.ended) == 2)
     names = {seq["request"] for frame in first.frames for seq in frame.get("seqs", ())}
-    assert names == {answer["id"]}
+    assert names == {short["id"], answer["id"]}, "also of one that may have ended before there was a frame"
+    for (last, how), usage in zip(first.state.ended, (short["usage"], answer["usage"])):
+        assert (last["tokens"], how) == (usage["total_tokens"], "length") and last["computed"] == last["tokens"] - 1
+        assert len(last["table"]) == -(-last["computed"] // 4) and len(last["digests"]) == last["computed"] // 4
+        assert [first.state.digests[block] for block in last["table"]][: len(last["digests"])] == last["digests"]
     cached = [frame_seq for frame in first.frames for frame_seq in frame.get("seqs", ())][-1]
     assert cached["cached"] > 0 and cached["reason"] == "end"
     prompt = server.ask("POST", "/tokenize", {"prompt": BODY["prompt"]}).json["tokens"]
@@ -104,6 +108,7 @@ def test_watchers_see_text_and_names_and_the_last_one_leaves_nothing(server: Ser
     second = Watching(server)
     time.sleep(0.3)
     assert second.state.steps == first.state.steps and second.state.events == first.state.events
+    assert second.state.ended == first.state.ended
     assert second.state.tokens == first.state.tokens and second.state.since == first.state.since
     first.leave()
     server.ask("POST", "/v1/completions", BODY)
@@ -205,9 +210,9 @@ def test_who_is_new_or_left_behind_starts_from_the_state_and_misses_nothing(monk
         wanted = states[0]
         assert heads == [1, 2, 1] and states[1].at == pytest.approx(wanted.at, abs=1)
         for state in states[1:]:
-            for part in ("ref", "sealed", "digests", "tokens", "since", "seqs", "steps"):
+            for part in ("ref", "sealed", "digests", "tokens", "since", "seqs", "ended", "steps"):
                 assert getattr(state, part) == getattr(wanted, part), part
-        assert sum(wanted.sealed) > 0 and llm.readers == 1
+        assert sum(wanted.sealed) > 0 and len(wanted.ended) > 5 and llm.readers == 1
         for stream in streams:
             await stream.aclose()
         await asyncio.sleep(0.02)
@@ -255,9 +260,9 @@ def test_a_recording_is_what_a_watcher_reads(endless: str, tmp_path: Path) -> No
     file.chmod(0o644)
     flags = (*FLAGS, "--record", str(file), "--api-processes", "2")
     with ServerProcess("octavo serve", endless, *flags, env=FAKE) as server:
-        for _ in range(3):
-            assert server.ask("POST", "/v1/completions", BODY).status == 200
-        time.sleep(0.3)
+        for body in (BODY, BODY, BODY, BODY | {"max_tokens": 1}):
+            assert server.ask("POST", "/v1/completions", body).status == 200
+        wait_for(lambda: file.read_text().count('"digests"') == 4)  # the last one has been told
         server.process.send_signal(signal.SIGTERM)
         assert server.ended(10) == 0 and "Traceback" not in server.stderr
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -266,8 +271,9 @@ def test_a_recording_is_what_a_watcher_reads(endless: str, tmp_path: Path) -> No
     for frame in frames:
         state.apply(frame)
     assert [frame["kind"] for frame in frames[:2]] == ["head", "full"] and {frame["kind"] for frame in frames[2:]} == {"delta"}
-    assert [step[0] for step in state.steps] == list(range(1, 121)) and not state.seqs and sum(state.sealed) > 10
-    assert [event[2] for event in state.events].count("hit") == 2
+    assert [step[0] for step in state.steps] == list(range(1, 122)) and not state.seqs and sum(state.sealed) > 10
+    assert [event[2] for event in state.events].count("hit") == 3
+    assert [last["tokens"] - last["prompt"] for last, _ in state.ended] == [40, 40, 40, 1]
 
 
 def test_a_recording_that_cannot_grow_ends_and_what_is_no_recording_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -25,7 +25,7 @@ class Block:
     tokens: list[str] = field(default_factory=list)
     since: float = 0.0
     told: list[str] | None = None  # the tokens a watcher knows
-    told_since: float = 0.0
+    told_since: float | None = None
 
 
 @dataclass
@@ -43,7 +43,8 @@ class Sequence:
 
 
 class ViewModel:
-    def __init__(self, seed: int, num_blocks: int, most_seqs: int = 6) -> None:
+    def __init__(self, seed: int, num_blocks: int, most_seqs: int = 6, before: "ViewModel | None" = None) -> None:
+        """`before`: the engine that was there before this one was started. What is known counts times from the first one's start."""
         self.random = Random(seed)
         self.most_seqs = most_seqs
         self.blocks = [Block() for _ in range(num_blocks)]
@@ -52,21 +53,30 @@ class ViewModel:
         self.now = 0.0
         self.step = 0
         self.arrivals = 0
-        self.steps: list[list[float]] = []
-        self.events: list[list[Any]] = []
-        self.ends: list[tuple[int, str]] = []
+        self.epoch, self.started, self.offset = 1, 1.5, 0.0
+        self.own_steps: list[list[float]] = []
+        self.own_events: list[list[Any]] = []
+        self.steps_before: list[list[float]] = []
+        self.events_before: list[list[Any]] = []
+        if before is not None:
+            self.epoch, self.offset = before.epoch + 1, before.offset + before.now + 2.75
+            self.started += self.offset
+            self.steps_before = before.steps_before + before.own_steps
+            self.events_before = [*before.known_events(), [0, self.offset, "note", "the engine was started again"]]
+        self.ended: list[tuple[Frame, str]] = []  # who was told to be gone: its last row, and how it ended
         self._start_frame()
 
     def _start_frame(self) -> None:
         self.changed: set[int] = set()
         self.touched: dict[int, int] = {}  # seq -> entries of its table that did not change
         self.gone: list[tuple[int, str]] = []
+        self.last_rows: list[Frame] = []  # of those who are gone
         self.new_steps: list[list[float]] = []
         self.new_events: list[list[Any]] = []
 
     def head(self) -> Frame:
-        return {"kind": "head", "version": 1, "model": "model", "block_size": BLOCK_SIZE, "num_blocks": len(self.blocks), "epoch": 1,
-                "started": 1.5, "version_of": "octavo", "lesson": False}  # fmt: skip
+        return {"kind": "head", "version": 1, "model": "model", "block_size": BLOCK_SIZE, "num_blocks": len(self.blocks),
+                "epoch": self.epoch, "started": self.started, "version_of": "octavo", "lesson": False}  # fmt: skip
 
     def frames(self, count: int) -> Iterator[tuple[Frame, Known]]:
         """A full frame and deltas; the head goes before them. With each, what is known after it."""
@@ -221,6 +231,8 @@ class ViewModel:
 
     def end(self, seq: Sequence, how: str) -> None:
         self.gone.append((seq.seq, how))
+        digests = [self.blocks[number].digest for number in seq.table if self.blocks[number].sealed]
+        self.last_rows.append(self._seq_row(seq, full=True) | {"digests": digests})
         self._drop_table(seq)
         del self.seqs[seq.seq]
         self.touched.pop(seq.seq)
@@ -230,18 +242,25 @@ class ViewModel:
     def frame(self, kind: str) -> Frame:
         full = kind == "full"
         numbers = [n for n, b in enumerate(self.blocks) if n and (b.ref or b.sealed)] if full else sorted(self.changed)
+        if full:
+            self.last_rows = [row for row, _ in self.ended[-32:]] + self.last_rows
+            self.gone = [(row["seq"], how) for row, how in self.ended[-32:]] + self.gone
+            self.ended = []
+            for block in self.blocks:  # whoever reads it forgets what was told
+                block.told, block.told_since = None, None
         frame = {
             "kind": kind,
             "at": self.now,
             "blocks": [self._block_row(number, full) for number in numbers],
-            "seqs": [self._seq_row(seq, full) for seq in self.seqs.values() if full or seq.seq in self.touched],
-            "gone": [] if full else [list(end) for end in self.gone],
-            "steps": self.new_steps[-600:],
-            "events": self.new_events,
+            "seqs": [*self.last_rows, *(self._seq_row(seq, full) for seq in self.seqs.values() if full or seq.seq in self.touched)],
+            "gone": [list(end) for end in self.gone],
+            "steps": (self.own_steps if full else []) + self.new_steps,
+            "events": (self.own_events if full else []) + self.new_events,
             "lost": 0,
         }
-        self.steps += self.new_steps[-600:]
-        self.events += self.new_events
+        self.ended += [(row, how) for row, (_, how) in zip(self.last_rows, self.gone)]
+        self.own_steps += self.new_steps
+        self.own_events += self.new_events
         self._start_frame()
         return frame if full else {key: value for key, value in frame.items() if value or self.random.random() < 0.2}
 
@@ -265,15 +284,27 @@ class ViewModel:
         return {"seq": seq.seq, "request": seq.request, "sample": 0, "state": seq.state, "prompt": seq.prompt, "tokens": seq.tokens,
                 "computed": max(0, seq.tokens - 1), "cached": seq.cached, "reason": seq.reason, "preemptions": seq.preemptions}  # fmt: skip
 
+    def _entries(self, row: Frame) -> list[list[Any]]:
+        """Of the table of one that has ended: index, block, whether its content is still there."""
+        digests = row["digests"] + [None] * len(row["table"])
+        return [[index, number, digests[index] == self.blocks[number].digest] for index, number in enumerate(row["table"])]
+
+    def known_events(self) -> list[list[Any]]:
+        """The last ones."""
+        return (self.events_before + [[step, at + self.offset, *rest] for step, at, *rest in self.own_events[-30:]])[-30:]
+
     def known(self) -> Known:
         """All of it, where the pool is small enough to compare all."""
-        blocks = [[b.ref, b.sealed, b.digest, b.told, b.told_since] for b in self.blocks] if len(self.blocks) < 1000 else []
+        small = self.blocks if len(self.blocks) < 1000 else []
+        times = [0.0 if block.told_since is None else block.told_since + self.offset for block in small]
+        blocks = [[block.ref, block.sealed, block.digest, block.told, since] for block, since in zip(small, times)]
         return {
-            "at": self.now,
+            "at": self.now + self.offset,
             "blocks": blocks,
             "seqs": [self._fields(seq) | {"table": list(seq.table)} for seq in self.seqs.values()],
+            "ended": [[row["seq"], how, self._entries(row)] for row, how in self.ended[-32:]],
             "owners": [sum(seq.table.count(number) for seq in self.seqs.values()) for number in range(len(blocks))],
-            "steps": [step[0] for step in self.steps[-600:]][::20],
-            "events": self.events[-30:],
+            "steps": [step[0] for step in (self.steps_before + self.own_steps)[-600:]][::20],
+            "events": self.known_events(),
             "note": self.note["title"] if self.note and self.note["scene"] else None,
         }

@@ -9,10 +9,12 @@ from octavo.engine import wire
 from octavo.engine.view import EngineView
 from octavo.engine.view_frame import ViewFrame
 from octavo.engine.wire import UpFrame, View
+from octavo.policy.request import Sequence
 from octavo.policy.scheduler import Scheduler
 from octavo.server.view_lines import Pieces, delta, line
 
 HEAD = {"kind": "head", "version": 1}
+SEQUENCE = ("table", "request", "sample", "state", "prompt", "tokens", "computed", "cached", "preemptions")
 
 
 def told(frame: ViewFrame) -> dict[str, Any]:
@@ -22,12 +24,22 @@ def told(frame: ViewFrame) -> dict[str, Any]:
     return json.loads(line(delta(frame, Pieces(None), lambda seq: seq.request)))
 
 
+def row_of(seq: Sequence) -> list[Any]:
+    """What is to be told of a sequence: the fields of SEQUENCE."""
+    request = seq.request
+    return [
+        list(seq.table), request.request_id, seq.index, seq.status.value, request.num_prompt, seq.num_tokens, seq.num_computed,
+        request.life.cached_tokens, seq.preemptions,
+    ]  # fmt: skip
+
+
 class Reader:
     def __init__(self, view: EngineView, name: str, scheduler: Scheduler) -> None:
         self.view, self.name, self.scheduler = view, name, scheduler
         self.state = ViewState()
         self.state.apply({**HEAD, "num_blocks": scheduler.kv.pool.num_blocks})
         self.frames: list[dict[str, Any]] = []
+        self.ended: dict[int, tuple[dict[str, Any], str]] = {}  # whoever was told to be gone: as last told, and how it ended
         view.ask(name, "full")
 
     def look(self, sealed_ids: Mapping[bytes, list[int]] | None = None) -> int:
@@ -41,6 +53,7 @@ class Reader:
                 return count
             self.frames.append(told(found[self.name]))
             self.state.apply(self.frames[-1])
+            self.ended |= {seq["seq"]: (seq, how) for seq, how in self.state.ended}
             if sealed_ids is not None:
                 self._assert_no_lies(self._ids(sealed_ids))
         raise AssertionError("there is no end of it")
@@ -55,11 +68,7 @@ class Reader:
         live = {seq.seq_id: seq for seq in [*scheduler.running, *scheduler.waiting]}
         assert state.seqs.keys() == live.keys()
         for seq_id, seq in live.items():
-            has = state.seqs[seq_id]
-            assert has["table"] == seq.table
-            assert (has["request"], has["sample"], has["state"]) == (seq.request.request_id, seq.index, seq.status.value)
-            assert (has["prompt"], has["tokens"], has["computed"]) == (seq.request.num_prompt, seq.num_tokens, seq.num_computed)
-            assert (has["cached"], has["preemptions"]) == (seq.request.life.cached_tokens, seq.preemptions)
+            assert [state.seqs[seq_id][name] for name in SEQUENCE] == row_of(seq)
         ids = self._ids(sealed_ids)
         for block in range(pool.num_blocks):
             assert state.tokens[block] == ([f"{token} " for token in ids[block]] if block in ids else None), f"block {block}"

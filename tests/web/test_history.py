@@ -49,6 +49,7 @@ REFUSED: dict[str, str | None] = {
     '{"kind":"head","version":2,"num_blocks":9,"block_size":4}': "version 2",
     '{"kind":"head","version":1,"num_blocks":1e9,"block_size":4}': "num_blocks is 1000000000",
     '{"kind":"head","version":1,"num_blocks":9}': "block_size is undefined",
+    '{"kind":"head","version":1,"num_blocks":9,"block_size":4,"started":"now"}': "started of a head is now",
     '{"kind":"delta"}': "at of a delta is undefined",
     '{"kind":"delta","at":1,"blocks":{}}': "blocks of a delta is not a list",
     '{"kind":"delta","at":1,"blocks":[[10,1,0,"",null,null]]}': "block 10 is outside 1..9",
@@ -81,11 +82,11 @@ class Case:
         self.known.append(known)
 
     def asked(self, what: str) -> Iterator[tuple[dict[str, Any], list[tuple[Frame, Known]]]]:
-        """Each answer to such a question, with the frames of this start of the engine that had come before it."""
+        """Each answer to such a question, with the frames that had come before it."""
         told: list[tuple[Frame, Known]] = []
         for (kind, argument, *_), known, answer in zip(self.script, self.known, self.answers):
             if kind == "apply":
-                told = [*told, (argument, known)] if known else []
+                told = [*told, (argument, known)] if known else told
             elif kind == what:
                 yield answer, told
 
@@ -106,9 +107,12 @@ def answer(data: dict[str, Any]) -> Any:
 @pytest.fixture(scope="module")
 def outcome() -> tuple[dict[str, Case], list[Any]]:
     cases = {name: Case(limits) for name, (_, _, _, limits) in CASES.items()}
-    for name, (seed, num_blocks, count, _) in CASES.items():
-        cases[name].tell(ViewModel(seed, num_blocks), count, Random(seed))
-    cases["small"].tell(ViewModel(7, 40), 50, Random(7))  # the engine is started again: all before is forgotten
+    models = {name: ViewModel(seed, num_blocks) for name, (seed, num_blocks, _, _) in CASES.items()}
+    for name, (seed, _, count, _) in CASES.items():
+        cases[name].tell(models[name], count, Random(seed))
+    again = ViewModel(7, 40, before=models["small"])  # the engine is started again, with another pool
+    for seed in (7, 8):  # and tells all it has twice
+        cases["small"].tell(again, 50, Random(seed))
     data = {"lines": list(REFUSED), "cases": [{"limits": case.limits, "script": case.script} for case in cases.values()]}
     found = answer(data)
     for case, answers in zip(cases.values(), found["cases"]):
@@ -141,10 +145,10 @@ def test_a_step_leads_to_the_next_moment_something_happened(outcome: Outcome) ->
     for case in outcome[0].values():
         asked = [(line, answer) for line, answer in zip(case.script, case.answers) if line[0] == "neighbour"]
         for (line, answer), (_, told) in zip(asked, case.asked("neighbour")):
-            happened = [known["at"] for frame, known in told[1:] if frame["kind"] == "note" or frame.get("steps") or frame.get("events")]
+            eventful = [known["at"] for frame, known in told[1:] if frame["kind"] != "delta" or frame.get("steps") or frame.get("events")]
             time, first = answer["time"], answer["first"]
-            after = min((at for at in happened if at > time), default=told[-1][1]["at"])
-            before = max((at for at in happened if first <= at < time), default=first)
+            after = min((at for at in eventful if at > time), default=told[-1][1]["at"])
+            before = max((at for at in eventful if first <= at < time), default=first)
             assert answer["found"] == (after if line[2] > 0 else before)
 
 

@@ -119,7 +119,7 @@ def test_an_answer_is_seen_in_the_pool_as_it_grows_and_what_stays_of_it_is_found
     full = (prompt + 120 - 1) // BLOCK_SIZE  # the last token is never computed
     assert counts(page) == {"cached": cached_before + full, "sealed": cached_before + full, "free": BLOCKS - cached_before - full}
     first = table(page)
-    assert full - 10 <= len(first) <= full  # what it took after the last frame that told of it is not known
+    assert len(first) == full
     assert [index for index, _, _ in first] == list(range(len({block for _, block, _ in first})))
     written = "".join(text for _, _, text in first)
     said = page.evaluate("JSON.parse(Object.values(localStorage).find(text => text.includes('messages'))).messages[1].content")

@@ -192,6 +192,19 @@ def test_a_request_lights_up_from_logical_to_physical(open_pool: OpenPage, pool_
     wait_for_moment(page, story.model.now)
     assert entries(page) == table  # it has ended: what it left in the cache is still lit, what was not sealed is not
     expect(page.locator(".entry-text").last).to_have_text("has other content now")
+    short: list[list[str]] = []
+
+    def come_and_go() -> None:
+        story.model.admit()
+        story.model.write(story.model.seqs[2], 9 - story.model.seqs[2].tokens)
+        short.append(table_of(story, 2))
+        story.model.end(story.model.seqs[2], "length")
+
+    story.go_on(come_and_go)  # within one frame
+    page.get_by_role("button", name="cmpl-2 ended (length) · 9 tokens").click()
+    wait_until(page, "document.querySelector('.pool').dataset.lit === '2'")
+    assert [entries(page)] == short and len(short[0]) == 3
+    assert page.locator(".entry .token").count() == 8
 
 
 def test_copies_evictions_preemptions_and_hits_are_seen(open_pool: OpenPage, pool_host: ViewHost) -> None:
@@ -214,7 +227,7 @@ def test_copies_evictions_preemptions_and_hits_are_seen(open_pool: OpenPage, poo
     story.go_on(lambda: model.preempt(model.seqs[1]))
     expect(news).to_contain_text("sequence B 1 was preempted and waits")
     assert page.evaluate(marks) != blank
-    expect(page.locator(".request")).to_contain_text("waiting")
+    expect(page.get_by_role("button", name="B cmpl-0")).to_contain_text("waiting")
     story.go_on(model.admit, lambda: model.write(model.seqs[2], 20 - model.seqs[2].tokens))
     expect(news).to_contain_text("evicted")
     assert crossed(page, next(event[3] for event in story.sent[-1]["events"] if event[2] == "evict"))
@@ -272,15 +285,18 @@ DROP = """text => {
 }"""
 
 
-@pytest.mark.parametrize("way", ["picked", "dropped", "address"])
-def test_a_recording_is_played_and_scrubbed_without_a_server(open_pool: OpenPage, pool_host: ViewHost, way: str) -> None:
+@pytest.mark.parametrize(("way", "later"), [("picked", 30.0), ("dropped", 30.0), ("address", -5.0)])  # by a clock that was set back
+def test_a_recording_is_played_and_scrubbed_without_a_server(open_pool: OpenPage, pool_host: ViewHost, way: str, later: float) -> None:
     story = Story(pool_host)
     tables = [table_of(story, 0)]
     for _ in range(40):
         story.write(0, 1)
         tables.append(table_of(story, 0))
+    again = Story(pool_host, num_blocks=50)  # the engine was started again, with another pool
+    again.sent[0] |= {"epoch": 2, "started": again.sent[0]["started"] + later}
+    again.write(0, 4)
     pool_host.status = 404
-    pool_host.files["run.ndjson"] = recording(story) + b'{"kind":"delta","at":99,"blo'  # its server died while it wrote
+    pool_host.files["run.ndjson"] = recording(story) + recording(again) + b'{"kind":"delta","at":99,"blo'  # its server died while it wrote
     page = open_pool("?replay=run.ndjson" if way == "address" else "")
     if way != "address":
         expect(page.locator(".timeline-status")).to_contain_text("--no-inspector")
@@ -290,13 +306,22 @@ def test_a_recording_is_played_and_scrubbed_without_a_server(open_pool: OpenPage
         page.evaluate(DROP, pool_host.files["run.ndjson"].decode())
     expect(page.locator(".timeline-status")).to_have_text("Recording run.ndjson")
     page.get_by_label("Speed").select_option("8")
-    wait_until(page, "view.moment > 6")  # of 21 s, at eight times its pace
+    wait_until(page, "view.moment > 6")  # at eight times its pace
     page.get_by_role("button", name="Pause").click()
     page.get_by_role("button", name="cmpl-0").click()
-    for moment in (21.0, 1.0, 11.0):  # at once, also where it has not been played
-        page.get_by_role("slider", name="Moment").fill(str(moment))
+    slider, last = page.get_by_role("slider", name="Moment"), max(later, 20.0) + 1.5
+    for moment in (20.5, 1.0, last, 11.0):  # at once, also where it has not been played
+        slider.fill(str(moment))
         wait_for_moment(page, moment)
-        assert entries(page) == tables[int(2 * (moment - 1))]
+        assert entries(page) == (table_of(again, 0) if moment == last else tables[int(2 * (moment - 1))])
+        expect(page.locator(".pool-figures")).to_contain_text("of 49 blocks" if moment == last else "of 19 blocks")
+        expect(page.get_by_text("the engine was started again")).to_have_count(int(moment == last))
+        if moment == later + 1.5:  # a line in the timeline, where there is no step: of 30 s, a second and a half from the right
+            wide = page.evaluate("document.querySelector('.timeline-bars').clientWidth")
+            assert any(page.evaluate(PIXELS, [".timeline-bars", 0.95 * wide - 2, 30, 4])[3::4])
+    slider.fill(str(last - 0.2))
+    slider.press("ArrowLeft")
+    wait_for_moment(page, last - 0.5)
 
 
 @pytest.mark.parametrize(
@@ -319,15 +344,18 @@ def test_a_stream_that_ends_is_opened_again_and_says_why_it_cannot(open_pool: Op
     story = Story(pool_host)
     page = open_pool()
     expect(page.locator(".pool-figures")).to_contain_text("3 of 19")
+    page.get_by_role("button", name="Pause").click()
     pool_host.status = 401
     pool_host.start_again()
     expect(page.locator(".timeline-status")).to_contain_text("only with a key")
     pool_host.status = 200
-    another = Story(pool_host, num_blocks=50)
+    Story(pool_host, num_blocks=50, before=story.model)
     page.evaluate("view.source.retry()")
-    expect(page.locator(".pool-figures")).to_contain_text("3 of 49")
+    wait_until(page, "view.history.state.head.num_blocks === 50")
     expect(page.locator(".timeline-status")).to_have_text("")
-    del story, another
+    expect(page.locator(".pool-figures")).to_contain_text("3 of 19")  # whoever looks at what was is not disturbed
+    page.get_by_role("button", name="Live").click()
+    expect(page.locator(".pool-figures")).to_contain_text("3 of 49")
 
 
 def test_everything_is_done_by_keyboard(open_pool: OpenPage, pool_host: ViewHost) -> None:

@@ -75,10 +75,10 @@ export class State {
     this.at = 0;
     this.blocks = new Blocks(head.num_blocks, head.block_size);
     this.seqs = new Map(); // seq -> its row, in order of arrival
-    this.ended = new Map(); // seq -> its last row, how it ended, and the digests its table had
+    this.ended = new Map(); // seq -> its last row, with how it ended and the digests its full blocks had
     this.numSteps = logs.steps.end;
     this.numEvents = logs.events.end;
-    this.news = []; // events of the frame that led here
+    this.news = []; // events of the delta that led here
     this.note = null;
     this.lost = 0;
   }
@@ -100,9 +100,9 @@ export class State {
     for (const row of frame.blocks ?? []) this.blocks.set(row);
     for (const seq of frame.seqs ?? []) setSeq(this.seqs, seq);
     for (const [seq, how] of frame.gone ?? []) end(this, seq, how);
-    this.news = frame.events ?? [];
+    this.news = frame.kind === "full" ? [] : (frame.events ?? []);
     this.numSteps += frame.steps?.length ?? 0;
-    this.numEvents += this.news.length;
+    this.numEvents += frame.events?.length ?? 0;
     this.lost += frame.lost ?? 0;
   }
 
@@ -145,7 +145,7 @@ export class State {
   /** A row's table, entry by entry: [index, block, whether that block still has what the row put there]. */
   entries(row) {
     const { digests } = this.blocks;
-    return row.table.map((block, index) => [index, block, !row.digests || (row.digests[index] !== "" && row.digests[index] === digests[block])]);
+    return row.table.map((block, index) => [index, block, row.state !== "ended" || row.digests?.[index] === digests[block]]);
   }
 }
 
@@ -154,10 +154,10 @@ function setSeq(seqs, { from = 0, table, ...fields }) {
   seqs.set(fields.seq, { ...old, ...fields, table: table ? old.table.slice(0, from).concat(table) : old.table });
 }
 
-function end({ seqs, ended, blocks }, seq, how) {
+function end({ seqs, ended }, seq, how) {
   const row = seqs.get(seq);
   if (!row) return;
   seqs.delete(seq);
-  ended.set(seq, { ...row, state: "ended", how, digests: row.table.map((block) => blocks.digests[block]) });
+  ended.set(seq, { ...row, state: "ended", how });
   if (ended.size > REMEMBERED_ENDS) ended.delete(ended.keys().next().value);
 }

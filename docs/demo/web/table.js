@@ -1,6 +1,6 @@
 // Requests, and the block table of the one selected: logical to physical, entry by entry, each with its text.
 //
-//   requests   a button for each sequence that runs or waits, and for those that ended lately while they are selected
+//   requests   a button for each sequence that runs or waits, and for those that ended last or are selected
 //   table      0 -> 17 "The cat"   1 -> 4 " sat on"   ...
 
 import { button, make } from "./dom.js";
@@ -8,6 +8,7 @@ import { colourOf, letterOf } from "./palette.js";
 import { tokenList } from "./pool_words.js";
 
 const MOST_REQUESTS = 100;
+const SHOWN_ENDS = 6;
 const FIRST_ENTRIES = 64; // of a long table its beginning and its end are shown
 const LAST_ENTRIES = 192;
 
@@ -56,7 +57,8 @@ export class Requests {
   draw(state) {
     const chosen = this.#view.selection.get();
     const picked = new Set(selectedRows(state, chosen).map(({ seq }) => seq));
-    const rows = [...state.seqs.values(), ...selectedRows(state, chosen).filter((row) => row.state === "ended")];
+    const ended = [...state.ended.values()];
+    const rows = [...state.seqs.values(), ...ended.filter(({ seq }, index) => index >= ended.length - SHOWN_ENDS || picked.has(seq))];
     const shown = rows.filter(({ seq }, index) => index < MOST_REQUESTS || picked.has(seq));
     const kept = new Set(shown.map(({ seq }) => seq));
     for (const [seq, { item }] of this.#items) {
@@ -66,7 +68,7 @@ export class Requests {
     }
     for (const row of shown) this.#drawRow(row, picked.has(row.seq));
     const hidden = rows.length - shown.length;
-    this.#rest.textContent = rows.length === 0 ? "No request runs or waits." : hidden ? `and ${hidden} more` : "";
+    this.#rest.textContent = state.seqs.size === 0 ? "No request runs or waits." : hidden ? `and ${hidden} more` : "";
   }
 
   #drawRow(row, picked) {

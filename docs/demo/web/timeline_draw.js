@@ -32,6 +32,8 @@ export function drawBars(sheet, bars, events, { from, to, moment }, palette) {
     context.fillStyle = css(palette[name]);
     for (const at of moments.get(what)) drawMark(context, place(at));
   }
+  context.fillStyle = css(palette.accent);
+  for (const [, at, which] of events) if (which === "note") context.fillRect(place(at) - 0.5, 0, 1, height);
   context.fillStyle = css(palette.ink);
   context.fillRect(Math.min(width - 1, place(moment)), 0, 1.5, height);
   return { most, longest };

@@ -35,6 +35,7 @@ function plain(state) {
     at: state.at,
     blocks: small ? [...ref].map((_, block) => [ref[block], sealed[block], digests[block], tokens[block], since[block]]) : [],
     seqs: [...state.seqs.values()],
+    ended: [...state.ended.values()].map((row) => [row.seq, row.how, state.entries(row)]),
     owners: small ? [...ref].map((_, block) => state.owners(block).length) : [],
     steps: state.steps.map(([step]) => step).filter((_, index) => index % 20 === 0),
     events: state.events.slice(-30),
