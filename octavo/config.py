@@ -19,6 +19,7 @@ Device = Literal["auto", "cpu", "cuda"]
 CpuIsa = Literal["auto", "portable", "avx2", "avx512", "amx"]
 Quantization = Literal["auto", "none", "int8", "int4"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+LogprobsMode = Literal["raw", "processed"]
 
 
 def _flag(default: Any, text: str, choices_because: str = "") -> Any:
@@ -62,6 +63,9 @@ class EngineConfig:
     cpu_isa: CpuIsa = _flag("auto", "the instructions those may use; auto: the best this CPU has")
     pipeline_depth: int | None = _flag(None, "steps in flight, 1 or 2; default: 1, on a GPU 2")
     max_logprobs: int = _flag(20, "most logprobs one request may ask for")
+    logprobs_mode: LogprobsMode = _flag(
+        "raw", "logprobs of what the model says, or (processed) of what a token is drawn from: biased, penalised, masked, scaled, cut"
+    )
     generation_config: Literal["auto", "none"] = _flag("auto", "none: do not sample as the model's generation_config.json recommends")
     chat_template: str | None = _flag(None, "a .jinja file to use instead of the model's own template")
     skip_tokenizer_init: bool = _flag(False, "token ids in, token ids out; no tokenizer is loaded")
@@ -142,6 +146,7 @@ _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "load_format": ("auto", "dummy"),
     "generation_config": ("auto", "none"),
+    "logprobs_mode": ("raw", "processed"),
     "cpu_isa": ("auto", "portable", "avx2", "avx512", "amx"),
     "scheduling_policy": ("fcfs", "priority"),
     "native": (True, False),

@@ -95,6 +95,11 @@ class SamplingParams:
                     raise RequestError(f"{name} and structured_outputs exclude each other: nothing might be left to say", name)
         set_(self, "greedy", self.temperature == 0.0)
 
+    @property
+    def filtered(self) -> bool:
+        """Whether tokens are left out before one is drawn; the best one is taken whatever is left out beside it."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
     def for_chat(self) -> "SamplingParams":
         """The same, but an answer of no stated length may take the rest of the context."""
         return self.with_defaults({"max_tokens": None})

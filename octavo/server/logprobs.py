@@ -29,7 +29,7 @@ def chat_logprobs(tokenizer: Tokenizer, delta: TextDelta, most: int) -> list[dic
 
 def _chat_entry(tokenizer: Tokenizer, token: int, choices: TokenChoices, most: int) -> dict[str, object]:
     ranked = sorted((found.rank, other) for other, found in choices.items() if found.rank is not None and found.rank <= most)
-    tops = [_chat_token(tokenizer, other, choices[other].logprob) for _, other in ranked]
+    tops = [_chat_token(tokenizer, other, choices[other].logprob) for _, other in ranked[:most]]  # the chosen one may tie with the last
     return {**_chat_token(tokenizer, token, choices[token].logprob), "top_logprobs": tops}
 
 

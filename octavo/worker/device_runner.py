@@ -37,13 +37,14 @@ class RunsSteps(Protocol):
 
 
 class DeviceRunner:
-    def __init__(self, steps: RunsSteps, store: KVStore, rows: DeviceRows, faults: Faults) -> None:
+    def __init__(self, steps: RunsSteps, store: KVStore, rows: DeviceRows, faults: Faults, processed: bool = False) -> None:
+        """`processed`: which logprobs (`worker/sampler.py`)"""
         self.steps = steps
         self.store = store
         self.rows = rows
         self.faults = faults
         vocab_size = steps.program.vocab_size
-        self.sampler = DeviceSampler(rows, vocab_size, rows.words.device)
+        self.sampler = DeviceSampler(rows, vocab_size, rows.words.device, processed)
         self.prompts = DevicePromptLogprobs(rows, vocab_size)
         self._pieces: list[PromptRankings] = []
         self._plan = StepPlan(0)

@@ -3,7 +3,7 @@
     the step    samples every row by temperature alone, and appends that id to the row: it is provisional
     then here   special entries -> what a grammar allows -> adjusted logits -> drawn within their filters
                 the id takes the provisional one's place
-                raw logits -> rankings, which go to the host with the ids
+                raw logits, or what an id was drawn from -> rankings, which go to the host with the ids
 
 The host may be a step behind and never looks at ids: whatever depends on them is read out of the rows, on the device. The order and
 meaning of everything are those of `worker/sampler.py`. Nothing here waits for the device.
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.asks import pack
+from octavo.kernels.drawn_from import rank_drawn
 from octavo.kernels.mask import mask_logits
 from octavo.kernels.ops import adjust, draw, rank
 from octavo.kernels.reference.sampling import Draws, Ranking
@@ -65,8 +66,10 @@ NO_RANKINGS = Rankings([], [], None)
 
 
 class DeviceSampler:
-    def __init__(self, rows: DeviceRows, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, rows: DeviceRows, vocab_size: int, device: torch.device, processed: bool = False) -> None:
+        """`processed`: logprobs are of what an id was drawn from, not of the logits."""
         self._rows = rows
+        self._processed = processed
         self._vocab_size = vocab_size
         self._rows_at_once = max(ADJUSTED_LOGITS // vocab_size, 1)
         self._masked_at_once = max(min(self._rows_at_once, len(rows.words)) // 2, 1)  # a copy is made of these first, in the same memory
@@ -83,7 +86,10 @@ class DeviceSampler:
         mask_logits(logits, torch.zeros(1, -(-self._vocab_size // 32), dtype=torch.int32, device=self._device))
         table = self._rows.token_ids, self._rows.num_tokens, self._rows.num_prompt
         draw(adjust(logits, [0], [0], [upload(ask, self._device)], *table), draws)
-        rank(logits, draw(logits, draws).to(torch.int32), 1)
+        ids = draw(logits, draws).to(torch.int32)
+        rank(logits, ids, 1)
+        if self._processed:
+            self._rank_drawn(logits, [(0, 0, Special(words[0].cpu().numpy(), True, None, 1))], {}, ids)
 
     def apply(self, plan: StepPlan) -> None:
         """Learns of the rows a plan forks and writes."""
@@ -111,33 +117,65 @@ class DeviceSampler:
         masks = masks or {}
         asked = [(entry, rows[entry], self._special[rows[entry]]) for entry in special]
         for some in _at_once([one for one in asked if one[0] in masks], self._masked_at_once):
-            entries = [entry for entry, _, _ in some]
+            entries = _entries(some)
             words = upload(np.stack([masks[entry] for entry in entries]), self._device)
             self._draw_again(mask_logits(self._chosen(logits, entries), words), list(enumerate(some)), ids)
         free = [one for one in asked if one[0] not in masks and (one[2].filtered or one[2].ask is not None)]
         self._draw_again(logits, [(one[0], one) for one in free], ids)
-        wanted = {entry: one.logprobs for entry, _, one in asked if one.logprobs is not None}
+        wanted = [one for one in asked if one[2].logprobs is not None]
         if not wanted:
             return NO_RANKINGS
-        entries, counts = list(wanted), list(wanted.values())
-        found = rank(self._chosen(logits, entries), self._chosen(ids, entries).clamp(min=0), max(counts))
+        if self._processed:
+            return self._rank_drawn(logits, wanted, masks, ids)
+        entries, counts = _entries(wanted), _counts(wanted)
+        return Rankings(entries, counts, rank(self._chosen(logits, entries), self._said(ids, entries), max(counts)))
+
+    def _rank_drawn(self, logits: Tensor, wanted: list[Chosen], masks: Mapping[int, Masks], ids: Tensor) -> Rankings:
+        """Of what ids were drawn from: it is made once more for those who ask, a few rows at a time."""
+        entries, counts = _entries(wanted), _counts(wanted)
+        rows, lines = upload(np.array([row for _, row, _ in wanted], np.int32), self._device), self._rows
+        columns = lines.temperature, lines.top_k, lines.top_p, lines.min_p, lines.noise, lines.num_tokens
+        found = rank_drawn(
+            lambda part: self._scores(logits, wanted[part], masks),
+            self._vocab_size,
+            Draws(*(column.index_select(0, rows) for column in columns)),
+            self._said(ids, entries),
+            filtered=any(one.filtered for _, _, one in wanted),
+            rank=lambda scores, chosen: rank(scores, chosen, max(counts)),
+        )
         return Rankings(entries, counts, found)
+
+    def _scores(self, logits: Tensor, some: list[Chosen], masks: Mapping[int, Masks]) -> Tensor:
+        """The logits of these, masked and adjusted where they ask for it, [len(some), V] float32."""
+        chosen = self._chosen(logits, _entries(some))
+        if any(entry in masks for entry in _entries(some)):
+            free = np.full_like(next(iter(masks.values())), -1)
+            chosen = mask_logits(chosen, upload(np.stack([masks.get(entry, free) for entry in _entries(some)]), self._device))
+        asking = [place for place, (_, _, one) in enumerate(some) if one.ask is not None]
+        if not asking:
+            return chosen.float()
+        where = upload(np.array(asking, np.int32), self._device)
+        return chosen.float().index_copy(0, where.long(), self._adjusted(chosen, asking, [some[place] for place in asking]))
+
+    def _adjusted(self, logits: Tensor, places: list[int], some: list[Chosen]) -> Tensor:
+        """The rows of logits at these places, [len(some), V] float32. All of `some` ask for it."""
+        table = self._rows.token_ids, self._rows.num_tokens, self._rows.num_prompt
+        asks = [one.ask for _, _, one in some if one.ask is not None]
+        return adjust(logits, places, [row for _, row, _ in some], asks, *table)
 
     def _draw_again(self, logits: Tensor, some: list[tuple[int, Chosen]], ids: Tensor) -> None:
         """Each of these from its row of logits, adjusted where it asks for that."""
         place = {chosen[0]: row for row, chosen in some}
         for part in _at_once([chosen for _, chosen in some if chosen[2].ask is not None], self._rows_at_once):
-            table = self._rows.token_ids, self._rows.num_tokens, self._rows.num_prompt
-            asks = [one.ask for _, _, one in part if one.ask is not None]
-            self._draw(adjust(logits, [place[entry] for entry, _, _ in part], [row for _, row, _ in part], asks, *table), part, ids)
+            self._draw(self._adjusted(logits, [place[entry] for entry in _entries(part)], part), part, ids)
         others = [chosen for _, chosen in some if chosen[2].ask is None]
         if others:
-            self._draw(self._chosen(logits, [place[entry] for entry, _, _ in others]), others, ids)
+            self._draw(self._chosen(logits, [place[entry] for entry in _entries(others)]), others, ids)
 
     def _draw(self, scores: Tensor, some: list[Chosen], ids: Tensor) -> None:
         """One id for each from its scores, [len(some), V]; it takes the place of the provisional one."""
         lines = np.stack([one.line for _, _, one in some])
-        lines[:, ENTRY], lines[:, ROW] = [entry for entry, _, _ in some], [row for _, row, _ in some]
+        lines[:, ENTRY], lines[:, ROW] = _entries(some), [row for _, row, _ in some]
         words = upload(lines, self._device)  # [n, ENTRY_WORDS]
         entries, rows = words[:, :TEMPERATURE].T.long()
         positions = self._rows.num_tokens.index_select(0, rows) - 1
@@ -152,6 +190,10 @@ class DeviceSampler:
             return source[: len(entries)]
         return source.index_select(0, upload(np.array(entries, np.int32), self._device))
 
+    def _said(self, ids: Tensor, entries: list[int]) -> Tensor:
+        """Ids of the vocabulary, whatever a row is marked with."""
+        return self._chosen(ids, entries).clamp(min=0)
+
     def _set(self, row: int, special: Special | None) -> None:
         if special is None:
             self._special.pop(row, None)
@@ -160,13 +202,12 @@ class DeviceSampler:
 
     def _asked(self, write: RowWrite) -> Special | None:
         params = write.params
-        filtered = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
         ask = pack(params, write.end_ids, write.bad_words)
-        if not filtered and ask is None and params.logprobs is None and params.structured_outputs is None:
+        if not params.filtered and ask is None and params.logprobs is None and params.structured_outputs is None:
             return None
         return Special(
             line=_with_noise(_line(params), write.noise),
-            filtered=filtered,
+            filtered=params.filtered,
             ask=None if ask is None else upload(ask, self._device),
             logprobs=params.logprobs,
         )
@@ -175,6 +216,14 @@ class DeviceSampler:
 def _at_once(some: list[Chosen], most: int) -> Iterator[list[Chosen]]:
     """No more at a time than memory is planned for."""
     return (some[start : start + most] for start in range(0, len(some), most))
+
+
+def _entries(some: list[Chosen]) -> list[int]:
+    return [entry for entry, _, _ in some]
+
+
+def _counts(some: list[Chosen]) -> list[int]:
+    return [one.logprobs for _, _, one in some if one.logprobs is not None]
 
 
 def _draws(words: Tensor, positions: Tensor) -> Draws:

@@ -3,6 +3,7 @@
     slot of position i:   h[i] = mix(h[i-1] read through the block table, token i, i),   h[-1] from the digest root
     next token:           a hash over every h read through the table, and the noise key (greedy: none); no end id before min_tokens,
                           and of a masked row only what the mask allows
+    logprobs:             to a hash every token is as likely as any other, in prompts too
 
 A wrong block, a stale block, a wrong parent, a lost token or a slip at a block edge gives another text at once. `expected`
 computes the same over a plain list. Slots start, and poisoned rows leave, `None`: reading one makes the row bad, as NaN would.
@@ -10,12 +11,14 @@ computes the same over a plain list. Slots start, and poisoned rows leave, `None
 
 from array import array
 from collections.abc import Collection
+from math import log
 
 import numpy as np
 
 from octavo.errors import EngineError
-from octavo.messages import NoiseKey, StepPlan, StepResult
+from octavo.messages import NoiseKey, PromptPiece, StepPlan, StepResult, TokenLogprobs
 from octavo.policy.cache_spec import CacheGeometry
+from octavo.sampling_params import SamplingParams
 from octavo.worker.executor import Masks
 from octavo.worker.faults import Faults
 
@@ -44,6 +47,12 @@ def _next_token(entries: list[int], noise: NoiseKey, vocab_size: int, barred: Co
     return token
 
 
+def _even(count: int, vocab_size: int) -> TokenLogprobs:
+    """Of any token, with as many of the best, of which the lower ids come first."""
+    ids, logprob = list(range(min(count, vocab_size))), -log(vocab_size)
+    return TokenLogprobs(logprob, 1, ids, [logprob] * len(ids))
+
+
 def expected(
     prompt: list[int], count: int, root: bytes, noise: NoiseKey, vocab_size: int, end_ids: Collection[int] = (), min_tokens: int = 0
 ) -> list[int]:
@@ -60,21 +69,29 @@ def expected(
 
 
 class _Row:
-    __slots__ = ("end_ids", "end_ids_from", "noise", "root", "table", "tokens")
+    __slots__ = ("end_ids", "noise", "num_prompt", "params", "root", "table", "tokens")
 
     def __init__(
-        self, tokens: "array[int]", table: list[int], root: int, noise: NoiseKey, end_ids: tuple[int, ...], end_ids_from: int
+        self,
+        tokens: "array[int]",
+        table: list[int],
+        root: int,
+        noise: NoiseKey,
+        end_ids: tuple[int, ...],
+        num_prompt: int,
+        params: SamplingParams,
     ) -> None:
         self.tokens = array("i", tokens)
         self.table = list(table)
         self.root = root
         self.noise = noise
         self.end_ids = end_ids
-        self.end_ids_from = end_ids_from  # the first position where one may stand
+        self.num_prompt = num_prompt
+        self.params = params
 
     @property
     def barred(self) -> tuple[int, ...]:
-        return self.end_ids if len(self.tokens) < self.end_ids_from else ()
+        return self.end_ids if len(self.tokens) < self.num_prompt + self.params.min_tokens else ()
 
 
 class FakeRunner:
@@ -119,18 +136,28 @@ class FakeRunner:
                 token = 0 if entries is None else _next_token(entries, row.noise, self.vocab_size, row.barred, masked.get(entry))
                 row.tokens.append(token)
                 tokens = [token]
+                if row.params.logprobs is not None:
+                    result.logprobs[entry] = _even(row.params.logprobs, self.vocab_size)
             result.tokens.append(tokens)
+            if piece := self._prompt_piece(row, plan.start[entry], plan.num_query[entry]):
+                result.prompt_logprobs[entry] = piece
         return result
+
+    def _prompt_piece(self, row: _Row, start: int, count: int) -> PromptPiece | None:
+        """Of the prompt's tokens that come after those computed."""
+        wanted, reach = row.params.prompt_logprobs, min(start + count, row.num_prompt - 1)
+        return None if wanted is None or reach <= start else (start + 1, [_even(wanted, self.vocab_size)] * (reach - start))
 
     def _apply_rows(self, plan: StepPlan) -> None:
         for fork in plan.row_forks:
             source = self.rows[fork.source]
             noise = NO_NOISE if source.noise is NO_NOISE else fork.noise
-            self.rows[fork.row] = _Row(source.tokens, source.table, source.root, noise, source.end_ids, source.end_ids_from)
+            self.rows[fork.row] = _Row(source.tokens, source.table, source.root, noise, source.end_ids, source.num_prompt, source.params)
         for write in plan.row_writes:
-            end_ids_from = write.num_prompt + write.params.min_tokens
             noise = NO_NOISE if write.params.greedy else write.noise
-            self.rows[write.row] = _Row(write.token_ids, write.table, _root(write.root), noise, write.end_ids, end_ids_from)
+            self.rows[write.row] = _Row(
+                write.token_ids, write.table, _root(write.root), noise, write.end_ids, write.num_prompt, write.params
+            )
         for row_id, index, block in plan.new_blocks:
             table = self.rows[row_id].table
             if index < len(table):

@@ -26,7 +26,14 @@ from octavo.worker.sampler import Sampling, sample
 
 class ModelRunner:
     def __init__(
-        self, program: Program, sampling: Sampling, store: KVStore, table: RequestTable, block_size: int, faults: Faults
+        self,
+        program: Program,
+        sampling: Sampling,
+        store: KVStore,
+        table: RequestTable,
+        block_size: int,
+        faults: Faults,
+        processed: bool = False,  # which logprobs (`worker/sampler.py`)
     ) -> None:
         self.program = program
         self.sampling = sampling
@@ -34,6 +41,7 @@ class ModelRunner:
         self.table = table
         self.block_size = block_size
         self.faults = faults
+        self.processed = processed
         self._plan = StepPlan(0)
         self._rows = torch.empty(0)
         self._forward = Forward(torch.empty(0), torch.empty(0))
@@ -66,7 +74,7 @@ class ModelRunner:
         if not entries:
             return result
         masked = {} if masks is None else {entries.index(entry): mask for entry, mask in zip(plan.mask_rows, masks, strict=True)}
-        sampled = sample(self._forward.logits, self._rows, self.table, self.sampling, self._forward.best, masked)
+        sampled = sample(self._forward.logits, self._rows, self.table, self.sampling, self._forward.best, masked, self.processed)
         ids = self._valid_ids(sampled.ids, entries)
         self.table.append(self._rows, ids)
         for entry, token in zip(entries, ids.tolist(), strict=True):

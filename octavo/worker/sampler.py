@@ -1,10 +1,11 @@
 """The sampler: from logits to the next id of each sampled row. The order is that of vLLM V1:
 
-    raw logits -> logprobs to report
+    raw logits -> logprobs to report, unless those of the processed kind are wanted
                -> what a grammar allows -> allowed ids -> bad words, end ids until min_tokens -> bias
                -> repetition, frequency, presence penalties
                -> greedy rows: argmax
-               -> others: temperature, min-p, top-k, top-p, Gumbel noise, argmax
+               -> others: temperature, min-p, top-k, top-p -> Gumbel noise, argmax
+               -> logprobs of the processed kind: of what greedy rows take the best, and others draw
 
 Penalties read the row's own ids, so forks, preemption and steps in flight need no counts kept beside them. Noise is
 keyed by (seed, sample) and counted by (token, position). A row's result therefore depends on its logits, ids, parameters
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.kernels.drawn_from import rank_drawn
 from octavo.kernels.reference.sampling import ONE, Draws, Ranking
 from octavo.messages import TokenLogprobs
 from octavo.sampling_params import SamplingParams
@@ -49,6 +51,7 @@ def sample(
     sampling: Sampling,
     best: Tensor | None = None,  # the argmax of each, if known
     masks: Mapping[int, Masks] | None = None,  # index into rows -> [words], where a grammar decides, too
+    processed: bool = False,  # logprobs are of what an id was drawn from, not of the logits
 ) -> Sampled:
     """The id that follows each row."""
     row_list = rows.tolist()
@@ -62,7 +65,29 @@ def sample(
         if random:
             ids[random] = sampling.draw(scores[random], _draws(rows[random], table))
     asked = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
-    return Sampled(ids, _asked_logprobs(logits, ids, asked, sampling) if asked else {})
+    if not asked:
+        return Sampled(ids, {})
+    some, counts = list(asked), list(asked.values())
+    if processed:
+        found = _rank_drawn(scores, ids, rows, some, max(counts), table, sampling)
+    else:
+        every = len(some) == len(ids)
+        found = sampling.rank(logits if every else logits[some], ids if every else ids[some], max(counts))
+    return Sampled(ids, dict(zip(some, listed(found, counts), strict=True)))
+
+
+def _rank_drawn(
+    scores: Tensor, ids: Tensor, rows: Tensor, some: list[int], count: int, table: RequestTable, sampling: Sampling
+) -> Ranking:
+    """Where some of the ids stand among what they were drawn from. scores: [S, V], adjusted; ids and rows: [S]"""
+    return rank_drawn(
+        lambda part: scores[some[part]],
+        scores.shape[1],
+        _draws(rows[some], table),
+        ids[some],
+        filtered=any(table.params[row].filtered for row in rows[some].tolist()),
+        rank=lambda logits, chosen: sampling.rank(logits, chosen, count),
+    )
 
 
 def _draws(rows: Tensor, table: RequestTable) -> Draws:
@@ -128,14 +153,6 @@ def _penalise(scores: Tensor, ids: Tensor, output: Tensor, params: SamplingParam
     if params.frequency_penalty != 0 or params.presence_penalty != 0:
         met, counts = output.unique(return_counts=True)
         scores[met] -= params.frequency_penalty * counts + params.presence_penalty
-
-
-def _asked_logprobs(logits: Tensor, ids: Tensor, asked: dict[int, int], sampling: Sampling) -> dict[int, TokenLogprobs]:
-    """For each index that asked: how likely its id was, and as many of the best as it asked for."""
-    some = list(asked)
-    if len(some) < len(ids):
-        logits, ids = logits[some], ids[some]
-    return dict(zip(some, token_logprobs(logits, ids, list(asked.values()), sampling), strict=True))
 
 
 def token_logprobs(logits: Tensor, ids: Tensor, counts: Sequence[int], sampling: Sampling) -> list[TokenLogprobs]:

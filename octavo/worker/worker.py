@@ -118,7 +118,8 @@ class Worker:
         self._log(geometry)
         blocks = -(-geometry.max_model_len // geometry.block_size)
         self.table = RequestTable(self.config.max_num_seqs, geometry.max_model_len, blocks)
-        self.runner = ModelRunner(program, sampling, self.store, self.table, geometry.block_size, self.faults)
+        processed = self.config.logprobs_mode == "processed"
+        self.runner = ModelRunner(program, sampling, self.store, self.table, geometry.block_size, self.faults, processed)
         if not self._shadow_wanted:  # it would compare the warm-up with a cache that has not seen it
             watch = Stopwatch()
             warm_up(program, sampling, self.specs, geometry, self.backend.paged)
@@ -146,7 +147,8 @@ class Worker:
         program = DeviceProgram(model, self.backend, self.store.caches, rows, size, self.config.max_num_batched_tokens)
         captured, settings = captured_tokens(self.model_config), self.config
         steps = Steps(program, settings.max_num_seqs, settings.max_num_batched_tokens, captured)
-        self.runner = DeviceRunner(ShadowedSteps(steps, self.shadow) if self._shadow_wanted else steps, self.store, rows, self.faults)
+        watched = ShadowedSteps(steps, self.shadow) if self._shadow_wanted else steps
+        self.runner = DeviceRunner(watched, self.store, rows, self.faults, self.config.logprobs_mode == "processed")
         if self.device.type == "cuda":
             self._warm_up(steps, self.runner)
 

@@ -34,6 +34,7 @@ BAD: dict[str, list[Any]] = {
     "enforce_eager": ["no", None, 1],
     "pipeline_depth": [0, 3, *NO_INTEGERS],
     "max_logprobs": [None, *NO_INTEGERS],
+    "logprobs_mode": ["processed_logprobs", "", None, True],
     "skip_tokenizer_init": ["no", None],
     "trace": ["", 5, b"t.json"],
     "seed": [2**64, None, *NO_INTEGERS],

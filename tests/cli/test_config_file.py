@@ -35,6 +35,7 @@ WAYS: dict[str, list[Way]] = {
     "enforce_eager": [("true", ["--enforce-eager"], True), ("false", ["--no-enforce-eager"], False)],
     "pipeline_depth": [("2", ["--pipeline-depth", "2"], 2)],
     "max_logprobs": [("0", ["--max-logprobs", "0"], 0)],
+    "logprobs_mode": [('"processed"', ["--logprobs-mode", "processed"], "processed"), ('"raw"', ["--logprobs-mode=raw"], "raw")],
     "generation_config": [('"none"', ["--generation-config", "none"], "none")],
     "native": [("true", ["--native"], True), ("false", ["--no-native"], False)],
     "cpu_isa": [('"avx2"', ["--cpu-isa", "avx2"], "avx2")],

@@ -118,6 +118,19 @@ def test_all_logprobs_together_are_a_distribution_and_greedy_takes_its_best(stor
         assert choices[token].rank == 1 and choices[token].logprob == max(choice.logprob for choice in choices.values())
 
 
+@pytest.mark.parametrize(("debug", "native"), [("", True), ("", False), ("runner=device", True)], ids=["native", "torch", "device"])
+def test_processed_logprobs_are_a_distribution_over_what_may_be_drawn(
+    stories: str, debug: str, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCTAVO_DEBUG", debug)
+    with LLM(stories, num_gpu_blocks_override=20, native=native, logprobs_mode="processed") as llm:
+        completion = complete(llm, SamplingParams(seed=1, top_k=3, presence_penalty=1.5, max_tokens=8, logprobs=5))
+    for token, choices in zip(completion.token_ids, completion.logprobs or [], strict=True):
+        logprobs = sorted(choice.logprob for choice in choices.values())
+        assert logprobs[:2] == [-math.inf] * 2 and logprobs[2] > -math.inf and choices[token].logprob > -math.inf
+        assert sum(map(math.exp, logprobs)) == pytest.approx(1, abs=1e-5)
+
+
 def test_logprobs_are_absent_unless_asked_for(llm: LLM) -> None:
     completion = complete(llm, greedy(3))
     assert completion.logprobs is None and completion.cumulative_logprob is None

@@ -1,5 +1,6 @@
 """Planted faults behind a real server: the status tells whose fault it was, and the next answer is what it always was."""
 
+import math
 import time
 from collections.abc import Iterator
 
@@ -64,6 +65,18 @@ def test_a_tokenizer_that_breaks_is_a_500_of_its_own_request(server: ServerProce
         reply = server.ask("POST", path, body)
         assert (reply.status, reply.error["code"]) == (500, "internal_error")
     assert text(server) == known
+
+
+def test_fakekv_finds_every_token_as_likely_as_any_other(server: ServerProcess, offline: LLM) -> None:
+    even = pytest.approx(-math.log(offline.get_tokenizer().vocab_size))
+    body = story(3) | {"echo": True, "logprobs": 2}
+    found = server.ask("POST", "/v1/completions", body).json["choices"][0]["logprobs"]
+    assert found["token_logprobs"] == [None, *[even] * 5] and {len(tops) for tops in found["top_logprobs"][1:]} <= {2, 3}
+    (output,) = offline.generate([[5, 6, 7]], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    assert [choices and [one.logprob for one in choices.values()] for choices in output.prompt_logprobs or []] == [None, [even], [even]]
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "ignore_eos": True, "logprobs": True, "top_logprobs": 2}
+    entries = server.ask("POST", "/v1/chat/completions", chat).json["choices"][0]["logprobs"]["content"]
+    assert [[top["logprob"] for top in entry["top_logprobs"]] for entry in entries] == [[even] * 2] * 3
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

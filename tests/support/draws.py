@@ -16,6 +16,7 @@ from octavo.kernels.cpu.packing import Floats
 from octavo.kernels.reference import sampling as twin
 from octavo.kernels.reference.philox import uniform
 from octavo.kernels.reference.sampling import Draws
+from octavo.messages import TokenLogprobs
 
 INF = math.inf
 SLACK = 2e-6  # of scores and masses: what float32 logarithms and exponentials may be off
@@ -90,6 +91,25 @@ def allowed(logits: Tensor, draws: Draws) -> list[set[int]]:
         best = score[row][ids[surely]].max()
         found.append({int(i) for i in ids[perhaps] if score[row][i] >= best - SLACK * max(1, abs(best))})
     return found
+
+
+def assert_logprobs_of_the_drawn(logits: Tensor, draws: Draws, ids: list[int], found: list[TokenLogprobs]) -> None:
+    """Each is that of a softmax over what filters leave, in float64; a token at a cut may be within or not, but for the id itself."""
+    distance = twin.distances(logits, draws.temperature).double().numpy()
+    order = np.argsort(distance, kind="stable")
+    for row, (token, one) in enumerate(zip(ids, found, strict=True)):
+        wanted = []
+        for sign in (-1, 1):
+            left = np.full(logits.shape[1], INF)
+            keep = order[row][_kept(np.exp(-distance[row][order[row]]), row, draws, sign * SLACK)]
+            left[keep] = distance[row][keep]
+            best = np.argsort(left, kind="stable")[: len(one.top_ids)]
+            logprobs = -left - math.log(np.exp(-left).sum())
+            wanted.append(([token, *best], 1 + int((left < left[token]).sum()), [logprobs[token], *logprobs[best]]))
+        said = [token, *one.top_ids], one.rank, [one.logprob, *one.top_logprobs]
+        assert one.logprob > -INF and any(
+            said[:2] == these[:2] and np.allclose(said[2], these[2], rtol=1e-5, atol=2e-5) for these in wanted
+        ), (row, said, wanted)
 
 
 def _kept(mass: NDArray[np.float64], row: int, draws: Draws, slack: float) -> NDArray[np.bool_]:

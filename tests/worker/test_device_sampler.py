@@ -72,10 +72,11 @@ def mask_of(row: int, table: RequestTable, rng: np.random.Generator) -> NDArray[
 class Both:
     """A table and its sampler, rows of a device and theirs, brought to the same state by the same plans."""
 
-    def __init__(self) -> None:
+    def __init__(self, processed: bool = False) -> None:
+        self.processed = processed
         layout = RowLayout(2, LENGTH)
         self.table, self.rows = RequestTable(ROWS, LENGTH, 2), DeviceRows(ROWS, layout, CPU)
-        self.sampler = DeviceSampler(self.rows, VOCAB, CPU)
+        self.sampler = DeviceSampler(self.rows, VOCAB, CPU, processed)
 
     def apply(self, plan: StepPlan) -> None:
         for one in (self.table, self.rows, self.sampler):
@@ -88,7 +89,7 @@ class Both:
         guided = [entry for entry in where if self.table.params[plan.row[entry]].structured_outputs]
         masks = {entry: mask_of(plan.row[entry], self.table, rng) for entry in guided}
         by_index = {where.index(entry): mask for entry, mask in masks.items()}
-        expected = sample(logits[where].float(), rows[where], self.table, sampling, masks=by_index)
+        expected = sample(logits[where].float(), rows[where], self.table, sampling, masks=by_index, processed=self.processed)
         for entry, mask in masks.items():
             assert mask[0] >> int(expected.ids[where.index(entry)]) & 1, "an id that is not allowed"
         self.table.append(rows[where], expected.ids)
@@ -118,14 +119,15 @@ class Both:
     key=noise_keys,
     seed=st.integers(0, 99),
     adjusted_at_once=st.sampled_from([VOCAB, 3 * VOCAB, 2**24]),
+    processed=st.booleans(),
 )
 def test_ids_and_logprobs_are_those_of_the_sampler(
-    tenants: list[Request], newcomers: list[Request], forked: bool, key: NoiseKey, seed: int, adjusted_at_once: int
+    tenants: list[Request], newcomers: list[Request], forked: bool, key: NoiseKey, seed: int, adjusted_at_once: int, processed: bool
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     monkey = pytest.MonkeyPatch()
     monkey.setattr(device_sampler, "ADJUSTED_LOGITS", adjusted_at_once)
-    both = Both()
+    both = Both(processed)
     monkey.undo()
     order = [5, 0, 3, 2][: len(tenants)]
     both.apply(StepPlan(0, row_writes=[one.write(row) for row, one in zip(order, tenants)]))
@@ -168,9 +170,10 @@ def test_nothing_is_special_where_nobody_asks_for_more() -> None:
     assert both.sampler.special(plan) == [], "the next tenant asks for nothing"
 
 
+@pytest.mark.parametrize("processed", [False, True], ids=["raw", "processed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_warm_up_leaves_no_trace(dtype: torch.dtype) -> None:
-    both = Both()
+def test_the_warm_up_leaves_no_trace(dtype: torch.dtype, processed: bool) -> None:
+    both = Both(processed)
     both.sampler.warm_up(dtype)
     assert not both.rows.words.any() and both.sampler.special(StepPlan(0, row=[0], samples=[True])) == []
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.kernels.reference import sampling
 from octavo.kernels.reference.philox import uniform
-from octavo.kernels.reference.sampling import Draws, _kept, distances, draw, nearest
+from octavo.kernels.reference.sampling import Draws, distances, draw, kept, nearest
 from octavo.messages import NoiseKey, RowWrite, StepPlan
 from octavo.sampling_params import SamplingParams
 from octavo.worker.request_table import RequestTable
@@ -125,7 +125,7 @@ def test_filters_keep_what_plain_python_keeps(logits: list[float], params: Sampl
     width = min(max(width, params.top_k), len(logits))
     distance = distances(torch.tensor([logits]), torch.tensor([params.temperature]))
     near, ids = nearest(distance, width)
-    keep = _kept(near, distance, draws_of(params))
+    keep = kept(near, distance, draws_of(params))
     assert ids[0][keep[0]].tolist() == naive_kept(scaled_distances(logits, params.temperature), params)[:width]
 
 

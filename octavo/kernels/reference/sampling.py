@@ -36,7 +36,7 @@ class Draws:
     noise: Tensor  # [S, 4]: key, key, stream, high
     positions: Tensor  # the absolute position the drawn token will have
 
-    def take(self, index: Tensor) -> "Draws":
+    def take(self, index: Tensor | slice) -> "Draws":
         return Draws(
             self.temperature[index], self.top_k[index], self.top_p[index], self.min_p[index], self.noise[index], self.positions[index]
         )
@@ -98,6 +98,9 @@ def nearest(distance: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     The bits of a float that is not negative order like the float; with the id below them, no two keys are equal.
     """
+    if distance.is_cuda:
+        near, order = distance.sort(dim=-1, stable=True)  # equals stay in the order of their ids
+        return near[:, :count], order[:, :count]
     ids = torch.arange(distance.shape[1])
     keys = distance.view(torch.int32).to(torch.int64).bitwise_left_shift_(32).bitwise_or_(ids).numpy()  # [S, V]
     if count < keys.shape[1]:
@@ -119,7 +122,7 @@ def _draw_plain(distance: Tensor, draws: Draws) -> Tensor:
 def _draw_ordered(distance: Tensor, draws: Draws, width: int) -> Tensor:
     """Draws among the `width` best; -1 for a row whose cut may lie beyond them."""
     near, ids = nearest(distance, width)
-    keep = _kept(near, distance, draws)
+    keep = kept(near, distance, draws)
     vocab = distance.shape[1]
     settled = ~keep[:, -1] | (draws.top_k > 0) | (width == vocab)
     reach = max(int(keep.sum(-1).amax()), 1)
@@ -133,12 +136,12 @@ def _draw_ordered(distance: Tensor, draws: Draws, width: int) -> Tensor:
     return torch.where(settled, best, -1)
 
 
-def _kept(near: Tensor, distance: Tensor, draws: Draws) -> Tensor:
+def kept(near: Tensor, distance: Tensor, draws: Draws) -> Tensor:
     """Which of the ordered tokens pass the filters. near: [S, width]; returns bool [S, width]"""
     floor = (draws.min_p.double() * ONE).to(torch.int64).unsqueeze(-1)
     top_k, top_p = draws.top_k.unsqueeze(-1), draws.top_p.double().unsqueeze(-1)
     masses = mass(near)
-    keep = (masses >= floor) & ((torch.arange(near.shape[1]) < top_k) | (top_k == 0))
+    keep = (masses >= floor) & ((torch.arange(near.shape[1], device=near.device) < top_k) | (top_k == 0))
     masses *= keep
     total = masses.sum(-1, keepdim=True)
     unseen = (draws.top_k == 0) & (draws.top_p < 1)  # the mass of these rows may reach past the tokens at hand

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from octavo.kernels.drawn_from import rank_drawn
 from octavo.kernels.reference import sampling as twin
 from octavo.kernels.reference.philox import uniform
 from octavo.kernels.reference.sampling import Draws
@@ -19,7 +20,8 @@ from octavo.kernels.triton import rank as ranking
 from octavo.kernels.triton.distances import CAPACITY, GROUP, TILE
 from octavo.kernels.triton.draw import draw
 from octavo.kernels.triton.rank import MOST, rank
-from tests.support.draws import INF, Row, allowed, draws_of, logits_of, rows
+from octavo.worker.sampler import listed
+from tests.support.draws import INF, Row, allowed, assert_logprobs_of_the_drawn, draws_of, logits_of, rows
 
 WIDE = CAPACITY + TILE - 5  # more tokens than can be members, and a last tile that is not full
 VOCABS = (1, GROUP + 1, TILE + 3, WIDE)
@@ -157,6 +159,20 @@ def test_parameters_may_be_columns_of_one_table(device: str) -> None:
 
 
 # ---- ranking
+
+
+@settings(max_examples=2)
+@given(
+    batch=st.lists(rows.map(lambda row: replace(row, top_p=min(row.top_p, 1.0 if row.top_p == 1 else 0.9))), min_size=1, max_size=3),
+    vocab=st.sampled_from(VOCABS),
+)
+@example([Row("masked", 1, top_k=50), Row("ties", 2, 0.7, top_p=0.9), Row("peak", 3, min_p=0.1), Row("equal", 4)], WIDE)
+def test_what_is_drawn_is_ranked_among_what_filters_leave(device: str, batch: list[Row], vocab: int) -> None:
+    logits, draws = logits_of(batch, vocab), draws_of(batch)
+    there_logits, there_draws = logits.to(device), there(draws, device)
+    ids = draw(there_logits, there_draws)
+    found = rank_drawn(lambda part: there_logits[part], vocab, there_draws, ids, True, lambda some, chosen: rank(some, chosen, 5))
+    assert_logprobs_of_the_drawn(logits, draws, ids.tolist(), listed(found, [5] * len(batch)))
 
 
 @settings(max_examples=8)
