@@ -4,6 +4,7 @@ Where CI=true, a skip is a failure unless the test is marked `gpu`: a suite that
 it says. A module that skips itself while it is imported fails too, mark or no mark.
 """
 
+import logging
 import os
 from collections.abc import Generator
 
@@ -27,6 +28,15 @@ if settings is not None:
     settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
     settings.register_profile("dev", deadline=None, print_blob=True)
     settings.load_profile("ci" if IN_CI else "dev")
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """Octavo's logger hands nothing on once it is set up, which an earlier test may have done or not: what is caught is caught there."""
+    logger = logging.getLogger("octavo")
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers, caplog.handler])
+    return caplog
 
 
 def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:

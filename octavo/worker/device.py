@@ -8,6 +8,7 @@ A GPU is used where torch sees one of NVIDIA's, of compute capability 8.0 or mor
 """
 
 import importlib.metadata
+import os
 import platform
 import shutil
 import sysconfig
@@ -124,9 +125,9 @@ def torch_gpu() -> tuple[Gpu | None, str]:
 def missing_tools() -> str:
     """What Triton wants to build what launches a kernel. It does without where its cache has all of it, or CC names a compiler."""
     scheme = sysconfig.get_default_scheme()
-    headers = Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme), "Python.h")
+    headers = os.path.join(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme), "Python.h")
     compiler = shutil.which("gcc") or shutil.which("clang")
-    return " and ".join([*([] if compiler else ["a C compiler"]), *([] if headers.is_file() else ["Python's headers"])])
+    return " and ".join([*([] if compiler else ["a C compiler"]), *([] if os.path.isfile(headers) else ["Python's headers"])])
 
 
 def _version(library: str) -> str | None:

@@ -20,7 +20,6 @@ from octavo.loading import requantized
 from octavo.loading.requantized import as_wanted
 from octavo.loading.resolve import load_model_config, open_checkpoint, resolve_model
 from octavo.loading.shape import model_shape
-from octavo.log import logger
 from octavo.models.decoder import Decoder
 from octavo.policy import gpu_size
 from tests.support.greedy import same_greedy_text
@@ -67,8 +66,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logger, "propagate", True)
+def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.WARNING, "octavo")
     return caplog
 

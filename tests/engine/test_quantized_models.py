@@ -13,7 +13,6 @@ from octavo.errors import ConfigError
 from octavo.loading.requantized import as_wanted
 from octavo.loading.resolve import load_model_config, open_checkpoint, resolve_model
 from octavo.loading.shape import model_shape
-from octavo.log import logger
 from octavo.outputs import RequestOutput
 from octavo.policy.model_size import EMBEDDING, Codes
 from tests.cli.processes import octavo
@@ -63,8 +62,7 @@ def assert_about_as_sure(found: list[RequestOutput], reference: list[RequestOutp
 
 
 @pytest.fixture
-def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logger, "propagate", True)
+def warnings(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.WARNING, "octavo")
     return caplog
 

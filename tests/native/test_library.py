@@ -21,8 +21,7 @@ HEADER = re.sub(r"//.*", "", (Path(native.__file__).parents[2] / "native/octavo.
 
 
 @pytest.fixture
-def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logging.getLogger("octavo"), "propagate", True)
+def warnings(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.WARNING, "octavo")  # another test may have left it quieter
     levels._say_once.cache_clear()
     return caplog
