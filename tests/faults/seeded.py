@@ -42,7 +42,7 @@ BUGS = [SeededBug.read(path) for path in sorted(Path(__file__).parent.glob("*.pa
 
 def plant(bug: SeededBug, tree: Path) -> Path:
     """`tree` becomes a checkout with that bug."""
-    shutil.copytree(ROOT / "octavo", tree / "octavo", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "octavo", tree / "octavo")  # with what Python compiled of it, which holds for files that stay as they are
     for name in ("tests", "examples", "pyproject.toml"):
         (tree / name).symlink_to(ROOT / name)
     # without the ceiling, git would look for a repository above the folder and apply nothing outside of it
