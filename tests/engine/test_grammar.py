@@ -160,6 +160,21 @@ def test_a_text_that_is_complete_ends_with_stop_at_once_without_an_end_id() -> N
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+def test_masks_are_filled_while_the_forward_runs(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, called = engine_of(depth=depth), list[str]()
+
+    def note(owner: object, name: str) -> None:
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: (called.append(name), call(*given))[1])
+
+    for owner, name in ((engine.executor, "forward"), (engine.core.grammars, "fill"), (engine.executor, "sample")):
+        note(owner, name)
+    engine.add("a", [1], asking({"regex": "x{9}"}))
+    run(engine)
+    assert called == ["forward", "fill", "sample"] * (len(called) // 3) and len(called) >= 27
+
+
+@pytest.mark.parametrize("depth", [1, 2])
 def test_end_ids_that_are_ignored_or_come_too_early_are_no_way_out(depth: int) -> None:
     engine = engine_of(depth=depth)
     for seed in range(6):
