@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 EDITABLE := $(PIP) install --no-deps --no-build-isolation -e .
 # One thread a worker: test processes share the cores, threads inside them would only fight. A worker more than cores, for those of servers
-# wait half of their time. Files that take longest first, else in their own order. What Python compiles is kept for the hundreds of
+# wait half of their time. Files in the order they are collected, which is theirs, but for the longest. What Python compiles is kept for the hundreds of
 # processes that tests start, whatever the environment says. What hangs is told by name.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 900
 
@@ -61,7 +61,7 @@ lint: setup ## ruff and mypy
 	$(BIN)/mypy
 
 test: lint ## the whole CPU suite, lint first (WORKERS=3)
-	$(PYTEST) tests/kernels tests/web tests
+	$(PYTEST)
 
 check: lint ## the fast checks: lint, house rules, policy
 	$(PYTEST) tests/house tests/policy

@@ -20,6 +20,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.
 for setting in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
     os.environ.pop(setting, None)
 
+LONGEST = ("tests/kernels/", "tests/web/")
 IN_CI = os.environ.get("CI") == "true"
 
 # In CI the same examples every time, so that a red run means a changed program; by hand, new ones on every run.
@@ -44,6 +45,11 @@ def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
         report.longrepr = f"{report.nodeid} was skipped in CI, where only tests marked gpu may be: {reason}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take longest first, so that no worker is left alone with one at the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
