@@ -2,7 +2,7 @@
 
 The interpreter runs what the compiler may refuse. Kernels are asked for through their public functions, so with the very
 arguments they get; a driver that is none says what to compile for, and nothing is launched. A kernel that spills registers or
-takes more shared memory than there is ends it too. `further`: attention of other head sizes, with all that scores can have.
+takes more shared memory than there is ends it too. `further`: attention of other types and head sizes, with all that scores can have.
 """
 
 import io
@@ -72,6 +72,8 @@ def compile_attention(dim: int, dtype: torch.dtype, heads: int, kv_heads: int = 
 
 def compile_further() -> None:
     learned = torch.ones(32)
+    compile_attention(64, torch.float16, 14, 2)
+    compile_attention(128, torch.bfloat16, 16, layout="hnd", window=100)
     for head_dim in (80, 256):
         compile_attention(head_dim, torch.bfloat16, 32, soft_cap=30.0, sinks=learned, slopes=learned)
 
@@ -86,8 +88,6 @@ def compile_all() -> None:
     turns = torch.empty(64, dim // 2)
     write_kv(qkv, norms, turns, turns, index, index, cache, cache)
     compile_attention(dim, torch.bfloat16, heads)
-    compile_attention(64, torch.float16, heads // 2 - 2, 2)
-    compile_attention(dim, torch.bfloat16, heads // 2, layout="hnd", window=100)
     compile_attention(dim, torch.float32, heads, layout="hnd")
     copy_blocks([cache], [(1, 2)])
     for rows in (1, 4):

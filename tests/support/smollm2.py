@@ -22,6 +22,7 @@ TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 def reference_smollm2(path: Path) -> Any:
     import gguf
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.initialization import no_init_weights
 
     config = LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
@@ -40,7 +41,8 @@ def reference_smollm2(path: Path) -> Any:
             name = TOP[name]
         state[f"{name}.weight"] = weight
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model = LlamaForCausalLM(config).eval()
+    with no_init_weights():  # none of it would stay
+        model = LlamaForCausalLM(config).eval()
     model.load_state_dict(state)
     return model
 
