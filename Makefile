@@ -13,8 +13,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 EDITABLE := $(PIP) install --no-deps --no-build-isolation -e .
 # One thread a worker: test processes share the cores, threads inside them would only fight. A worker more than cores, for those of servers
-# wait half of their time. Files in the order they are collected, which is theirs, but for the longest. What Python compiles is kept for the hundreds of
-# processes that tests start, whatever the environment says. What hangs is told by name.
+# wait half of their time. Files in the order in which tests/conftest.py has them: the longest first. What Python compiles is kept for the
+# hundreds of processes that tests start, whatever the environment says. What hangs is told by name.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 900
 
 .DEFAULT_GOAL := help

@@ -66,7 +66,7 @@ class EngineConfig:
     logprobs_mode: LogprobsMode = _flag(
         "raw", "logprobs of what the model says, or (processed) of what a token is drawn from: biased, penalised, masked, scaled, cut"
     )
-    generation_config: Literal["auto", "none"] = _flag("auto", "none: do not sample as the model's generation_config.json recommends")
+    generation_config: Literal["auto", "none"] = _flag("auto", "none: do not sample as the makers recommend (generation_config.json)")
     chat_template: str | None = _flag(None, "a .jinja file to use instead of the model's own template")
     skip_tokenizer_init: bool = _flag(False, "token ids in, token ids out; no tokenizer is loaded")
     trace: str | None = _flag(None, "write each step to this file, for ui.perfetto.dev or chrome://tracing")

@@ -143,7 +143,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt; one `params` for all, or one for each. Results come in the order of the prompts.
 
-        Without `params`, as the model's generation_config.json recommends.
+        Without `params`, as the model's makers recommend (generation_config.json).
 
         `priority`: lower runs first, where scheduling_policy is priority.
         """
@@ -160,7 +160,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or several.
 
-        What `params` leaves open is as the model's generation_config.json recommends, the length up to the rest of the context.
+        What `params` leaves open is as the model's makers recommend (generation_config.json), the length up to the rest of the context.
         """
         encoded = _each(self.encoder.encode_chat, _as_conversations(messages))
         wanted = [self._for_chat(one) for one in _spread(params or SamplingParams(), len(encoded))]

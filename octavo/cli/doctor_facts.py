@@ -15,7 +15,7 @@ from octavo.config import debug_from_environment, environment, log_level, model_
 from octavo.errors import ConfigError
 from octavo.loading.default_model import default_model
 from octavo.worker import machine
-from octavo.worker.device import Found, find
+from octavo.worker.device import Found, find, missing_tools
 
 NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
 # name -> the oldest version that works, and name -> what is lost without it
@@ -57,6 +57,7 @@ class Facts:
     libraries: tuple[Library, ...]
     torch: Torch | None
     driver: str | None  # NVIDIA's
+    tools: str  # what Triton builds launchers with, and is not here
     cpu: str
     cpu_flags: frozenset[str]
     allowed_cpus: int
@@ -88,6 +89,7 @@ def gather() -> Facts:
         libraries=libraries,
         torch=_torch() if libraries[0].error is None else None,
         driver=_driver(),
+        tools=missing_tools(),
         cpu=machine.cpu_model(),
         cpu_flags=machine.cpu_flags(),
         allowed_cpus=machine.allowed_cpus(),

@@ -43,8 +43,8 @@ def _libraries(facts: Facts) -> Iterator[Finding]:
             yield Finding(what, command)
         elif (lack := missing(facts.torch.found)) is not None and lack.help:
             yield Finding(f"{lack.what}; the CPU computes", lack.help, must=False)
-        elif lack is None and facts.torch.found.tools:
-            yield Finding(f"Triton builds what launches kernels with {facts.torch.found.tools}, not found here", TOOLS, must=False)
+        elif lack is None and facts.tools:
+            yield Finding(f"Triton builds what launches kernels with {facts.tools}, not found here", TOOLS, must=False)
 
 
 def _older(library: Library, oldest: str) -> bool:

@@ -66,7 +66,6 @@ class Found:
     trouble: str = ""  # what CUDA said where it did not start
     visible: str | None = None  # the GPUs CUDA may show us, where they were named
     triton: str | None = None  # its version
-    tools: str = ""  # what Triton builds launchers with, and is not here
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,7 @@ def device_here(asked: str) -> Choice:
 def find() -> Found:
     """What is here. Where torch can, this starts CUDA."""
     gpu, trouble = torch_gpu()
-    return Found(torch_build(), nvidia_signs(), gpu, trouble, visible_gpus(), _version("triton"), missing_tools())
+    return Found(torch_build(), nvidia_signs(), gpu, trouble, visible_gpus(), _version("triton"))
 
 
 def nvidia_signs() -> bool:

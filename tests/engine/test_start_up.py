@@ -1,12 +1,10 @@
 """Start-up: the lines people grep for, what is refused before anything loads, and memory that comes back."""
 
 import json
-import logging
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.log import logger
 from octavo.messages import StepPlan
 from octavo.worker.model_runner import ModelRunner
 from tests.cli.processes import ROOT, SECONDS, environment
@@ -129,31 +126,16 @@ def test_the_warm_up_fits_every_shape_of_engine(settings: dict[str, Any], storie
         assert len(llm.generate([PROMPT[:1]], SamplingParams(max_tokens=1, ignore_eos=True))[0].outputs[0].token_ids) == 1
 
 
-class Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
-@pytest.fixture
-def kept() -> Iterator[Kept]:
-    handler = Kept()
-    logger.addHandler(handler)
-    yield handler
-    logger.removeHandler(handler)
-
-
-def test_debug_switches_are_announced_in_the_first_log_line(stories: str, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_switches_are_announced_in_the_first_log_line(
+    stories: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OCTAVO_LOG_LEVEL", "INFO")
     LLM(stories, num_gpu_blocks_override=20).close()
-    assert kept.records and not any("OCTAVO_DEBUG" in record.getMessage() for record in kept.records)
-    kept.records.clear()
+    assert caplog.records and not any("OCTAVO_DEBUG" in record.getMessage() for record in caplog.records)
+    caplog.clear()
     monkeypatch.setenv("OCTAVO_DEBUG", "check=1, preempt.every=3")
     LLM(stories, num_gpu_blocks_override=20).close()
-    first = kept.records[0]
+    first = caplog.records[0]
     assert first.levelname == "WARNING"
     assert first.getMessage() == "OCTAVO_DEBUG is set, for tests only: check=True, preempt_every=3"
 

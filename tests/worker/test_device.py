@@ -2,7 +2,6 @@
 
 import logging
 import platform
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from octavo.cli.main import main
 from octavo.config import Debug, EngineConfig
 from octavo.errors import ConfigError
 from octavo.loading.resolve import load_model_config, resolve_model
-from octavo.log import logger
 from octavo.worker import device
 from octavo.worker.device import (
     Choice,
@@ -122,29 +120,15 @@ def test_the_command_ends_on_windows_with_one_line(monkeypatch: pytest.MonkeyPat
     assert said.out == "" and said.err.startswith("octavo: error: Octavo does not run on native Windows") and said.err.count("\n") == 1
 
 
-@pytest.fixture
-def messages() -> Iterator[list[str]]:
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    said: list[str] = []
-    handler, level = Kept(), logger.level
-    logger.addHandler(handler)
-    logger.setLevel("INFO")
-    yield said
-    logger.removeHandler(handler)
-    logger.setLevel(level)
-
-
 def worker(config: EngineConfig) -> Worker:
     source = resolve_model(None)
     return Worker(config, source, load_model_config(source), Debug())
 
 
 def test_a_worker_says_one_device_line_and_refuses_what_cannot_work(
-    monkeypatch: pytest.MonkeyPatch, messages: list[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
+    caplog.set_level(logging.INFO, "octavo")
     monkeypatch.setattr(device, "GPU_SIGNS", (tmp_path / "nvidia0",))
     monkeypatch.setattr(device, "torch_gpu", lambda: (None, "it is made up"))
     worker(EngineConfig())
@@ -153,15 +137,16 @@ def test_a_worker_says_one_device_line_and_refuses_what_cannot_work(
     with monkeypatch.context() as cpu:
         cpu.setattr(device, "torch_gpu", lambda: pytest.fail("CUDA was started"))
         worker(EngineConfig(device="cpu"))
-    messages[:] = [said for said in messages if not said.startswith("Checking the native kernels")]
+    messages = [said for said in caplog.messages if not said.startswith("Checking the native kernels")]
     assert [said for said in messages if said.startswith("Device: cpu")] == messages
     assert "no NVIDIA GPU" in messages[0] and "NVIDIA GPU is there" in messages[1] and messages[2].endswith("as asked for")
+    caplog.clear()
     with pytest.raises(ConfigError, match="device is cuda, which cannot be had"):
         worker(EngineConfig(device="cuda"))
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     worker(EngineConfig())
-    assert messages[4].startswith("Platform: Linux on aarch64 runs on the portable path")
+    assert caplog.messages[1].startswith("Platform: Linux on aarch64 runs on the portable path")
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with pytest.raises(ConfigError, match="is a ROCm build"):
         worker(EngineConfig())
