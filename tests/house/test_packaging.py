@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BROUGHT = {"triton"}  # by torch, where it has CUDA
-OPTIONAL = {"flashinfer": ["flashinfer-python"], "ray": ["ray"]}  # need not be installed where this runs
+OPTIONAL = {"flashinfer": ["flashinfer-python"]}  # need not be installed where this runs
 
 
 def declared() -> set[str]:
