@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.kernels.cpu.attention_case import AttentionCase, Cache, from_bf16, to_bf16
-from octavo.kernels.cpu.library import BF16, F32, Q8, NativeLibrary, address
+from octavo.kernels.cpu.library import BF16, F16, F32, Q8, NativeLibrary, address
 from octavo.kernels.cpu.packing import Floats
 from octavo.kernels.reference.attention import attend, causal_mask
 from octavo.kernels.reference.kv_codes import from_codes, to_codes
@@ -20,7 +20,7 @@ from octavo.kernels.reference.norm import add_rms_norm, rms_norm
 from octavo.kernels.reference.rotary import rotate
 from tests.support.native import error, levels_here, running
 
-CACHES = {"f32": F32, "bf16": BF16, "int8": Q8}
+CACHES = {"f32": F32, "bf16": BF16, "f16": F16, "int8": Q8}
 MIXED = ((0, 37), (30, 1), (7, 70), (65, 1), (0, 1))  # prompts, chunks after a past, single tokens
 LEVELS = levels_here()
 
@@ -47,7 +47,7 @@ def attended_twin(case: AttentionCase, qkv: Floats, k: Cache, v: Cache) -> Float
 
 def rounds(level: str, case: AttentionCase) -> bool:
     """Whether queries are rounded to bfloat16, and perhaps weights: with scores that are large, that can move a lot."""
-    return level in ("avx512", "amx") and case.cache_kind != F32 and case.head_dim % 32 == 0
+    return level in ("avx512bf16", "amx") and case.cache_kind in (BF16, Q8) and case.head_dim % 32 == 0
 
 
 def check(case: AttentionCase, library: NativeLibrary) -> None:
@@ -127,7 +127,7 @@ def cases(draw: st.DrawFn) -> AttentionCase:
         kv_heads=kv_heads,
         head_dim=draw(st.sampled_from((16, 32, 64, 80, 96, 128, 256))),
         block_size=2 ** draw(st.integers(0, 8)),
-        cache_kind=draw(st.sampled_from((F32, BF16, Q8))),
+        cache_kind=draw(st.sampled_from((F32, BF16, F16, Q8))),
         window=draw(st.one_of(st.just(0), st.integers(1, 200))),
         qk_norm=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
