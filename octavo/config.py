@@ -31,7 +31,7 @@ def _flag(default: Any, text: str, choices_because: str = "") -> Any:
 class EngineConfig:
     model: str | None = _flag(None, "a folder, a .gguf file, or owner/name[@revision][:QUANT] on the hub; without one, the default model")
     revision: str | None = _flag(None, "branch, tag or commit of a model on the hub")
-    dtype: Dtype = _flag("auto", "float32, bfloat16 or, on a GPU, float16; auto: what the CPU is fast at, on a GPU what the file says")
+    dtype: Dtype = _flag("auto", "float32, bfloat16 or float16; auto: what the CPU is fast at, on a GPU what the file says")
     quantization: Quantization = _flag(
         "auto", "keep weights as the file has them, as floats (none), or in codes of 8 or 4 bits",
         "what a file holds (awq, gptq, gguf) is found by auto",
@@ -60,7 +60,7 @@ class EngineConfig:
     )
     enforce_eager: bool = _flag(False, "on a GPU: launch every kernel by itself, no CUDA graphs")
     native: bool = _flag(True, "compute with the native CPU kernels: quantised weights stay packed, one call a step")
-    cpu_isa: CpuIsa = _flag("auto", "the instructions those may use: avx2 to amx on x86-64, neon or i8mm on ARM; auto: the best this CPU has")
+    cpu_isa: CpuIsa = _flag("auto", "the instructions they may use: avx2 to amx on x86-64, neon, i8mm on ARM; auto: the best there are")
     pipeline_depth: int | None = _flag(None, "steps in flight, 1 or 2; default: 1, on a GPU 2")
     max_logprobs: int = _flag(20, "most logprobs one request may ask for")
     logprobs_mode: LogprobsMode = _flag(

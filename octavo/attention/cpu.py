@@ -33,7 +33,7 @@ from octavo.kernels.reference.rotary import rotate
 
 class CpuBackend:
     name: ClassVar[str] = "cpu"
-    dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
+    dtypes: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float16")  # the last for the native program, which has kernels of its own
     paged: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("nhd",)
     captured: ClassVar[bool] = False

@@ -9,7 +9,7 @@ import torch
 from octavo import __version__
 from octavo.config import EngineConfig
 from octavo.model_config import ModelConfig
-from octavo.worker.device import device_here
+from octavo.worker.device import device_here, level_used
 from octavo.worker.machine import OWN_STATUS, cpu_model, num_threads, proc_bytes, resolve_dtype
 
 
@@ -37,7 +37,7 @@ def describe(config: EngineConfig, name: str, model: ModelConfig) -> Machine:
     choice = device_here(config.device)
     return Machine(
         model=name,
-        dtype=resolve_dtype(config.dtype, model.dtype, choice.device),
+        dtype=resolve_dtype(config.dtype, model.dtype, choice.device, level_used(config)),
         gpu=choice.gpu.name if choice.gpu else None,
         cpu=cpu_model(),
         threads=num_threads(),

@@ -12,6 +12,7 @@ from octavo.cli.doctor_facts import Facts, gather
 from octavo.cli.doctor_findings import Finding, findings
 from octavo.policy.memory_plan import default_pool_bytes
 from octavo.worker.device import choose_device, platform_note
+from octavo.worker.machine import fast_dtype
 
 GIB = 2**30
 FEATURES = {  # what a reader looks for -> any of these flags of the kernel
@@ -21,6 +22,9 @@ FEATURES = {  # what a reader looks for -> any of these flags of the kernel
     "vnni": ("avx512_vnni", "avx_vnni"),
     "amx": ("amx_tile",),
     "neon": ("asimd",),
+    "dotprod": ("asimddp",),
+    "fp16": ("asimdhp",),
+    "i8mm": ("i8mm",),
     "sve": ("sve",),
 }
 
@@ -49,7 +53,7 @@ def report(facts: Facts, found: list[Finding]) -> str:
         "device": str(choose_device("auto", facts.torch.found)) if facts.torch else "none without torch",
         "gpu": _gpu(facts),
         "cpu": _cpu(facts),
-        "native": f"{facts.native} kernels" if facts.native else facts.no_native,
+        "native": _native(facts),
         "threads": _threads(facts),
         "memory": _memory(facts),
         "default model": str(facts.default_model or "not installed"),
@@ -94,7 +98,13 @@ def _cpu(facts: Facts) -> str:
     if facts.torch is None:
         return text
     refused = ", amx refused by the kernel" if "amx" in offered and not facts.torch.amx else ""
-    return f"{text}{refused}; torch dispatches to {facts.torch.dispatch}, dtype auto is {facts.torch.dtype}"
+    return f"{text}{refused}; torch dispatches to {facts.torch.dispatch}, and is fast at {facts.torch.dtype}"
+
+
+def _native(facts: Facts) -> str:
+    if facts.native == "portable":
+        return "portable kernels alone, so torch computes; --cpu-isa portable takes them"
+    return f"{facts.native} kernels, dtype auto is {fast_dtype(facts.native)}" if facts.native else facts.no_native
 
 
 def _threads(facts: Facts) -> str:

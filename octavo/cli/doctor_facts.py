@@ -45,7 +45,7 @@ class Torch:
     mkldnn: bool
     dispatch: str  # the widest instructions its own kernels use here
     amx: bool  # asked of the kernel, which may refuse what the CPU has
-    dtype: str  # what `--dtype auto` takes for a checkpoint that is not float32
+    dtype: str  # what it is fast at here, and `--dtype auto` takes where it computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def _torch() -> Torch:
     import torch
 
     amx = torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
-    return Torch(find(), torch.backends.mkldnn.is_available(), torch.backends.cpu.get_cpu_capability(), amx, machine.fast_dtype())
+    return Torch(find(), torch.backends.mkldnn.is_available(), torch.backends.cpu.get_cpu_capability(), amx, machine.fast_dtype(None))
 
 
 def _driver() -> str | None:

@@ -68,6 +68,9 @@ def _model(facts: Facts) -> Iterator[Finding]:
 def _machine(facts: Facts) -> Iterator[Finding]:
     if facts.native is None:
         yield Finding("there are no native kernels, torch computes alone", facts.no_native, must=False)
+    if facts.native == "portable":
+        what = "this CPU has none of the instructions that the native kernels are fast with, torch computes alone"
+        yield Finding(what, "octavo doctor  # in a container or virtual machine: on the host, too; it may hide them", must=False)
     if note := platform_note(facts.system, facts.machine):
         yield Finding(note, "octavo verify  # proves that paging works here", must=False)
     cpus = min(facts.allowed_cpus, facts.quota_cpus or facts.allowed_cpus)

@@ -44,13 +44,15 @@ def run(args: argparse.Namespace) -> int:
     check_target("--report", args.report)
     from octavo.cli.plan_report import plan_report
     from octavo.loading.shape import model_shape
-    from octavo.worker.device import native_threads
-    from octavo.worker.machine import num_threads, resolve_dtype
+    from octavo.worker.device import level_used
+    from octavo.worker.machine import num_threads, refuse_float16, resolve_dtype
 
     asked = engine_config(args, args.words)
     shape = model_shape(asked.model, asked.revision)
     config = resolved(asked, _device(asked.device, args.memory))
-    dtype, threads = resolve_dtype(config.dtype, shape.config.dtype, config.device), native_threads(config, num_threads())
+    level = level_used(config)
+    refuse_float16(config, config.device, level)
+    dtype, threads = resolve_dtype(config.dtype, shape.config.dtype, config.device, level), num_threads() if level else 0
     needs = shape.needs(dtype, config.quantization, config.kv_cache_dtype, threads, config.device)
     plan = plan_memory(needs, config, _memory(config, args.memory))
     if args.json:

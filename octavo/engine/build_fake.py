@@ -23,7 +23,7 @@ def build_fake(
 ) -> Engine:
     settled = resolved(debug.overrule(config), "cpu")
     shape = ModelShape(source.name, model) if config.load_format == "dummy" else shape_of(source, model)
-    needs = shape.needs(resolve_dtype(config.dtype, model.dtype, "cpu"), config.quantization, config.kv_cache_dtype)
+    needs = shape.needs(resolve_dtype(config.dtype, model.dtype, "cpu", None), config.quantization, config.kv_cache_dtype)
     plan = plan_memory(needs, settled, host_memory())
     if plan.refusal is not None:
         raise ConfigError(plan.refusal)

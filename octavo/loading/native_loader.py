@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.kernels.cpu.library import BF16, F32, PANEL, Q4, Q8, NativeLibrary
+from octavo.kernels.cpu.library import BF16, F16, F32, PANEL, Q4, Q8, NativeLibrary
 from octavo.kernels.cpu.packing import PackedMatrix, pack_codes, pack_float
 from octavo.layers.linear import MergedLinear
 from octavo.loading.checkpoint import Checkpoint
@@ -65,7 +65,7 @@ class NativeWeights:
         """`dtype`: of what is not stored as codes."""
         self._parameters = parameters
         self._library = library
-        self._kind, self._dtype = (F32, torch.float32) if dtype == "float32" else (BF16, torch.bfloat16)
+        self._kind, self._dtype = {"float32": F32, "bfloat16": BF16, "float16": F16}[dtype], getattr(torch, dtype)
 
     def vector(self, name: str) -> NDArray[np.float32]:
         return np.array(self._parameters.floats(name).numpy())

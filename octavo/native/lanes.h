@@ -48,7 +48,7 @@ inline Vector load_vector(const float *from) {
     memcpy(&v, from, sizeof v);
     return v;
 }
-inline Vector broadcast_vector(float value) { return Vector{} + value; }
+inline Vector broadcast_vector(float value) { return value - Vector{}; }  // exact for all values, so that nothing is subtracted
 
 inline Lanes broadcast(float value) {
     Lanes r;
@@ -59,10 +59,10 @@ inline Lanes zeros() { return broadcast(0.0f); }
 
 inline Lanes load(const float *from) {
     Lanes r;
-    memcpy(&r, from, sizeof r);
+    EACH_PART r.part[p] = load_vector(from + p * WIDTH);  // part by part: copied whole, it would go through memory
     return r;
 }
-inline void store(const Lanes &a, float *to) { memcpy(to, &a, sizeof a); }
+inline void store(const Lanes &a, float *to) { EACH_PART memcpy(to + p * WIDTH, &a.part[p], sizeof a.part[p]); }
 
 // The first `count` lanes; the others are zero.
 inline Lanes load_some(const float *from, int64_t count) {
@@ -221,7 +221,7 @@ inline void store_bf16(const Lanes &a, uint16_t *to, int64_t count) {
 
 inline Words load_words(const void *from) {
     Words r;
-    memcpy(&r, from, sizeof r);
+    EACH_PART memcpy(&r.part[p], (const char *)from + p * sizeof r.part[p], sizeof r.part[p]);
     return r;
 }
 

@@ -101,7 +101,7 @@ struct BF16Panel {
 };
 
 // As many rows as leave registers for a panel's weights and a number of x.
-const int FLOAT_MOST = WIDTH == 16 ? 14 : WIDTH == 8 ? 6 : 4;
+const int FLOAT_MOST = WIDTH == 16 ? 12 : WIDTH == 8 ? 6 : 4;
 
 // U sums for each row, so that a step need not wait for the one before.
 template <int R, class Panel> void block_float(const Panel &panel, const Rows &rows, int64_t row, Lanes *sums) {
@@ -110,14 +110,14 @@ template <int R, class Panel> void block_float(const Panel &panel, const Rows &r
     Lanes acc[R][U];
     for (int r = 0; r < R; r++)
         for (int u = 0; u < U; u++) acc[r][u] = zeros();
-    for (int64_t k = 0; k < rows.stride; k += 4)
-        for (int two = 0; two < 4; two += 2) {
-            Lanes weights[2];
-            panel.load_two(k + two, weights);
-            for (int u = 0; u < 2; u++)
-                for (int r = 0; r < R; r++)
-                    acc[r][(two + u) % U] = multiply_add(weights[u], broadcast(x[r * rows.stride + k + two + u]), acc[r][(two + u) % U]);
-        }
+    for (int64_t k = 0; k < rows.stride; k += 4) {
+        Lanes weights[4];
+        panel.load_two(k, weights);
+        panel.load_two(k + 2, weights + 2);
+#pragma GCC unroll 4
+        for (int u = 0; u < 4; u++)
+            for (int r = 0; r < R; r++) acc[r][u % U] = multiply_add(weights[u], broadcast(x[r * rows.stride + k + u]), acc[r][u % U]);
+    }
     for (int r = 0; r < R; r++) {
         for (int u = 1; u < U; u++) acc[r][0] = acc[r][0] + acc[r][u];
         sums[r] = acc[r][0];

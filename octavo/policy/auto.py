@@ -38,8 +38,6 @@ def resolved(config: EngineConfig, device: Literal["cpu", "cuda"]) -> ResolvedCo
 
 def _check(config: EngineConfig, device: str) -> None:
     if device == "cpu":
-        if config.dtype == "float16":
-            raise ConfigError("dtype is float16, which only a GPU computes in, and this runs on the CPU: set dtype to bfloat16 or float32")
         return
     if config.attention_backend == "cpu":
         raise ConfigError("attention_backend is cpu, and this runs on a GPU: set it to auto, or device to cpu")

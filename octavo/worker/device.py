@@ -1,7 +1,7 @@
 """Where Octavo computes and where it does not run, as pure functions of what was found: each case is tested without its machine.
 
-    Linux x86-64, also under WSL2     supported and tested
-    macOS, Linux on ARM, others       the portable path: plain torch, not tested
+    Linux on x86-64 and ARM (64 bit), also under WSL2     supported and tested
+    macOS, others                     the portable path: plain torch, not tested
     native Windows, ROCm, MPS         refused in one line
 
 A GPU is used where torch sees one of NVIDIA's, of compute capability 8.0 or more, and Triton is installed.
@@ -141,12 +141,17 @@ def native_level() -> tuple[str | None, str]:
     from octavo.kernels.cpu.library import find_library
 
     library = find_library()
-    return (None, library) if isinstance(library, str) else (library.highest_level, "")
+    return (None, library) if isinstance(library, str) else (library.levels[-1], "")
 
 
-def native_threads(config: EngineConfig, threads: int) -> int:
-    """How many threads the native program will have; none where it is not wanted or not there."""
-    return threads if config.wants_native and native_level()[0] is not None else 0
+def level_used(config: EngineConfig) -> str | None:
+    """The level the native program will run at, if no check at start drops it; None where torch computes."""
+    if not config.wants_native:
+        return None
+    best, _ = native_level()
+    if config.cpu_isa == "auto":
+        return None if best == "portable" else best  # see open_native
+    return best and config.cpu_isa
 
 
 def platform_refusal(system: str) -> str | None:
@@ -163,10 +168,10 @@ def torch_refusal(build: TorchBuild) -> str | None:
 
 def platform_note(system: str, machine: str) -> str | None:
     """What to tell those who are on another platform than the tested one."""
-    if system == "Linux" and machine.lower() in ("x86_64", "amd64"):
+    if system == "Linux" and machine.lower() in ("x86_64", "amd64", "aarch64", "arm64"):
         return None
     name = "macOS" if system == "Darwin" else system
-    return f"{name} on {machine} runs on the portable path, which is not tested there; Linux x86-64 is"
+    return f"{name} on {machine} runs on the portable path, which is not tested there; Linux on x86-64 and aarch64 is"
 
 
 def choose_device(asked: str, found: Found) -> Choice:

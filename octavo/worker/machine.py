@@ -8,13 +8,21 @@ import os
 import platform
 from pathlib import Path
 
-from octavo.config import thread_limit
+from octavo.config import EngineConfig, thread_limit
+from octavo.errors import ConfigError
 
 CGROUP = Path("/sys/fs/cgroup")
 OWN_GROUP = Path("/proc/self/cgroup")
 CPU_INFO = Path("/proc/cpuinfo")
 MEMORY_INFO = Path("/proc/meminfo")
 OWN_STATUS = Path("/proc/self/status")
+
+# What each level of the native kernels is fast at. Where it does not multiply bfloat16, float16 takes as little memory, is widened
+# by one instruction and rounds less.
+LEVEL_DTYPES = {
+    "portable": "float32", "avx2": "float16", "avx512": "float16", "avx512bf16": "bfloat16", "amx": "bfloat16",
+    "neon": "float16", "i8mm": "bfloat16",
+}  # fmt: skip
 
 
 def total_bytes() -> int:
@@ -68,18 +76,31 @@ def cpu_flags() -> frozenset[str]:
     return frozenset((found.get("flags") or found.get("Features") or "").split())  # x86 or ARM
 
 
-def fast_dtype() -> str:
-    """bfloat16 where the CPU multiplies it natively, else float32. Asked without torch, which a plan does not wait for."""
+def fast_dtype(level: str | None) -> str:
+    """What the native kernels are fast at on this level; without one, what torch is. A plan asks, and does not wait for torch."""
+    if level is not None:
+        return LEVEL_DTYPES[level]
     return "bfloat16" if cpu_flags() & {"avx512_bf16", "amx_tile"} else "float32"
 
 
-def resolve_dtype(asked: str, stored: str | None, device: str) -> str:
-    """`auto`: float32 checkpoints stay float32, all others take what this CPU is fast at; a GPU is fast at either half type."""
+def resolve_dtype(asked: str, stored: str | None, device: str, level: str | None) -> str:
+    """`auto`: float32 checkpoints stay float32, all others take what this CPU is fast at; a GPU is fast at either half type.
+    `level`: of the native kernels, where they compute."""
     if asked != "auto":
         return asked
     if device == "cuda":
         return stored if stored in ("float32", "float16") else "bfloat16"
-    return "float32" if stored == "float32" else fast_dtype()
+    return "float32" if stored == "float32" else fast_dtype(level)
+
+
+def refuse_float16(config: EngineConfig, device: str, level: str | None) -> None:
+    """On a CPU torch is slow in float16, and lets what is too large for it become infinite."""
+    for name in ("dtype", "kv_cache_dtype"):
+        if getattr(config, name) == "float16" and device == "cpu" and level is None:
+            raise ConfigError(
+                f"{name} is float16, which on a CPU the native kernels alone compute in, and torch computes here: "
+                f"set {name} to bfloat16 or float32"
+            )
 
 
 def groups(controller: str) -> list[Path]:

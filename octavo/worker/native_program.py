@@ -13,14 +13,14 @@ from torch import Tensor
 
 from octavo.attention.backend import Rope
 from octavo.attention.forward_batch import ForwardBatch
-from octavo.kernels.cpu.library import BF16, F32, PANEL, Q8, Layer, Model, NativeLibrary, Step, address
+from octavo.kernels.cpu.library import BF16, F16, F32, PANEL, Q8, Layer, Model, NativeLibrary, Step, address
 from octavo.kernels.cpu.packing import PackedMatrix
 from octavo.loading.native_loader import NativeWeights
 from octavo.model_config import ModelConfig
 from octavo.worker.kv_store import Caches
 from octavo.worker.program import Forward
 
-KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.int8: Q8}
+KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int8: Q8}
 
 
 class NativeProgram:

@@ -45,7 +45,7 @@ from octavo.worker.device_runner import DeviceRunner, Pending
 from octavo.worker.executor import Masks
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
-from octavo.worker.machine import num_cpus, num_threads, resolve_dtype
+from octavo.worker.machine import num_cpus, num_threads, refuse_float16, resolve_dtype
 from octavo.worker.memory import memory, out_of_memory_explained
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.native_program import NativeProgram
@@ -83,8 +83,10 @@ class Worker:
         self._shadow_wanted = shadow
         self.device = torch.device(config.device)
         self.on_device = config.device == "cuda" or debug.runner == "device"  # the runner that never waits, on the CPU with kernels' twins
-        self.dtype = resolve_dtype(config.dtype, model_config.dtype, config.device)
         self.library = self._open_native()
+        level = self.library.level if self.library else None
+        refuse_float16(config, config.device, level)
+        self.dtype = resolve_dtype(config.dtype, model_config.dtype, config.device, level)
         threads = self.library.threads if self.library else 0
         shape = self._shape()
         self.needs = shape.needs(self.dtype, config.quantization, config.kv_cache_dtype, threads, config.device)

@@ -39,7 +39,8 @@ class Sample(NamedTuple):
 
 
 def open_native(isa: str, threads: int) -> NativeLibrary | None:
-    """The library at the level `isa` ("auto": the best), checked, with so many threads; None, and one warning, where it is absent."""
+    """The library at the level `isa` ("auto": the best), checked, with so many threads; None, and one line that says why, where it
+    is absent, or where `auto` finds the portable level alone: torch is faster than that."""
     library = find_library()
     if isinstance(library, str):
         _say_once(f"Native kernels are off, torch computes alone: {library}")
@@ -49,6 +50,9 @@ def open_native(isa: str, threads: int) -> NativeLibrary | None:
         raise ConfigError(f"cpu_isa is {isa}, this machine offers {', '.join(library.levels)} (cpu_isa auto takes the last)")
     library.set_threads(threads)
     use_best_level(library, wanted)
+    if isa == "auto" and library.level == "portable":
+        _say_once("Native kernels are off, torch computes alone: this CPU runs their portable level only (cpu_isa portable takes that)")
+        return None
     return library
 
 

@@ -116,7 +116,7 @@ class NativeLibrary:
 
     @property
     def level(self) -> str:
-        return self.levels[self.call.octavo_level()]
+        return self.levels[int(self.call.octavo_level())]
 
     def set_level(self, level: str) -> None:
         self.call.octavo_set_level(self.levels.index(level))
