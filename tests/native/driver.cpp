@@ -1,126 +1,15 @@
 // Runs the cases of a file through liboctavo, at every level this machine has, with one thread and with two; no Python needed.
 //
-//     driver CASES        the form of the file: tests/support/case_file.py
+//     driver CASES        the form of the file: tests/support/case_file.py, which writes it
 //
 // Says for each level and kernel how many cases passed and how far off the worst was, and names every case that failed.
 // The last line is "N passed, N failed".
-#include <algorithm>
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <fstream>
-#include <functional>
-#include <map>
 #include <memory>
-#include <sstream>
-#include <string>
-#include <vector>
 
 #include "../../octavo/native/octavo.h"
-#include "../../octavo/native/scalar.h"
+#include "cases.h"
 
 namespace {
-
-[[noreturn]] void give_up(const std::string &reason) {
-    fprintf(stderr, "driver: %s\n", reason.c_str());
-    exit(2);
-}
-
-// --- the file ----------------------------------------------------------------------------------------------------------
-
-struct Array {
-    std::string dtype;
-    std::vector<int64_t> shape;
-    std::vector<char> bytes;
-
-    size_t width() const { return size_t(dtype[1] - '0'); }
-    int64_t count() const { return int64_t(bytes.size() / width()); }
-    template <class T> T *as() { return reinterpret_cast<T *>(bytes.data()); }
-    double number(int64_t i) const { return number(bytes.data(), i); }
-    double number(const char *from, int64_t i) const {  // of memory that holds numbers of this type
-        auto read = [&](auto value) {
-            memcpy(&value, from + i * int64_t(sizeof value), sizeof value);
-            return value;
-        };
-        if (dtype == "f4") return read(float());
-        if (dtype == "f2") return f16_to_float(read(uint16_t()));
-        if (dtype == "u2") return bf16_to_float(read(uint16_t()));
-        if (dtype == "u1") return read(uint8_t());
-        if (dtype == "i1") return read(int8_t());
-        if (dtype == "i4") return read(int32_t());
-        return double(read(int64_t()));
-    }
-};
-
-struct Expected {
-    std::string result, form, measure, levels;
-    double tolerance;
-    Array values;
-};
-
-struct Case {
-    std::string kernel, title;
-    std::map<std::string, double> numbers;
-    std::map<std::string, Array> arrays;
-    std::vector<Expected> expected;
-
-    double real(const std::string &name) const {
-        auto found = numbers.find(name);
-        return found == numbers.end() ? 0 : found->second;
-    }
-    int32_t number(const std::string &name) const { return int32_t(real(name)); }
-    Array *find(const std::string &name) {
-        auto found = arrays.find(name);
-        return found == arrays.end() ? nullptr : &found->second;
-    }
-    template <class T> T *get(const std::string &name) { return find(name) ? find(name)->as<T>() : nullptr; }
-    Array &must(const std::string &name) {
-        if (!find(name)) give_up(kernel + ", " + title + ": there is no array " + name);
-        return *find(name);
-    }
-};
-
-Array read_array(std::istream &line, std::istream &file) {
-    Array array;
-    std::string shape, size;
-    if (!(line >> array.dtype >> shape)) give_up("an array has no type or shape");
-    size_t bytes = array.width();
-    for (std::stringstream sizes(shape); std::getline(sizes, size, 'x');) array.shape.push_back(std::stoll(size)), bytes *= size_t(array.shape.back());
-    array.bytes.resize(bytes);
-    file.read(array.bytes.data(), std::streamsize(bytes));
-    if (file.get() != '\n') give_up("the file ends within an array, or an array is longer than its shape says");
-    return array;
-}
-
-bool read_case(std::istream &file, Case &found) {
-    found = {};
-    for (std::string text, word, name; std::getline(file, text);) {
-        std::stringstream line(text);
-        line >> word;
-        if (word == "end") return true;
-        if (word == "case") {
-            line >> found.kernel >> std::ws;
-            std::getline(line, found.title);
-        } else if (word == "number") {
-            std::string value;  // True and False are numbers, too
-            line >> name >> value;
-            found.numbers[name] = value == "True" ? 1 : value == "False" ? 0 : std::stod(value);
-        } else if (word == "array") {
-            line >> name;
-            found.arrays[name] = read_array(line, file);
-        } else if (word == "expect") {
-            Expected each;
-            line >> each.result >> each.form >> each.measure >> each.tolerance >> each.levels;
-            each.values = read_array(line, file);
-            found.expected.push_back(std::move(each));
-        } else {
-            give_up("a line that is none: " + text);
-        }
-    }
-    if (!found.kernel.empty()) give_up("the file ends within a case");
-    return false;
-}
 
 // --- results -----------------------------------------------------------------------------------------------------------
 
@@ -137,30 +26,6 @@ std::map<std::string, Worst> worst_;  // by kernel, at this level
 int threads_, passed_, failed_;
 std::string level_;
 
-double difference(const Expected &expected, const char *got, int64_t count) {
-    double largest = 0, most = 0;
-    for (int64_t i = 0; i < count; i++) {
-        double good = expected.values.number(i), found = expected.values.number(got, i);
-        if (std::isnan(good)) {
-            if (std::isfinite(found)) return INFINITY;
-            continue;
-        }
-        if (expected.measure == "exact") {
-            bool same = !memcmp(expected.values.bytes.data() + i * int64_t(expected.values.width()), got + i * int64_t(expected.values.width()), expected.values.width());
-            if (!same) most = std::max(most, good == found ? 1e-30 : std::isfinite(good - found) ? std::abs(good - found) : INFINITY);
-            continue;
-        }
-        if (good == found) {
-            if (std::isfinite(good)) largest = std::max(largest, std::abs(good));
-            continue;
-        }
-        if (!std::isfinite(found)) return INFINITY;
-        largest = std::max(largest, std::abs(good));
-        most = std::max(most, expected.measure == "each" ? std::abs(found - good) / std::abs(good) : std::abs(found - good));
-    }
-    return expected.measure == "largest" && most > 0 ? most / largest : most;
-}
-
 // One result, against all that are expected of it at this level. The first `count` numbers: a case may try fewer rows than it has.
 bool near_enough(const Case &one, const std::string &title, const std::string &result, const char *got, int64_t count) {
     const Expected *best = nullptr;
@@ -172,7 +37,7 @@ bool near_enough(const Case &one, const std::string &title, const std::string &r
         double off = difference(each, got, count);
         if (!best || off / std::max(each.tolerance, 1e-30) < error / std::max(best->tolerance, 1e-30)) best = &each, error = off;
     }
-    if (!best) return true;
+    if (!best) give_up(one.kernel + ", " + title + ": no " + result + " is expected at level " + level_);
     auto &worst = worst_[one.kernel].errors[result + " in " + best->form];
     if (error > worst.first) worst = {error, best->tolerance};
     if (error <= best->tolerance) return true;
@@ -197,6 +62,8 @@ using Results = std::map<std::string, Result>;
 
 void judge(const Case &one, const std::string &title, const Results &results) {
     bool good = true;
+    for (const Expected &each : one.expected)
+        if (!results.count(each.result)) give_up(one.kernel + ", " + title + ": nothing gives " + each.result);
     for (const auto &[name, result] : results) {
         auto same = [&, &name = name](const Expected &each) { return each.result == name; };
         auto expected = std::find_if(one.expected.begin(), one.expected.end(), same);
