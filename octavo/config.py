@@ -13,10 +13,10 @@ from typing import Any, Literal
 from octavo.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-KVCacheDtype = Literal["auto", "float32", "bfloat16", "int8"]
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 KVCacheLayout = Literal["auto", "nhd", "hnd"]
 Device = Literal["auto", "cpu", "cuda"]
-CpuIsa = Literal["auto", "portable", "avx2", "avx512", "amx"]
+CpuIsa = Literal["auto", "portable", "avx2", "avx512", "avx512bf16", "amx", "neon", "i8mm"]
 Quantization = Literal["auto", "none", "int8", "int4"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 LogprobsMode = Literal["raw", "processed"]
@@ -60,7 +60,7 @@ class EngineConfig:
     )
     enforce_eager: bool = _flag(False, "on a GPU: launch every kernel by itself, no CUDA graphs")
     native: bool = _flag(True, "compute with the native CPU kernels: quantised weights stay packed, one call a step")
-    cpu_isa: CpuIsa = _flag("auto", "the instructions those may use; auto: the best this CPU has")
+    cpu_isa: CpuIsa = _flag("auto", "the instructions those may use: avx2 to amx on x86-64, neon or i8mm on ARM; auto: the best this CPU has")
     pipeline_depth: int | None = _flag(None, "steps in flight, 1 or 2; default: 1, on a GPU 2")
     max_logprobs: int = _flag(20, "most logprobs one request may ask for")
     logprobs_mode: LogprobsMode = _flag(
@@ -141,13 +141,13 @@ _OPTIONAL = (
 _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "quantization": ("auto", "none", "int8", "int4"),
-    "kv_cache_dtype": ("auto", "float32", "bfloat16", "int8"),
+    "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16", "int8"),
     "kv_cache_layout": ("auto", "nhd", "hnd"),
     "device": ("auto", "cpu", "cuda"),
     "load_format": ("auto", "dummy"),
     "generation_config": ("auto", "none"),
     "logprobs_mode": ("raw", "processed"),
-    "cpu_isa": ("auto", "portable", "avx2", "avx512", "amx"),
+    "cpu_isa": ("auto", "portable", "avx2", "avx512", "avx512bf16", "amx", "neon", "i8mm"),
     "scheduling_policy": ("fcfs", "priority"),
     "native": (True, False),
     "enable_prefix_caching": (True, False),

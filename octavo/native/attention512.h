@@ -7,7 +7,7 @@
 //     weights   online softmax: exp(score - largest so far)
 //     sums      weight times value, two keys at a time
 #pragma once
-#include "avx512.h"
+#include "bf16_512.h"
 
 namespace octavo {
 namespace {
@@ -22,7 +22,7 @@ struct Tile {                     // 64 keys of one kv head
 };
 
 inline bool fits_512(const Model &model) {
-    return model.cache_kind != OCTAVO_F32 && model.head_dim % 32 == 0 && model.head_dim <= MOST_DIM;
+    return (model.cache_kind == OCTAVO_BF16 || model.cache_kind == OCTAVO_Q8) && model.head_dim % 32 == 0 && model.head_dim <= MOST_DIM;
 }
 
 inline void widen(const int8_t *codes, uint16_t *to, int64_t dim) {
@@ -230,9 +230,9 @@ inline Queries load_queries(const Model &model, const Layer &layer, const Step &
     return queries;
 }
 
-void attend_avx512(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials,
+void attend_avx512bf16(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials,
                    const Task &task, void *scratch) {
-    if (!fits_512(model)) return attend_generic(model, layer, step, qkv, out, partials, task, scratch);
+    if (!fits_512(model)) return attend_floats(model, layer, step, qkv, out, partials, task, scratch);
     const int64_t dim = model.head_dim, group = model.heads / model.kv_heads;
     char *place = (char *)scratch;
     uint16_t *widened = (uint16_t *)place;

@@ -202,7 +202,7 @@ void attend_amx(const Model &model, const Layer &layer, const Step &step, const 
                 void *scratch) {
     const int64_t dim = model.head_dim, group = model.heads / model.kv_heads;
     if (!fits_512(model) || task.queries * group < AT_LEAST_QUERIES)
-        return attend_avx512(model, layer, step, qkv, out, partials, task, scratch);
+        return attend_avx512bf16(model, layer, step, qkv, out, partials, task, scratch);
     alignas(64) float scores[2][KEYS * LANES];
     alignas(64) uint16_t weights[KEYS * LANES];
     uint16_t *widened = (uint16_t *)scratch, *keys = widened + 2 * KEYS * dim, *values = keys + KEYS * dim;

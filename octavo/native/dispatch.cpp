@@ -10,14 +10,19 @@
 #if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 namespace octavo {
 
-// OCTAVO_WITH_*: which levels the compiler could build, see CMakeLists.txt.
+// --- which levels there are --------------------------------------------------------------------------------------------
+
+#if defined(__x86_64__)
 // AMX state is large, so the kernel gives it only to processes that ask, and best before threads start.
 [[maybe_unused]] static bool may_use_tiles() {
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__linux__)
     const int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 #else
@@ -25,26 +30,43 @@ namespace octavo {
 #endif
 }
 
-int highest_level() {
-#if defined(OCTAVO_WITH_AVX2)
+[[maybe_unused]] static bool has_avx2() {
     __builtin_cpu_init();
-    if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))) return OCTAVO_PORTABLE;
-#if defined(OCTAVO_WITH_AVX512)
-    bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
-    if (!wide) return OCTAVO_AVX2;
-#if defined(OCTAVO_WITH_AMX)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+[[maybe_unused]] static bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}
+[[maybe_unused]] static bool has_avx512bf16() { return __builtin_cpu_supports("avx512bf16"); }
+[[maybe_unused]] static bool has_amx() {
     unsigned a = 7, b, c = 0, d;
     asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-    bool tiles = (d >> 22 & 1) && (d >> 24 & 1);  // amx-bf16, amx-tile
-    if (tiles && may_use_tiles()) return OCTAVO_AMX;
-#endif
-    return OCTAVO_AVX512;
-#endif
-    return OCTAVO_AVX2;
-#endif
-    return OCTAVO_PORTABLE;
+    return (d >> 22 & 1) && (d >> 24 & 1) && may_use_tiles();  // amx-bf16, amx-tile
 }
+#elif defined(__aarch64__) && defined(__linux__)
+[[maybe_unused]] static bool has_neon() { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) && (getauxval(AT_HWCAP) & HWCAP_ASIMDHP); }
+[[maybe_unused]] static bool has_i8mm() { return (getauxval(AT_HWCAP2) & HWCAP2_I8MM) && (getauxval(AT_HWCAP2) & HWCAP2_BF16); }
+#endif
+
+struct Level {
+    const char *name;
+    bool (*offered)();             // by the CPU and the operating system, given all below
+    void (*fill)(Kernels &kernels);
+};
+
+// In ascending order: the portable one, and those of this architecture that the compiler could build, see CMakeLists.txt.
+#define LEVEL(name) {#name, has_##name, fill_##name},
+static const Level LEVELS[] = {{"portable", [] { return true; }, fill_portable}, OCTAVO_LEVELS};
+static const int NUM_LEVELS = int(sizeof(LEVELS) / sizeof(Level));
+
+static int highest_level() {
+    int level = 0;
+    while (level + 1 < NUM_LEVELS && LEVELS[level + 1].offered()) level++;
+    return level;
+}
+
+// --- the one that runs -------------------------------------------------------------------------------------------------
 
 static int level_ = -1;
 static Kernels kernels_;
@@ -53,25 +75,18 @@ const Kernels &kernels() { return kernels_; }
 
 static void set_level(int level) {
     level_ = std::clamp(level, 0, highest_level());
-    fill_portable(kernels_);
-#if defined(OCTAVO_WITH_AVX2)
-    if (level_ >= OCTAVO_AVX2) fill_avx2(kernels_);
-#endif
-#if defined(OCTAVO_WITH_AVX512)
-    if (level_ >= OCTAVO_AVX512) fill_avx512(kernels_);
-#endif
-#if defined(OCTAVO_WITH_AMX)
-    if (level_ >= OCTAVO_AMX) fill_amx(kernels_);
-#endif
+    for (int i = 0; i <= level_; i++) LEVELS[i].fill(kernels_);
+}
+
+static void choose_level() {
+    if (level_ < 0) set_level(NUM_LEVELS - 1);
 }
 
 void together(const std::function<void(int)> &body) {
-    if (level_ < 0) set_level(OCTAVO_AMX);
+    choose_level();
     make_scratch(pool().threads());
     pool().run([&](int thread) {
-#if defined(OCTAVO_WITH_AMX)
-        if (kernels_.amx) start_tiles();
-#endif
+        if (kernels_.start) kernels_.start();
         body(thread);
     });
 }
@@ -82,10 +97,11 @@ using namespace octavo;
 
 extern "C" {
 
+const char *octavo_level_name(int level) { return level >= 0 && level < NUM_LEVELS ? LEVELS[level].name : nullptr; }
 int octavo_cpu_level(void) { return highest_level(); }
 void octavo_set_level(int level) { set_level(level); }
 int octavo_level(void) {
-    if (level_ < 0) set_level(OCTAVO_AMX);
+    choose_level();
     return level_;
 }
 void octavo_set_threads(int threads) { pool().resize(std::max(1, threads)); }

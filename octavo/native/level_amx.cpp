@@ -10,7 +10,7 @@ namespace octavo {
 namespace {
 
 const int64_t TILE = 16, BLOCK = 2 * TILE;      // rows of a tile; rows of x that two of them hold
-const int64_t NEAR_BYTES = 1 << 20;               // rows of x that stay in the second-level cache while panels pass by
+const int64_t NEAR_HALVES = 1 << 19;             // numbers of x that stay in the second-level cache while panels pass by
 const int64_t AT_LEAST = 9;                      // rows: fewer are quicker one by one
 
 struct alignas(64) TileConfig {
@@ -59,7 +59,7 @@ template <class Unpack, class Take, class Place>
 void by_tiles(const Matrix &matrix, const Rows &rows, int64_t begin, int64_t end, const Unpack &unpack, void *scratch, Take take, Place place) {
     alignas(64) float sums[2][2 * BLOCK * P];
     const bool stored = std::is_same<Unpack, Stored>::value;
-    const int64_t stride = rows.stride, size = stride * P, near = std::max(BLOCK, NEAR_BYTES / (stride * 2) / BLOCK * BLOCK);
+    const int64_t stride = rows.stride, size = stride * P, near = std::max(BLOCK, NEAR_HALVES / stride / BLOCK * BLOCK);
     uint16_t *now = (uint16_t *)scratch, *next = now + 2 * size;
     auto unpack_pair = [&](int64_t panel, int64_t k, uint16_t *to) {
         unpack(panel, k, to + k * P);
@@ -106,7 +106,7 @@ void by_tiles(const Matrix &matrix, const Rows &rows, int64_t begin, int64_t end
 }
 
 void product_amx(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, float *y, int64_t stride, void *scratch) {
-    if (rows.form != Form::BF16 || rows.rows < AT_LEAST) return product_avx512(matrix, rows, panel, end, y, stride, scratch);
+    if (rows.form != Form::BF16 || rows.rows < AT_LEAST) return product_by<BF16Choice>(matrix, rows, panel, end, y, stride, scratch);
     auto place = [&](int64_t row, int64_t at) { return y + row * stride + at * P; };
     auto take = [&](int64_t row, int64_t at, const float *first, const float *second) {
         float *to = place(row, at);
@@ -117,7 +117,7 @@ void product_amx(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t 
 }
 
 void gate_up_amx(const Matrix &matrix, const Rows &rows, int64_t pair, int64_t end, const Target &y, void *scratch) {
-    if (rows.form != Form::BF16 || rows.rows < AT_LEAST) return gate_up_avx512(matrix, rows, pair, end, y, scratch);
+    if (rows.form != Form::BF16 || rows.rows < AT_LEAST) return gate_up_by<BF16Choice>(matrix, rows, pair, end, y, scratch);
     auto place = [&](int64_t row, int64_t at) {
         int64_t index = row * y.stride + at / 2 * P;
         return y.halves ? (const void *)(y.halves + index) : (const void *)(y.values + index);
@@ -130,16 +130,6 @@ void gate_up_amx(const Matrix &matrix, const Rows &rows, int64_t pair, int64_t e
     by_tiles(matrix, rows, 2 * pair, 2 * end, scratch, take, place);
 }
 
-}  // namespace
-
-void fill_amx(Kernels &kernels) {
-    kernels.name = "amx";
-    kernels.amx = 1;
-    kernels.product = product_amx;
-    kernels.gate_up = gate_up_amx;
-    kernels.attend = attend_amx;
-}
-
 void start_tiles() {
     TileConfig config;
     for (int tile = 0; tile < 8; tile++) {
@@ -149,6 +139,15 @@ void start_tiles() {
     asm volatile("" ::"r"(&config) : "memory");  // the compiler must neither drop what was stored there, nor move the tiles' use
     _tile_loadconfig(&config);
     asm volatile("" ::: "memory");
+}
+
+}  // namespace
+
+void fill_amx(Kernels &kernels) {
+    kernels.start = start_tiles;
+    kernels.product = product_amx;
+    kernels.gate_up = gate_up_amx;
+    kernels.attend = attend_amx;
 }
 
 }  // namespace octavo

@@ -1,11 +1,70 @@
-// AVX2: the generic kernels, compiled for 8 lanes, with FMA and conversions from float16.
+// AVX2 with FMA and conversions from float16: codes multiplied by hand, the rest compiled for 8 lanes.
+//
+// The instruction that multiplies bytes adds two neighbours in 16 bits, which codes of 8 bits would overflow. So one side is made
+// small enough: codes of 4 bits are; of 8 bits, weights count from -128 to 127, and their sign is moved over to x.
 #include "generic.h"
 
 namespace octavo {
+namespace {
+
+inline __m256i quad(const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    return _mm256_set1_epi32(four);
+}
+
+template <bool FOUR> struct Avx2Math {
+    static const int MOST = FOUR ? 4 : 3;
+    const Matrix &matrix;
+    const Rows &rows;
+
+    int64_t panel(int64_t index, void *) const { return index; }
+    template <int R> void block(int64_t row, int64_t panel, Lanes *sums) const {
+        CodeSums<R, !FOUR> made(matrix, rows, row, panel);
+        const uint8_t *w = (const uint8_t *)matrix.data + panel * rows.stride * P / (FOUR ? 2 : 1);
+        const int8_t *x = rows.codes + row * rows.stride;
+        const __m256i nibble = _mm256_set1_epi8(15), middle = _mm256_set1_epi8(-128), ones = _mm256_set1_epi16(1);
+        for (int64_t k = 0; k < rows.stride;) {
+            const int64_t start = k;
+            __m256i total[R][2] = {};
+            auto add = [&](int r, int half, __m256i codes, __m256i four) {
+                __m256i pairs = FOUR ? _mm256_maddubs_epi16(codes, four) : _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(four, codes));
+                total[r][half] = _mm256_add_epi32(total[r][half], _mm256_madd_epi16(pairs, ones));
+            };
+            for (const int64_t end = k + made.span; k < end; k += FOUR ? 8 : 4, w += 64)
+                for (int half = 0; half < 2; half++) {
+                    const __m256i codes = _mm256_loadu_si256((const __m256i *)(w + 32 * half));
+                    for (int r = 0; r < R; r++) {
+                        const int8_t *at = x + r * rows.stride + k;
+                        if (FOUR) {
+                            add(r, half, _mm256_and_si256(codes, nibble), quad(at));
+                            add(r, half, _mm256_and_si256(_mm256_srli_epi16(codes, 4), nibble), quad(at + 4));
+                        } else {
+                            add(r, half, _mm256_xor_si256(codes, middle), quad(at));
+                        }
+                    }
+                }
+            made.add_span(start, [&](int r) { return Lanes{{(Vector)_mm256_cvtepi32_ps(total[r][0]), (Vector)_mm256_cvtepi32_ps(total[r][1])}}; });
+        }
+        made.finish(sums);
+    }
+};
+
+struct Avx2Choice {
+    static Form form(const Matrix &matrix, int64_t rows) { return GenericChoice::form(matrix, rows); }
+
+    template <class Run> static void choose(const Matrix &matrix, const Rows &rows, Run run) {
+        if (rows.form == Form::FLOAT) choose_float(matrix, rows, run);
+        else if (matrix.kind == OCTAVO_Q4) run(Avx2Math<true>{matrix, rows});
+        else run(Avx2Math<false>{matrix, rows});
+    }
+};
+
+}  // namespace
 
 void fill_avx2(Kernels &kernels) {
-    kernels.name = "avx2";
     fill_generic(kernels);
+    fill_products<Avx2Choice>(kernels);
 }
 
 }  // namespace octavo

@@ -5,7 +5,6 @@ namespace octavo {
 
 void fill_portable(Kernels &kernels) {
     kernels = {};
-    kernels.name = "portable";
     fill_generic(kernels);
 }
 

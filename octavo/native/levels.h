@@ -3,8 +3,11 @@
 // Rows of x are prepared once for a product, in the form its kernel wants, and then read by all threads:
 //
 //     FLOAT     as they are, padded with zeros
+//     HALF      float16, at most 1, with a scale for each span of 32 k
 //     BF16      rounded to bfloat16
-//     INT8      codes of one byte, with a scale for each group of k that shares one in the weights
+//     INT8      codes of one byte, with a scale for each span of k: 32, or the group of the weights where that is smaller
+//
+// INT8 is for a few rows. More are multiplied by weights that were unpacked into one of the other forms.
 #pragma once
 #include <cstddef>
 #include <cstring>
@@ -14,15 +17,22 @@
 
 namespace octavo {
 
-enum class Form { FLOAT, BF16, INT8 };
+enum class Form { FLOAT, HALF, BF16, INT8 };
+
+const int64_t FEW = 16;      // rows that go through codes of 8 bits; more are worth unpacking weights for
+const int64_t SPAN = 32;     // columns of x that share a scale, at most: more would let one large number blur too many others
+
+inline bool has_codes(const Matrix &matrix) { return matrix.kind == OCTAVO_Q8 || matrix.kind == OCTAVO_Q4; }
+inline int64_t span_of(const Matrix &matrix) { return has_codes(matrix) && matrix.group < SPAN ? matrix.group : SPAN; }
 
 struct Rows {                // prepared rows of x: [rows][stride]
     Form form;
     int64_t rows, stride;    // stride: k padded
     float *values;           // FLOAT
-    uint16_t *halves;        // BF16
+    uint16_t *halves;        // HALF and BF16
     int8_t *codes;           // INT8
-    float *scale, *sum;      // INT8, [rows][stride / group]: x = scale * code; sum = scale * (sum of codes in the group)
+    float *scale;            // HALF and INT8, [rows][stride / span]: x = scale * what is stored
+    float *sum;              // INT8, [rows][stride / span]: scale * (sum of codes in the span)
 };
 
 struct Target {              // where results go: floats, or bfloat16 where the next product reads nothing else
@@ -47,8 +57,7 @@ struct Task {                // attention of one kv head for some queries of one
 };
 
 struct Kernels {
-    const char *name;
-    int amx;                                                                        // tiles have to be set up in each thread
+    void (*start)();                                                                // in each thread, before any of the others; or null
     Form (*form)(const Matrix &matrix, int64_t rows);                               // the form a product of so many rows wants
     void (*prepare)(const Matrix &matrix, const float *x, const Rows &rows, int64_t row);  // x: one row
     void (*product)(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, float *y, int64_t stride, void *scratch);
@@ -72,13 +81,13 @@ inline int64_t row_words(int64_t vocab) { return row_blocks(vocab) * (2 * ROW_BL
 void fill_portable(Kernels &kernels);
 void fill_avx2(Kernels &kernels);
 void fill_avx512(Kernels &kernels);
+void fill_avx512bf16(Kernels &kernels);
 void fill_amx(Kernels &kernels);
-
-int highest_level();          // that the CPU and the operating system offer
-void start_tiles();           // in each thread, before AMX is used
+void fill_neon(Kernels &kernels);
+void fill_i8mm(Kernels &kernels);
 
 inline int64_t padded(const Matrix &matrix) {
-    int64_t unit = matrix.kind >= OCTAVO_Q8 && matrix.group > OCTAVO_K_PAD ? matrix.group : OCTAVO_K_PAD;
+    int64_t unit = has_codes(matrix) && matrix.group > OCTAVO_K_PAD ? matrix.group : OCTAVO_K_PAD;
     return (matrix.k + unit - 1) / unit * unit;
 }
 inline int64_t panels(int64_t n) { return (n + OCTAVO_PANEL - 1) / OCTAVO_PANEL; }

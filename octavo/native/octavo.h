@@ -1,4 +1,4 @@
-// The C ABI of Octavo's CPU kernels: plain structs of numbers and raw pointers, filled by octavo/kernels/cpu/native.py.
+// The C ABI of Octavo's CPU kernels: plain structs of numbers and raw pointers, filled by octavo/kernels/cpu/library.py.
 //
 //     Matrix        one product's weights, packed into panels of 16 output rows
 //     Layer, Model  what a decoder is: descriptors made once, when the weights are loaded
@@ -11,8 +11,9 @@
 // a quad of k for all 16, and K is padded with zeros to a multiple of 64, and of the group:
 //
 //     F32    [panel][k][16]                  one k
-//     BF16   [panel][k / 2][16][2]           a pair: what dpbf16 and an AMX tile of weights want
-//     Q8     [panel][k / 4][16][4]           a quad of codes, one byte each: what dpbusd wants
+//     F16    [panel][k][16]                  one k; no weight above 1,024, see Matrix.factor
+//     BF16   [panel][k / 2][16][2]           a pair: what dpbf16, bfdot and an AMX tile of weights want
+//     Q8     [panel][k / 4][16][4]           a quad of codes, one byte each: what dpbusd and sdot want
 //     Q4     [panel][k / 8][16][4]           two quads in one register: the first in the low nibbles, the second in the high
 //
 // Codes are unsigned: w = (scale * code + offset) * factor, with one scale and offset (float16) for each of 16 rows and each
@@ -25,8 +26,7 @@ extern "C" {
 #endif
 
 enum { OCTAVO_PANEL = 16, OCTAVO_K_PAD = 64 };
-enum { OCTAVO_F32 = 0, OCTAVO_BF16 = 1, OCTAVO_Q8 = 2, OCTAVO_Q4 = 3 };  // kinds of weights
-enum { OCTAVO_PORTABLE = 0, OCTAVO_AVX2 = 1, OCTAVO_AVX512 = 2, OCTAVO_AMX = 3 };  // levels, each with all of those below
+enum { OCTAVO_F32 = 0, OCTAVO_BF16 = 1, OCTAVO_Q8 = 2, OCTAVO_Q4 = 3, OCTAVO_F16 = 4 };  // kinds of weights
 
 typedef struct {
     int32_t kind;
@@ -35,7 +35,8 @@ typedef struct {
     const void *data;
     const uint16_t *scale;   // float16
     const uint16_t *offset;  // float16
-    float factor;
+    float factor;            // of all weights: (scale * code + offset) * factor; F16: number * factor
+    float top;               // no |scale * code + offset| is larger; Q8 and Q4 only
     const float *bias;       // [n] or null
     const int32_t *order;    // [k] or null: which input column each column of codes belongs to
 } Matrix;
@@ -55,8 +56,8 @@ typedef struct {
 typedef struct {
     int32_t num_layers, hidden, heads, kv_heads, head_dim, intermediate;
     int32_t vocab, block_size;
-    int32_t cache_kind;      // OCTAVO_F32, OCTAVO_BF16 or OCTAVO_Q8 (int8 with a scale per token and head)
-    int32_t embed_kind;      // OCTAVO_F32 or OCTAVO_BF16: rows of `embed`; OCTAVO_Q8: rows are read out of `head`'s panels
+    int32_t cache_kind;      // OCTAVO_F32, OCTAVO_BF16, OCTAVO_F16 (saturating) or OCTAVO_Q8 (int8 with a scale per token and head)
+    int32_t embed_kind;      // OCTAVO_F32, OCTAVO_BF16 or OCTAVO_F16: rows of `embed`; OCTAVO_Q8: rows are read out of `head`'s panels
     float eps, attention_scale;
     const Layer *layers;
     const void *embed;       // [vocab][hidden]
@@ -102,6 +103,8 @@ typedef struct {
 
 #pragma GCC visibility push(default)  // all else in the library is hidden
 
+// Levels are numbered from 0, the portable one, each with all instructions of those below. Their names differ by architecture.
+const char *octavo_level_name(int level);    // null past the last one of this architecture
 int octavo_cpu_level(void);                  // the highest level this machine runs
 void octavo_set_level(int level);            // at most that; what every later call uses
 int octavo_level(void);
@@ -123,7 +126,7 @@ void octavo_rank(const Ranking *ranking);
 void octavo_uniform(const int64_t *noise, int64_t position, float *numbers, int64_t count);             // of tokens 0 to count - 1
 
 // Packing, once at load. Sources are row major; `data`, `scale` and `offset` of the matrix are written.
-void octavo_pack_float(Matrix *matrix, const float *weights);                                           // F32 and BF16: [n][k]
+void octavo_pack_float(Matrix *matrix, const float *weights);                                           // F32, F16 and BF16: [n][k]; divided by the factor
 // Q8 and Q4: [...][k], [...][k / group]; rows: [n], which of them each row of the matrix is, -1 for zeros; null: as they stand
 void octavo_pack_codes(Matrix *matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset, const int64_t *rows);
 

@@ -19,6 +19,8 @@ void unpack_row(const Matrix &matrix, int64_t row, float *to) {
             value = static_cast<const float *>(matrix.data)[place + k * P + lane];
         } else if (matrix.kind == OCTAVO_BF16) {
             value = bf16_to_float(static_cast<const uint16_t *>(matrix.data)[place + k / 2 * 2 * P + 2 * lane + k % 2]);
+        } else if (matrix.kind == OCTAVO_F16) {
+            value = f16_to_float(static_cast<const uint16_t *>(matrix.data)[place + k * P + lane]) * matrix.factor;
         } else {
             const uint8_t *codes = static_cast<const uint8_t *>(matrix.data);
             int code = matrix.kind == OCTAVO_Q8 ? codes[place + k / 4 * 4 * P + 4 * lane + k % 4]
@@ -35,8 +37,9 @@ static void pack_float(Matrix &matrix, const float *weights, int64_t panel) {
     for (int64_t lane = 0; lane < P; lane++) {
         int64_t n = panel * P + lane;
         for (int64_t k = 0; k < stride; k++) {
-            float value = n < matrix.n && k < matrix.k ? weights[n * matrix.k + k] : 0.0f;
+            float value = n < matrix.n && k < matrix.k ? weights[n * matrix.k + k] / matrix.factor : 0.0f;
             if (matrix.kind == OCTAVO_F32) ((float *)matrix.data)[(panel * stride + k) * P + lane] = value;
+            else if (matrix.kind == OCTAVO_F16) ((uint16_t *)matrix.data)[(panel * stride + k) * P + lane] = float_to_f16(value);
             else ((uint16_t *)matrix.data)[(panel * stride + k / 2 * 2) * P + 2 * lane + k % 2] = float_to_bf16(value);
         }
     }

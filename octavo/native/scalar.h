@@ -31,6 +31,16 @@ static inline float f16_to_float(uint16_t half) {
     return bits_to_float(sign | float_to_bits(bits_to_float(magnitude << 13) * 0x1p112f));
 }
 
+const float LARGEST_F16 = 65504;
+
+static inline uint16_t float_to_f16(float value) {  // to nearest, ties to even; for numbers up to LARGEST_F16, and NaN
+    uint32_t bits = float_to_bits(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00);
+    // Below 2^-14 float16 has a fixed step of 2^-24: a sum with 1/2, whose own step that is, rounds to it.
+    if (magnitude < 0x38800000) return uint16_t(sign | (float_to_bits(bits_to_float(magnitude) + 0.5f) - 0x3f000000));
+    return uint16_t(sign | ((magnitude + 0xfff + (magnitude >> 13 & 1) - 0x38000000) >> 13));
+}
+
 // Relative error below 2e-7 on the range where exp is finite; 0 below it.
 static inline float fast_exp(float x) {
     float clamped = x < -87.3f ? -87.3f : x > 88.0f ? 88.0f : x;

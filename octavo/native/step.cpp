@@ -54,10 +54,9 @@ struct RowBuffer {
         rows.values = static_cast<float *>(memory);
         rows.halves = static_cast<uint16_t *>(memory);
         rows.codes = static_cast<int8_t *>(memory);
-        if (rows.form == Form::INT8) {
-            rows.scale = scale.get<float>(count * (rows.stride / matrix.group));
-            rows.sum = sum.get<float>(count * (rows.stride / matrix.group));
-        }
+        const int64_t spans = count * (rows.stride / span_of(matrix));
+        if (rows.form == Form::INT8 || rows.form == Form::HALF) rows.scale = scale.get<float>(spans);
+        if (rows.form == Form::INT8) rows.sum = sum.get<float>(spans);
         return rows;
     }
 };
@@ -269,9 +268,9 @@ static void embed(const Model &model, const Step &step, float *stream, int64_t t
     float *to = stream + token * size;
     if (model.embed_kind == OCTAVO_F32) {
         memcpy(to, static_cast<const float *>(model.embed) + id * size, size * sizeof(float));
-    } else if (model.embed_kind == OCTAVO_BF16) {
+    } else if (model.embed_kind == OCTAVO_BF16 || model.embed_kind == OCTAVO_F16) {
         const uint16_t *from = static_cast<const uint16_t *>(model.embed) + id * size;
-        for (int64_t i = 0; i < size; i++) to[i] = bf16_to_float(from[i]);
+        for (int64_t i = 0; i < size; i++) to[i] = model.embed_kind == OCTAVO_BF16 ? bf16_to_float(from[i]) : f16_to_float(from[i]);
     } else {
         unpack_row(model.head, id, to);
     }

@@ -13,11 +13,6 @@ namespace {
 
 // --- results -----------------------------------------------------------------------------------------------------------
 
-const char *level_name(int level) {
-    static const char *const names[] = {"portable", "avx2", "avx512", "amx"};
-    return names[level];
-}
-
 struct Worst {
     int passed = 0, failed = 0;
     std::map<std::string, std::pair<double, double>> errors;  // by result and form: how far off, and what is allowed there
@@ -97,6 +92,7 @@ struct Packed {
         matrix.n = one.number(prefix + "n");
         matrix.k = one.number(prefix + "k");
         matrix.factor = float(one.real(prefix + "factor"));
+        matrix.top = float(one.real(prefix + "top"));
         matrix.bias = one.get<float>(prefix + "bias");
         matrix.order = one.get<int32_t>(prefix + "order");
         auto up = [](int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; };
@@ -264,7 +260,7 @@ int main(int count, char **arguments) {
     if (count != 2) give_up("usage: driver CASES");
     for (int level = 0; level <= octavo_cpu_level(); level++) {
         octavo_set_level(level);
-        level_ = level_name(level);
+        level_ = octavo_level_name(level);
         worst_.clear();
         run_file(arguments[1]);
         for (const auto &[kernel, worst] : worst_) {

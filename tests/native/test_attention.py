@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.kernels.cpu.attention_case import AttentionCase, Cache, from_bf16, to_bf16
-from octavo.kernels.cpu.library import BF16, F32, Q8, NativeLibrary, address
+from octavo.kernels.cpu.library import BF16, F16, F32, Q8, NativeLibrary, address
 from octavo.kernels.reference.kv_codes import from_codes, to_codes
 from octavo.kernels.reference.norm import add_rms_norm
 from tests.support.native import error, levels_here, running
 from tests.support.native_attention import MANY_TOGETHER, MIXED, TOGETHER, attended_twin, rounds, written_twin
 
-CACHES = {"f32": F32, "bf16": BF16, "int8": Q8}
+CACHES = {"f32": F32, "bf16": BF16, "f16": F16, "int8": Q8}
 LEVELS = levels_here()
 
 
@@ -93,7 +93,7 @@ def cases(draw: st.DrawFn) -> AttentionCase:
         kv_heads=kv_heads,
         head_dim=draw(st.sampled_from((16, 32, 64, 80, 96, 128, 256))),
         block_size=2 ** draw(st.integers(0, 8)),
-        cache_kind=draw(st.sampled_from((F32, BF16, Q8))),
+        cache_kind=draw(st.sampled_from((F32, BF16, F16, Q8))),
         window=draw(st.one_of(st.just(0), st.integers(1, 200))),
         qk_norm=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),

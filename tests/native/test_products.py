@@ -4,21 +4,16 @@ import numpy as np
 import pytest
 
 from octavo.kernels.cpu.levels import gate_up, matmul
-from octavo.kernels.cpu.library import BF16, F32, Q4, Q8
+from octavo.kernels.cpu.library import BF16, F16, F32, Q4, Q8
 from octavo.kernels.cpu.packing import Floats, pack_float
 from tests.support.native import error, levels_here, running
-from tests.support.native_weights import gated, make_weights
+from tests.support.native_weights import FEW_ROWS, TOLERANCE, form_of, gated, make_weights
 
 MOST_ROWS = 40
-FEW_ROWS = 16  # up to here levels with bfloat16 instructions use codes too
-KINDS = [(F32, 0), (BF16, 0), *((kind, group) for kind in (Q8, Q4) for group in (16, 32, 64, 128))]
-NAMES = [f"{('f32', 'bf16', 'q8', 'q4')[kind]}-{group}" if group else ("f32", "bf16")[kind] for kind, group in KINDS]
+KINDS = [(F32, 0), (BF16, 0), (F16, 0), *((kind, group) for kind in (Q8, Q4) for group in (16, 32, 64, 128))]
+NAMES = [("f32", "bf16", "q8", "q4", "f16")[kind] + (f"-{group}" if group else "") for kind, group in KINDS]
 SIZES = [(1, 1), (17, 7), (32, 63), (16, 64), (33, 65), (48, 100), (100, 257)]  # n, k
 LEVELS = levels_here()
-
-
-def by_halves(level: str, rows: int) -> bool:
-    return level in ("avx512", "amx") and rows > FEW_ROWS
 
 
 @pytest.mark.parametrize("kind, group", KINDS, ids=NAMES)
@@ -30,10 +25,11 @@ def test_a_product_is_what_its_twin_gives(level: str, kind: int, group: int) -> 
             for n, k in SIZES:
                 weights = make_weights(library, random, n, k, kind, group, plain=threads == 2)
                 x = random.standard_normal((MOST_ROWS, k), np.float32)
-                expected = {halves: weights.product(x, halves) for halves in (False, True)}
-                for rows in range(1, MOST_ROWS + 1) if threads == 1 else (1, 16, 17, MOST_ROWS):
-                    got, good = matmul(library, weights.packed, x[:rows].copy()), expected[by_halves(level, rows)][:rows]
-                    assert error(got, good) < 1e-5, (n, k, rows, threads)
+                forms = [form_of(level, kind, rows) for rows in range(MOST_ROWS + 1)]
+                expected = {form: weights.product(x, form) for form in set(forms)}
+                for rows in range(1, MOST_ROWS + 1) if threads == 1 else (1, FEW_ROWS, FEW_ROWS + 1, MOST_ROWS):
+                    got, good = matmul(library, weights.packed, x[:rows].copy()), expected[forms[rows]][:rows]
+                    assert error(got, good) < TOLERANCE[forms[rows]], (n, k, rows, threads)
 
 
 @pytest.mark.parametrize("kind, group", KINDS, ids=NAMES)
@@ -46,9 +42,9 @@ def test_gate_and_up_are_multiplied_in_one_pass(level: str, kind: int, group: in
                 weights = make_weights(library, random, n, k, kind, group)
                 x = random.standard_normal((MOST_ROWS, k), np.float32)
                 for rows in (1, 2, 3, 8, 9, 16, 17, 31, 33, 40):
-                    good = gated(weights.product(x[:rows], by_halves(level, rows)))
-                    got = gate_up(library, weights.packed, x[:rows].copy())
-                    assert error(got, good) < 1e-5, (n, k, rows, threads)
+                    form = form_of(level, kind, rows)
+                    got, good = gate_up(library, weights.packed, x[:rows].copy()), gated(weights.product(x[:rows], form))
+                    assert error(got, good) < 2 * TOLERANCE[form], (n, k, rows, threads)
 
 
 @pytest.mark.parametrize("level", LEVELS)

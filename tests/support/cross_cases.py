@@ -9,51 +9,54 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from octavo.config import CpuIsa
+from octavo.kernels.cpu import packing
 from octavo.kernels.cpu.attention_case import AttentionCase, Cache, from_bf16, to_bf16
-from octavo.kernels.cpu.library import BF16, F32, Q4, Q8
+from octavo.kernels.cpu.library import BF16, F16, F32, Q4, Q8
 from octavo.kernels.cpu.packing import Floats
 from octavo.kernels.reference import sampling as twin
 from octavo.kernels.reference.norm import add_rms_norm
 from octavo.kernels.reference.philox import uniform
 from tests.support.case_file import Case, Expected, write_cases
 from tests.support.draws import Row, allowed, draws_of, logits_of, make_logits
-from tests.support.native_attention import MANY_TOGETHER, MIXED, ROUNDING, TOGETHER, attended_twin, rounds, stored_twin, written_twin
-from tests.support.native_step import BATCHES, HIDDEN, INNER, Decoder, Multiply
-from tests.support.native_weights import Weights, gated, make_weights
+from tests.support.native_attention import MANY_TOGETHER, MIXED, TOGETHER, attended_twin, rounds, stored_twin, written_twin
+from tests.support.native_step import BATCHES, HIDDEN, INNER, Decoder
+from tests.support.native_weights import FEW_ROWS, TOLERANCE, Weights, form_of, gated, make_weights
 
-KIND_NAMES = {F32: "float32", BF16: "bfloat16", Q8: "8-bit", Q4: "4-bit"}
-CACHES = {"float32": F32, "bfloat16": BF16, "8-bit": Q8}
-WEIGHTS = [(F32, 0), (BF16, 0), *((kind, group) for kind in (Q8, Q4) for group in (16, 32, 64, 128))]
-ROW_COUNTS = {"few": tuple(range(1, 17)), "many": (17, 18, 19, 20, 33, 40)}  # up to 16 rows, codes are multiplied by codes
+LEVELS = get_args(CpuIsa)[1:]
+KIND_NAMES = {F32: "float32", BF16: "bfloat16", F16: "float16", Q8: "8-bit", Q4: "4-bit"}
+CACHES = {"float32": F32, "bfloat16": BF16, "float16": F16, "8-bit": Q8}
+WEIGHTS = [(F32, 0), (BF16, 0), (F16, 0), *((kind, group) for kind in (Q8, Q4) for group in (16, 32, 64, 128))]
+ROW_COUNTS = (tuple(range(1, FEW_ROWS + 1)), (17, 18, 19, 20, 33, 40))  # a level may multiply few rows in another form than many
 
-# Forms of a product: what is rounded, and to what. Which ones a level may use, for few rows and for many.
-FORMS: dict[str, Multiply] = {
-    "codes": lambda weights, x: weights.product(x, halves=False),
-    "halves": lambda weights, x: weights.product(x, halves=True),
-    "floats": lambda weights, x: weights.product_in_floats(x),
-}
-FLOAT_FORMS = {F32: ("floats",), BF16: ("halves",)}
-CODE_FORMS = {"few": ("codes",), "many": ("codes", "floats", "halves")}
-
-# How far off a result may be. Measured, on x86-64 and emulated: at most 1e-6 for products and attention, 4e-7 for norms and turned
-# heads. Through the three layers of a step 4e-6 in floats; with rounding on the way, an input that falls to the other side of an
-# edge moves all that follows: 2e-3 in bfloat16, 1e-2 in codes. A number left out or taken twice is off by 5e-2 and more.
+# How far off a result may be, beside TOLERANCE for products. Measured, on x86-64 and emulated: at most 1e-6 for attention, 4e-7 for
+# norms and turned heads. Through the three layers of a step 4e-6 in floats; with rounding on the way, an input that falls to the other
+# side of an edge moves all that follows: 2e-3 in bfloat16, 1e-2 in codes. A number left out or taken twice is off by 5e-2 and more.
 NEAR, NORM, ROUNDED_QUERIES, STEP_IN_FLOATS, STEP = 1e-5, 1e-6, 1e-2, 1e-4, 3e-2
 
 
-def forms_of(kind: int, count: str) -> tuple[str, ...]:
-    return FLOAT_FORMS.get(kind) or CODE_FORMS[count]
+def levels_by_form(kind: int, *rows: int) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """The forms of products with so many rows -> the levels that multiply like that."""
+    found: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for level in LEVELS:
+        forms = tuple(form_of(level, kind, count) for count in rows)
+        found[forms] = (*found.get(forms, ()), level)
+    return found
 
 
 def with_weights(case: Case, weights: Weights, prefix: str = "") -> None:
     n, k = weights.exact.shape
     numbers = {"kind": weights.kind, "group": weights.group, "n": n, "k": k, "factor": weights.factor}
+    if weights.kind in (Q8, Q4):
+        numbers["top"] = packing._top(weights.source["scale"], weights.source["offset"], weights.kind)
+    if weights.kind == F16:
+        numbers["factor"] = packing._half_factor(weights.exact)
     case.numbers |= {prefix + name: value for name, value in numbers.items()}
     case.arrays |= {prefix + name: array for name, array in {**weights.source, "bias": weights.bias, "order": weights.order}.items()}
 
@@ -71,18 +74,21 @@ def product_cases() -> Iterator[Case]:
             yield from products(random, f"{name}, {n} x {k}", make_weights(None, random, n, k, kind, group, plain), True)
         for bad in (np.nan, np.inf):
             yield from products(random, f"{name} with {bad} in a row", make_weights(None, random, 48, 128, kind, group, True), False, bad)
+        if kind != F32:
+            yield from products(random, f"{name}, large", enlarged(make_weights(None, random, 40, 200, kind, group)), False)
     for kind in (Q8, Q4):
         yield picked_rows_case(np.random.default_rng(kind), kind)
 
 
 def products(random: np.random.Generator, name: str, weights: Weights, gate: bool, bad: float = 0.0) -> Iterator[Case]:
-    for count, rows in ROW_COUNTS.items():
+    for rows in ROW_COUNTS:
         x = random.standard_normal((rows[-1], weights.exact.shape[1]), np.float32)
         case = Case("gate_up" if gate else "product", name, {"gate": gate}, {"x": x, "counts": np.array(rows)})
         with_weights(case, weights)
-        for form in forms_of(weights.kind, count):
-            y = FORMS[form](weights, x)
-            case.expected.append(Expected("y", form, gated(y) if gate else y, "largest", NEAR))
+        for (form,), levels in levels_by_form(weights.kind, rows[0]).items():
+            y = weights.product(x, form)
+            tolerance = TOLERANCE[form] * (2 if gate else 1)
+            case.expected.append(Expected("y", form, gated(y) if gate else y, "largest", tolerance, levels))
         if bad:
             at = rows[0] - 1  # in every count
             case.arrays["x"] = x = x.copy()
@@ -90,6 +96,12 @@ def products(random: np.random.Generator, name: str, weights: Weights, gate: boo
             for each in case.expected:
                 each.values[at] = np.nan
         yield case
+
+
+def enlarged(weights: Weights) -> Weights:
+    """So large that sums in float16 would not hold them as they are."""
+    source = {name: array if name == "codes" else array * array.dtype.type(8192) for name, array in weights.source.items()}
+    return replace(weights, exact=weights.exact * np.float32(8192), source=source)
 
 
 def picked_rows_case(random: np.random.Generator, kind: int) -> Case:
@@ -100,7 +112,7 @@ def picked_rows_case(random: np.random.Generator, kind: int) -> Case:
     x = random.standard_normal((3, 64), np.float32)
     case = Case("product", f"{KIND_NAMES[kind]}, of picked rows", {"gate": False}, {"x": x, "counts": np.array([1, 3]), "rows": rows})
     with_weights(case, picked)
-    case.expected.append(Expected("y", "codes", FORMS["codes"](picked, x), "largest", NEAR))
+    case.expected.append(Expected("y", "codes", picked.product(x, "codes"), "largest", TOLERANCE["codes"]))
     return case
 
 
@@ -160,7 +172,7 @@ def write_case(case: AttentionCase, name: str, title: str, exact: bool) -> Case:
     qkv, before = written_twin(case), case.past()
     k, v = stored_twin(case, before, qkv)
     written = attention_case("write", f"into {name}, {title}", case, case.projected, before)
-    near = ("exact", 0.0) if exact else ("largest", {F32: NORM, BF16: 2.0**-7, Q8: 1.01 / 127}[case.cache_kind])
+    near = ("exact", 0.0) if exact else ("largest", {F32: NORM, BF16: 2.0**-7, F16: 2.0**-10, Q8: 1.01 / 127}[case.cache_kind])
     written.expected.append(Expected("qkv", "floats", qkv, *(("exact", 0.0) if exact else ("largest", NORM))))
     written.expected += [Expected("k_cache", "floats", k.values, *near), Expected("v_cache", "floats", v.values)]
     if k.scale is not None and v.scale is not None:
@@ -173,10 +185,12 @@ def attend_case(case: AttentionCase, name: str, title: str) -> Case:
     qkv = written_twin(case)
     caches = stored_twin(case, case.past(), qkv)
     attended = attention_case("attend", f"over {name}, {title}", case, qkv, caches)
-    attended.expected.append(Expected("out", "floats", attended_twin(case, qkv, *caches), "largest", NEAR))
-    if levels := tuple(level for level in ROUNDING if rounds(level, case)):
+    rounding = tuple(level for level in LEVELS if rounds(level, case))
+    exact = tuple(level for level in LEVELS if level not in rounding)
+    attended.expected.append(Expected("out", "floats", attended_twin(case, qkv, *caches), "largest", NEAR, exact))
+    if rounding:
         out = attended_twin(case, from_bf16(to_bf16(qkv)), *caches)
-        attended.expected.append(Expected("out", "halves", out, "largest", ROUNDED_QUERIES, levels))
+        attended.expected.append(Expected("out", "bf16", out, "largest", ROUNDED_QUERIES, rounding))
     return attended
 
 
@@ -214,7 +228,8 @@ def cache_arrays(caches: tuple[Cache, Cache], layer: int = 0) -> dict[str, NDArr
 
 
 def step_cases() -> Iterator[Case]:
-    kinds = ((F32, 0, F32, F32), (BF16, 0, BF16, BF16), (Q8, 32, Q8, Q8), (Q4, 32, F32, BF16), (Q4, 64, Q8, Q8), (Q8, 128, BF16, F32))
+    kinds = [(F32, 0, F32, F32), (BF16, 0, BF16, BF16), (F16, 0, F16, F16), (F16, 0, Q8, Q8)]  # weights, group, embeddings, cache
+    kinds += [(Q8, 32, Q8, Q8), (Q8, 128, BF16, F32), (Q4, 32, F32, BF16), (Q4, 64, Q8, Q8)]
     for kind, group, embed_kind, cache_kind in kinds:
         decoder = Decoder(None, kind, group, embed_kind, cache_kind)
         for rows in BATCHES:
@@ -236,22 +251,16 @@ def step_case(decoder: Decoder, rows: tuple[tuple[int, int], ...]) -> Case:
                 with_weights(case, part, f"layer{index}.{name}.")
             else:
                 case.arrays[f"layer{index}.{name}"] = part
-    for form in forms_of(decoder.kind, "few" if len(run.ids) <= ROW_COUNTS["few"][-1] else "many"):
-        case.expected += step_results(decoder, rows, form)
+    for forms, levels in levels_by_form(decoder.kind, len(run.ids), len(run.samples)).items():
+        case.expected += step_results(decoder, rows, forms[0], levels)
     return case
 
 
-def step_results(decoder: Decoder, rows: tuple[tuple[int, int], ...], form: str) -> list[Expected]:
-    """The head multiplies a few rows, however many tokens there are."""
-
-    def multiply(weights: Weights, x: Floats) -> Floats:
-        few = len(x) <= ROW_COUNTS["few"][-1]
-        return FORMS[forms_of(weights.kind, "few")[0] if few else form](weights, x)
-
+def step_results(decoder: Decoder, rows: tuple[tuple[int, int], ...], form: str, levels: tuple[str, ...]) -> list[Expected]:
     run = decoder.step(rows)
-    run.by_twins(multiply)
+    run.by_twins(lambda weights, x: weights.product(x, form_of(levels[0], weights.kind, len(x))))
     tolerance = STEP_IN_FLOATS if decoder.kind == decoder.cache_kind == F32 else STEP
-    return [Expected("hidden", form, run.hidden, "largest", tolerance), Expected("logits", form, run.logits, "largest", tolerance)]
+    return [Expected(name, form, getattr(run, name), "largest", tolerance, levels) for name in ("hidden", "logits")]
 
 
 def argmax_cases() -> Iterator[Case]:

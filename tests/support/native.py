@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from octavo.kernels.cpu import library as native
-from octavo.kernels.cpu.library import LEVELS, NativeLibrary
+from octavo.kernels.cpu.library import NativeLibrary
 from octavo.kernels.cpu.packing import Floats
 
 if "TEST_NATIVE_LIBRARY" in os.environ:
@@ -23,7 +23,7 @@ def the_library() -> NativeLibrary:
 
 
 def levels_here() -> tuple[str, ...]:
-    return LEVELS[: LEVELS.index(the_library().highest_level) + 1]
+    return the_library().levels
 
 
 @contextmanager

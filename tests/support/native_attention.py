@@ -4,13 +4,12 @@ import numpy as np
 import torch
 
 from octavo.kernels.cpu.attention_case import AttentionCase, Cache
-from octavo.kernels.cpu.library import F32
+from octavo.kernels.cpu.library import BF16, Q8
 from octavo.kernels.cpu.packing import Floats
 from octavo.kernels.reference.attention import attend, causal_mask
 from octavo.kernels.reference.norm import rms_norm
 from octavo.kernels.reference.rotary import rotate
 
-ROUNDING = ("avx512", "amx")  # levels that may attend with queries in bfloat16
 MIXED = ((0, 37), (30, 1), (7, 70), (65, 1), (0, 1))  # prompts, chunks after a past, single tokens
 # Runs of single tokens over the same beginning: of different lengths, one that ends a token after it, one that leaves early, two runs
 # with a prompt between, a beginning too short to count.
@@ -55,4 +54,4 @@ def stored_twin(case: AttentionCase, before: tuple[Cache, Cache], qkv: Floats) -
 
 def rounds(level: str, case: AttentionCase) -> bool:
     """Whether queries are rounded to bfloat16, and perhaps weights: with scores that are large, that can move a lot."""
-    return level in ROUNDING and case.cache_kind != F32 and case.head_dim % 32 == 0
+    return level in ("avx512bf16", "amx") and case.cache_kind in (BF16, Q8) and case.head_dim % 32 == 0

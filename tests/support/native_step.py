@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from octavo.kernels.cpu.attention_case import AttentionCase, from_bf16, to_bf16
 from octavo.kernels.cpu.levels import gate_up, matmul
-from octavo.kernels.cpu.library import BF16, F32, Layer, Model, NativeLibrary, Step, address
+from octavo.kernels.cpu.library import BF16, F16, Q8, Layer, Model, NativeLibrary, Step, address
 from octavo.kernels.cpu.packing import Floats
 from octavo.kernels.reference.norm import rms_norm
 from tests.support.native_attention import attended_twin, stored_twin, written_twin
@@ -72,7 +72,8 @@ class Run:
         self.hidden = np.full((tokens, HIDDEN), np.nan, np.float32)
         self.logits = np.full((len(self.samples), decoder.vocab), np.nan, np.float32)
         self.best = np.full(len(self.samples), -1)
-        self.embed: NDArray[Any] = decoder.table if decoder.embed_kind == F32 else to_bf16(decoder.table)
+        kept = {BF16: to_bf16, F16: lambda table: table.astype(np.float16)}.get(decoder.embed_kind)
+        self.embed: NDArray[Any] = kept(decoder.table) if kept else decoder.table
 
     @cached_property
     def model(self) -> Model:
@@ -144,12 +145,12 @@ class Run:
 
     def _embedded(self) -> Floats:
         decoder = self.decoder
-        if decoder.embed_kind == F32:
-            return decoder.table[self.ids]
-        if decoder.embed_kind == BF16:
-            return from_bf16(self.embed)[self.ids]
-        exact = decoder.head.exact
-        return (from_bf16(to_bf16(exact)) if decoder.kind == BF16 else exact)[self.ids]
+        kind, exact = decoder.embed_kind, decoder.table
+        if kind == Q8:
+            kind, exact = decoder.kind, decoder.head.exact
+        if kind == BF16:
+            return from_bf16(to_bf16(exact))[self.ids]
+        return (exact.astype(np.float16).astype(np.float32) if kind == F16 else exact)[self.ids]
 
     def results(self) -> list[NDArray[Any]]:
         stored = [part for caches in self.caches for cache in caches for part in (cache.values, cache.scale) if part is not None]

@@ -2,9 +2,10 @@
 
 What a kernel rounds its numbers to is part of what it is, so the twin rounds alike and little tolerance is left:
 
-    form of x     codes      8 bits and a scale for each group of k: few rows, or a CPU that does not multiply bfloat16
-                  halves     bfloat16, as are the weights: many rows
-                  floats     as they are
+    form of x     codes      8 bits and a scale for each span of up to 32 k: few rows, weights in codes
+                  floats     as they are, as are the weights
+                  bf16       bfloat16, as are the weights
+                  halves     float16, as are the weights; sums are, too, for 32 k at a time, which no twin repeats
 """
 
 from dataclasses import dataclass
@@ -14,8 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.kernels.cpu.attention_case import from_bf16, to_bf16
-from octavo.kernels.cpu.library import BF16, F32, Q4, Q8, NativeLibrary
+from octavo.kernels.cpu.library import BF16, F16, F32, Q4, Q8, NativeLibrary
 from octavo.kernels.cpu.packing import Floats, PackedMatrix, pack_codes, pack_float
+
+FEW_ROWS = 16  # up to here weights in codes are multiplied by codes
+SPAN = 32  # columns of x that share a scale, at most
+
+# By form, of the largest result of a product. The twin rounds as the kernel does, but for sums in float16.
+TOLERANCE = {"codes": 1e-5, "floats": 1e-5, "bf16": 1e-5, "halves": 2e-3}
 
 
 @dataclass
@@ -29,21 +36,18 @@ class Weights:
     source: dict[str, NDArray[Any]]  # what is packed: `values`, or `codes`, `scale` and `offset`
     factor: float = 1.0
 
-    def product(self, x: Floats, halves: bool) -> Floats:
+    def product(self, x: Floats, form: str) -> Floats:
         if self.order is not None:
             x = x[:, self.order]
         weights = self.exact
-        if self.kind == BF16 or (halves and self.kind in (Q8, Q4)):
-            weights, x = from_bf16(to_bf16(weights)), from_bf16(to_bf16(x))
-        elif self.kind in (Q8, Q4):
-            x = eight_bits(x, self.group)
-        return self._multiplied(x, weights)
-
-    def product_in_floats(self, x: Floats) -> Floats:
-        weights = from_bf16(to_bf16(self.exact)) if self.kind == BF16 else self.exact
-        return self._multiplied(x if self.order is None else x[:, self.order], weights)
-
-    def _multiplied(self, x: Floats, weights: Floats) -> Floats:
+        if form == "bf16" or self.kind == BF16:
+            weights = from_bf16(to_bf16(weights))
+        if self.kind == F16:
+            weights = weights.astype(np.float16).astype(np.float32)
+        if form == "bf16":
+            x = from_bf16(to_bf16(x))
+        elif form == "codes":
+            x = eight_bits(x, min(SPAN, self.group))
         y = x.astype(np.float64) @ weights.T.astype(np.float64)
         return (y + (0 if self.bias is None else self.bias)).astype(np.float32)
 
@@ -53,6 +57,17 @@ def gated(both: Floats) -> Floats:
     parts = both.astype(np.float64).reshape(len(both), -1, 2, 16)
     gate, up = parts[:, :, 0].reshape(len(both), -1), parts[:, :, 1].reshape(len(both), -1)
     return (gate / (1 + np.exp(-gate)) * up).astype(np.float32)
+
+
+def form_of(level: str, kind: int, rows: int) -> str:
+    """How a level multiplies so many rows."""
+    if kind in (Q8, Q4) and rows <= FEW_ROWS:
+        return "codes"
+    if kind == F32 or (kind == BF16 and level == "neon"):
+        return "floats"
+    if level in ("avx512bf16", "amx", "i8mm") and kind != F16:
+        return "bf16"
+    return "halves" if level in ("neon", "i8mm") else "floats"
 
 
 def eight_bits(x: Floats, group: int) -> Floats:
@@ -69,7 +84,7 @@ def make_weights(
     """Not plain: with a bias and columns in another order."""
     bias = None if plain else random.standard_normal(n, np.float32)
     order = None if plain else random.permutation(k).astype(np.int32)
-    if kind in (F32, BF16):
+    if kind in (F32, BF16, F16):
         weights = random.standard_normal((n, k), np.float32)
         packed = None if library is None else pack_float(library, weights, kind, bias, order)
         return Weights(packed, weights, kind, 0, bias, order, {"values": weights})

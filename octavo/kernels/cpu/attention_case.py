@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.kernels.cpu.library import BF16, F32, Layer, Model, NativeLibrary, Step, address
+from octavo.kernels.cpu.library import BF16, F16, F32, Layer, Model, NativeLibrary, Step, address
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
@@ -43,6 +43,8 @@ class Cache:
             return Cache(numbers.copy(), None)
         if kind == BF16:
             return Cache(to_bf16(numbers), None)
+        if kind == F16:
+            return Cache(np.clip(numbers, -65504, 65504).astype(np.float16), None)
         largest = np.abs(numbers).max(-1)
         codes = np.rint(numbers * (np.float32(127) / np.maximum(largest, np.float32(1e-30)))[..., None])
         return Cache(np.nan_to_num(codes).astype(np.int8), largest / np.float32(127))
@@ -50,7 +52,7 @@ class Cache:
     def numbers(self) -> Floats:
         if self.scale is not None:
             return self.values.astype(np.float32) * self.scale[..., None]
-        return from_bf16(self.values) if self.values.dtype == np.uint16 else self.values.copy()
+        return from_bf16(self.values) if self.values.dtype == np.uint16 else self.values.astype(np.float32)
 
 
 @dataclass(frozen=True)

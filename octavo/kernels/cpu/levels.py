@@ -1,6 +1,9 @@
 """Which kernels run: the best level this machine offers, tried against the portable one before it is trusted.
 
-    amx  ->  avx512  ->  avx2  ->  portable      a level whose results differ is dropped for the one below, with a warning
+    x86-64     amx  ->  avx512bf16  ->  avx512  ->  avx2  ->  portable
+    aarch64    i8mm  ->  neon  ->  portable
+
+A level whose results differ is dropped for the one below, with a warning.
 
 A compiler's mistake, a hypervisor that hides half of an instruction set, or a kernel we got wrong on a CPU we do not have
 would otherwise be a model that talks nonsense. The trial is the same few inputs every time and takes some tens of milliseconds.
@@ -16,16 +19,16 @@ from numpy.typing import NDArray
 
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.attention_case import AttentionCase
-from octavo.kernels.cpu.library import BF16, F32, LEVELS, Q4, Q8, NativeLibrary, address, find_library
+from octavo.kernels.cpu.library import BF16, F16, F32, Q4, Q8, NativeLibrary, address, find_library
 from octavo.kernels.cpu.packing import Floats, PackedMatrix, pack_codes, pack_float
 from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.kernels.reference.sampling import Draws
 from octavo.log import logger
 
-KINDS = {"float32": F32, "bfloat16": BF16, "8-bit": Q8, "4-bit": Q4}
+KINDS = {"float32": F32, "bfloat16": BF16, "float16": F16, "8-bit": Q8, "4-bit": Q4}
 
-# How far a level may be from the portable one, relative to the largest number of a result. They differ by what they round:
-# where one multiplies codes of 8 bits, another multiplies bfloat16. A mistake is off by a whole product or more.
+# How far a level may be from the portable one, relative to the largest number of a result. They differ by what they round: where
+# one multiplies floats, another multiplies float16 or bfloat16. A mistake is off by a whole product or more.
 EXACT, ROUNDED, CODES = 1e-5, 5e-3, 2e-2
 
 
@@ -37,15 +40,13 @@ class Sample(NamedTuple):
 
 def open_native(isa: str, threads: int) -> NativeLibrary | None:
     """The library at the level `isa` ("auto": the best), checked, with so many threads; None, and one warning, where it is absent."""
-    if isa not in ("auto", *LEVELS):
-        raise ConfigError(f"cpu_isa must be one of auto, {', '.join(LEVELS)}, got {isa!r}")
     library = find_library()
     if isinstance(library, str):
         _say_once(f"Native kernels are off, torch computes alone: {library}")
         return None
-    wanted = library.highest_level if isa == "auto" else isa
-    if LEVELS.index(wanted) > LEVELS.index(library.highest_level):
-        raise ConfigError(f"cpu_isa {isa} is more than this machine offers: {library.highest_level} (cpu_isa auto takes that)")
+    wanted = library.levels[-1] if isa == "auto" else isa
+    if wanted not in library.levels:
+        raise ConfigError(f"cpu_isa is {isa}, this machine offers {', '.join(library.levels)} (cpu_isa auto takes the last)")
     library.set_threads(threads)
     use_best_level(library, wanted)
     return library
@@ -55,7 +56,7 @@ def use_best_level(library: NativeLibrary, wanted: str) -> None:
     """Sets the level to `wanted`, or to the first below it that gives what the portable one gives."""
     library.set_level("portable")
     expected = sample_results(library)
-    for level in reversed(LEVELS[1 : LEVELS.index(wanted) + 1]):
+    for level in reversed(library.levels[1 : library.levels.index(wanted) + 1]):
         library.set_level(level)
         wrong = first_difference(expected, sample_results(library))
         if wrong is None:
@@ -80,14 +81,14 @@ def sample_results(library: NativeLibrary) -> list[Sample]:
         packed = _sample_matrix(library, random, 64, 200, kind)
         for rows in (1, 5, 37):  # one, a few, and enough for tiles
             x = random.standard_normal((rows, 200), np.float32)
-            tolerance = EXACT if kind in (F32, BF16) else CODES
+            tolerance = EXACT if kind == F32 else ROUNDED if kind in (BF16, F16) else CODES
             samples.append(Sample(f"{name} product of {rows} rows", matmul(library, packed, x), tolerance))
             samples.append(Sample(f"{name} gate and up of {rows} rows", gate_up(library, packed, x), tolerance))
     stream, x, weight = (random.standard_normal(shape, np.float32) for shape in ((3, 200), (3, 200), (200,)))
     normed = np.empty_like(stream)
     library.call.octavo_add_rms_norm(address(stream), address(x), address(weight), 1e-5, address(normed), 3, 200)
     samples += [Sample("norm", normed, EXACT), Sample("sum before the norm", stream, EXACT)]
-    for name, tolerance in (("float32", EXACT), ("bfloat16", ROUNDED), ("8-bit", CODES)):
+    for name, tolerance in (("float32", EXACT), ("bfloat16", ROUNDED), ("float16", ROUNDED), ("8-bit", CODES)):
         case = AttentionCase(rows=((30, 40), (600, 1)), cache_kind=KINDS[name], qk_norm=True, window=500)
         qkv, out, k, v = case.run(library)
         samples.append(Sample("rotation", qkv, EXACT))
@@ -132,7 +133,7 @@ def gate_up(library: NativeLibrary, packed: PackedMatrix, x: Floats) -> Floats:
 def _sample_matrix(library: NativeLibrary, random: np.random.Generator, n: int, k: int, kind: int) -> PackedMatrix:
     bias = random.standard_normal(n, np.float32)
     group = 32
-    if kind in (F32, BF16):
+    if kind in (F32, BF16, F16):
         return pack_float(library, random.standard_normal((n, k), np.float32) / np.float32(8), kind, bias)
     middle = 128 if kind == Q8 else 8
     codes: NDArray[Any] = random.integers(0, 2 * middle, (n, k), np.uint8)

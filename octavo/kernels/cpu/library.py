@@ -9,22 +9,21 @@ caller at a time, and a forked child must not call it (threads do not survive a 
 import ctypes
 import functools
 import sys
-from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 PATH = Path(__file__).parents[2] / "native" / ("liboctavo.dylib" if sys.platform == "darwin" else "liboctavo.so")
-LEVELS = ("portable", "avx2", "avx512", "amx")  # by number; each with all of those below
 PANEL, K_PAD = 16, 64  # rows of a panel, and what k is padded to
-F32, BF16, Q8, Q4 = range(4)  # kinds of weights and, but for Q4, of caches
+F32, BF16, Q8, Q4, F16 = range(5)  # kinds of weights and, but for Q4, of caches
 
 
 class Matrix(ctypes.Structure):
     _fields_ = [
         ("kind", c_int32), ("group", c_int32), ("n", c_int64), ("k", c_int64), ("data", c_void_p),
-        ("scale", c_void_p), ("offset", c_void_p), ("factor", c_float), ("bias", c_void_p), ("order", c_void_p),
+        ("scale", c_void_p), ("offset", c_void_p), ("factor", c_float), ("top", c_float), ("bias", c_void_p), ("order", c_void_p),
     ]  # fmt: skip
 
 
@@ -73,6 +72,7 @@ _MATRIX, _MODEL, _STEP = POINTER(Matrix), POINTER(Model), POINTER(Step)
 
 # By name: what it returns, what it takes.
 FUNCTIONS = {
+    "octavo_level_name": (c_char_p, [c_int]),
     "octavo_cpu_level": (c_int, []),
     "octavo_set_level": (None, [c_int]),
     "octavo_level": (c_int, []),
@@ -109,17 +109,17 @@ class NativeLibrary:
             if size != ctypes.sizeof(struct):
                 raise ValueError(f"{struct.__name__} has {size} bytes there and {ctypes.sizeof(struct)} here")
 
-    @property
-    def highest_level(self) -> str:
-        """The best this machine runs, and the compiler of the library could build."""
-        return LEVELS[self.call.octavo_cpu_level()]
+    @functools.cached_property
+    def levels(self) -> tuple[str, ...]:
+        """Those this machine runs and the compiler of the library could build, in ascending order."""
+        return tuple(self.call.octavo_level_name(level).decode() for level in range(self.call.octavo_cpu_level() + 1))
 
     @property
     def level(self) -> str:
-        return LEVELS[self.call.octavo_level()]
+        return self.levels[self.call.octavo_level()]
 
     def set_level(self, level: str) -> None:
-        self.call.octavo_set_level(LEVELS.index(level))
+        self.call.octavo_set_level(self.levels.index(level))
 
     @property
     def threads(self) -> int:

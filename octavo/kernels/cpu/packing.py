@@ -1,20 +1,22 @@
 """Weights as the native products read them: packed once into panels of 16 rows. `octavo/native/octavo.h` draws the layout.
 
-    w [n, k] float             pack_float    F32, or rounded to BF16
+    w [n, k] float             pack_float    F32, or rounded to BF16 or F16
     codes [n, k] and, for each group of k,   Q8 (a byte a code) or Q4 (half a byte);
     scale and offset [n, groups] float16     pack_codes    w = (scale * code + offset) * factor
 """
 
 import ctypes
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.kernels.cpu.library import BF16, F32, K_PAD, PANEL, Q4, Q8, Matrix, NativeLibrary, address
+from octavo.kernels.cpu.library import BF16, F16, F32, K_PAD, PANEL, Q4, Q8, Matrix, NativeLibrary, address
 
 Floats = NDArray[np.float32]
+MOST_HALF = 1024  # no weight of kind F16 is larger, before the factor of its matrix
 _LINE = 64  # bytes of a cache line, and of a register: no load should touch two
 
 
@@ -28,8 +30,9 @@ def pack_float(
     library: NativeLibrary, weights: Floats, kind: int = F32, bias: Floats | None = None, order: NDArray[np.int32] | None = None
 ) -> PackedMatrix:
     n, k = weights.shape
-    data = _lines(_up(n, PANEL) * _up(k, K_PAD) * (2 if kind == BF16 else 4))
-    matrix = Matrix(kind=kind, n=n, k=k, data=address(data), factor=1.0, bias=address(bias), order=address(order))
+    data = _lines(_up(n, PANEL) * _up(k, K_PAD) * (4 if kind == F32 else 2))
+    factor = _half_factor(weights) if kind == F16 else 1.0
+    matrix = Matrix(kind=kind, n=n, k=k, data=address(data), factor=factor, bias=address(bias), order=address(order))
     library.call.octavo_pack_float(ctypes.byref(matrix), address(weights))
     return PackedMatrix(matrix, (data, *(array for array in (bias, order) if array is not None)))
 
@@ -52,7 +55,7 @@ def pack_codes(
     data = _lines(lanes * columns // (2 if kind == Q4 else 1))
     scales, offsets = _lines(lanes * columns // group * 2), _lines(lanes * columns // group * 2)
     matrix = Matrix(kind=kind, group=group, n=n, k=k, data=address(data), scale=address(scales), offset=address(offsets), factor=factor)
-    matrix.bias, matrix.order = address(bias), address(order)
+    matrix.top, matrix.bias, matrix.order = _top(scale, offset, kind), address(bias), address(order)
     library.call.octavo_pack_codes(ctypes.byref(matrix), address(codes), address(scale), address(offset), address(rows))
     return PackedMatrix(matrix, (data, scales, offsets, *(array for array in (bias, order) if array is not None)))
 
@@ -68,6 +71,8 @@ def unpack_rows(packed: PackedMatrix, rows: NDArray[np.int64]) -> Floats:
 
     if matrix.kind == F32:
         values = picked(data, np.float32, 1)
+    elif matrix.kind == F16:
+        values = picked(data, np.float16, 1).astype(np.float32) * np.float32(matrix.factor)
     elif matrix.kind == BF16:
         values = (picked(data, np.uint16, 2).astype(np.uint32) << 16).view(np.float32)
     else:
@@ -78,6 +83,19 @@ def unpack_rows(packed: PackedMatrix, rows: NDArray[np.int64]) -> Floats:
         values = (scale * codes.reshape(len(rows), scale.shape[1], -1) + offset) * np.float32(matrix.factor)
     values = values.reshape(len(rows), -1)[:, : matrix.k]
     return values[:, np.argsort(rest[-1])] if matrix.order else values
+
+
+def _half_factor(weights: Floats) -> float:
+    """1, or a power of two that brings the largest weight down to 1,024: 32 products with numbers up to 1 must not pass float16's end."""
+    largest = float(max(weights.max(initial=0), -weights.min(initial=0)))
+    return float(2.0 ** max(0, math.ceil(math.log2(largest / MOST_HALF)))) if largest > 0 else 1.0
+
+
+def _top(scale: NDArray[np.float16], offset: NDArray[np.float16], kind: int) -> float:
+    """The largest |scale * code + offset| there could be."""
+    low = offset.astype(np.float32)
+    high = scale.astype(np.float32) * np.float32(15 if kind == Q4 else 255) + low
+    return float(max(np.abs(low).max(initial=0), np.abs(high).max(initial=0)))
 
 
 def _up(size: int, unit: int) -> int:

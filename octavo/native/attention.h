@@ -1,0 +1,217 @@
+// Attention over all kinds of caches, in floats, for every level.
+//
+// A tile is 64 keys of one kv head. Keys and values become floats once for all queries of a task, unless they are floats already.
+// Heads are padded with zeros to whole groups of 16 dimensions.
+//
+//     scores    each key times each query; the sums of 16 keys are folded into 16 lanes
+//     weights   online softmax: exp(score - largest so far)
+//     sums      weight times value, 16 dimensions at a time
+#pragma once
+#include "products.h"
+
+namespace octavo {
+namespace {
+
+const int KEYS = 64;             // looked at together
+const int AHEAD = 8;             // keys that are asked for before they are needed: they lie in pieces too small for the hardware to guess
+const int QUERIES_AT_ONCE = 4;   // their sums stay in registers
+
+struct Slots {  // of a row's positions, one after the other, through its block table
+    const int64_t *block;
+    int64_t size, at;
+
+    Slots(const int64_t *table, int64_t block_size, int64_t position) : block(table + position / block_size), size(block_size), at(position % block_size) {}
+    int64_t next() {
+        int64_t slot = *block * size + at;
+        if (++at == size) at = 0, block++;
+        return slot;
+    }
+};
+
+struct Online {  // softmax over keys that come a few at a time: the largest score so far, and the sum of weights relative to it
+    float largest, total;
+};
+
+// First position a query at `position` may see.
+inline int64_t first_seen(const Layer &layer, int64_t position) { return layer.window ? std::max<int64_t>(0, position - layer.window + 1) : 0; }
+
+// A task's result: the weighted values divided by their total; or, for a part of the context, undivided with both numbers behind.
+inline void finish(const Model &model, const Task &task, const Online &state, float *sums, int64_t query, int64_t head, const Target &out,
+                   float *partials) {
+    int64_t dim = model.head_dim, group = model.heads / model.kv_heads;
+    if (task.partial < 0) {
+        float inverse = 1.0f / state.total;
+        for (int64_t i = 0; i < dim; i++) sums[i] *= inverse;
+        return put(sums, out, task.token + query, (task.kv_head * group + head) * dim, dim);
+    }
+    float *to = partials + (task.partial + query * group + head) * (dim + 2);
+    memcpy(to, sums, dim * sizeof(float));
+    to[dim] = state.largest;
+    to[dim + 1] = state.total;
+}
+
+inline int64_t cache_item(const Model &model) { return model.cache_kind == OCTAVO_F32 ? 4 : model.cache_kind == OCTAVO_Q8 ? 1 : 2; }
+
+// A head out of the cache, as floats, with zeros up to `width`.
+inline void load_head(const Model &model, const void *from, float scale, int64_t width, float *to) {
+    const int64_t dim = model.head_dim, whole = dim / LANE_COUNT * LANE_COUNT;
+    auto each = [&](auto *values, auto load16, auto one) {
+        for (int64_t d = 0; d < whole; d += LANE_COUNT) store(load16(values + d), to + d);
+        for (int64_t d = whole; d < width; d++) to[d] = d < dim ? one(values[d]) : 0.0f;
+    };
+    if (model.cache_kind == OCTAVO_F32) each((const float *)from, load, [](float v) { return v; });
+    else if (model.cache_kind == OCTAVO_BF16) each((const uint16_t *)from, load_bf16, bf16_to_float);
+    else if (model.cache_kind == OCTAVO_F16) each((const uint16_t *)from, load_f16, f16_to_float);
+    else each((const int8_t *)from, [=](const int8_t *v) { return load_int8(v) * scale; }, [=](int8_t v) { return float(v) * scale; });
+}
+
+struct FloatTile {  // 64 keys of one kv head
+    const float *keys[KEYS], *values[KEYS];
+    int64_t count;
+};
+
+// Keys [begin, begin + count) of a row, found through its block table. memory: [2][KEYS][width]
+inline void load_tile(const Model &model, const Layer &layer, const int64_t *table, int64_t kv_head, int64_t begin, int64_t count, int64_t width,
+                      float *memory, FloatTile &tile) {
+    const int64_t bytes = model.head_dim * cache_item(model);
+    const bool in_place = model.cache_kind == OCTAVO_F32 && width == model.head_dim, scaled = model.cache_kind == OCTAVO_Q8;
+    int64_t head[KEYS];  // which of the cache
+    Slots slots(table, model.block_size, begin);
+    tile.count = std::min<int64_t>(KEYS, count);
+    for (int64_t i = 0; i < tile.count; i++) {
+        head[i] = slots.next() * model.kv_heads + kv_head;
+        tile.keys[i] = in_place ? (const float *)layer.k_cache + head[i] * width : memory + i * width;
+        tile.values[i] = in_place ? (const float *)layer.v_cache + head[i] * width : memory + (KEYS + i) * width;
+    }
+    for (int64_t i = tile.count; i < KEYS; i++) tile.keys[i] = tile.keys[0];  // any key will do: what it gives is not looked at
+    auto place = [&](const void *cache, int64_t i) { return (const char *)cache + head[i] * bytes; };
+    for (int64_t i = 0; i < tile.count && !in_place; i++) {
+        for (int64_t at = 0; i + AHEAD < tile.count && at < bytes; at += 64) {
+            __builtin_prefetch(place(layer.k_cache, i + AHEAD) + at);
+            __builtin_prefetch(place(layer.v_cache, i + AHEAD) + at);
+        }
+        load_head(model, place(layer.k_cache, i), scaled ? layer.k_scale[head[i]] : 1.0f, width, memory + i * width);
+        load_head(model, place(layer.v_cache, i), scaled ? layer.v_scale[head[i]] : 1.0f, width, memory + (KEYS + i) * width);
+    }
+}
+
+// Scores of one query against a tile become weights; largest so far and total are brought up to date. Only keys [low, high) are
+// seen, the others get no weight. Returns by how much what was summed before shrinks.
+inline float weigh(Online &state, float *scores, int64_t low, int64_t high, float scale) {
+    if (low >= high) {
+        std::fill(scores, scores + KEYS, 0.0f);
+        return 1.0f;
+    }
+    auto fill_unseen = [&](float value) {
+        std::fill(scores, scores + low, value);
+        std::fill(scores + high, scores + KEYS, value);
+    };
+    fill_unseen(-INFINITY);
+    Lanes most = broadcast(state.largest);
+    for (int j = 0; j < KEYS; j += LANE_COUNT) {
+        Lanes score = load(scores + j) * scale;
+        store(score, scores + j);
+        most = larger(most, score);
+    }
+    const float largest = largest_in(most);
+    for (int j = 0; j < KEYS; j += LANE_COUNT) store(power<true>((load(scores + j) - broadcast(largest)) * LOG2_E), scores + j);
+    fill_unseen(0.0f);
+    Lanes total = zeros();
+    for (int j = 0; j < KEYS; j += LANE_COUNT) total = total + load(scores + j);
+    const float shrink = state.largest == largest ? 1.0f : state.largest == -INFINITY ? 0.0f : fast_exp(state.largest - largest);
+    state = {largest, state.total * shrink + sum_of(total)};
+    return shrink;
+}
+
+// R queries against keys [j, j + 16) of a tile.
+template <int R> inline void score_keys(const FloatTile &tile, int j, const float *q, int64_t width, float (*scores)[KEYS]) {
+    Vector made[R][LANE_COUNT];
+    for (int i = 0; i < LANE_COUNT; i += 2) {
+        const float *key = tile.keys[j + i], *next = tile.keys[j + i + 1];
+        Vector first[R] = {}, second[R] = {};
+        for (int64_t d = 0; d < width; d += WIDTH) {
+            const Vector a = load_vector(key + d), b = load_vector(next + d);
+            for (int r = 0; r < R; r++) {
+                const Vector x = load_vector(q + r * width + d);
+                first[r] += a * x;
+                second[r] += b * x;
+            }
+        }
+        for (int r = 0; r < R; r++) made[r][i] = first[r], made[r][i + 1] = second[r];
+    }
+    for (int r = 0; r < R; r++) store(sums_of(made[r]), scores[r] + j);
+}
+
+// Values of keys [low, high), weighted, for D * 16 dimensions of R queries.
+template <int R, int D>
+inline void add_values(const FloatTile &tile, int64_t low, int64_t high, int64_t d, int64_t width, const float (*weights)[KEYS], const float *shrink,
+                       float *sums) {
+    Lanes acc[R][D];
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < D; i++) acc[r][i] = load(sums + r * width + d + i * LANE_COUNT) * shrink[r];
+    for (int64_t key = low; key < high; key++)
+        for (int i = 0; i < D; i++) {
+            const Lanes value = load(tile.values[key] + d + i * LANE_COUNT);
+            for (int r = 0; r < R; r++) acc[r][i] = multiply_add(value, broadcast(weights[r][key]), acc[r][i]);
+        }
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < D; i++) store(acc[r][i], sums + r * width + d + i * LANE_COUNT);
+}
+
+// R queries against a tile, of which query r sees keys [low[r], high[r]). q, sums: [R][width]
+template <int R>
+void attend_tile(const FloatTile &tile, const float *q, int64_t width, const int64_t *low, const int64_t *high, float scale, Online *states,
+                 float *sums) {
+    alignas(64) float scores[R][KEYS];
+    float shrink[R];
+    int64_t first = KEYS, last = 0;  // keys that any of them sees
+    for (int r = 0; r < R; r++) first = std::min(first, low[r]), last = std::max(last, high[r]);
+    for (int j = 0; j < last; j += LANE_COUNT) score_keys<R>(tile, j, q, width, scores);
+    for (int r = 0; r < R; r++) shrink[r] = weigh(states[r], scores[r], low[r], high[r], scale);
+    const int D = PARTS == 1 ? 2 : 1;  // enough sums at once that none has to wait for the one before
+    int64_t d = 0;
+    for (; d + D * LANE_COUNT <= width; d += D * LANE_COUNT) add_values<R, D>(tile, first, last, d, width, scores, shrink, sums);
+    for (; d < width; d += LANE_COUNT) add_values<R, 1>(tile, first, last, d, width, scores, shrink, sums);
+}
+
+template <int R, class... Arguments> inline void attend_rows(int64_t rows, const Arguments &...arguments) {
+    if constexpr (R > 1)
+        if (rows < R) return attend_rows<R - 1>(rows, arguments...);
+    attend_tile<R>(arguments...);
+}
+
+// Queries of one row against its context, through the block table. scratch: a tile; queries, sums and states of the task.
+void attend_floats(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials, const Task &task,
+                   void *scratch) {
+    const int64_t dim = model.head_dim, group = model.heads / model.kv_heads, heads = model.heads + 2 * model.kv_heads;
+    const int64_t width = (dim + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT, count = task.queries * group;
+    const int64_t *table = step.tables + task.row * step.table_width;
+    float *memory = (float *)scratch, *queries = memory + 2 * KEYS * width, *sums = queries + count * width;
+    Online *states = (Online *)(sums + count * width);
+    std::fill(sums, sums + count * width, 0.0f);
+    int64_t earliest = INT64_MAX;
+    for (int64_t i = 0; i < count; i++) {
+        const float *q = qkv + ((task.token + i / group) * heads + task.kv_head * group + i % group) * dim;
+        for (int64_t d = 0; d < width; d++) queries[i * width + d] = d < dim ? q[d] : 0.0f;
+        states[i] = {-INFINITY, 0.0f};
+        earliest = std::min(earliest, first_seen(layer, step.positions[task.token + i / group]));
+    }
+    for (int64_t begin = std::max(task.begin, earliest); begin < task.end; begin += KEYS) {
+        FloatTile tile;
+        load_tile(model, layer, table, task.kv_head, begin, task.end - begin, width, memory, tile);
+        for (int64_t i = 0; i < count; i += QUERIES_AT_ONCE) {
+            int64_t low[QUERIES_AT_ONCE], high[QUERIES_AT_ONCE], rows = std::min<int64_t>(QUERIES_AT_ONCE, count - i);
+            for (int64_t r = 0; r < rows; r++) {
+                const int64_t position = step.positions[task.token + (i + r) / group];
+                low[r] = std::max<int64_t>(0, first_seen(layer, position) - begin);
+                high[r] = std::min(tile.count, position + 1 - begin);
+            }
+            attend_rows<QUERIES_AT_ONCE>(rows, tile, queries + i * width, width, (const int64_t *)low, (const int64_t *)high, model.attention_scale,
+                                         states + i, sums + i * width);
+        }
+    }
+    for (int64_t i = 0; i < count; i++) finish(model, task, states[i], sums + i * width, i / group, i % group, out, partials);
+}
+
+}  // namespace
+}  // namespace octavo

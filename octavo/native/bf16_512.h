@@ -1,0 +1,147 @@
+// Products of bfloat16 by AVX-512: a register is a pair of k for all 16 rows of a panel. Shared by the levels avx512bf16 and amx.
+#pragma once
+#include "avx512.h"
+
+namespace octavo {
+namespace {
+
+// 2^t for t from -126, where floats begin to get slow, up to 127; less counts as -126. NaN stays NaN.
+// To the last bit or two; ROUGH: to 3e-6 of itself.
+template <bool ROUGH = false> inline __m512 power512(__m512 t) {
+    t = _mm512_max_ps(_mm512_set1_ps(-126.0f), t);  // in this order
+    __m512 whole = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT), rest = _mm512_sub_ps(t, whole), p;
+    auto polynomial = [&](float highest, std::initializer_list<float> others) {
+        p = _mm512_set1_ps(highest);
+        for (float c : others) p = _mm512_fmadd_ps(p, rest, _mm512_set1_ps(c));
+    };
+    if (ROUGH) polynomial(0.00957010128f, {0.0559178628f, 0.240247443f, 0.693121791f, 0.999999285f});
+    else polynomial(0.00132764713f, {0.00967554189f, 0.0555071309f, 0.240221202f, 0.693146944f, 1.00000012f});
+    return _mm512_scalef_ps(p, whole);
+}
+
+// x / (1 + exp(-x)), by a reciprocal made exact to the last bit or two.
+inline __m512 silu512(__m512 x) {
+    __m512 t = _mm512_min_ps(_mm512_set1_ps(126.0f), _mm512_mul_ps(x, _mm512_set1_ps(-LOG2_E)));
+    __m512 below = _mm512_add_ps(_mm512_set1_ps(1.0f), power512(t)), guess = _mm512_rcp14_ps(below);
+    return _mm512_mul_ps(x, _mm512_mul_ps(guess, _mm512_fnmadd_ps(guess, below, _mm512_set1_ps(2.0f))));
+}
+
+// Two lists of 16 numbers of bfloat16, one behind the other, become pairs by this permutation.
+inline __m512i interleave512() {
+    return _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+}
+
+inline __mmask16 first_lanes(int64_t count) { return count >= P ? 0xffff : __mmask16((1 << count) - 1); }
+
+inline __m512 bias512(const Matrix &matrix, int64_t panel) {
+    if (!matrix.bias) return _mm512_setzero_ps();
+    return _mm512_maskz_loadu_ps(first_lanes(matrix.n - panel * P), matrix.bias + panel * P);
+}
+
+inline void store512(__m512 values, float *y, int64_t left) { _mm512_mask_storeu_ps(y, first_lanes(left), values); }
+
+// 16 results of a row, from column `begin` on; `left` are wanted.
+inline void put512(__m512 values, const Target &target, int64_t row, int64_t begin, int64_t left) {
+    int64_t place = row * target.stride + begin;
+    if (target.halves) _mm256_mask_storeu_epi16(target.halves + place, first_lanes(left), (__m256i)_mm512_cvtneps_pbh(values));
+    else store512(values, target.values + place, left);
+}
+
+// --- R rows of x times one panel ----------------------------------------------------------------------------------------
+
+inline __m512bh pair(const uint16_t *x) {
+    int32_t both;
+    memcpy(&both, x, 4);
+    return (__m512bh)_mm512_set1_epi32(both);
+}
+
+// U sums for each row, so that a step need not wait for the one before. w: a panel of bfloat16.
+template <int R> void block_bf16(const uint16_t *w, const Rows &rows, int64_t row, Lanes *sums) {
+    const int U = R == 1 ? 4 : R <= 3 ? 2 : 1;
+    const uint16_t *x = rows.halves + row * rows.stride;
+    __m512 acc[R][U];
+    for (int r = 0; r < R; r++)
+        for (int u = 0; u < U; u++) acc[r][u] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < rows.stride; k += 2 * U)
+        for (int u = 0; u < U; u++) {
+            __m512bh weights = (__m512bh)_mm512_loadu_si512(w + (k + 2 * u) * P);
+            for (int r = 0; r < R; r++) acc[r][u] = _mm512_dpbf16_ps(acc[r][u], weights, pair(x + r * rows.stride + k + 2 * u));
+        }
+    for (int r = 0; r < R; r++) {
+        for (int u = 1; u < U; u++) acc[r][0] = _mm512_add_ps(acc[r][0], acc[r][u]);
+        sums[r] = {{(Vector)acc[r][0]}};
+    }
+}
+
+// Codes as bfloat16, for products of many rows: 32 k of a panel at a time, to [16 pairs of k][16][2].
+//
+// A code is shifted into the first digits behind the point of a float 1.0, which makes it 1 + code / 16 (or / 256), and scale
+// and offset make that what it stands for.
+template <bool FOUR> struct Unpacker {
+    const Matrix &matrix;
+    const int64_t stride, groups = stride / matrix.group, span = std::min<int64_t>(32, matrix.group);
+    const __m512 factor = _mm512_set1_ps(matrix.factor), steps = _mm512_set1_ps(matrix.factor * (FOUR ? 16 : 256));
+    const __m512i one = _mm512_set1_epi32(0x3f800000), digits = _mm512_set1_epi32(FOUR ? 0x00780000 : 0x007f8000);
+    const __m512i interleave = interleave512();
+
+    void operator()(int64_t panel, int64_t k, uint16_t *to) const {
+        const uint8_t *w = (const uint8_t *)matrix.data + (panel * stride + k) * P / (FOUR ? 2 : 1);
+        for (int64_t end = k + 32; k < end; k += span) {
+            int64_t place = (panel * groups + k / matrix.group) * P;
+            __m512 scale = _mm512_mul_ps(steps, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(matrix.scale + place))));
+            __m512 offset = _mm512_fmsub_ps(factor, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(matrix.offset + place))), scale);
+            auto value = [&](__m512i shifted) {  // (shifted & digits) | one
+                return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_ternarylogic_epi32(shifted, digits, one, 0xea)), scale, offset);
+            };
+            auto put = [&](__m512i first, __m512i second) {
+                __m512i both = (__m512i)_mm512_cvtne2ps_pbh(value(second), value(first));
+                _mm512_storeu_si512(to, _mm512_permutexvar_epi16(interleave, both));
+                to += 32;
+            };
+            for (int64_t i = 0; i < span; i += FOUR ? 8 : 4, w += 64) {
+                __m512i codes = _mm512_loadu_si512(w);
+                if (FOUR) {
+                    put(_mm512_slli_epi32(codes, 19), _mm512_slli_epi32(codes, 11));
+                    put(_mm512_slli_epi32(codes, 3), _mm512_srli_epi32(codes, 5));
+                }
+                put(_mm512_slli_epi32(codes, 15), _mm512_slli_epi32(codes, 7));
+                put(_mm512_srli_epi32(codes, 1), _mm512_srli_epi32(codes, 9));
+            }
+        }
+    }
+};
+
+// A whole panel. to: [stride / 2][16][2]
+template <bool FOUR> void unpack_panel(const Matrix &matrix, int64_t stride, int64_t panel, uint16_t *to) {
+    const Unpacker<FOUR> unpack{matrix, stride};
+    for (int64_t k = 0; k < stride; k += 32) unpack(panel, k, to + k * P);
+}
+
+struct BF16Math {
+    static const int MOST = 8;
+    const Matrix &matrix;
+    const Rows &rows;
+
+    // Where it lies, or unpacked.
+    const uint16_t *panel(int64_t index, void *memory) const {
+        if (matrix.kind == OCTAVO_BF16) return (const uint16_t *)matrix.data + index * rows.stride * P;
+        if (matrix.kind == OCTAVO_Q4) unpack_panel<true>(matrix, rows.stride, index, (uint16_t *)memory);
+        else unpack_panel<false>(matrix, rows.stride, index, (uint16_t *)memory);
+        return (const uint16_t *)memory;
+    }
+    template <int R> void block(int64_t row, const uint16_t *weights, Lanes *sums) const { block_bf16<R>(weights, rows, row, sums); }
+};
+
+struct BF16Choice {
+    static Form form(const Matrix &matrix, int64_t rows) {
+        return matrix.kind == OCTAVO_BF16 || (has_codes(matrix) && rows > FEW) ? Form::BF16 : GenericChoice::form(matrix, rows);
+    }
+
+    template <class Run> static void choose(const Matrix &matrix, const Rows &rows, Run run) {
+        if (rows.form == Form::BF16) run(BF16Math{matrix, rows});
+        else Avx512Choice::choose(matrix, rows, run);
+    }
+};
+
+}  // namespace
+}  // namespace octavo

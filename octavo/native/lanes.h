@@ -1,0 +1,309 @@
+// 16 floats, one for each row of a panel, in the registers of whatever CPU this file is compiled for:
+//
+//     AVX-512   1 register of 16        AVX2   2 of 8        SSE2, NEON   4 of 4
+//
+// Kernels written with Lanes are compiled once for each level. Everything is in an unnamed namespace: code compiled for one
+// level must never serve another.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#include "scalar.h"
+
+namespace octavo {
+namespace {
+
+#if defined(__AVX512F__)
+const int WIDTH = 16;
+#elif defined(__AVX2__)
+const int WIDTH = 8;
+#else
+const int WIDTH = 4;
+#endif
+const int LANE_COUNT = 16, PARTS = LANE_COUNT / WIDTH;
+
+typedef float Vector __attribute__((vector_size(4 * WIDTH)));       // one register
+typedef int32_t Integers __attribute__((vector_size(4 * WIDTH)));
+
+struct Lanes {
+    Vector part[PARTS];
+};
+struct Words {               // the same for integers: a word holds the codes of several k of one row
+    Integers part[PARTS];
+};
+
+#define EACH_PART for (int p = 0; p < PARTS; p++)
+
+inline Vector load_vector(const float *from) {
+    Vector v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+inline Vector broadcast_vector(float value) { return Vector{} + value; }
+
+inline Lanes broadcast(float value) {
+    Lanes r;
+    EACH_PART r.part[p] = broadcast_vector(value);
+    return r;
+}
+inline Lanes zeros() { return broadcast(0.0f); }
+
+inline Lanes load(const float *from) {
+    Lanes r;
+    memcpy(&r, from, sizeof r);
+    return r;
+}
+inline void store(const Lanes &a, float *to) { memcpy(to, &a, sizeof a); }
+
+// The first `count` lanes; the others are zero.
+inline Lanes load_some(const float *from, int64_t count) {
+    if (count >= LANE_COUNT) return load(from);
+    float values[LANE_COUNT] = {};
+    for (int64_t i = 0; i < count; i++) values[i] = from[i];
+    return load(values);
+}
+inline void store_some(const Lanes &a, float *to, int64_t count) {
+    if (count >= LANE_COUNT) return store(a, to);
+    float values[LANE_COUNT];
+    store(a, values);
+    for (int64_t i = 0; i < count; i++) to[i] = values[i];
+}
+
+inline Lanes operator+(const Lanes &a, const Lanes &b) {
+    Lanes r;
+    EACH_PART r.part[p] = a.part[p] + b.part[p];
+    return r;
+}
+inline Lanes operator-(const Lanes &a, const Lanes &b) {
+    Lanes r;
+    EACH_PART r.part[p] = a.part[p] - b.part[p];
+    return r;
+}
+inline Lanes operator*(const Lanes &a, const Lanes &b) {
+    Lanes r;
+    EACH_PART r.part[p] = a.part[p] * b.part[p];
+    return r;
+}
+inline Lanes operator/(const Lanes &a, const Lanes &b) {
+    Lanes r;
+    EACH_PART r.part[p] = a.part[p] / b.part[p];
+    return r;
+}
+inline Lanes operator*(const Lanes &a, float b) { return a * broadcast(b); }
+
+// a * b + c, in one rounding where the CPU can.
+inline Lanes multiply_add(const Lanes &a, const Lanes &b, const Lanes &c) {
+    Lanes r;
+    EACH_PART r.part[p] = a.part[p] * b.part[p] + c.part[p];
+    return r;
+}
+
+// NaN in `a` stays NaN, in both.
+inline Lanes at_least(const Lanes &a, float least) {
+    Lanes r;
+    EACH_PART r.part[p] = a.part[p] < least ? broadcast_vector(least) : a.part[p];
+    return r;
+}
+inline Lanes at_most(const Lanes &a, float most) {
+    Lanes r;
+    EACH_PART r.part[p] = a.part[p] > most ? broadcast_vector(most) : a.part[p];
+    return r;
+}
+// The larger in each lane; `a` where one of them is NaN.
+inline Lanes larger(const Lanes &a, const Lanes &b) {
+    Lanes r;
+    EACH_PART r.part[p] = b.part[p] > a.part[p] ? b.part[p] : a.part[p];
+    return r;
+}
+
+inline float sum_of(const Lanes &a) {
+    Vector total = a.part[0];
+    for (int p = 1; p < PARTS; p++) total += a.part[p];
+    float result = 0;
+    for (int i = 0; i < WIDTH; i++) result += total[i];
+    return result;
+}
+inline float largest_in(const Lanes &a) {
+    Vector most = a.part[0];
+    for (int p = 1; p < PARTS; p++) most = a.part[p] > most ? a.part[p] : most;
+    float result = most[0];
+    for (int i = 1; i < WIDTH; i++) result = most[i] > result ? most[i] : result;
+    return result;
+}
+
+// The sums of 16 registers, one in each lane.
+inline Lanes sums_of(const Vector *v) {
+    Lanes r;
+#if defined(__AVX512F__)
+    __m512 a[8], b[4], c[2];
+    for (int i = 0; i < 8; i++) {  // 8 partial sums of each of two
+        __m512 x = (__m512)v[2 * i], y = (__m512)v[2 * i + 1];
+        a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y));
+    }
+    for (int i = 0; i < 4; i++) {
+        __m512d low = _mm512_castps_pd(a[2 * i]), high = _mm512_castps_pd(a[2 * i + 1]);
+        b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)), _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
+    }  // each quarter of b[i]: sums of 4i .. 4i + 3 over a quarter of the lanes
+    for (int i = 0; i < 2; i++)
+        c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88), _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
+    r.part[0] = (Vector)_mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
+#elif defined(__AVX2__)
+    for (int p = 0; p < 2; p++, v += 8) {
+        auto fold4 = [](const Vector *a) {
+            return _mm256_hadd_ps(_mm256_hadd_ps((__m256)a[0], (__m256)a[1]), _mm256_hadd_ps((__m256)a[2], (__m256)a[3]));
+        };
+        __m256 first = fold4(v), second = fold4(v + 4);
+        r.part[p] = (Vector)_mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20), _mm256_permute2f128_ps(first, second, 0x31));
+    }
+#elif defined(__aarch64__)
+    for (int p = 0; p < 4; p++, v += 4) {
+        float32x4_t low = vpaddq_f32((float32x4_t)v[0], (float32x4_t)v[1]), high = vpaddq_f32((float32x4_t)v[2], (float32x4_t)v[3]);
+        r.part[p] = (Vector)vpaddq_f32(low, high);
+    }
+#else
+    for (int p = 0; p < 4; p++)
+        for (int i = 0; i < 4; i++, v++) r.part[p][i] = ((*v)[0] + (*v)[1]) + ((*v)[2] + (*v)[3]);
+#endif
+    return r;
+}
+
+// --- numbers of 16 bits ------------------------------------------------------------------------------------------------
+
+inline Lanes load_f16(const uint16_t *from) {
+    Lanes r;
+#if defined(__AVX512F__)
+    r.part[0] = (Vector)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(__F16C__)
+    EACH_PART r.part[p] = (Vector)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + 8 * p)));
+#elif defined(__aarch64__)
+    EACH_PART r.part[p] = (Vector)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from + 4 * p)));
+#else
+    EACH_PART for (int i = 0; i < WIDTH; i++) r.part[p][i] = f16_to_float(from[p * WIDTH + i]);
+#endif
+    return r;
+}
+
+// What float16 cannot hold becomes the largest it can; NaN stays NaN.
+inline void store_f16(const Lanes &a, uint16_t *to) {
+    const Lanes held = at_least(at_most(a, LARGEST_F16), -LARGEST_F16);
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph((__m512)held.part[0], _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+    EACH_PART _mm_storeu_si128((__m128i *)(to + 8 * p), _mm256_cvtps_ph((__m256)held.part[p], _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+    EACH_PART vst1_u16(to + 4 * p, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)held.part[p])));
+#else
+    EACH_PART for (int i = 0; i < WIDTH; i++) to[p * WIDTH + i] = float_to_f16(held.part[p][i]);
+#endif
+}
+
+// The first `count`, rounded to bfloat16.
+inline void store_bf16(const Lanes &a, uint16_t *to, int64_t count) {
+#if defined(__AVX512BF16__)
+    _mm256_mask_storeu_epi16(to, __mmask16(count >= 16 ? 0xffff : (1 << count) - 1), (__m256i)_mm512_cvtneps_pbh((__m512)a.part[0]));
+#elif defined(__ARM_FEATURE_BF16)
+    uint16_t halves[LANE_COUNT];
+    EACH_PART vst1_bf16((bfloat16_t *)(halves + 4 * p), vcvt_bf16_f32((float32x4_t)a.part[p]));
+    memcpy(to, halves, size_t(std::min<int64_t>(count, LANE_COUNT)) * 2);
+#else
+    for (int64_t i = 0; i < std::min<int64_t>(count, LANE_COUNT); i++) to[i] = float_to_bf16(a.part[i / WIDTH][i % WIDTH]);
+#endif
+}
+
+inline Words load_words(const void *from) {
+    Words r;
+    memcpy(&r, from, sizeof r);
+    return r;
+}
+
+// Pairs of bfloat16: the first of each pair lies in the low half of a word.
+inline Lanes first_bf16(const Words &pairs) {
+    Lanes r;
+    EACH_PART r.part[p] = (Vector)(pairs.part[p] << 16);
+    return r;
+}
+inline Lanes second_bf16(const Words &pairs) {
+    Lanes r;
+    EACH_PART r.part[p] = (Vector)(pairs.part[p] & int32_t(0xffff0000));
+    return r;
+}
+
+inline Lanes load_bf16(const uint16_t *from) {
+    Lanes r;
+#if defined(__AVX512F__)
+    r.part[0] = (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#elif defined(__AVX2__)
+    EACH_PART r.part[p] = (Vector)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(from + 8 * p))), 16);
+#elif defined(__aarch64__)
+    EACH_PART r.part[p] = (Vector)vshll_n_u16(vld1_u16(from + 4 * p), 16);
+#else
+    EACH_PART for (int i = 0; i < WIDTH; i++) r.part[p][i] = bf16_to_float(from[p * WIDTH + i]);
+#endif
+    return r;
+}
+
+inline Lanes load_int8(const int8_t *from) {
+    Lanes r;
+#if defined(__AVX512F__)
+    r.part[0] = (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+#elif defined(__AVX2__)
+    EACH_PART r.part[p] = (Vector)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from + 8 * p))));
+#elif defined(__aarch64__)
+    int8x16_t codes = vld1q_s8(from);
+    int16x8_t low = vmovl_s8(vget_low_s8(codes)), high = vmovl_high_s8(codes);
+    r.part[0] = (Vector)vcvtq_f32_s32(vmovl_s16(vget_low_s16(low)));
+    r.part[1] = (Vector)vcvtq_f32_s32(vmovl_high_s16(low));
+    r.part[2] = (Vector)vcvtq_f32_s32(vmovl_s16(vget_low_s16(high)));
+    r.part[3] = (Vector)vcvtq_f32_s32(vmovl_high_s16(high));
+#else
+    EACH_PART for (int i = 0; i < WIDTH; i++) r.part[p][i] = float(from[p * WIDTH + i]);
+#endif
+    return r;
+}
+
+// Bits [shift, shift + the mask's) of each word, as a number.
+inline Lanes digits_of(const Words &words, int shift, int mask) {
+    Lanes r;
+    EACH_PART r.part[p] = __builtin_convertvector((words.part[p] >> shift) & mask, Vector);
+    return r;
+}
+
+// --- powers ------------------------------------------------------------------------------------------------------------
+
+const float LOG2_E = 1.44269504088896341f;
+
+// 2^t for t from -126, where floats begin to get slow, up to 127; less counts as -126. NaN stays NaN.
+// To the last bit or two; ROUGH: to 3e-6 of itself.
+template <bool ROUGH = false> inline Lanes power(const Lanes &t) {
+    const float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which then stands in the lowest bits
+    Lanes r;
+    EACH_PART {
+        Vector x = t.part[p] < -126.0f ? broadcast_vector(-126.0f) : t.part[p];
+        Vector shifted = x + MAGIC, rest = x - (shifted - MAGIC), q;
+        auto polynomial = [&](float highest, std::initializer_list<float> others) {
+            q = broadcast_vector(highest);
+            for (float c : others) q = q * rest + c;
+        };
+        if (ROUGH) polynomial(0.00957010128f, {0.0559178628f, 0.240247443f, 0.693121791f, 0.999999285f});
+        else polynomial(0.00132764713f, {0.00967554189f, 0.0555071309f, 0.240221202f, 0.693146944f, 1.00000012f});
+        r.part[p] = q * (Vector)(((Integers)shifted + 127) << 23);
+    }
+    return r;
+}
+
+// x / (1 + exp(-x))
+inline Lanes silu(const Lanes &x) { return x / (broadcast(1.0f) + power(at_most(x * -LOG2_E, 126.0f))); }
+
+#undef EACH_PART
+
+}  // namespace
+}  // namespace octavo

@@ -1,0 +1,333 @@
+// Products of rows with panels, for every level. A Math is one way to multiply some rows by one panel:
+//
+//     MOST                           rows of a block: their sums stay in registers
+//     panel(index, memory)           the panel as blocks read it: where it lies, or unpacked into memory
+//     block<R>(row, weights, sums)   R rows from `row` on times the panel
+//
+// Levels differ in the Math they choose for a matrix and its rows; all share the loops around it, which add biases, gate, and
+// store. All of it is in an unnamed namespace: code compiled for one level must
+// never serve another.
+#pragma once
+#include <algorithm>
+
+#include "lanes.h"
+#include "levels.h"
+
+namespace octavo {
+namespace {
+
+const int P = OCTAVO_PANEL;
+const int64_t NEAR_BYTES = 1 << 19;  // rows of x that stay in the second-level cache while panels pass by
+
+inline Lanes bias_of(const Matrix &matrix, int64_t panel) {
+    return matrix.bias ? load_some(matrix.bias + panel * P, matrix.n - panel * P) : zeros();
+}
+
+// 16 results of a row, from column `begin` on; `left` are wanted.
+inline void put(const Lanes &values, const Target &target, int64_t row, int64_t begin, int64_t left) {
+    int64_t place = row * target.stride + begin;
+    if (target.halves) store_bf16(values, target.halves + place, left);
+    else store_some(values, target.values + place, left);
+}
+
+// Up to R rows.
+template <int R, class Math, class Weights>
+inline void block_of(const Math &math, int64_t row, int64_t count, Weights weights, Lanes *sums) {
+    if constexpr (R > 1)
+        if (count < R) return block_of<R - 1>(math, row, count, weights, sums);
+    math.template block<R>(row, weights, sums);
+}
+
+// run(from, to) for rows that lie near at the same time.
+template <class Math, class Run> void by_near_rows(const Rows &rows, Run run) {
+    const int64_t bytes = rows.stride * (rows.form == Form::FLOAT ? 4 : rows.form == Form::INT8 ? 1 : 2);
+    const int64_t near = std::max<int64_t>(1, NEAR_BYTES / bytes / Math::MOST) * Math::MOST;
+    for (int64_t row = 0; row < rows.rows; row += near) run(row, std::min(rows.rows, row + near));
+}
+
+// y[row][n] for the rows n of panels [begin, end).
+template <class Math>
+void product_with(const Math &math, const Matrix &matrix, const Rows &rows, int64_t begin, int64_t end, float *y, int64_t stride, void *scratch) {
+    by_near_rows<Math>(rows, [&](int64_t from, int64_t to) {
+        for (int64_t panel = begin; panel < end; panel++) {
+            auto weights = math.panel(panel, scratch);
+            const Lanes bias = bias_of(matrix, panel);
+            Lanes sums[Math::MOST];
+            for (int64_t row = from; row < to; row += Math::MOST) {
+                int64_t count = std::min<int64_t>(Math::MOST, to - row);
+                block_of<Math::MOST>(math, row, count, weights, sums);
+                for (int64_t r = 0; r < count; r++) store_some(sums[r] + bias, y + (row + r) * stride + panel * P, matrix.n - panel * P);
+            }
+        }
+    });
+}
+
+// y[row][n] = silu(gate) * up for pairs of panels: the first of each pair is gate, the second up.
+template <class Math>
+void gate_up_with(const Math &math, const Matrix &matrix, const Rows &rows, int64_t begin, int64_t end, const Target &y, void *scratch) {
+    by_near_rows<Math>(rows, [&](int64_t from, int64_t to) {
+        for (int64_t pair = begin; pair < end; pair++) {
+            auto gate_weights = math.panel(2 * pair, scratch), up_weights = math.panel(2 * pair + 1, (float *)scratch + rows.stride * P);
+            const Lanes gate_bias = bias_of(matrix, 2 * pair), up_bias = bias_of(matrix, 2 * pair + 1);
+            Lanes gate[Math::MOST], up[Math::MOST];
+            for (int64_t row = from; row < to; row += Math::MOST) {
+                int64_t count = std::min<int64_t>(Math::MOST, to - row);
+                block_of<Math::MOST>(math, row, count, gate_weights, gate);
+                block_of<Math::MOST>(math, row, count, up_weights, up);
+                for (int64_t r = 0; r < count; r++)
+                    put(silu(gate[r] + gate_bias) * (up[r] + up_bias), y, row + r, pair * P, matrix.n / 2 - pair * P);
+            }
+        }
+    });
+}
+
+// --- floats ------------------------------------------------------------------------------------------------------------
+
+// Weights of k and k + 1, k even, of a panel.
+struct FloatPanel {
+    const float *w;
+    void load_two(int64_t k, Lanes *two) const { two[0] = load(w + k * P), two[1] = load(w + (k + 1) * P); }
+};
+struct F16Panel {
+    const uint16_t *w;
+    void load_two(int64_t k, Lanes *two) const { two[0] = load_f16(w + k * P), two[1] = load_f16(w + (k + 1) * P); }
+};
+struct BF16Panel {
+    const uint16_t *w;
+    void load_two(int64_t k, Lanes *two) const {
+        Words pairs = load_words(w + k * P);
+        two[0] = first_bf16(pairs), two[1] = second_bf16(pairs);
+    }
+};
+
+// As many rows as leave registers for a panel's weights and a number of x.
+const int FLOAT_MOST = WIDTH == 16 ? 14 : WIDTH == 8 ? 6 : 4;
+
+// U sums for each row, so that a step need not wait for the one before.
+template <int R, class Panel> void block_float(const Panel &panel, const Rows &rows, int64_t row, Lanes *sums) {
+    const int U = R * PARTS >= 8 ? 1 : R * PARTS >= 4 ? 2 : 4;
+    const float *x = rows.values + row * rows.stride;
+    Lanes acc[R][U];
+    for (int r = 0; r < R; r++)
+        for (int u = 0; u < U; u++) acc[r][u] = zeros();
+    for (int64_t k = 0; k < rows.stride; k += 4)
+        for (int two = 0; two < 4; two += 2) {
+            Lanes weights[2];
+            panel.load_two(k + two, weights);
+            for (int u = 0; u < 2; u++)
+                for (int r = 0; r < R; r++)
+                    acc[r][(two + u) % U] = multiply_add(weights[u], broadcast(x[r * rows.stride + k + two + u]), acc[r][(two + u) % U]);
+        }
+    for (int r = 0; r < R; r++) {
+        for (int u = 1; u < U; u++) acc[r][0] = acc[r][0] + acc[r][u];
+        sums[r] = acc[r][0];
+    }
+}
+
+template <class Panel> struct FloatMath {  // weights are read where they lie
+    static const int MOST = FLOAT_MOST;
+    const Matrix &matrix;
+    const Rows &rows;
+
+    Panel panel(int64_t index, void *) const {
+        auto *data = (decltype(Panel::w))matrix.data;
+        return {data + index * rows.stride * P};
+    }
+    template <int R> void block(int64_t row, Panel weights, Lanes *sums) const {
+        block_float<R>(weights, rows, row, sums);
+        for (int r = 0; r < R; r++) sums[r] = sums[r] * matrix.factor;
+    }
+};
+
+// A panel of codes as floats: to [stride][16]
+template <bool FOUR> void unpack_codes(const Matrix &matrix, int64_t stride, int64_t panel, float *to) {
+    const int64_t groups = stride / matrix.group;
+    const uint8_t *w = (const uint8_t *)matrix.data + panel * stride * P / (FOUR ? 2 : 1);
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t place = (panel * groups + g) * P;
+        const Lanes scale = load_f16(matrix.scale + place) * matrix.factor, offset = load_f16(matrix.offset + place) * matrix.factor;
+        for (int64_t k = 0; k < matrix.group; k += FOUR ? 8 : 4, w += 64) {
+            const Words words = load_words(w);
+            for (int i = 0; i < 4; i++, to += P) store(multiply_add(digits_of(words, 8 * i, FOUR ? 15 : 255), scale, offset), to);
+            if (FOUR)
+                for (int i = 0; i < 4; i++, to += P) store(multiply_add(digits_of(words, 8 * i + 4, 15), scale, offset), to);
+        }
+    }
+}
+
+struct UnpackedMath {  // weights become floats first, for many rows
+    static const int MOST = FLOAT_MOST;
+    const Matrix &matrix;
+    const Rows &rows;
+
+    FloatPanel panel(int64_t index, void *memory) const {
+        float *to = (float *)memory;
+        if (matrix.kind == OCTAVO_Q4) unpack_codes<true>(matrix, rows.stride, index, to);
+        else if (matrix.kind == OCTAVO_Q8) unpack_codes<false>(matrix, rows.stride, index, to);
+        else if (matrix.kind == OCTAVO_F16) unpack(F16Panel{(const uint16_t *)matrix.data + index * rows.stride * P}, to);
+        else unpack(BF16Panel{(const uint16_t *)matrix.data + index * rows.stride * P}, to);
+        return {to};
+    }
+    template <int R> void block(int64_t row, FloatPanel weights, Lanes *sums) const { block_float<R>(weights, rows, row, sums); }
+
+private:
+    template <class Panel> void unpack(const Panel &panel, float *to) const {
+        for (int64_t k = 0; k < rows.stride; k += 2) {
+            Lanes two[2];
+            panel.load_two(k, two);
+            store(two[0] * matrix.factor, to + k * P);
+            store(two[1] * matrix.factor, to + (k + 1) * P);
+        }
+    }
+};
+
+template <class Run> void choose_float(const Matrix &matrix, const Rows &rows, Run run) {
+    if (matrix.kind == OCTAVO_F32) run(FloatMath<FloatPanel>{matrix, rows});
+    else if (has_codes(matrix) || rows.rows > FLOAT_MOST) run(UnpackedMath{matrix, rows});
+    else if (matrix.kind == OCTAVO_F16) run(FloatMath<F16Panel>{matrix, rows});
+    else run(FloatMath<BF16Panel>{matrix, rows});
+}
+
+// --- codes of 8 bits ---------------------------------------------------------------------------------------------------
+
+// What the rows of a block add up to for one panel, from totals of code times code over each span. CENTRED: the codes of weights
+// were counted from -128 on, as signed bytes are.
+template <int R, bool CENTRED = false> struct CodeSums {
+    const Matrix &matrix;
+    const Rows &rows;
+    const int64_t row, panel, span = span_of(matrix), spans = rows.stride / span, groups = rows.stride / matrix.group;
+    Lanes acc[R];
+
+    CodeSums(const Matrix &matrix, const Rows &rows, int64_t row, int64_t panel) : matrix(matrix), rows(rows), row(row), panel(panel) {
+        for (int r = 0; r < R; r++) acc[r] = zeros();
+    }
+    // total(r): of row r, for the span from k on
+    template <class Total> void add_span(int64_t k, Total total) {
+        const int64_t place = (panel * groups + k / matrix.group) * P, index = row * spans + k / span;
+        const Lanes scales = load_f16(matrix.scale + place);
+        Lanes offsets = load_f16(matrix.offset + place);
+        if (CENTRED) offsets = multiply_add(scales, broadcast(128.0f), offsets);
+        for (int r = 0; r < R; r++) {
+            acc[r] = multiply_add(total(r), scales * rows.scale[index + r * spans], acc[r]);
+            acc[r] = multiply_add(offsets, broadcast(rows.sum[index + r * spans]), acc[r]);
+        }
+    }
+    void finish(Lanes *sums) const {
+        for (int r = 0; r < R; r++) sums[r] = acc[r] * matrix.factor;
+    }
+};
+
+template <bool FOUR> struct PlainCodesMath {
+    static const int MOST = 1;
+    const Matrix &matrix;
+    const Rows &rows;
+
+    int64_t panel(int64_t index, void *) const { return index; }
+    template <int R> void block(int64_t row, int64_t panel, Lanes *sums) const {
+        CodeSums<1> made(matrix, rows, row, panel);
+        const uint8_t *w = (const uint8_t *)matrix.data + panel * rows.stride * P / (FOUR ? 2 : 1);
+        const int8_t *x = rows.codes + row * rows.stride;
+        for (int64_t k = 0; k < rows.stride; k += made.span) {
+            int32_t total[P] = {};
+            for (int64_t i = k; i < k + made.span; i += FOUR ? 8 : 4, w += 64)
+                for (int n = 0; n < P; n++)
+                    for (int j = 0; j < 4; j++) {
+                        total[n] += (FOUR ? w[4 * n + j] & 15 : w[4 * n + j]) * x[i + j];
+                        if (FOUR) total[n] += (w[4 * n + j] >> 4) * x[i + 4 + j];
+                    }
+            float floats[P];
+            for (int n = 0; n < P; n++) floats[n] = float(total[n]);
+            made.add_span(k, [&](int) { return load(floats); });
+        }
+        made.finish(sums);
+    }
+};
+
+// --- rows of x ---------------------------------------------------------------------------------------------------------
+
+// The largest of |values|, compared as bits: infinity and NaN, which no code could say, are larger than any number.
+inline float largest_of(const float *values, int64_t count) {
+    uint32_t largest = 0;
+    for (int64_t i = 0; i < count; i++) largest = std::max(largest, float_to_bits(values[i]) & 0x7fffffff);
+    return bits_to_float(largest);
+}
+
+// A span of x in codes of 8 bits.
+inline void quantize_span(const float *values, int64_t count, int8_t *codes, float &scale, float &sum) {
+    const float largest = largest_of(values, count), inverse = largest > 0 ? 127 / largest : 0.0f;
+    scale = largest / 127;
+    int total = 0;
+    for (int64_t i = 0; i < count; i++) {
+        int code = int(nearbyintf(values[i] * inverse));
+        codes[i] = int8_t(code);
+        total += code;
+    }
+    sum = scale * float(total);
+}
+
+// The power of two that brings the largest of |values| to at most 1; infinite or NaN where that is.
+inline float power_above(float largest) {
+    const uint32_t bits = float_to_bits(largest);
+    if (bits >= 0x7f800000) return largest;
+    return bits_to_float(std::max<uint32_t>((bits + 0x7fffff) & 0xff800000, 0x01000000));  // at least 2^-125: its inverse is finite
+}
+
+inline void halve_span(const float *values, int64_t count, uint16_t *halves, float &scale) {
+    scale = power_above(largest_of(values, count));
+    const float inverse = 1.0f / scale;
+    for (int64_t i = 0; i < count; i += LANE_COUNT) store_f16(load(values + i) * inverse, halves + i);
+}
+
+// Columns [begin, begin + count) of x as the weights have them: where they lie or, put in order and padded, in `local`.
+inline const float *columns(const Matrix &matrix, const float *x, int64_t begin, int64_t count, float *local) {
+    if (!matrix.order && begin + count <= matrix.k) return x + begin;
+    for (int64_t i = 0; i < count; i++) local[i] = begin + i >= matrix.k ? 0.0f : x[matrix.order ? matrix.order[begin + i] : begin + i];
+    return local;
+}
+
+// A row of x in the form `rows` asks for.
+void prepare_row(const Matrix &matrix, const float *x, const Rows &rows, int64_t row) {
+    const int64_t span = span_of(matrix), spans = rows.stride / span;
+    for (int64_t i = 0; i < spans; i++) {
+        float local[SPAN];
+        const float *values = columns(matrix, x, i * span, span, local);
+        const int64_t place = row * rows.stride + i * span, index = row * spans + i;
+        if (rows.form == Form::FLOAT) memcpy(rows.values + place, values, size_t(span) * sizeof(float));
+        else if (rows.form == Form::INT8) quantize_span(values, span, rows.codes + place, rows.scale[index], rows.sum[index]);
+        else if (rows.form == Form::HALF) halve_span(values, span, rows.halves + place, rows.scale[index]);
+        else
+            for (int64_t k = 0; k < span; k += P) store_bf16(load(values + k), rows.halves + place + k, P);
+    }
+}
+
+// --- the kernels of a level ----------------------------------------------------------------------------------------------
+
+// What levels have that bring no Math of their own: floats, and plain loops over codes.
+struct GenericChoice {
+    static Form form(const Matrix &matrix, int64_t rows) { return has_codes(matrix) && rows <= FEW ? Form::INT8 : Form::FLOAT; }
+
+    template <class Run> static void choose(const Matrix &matrix, const Rows &rows, Run run) {
+        if (rows.form == Form::FLOAT) choose_float(matrix, rows, run);
+        else if (matrix.kind == OCTAVO_Q4) run(PlainCodesMath<true>{matrix, rows});
+        else run(PlainCodesMath<false>{matrix, rows});
+    }
+};
+
+template <class Choice>
+void product_by(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, float *y, int64_t stride, void *scratch) {
+    Choice::choose(matrix, rows, [&](const auto &math) { product_with(math, matrix, rows, panel, end, y, stride, scratch); });
+}
+
+template <class Choice> void gate_up_by(const Matrix &matrix, const Rows &rows, int64_t pair, int64_t end, const Target &y, void *scratch) {
+    Choice::choose(matrix, rows, [&](const auto &math) { gate_up_with(math, matrix, rows, pair, end, y, scratch); });
+}
+
+template <class Choice> void fill_products(Kernels &kernels) {
+    kernels.form = Choice::form;
+    kernels.prepare = prepare_row;
+    kernels.product = product_by<Choice>;
+    kernels.gate_up = gate_up_by<Choice>;
+}
+
+}  // namespace
+}  // namespace octavo
