@@ -2,8 +2,8 @@
 //
 //     driver CASES        the form of the file: tests/support/case_file.py, which writes it
 //
-// Says for each level and kernel how many cases passed and how far off the worst was, and names every case that failed.
-// The last line is "N passed, N failed".
+// Says which levels were built, for each that runs and each kernel how many cases passed and how far off the worst was, and
+// names every case that failed. The last line is "N passed, N failed".
 #include <memory>
 
 #include "../../octavo/native/octavo.h"
@@ -258,6 +258,9 @@ void run_file(const char *path) {
 
 int main(int count, char **arguments) {
     if (count != 2) give_up("usage: driver CASES");
+    printf("built:");
+    for (int level = 0; octavo_level_name(level); level++) printf(" %s", octavo_level_name(level));
+    printf("; this machine runs up to %s\n", octavo_level_name(octavo_cpu_level()));
     for (int level = 0; level <= octavo_cpu_level(); level++) {
         octavo_set_level(level);
         level_ = octavo_level_name(level);
