@@ -18,7 +18,7 @@ EDITABLE := $(PIP) install --no-deps --no-build-isolation -e .
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --timeout 900
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native serve chat demo lint test check sanitize package soak
+.PHONY: help setup native serve chat demo lint test check sanitize cross package soak
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -68,6 +68,9 @@ check: lint ## the fast checks: lint, house rules, policy
 
 sanitize: setup ## the native library's tests, with every access and operation checked
 	@.ci/sanitize
+
+cross: setup ## the native library built for the other architecture (ARM or x86-64), its kernels run under qemu
+	@.ci/cross
 
 package: setup ## build sdist and wheel, install the wheel into an empty environment, use it there
 	@.ci/package

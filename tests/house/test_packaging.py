@@ -1,4 +1,4 @@
-"""All of it comes from `pip install`: what is imported is declared, and nothing wants CUDA's toolkit to be built."""
+"""All of it comes from `pip install`: what is imported is declared, nothing wants CUDA's toolkit to be built, and CI tries it."""
 
 import ast
 import re
@@ -47,3 +47,8 @@ def test_whatever_is_imported_is_installed_with_it() -> None:
 def test_nothing_is_built_with_cuda() -> None:
     assert not [*(ROOT / "octavo").rglob("*.cu"), *(ROOT / "octavo").rglob("*.cuh")]
     assert "CUDA" not in (ROOT / "CMakeLists.txt").read_text()
+
+
+def test_ci_runs_every_check_in_turn() -> None:
+    lines = (ROOT / ".ci/run").read_text().splitlines()
+    assert [line for line in lines if line.startswith("make ")] == ["make test", "make sanitize", "make cross", "make package"]

@@ -13,41 +13,13 @@ from hypothesis import strategies as st
 
 from octavo.kernels.cpu.attention_case import AttentionCase, Cache, from_bf16, to_bf16
 from octavo.kernels.cpu.library import BF16, F16, F32, Q8, NativeLibrary, address
-from octavo.kernels.cpu.packing import Floats
-from octavo.kernels.reference.attention import attend, causal_mask
 from octavo.kernels.reference.kv_codes import from_codes, to_codes
-from octavo.kernels.reference.norm import add_rms_norm, rms_norm
-from octavo.kernels.reference.rotary import rotate
+from octavo.kernels.reference.norm import add_rms_norm
 from tests.support.native import error, levels_here, running
+from tests.support.native_attention import MANY_TOGETHER, MIXED, TOGETHER, attended_twin, rounds, written_twin
 
 CACHES = {"f32": F32, "bf16": BF16, "f16": F16, "int8": Q8}
-MIXED = ((0, 37), (30, 1), (7, 70), (65, 1), (0, 1))  # prompts, chunks after a past, single tokens
 LEVELS = levels_here()
-
-
-def written_twin(case: AttentionCase) -> Floats:
-    q, k, v = torch.from_numpy(case.projected.copy()).split([case.heads, case.kv_heads, case.kv_heads], dim=1)
-    if case.norms is not None:
-        q, k = (rms_norm(part, torch.from_numpy(norm), 1e-6) for part, norm in zip((q, k), case.norms))
-    cos, sin = (torch.from_numpy(part[case.positions]) for part in (np.cos(case.angles), np.sin(case.angles)))
-    return torch.cat((rotate(q, cos, sin), rotate(k, cos, sin), v), dim=1).numpy()
-
-
-def attended_twin(case: AttentionCase, qkv: Floats, k: Cache, v: Cache) -> Floats:
-    numbers = [torch.from_numpy(cache.numbers().reshape(-1, case.kv_heads, case.head_dim)) for cache in (k, v)]
-    out = []
-    for row, (past, new) in enumerate(case.rows):
-        slots = case.slots(np.full(past + new, row), np.arange(past + new))
-        keys, values = (part[slots].unsqueeze(0) for part in numbers)
-        queries = torch.from_numpy(qkv[case.token_rows == row, : case.heads]).unsqueeze(0)
-        mask = causal_mask(torch.tensor([past + new]), new, past + new, case.window or None, torch.float32)
-        out.append(attend(queries, keys, values, mask, False, case.head_dim**-0.5)[0])
-    return torch.cat(out).numpy()
-
-
-def rounds(level: str, case: AttentionCase) -> bool:
-    """Whether queries are rounded to bfloat16, and perhaps weights: with scores that are large, that can move a lot."""
-    return level in ("avx512bf16", "amx") and case.cache_kind in (BF16, Q8) and case.head_dim % 32 == 0
 
 
 def check(case: AttentionCase, library: NativeLibrary) -> None:
@@ -99,12 +71,6 @@ def test_long_contexts_are_split_over_threads_and_merged(level: str, cache: str)
             for rows in (((511, 1),), ((512, 1),), ((2055, 1),), ((1299, 1), (700, 1)), ((1500, 33),), ((0, 700),)):
                 for window in (0, 300):
                     check(AttentionCase(rows=rows, heads=2, kv_heads=1, cache_kind=CACHES[cache], window=window, seed=threads), library)
-
-
-# Runs of single tokens over the same beginning: of different lengths, one that ends a token after it, one that leaves early, two runs
-# with a prompt between, a beginning too short to count.
-TOGETHER = (((200, 1), (190, 1), (176, 1), (300, 1), (70, 33), (260, 1), (261, 1), (20, 1)), (0, 11, 11, 5, 0, 4, 16, 1))
-MANY_TOGETHER = (((530, 1),) * 20, (0,) + (32,) * 19)
 
 
 @pytest.mark.parametrize("cache", CACHES)

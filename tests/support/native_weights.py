@@ -1,4 +1,4 @@
-"""Random weights of every kind, packed for the native products, and the same product in plain numpy.
+"""Random weights of every kind, packed for the native products if there is a library, and the same product in plain numpy.
 
 What a kernel rounds its numbers to is part of what it is, so the twin rounds alike and little tolerance is left:
 
@@ -21,15 +21,20 @@ from octavo.kernels.cpu.packing import Floats, PackedMatrix, pack_codes, pack_fl
 FEW_ROWS = 16  # up to here weights in codes are multiplied by codes
 SPAN = 32  # columns of x that share a scale, at most
 
+# By form, of the largest result of a product. The twin rounds as the kernel does, but for sums in float16.
+TOLERANCE = {"codes": 1e-5, "floats": 1e-5, "bf16": 1e-5, "halves": 2e-3}
+
 
 @dataclass
 class Weights:
-    packed: PackedMatrix
+    packed: PackedMatrix | None  # None: made without a library
     exact: Floats  # [n, k] as the format says
     kind: int
     group: int
     bias: Floats | None
     order: NDArray[np.int32] | None
+    source: dict[str, NDArray[Any]]  # what is packed: `values`, or `codes`, `scale` and `offset`
+    factor: float = 1.0
 
     def product(self, x: Floats, form: str) -> Floats:
         if self.order is not None:
@@ -45,6 +50,13 @@ class Weights:
             x = eight_bits(x, min(SPAN, self.group))
         y = x.astype(np.float64) @ weights.T.astype(np.float64)
         return (y + (0 if self.bias is None else self.bias)).astype(np.float32)
+
+
+def gated(both: Floats) -> Floats:
+    """silu(gate) * up of a product whose columns are 16 of gate, 16 of up, in turn. [rows, n] -> [rows, n / 2]"""
+    parts = both.astype(np.float64).reshape(len(both), -1, 2, 16)
+    gate, up = parts[:, :, 0].reshape(len(both), -1), parts[:, :, 1].reshape(len(both), -1)
+    return (gate / (1 + np.exp(-gate)) * up).astype(np.float32)
 
 
 def form_of(level: str, kind: int, rows: int) -> str:
@@ -67,14 +79,15 @@ def eight_bits(x: Floats, group: int) -> Floats:
 
 
 def make_weights(
-    library: NativeLibrary, random: np.random.Generator, n: int, k: int, kind: int, group: int, plain: bool = False
+    library: NativeLibrary | None, random: np.random.Generator, n: int, k: int, kind: int, group: int, plain: bool = False
 ) -> Weights:
     """Not plain: with a bias and columns in another order."""
     bias = None if plain else random.standard_normal(n, np.float32)
     order = None if plain else random.permutation(k).astype(np.int32)
     if kind in (F32, BF16, F16):
         weights = random.standard_normal((n, k), np.float32)
-        return Weights(pack_float(library, weights, kind, bias, order), weights, kind, 0, bias, order)
+        packed = None if library is None else pack_float(library, weights, kind, bias, order)
+        return Weights(packed, weights, kind, 0, bias, order, {"values": weights})
     codes: NDArray[Any] = random.integers(0, 256 if kind == Q8 else 16, (n, k), np.uint8)
     shape = (n, -(-k // group))
     scale, offset = (random.standard_normal(shape).astype(np.float16) for _ in range(2))
@@ -82,4 +95,5 @@ def make_weights(
     factor = 1.0 if plain else 0.75
     spread = [np.repeat(part.astype(np.float64), group, axis=1)[:, :k] for part in (scale, offset)]
     exact = ((codes * spread[0] + spread[1]) * factor).astype(np.float32)
-    return Weights(pack_codes(library, codes, scale, offset, group, kind, factor, bias, order), exact, kind, group, bias, order)
+    packed = None if library is None else pack_codes(library, codes, scale, offset, group, kind, factor, bias, order)
+    return Weights(packed, exact, kind, group, bias, order, {"codes": codes, "scale": scale, "offset": offset}, factor)

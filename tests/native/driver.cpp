@@ -1,0 +1,281 @@
+// Runs the cases of a file through liboctavo, at every level this machine has, with one thread and with two; no Python needed.
+//
+//     driver CASES        the form of the file: tests/support/case_file.py, which writes it
+//
+// Says which levels were built, for each that runs and each kernel how many cases passed and how far off the worst was, and
+// names every case that failed. The last line is "N passed, N failed".
+#include <memory>
+
+#include "../../octavo/native/octavo.h"
+#include "cases.h"
+
+namespace {
+
+// --- results -----------------------------------------------------------------------------------------------------------
+
+struct Worst {
+    int passed = 0, failed = 0;
+    std::map<std::string, std::pair<double, double>> errors;  // by result and form: how far off, and what is allowed there
+};
+std::map<std::string, Worst> worst_;  // by kernel, at this level
+int threads_, passed_, failed_;
+std::string level_;
+
+// One result, against all that are expected of it at this level. The first `count` numbers: a case may try fewer rows than it has.
+bool near_enough(const Case &one, const std::string &title, const std::string &result, const char *got, int64_t count) {
+    const Expected *best = nullptr;
+    double error = 0;
+    for (const Expected &each : one.expected) {
+        bool meant = each.levels == "any" || ("," + each.levels + ",").find("," + level_ + ",") != std::string::npos;
+        if (each.result != result || !meant) continue;
+        if (each.values.count() < count) give_up(one.kernel + ", " + title + ": more " + result + " than expected ones");
+        double off = difference(each, got, count);
+        if (!best || off / std::max(each.tolerance, 1e-30) < error / std::max(best->tolerance, 1e-30)) best = &each, error = off;
+    }
+    if (!best) give_up(one.kernel + ", " + title + ": no " + result + " is expected at level " + level_);
+    auto &worst = worst_[one.kernel].errors[result + " in " + best->form];
+    if (error > worst.first) worst = {error, best->tolerance};
+    if (error <= best->tolerance) return true;
+    printf("FAILED %s, threads %d: %s %s: %s in %s is off by %.3g, allowed %.1e\n", level_.c_str(), threads_, one.kernel.c_str(),
+           title.c_str(), result.c_str(), best->form.c_str(), error, best->tolerance);
+    return false;
+}
+
+// Memory for a result, full of ones (NaN, -1), with more of them behind it that must stay as they are.
+struct Result {
+    static const size_t GUARD = 64;
+    std::vector<char> bytes;
+    size_t size;
+
+    explicit Result(size_t bytes_wanted) : bytes(bytes_wanted + GUARD, '\xff'), size(bytes_wanted) {}
+    explicit Result(const Array &from) : Result(from.bytes.size()) { memcpy(bytes.data(), from.bytes.data(), size); }
+    template <class T> T *as() { return reinterpret_cast<T *>(bytes.data()); }
+    bool whole() const { return std::all_of(bytes.begin() + long(size), bytes.end(), [](char c) { return c == '\xff'; }); }
+};
+
+using Results = std::map<std::string, Result>;
+
+void judge(const Case &one, const std::string &title, const Results &results) {
+    bool good = true;
+    for (const Expected &each : one.expected)
+        if (!results.count(each.result)) give_up(one.kernel + ", " + title + ": nothing gives " + each.result);
+    for (const auto &[name, result] : results) {
+        auto same = [&, &name = name](const Expected &each) { return each.result == name; };
+        auto expected = std::find_if(one.expected.begin(), one.expected.end(), same);
+        if (expected == one.expected.end()) continue;
+        good &= near_enough(one, title, name, result.bytes.data(), int64_t(result.size / expected->values.width()));
+        if (!result.whole()) {
+            printf("FAILED %s, threads %d: %s %s: %s was written past its end\n", level_.c_str(), threads_, one.kernel.c_str(), title.c_str(), name.c_str());
+            good = false;
+        }
+    }
+    (good ? worst_[one.kernel].passed : worst_[one.kernel].failed)++;
+    (good ? passed_ : failed_)++;
+}
+
+// --- kernels -----------------------------------------------------------------------------------------------------------
+
+struct Free {
+    void operator()(char *memory) const { free(memory); }
+};
+using Lines = std::unique_ptr<char, Free>;  // from the beginning of a cache line on
+
+Lines lines(int64_t bytes) { return Lines(static_cast<char *>(aligned_alloc(64, size_t(bytes + 63) / 64 * 64))); }
+
+struct Packed {
+    Matrix matrix{};
+    Lines data, scale, offset;
+
+    Packed(Case &one, const std::string &prefix) {
+        matrix.kind = one.number(prefix + "kind");
+        matrix.group = one.number(prefix + "group");
+        matrix.n = one.number(prefix + "n");
+        matrix.k = one.number(prefix + "k");
+        matrix.factor = float(one.real(prefix + "factor"));
+        matrix.top = float(one.real(prefix + "top"));
+        matrix.bias = one.get<float>(prefix + "bias");
+        matrix.order = one.get<int32_t>(prefix + "order");
+        auto up = [](int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; };
+        int64_t places = up(matrix.n, OCTAVO_PANEL) * up(matrix.k, std::max<int64_t>(matrix.group, OCTAVO_K_PAD));
+        bool codes = matrix.kind == OCTAVO_Q8 || matrix.kind == OCTAVO_Q4;
+        data = lines(matrix.kind == OCTAVO_F32 ? places * 4 : matrix.kind == OCTAVO_Q4 ? places / 2 : matrix.kind == OCTAVO_Q8 ? places : places * 2);
+        matrix.data = data.get();
+        if (!codes) {
+            octavo_pack_float(&matrix, one.must(prefix + "values").as<float>());
+            return;
+        }
+        scale = lines(places / matrix.group * 2), offset = lines(places / matrix.group * 2);
+        matrix.scale = reinterpret_cast<uint16_t *>(scale.get()), matrix.offset = reinterpret_cast<uint16_t *>(offset.get());
+        octavo_pack_codes(&matrix, one.must(prefix + "codes").as<uint8_t>(), one.must(prefix + "scale").as<uint16_t>(),
+                          one.must(prefix + "offset").as<uint16_t>(), one.get<int64_t>(prefix + "rows"));
+    }
+};
+
+void run_product(Case &one) {
+    Packed packed(one, "");
+    Array &counts = one.must("counts"), &x = one.must("x");
+    bool gate = one.number("gate");
+    for (int64_t i = 0; i < counts.count(); i += threads_ == 1 ? 1 : std::max<int64_t>(1, counts.count() - 1)) {  // threads share panels, whatever the rows
+        int64_t rows = counts.as<int64_t>()[i], n = gate ? packed.matrix.n / 2 : packed.matrix.n;
+        std::vector<float> some(x.as<float>(), x.as<float>() + rows * packed.matrix.k);  // so that reading past it shows
+        Results results{{"y", Result(size_t(rows * n) * sizeof(float))}};
+        (gate ? octavo_gate_up : octavo_matmul)(&packed.matrix, some.data(), results.at("y").as<float>(), rows);
+        judge(one, one.title + ", " + std::to_string(rows) + " rows", results);
+    }
+}
+
+void run_norm(Case &one) {
+    Results results{{"stream", Result(one.must("stream"))}, {"y", Result(one.must("stream").bytes.size())}};
+    octavo_add_rms_norm(results.at("stream").as<float>(), one.get<float>("x"), one.must("weight").as<float>(), float(one.real("eps")),
+                        results.at("y").as<float>(), one.number("rows"), one.number("size"));
+    judge(one, one.title, results);
+}
+
+// A model with the layers of a case, over caches that may be written. Attention alone has no weights.
+struct Decoder {
+    Model model{};
+    Step step{};
+    std::vector<Layer> layers;
+    std::vector<Packed> packed;
+    Results caches;
+
+    explicit Decoder(Case &one) {
+        model.num_layers = one.number("num_layers"), model.hidden = one.number("hidden"), model.vocab = one.number("vocab");
+        model.heads = one.number("heads"), model.kv_heads = one.number("kv_heads"), model.head_dim = one.number("head_dim");
+        model.intermediate = one.number("intermediate"), model.block_size = one.number("block_size");
+        model.cache_kind = one.number("cache_kind"), model.embed_kind = one.number("embed_kind");
+        model.eps = float(one.real("eps")), model.attention_scale = float(one.real("attention_scale"));
+        model.embed = one.get<char>("embed"), model.norm = one.get<float>("norm"), model.cos = one.get<float>("cos"), model.sin = one.get<float>("sin");
+        for (int i = 0; i < model.num_layers; i++) layers.push_back(layer(one, "layer" + std::to_string(i) + "."));
+        model.layers = layers.data();
+        if (one.find("head.values") || one.find("head.codes")) model.head = weights(one, "head.");
+        step.positions = one.must("positions").as<int64_t>(), step.slots = one.must("slots").as<int64_t>();
+        step.query_start = one.must("query_start").as<int64_t>(), step.context_len = one.must("context_len").as<int64_t>();
+        step.tables = one.must("tables").as<int64_t>(), step.shared = one.get<int64_t>("shared");
+        step.token_ids = one.get<int64_t>("token_ids"), step.sample_index = one.get<int64_t>("sample_index");
+        step.num_tokens = int32_t(one.must("positions").count()), step.num_rows = int32_t(one.must("context_len").count());
+        step.table_width = int32_t(one.must("tables").shape[1]);
+        step.num_samples = one.find("sample_index") ? int32_t(one.find("sample_index")->count()) : 0;
+    }
+
+private:
+    Matrix weights(Case &one, const std::string &prefix) {
+        packed.emplace_back(one, prefix);
+        return packed.back().matrix;
+    }
+    void *cache(Case &one, const std::string &prefix, const std::string &name) {
+        if (!one.find(prefix + name)) return nullptr;
+        std::string key = prefix == "layer0." ? name : prefix + name;  // that of a single layer is a result
+        return caches.emplace(key, Result(one.must(prefix + name))).first->second.as<void>();
+    }
+    Layer layer(Case &one, const std::string &prefix) {
+        Layer made{};
+        made.attention_norm = one.get<float>(prefix + "attention_norm"), made.mlp_norm = one.get<float>(prefix + "mlp_norm");
+        made.q_norm = one.get<float>(prefix + "q_norm"), made.k_norm = one.get<float>(prefix + "k_norm");
+        made.k_cache = cache(one, prefix, "k_cache"), made.v_cache = cache(one, prefix, "v_cache");
+        made.k_scale = static_cast<float *>(cache(one, prefix, "k_scale")), made.v_scale = static_cast<float *>(cache(one, prefix, "v_scale"));
+        made.window = one.number(prefix + "window");
+        if (!made.attention_norm) return made;
+        made.qkv = weights(one, prefix + "qkv."), made.output = weights(one, prefix + "output.");
+        made.gate_up = weights(one, prefix + "gate_up."), made.down = weights(one, prefix + "down.");
+        return made;
+    }
+};
+
+void run_write(Case &one) {
+    Decoder decoder(one);
+    Result qkv(one.must("qkv"));
+    octavo_write(&decoder.model, 0, &decoder.step, qkv.as<float>());
+    decoder.caches.emplace("qkv", std::move(qkv));
+    judge(one, one.title, decoder.caches);
+}
+
+void run_attend(Case &one) {
+    Decoder decoder(one);
+    Results results{{"out", Result(size_t(decoder.step.num_tokens * decoder.model.heads * decoder.model.head_dim) * sizeof(float))}};
+    octavo_attend(&decoder.model, 0, &decoder.step, one.must("qkv").as<float>(), results.at("out").as<float>());
+    judge(one, one.title, results);
+}
+
+void run_step(Case &one) {
+    Decoder decoder(one);
+    size_t tokens = size_t(decoder.step.num_tokens), samples = size_t(decoder.step.num_samples);
+    Results results{{"hidden", Result(tokens * size_t(decoder.model.hidden) * sizeof(float))},
+                    {"logits", Result(samples * size_t(decoder.model.vocab) * sizeof(float))},
+                    {"best", Result(samples * sizeof(int64_t))}};
+    decoder.step.hidden = results.at("hidden").as<float>(), decoder.step.logits = results.at("logits").as<float>();
+    decoder.step.best = results.at("best").as<int64_t>();
+    octavo_step(&decoder.model, &decoder.step);
+    judge(one, one.title, results);
+}
+
+void run_draw(Case &one) {
+    Array &logits = one.must("logits");
+    Results results{{"ids", Result(size_t(logits.shape[0]) * sizeof(int64_t))}};
+    Draws draws{logits.shape[0], logits.shape[1], logits.as<float>(), one.must("temperature").as<float>(), one.must("top_p").as<float>(),
+                one.must("min_p").as<float>(), one.must("top_k").as<int64_t>(), one.must("noise").as<int64_t>(),
+                one.must("positions").as<int64_t>(), results.at("ids").as<int64_t>()};
+    octavo_draw(&draws);
+    judge(one, one.title, results);
+}
+
+void run_rank(Case &one) {
+    Array &logits = one.must("logits");
+    Results results;
+    for (const Expected &each : one.expected) results.emplace(each.result, Result(each.values.bytes.size()));
+    int64_t rows = logits.shape[0], count = int64_t(results.at("near").size / sizeof(float)) / rows;
+    Ranking ranking{rows, logits.shape[1], count, logits.as<float>(), one.must("ids").as<int64_t>(), results.at("chosen").as<float>(),
+                    results.at("ranks").as<int64_t>(), results.at("totals").as<int64_t>(), results.at("near").as<float>(),
+                    results.at("near_ids").as<int64_t>()};
+    octavo_rank(&ranking);
+    judge(one, one.title, results);
+}
+
+void run_noise(Case &one) {
+    Results results{{"numbers", Result(one.expected.at(0).values.bytes.size())}};
+    octavo_uniform(one.must("noise").as<int64_t>(), int64_t(one.real("position")), results.at("numbers").as<float>(), one.expected[0].values.count());
+    judge(one, one.title, results);
+}
+
+const std::map<std::string, void (*)(Case &)> KERNELS = {
+    {"product", run_product}, {"gate_up", run_product}, {"norm", run_norm}, {"write", run_write}, {"attend", run_attend},
+    {"step", run_step},       {"argmax", run_step},     {"draw", run_draw}, {"rank", run_rank},   {"noise", run_noise}};
+
+void run_file(const char *path) {
+    std::ifstream file(path, std::ios::binary);
+    std::string first;
+    if (!std::getline(file, first) || first != "octavo cases 1") give_up(std::string(path) + " is no file of cases");
+    for (Case one; read_case(file, one);) {
+        if (!KERNELS.count(one.kernel)) give_up("no kernel is called " + one.kernel);
+        for (threads_ = 1; threads_ <= 2; threads_++) {
+            octavo_set_threads(threads_);
+            KERNELS.at(one.kernel)(one);
+        }
+    }
+}
+
+}  // namespace
+
+int main(int count, char **arguments) {
+    if (count != 2) give_up("usage: driver CASES");
+    printf("built:");
+    for (int level = 0; octavo_level_name(level); level++) printf(" %s", octavo_level_name(level));
+    printf("; this machine runs up to %s\n", octavo_level_name(octavo_cpu_level()));
+    for (int level = 0; level <= octavo_cpu_level(); level++) {
+        octavo_set_level(level);
+        level_ = octavo_level_name(level);
+        worst_.clear();
+        run_file(arguments[1]);
+        for (const auto &[kernel, worst] : worst_) {
+            printf("%s: %s: %d passed, %d failed", level_.c_str(), kernel.c_str(), worst.passed, worst.failed);
+            for (const auto &[what, error] : worst.errors)
+                if (error.first > 0) printf("; %s off by at most %.1e (%.1e)", what.c_str(), error.first, error.second);
+            printf("\n");
+        }
+        fflush(stdout);
+    }
+    octavo_set_threads(1);
+    if (passed_ + failed_ == 0) give_up("there are no cases in it");
+    printf("%d passed, %d failed\n", passed_, failed_);
+    return failed_ ? 1 : 0;
+}

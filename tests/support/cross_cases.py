@@ -1,0 +1,335 @@
+"""What every kernel must give on every machine, by the torch and numpy twins alone: `python -m tests.support.cross_cases FILE`
+
+The native library has no part in it, and the file says all that a machine without Python needs: `make cross` runs it on an
+emulated one. A product may be made in several forms of arithmetic, and each has a result of its own here, so that tolerances
+stay near rounding: what is off by more is a mistake.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from octavo.config import CpuIsa
+from octavo.kernels.cpu import packing
+from octavo.kernels.cpu.attention_case import AttentionCase, Cache, from_bf16, to_bf16
+from octavo.kernels.cpu.library import BF16, F16, F32, Q4, Q8
+from octavo.kernels.cpu.packing import Floats
+from octavo.kernels.reference import sampling as twin
+from octavo.kernels.reference.norm import add_rms_norm
+from octavo.kernels.reference.philox import uniform
+from tests.support.case_file import Case, Expected, write_cases
+from tests.support.draws import Row, allowed, draws_of, logits_of, make_logits
+from tests.support.native_attention import MANY_TOGETHER, MIXED, TOGETHER, attended_twin, rounds, stored_twin, written_twin
+from tests.support.native_step import BATCHES, HIDDEN, INNER, Decoder
+from tests.support.native_weights import FEW_ROWS, TOLERANCE, Weights, form_of, gated, make_weights
+
+LEVELS = get_args(CpuIsa)[1:]
+KIND_NAMES = {F32: "float32", BF16: "bfloat16", F16: "float16", Q8: "8-bit", Q4: "4-bit"}
+CACHES = {"float32": F32, "bfloat16": BF16, "float16": F16, "8-bit": Q8}
+WEIGHTS = [(F32, 0), (BF16, 0), (F16, 0), *((kind, group) for kind in (Q8, Q4) for group in (16, 32, 64, 128))]
+ROW_COUNTS = (tuple(range(1, FEW_ROWS + 1)), (17, 18, 19, 20, 33, 40))  # a level may multiply few rows in another form than many
+
+# How far off a result may be, beside TOLERANCE for products. Measured, on x86-64 and emulated: at most 1e-6 for attention, 4e-7 for
+# norms and turned heads. Through the three layers of a step 4e-6 in floats; with rounding on the way, an input that falls to the other
+# side of an edge moves all that follows: 2e-3 in bfloat16, 1e-2 in codes. A number left out or taken twice is off by 5e-2 and more.
+NEAR, NORM, ROUNDED_QUERIES, STEP_IN_FLOATS, STEP = 1e-5, 1e-6, 1e-2, 1e-4, 3e-2
+
+
+def levels_by_form(kind: int, *rows: int) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """The forms of products with so many rows -> the levels that multiply like that."""
+    found: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for level in LEVELS:
+        forms = tuple(form_of(level, kind, count) for count in rows)
+        found[forms] = (*found.get(forms, ()), level)
+    return found
+
+
+def with_weights(case: Case, weights: Weights, prefix: str = "") -> None:
+    n, k = weights.exact.shape
+    numbers = {"kind": weights.kind, "group": weights.group, "n": n, "k": k, "factor": weights.factor}
+    if weights.kind in (Q8, Q4):
+        numbers["top"] = packing._top(weights.source["scale"], weights.source["offset"], weights.kind)
+    if weights.kind == F16:
+        numbers["factor"] = packing._half_factor(weights.exact)
+    case.numbers |= {prefix + name: value for name, value in numbers.items()}
+    case.arrays |= {prefix + name: array for name, array in {**weights.source, "bias": weights.bias, "order": weights.order}.items()}
+
+
+# ---- products
+
+
+def product_cases() -> Iterator[Case]:
+    for kind, group in WEIGHTS:
+        random = np.random.default_rng(kind * 1000 + group)
+        name = KIND_NAMES[kind] + (f" in groups of {group}" if group else "")
+        for n, k, plain in ((1, 1, True), (17, 7, False), (33, 65, False), (48, 128, True), (100, 257, False)):
+            yield from products(random, f"{name}, {n} x {k}", make_weights(None, random, n, k, kind, group, plain), False)
+        for n, k, plain in ((32, 65, False), (96, 128, True)):
+            yield from products(random, f"{name}, {n} x {k}", make_weights(None, random, n, k, kind, group, plain), True)
+        for bad in (np.nan, np.inf):
+            yield from products(random, f"{name} with {bad} in a row", make_weights(None, random, 48, 128, kind, group, True), False, bad)
+        if kind != F32:
+            yield from products(random, f"{name}, large", enlarged(make_weights(None, random, 40, 200, kind, group)), False)
+    for kind in (Q8, Q4):
+        yield picked_rows_case(np.random.default_rng(kind), kind)
+
+
+def products(random: np.random.Generator, name: str, weights: Weights, gate: bool, bad: float = 0.0) -> Iterator[Case]:
+    for rows in ROW_COUNTS:
+        x = random.standard_normal((rows[-1], weights.exact.shape[1]), np.float32)
+        case = Case("gate_up" if gate else "product", name, {"gate": gate}, {"x": x, "counts": np.array(rows)})
+        with_weights(case, weights)
+        for (form,), levels in levels_by_form(weights.kind, rows[0]).items():
+            y = weights.product(x, form)
+            tolerance = TOLERANCE[form] * (2 if gate else 1)
+            case.expected.append(Expected("y", form, gated(y) if gate else y, "largest", tolerance, levels))
+        if bad:
+            at = rows[0] - 1  # in every count
+            case.arrays["x"] = x = x.copy()
+            x[at, 77] = bad
+            for each in case.expected:
+                each.values[at] = np.nan
+        yield case
+
+
+def enlarged(weights: Weights) -> Weights:
+    """So large that sums in float16 would not hold them as they are."""
+    source = {name: array if name == "codes" else array * array.dtype.type(8192) for name, array in weights.source.items()}
+    return replace(weights, exact=weights.exact * np.float32(8192), source=source)
+
+
+def picked_rows_case(random: np.random.Generator, kind: int) -> Case:
+    """Rows of the codes in another order, one twice, some zeros: as embeddings shared with a padded head are packed."""
+    weights = make_weights(None, random, 30, 64, kind, 32, plain=True)
+    rows = np.array([29, 3, 3, -1, 0, *range(10, 29), -1])
+    picked = replace(weights, exact=weights.exact[rows] * (rows >= 0)[:, None])
+    x = random.standard_normal((3, 64), np.float32)
+    case = Case("product", f"{KIND_NAMES[kind]}, of picked rows", {"gate": False}, {"x": x, "counts": np.array([1, 3]), "rows": rows})
+    with_weights(case, picked)
+    case.expected.append(Expected("y", "codes", picked.product(x, "codes"), "largest", TOLERANCE["codes"]))
+    return case
+
+
+# ---- norms
+
+
+def norm_cases() -> Iterator[Case]:
+    random = np.random.default_rng(5)
+    for rows, size in ((1, 1), (3, 15), (7, 16), (2, 31), (40, 576)):
+        stream, x = random.standard_normal((2, rows, size), np.float32)
+        weight = random.standard_normal(size, np.float32)
+        for added in (None, x):
+            parts = (torch.from_numpy(part.copy()) for part in (x * (added is not None), stream, weight))
+            y, total = (part.numpy() for part in add_rms_norm(*parts, 1e-5))
+            arrays = {"stream": stream, "x": added, "weight": weight}
+            expected = [Expected("stream", "floats", total), Expected("y", "floats", y, "largest", NORM)]
+            title = f"{rows} x {size}{'' if added is None else ' added'}"
+            yield Case("norm", title, {"eps": 1e-5, "rows": rows, "size": size}, arrays, expected)
+
+
+# ---- attention
+
+
+def attention_cases() -> Iterator[Case]:
+    for name, kind in CACHES.items():
+        base = AttentionCase(rows=MIXED, cache_kind=kind)
+        mixes = [replace(base, block_size=size, seed=size) for size in (1, 4, 32, 256)]
+        mixes += [replace(base, head_dim=dim, qk_norm=dim % 32 == 0, seed=dim) for dim in (16, 32, 48, 64, 80, 96, 128, 256)]
+        groups = ((1, 1), (1, 3), (3, 1), (5, 3), (7, 1), (8, 1))  # heads that share a kv head, and how many of these there are
+        mixes += [replace(base, heads=group * kv, kv_heads=kv, qk_norm=kv == 1, seed=group) for group, kv in groups]
+        mixes += [replace(base, window=window, seed=window) for window in (1, 15, 17, 64, 100)]
+        longer = []
+        for rows in (((511, 1),), ((512, 1),), ((2055, 1),), ((1299, 1), (700, 1)), ((900, 33),), ((0, 300),)):
+            longer += [replace(base, rows=rows, heads=2, kv_heads=1, window=window) for window in (0, 300)]
+        longer += [replace(base, rows=TOGETHER[0], shared=TOGETHER[1], heads=6, window=window) for window in (0, 100)]
+        longer.append(replace(base, rows=MANY_TOGETHER[0], shared=MANY_TOGETHER[1], heads=6))
+        for case in mixes + longer:
+            yield attend_case(case, name, title_of(case))
+            if case in mixes:
+                yield write_case(case, name, title_of(case), exact=False)
+        unturned = replace(base, seed=99)
+        unturned.angles[:] = 0  # so that keys are stored as they came, and every bit counts
+        unturned.projected[::9] *= 1e5  # beyond float16, which saturates
+        yield write_case(unturned, name, "unturned", exact=True)
+        spoiled = replace(base, seed=98)
+        spoiled.projected[38, spoiled.heads] = np.nan  # a key that all queries of the third row see
+        yield attend_case(spoiled, name, "with NaN in a row")
+
+
+def title_of(case: AttentionCase) -> str:
+    rows = f"{case.rows[0][1]} after {case.rows[0][0]}" + (f" and {len(case.rows) - 1} more rows" if len(case.rows) > 1 else "")
+    asides = [f"window {case.window}"] * bool(case.window) + ["normed"] * case.qk_norm + ["shared"] * bool(case.shared)
+    return ", ".join([f"heads {case.heads}/{case.kv_heads} of {case.head_dim}", f"blocks of {case.block_size}", rows, *asides])
+
+
+def write_case(case: AttentionCase, name: str, title: str, exact: bool) -> Case:
+    """v is stored as it came, so bits are equal; a k may be turned into the neighbour of the twin's."""
+    qkv, before = written_twin(case), case.past()
+    k, v = stored_twin(case, before, qkv)
+    written = attention_case("write", f"into {name}, {title}", case, case.projected, before)
+    near = ("exact", 0.0) if exact else ("largest", {F32: NORM, BF16: 2.0**-7, F16: 2.0**-10, Q8: 1.01 / 127}[case.cache_kind])
+    written.expected.append(Expected("qkv", "floats", qkv, *(("exact", 0.0) if exact else ("largest", NORM))))
+    written.expected += [Expected("k_cache", "floats", k.values, *near), Expected("v_cache", "floats", v.values)]
+    if k.scale is not None and v.scale is not None:
+        written.expected.append(Expected("k_scale", "floats", k.scale, *(("exact", 0.0) if exact else ("each", NORM))))
+        written.expected.append(Expected("v_scale", "floats", v.scale))
+    return written
+
+
+def attend_case(case: AttentionCase, name: str, title: str) -> Case:
+    qkv = written_twin(case)
+    caches = stored_twin(case, case.past(), qkv)
+    attended = attention_case("attend", f"over {name}, {title}", case, qkv, caches)
+    rounding = tuple(level for level in LEVELS if rounds(level, case))
+    exact = tuple(level for level in LEVELS if level not in rounding)
+    attended.expected.append(Expected("out", "floats", attended_twin(case, qkv, *caches), "largest", NEAR, exact))
+    if rounding:
+        out = attended_twin(case, from_bf16(to_bf16(qkv)), *caches)
+        attended.expected.append(Expected("out", "bf16", out, "largest", ROUNDED_QUERIES, rounding))
+    return attended
+
+
+def attention_case(kernel: str, title: str, case: AttentionCase, qkv: Floats, caches: tuple[Cache, Cache]) -> Case:
+    found = Case(kernel, title, model_numbers(case), step_arrays(case))
+    found.arrays |= {"qkv": qkv, **cache_arrays(caches)}
+    found.arrays["shared"] = np.array(case.shared or [0] * len(case.rows)) * case.block_size
+    found.numbers["layer0.window"] = case.window
+    if case.norms is not None:
+        found.arrays |= {"layer0.q_norm": case.norms[0], "layer0.k_norm": case.norms[1]}
+    return found
+
+
+def model_numbers(case: AttentionCase) -> dict[str, float]:
+    return {
+        "num_layers": 1, "heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim, "block_size": case.block_size,
+        "cache_kind": case.cache_kind, "eps": 1e-6, "attention_scale": case.head_dim**-0.5,
+    }  # fmt: skip
+
+
+def step_arrays(case: AttentionCase) -> dict[str, NDArray[Any] | None]:
+    return {
+        "positions": case.positions, "slots": case.new_slots, "query_start": case.query_start, "context_len": case.context_len,
+        "tables": case.tables, "cos": np.cos(case.angles), "sin": np.sin(case.angles),
+    }  # fmt: skip
+
+
+def cache_arrays(caches: tuple[Cache, Cache], layer: int = 0) -> dict[str, NDArray[Any] | None]:
+    k, v = caches
+    names = {"k_cache": k.values, "v_cache": v.values, "k_scale": k.scale, "v_scale": v.scale}
+    return {f"layer{layer}.{name}": array for name, array in names.items()}
+
+
+# ---- whole steps
+
+
+def step_cases() -> Iterator[Case]:
+    kinds = [(F32, 0, F32, F32), (BF16, 0, BF16, BF16), (F16, 0, F16, F16), (F16, 0, Q8, Q8)]  # weights, group, embeddings, cache
+    kinds += [(Q8, 32, Q8, Q8), (Q8, 128, BF16, F32), (Q4, 32, F32, BF16), (Q4, 64, Q8, Q8)]
+    for kind, group, embed_kind, cache_kind in kinds:
+        decoder = Decoder(None, kind, group, embed_kind, cache_kind)
+        for rows in BATCHES:
+            yield step_case(decoder, rows)
+
+
+def step_case(decoder: Decoder, rows: tuple[tuple[int, int], ...]) -> Case:
+    run = decoder.step(rows)
+    title = f"{KIND_NAMES[decoder.kind]} weights, {len(run.ids)} tokens in {len(rows)} rows"
+    case = Case("step", title, model_numbers(run.case), step_arrays(run.case))
+    case.numbers |= {"num_layers": len(decoder.layers), "hidden": HIDDEN, "intermediate": INNER, "vocab": decoder.vocab}
+    case.numbers["embed_kind"] = decoder.embed_kind
+    case.arrays |= {"token_ids": run.ids, "sample_index": run.samples, "embed": run.embed, "norm": decoder.norm}
+    with_weights(case, decoder.head, "head.")
+    for index, (parts, caches) in enumerate(zip(decoder.layers, run.caches)):
+        case.arrays |= cache_arrays(caches, index)
+        for name, part in parts.items():
+            if isinstance(part, Weights):
+                with_weights(case, part, f"layer{index}.{name}.")
+            else:
+                case.arrays[f"layer{index}.{name}"] = part
+    for forms, levels in levels_by_form(decoder.kind, len(run.ids), len(run.samples)).items():
+        case.expected += step_results(decoder, rows, forms[0], levels)
+    return case
+
+
+def step_results(decoder: Decoder, rows: tuple[tuple[int, int], ...], form: str, levels: tuple[str, ...]) -> list[Expected]:
+    run = decoder.step(rows)
+    run.by_twins(lambda weights, x: weights.product(x, form_of(levels[0], weights.kind, len(x))))
+    tolerance = STEP_IN_FLOATS if decoder.kind == decoder.cache_kind == F32 else STEP
+    return [Expected(name, form, getattr(run, name), "largest", tolerance, levels) for name in ("hidden", "logits")]
+
+
+def argmax_cases() -> Iterator[Case]:
+    """A step without layers whose logits are 8 times a column of the head, so that any row of logits can be asked for, bit for bit."""
+    for vocab in (1, 2, 15, 16, 17, 33, 1000):
+        for kind in ("normal", "ties", "equal", "zeros", "masked", "one", "peak"):
+            logits = make_logits(kind, vocab, vocab)
+            head, one = np.zeros((vocab, 64), np.float32), np.zeros((1, 64), np.float32)
+            head[:, 0], one[0, 0] = logits / 8, 1
+            case = Case("argmax", f"{kind} logits of {vocab}", {"hidden": 64, "vocab": vocab, "embed_kind": F32, "num_layers": 0, "eps": 0})
+            case.numbers |= {"heads": 1, "kv_heads": 1, "head_dim": 16, "block_size": 16, "attention_scale": 1.0, "intermediate": 16}
+            zero, ends = np.zeros(1, np.int64), {"query_start": np.arange(2), "context_len": np.ones(1, np.int64)}
+            case.arrays |= {"token_ids": zero, "positions": zero, "slots": zero, "tables": zero[None], "sample_index": zero, **ends}
+            case.arrays |= {"embed": one, "norm": np.ones(64, np.float32)}
+            with_weights(case, Weights(None, head, F32, 0, None, None, {"values": head}), "head.")
+            case.expected.append(Expected("logits", "floats", logits[None], "largest", 0.0))  # a zero may lose its sign
+            case.expected.append(Expected("best", "floats", logits[None].argmax(1)))
+            yield case
+
+
+# ---- sampling
+
+
+FILTERS: tuple[dict[str, Any], ...] = (
+    {}, {"top_k": 1}, {"top_k": 7}, {"top_k": 126}, {"top_k": 999}, {"top_p": 0.2}, {"top_p": 0.9}, {"top_p": 0.999999}, {"min_p": 0.1},
+    {"min_p": 1e-6}, {"top_k": 50, "top_p": 0.9}, {"top_k": 5, "top_p": 0.8, "min_p": 0.1},
+)  # fmt: skip
+
+
+def sampling_cases() -> Iterator[Case]:
+    for vocab in (1, 15, 127, 128, 129, 1000, 20_000):
+        rows = []
+        for number, kind in enumerate(("normal", "ties", "equal", "zeros", "masked", "one", "peak")):
+            for place, filters in enumerate(FILTERS):
+                noise = (number, 2**32 - 1 - place, 3, vocab)
+                rows.append(Row(kind, 100 * number + place, (0.7, 1.0, 1.3, 1e-3)[place % 4], noise=noise, position=place, **filters))
+        yield from drawn_and_ranked(rows if vocab < 20_000 else rows[:12], vocab)
+    for noise, position, vocab in (((1, 2, 3, 4), 7, 1), ((2**32 - 1,) * 4, 2**32 - 1, 515), ((0, 0, 0, 0), 0, 700)):
+        numbers = uniform(torch.tensor([noise]), torch.tensor([position]), vocab)[0].numpy()
+        arrays = {"noise": np.array(noise)}
+        yield Case("noise", f"of {vocab} tokens", {"position": position}, arrays, [Expected("numbers", "floats", numbers)])
+
+
+def drawn_and_ranked(rows: list[Row], vocab: int) -> Iterator[Case]:
+    """Only rows of which exact arithmetic allows a single id: a float's last bit must not decide."""
+    single = [len(ids) == 1 for ids in allowed(logits_of(rows, vocab), draws_of(rows))]
+    rows = [row for row, alone in zip(rows, single) if alone]
+    assert len(rows) > 0.8 * len(single), f"{len(rows)} of {len(single)} rows of {vocab} tokens are left"
+    logits, draws = logits_of(rows, vocab), draws_of(rows)
+    ids = twin.draw(logits, draws)
+    arrays = {name: getattr(draws, name).numpy() for name in ("temperature", "top_p", "min_p", "top_k", "noise", "positions")}
+    expected = [Expected("ids", "floats", ids.numpy())]
+    yield Case("draw", f"{len(rows)} rows of {vocab}", {}, {"logits": logits.numpy(), **arrays}, expected)
+    ranking = twin.rank(logits, ids, min(20, vocab))
+    exact = [Expected(name, "floats", getattr(ranking, name).numpy().copy()) for name in ("chosen", "ranks", "near", "near_ids")]
+    totals = Expected("totals", "floats", ranking.totals.numpy(), "each", 5e-7 + vocab / twin.ONE)
+    yield Case("rank", f"{len(rows)} rows of {vocab}", {}, {"logits": logits.numpy(), "ids": ids.numpy()}, [*exact, totals])
+
+
+def all_cases() -> Iterator[Case]:
+    for some in (product_cases, norm_cases, attention_cases, step_cases, argmax_cases, sampling_cases):
+        yield from some()
+
+
+def main(arguments: Iterable[str]) -> None:
+    (path,) = arguments
+    print(f"{write_cases(Path(path), all_cases())} cases written")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
