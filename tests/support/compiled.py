@@ -47,7 +47,11 @@ PUT_ASIDE = 16  # bytes of a loop's invariants, stored before and loaded after i
 KIB = 1024
 # Of one block of threads, as NVIDIA's programming guide has it: not taken from the rules that are to be proven.
 SHARED_MEMORY = {80: 163 * KIB, 86: 99 * KIB, 87: 163 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 121: 99 * KIB}
-SPILLED = {90: {"prefill": 1024, "prefill_hopper": 640}, 100: {"prefill": 672}}  # what was quickest on an H200 spills a little
+SPILLED = {  # what was quickest on an H200 spills a little
+    90: {"prefill": 1024, "prefill_hopper": 640},
+    100: {"prefill": 672},
+    121: {"prefill": 80, "nearest": 64, "search": 56},  # that of float32
+}
 PRODUCTS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}  # what the matrix units are asked with
 HEADS, KV_HEADS, DIM, SIZE = 32, 8, 128, 4096
 BF16 = {"dtype": torch.bfloat16}
