@@ -26,8 +26,8 @@ from torch import Tensor
 from bench.gpu_kernels import DEVICE, ON_GPU, distance, microseconds
 from octavo.kernels.reference import paged_attention as plain
 from octavo.kernels.triton.attention import paged_attention, shares_of
-from octavo.kernels.triton.attention_hopper import on_hopper
 from octavo.kernels.triton.attention_tiles import Tiles, decode_tiles, prefill_tiles
+from octavo.kernels.triton.target import capability
 
 SECONDS = 80  # no measurement begins later
 AT_ONCE = 14  # processes that check
@@ -241,7 +241,7 @@ def sweep_prefill(right: set[str], deadline: float) -> None:
     best: dict[tuple[int, int], list[str]] = {}  # tiles of a group, by its first shape
     for name, mix, heads, kv_heads in prefill_cases():
         case = Case(mix, heads, kv_heads)
-        table = prefill_tiles(case.dtype, case.dim, hopper=on_hopper())
+        table = prefill_tiles(case.dtype, case.dim, capability())
         tried = best.get((heads, kv_heads), [named(tiles) for tiles in PREFILL])
         ways: dict[str, Callable[[], object]] = {
             named(tiles): lambda c=case, t=tiles: c.attend(t)

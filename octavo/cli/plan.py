@@ -106,6 +106,7 @@ def _record(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan
         "total_bytes": use.total,
         "memory_bytes": plan.memory.total,
         "gpu_bytes": plan.memory.gpu,
+        "unified_memory": plan.memory.unified,
         "other_processes_bytes": plan.memory.others,
         "kv_cache_dtype": needs.kv_cache_dtype,
         "kv_bytes_per_token": geometry.bytes_per_token,

@@ -39,7 +39,12 @@ def plan_rows(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, pl
     token = f"{geometry.bytes_per_token:,} bytes a token" + ("" if needs.kv_cache_dtype == needs.dtype else f" in {needs.kv_cache_dtype}")
     blocks = f"{geometry.num_blocks:,} blocks of {geometry.block_size} tokens, {token}"
     on_gpu = memory.gpu is not None
-    whole = f" (gpu_memory_utilization {config.gpu_memory_utilization} of {shown(memory.gpu)})" if memory.gpu is not None else ""
+    whole = ""
+    if memory.gpu is not None:
+        size = shown(memory.gpu)
+        share = f"; GPU and CPU share {size} of memory" if memory.unified else f" of {size}"
+        whole = f" (gpu_memory_utilization {config.gpu_memory_utilization}{share})"
+    own = [*(["CUDA and its libraries"] if on_gpu else []), *(["Python, libraries, tokenizer"] if memory.unified or not on_gpu else [])]
     held = f", {shown(memory.others)} of it held by other processes" if memory.others else ""
     return [
         ("weights", shown(use.weights), stored(shape, needs, config)),
@@ -48,7 +53,7 @@ def plan_rows(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, pl
         ("activations", shown(use.activations), f"steps of {config.max_num_batched_tokens:,} tokens, {config.max_num_seqs:,} sequences"),
         *([("graphs", shown(use.graphs), "captured steps, estimated")] if use.graphs else []),
         ("rows", shown(use.rows), f"{config.max_num_seqs:,} of {geometry.max_model_len:,} tokens"),
-        ("other", shown(use.other), "CUDA and its libraries" if on_gpu else "Python, libraries, tokenizer"),
+        ("other", shown(use.other), "; ".join(own)),
         ("in all", shown(use.total), f"of {shown(memory.total)}{whole}{held}"),
         ("longest sequence", f"{geometry.max_model_len:,}", f"tokens (the model's own maximum is {shape.config.max_position:,})"),
         ("at that length", f"{plan.concurrency:,.1f}", "sequences at once"),

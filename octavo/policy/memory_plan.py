@@ -7,7 +7,8 @@
     rows          token ids and block tables of every row, and the rotation tables
     other         Python and its libraries, the tokenizer, the pool's own lists, what malloc keeps back; on a GPU, CUDA's own
 
-A plan is one of the device's memory: the process's on a CPU, a share of the whole on a GPU.
+A plan is one of the device's memory: the process's on a CPU, a share of the whole on a GPU. Where a GPU has no memory but the
+CPU's (`unified`), a plan has both processors' parts, and each byte is counted once.
 
 What a user asked for is planned as asked, and refused where it does not fit. What nobody asked for, the size of the pool
 and the longest sequence, is the most that fits. More memory is needed for more of anything, so `largest` finds it.
@@ -24,6 +25,7 @@ from octavo.policy.activations import FLOAT32, StepLoad, loaded_bytes, step_byte
 from octavo.policy.cache_spec import ITEM_BYTES, CacheGeometry, LayerCacheSpec
 from octavo.policy.gpu_size import CONTEXT, FLASHINFER, gpu_graph_bytes, gpu_row_bytes, gpu_step_bytes
 from octavo.policy.gpu_size import LIBRARIES as GPU_LIBRARIES
+from octavo.policy.model_size import largest_matrix
 from octavo.policy.native_size import native_step_bytes
 
 MIB, GIB = 2**20, 2**30
@@ -42,11 +44,12 @@ class Memory:
     others: int = 0  # what other processes hold of it
     gpu: int | None = None  # bytes of the GPU that `total` is a share of
     lacking: int = 0  # what was there by all accounts and could not be had
+    unified: bool = False  # the GPU has no memory but the CPU's: what this process holds on the host comes out of it, too
 
     @staticmethod
-    def of_gpu(total: int, free: int, utilization: float) -> "Memory":
+    def of_gpu(total: int, free: int, utilization: float, unified: bool = False) -> "Memory":
         """`free`: what other processes leave."""
-        return Memory(int(total * utilization), total - free, total)
+        return Memory(int(total * utilization), total - free, total, unified=unified)
 
     @property
     def free(self) -> int:
@@ -112,10 +115,13 @@ class MemoryPlan:
         gone = [f"other processes hold {shown(memory.others)}"] if memory.others else []
         gone += [f"{shown(memory.lacking)} could not be had"] if memory.lacking else []
         of_gpu = "" if memory.gpu is None else f" of the GPU's {shown(memory.gpu)} (gpu_memory_utilization)"
+        shared = ""
+        if memory.unified and memory.gpu is not None:
+            shared, of_gpu = f"GPU and CPU share {shown(memory.gpu)} of memory, of which ", " (gpu_memory_utilization)"
         return (
             f"this needs {shown(use.total)}: weights {shown(use.weights)}, KV cache {shown(use.kv_cache)}, "
             f"activations {shown(use.activations)}, {f'graphs {shown(use.graphs)}, ' if use.graphs else ''}rows {shown(use.rows)}, "
-            f"other {shown(use.other)}; this process may use {shown(memory.total)}{of_gpu}"
+            f"other {shown(use.other)}; {shared}this process may use {shown(memory.total)}{of_gpu}"
             f"{', of which ' + ' and '.join(gone) if gone else ''}"
         )
 
@@ -156,6 +162,8 @@ class _Planner:
         self.needs = needs
         self.memory = memory
         self.most = needs.config.max_position
+        # where memory is unified, the matrix that the host has read comes on top of what the device holds by then
+        self.loading = needs.loading + (largest_matrix(needs.config) * FLOAT32 if memory.unified else 0)
 
     def use(self, config: ResolvedConfig, num_blocks: int, max_len: int) -> Use:
         needs, model, size = self.needs, self.needs.config, config.block_size
@@ -165,7 +173,7 @@ class _Planner:
         regions = config.max_num_seqs + (needs.device == "cuda")
         kv_cache = (regions * table_blocks if contiguous else num_blocks) * size * needs.bytes_per_token
         if needs.device == "cuda":
-            return self._gpu_use(config, kv_cache, tokens, max_len)
+            return self._gpu_use(config, kv_cache, num_blocks, max_len)
         load = StepLoad(
             tokens=min(config.max_num_batched_tokens, tokens),
             rows=min(config.max_num_seqs, num_blocks - 1),  # a row that is sampled holds a block
@@ -187,17 +195,19 @@ class _Planner:
             other=LIBRARIES + kept + BYTES_PER_WORD * model.vocab_size + BYTES_PER_BLOCK * num_blocks,
         )
 
-    def _gpu_use(self, config: ResolvedConfig, kv_cache: int, tokens: int, max_len: int) -> Use:
+    def _gpu_use(self, config: ResolvedConfig, kv_cache: int, num_blocks: int, max_len: int) -> Use:
         needs, model, item, rows = self.needs, self.needs.config, ITEM_BYTES[self.needs.dtype], config.max_num_seqs
-        load = StepLoad(max(min(config.max_num_batched_tokens, tokens), rows), rows, max_len, gathered=0)  # padded to all rows
+        tokens = min(config.max_num_batched_tokens, (num_blocks - 1) * config.block_size)
+        load = StepLoad(max(tokens, rows), rows, max_len, gathered=0)  # padded to all rows
+        on_host = LIBRARIES + BYTES_PER_WORD * model.vocab_size + BYTES_PER_BLOCK * num_blocks if self.memory.unified else 0
         graphs = 0 if config.enforce_eager else gpu_graph_bytes(model, item, load) + needs.slab
         return Use(
             weights=needs.weights,
             kv_cache=kv_cache,
-            activations=max(gpu_step_bytes(model, item, load) + needs.slab, needs.loading - needs.weights - kv_cache),  # pool comes last
+            activations=max(gpu_step_bytes(model, item, load) + needs.slab, self.loading - needs.weights - kv_cache),  # pool comes last
             graphs=graphs,
             rows=gpu_row_bytes(model, rows, config.max_num_batched_tokens, max_len, -(-max_len // config.block_size)),
-            other=CONTEXT + GPU_LIBRARIES + (FLASHINFER if config.attention_backend == "flashinfer" else 0),
+            other=CONTEXT + GPU_LIBRARIES + (FLASHINFER if config.attention_backend == "flashinfer" else 0) + on_host,
         )
 
     def plan(self, config: ResolvedConfig) -> MemoryPlan:
@@ -281,7 +291,7 @@ class _Planner:
             return ""
         needed = plan.use.total
         while (thousandths := -(-(needed + others + 1) * 1000 // gpu)) <= 1000:
-            share = _Planner(self.needs, Memory.of_gpu(gpu, gpu - others, thousandths / 1000))
+            share = _Planner(self.needs, Memory.of_gpu(gpu, gpu - others, thousandths / 1000, self.memory.unified))
             made = share.plan(config)
             if not share.fits(config, made) and made.use.total <= share.memory.free:
                 made = share.plan(share.with_room(config, made))  # the pool is short: it has to grow, too

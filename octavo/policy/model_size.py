@@ -60,6 +60,11 @@ def matrices(config: ModelConfig) -> list[Matrix]:
     return [*found, Matrix("head", {EMBEDDING if config.tie_embeddings else HEAD: config.vocab_size}, hidden)]
 
 
+def largest_matrix(config: ModelConfig) -> int:
+    """Numbers of the largest one a file has."""
+    return max(rows * one.columns for one in matrices(config) for rows in one.parts.values())
+
+
 def requantised(name: str, columns: int, quantization: str, tied: bool, device: str) -> Codes | None:
     """What the matrix `name` becomes where `quantization` is int8 or int4; None where it stays floats. `device`: cpu or cuda"""
     if name == EMBEDDING and not tied:

@@ -22,7 +22,7 @@ from octavo.worker.compilers import Compilers
 
 GIB = 2**30
 LEAST_CAPABILITY = (8, 0)  # bfloat16 in the matrix units, asynchronous copies
-GPU_SIGNS = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia"), Path("/usr/lib/wsl/lib/libcuda.so.1"))
+GPU_SIGNS = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia"), Path("/usr/lib/wsl/lib/libcuda.so.1"), Path("/dev/nvmap"))  # a Jetson's
 CPU_TORCH = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cpu"
 CUDA_TORCH = "pip install --force-reinstall torch"  # on Linux the plain build has CUDA
 TRITON = "pip install triton"
@@ -49,11 +49,14 @@ class Gpu:
     name: str
     capability: tuple[int, int]
     total: int  # bytes
-    free: int  # of them, held by no process
+    free: int  # of them, held by no process; where memory is unified, less what the system would give up of its file cache
+    unified: bool = False  # its memory is the CPU's: Jetson, GB10. Grace Hopper is not: its GPU has memory of its own
 
     def __str__(self) -> str:
         major, minor = self.capability
-        return f"{self.name}, compute capability {major}.{minor}, {self.free / GIB:.1f} of {self.total / GIB:.1f} GiB free"
+        size = f"{self.total / GIB:.1f} GiB"
+        memory = f"GPU and CPU share {size} of memory" if self.unified else f"{self.free / GIB:.1f} of {size} free"
+        return f"{self.name}, compute capability {major}.{minor}, {memory}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,7 @@ def torch_gpu() -> tuple[Gpu | None, str]:
         free, total = torch.cuda.mem_get_info(0)
     except (RuntimeError, AssertionError) as error:  # no driver, or one that is too old, or none that CUDA_VISIBLE_DEVICES shows
         return None, " ".join(str(error).split()).partition(". ")[0][:200]
-    return Gpu(properties.name, (properties.major, properties.minor), total, free), ""
+    return Gpu(properties.name, (properties.major, properties.minor), total, free, bool(properties.is_integrated)), ""
 
 
 def missing_tools() -> str:

@@ -3,7 +3,8 @@
 The kernel says what is available to newcomers; a cgroup with a limit says what its members hold, file cache included, which
 is given back on demand. Of this process's own share, Python and its libraries are counted in every plan, so they are
 added again; what else it holds, such as another model, is as good as another's. Of a GPU the process may use a share; its
-context there is counted in every plan, too, and what torch keeps for later is as good as free.
+context there is counted in every plan, too, and what torch keeps for later is as good as free. A GPU that shares the CPU's
+memory has what the system and the cgroups leave: CUDA's own count of free memory lacks the file cache.
 """
 
 import gc
@@ -19,6 +20,7 @@ from octavo.config import ResolvedConfig
 from octavo.errors import ConfigError
 from octavo.policy.gpu_size import CONTEXT
 from octavo.policy.memory_plan import LIBRARIES, Memory, ModelNeeds, plan_memory
+from octavo.worker.device import torch_gpu
 from octavo.worker.machine import OWN_STATUS, available_bytes, groups, memory_bytes, proc_bytes, read_number
 
 RAN_OUT = re.compile("allocate|out of memory|ALLOC_FAILED")  # torch on either device; CUDA, Triton; cuBLAS
@@ -31,9 +33,15 @@ def memory(config: ResolvedConfig) -> Memory:
 def gpu_memory(utilization: float) -> Memory:
     import torch
 
-    free, total = torch.cuda.mem_get_info()
-    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return Memory.of_gpu(total, min(free + kept + CONTEXT, total), utilization)
+    gpu, trouble = torch_gpu()
+    if gpu is None:
+        raise ConfigError(f"the GPU does not say how much memory it has: {trouble}")
+    own = CONTEXT + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    total, free = gpu.total, gpu.free
+    if gpu.unified:
+        host = host_memory()
+        total, free = min(total, host.total), host.free
+    return Memory.of_gpu(total, min(free + own, total), utilization, gpu.unified)
 
 
 def host_memory() -> Memory:

@@ -110,6 +110,8 @@ def test_the_block_shows_the_gpu_and_whether_it_computes() -> None:
     shown = report(old, findings(old))
     assert "device         cpu: NVIDIA H200 has compute capability 7.5, the least is 8.0\n" in shown and shown.endswith("to fix: nothing")
     assert "driver unknown, CUDA 13.0, Triton not installed\n" in shown
+    board = replace(HEALTHY, torch=torch_found("13.0", gpu=replace(H200, name="Orin", capability=(8, 7), unified=True), triton="3.6.0"))
+    assert "gpu            Orin, compute capability 8.7, GPU and CPU share 140.0 GiB of memory; driver" in report(board, [])
 
 
 def test_the_home_folder_is_a_tilde_and_only_it() -> None:

@@ -134,6 +134,13 @@ def test_a_gpu_without_a_size_has_to_be_here(capsys: pytest.CaptureFixture[str],
     record = planned(capsys, "--device", "cuda")
     assert (record["device"], record["gpu_bytes"], record["memory_bytes"]) == ("cuda", 140 * GIB, 126 * GIB)
     assert record["other_processes_bytes"] == GIB and record["dtype"] == "bfloat16"
+    assert record["unified_memory"] is False
+    with monkeypatch.context() as board:
+        board.setattr(memory, "gpu_memory", lambda share: Memory.of_gpu(62 * GIB, 60 * GIB, share, unified=True))
+        assert planned(capsys, "--device", "cuda")["unified_memory"] is True and main(["plan", "--device", "cuda"]) == 0
+        shown = capsys.readouterr().out
+        assert "of 55.80 GiB (gpu_memory_utilization 0.9; GPU and CPU share 62.00 GiB of memory), 2.00 GiB of it held by" in shown
+        assert "MiB   CUDA and its libraries; Python, libraries, tokenizer" in shown
     assert planned(capsys)["device"] == "cpu"  # nothing points to a GPU, so torch is not asked
     monkeypatch.setattr(device, "GPU_SIGNS", (ROOT,))
     assert planned(capsys)["device"] == "cuda" and planned(capsys, "--device", "cpu")["device"] == "cpu"

@@ -104,11 +104,16 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, total: int, free: int) -> None:
     """One of that size, of which other processes leave so much; this one holds nothing there."""
     gpu = Gpu("NVIDIA H200", (9, 0), total, free)
     monkeypatch.setattr(worker_module, "device_here", lambda _: Choice("cuda", "as a test says", gpu))
-    held = {"mem_get_info": (free, total), "memory_reserved": 0, "memory_allocated": 0}
-    for name, value in held.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    take_gpu(monkeypatch, gpu)
 
 
+def take_gpu(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, reserved: int = 0, allocated: int = 0) -> None:
+    monkeypatch.setattr(memory_module, "torch_gpu", lambda: (gpu, ""))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: allocated)
+
+
+H200 = Gpu("NVIDIA H200", (9, 0), 140 * GIB, 100 * GIB)
 ON_GPU = (
     r"this needs [\d.]+ [GM]iB: weights [\d.]+ [GM]iB, KV cache [\d.]+ [GM]iB, activations [\d.]+ MiB, graphs [\d.]+ MiB, rows [\d.]+ MiB, "
     r"other 680\.0 MiB; this process may use 7\.20 GiB of the GPU's 8\.00 GiB \(gpu_memory_utilization\), "
@@ -182,13 +187,34 @@ def test_free_memory_is_what_the_kernel_and_every_cgroup_leave(tmp_path: Path, m
 
 def test_free_memory_of_a_gpu_is_what_other_processes_leave_of_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process's own context is no other's, and what torch keeps for later is free."""
-    held = {"mem_get_info": (100 * GIB, 140 * GIB), "memory_reserved": 10 * GIB, "memory_allocated": 7 * GIB}
-    for name, value in held.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    take_gpu(monkeypatch, H200, reserved=10 * GIB, allocated=7 * GIB)
     config = resolved(EngineConfig(gpu_memory_utilization=0.5), "cuda")
     assert memory_module.memory(config) == Memory(70 * GIB, others=37 * GIB - CONTEXT, gpu=140 * GIB)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (140 * GIB, 140 * GIB))
+    take_gpu(monkeypatch, replace(H200, free=140 * GIB))
     assert memory_module.memory(config).others == 0
+    monkeypatch.setattr(memory_module, "torch_gpu", lambda: (None, "no driver"))
+    with pytest.raises(ConfigError, match="does not say how much memory it has: no driver"):
+        memory_module.memory(config)
+
+
+def test_memory_that_gpu_and_cpu_share_is_what_the_system_and_the_cgroup_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's own count of what is free lacks the file cache, and knows no cgroup."""
+    board, config = 61 * GIB, resolved(EngineConfig(), "cuda")
+    take_gpu(monkeypatch, replace(H200, total=board, free=5 * GIB, unified=True), reserved=GIB, allocated=GIB // 2)
+    monkeypatch.setattr(memory_module, "OWN_STATUS", tmp_path / "status")
+    monkeypatch.setattr(memory_module, "groups", lambda _: [tmp_path])
+    monkeypatch.setattr(memory_module, "memory_bytes", lambda: board)
+    monkeypatch.setattr(memory_module, "available_bytes", lambda: 50 * GIB)
+    free = 50 * GIB + CONTEXT + GIB // 2
+    assert memory_module.memory(config) == Memory(int(0.9 * board), others=board - free, gpu=board, unified=True)
+    (tmp_path / "memory.max").write_text(str(8 * GIB))
+    (tmp_path / "memory.current").write_text(str(2 * GIB))
+    monkeypatch.setattr(memory_module, "memory_bytes", lambda: 8 * GIB)
+    free = 6 * GIB + CONTEXT + GIB // 2
+    assert memory_module.memory(config) == Memory(int(0.9 * 8 * GIB), others=8 * GIB - free, gpu=8 * GIB, unified=True)
+    needs = model_shape(None).needs("bfloat16", device="cuda")
+    said = plan_memory(needs, replace(config, kv_cache_memory_bytes=7 * GIB), memory_module.memory(config)).refusal or ""
+    assert "GPU and CPU share 8.00 GiB of memory, of which this process may use 7.20 GiB (gpu_memory_utilization), of which other" in said
 
 
 # -- activations, tensor by tensor

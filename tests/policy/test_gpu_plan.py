@@ -15,7 +15,8 @@ from octavo.models.registry import cache_specs
 from octavo.policy.activations import StepLoad
 from octavo.policy.auto import resolved
 from octavo.policy.gpu_size import CONTEXT, LIBRARIES, captured_tokens, gpu_slab_bytes, gpu_step_bytes, gpu_weight_bytes
-from octavo.policy.memory_plan import GIB, MIB, Memory, MemoryPlan, ModelNeeds, plan_memory
+from octavo.policy.memory_plan import BYTES_PER_BLOCK, BYTES_PER_WORD, GIB, MIB, Memory, MemoryPlan, ModelNeeds, plan_memory
+from octavo.policy.memory_plan import LIBRARIES as LIBRARIES_OF_PYTHON
 from octavo.policy.model_size import Codes, matrices, num_parameters
 from tests.policy.test_memory_plan import follow
 
@@ -37,9 +38,9 @@ def settings(**asked: Any) -> ResolvedConfig:
     return resolved(EngineConfig(**asked), "cuda")
 
 
-def plan(total: int = H200, others: int = 0, model: ModelNeeds | None = None, **asked: Any) -> MemoryPlan:
+def plan(total: int = H200, others: int = 0, model: ModelNeeds | None = None, unified: bool = False, **asked: Any) -> MemoryPlan:
     config = settings(**asked)
-    return plan_memory(model or needs(), config, Memory.of_gpu(total, total - others, config.gpu_memory_utilization))
+    return plan_memory(model or needs(), config, Memory.of_gpu(total, total - others, config.gpu_memory_utilization, unified))
 
 
 def test_the_pool_takes_what_the_share_leaves_to_the_last_block() -> None:
@@ -112,6 +113,7 @@ def test_a_step_is_as_large_as_its_layers_or_its_logits() -> None:
 @given(
     total=st.integers(GIB, 12 * GIB),
     others=st.integers(0, 4 * GIB),
+    unified=st.booleans(),
     dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
     asked=st.fixed_dictionaries(
         {"gpu_memory_utilization": st.sampled_from([0.3, 0.9, 1.0])},
@@ -126,26 +128,60 @@ def test_a_step_is_as_large_as_its_layers_or_its_logits() -> None:
     ),
 )
 @example(  # with the share that was once advised, the pool was too short, and what it lacked did not fit
-    total=5_203_360_721, others=0, dtype="float32",
+    total=5_203_360_721, others=0, unified=False, dtype="float32",
     asked={"gpu_memory_utilization": 0.3, "max_model_len": 6786, "kv_cache_memory_bytes": 200 * MIB, "enforce_eager": True},
 )  # fmt: skip
-def test_what_is_planned_fits_and_what_is_advised_works(total: int, others: int, dtype: str, asked: dict[str, Any]) -> None:
+def test_what_is_planned_fits_and_what_is_advised_works(
+    total: int, others: int, unified: bool, dtype: str, asked: dict[str, Any]
+) -> None:
     model = needs(dtype=dtype)
-    made = plan(total, min(others, total), model, **asked)
+    made = plan(total, min(others, total), model, unified, **asked)
     if made.refusal is None:
         assert made.use.total <= made.memory.free
         return
-    assert "of the GPU's" in made.refusal or "max_model_len is" in made.refusal
+    assert ("GPU and CPU share" if unified else "of the GPU's") in made.refusal or "max_model_len is" in made.refusal
     if found := re.search(r"raise gpu_memory_utilization to ([\d.]+) or more$", made.refusal):
-        enough = plan(total, min(others, total), model, **asked | {"gpu_memory_utilization": float(found[1])})
+        enough = plan(total, min(others, total), model, unified, **asked | {"gpu_memory_utilization": float(found[1])})
         assert enough.refusal is None or "but the KV pool" in enough.refusal
     if "no max_model_len fits" in made.refusal:
         least: dict[str, Any] = {"max_model_len": 2, "num_gpu_blocks_override": 2}
-        assert plan(total, min(others, total), model, **asked | least).refusal is not None, "something would have helped"
+        assert plan(total, min(others, total), model, unified, **asked | least).refusal is not None, "something would have helped"
         return
     turned, _, longest = follow(settings(**asked), re.sub(r"; or raise gpu.*", "", made.refusal))
     assert plan_memory(model, turned, made.memory).refusal is None
     assert plan_memory(model, replace(turned, max_model_len=longest), made.memory).refusal is None
+
+
+@given(
+    total=st.integers(4 * GIB, 128 * GIB),
+    others=st.integers(0, 64 * GIB),
+    share=st.sampled_from([0.3, 0.9, 1.0]),
+    rows=st.sampled_from([1, 100]),
+    pool=st.sampled_from([None, 200 * MIB]),
+)
+def test_on_unified_memory_both_processors_parts_come_out_of_what_is_there_once(
+    total: int, others: int, share: float, rows: int, pool: int | None
+) -> None:
+    asked: dict[str, Any] = {"gpu_memory_utilization": share, "max_num_seqs": rows, "max_model_len": 1000}
+    asked |= {} if pool is None else {"kv_cache_memory_bytes": pool}
+    available, model = max(total - others, 0), needs(loading=needs().weights)
+    made, apart = (plan(total, total - available, model, unified, **asked) for unified in (True, False))
+    if made.refusal is None:
+        on_host = LIBRARIES_OF_PYTHON + BYTES_PER_WORD * SMALL.vocab_size + BYTES_PER_BLOCK * made.geometry.num_blocks
+        assert made.use.other == apart.use.other + on_host and made.use.total <= available
+        loading = made.use.weights + SMALL.vocab_size * SMALL.hidden_size * 4  # and the largest matrix, read by the host
+        assert made.use.total >= loading + made.use.other + made.use.rows
+        assert apart.refusal is None and apart.geometry.num_blocks >= made.geometry.num_blocks
+
+
+def test_an_orin_of_64_gb_with_a_desktop_on_it() -> None:
+    """By hand: 61.2 GiB in all, 8 of them held, nine tenths may be in use: 47.08 GiB, to the last block."""
+    board = int(61.2 * GIB)
+    made = plan(board, 8 * GIB, unified=True)
+    assert made.refusal is None and made.memory.free == pytest.approx(47.08 * GIB, rel=0.001)
+    assert 0 <= made.memory.free - made.use.total < 2 * made.geometry.bytes_per_token * 16
+    assert made.use.kv_cache == pytest.approx(made.memory.free - 2.7 * GIB, abs=0.6 * GIB), "weights, steps, CUDA, Python"
+    assert plan(board, 8 * GIB, unified=True, gpu_memory_utilization=1.0).use.total <= board - 8 * GIB
 
 
 def test_a_refusal_names_the_parts_the_share_and_the_knobs() -> None:

@@ -1,4 +1,4 @@
-"""Where an engine differs from what is compiled ahead for it: `python -m tests.support.variants` says, a line each.
+"""Where an engine differs from what is compiled ahead for it: `python -m tests.support.variants 90` says, a line each.
 
     missing     the warm-up calls it, and nobody compiled it        needless    compiled, and never called (codes: not said)
     late        called after the warm-up for the first time
@@ -9,6 +9,7 @@ GPU; nothing is compiled or launched, and there need be none.
 """
 
 import functools
+import sys
 from array import array
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,7 +22,6 @@ from triton.runtime.driver import driver
 from octavo.attention.triton import TritonBackend
 from octavo.config import Debug
 from octavo.kernels.row_words import RowLayout
-from octavo.kernels.triton import attention
 from octavo.kernels.triton.packed_ahead import PackedShape
 from octavo.layers.comm import NullComm
 from octavo.loading.packed_loader import load_packed
@@ -40,7 +40,7 @@ from octavo.worker.device_runner import DeviceRunner
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import PagedStore
 
-CPU, CAPABILITY, SIZE, ROWS, TOKENS, CAPTURED, LENGTH = torch.device("cpu"), 90, 16, 20, 600, 512, 2048
+CPU, SIZE, ROWS, TOKENS, CAPTURED, LENGTH = torch.device("cpu"), 16, 20, 600, 512, 2048
 QWEN3 = ModelConfig(
     architecture="Qwen3ForCausalLM", vocab_size=1000, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
     head_dim=64, max_position=LENGTH, norm_eps=1e-6, rope=RopeConfig(), tie_embeddings=True, qkv_bias=False, output_bias=False,
@@ -70,7 +70,6 @@ def pretend() -> None:
     for name in ("tensor", "empty"):
         setattr(torch, name, _without_pinning(getattr(torch, name)))
     torch.cuda.Event = lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None)  # type: ignore[assignment, misc]
-    attention._has_copy_engine = lambda _: True  # type: ignore[assignment]
 
 
 def _without_pinning(make: Any) -> Any:
@@ -148,13 +147,13 @@ def plans() -> list[StepPlan]:
     return made
 
 
-def main() -> None:
+def main(capability: int) -> None:
     for config, dtype, packed in MODELS:
         codes = ZeroCodes(config) if packed else None
-        jobs, _ = find_jobs(Wanted(config, dtype, SIZE, LENGTH, "nhd", CAPABILITY, 1, codes.packed if codes else ()))
+        jobs, _ = find_jobs(Wanted(config, dtype, SIZE, LENGTH, "nhd", capability, 1, codes.packed if codes else ()))
         ahead = {job.name for job in jobs} - {DRIVER}
         assert len(ahead) > 20
-        driver.set_active(NoGPU(CAPABILITY))
+        driver.set_active(NoGPU(capability))
         met = record()
         pretend()
         runner, steps = build_runner(config, dtype, codes)
@@ -169,4 +168,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -30,6 +30,7 @@ from octavo.worker.worker import Worker
 
 CPU, CUDA, ROCM = TorchBuild("2.13.0+cpu", None, None), TorchBuild("2.13.0", "13.0", None), TorchBuild("2.13.0+rocm7", None, "7.0")
 H200 = Gpu("NVIDIA H200", (9, 0), total=140 * 2**30, free=138 * 2**30)
+ORIN = Gpu("Orin", (8, 7), total=int(61.2 * 2**30), free=2**30, unified=True)
 READY = Found(CUDA, signs=True, gpu=H200, triton="3.6.0")
 
 
@@ -40,6 +41,8 @@ def test_a_gpu_that_can_is_taken_unless_the_cpu_was_asked_for() -> None:
     assert str(chosen) == "cuda: NVIDIA H200, compute capability 9.0, 138.0 of 140.0 GiB free, Triton 3.6.0"
     assert choose_device("auto", replace(READY, gpu=replace(H200, capability=(8, 0)))).device == "cuda"
     assert str(choose_device("cpu", READY)) == "cpu: as asked for"
+    board = choose_device("auto", replace(READY, gpu=ORIN))  # what CUDA calls free there lacks the file cache, and is not told
+    assert str(board) == "cuda: Orin, compute capability 8.7, GPU and CPU share 61.2 GiB of memory, Triton 3.6.0"
 
 
 @pytest.mark.parametrize(
@@ -68,9 +71,12 @@ def test_the_choice_says_why_and_what_an_idle_gpu_would_need(found: Found, why: 
 
 def test_what_torch_says_of_a_gpu_is_kept_and_what_it_complains_of_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="NVIDIA H200", major=9, minor=0))
+    found = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, is_integrated=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (138 * 2**30, 140 * 2**30))
     assert (find().gpu, find().trouble) == (H200, "")
+    found.is_integrated = 1
+    assert find().gpu == replace(H200, unified=True)
 
     def fail() -> None:
         raise RuntimeError("Found no NVIDIA driver on\n your system. Please check that you have an NVIDIA GPU and more.")

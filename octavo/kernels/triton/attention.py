@@ -8,7 +8,6 @@ waits for the GPU: `max_query` is a bound the caller knows, and rows are told ap
 queries; slots past it are never read. A row without context yields zeros, its log-sum-exp is -inf, or its sink's score.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,12 +18,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from octavo.kernels.cache_layout import tokens_together
 from octavo.kernels.share_words import most_parts, most_shares
 from octavo.kernels.triton.attention_decode import decode
-from octavo.kernels.triton.attention_hopper import on_hopper, prefill_divided
+from octavo.kernels.triton.attention_hopper import prefill_divided
 from octavo.kernels.triton.attention_parts import LOG2_E
 from octavo.kernels.triton.attention_prefill import prefill
 from octavo.kernels.triton.attention_tiles import MIN_DOT, Tiles, decode_tiles, multiprocessors, prefill_tiles
 from octavo.kernels.triton.decode_shares import decode_shares
 from octavo.kernels.triton.dependent import can_depend
+from octavo.kernels.triton.target import capability, has_copy_engine
 
 Pair = tuple[Tensor, Tensor]
 Given = tuple[Any, ...]  # arguments both kernels begin with
@@ -65,7 +65,7 @@ def paged_attention(
     numbers = scale, LOG2_E * (1.0 if capped or sloped else scale), soft_cap or 0.0, tables.stride(0), size, window or 0
     if max_query > 1:
         plain = window is None and sinks is None and not capped and not sloped
-        tiles = tiles or prefill_tiles(q.dtype, head_dim, plain, on_hopper())
+        tiles = tiles or prefill_tiles(q.dtype, head_dim, capability(), plain)
         if tiles.divided:
             prefill_divided(*tensors[:8], fresh, numbers, shared, tiles)
         else:
@@ -119,12 +119,7 @@ def _decode(tensors: Given, numbers: Given, shared: dict[str, Any], shares: Tens
 
 def _describable(q: Tensor) -> bool:
     """Whether tensor descriptors serve: they copy whole tiles of powers of two, on Hopper and later."""
-    return q.dtype.itemsize == 2 and q.shape[2] == triton.next_power_of_2(q.shape[2]) and (not q.is_cuda or _has_copy_engine(q.device))
-
-
-@cache
-def _has_copy_engine(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] >= 9
+    return q.dtype.itemsize == 2 and q.shape[2] == triton.next_power_of_2(q.shape[2]) and has_copy_engine(capability())
 
 
 def _describe(new: Tensor, keys: int) -> TensorDescriptor:

@@ -11,12 +11,10 @@ their row does; all others come line by line, zeros past the end. A tile's value
 have the next tile's scores to do.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.driver import driver
 
 from octavo.kernels.triton import attention_parts
 from octavo.kernels.triton.attention_tiles import Tiles
@@ -40,12 +37,6 @@ HALF = gl.constexpr(LINES // 2)  # lines of a consumer
 REGISTERS = {"PRODUCER_REGISTERS": 40, "CONSUMER_REGISTERS": 232}  # of a thread: 168 each when it starts
 AT_ONCE = gl.constexpr(256)  # rows looked at for one that has a tile
 PIECE = gl.constexpr(32)  # keys whose lines are asked for at once
-
-
-@cache
-def on_hopper() -> bool:
-    """Whether what is compiled is for it; the interpreter knows no Gluon."""
-    return not knobs.runtime.interpret and bool(driver.active.get_current_target().arch == 90)
 
 
 @gluon.jit

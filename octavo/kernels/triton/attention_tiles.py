@@ -1,4 +1,4 @@
-"""How the attention kernels cut their work: tile sizes, warps, pipeline stages and shares, by shape alone.
+"""How the attention kernels cut their work: tile sizes, warps, pipeline stages and shares, by shape and GPU alone.
 
 Chosen by rule, not tried out at run time: the first request is as quick as the last, and equal steps give equal bits.
 `bench/gpu_prefill.py` is how the rules were found, on an H200.
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+
+from octavo.kernels.triton.target import has_divided_prefill, is_roomy
 
 MIN_DOT = 16  # tl.dot takes no smaller side
 
@@ -35,16 +37,28 @@ def decode_tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
     return Tiles(keys=64, warps=4, stages=2)
 
 
-def prefill_tiles(dtype: torch.dtype, head_dim: int, plain: bool = True, hopper: bool = False) -> Tiles:
+def prefill_tiles(dtype: torch.dtype, head_dim: int, arch: int, plain: bool = True) -> Tiles:
+    """`plain`: no window, cap, sinks or slopes."""
     if dtype == torch.float32:
         return Tiles(keys=16, warps=8, stages=2, queries=32)
+    if not is_roomy(arch):
+        return _small_prefill_tiles(head_dim, plain)
     if head_dim > 128:
         return Tiles(keys=32, warps=8, stages=3, queries=128, described=True, lagging=True)
-    if plain and hopper and head_dim in (64, 128):
+    if plain and has_divided_prefill(arch) and head_dim in (64, 128):
         return Tiles(keys=128, warps=4, stages=2, queries=128, divided=True)
-    if plain:  # no window, cap, sinks or slopes: they would take registers that these tiles do not leave
+    if plain:  # windows and the rest would take registers that these tiles do not leave
         return Tiles(keys=64, warps=4, stages=2, queries=128, described=True)
     return Tiles(keys=64, warps=8, stages=3, queries=128, described=True, lagging=True)
+
+
+def _small_prefill_tiles(head_dim: int, plain: bool) -> Tiles:
+    """Where products take their operands from registers: the largest that do not spill, within 99 KiB. Compiled, never timed."""
+    if head_dim > 128:
+        return Tiles(keys=32, warps=8, stages=2, queries=64)
+    if plain:
+        return Tiles(keys=32, warps=8, stages=3, queries=128)
+    return Tiles(keys=32, warps=4, stages=2, queries=64)
 
 
 @cache

@@ -10,22 +10,16 @@ is what an allocator makes of memory that was freed: all writes come after the w
 after, is waited for or waits as ever. Weights must not be written by a kernel just before.
 """
 
-from functools import cache
-
 import triton
 import triton.language as tl
-from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.runtime.driver import driver
+
+from octavo.kernels.triton.target import capability, has_dependent_launch
 
 
-@cache
 def can_depend() -> bool:
     """Hopper and later; not in the interpreter."""
-    if knobs.runtime.interpret:
-        return False
-    target = driver.active.get_current_target()
-    return bool(target.backend == "cuda" and target.arch >= 90)
+    return has_dependent_launch(capability())
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""How the products with packed codes divide their work: by shape alone, never tried out at run time.
+"""How the products with packed codes divide their work: by shape and GPU alone, never tried out at run time.
 
 `bench/gpu_packed.py --sweep` tries others on a GPU and prints the best as lines for MEASURED.
 """
@@ -8,6 +8,7 @@ from typing import NamedTuple
 import triton
 
 from octavo.kernels.device_codes import DeviceCodes
+from octavo.kernels.triton.target import capability, is_roomy
 
 ONE_STEPS = 12  # all of them are one after another in the code
 VOCABULARY = 100_000  # columns: so wide a matrix has programs enough that each may ask for two steps
@@ -47,6 +48,8 @@ class One(NamedTuple):
 
 
 How = One | Few | Tile
+
+SMALL_TILE = Tile(rows=128, columns=64, warps=8)  # the largest without room: compiled, never timed
 
 # On an H200, 4 bits in groups of 128: (in, out) -> up to 1, 2, 4, ... 512 rows
 MEASURED: dict[tuple[int, int], tuple[How, ...]] = {
@@ -103,6 +106,8 @@ def rule(rows: int, weight: DeviceCodes, gated: bool = False) -> How:
         how = measured[power_of_rows(rows).bit_length() - 1]
     else:
         how = few_rule(rows, weight) if rows <= FEW_ROWS else tile_rule(rows, weight)
+    if isinstance(how, Tile):
+        return how if is_roomy(capability()) else small(how)
     return how._replace(shares=1) if gated and isinstance(how, Few) else how
 
 
@@ -150,3 +155,9 @@ def tile_rule(rows: int, weight: DeviceCodes) -> Tile:
     while tiles * shares < PROGRAMS // 3 and weight.blocks >= 8 * shares:
         shares *= 2
     return tile._replace(shares=shares)
+
+
+def small(tile: Tile) -> Tile:
+    """As large as fits into 99 KiB, and registers, where operands come from there; shares for as many programs as before."""
+    larger = tile.rows * tile.columns // (SMALL_TILE.rows * SMALL_TILE.columns)
+    return tile if larger <= 1 else SMALL_TILE._replace(shares=max(tile.shares // larger, 1))

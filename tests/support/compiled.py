@@ -1,0 +1,193 @@
+"""Compiles the Triton kernels for GPUs that are not here: `python -m tests.support.compiled 90:every 86:largest,attention ...`.
+
+    every       each kernel, as an engine calls it          largest     the one with the largest tiles, and one with assembly in it
+    further     attention of other types and head sizes, with all that scores can have; caches without new tokens; one row
+    attention   prefill and decode of the commonest shape
+
+The interpreter runs what the compiler may refuse. Kernels are asked for through their public functions, so with the very
+arguments they get; a driver that is none says what to compile for, and nothing is launched. A kernel that spills registers or
+takes more shared memory than there is ends it, too. Capabilities that the installed Triton does not know are left out.
+"""
+
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import cache
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from octavo.kernels.asks import HEAD
+from octavo.kernels.cache_layout import Layout, empty_cache
+from octavo.kernels.device_codes import zero_codes
+from octavo.kernels.reference.sampling import Draws
+from octavo.kernels.triton.activation import silu_and_mul
+from octavo.kernels.triton.adjust import adjust
+from octavo.kernels.triton.attention import paged_attention
+from octavo.kernels.triton.attention_few import decode_attention_parts
+from octavo.kernels.triton.copy_blocks import copy_blocks
+from octavo.kernels.triton.draw import draw
+from octavo.kernels.triton.norm import add_rms_norm
+from octavo.kernels.triton.packed import packed_gate_up, packed_linear, unpack
+from octavo.kernels.triton.rank import rank
+from octavo.kernels.triton.sampling import sample
+from octavo.kernels.triton.skinny import gate_up, linear, merge_linear, merge_parts, norm_linear
+from octavo.kernels.triton.write_kv import write_kv
+from octavo.worker.compile_process import NoGPU
+
+PUT_ASIDE = 16  # bytes of a loop's invariants, stored before and loaded after it
+KIB = 1024
+# Of one block of threads, as NVIDIA's programming guide has it: not taken from the rules that are to be proven.
+SHARED_MEMORY = {80: 163 * KIB, 86: 99 * KIB, 87: 163 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 121: 99 * KIB}
+SPILLED = {  # what was quickest on an H200 spills a little
+    90: {"prefill": 1024, "prefill_hopper": 640},
+    100: {"prefill": 672},
+    121: {"prefill": 80, "nearest": 64, "search": 56},  # that of float32
+}
+PRODUCTS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}  # what the matrix units are asked with
+HEADS, KV_HEADS, DIM, SIZE = 32, 8, 128, 4096
+BF16 = {"dtype": torch.bfloat16}
+
+
+def known(capabilities: list[int]) -> list[int]:
+    """Those that the compiler behind Triton says it can compile for."""
+    return [one for one in capabilities if f"'{sm_arch_from_capability(one)}'" in _help_of(get_ptxas(one).path)]
+
+
+@cache
+def _help_of(ptxas: str) -> str:
+    return subprocess.run([ptxas, "--help"], capture_output=True, text=True, check=True).stdout
+
+
+def compile_only(capability: int) -> list[str]:
+    """From here on kernels are compiled and not launched; returns the list of what they took, a line each."""
+    run, taken = JITFunction.run, []
+    spills, shared = SPILLED.get(capability, {}), SHARED_MEMORY[capability]
+
+    def compiled(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        with redirect_stdout(io.StringIO()) as said:
+            kernel = run(self, *arguments, grid=grid, warmup=True, **options)
+        if "bytes spill" not in said.getvalue():
+            return  # compiled before
+        name, spilled = self.fn.__name__, sum(map(int, re.findall(r"(\d+) bytes spill", said.getvalue())))
+        products = next((word for word, sign in PRODUCTS.items() if sign in kernel.asm["ptx"]), "-")
+        taken.append(f"{capability} {name} {products} spilled {spilled} shared {kernel.metadata.shared}")
+        assert spilled <= spills.get(name, PUT_ASIDE) and kernel.metadata.shared <= shared, taken[-1]
+
+    knobs.nvidia.dump_ptxas_log = True
+    driver.set_active(NoGPU(capability))
+    JITFunction.run = compiled
+    return taken
+
+
+def compile_attention(
+    dim: int, dtype: torch.dtype, heads: int, kv_heads: int = 8, layout: Layout = "nhd", fresh: bool = True, **options: Any
+) -> None:
+    """Prefill of rows whose new tokens are in this step's qkv, or in blocks like all others, and decode."""
+    index, tables = torch.zeros(5, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
+    cache = empty_cache(layout, (9, 16, kv_heads, dim), dtype, torch.device("cpu"))
+    q, k, v = torch.empty(4, heads + 2 * kv_heads, dim, dtype=dtype).split([heads, kv_heads, kv_heads], 1)
+    out = torch.empty(q.shape, dtype=dtype)
+    paged_attention(q, cache, cache, tables, index, index[:4], 0.1, out, 64, fresh=(k, v) if fresh else None, **options)
+
+
+def compile_few(rows: int) -> None:
+    index, tables = torch.zeros(5, dtype=torch.int64), torch.zeros(4, 2, dtype=torch.int32)
+    cache, turns = torch.empty(9, 16, KV_HEADS, DIM, **BF16), torch.empty(64, DIM // 2)
+    qkv = torch.empty(rows, (HEADS + 2 * KV_HEADS) * DIM, **BF16)
+    norms = torch.empty(DIM, **BF16), torch.empty(DIM, **BF16), 1e-6
+    write_kv(qkv, norms, turns, turns, index[:rows], index[:rows], cache, cache)
+    few = index[:rows], index[:rows], tables.narrow(0, 0, rows), index[:rows]
+    parts = decode_attention_parts(qkv, norms, turns, turns, *few, cache, cache, 0.1)
+    merge_linear(*parts, torch.empty(SIZE, HEADS * DIM, **BF16)), merge_parts(*parts, torch.bfloat16)
+    x, scales, weight = torch.empty(rows, SIZE, **BF16), torch.empty(SIZE, **BF16), torch.empty(1024, SIZE, **BF16)
+    linear(x, weight), norm_linear(x, x, scales, 1e-6, weight), gate_up(x, x, scales, 1e-6, weight)
+
+
+def compile_packed(rows: int, group: int = 128, size: int = SIZE) -> None:
+    packed_linear(torch.empty(rows, size, **BF16), zero_codes(1024, size, 4, group, "cpu"))
+
+
+def compile_sampling() -> None:
+    index = torch.zeros(4, dtype=torch.int64)
+    logits, lines = torch.empty(4, 151936, **BF16), torch.zeros(4, 11, dtype=torch.int32)
+    sample(logits, torch.ones(4), torch.zeros(4, 4, dtype=torch.int64), index)
+    floats = lines.view(torch.float32)
+    draw(logits, Draws(floats[:, 2], lines[:, 3], floats[:, 4], floats[:, 5], lines[:, 6:10], index.int()))
+    rank(logits, index, 5)
+    adjust(logits, [0], [0], [torch.zeros(HEAD, dtype=torch.int32)], lines[:, 2:], lines[:, 0], lines[:, 1])
+
+
+def compile_every() -> None:
+    compile_attention(DIM, torch.bfloat16, HEADS)
+    compile_attention(DIM, torch.float32, HEADS, layout="hnd")
+    copy_blocks([torch.empty(9, 16, KV_HEADS, DIM, **BF16)], [(1, 2)])
+    compile_few(4)
+    x = torch.empty(4, SIZE, **BF16)
+    silu_and_mul(x), add_rms_norm(x, x, torch.empty(SIZE, **BF16), 1e-6)
+    compile_sampling()
+    for rows in (1, 4, 16, 64, 256):
+        compile_packed(rows)
+    packed_gate_up(x[:1], zero_codes(1024, SIZE, 4, 128, "cpu"))
+    compile_packed(1, group=32, size=3 * SIZE)
+    unpack(zero_codes(1024, SIZE, 4, 128, "cpu"), torch.bfloat16)
+
+
+def compile_further() -> None:
+    learned = torch.ones(32)
+    for fresh in (True, False):
+        compile_attention(64, torch.float16, 14, 2, fresh=fresh)
+        compile_attention(128, torch.bfloat16, 16, layout="hnd", window=100, fresh=fresh)
+        for head_dim in (80, 256):
+            compile_attention(head_dim, torch.bfloat16, 32, soft_cap=30.0, sinks=learned, slopes=learned, fresh=fresh)
+    compile_attention(DIM, torch.bfloat16, HEADS, fresh=False)
+    compile_attention(DIM, torch.float32, HEADS, layout="hnd", fresh=False)
+    compile_few(1)
+    compile_packed(1, size=3 * SIZE)
+    compile_packed(1, group=32)
+    packed_gate_up(torch.empty(1, SIZE, **BF16), zero_codes(1024, SIZE, 4, 32, "cpu"))
+
+
+def compile_largest() -> None:
+    compile_packed(1)
+    compile_packed(256)
+
+
+LISTS: dict[str, Callable[[], None]] = {
+    "every": compile_every,
+    "further": compile_further,
+    "largest": compile_largest,
+    "attention": lambda: compile_attention(DIM, torch.bfloat16, HEADS),
+}
+
+
+def main(wanted: dict[int, list[str]]) -> int:
+    """How many capabilities failed. A process for each: what kernels are compiled for, Triton asks once."""
+    failed = 0
+    for capability in known(list(wanted)):
+        pid = os.fork()
+        if not pid:
+            try:
+                taken = compile_only(capability)
+                for one in wanted[capability]:
+                    LISTS[one]()
+                print("\n".join(taken), flush=True)
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+                os._exit(1)
+            os._exit(0)
+        failed += os.waitpid(pid, 0)[1] != 0
+    return failed
+
+
+if __name__ == "__main__":
+    words = (word.partition(":") for word in sys.argv[1:])
+    sys.exit(main({int(capability): lists.split(",") for capability, _, lists in words}))
