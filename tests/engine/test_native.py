@@ -11,7 +11,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
-from octavo.kernels.cpu.library import LEVELS, NativeLibrary, find_library
+from octavo.kernels.cpu.library import NativeLibrary, find_library
 from octavo.kernels.cpu.packing import PackedMatrix
 from octavo.loading.shape import model_shape
 from octavo.outputs import RequestOutput
@@ -74,7 +74,7 @@ def test_every_family_at_every_level(tmp_path: Path, architecture: str) -> None:
     settings = {"num_gpu_blocks_override": 60, "max_num_seqs": 4, "skip_tokenizer_init": True, "dtype": "float32"}
     with LLM(str(folder), native=False, **settings) as llm:  # type: ignore[arg-type]
         expected = answers(llm.generate(prompts, params, use_tqdm=False))
-    for level in LEVELS[: LEVELS.index(library().highest_level) + 1]:
+    for level in library().levels:
         with LLM(str(folder), cpu_isa=level, **settings) as llm:  # type: ignore[arg-type]
             assert answers(llm.generate(prompts, params, use_tqdm=False)) == expected
 
@@ -123,9 +123,10 @@ def test_dummy_weights_run_too(tmp_path: Path) -> None:
 
 
 def test_a_level_the_cpu_does_not_have_is_refused(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NativeLibrary, "highest_level", "avx2")
-    with pytest.raises(ConfigError, match="cpu_isa amx is more than this machine offers: avx2"):
-        LLM(stories, cpu_isa="amx")
+    monkeypatch.setattr(library(), "levels", ("portable",))
+    for level in ("amx", "i8mm"):
+        with pytest.raises(ConfigError, match=f"cpu_isa is {level}, this machine offers portable "):
+            LLM(stories, cpu_isa=level)  # type: ignore[arg-type]
 
 
 def test_a_switch_for_tests_overrules_which_kernels_run(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:

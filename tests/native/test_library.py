@@ -3,18 +3,22 @@
 import ctypes
 import itertools
 import logging
+import platform
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 
+from octavo.config import CpuIsa
 from octavo.errors import ConfigError
 from octavo.kernels.cpu import levels
 from octavo.kernels.cpu import library as native
 from octavo.kernels.cpu.levels import Sample, open_native, use_best_level
-from octavo.kernels.cpu.library import FUNCTIONS, LEVELS, STRUCTS, Matrix, NativeLibrary, find_library
+from octavo.kernels.cpu.library import FUNCTIONS, STRUCTS, Matrix, NativeLibrary, find_library
+from octavo.worker.machine import cpu_flags
 from tests.support.native import levels_here, the_library
 
 HEADER = re.sub(r"//.*", "", (Path(native.__file__).parents[2] / "native/octavo.h").read_text())
@@ -36,10 +40,14 @@ def finding_again() -> Iterator[None]:
 
 
 def test_the_library_is_there_and_offers_what_the_cpu_has() -> None:
-    flags = set(Path("/proc/cpuinfo").read_text().split())
-    offered = [level for level, flag in (("avx2", "avx2"), ("avx512", "avx512_bf16"), ("amx", "amx_bf16")) if flag in flags]
+    flags = cpu_flags()
+    wanted = {
+        "x86_64": {"avx2": {"avx2", "fma", "f16c"}, "avx512": {"avx512_vnni", "avx512bw"}, "avx512bf16": {"avx512_bf16"}, "amx": {"amx_bf16"}},
+        "aarch64": {"neon": {"asimddp", "asimdhp"}, "i8mm": {"i8mm", "bf16"}},
+    }[platform.machine()]  # fmt: skip
+    offered = list(itertools.takewhile(lambda level: wanted[level] <= flags, wanted))
     assert not isinstance(find_library(), str)
-    assert the_library().highest_level == ["portable", *offered][-1]
+    assert the_library().levels == ("portable", *offered)
 
 
 def test_the_header_and_its_python_copy_agree_word_for_word() -> None:
@@ -69,7 +77,7 @@ def test_without_a_usable_library_the_reason_and_what_helps_are_said_once(
         reason = "cannot be loaded here"
     elif trouble == "another library":
         monkeypatch.setattr(native, "PATH", Path(np._core._multiarray_umath.__file__))
-        reason = "octavo_cpu_level): "
+        reason = "octavo_level_name): "
     else:
         monkeypatch.setattr(native, "STRUCTS", (LongerMatrix, *STRUCTS[1:]))
         reason = "is of another build than this package (LongerMatrix has 72 bytes there and 80 here): "
@@ -80,11 +88,11 @@ def test_without_a_usable_library_the_reason_and_what_helps_are_said_once(
     assert line.endswith(str(find_library()))
 
 
-@pytest.mark.parametrize("asked", ["auto", *LEVELS])
+@pytest.mark.parametrize("asked", get_args(CpuIsa))
 def test_a_level_is_taken_as_asked_where_the_machine_has_it(asked: str, warnings: pytest.LogCaptureFixture) -> None:
     here = levels_here()
     if asked not in ("auto", *here):
-        with pytest.raises(ConfigError, match=f"cpu_isa {asked} is more than this machine offers: {here[-1]}"):
+        with pytest.raises(ConfigError, match=f"cpu_isa is {asked}, this machine offers {', '.join(here)} "):
             open_native(asked, 1)
         return
     library = open_native(asked, 2)
@@ -94,16 +102,21 @@ def test_a_level_is_taken_as_asked_where_the_machine_has_it(asked: str, warnings
     assert warnings.records == []
 
 
-def test_what_is_no_level_or_not_this_machines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="cpu_isa must be one of auto, portable, avx2, avx512, amx, got 'sse9'"):
-        open_native("sse9", 1)
-    monkeypatch.setattr(NativeLibrary, "highest_level", "portable")
-    with pytest.raises(ConfigError, match="cpu_isa avx2 is more than this machine offers: portable"):
-        open_native("avx2", 1)
+def test_where_the_portable_level_is_all_there_is_torch_computes_unless_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(the_library(), "levels", ("portable",))
+    assert open_native("auto", 1) is None
+    (line,) = [record.getMessage() for record in warnings.records]
+    assert "torch computes alone: this CPU runs their portable level only (cpu_isa portable takes that)" in line
+    library = open_native("portable", 1)
+    assert library is not None and library.level == "portable"
 
 
 class Broken:
     """A library whose samples are off at some levels."""
+
+    levels = ("portable", "some", "more", "most")
 
     def __init__(self, bad: tuple[str, ...], kernel: str) -> None:
         self.bad, self.kernel, self.level = bad, kernel, ""
@@ -122,20 +135,20 @@ class Broken:
 SAMPLES = levels.sample_results(the_library())
 
 
-@pytest.mark.parametrize("bad", [bad for size in range(4) for bad in itertools.combinations(LEVELS[1:], size)], ids="+".join)
+@pytest.mark.parametrize("bad", [bad for size in range(4) for bad in itertools.combinations(Broken.levels[1:], size)], ids="+".join)
 def test_a_broken_level_is_dropped_for_the_next_with_a_warning_that_names_the_kernel(
     bad: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(levels, "sample_results", Broken.samples)
     for kernel in dict.fromkeys(sample.kernel for sample in SAMPLES):
-        for wanted in LEVELS:
+        for wanted in Broken.levels:
             warnings.clear()
             library = Broken(bad, kernel)
             use_best_level(library, wanted)
-            tried = LEVELS[1 : LEVELS.index(wanted) + 1]
+            tried = Broken.levels[1 : Broken.levels.index(wanted) + 1]
             good = [level for level in ("portable", *tried) if level not in bad]
             assert library.level == good[-1]
-            dropped = [level for level in reversed(tried) if LEVELS.index(level) > LEVELS.index(good[-1])]
+            dropped = [level for level in reversed(tried) if Broken.levels.index(level) > Broken.levels.index(good[-1])]
             reason = f"is not used: its {kernel} differs from the portable kernel's; please report it"
             assert [record.getMessage() for record in warnings.records] == [f"CPU level {level} {reason}" for level in dropped]
 

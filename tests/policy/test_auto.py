@@ -39,7 +39,6 @@ def test_what_was_asked_for_stays_and_the_rest_gives_way(device: Place, seqs: in
 @pytest.mark.parametrize(
     ("device", "asked", "said"),
     [
-        ("cpu", {"dtype": "float16"}, "dtype is float16, which only a GPU computes in, .*: set dtype to bfloat16 or float32"),
         ("cuda", {"attention_backend": "cpu"}, "attention_backend is cpu, and this runs on a GPU: set it to auto, or device to cpu"),
         ("cuda", {"kv_cache_dtype": "int8"}, "kv_cache_dtype is int8, dtype is auto: .* leave kv_cache_dtype at auto"),
         ("cuda", {"kv_cache_dtype": "bfloat16", "dtype": "float16"}, "kv_cache_dtype is bfloat16, dtype is float16"),
@@ -52,7 +51,7 @@ def test_what_the_device_cannot_do_is_refused_with_the_knob(device: Place, asked
 
 def test_what_a_device_can_do_is_let_through_and_native_kernels_are_the_cpus() -> None:
     allowed: list[tuple[Place, dict[str, Any]]] = [
-        ("cuda", {"dtype": "float16"}), ("cuda", {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}), ("cpu", {"kv_cache_dtype": "int8"}),
+        ("cuda", {"dtype": "float16"}), ("cuda", {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}), ("cpu", {"kv_cache_dtype": "int8"}), ("cpu", {"dtype": "float16", "kv_cache_dtype": "float16"}),
         ("cpu", {"attention_backend": "triton"}), ("cuda", {"attention_backend": "triton"}),
     ]  # fmt: skip
     for device, asked in allowed:

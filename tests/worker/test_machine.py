@@ -1,11 +1,15 @@
 """What the process may use: the machine's, the cgroup's, the affinity mask's and the user's limits, whichever is lowest."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
+from octavo.config import CpuIsa, EngineConfig
+from octavo.errors import ConfigError
 from octavo.worker import machine
 
 
@@ -80,18 +84,34 @@ def test_memory_at_hand_and_the_cpu_are_read_from_proc(tmp_path: Path, monkeypat
     assert (machine.available_bytes(), machine.cpu_model(), machine.cpu_flags()) == (2**21, "First: one", {"avx2", "avx512f"})
     (tmp_path / "cpuinfo").write_text("Features\t: asimd sve\n")
     assert machine.cpu_flags() == {"asimd", "sve"}
-def test_the_fast_dtype_is_what_torch_would_say_and_float32_where_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_fast_at_what_it_says_and_at_float32_where_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    assert machine.fast_dtype() == ("bfloat16" if native else "float32")
+    assert machine.fast_dtype(None) == ("bfloat16" if native else "float32")
     monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "cpuinfo")
-    assert machine.fast_dtype() == "float32"
+    assert machine.fast_dtype(None) == "float32"
     for flags, dtype in (("fpu avx512_bf16 sse", "bfloat16"), ("amx_tile", "bfloat16"), ("avx512f amx_tiles", "float32")):
         machine.CPU_INFO.write_text(f"processor : 0\nflags\t\t: {flags}\nflags\t\t: {flags}\n")
-        assert machine.fast_dtype() == dtype
+        assert machine.fast_dtype(None) == dtype
+
+
+def test_every_level_of_the_native_kernels_has_a_type_that_it_is_fast_at() -> None:
+    assert set(machine.LEVEL_DTYPES) == set(get_args(CpuIsa)) - {"auto"}
+    assert machine.resolve_dtype("auto", "bfloat16", "cpu", "neon") == machine.resolve_dtype("auto", None, "cpu", "avx2") == "float16"
+    assert machine.resolve_dtype("auto", "float16", "cpu", "i8mm") == machine.resolve_dtype("auto", None, "cpu", "amx") == "bfloat16"
+    assert machine.resolve_dtype("auto", "float32", "cpu", "neon") == machine.resolve_dtype("auto", None, "cpu", "portable") == "float32"
+
+
+@pytest.mark.parametrize("name", ["dtype", "kv_cache_dtype"])
+def test_float16_is_refused_where_torch_computes_on_a_cpu(name: str) -> None:
+    config = replace(EngineConfig(), **{name: "float16"})
+    with pytest.raises(ConfigError, match=f"{name} is float16.*torch computes here: set {name} to bfloat16 or float32"):
+        machine.refuse_float16(config, "cpu", None)
+    machine.refuse_float16(config, "cpu", "portable")
+    machine.refuse_float16(config, "cuda", None)
 
 
 def test_a_gpu_takes_the_type_of_the_file_and_bfloat16_where_it_has_another() -> None:
     stored = ["float32", "float16", "bfloat16", "float64", None]
-    assert [machine.resolve_dtype("auto", one, "cuda") for one in stored] == ["float32", "float16", "bfloat16", "bfloat16", "bfloat16"]
-    assert machine.resolve_dtype("float16", "float32", "cuda") == "float16"
-    assert [machine.resolve_dtype("auto", one, "cpu") for one in stored[:2]] == ["float32", machine.fast_dtype()]
+    assert [machine.resolve_dtype("auto", one, "cuda", None) for one in stored] == ["float32", "float16", "bfloat16", "bfloat16", "bfloat16"]
+    assert machine.resolve_dtype("float16", "float32", "cuda", None) == "float16"
+    assert [machine.resolve_dtype("auto", one, "cpu", None) for one in stored[:2]] == ["float32", machine.fast_dtype(None)]
