@@ -11,8 +11,8 @@ import pytest
 from octavo.cli.doctor import report, without_home
 from octavo.cli.doctor_facts import MODULES, OPTIONAL, REQUIRED, Facts, Library, Torch
 from octavo.cli.doctor_findings import findings
-from octavo.worker.machine import LEVEL_DTYPES
 from octavo.worker.device import Found, Gpu, TorchBuild
+from octavo.worker.machine import LEVEL_DTYPES
 from tests.cli.processes import ROOT, octavo
 
 GIB = 2**30

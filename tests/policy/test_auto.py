@@ -51,7 +51,8 @@ def test_what_the_device_cannot_do_is_refused_with_the_knob(device: Place, asked
 
 def test_what_a_device_can_do_is_let_through_and_native_kernels_are_the_cpus() -> None:
     allowed: list[tuple[Place, dict[str, Any]]] = [
-        ("cuda", {"dtype": "float16"}), ("cuda", {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}), ("cpu", {"kv_cache_dtype": "int8"}), ("cpu", {"dtype": "float16", "kv_cache_dtype": "float16"}),
+        ("cuda", {"dtype": "float16"}), ("cuda", {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}), ("cpu", {"kv_cache_dtype": "int8"}),
+        ("cpu", {"dtype": "float16", "kv_cache_dtype": "float16"}),
         ("cpu", {"attention_backend": "triton"}), ("cuda", {"attention_backend": "triton"}),
     ]  # fmt: skip
     for device, asked in allowed:

@@ -112,6 +112,7 @@ def test_float16_is_refused_where_torch_computes_on_a_cpu(name: str) -> None:
 
 def test_a_gpu_takes_the_type_of_the_file_and_bfloat16_where_it_has_another() -> None:
     stored = ["float32", "float16", "bfloat16", "float64", None]
-    assert [machine.resolve_dtype("auto", one, "cuda", None) for one in stored] == ["float32", "float16", "bfloat16", "bfloat16", "bfloat16"]
+    taken = ["float32", "float16", "bfloat16", "bfloat16", "bfloat16"]
+    assert [machine.resolve_dtype("auto", one, "cuda", None) for one in stored] == taken
     assert machine.resolve_dtype("float16", "float32", "cuda", None) == "float16"
     assert [machine.resolve_dtype("auto", one, "cpu", None) for one in stored[:2]] == ["float32", machine.fast_dtype(None)]
