@@ -23,18 +23,19 @@ def four_bits(words, SHIFT: tl.constexpr, TIMES: tl.constexpr, kind: tl.constexp
     Four bits put into the last places of a fraction, behind the exponent of 128: a shift, a mask and a constant, without a
     conversion. Two of them at once in a register of 32 bits, which has to be said to the compiler: it takes them apart to shift.
     """
-    if kind == tl.float32:
-        return ((words >> SHIFT) & 15).to(tl.float32) * TIMES
     PLACE: tl.constexpr = 0 if kind == tl.bfloat16 else 3
     EXPONENT: tl.constexpr = (0x4300 if kind == tl.bfloat16 else 0x5800) + (4 << (PLACE + 7) if TIMES == 16 else 0)
-    if PAIRWISE:
+    # One chain of branches: behind a return in one of them the compiler would go on with what follows.
+    if kind == tl.float32:
+        result = ((words >> SHIFT) & 15).to(tl.float32) * TIMES
+    elif PAIRWISE:
         text: tl.constexpr = pairwise(SHIFT - PLACE, 15 << PLACE, EXPONENT)
-        return tl.inline_asm_elementwise(text, "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2).to(kind, bitcast=True)
-    if SHIFT >= PLACE:
-        moved = words >> (SHIFT - PLACE)
+        result = tl.inline_asm_elementwise(text, "=r,r", [words], dtype=tl.int16, is_pure=True, pack=2).to(kind, bitcast=True)
+    elif SHIFT >= PLACE:
+        result = ((words >> (SHIFT - PLACE) & (15 << PLACE)) | EXPONENT).to(kind, bitcast=True)
     else:
-        moved = words << (PLACE - SHIFT)
-    return ((moved & (15 << PLACE)) | EXPONENT).to(kind, bitcast=True)
+        result = ((words << (PLACE - SHIFT) & (15 << PLACE)) | EXPONENT).to(kind, bitcast=True)
+    return result
 
 
 @triton.constexpr_function
