@@ -19,6 +19,8 @@
 
 #include "scalar.h"
 
+#define INLINE inline __attribute__((always_inline))  // what a compiler might call costs less than the call
+
 namespace octavo {
 namespace {
 
@@ -43,96 +45,96 @@ struct Words {               // the same for integers: a word holds the codes of
 
 #define EACH_PART for (int p = 0; p < PARTS; p++)
 
-inline Vector load_vector(const float *from) {
+INLINE Vector load_vector(const float *from) {
     Vector v;
     memcpy(&v, from, sizeof v);
     return v;
 }
-inline Vector broadcast_vector(float value) { return value - Vector{}; }  // exact for all values, so that nothing is subtracted
+INLINE Vector broadcast_vector(float value) { return value - Vector{}; }  // exact for all values, so that nothing is subtracted
 
-inline Lanes broadcast(float value) {
+INLINE Lanes broadcast(float value) {
     Lanes r;
     EACH_PART r.part[p] = broadcast_vector(value);
     return r;
 }
-inline Lanes zeros() { return broadcast(0.0f); }
+INLINE Lanes zeros() { return broadcast(0.0f); }
 
-inline Lanes load(const float *from) {
+INLINE Lanes load(const float *from) {
     Lanes r;
     EACH_PART r.part[p] = load_vector(from + p * WIDTH);  // part by part: copied whole, it would go through memory
     return r;
 }
-inline void store(const Lanes &a, float *to) { EACH_PART memcpy(to + p * WIDTH, &a.part[p], sizeof a.part[p]); }
+INLINE void store(const Lanes &a, float *to) { EACH_PART memcpy(to + p * WIDTH, &a.part[p], sizeof a.part[p]); }
 
 // The first `count` lanes; the others are zero.
-inline Lanes load_some(const float *from, int64_t count) {
+INLINE Lanes load_some(const float *from, int64_t count) {
     if (count >= LANE_COUNT) return load(from);
     float values[LANE_COUNT] = {};
     for (int64_t i = 0; i < count; i++) values[i] = from[i];
     return load(values);
 }
-inline void store_some(const Lanes &a, float *to, int64_t count) {
+INLINE void store_some(const Lanes &a, float *to, int64_t count) {
     if (count >= LANE_COUNT) return store(a, to);
     float values[LANE_COUNT];
     store(a, values);
     for (int64_t i = 0; i < count; i++) to[i] = values[i];
 }
 
-inline Lanes operator+(const Lanes &a, const Lanes &b) {
+INLINE Lanes operator+(const Lanes &a, const Lanes &b) {
     Lanes r;
     EACH_PART r.part[p] = a.part[p] + b.part[p];
     return r;
 }
-inline Lanes operator-(const Lanes &a, const Lanes &b) {
+INLINE Lanes operator-(const Lanes &a, const Lanes &b) {
     Lanes r;
     EACH_PART r.part[p] = a.part[p] - b.part[p];
     return r;
 }
-inline Lanes operator*(const Lanes &a, const Lanes &b) {
+INLINE Lanes operator*(const Lanes &a, const Lanes &b) {
     Lanes r;
     EACH_PART r.part[p] = a.part[p] * b.part[p];
     return r;
 }
-inline Lanes operator/(const Lanes &a, const Lanes &b) {
+INLINE Lanes operator/(const Lanes &a, const Lanes &b) {
     Lanes r;
     EACH_PART r.part[p] = a.part[p] / b.part[p];
     return r;
 }
-inline Lanes operator*(const Lanes &a, float b) { return a * broadcast(b); }
+INLINE Lanes operator*(const Lanes &a, float b) { return a * broadcast(b); }
 
 // a * b + c, in one rounding where the CPU can.
-inline Lanes multiply_add(const Lanes &a, const Lanes &b, const Lanes &c) {
+INLINE Lanes multiply_add(const Lanes &a, const Lanes &b, const Lanes &c) {
     Lanes r;
     EACH_PART r.part[p] = a.part[p] * b.part[p] + c.part[p];
     return r;
 }
 
 // NaN in `a` stays NaN, in both.
-inline Lanes at_least(const Lanes &a, float least) {
+INLINE Lanes at_least(const Lanes &a, float least) {
     Lanes r;
     EACH_PART r.part[p] = a.part[p] < least ? broadcast_vector(least) : a.part[p];
     return r;
 }
-inline Lanes at_most(const Lanes &a, float most) {
+INLINE Lanes at_most(const Lanes &a, float most) {
     Lanes r;
     EACH_PART r.part[p] = a.part[p] > most ? broadcast_vector(most) : a.part[p];
     return r;
 }
 // The larger in each lane; `a` where one of them is NaN.
-inline Lanes larger(const Lanes &a, const Lanes &b) {
+INLINE Lanes larger(const Lanes &a, const Lanes &b) {
     Lanes r;
     EACH_PART r.part[p] = b.part[p] > a.part[p] ? b.part[p] : a.part[p];
     return r;
 }
 
-inline float sum_of(const Lanes &a) {
+INLINE float sum_of(const Lanes &a) {
     Vector total = a.part[0];
     for (int p = 1; p < PARTS; p++) total += a.part[p];
     float result = 0;
     for (int i = 0; i < WIDTH; i++) result += total[i];
     return result;
 }
-inline float largest_in(const Lanes &a) {
+INLINE float largest_in(const Lanes &a) {
     Vector most = a.part[0];
     for (int p = 1; p < PARTS; p++) most = a.part[p] > most ? a.part[p] : most;
     float result = most[0];
@@ -141,7 +143,7 @@ inline float largest_in(const Lanes &a) {
 }
 
 // The sums of 16 registers, one in each lane.
-inline Lanes sums_of(const Vector *v) {
+INLINE Lanes sums_of(const Vector *v) {
     Lanes r;
 #if defined(__AVX512F__)
     __m512 a[8], b[4], c[2];
@@ -178,7 +180,7 @@ inline Lanes sums_of(const Vector *v) {
 
 // --- numbers of 16 bits ------------------------------------------------------------------------------------------------
 
-inline Lanes load_f16(const uint16_t *from) {
+INLINE Lanes load_f16(const uint16_t *from) {
     Lanes r;
 #if defined(__AVX512F__)
     r.part[0] = (Vector)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
@@ -193,7 +195,7 @@ inline Lanes load_f16(const uint16_t *from) {
 }
 
 // What float16 cannot hold becomes the largest it can; NaN stays NaN.
-inline void store_f16(const Lanes &a, uint16_t *to) {
+INLINE void store_f16(const Lanes &a, uint16_t *to) {
     const Lanes held = at_least(at_most(a, LARGEST_F16), -LARGEST_F16);
 #if defined(__AVX512F__)
     _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph((__m512)held.part[0], _MM_FROUND_TO_NEAREST_INT));
@@ -207,7 +209,7 @@ inline void store_f16(const Lanes &a, uint16_t *to) {
 }
 
 // The first `count`, rounded to bfloat16.
-inline void store_bf16(const Lanes &a, uint16_t *to, int64_t count) {
+INLINE void store_bf16(const Lanes &a, uint16_t *to, int64_t count) {
 #if defined(__AVX512BF16__)
     _mm256_mask_storeu_epi16(to, __mmask16(count >= 16 ? 0xffff : (1 << count) - 1), (__m256i)_mm512_cvtneps_pbh((__m512)a.part[0]));
 #elif defined(__ARM_FEATURE_BF16)
@@ -219,25 +221,25 @@ inline void store_bf16(const Lanes &a, uint16_t *to, int64_t count) {
 #endif
 }
 
-inline Words load_words(const void *from) {
+INLINE Words load_words(const void *from) {
     Words r;
     EACH_PART memcpy(&r.part[p], (const char *)from + p * sizeof r.part[p], sizeof r.part[p]);
     return r;
 }
 
 // Pairs of bfloat16: the first of each pair lies in the low half of a word.
-inline Lanes first_bf16(const Words &pairs) {
+INLINE Lanes first_bf16(const Words &pairs) {
     Lanes r;
     EACH_PART r.part[p] = (Vector)(pairs.part[p] << 16);
     return r;
 }
-inline Lanes second_bf16(const Words &pairs) {
+INLINE Lanes second_bf16(const Words &pairs) {
     Lanes r;
     EACH_PART r.part[p] = (Vector)(pairs.part[p] & int32_t(0xffff0000));
     return r;
 }
 
-inline Lanes load_bf16(const uint16_t *from) {
+INLINE Lanes load_bf16(const uint16_t *from) {
     Lanes r;
 #if defined(__AVX512F__)
     r.part[0] = (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
@@ -251,7 +253,7 @@ inline Lanes load_bf16(const uint16_t *from) {
     return r;
 }
 
-inline Lanes load_int8(const int8_t *from) {
+INLINE Lanes load_int8(const int8_t *from) {
     Lanes r;
 #if defined(__AVX512F__)
     r.part[0] = (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
@@ -271,7 +273,7 @@ inline Lanes load_int8(const int8_t *from) {
 }
 
 // Bits [shift, shift + the mask's) of each word, as a number.
-inline Lanes digits_of(const Words &words, int shift, int mask) {
+INLINE Lanes digits_of(const Words &words, int shift, int mask) {
     Lanes r;
     EACH_PART r.part[p] = __builtin_convertvector((words.part[p] >> shift) & mask, Vector);
     return r;
@@ -283,7 +285,7 @@ const float LOG2_E = 1.44269504088896341f;
 
 // 2^t for t from -126, where floats begin to get slow, up to 127; less counts as -126. NaN stays NaN.
 // To the last bit or two; ROUGH: to 3e-6 of itself.
-template <bool ROUGH = false> inline Lanes power(const Lanes &t) {
+template <bool ROUGH = false> INLINE Lanes power(const Lanes &t) {
     const float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which then stands in the lowest bits
     Lanes r;
     EACH_PART {
@@ -301,7 +303,7 @@ template <bool ROUGH = false> inline Lanes power(const Lanes &t) {
 }
 
 // x / (1 + exp(-x))
-inline Lanes silu(const Lanes &x) { return x / (broadcast(1.0f) + power(at_most(x * -LOG2_E, 126.0f))); }
+INLINE Lanes silu(const Lanes &x) { return x / (broadcast(1.0f) + power(at_most(x * -LOG2_E, 126.0f))); }
 
 #undef EACH_PART
 

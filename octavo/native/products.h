@@ -86,15 +86,15 @@ void gate_up_with(const Math &math, const Matrix &matrix, const Rows &rows, int6
 // Weights of k and k + 1, k even, of a panel.
 struct FloatPanel {
     const float *w;
-    void load_two(int64_t k, Lanes *two) const { two[0] = load(w + k * P), two[1] = load(w + (k + 1) * P); }
+    INLINE void load_two(int64_t k, Lanes *two) const { two[0] = load(w + k * P), two[1] = load(w + (k + 1) * P); }
 };
 struct F16Panel {
     const uint16_t *w;
-    void load_two(int64_t k, Lanes *two) const { two[0] = load_f16(w + k * P), two[1] = load_f16(w + (k + 1) * P); }
+    INLINE void load_two(int64_t k, Lanes *two) const { two[0] = load_f16(w + k * P), two[1] = load_f16(w + (k + 1) * P); }
 };
 struct BF16Panel {
     const uint16_t *w;
-    void load_two(int64_t k, Lanes *two) const {
+    INLINE void load_two(int64_t k, Lanes *two) const {
         Words pairs = load_words(w + k * P);
         two[0] = first_bf16(pairs), two[1] = second_bf16(pairs);
     }
@@ -196,14 +196,15 @@ template <int R, bool CENTRED = false> struct CodeSums {
     const Matrix &matrix;
     const Rows &rows;
     const int64_t row, panel, span = span_of(matrix), spans = rows.stride / span, groups = rows.stride / matrix.group;
+    const int span_bits = __builtin_ctzll(uint64_t(span)), group_bits = __builtin_ctzll(uint64_t(matrix.group));  // powers of two
     Lanes acc[R];
 
     CodeSums(const Matrix &matrix, const Rows &rows, int64_t row, int64_t panel) : matrix(matrix), rows(rows), row(row), panel(panel) {
         for (int r = 0; r < R; r++) acc[r] = zeros();
     }
     // total(r): of row r, for the span from k on
-    template <class Total> void add_span(int64_t k, Total total) {
-        const int64_t place = (panel * groups + k / matrix.group) * P, index = row * spans + k / span;
+    template <class Total> INLINE void add_span(int64_t k, Total total) {
+        const int64_t place = (panel * groups + (k >> group_bits)) * P, index = row * spans + (k >> span_bits);
         const Lanes scales = load_f16(matrix.scale + place);
         Lanes offsets = load_f16(matrix.offset + place);
         if (CENTRED) offsets = multiply_add(scales, broadcast(128.0f), offsets);

@@ -5,7 +5,7 @@ What a kernel rounds its numbers to is part of what it is, so the twin rounds al
     form of x     codes      8 bits and a scale for each span of up to 32 k: few rows, weights in codes
                   floats     as they are, as are the weights
                   bf16       bfloat16, as are the weights
-                  halves     float16, as are the weights; sums are, too, for 32 k at a time, which no twin repeats
+                  halves     float16 with a scale for each span, as are the weights; sums are, too, over a span
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from octavo.kernels.cpu.attention_case import from_bf16, to_bf16
 from octavo.kernels.cpu.library import BF16, F16, F32, Q4, Q8, NativeLibrary
+from octavo.kernels.cpu import packing
 from octavo.kernels.cpu.packing import Floats, PackedMatrix, pack_codes, pack_float
 
 FEW_ROWS = 16  # up to here weights in codes are multiplied by codes
 SPAN = 32  # columns of x that share a scale, at most
 
-# By form, of the largest result of a product. The twin rounds as the kernel does, but for sums in float16.
-TOLERANCE = {"codes": 1e-5, "floats": 1e-5, "bf16": 1e-5, "halves": 2e-3}
+TOLERANCE = {"codes": 1e-5, "floats": 1e-5, "bf16": 1e-5, "halves": 1e-5}  # by form, of the largest result of a product
 
 
 @dataclass
@@ -39,6 +39,8 @@ class Weights:
     def product(self, x: Floats, form: str) -> Floats:
         if self.order is not None:
             x = x[:, self.order]
+        if form == "halves":
+            return self._product_in_halves(x)
         weights = self.exact
         if form == "bf16" or self.kind == BF16:
             weights = from_bf16(to_bf16(weights))
@@ -50,6 +52,38 @@ class Weights:
             x = eight_bits(x, min(SPAN, self.group))
         y = x.astype(np.float64) @ weights.T.astype(np.float64)
         return (y + (0 if self.bias is None else self.bias)).astype(np.float32)
+
+    def _product_in_halves(self, x: Floats) -> Floats:
+        """Every sum is rounded to float16, one k after the other; after a span it is multiplied by the scale of x there."""
+        span = min(SPAN, self.group or SPAN)
+        weights, factor = self._halves()
+        spans = np.pad(weights, ((0, 0), (0, -weights.shape[1] % span))).reshape(len(weights), -1, span).astype(np.float64)
+        numbers = np.pad(x, ((0, 0), (0, -x.shape[1] % span))).reshape(len(x), -1, span)
+        scale = power_above(np.abs(numbers).max(-1))
+        halves = (numbers / scale[..., None]).astype(np.float16).astype(np.float64)
+        y = np.zeros((len(x), len(weights)))
+        for i in range(halves.shape[1]):
+            total = np.zeros(y.shape, np.float16)
+            for k in range(span):
+                total = (total + halves[:, i, k, None] * spans[:, i, k]).astype(np.float16)
+            y += total * scale[:, i, None].astype(np.float64)
+        return (y * factor + (0 if self.bias is None else self.bias)).astype(np.float32)
+
+    def _halves(self) -> tuple[NDArray[np.float16], float]:
+        """Weights as float16, and what to multiply them by: codes are made as large as 1,024 first, but not more than 2^15 times."""
+        if self.kind == F16:
+            factor = packing._half_factor(self.exact)
+            return (self.exact / np.float32(factor)).astype(np.float16), factor
+        codes, scale, offset = (self.source[name].astype(np.float64) for name in ("codes", "scale", "offset"))
+        top = max(np.abs(offset).max(), np.abs(scale * (15 if self.kind == Q4 else 255) + offset).max())
+        power = min(1024 / float(power_above(np.float32(top))), 2.0**15)
+        scale, offset = (np.repeat(part, self.group, axis=1)[:, : codes.shape[1]] for part in (scale, offset))
+        return ((codes * scale + offset) * power).astype(np.float16), self.factor / power
+
+
+def power_above(numbers: Any) -> Any:
+    """The least power of two that is not below."""
+    return np.exp2(np.ceil(np.log2(np.maximum(numbers, np.float32(2.0**-125)))))
 
 
 def gated(both: Floats) -> Floats:

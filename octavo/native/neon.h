@@ -1,0 +1,209 @@
+// Products by NEON with dot products of bytes and arithmetic in float16. Shared by the levels neon and i8mm.
+//
+//     few rows     codes by codes: a register is a quad of codes for 4 rows of a panel
+//     more rows    float16 by float16: two registers are one k for all 16 rows of a panel
+#pragma once
+#include <utility>
+
+#include "generic.h"
+
+namespace octavo {
+namespace {
+
+// run(0), run(1), ... run(COUNT - 1), with numbers known to the compiler: instructions have them built in.
+template <int COUNT, class Run> INLINE void unrolled(Run run) {
+    [&]<int... I>(std::integer_sequence<int, I...>) { (run(std::integral_constant<int, I>()), ...); }(std::make_integer_sequence<int, COUNT>());
+}
+
+const int64_t PREFETCH_BYTES = 1024;  // how far ahead weights are asked for
+
+// --- codes of 8 bits ---------------------------------------------------------------------------------------------------
+
+// A quad of codes of each of 4 rows by the quad LANE of x, both signed.
+struct SignedDot {
+    static const bool CENTRED = true;  // codes of 8 bits are signed only when counted from -128 on
+    template <int LANE> static INLINE int32x4_t add(int32x4_t total, uint8x16_t codes, int8x16_t x) {
+        return vdotq_laneq_s32(total, vreinterpretq_s8_u8(codes), x, LANE);
+    }
+};
+
+template <bool FOUR, class Dot> struct DotMath {
+    static const int MOST = 4;
+    static constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: integers counted up from its bits are floats already, but for a difference
+    static const bool CENTRED = Dot::CENTRED && !FOUR;
+    const Matrix &matrix;
+    const Rows &rows;
+
+    int64_t panel(int64_t index, void *) const { return index; }
+    template <int R> void block(int64_t row, int64_t panel, Lanes *sums) const {
+        CodeSums<R, CENTRED> made(matrix, rows, row, panel);
+        const uint8_t *w = (const uint8_t *)matrix.data + panel * rows.stride * P / (FOUR ? 2 : 1);
+        const int8_t *x = rows.codes + row * rows.stride;
+        for (int64_t k = 0; k < rows.stride;) {
+            const int64_t start = k;
+            int32x4_t totals[R][4];
+            for (int r = 0; r < R; r++)
+                for (int p = 0; p < 4; p++) totals[r][p] = vreinterpretq_s32_f32(vdupq_n_f32(MAGIC));
+            do {
+                int8x16_t codes[R];
+                for (int r = 0; r < R; r++) codes[r] = vld1q_s8(x + r * rows.stride);
+                unrolled<FOUR ? 2 : 4>([&](auto part) {
+                    __builtin_prefetch(w + PREFETCH_BYTES);
+                    add<part * (FOUR ? 2 : 1)>(w, codes, totals);
+                    w += 64;
+                });
+                k += 16, x += 16;
+            } while (k < start + made.span);
+            made.add_span(start, [&](int r) {
+                Lanes total;
+                for (int p = 0; p < 4; p++) total.part[p] = (Vector)totals[r][p] - MAGIC;
+                return total;
+            });
+        }
+        made.finish(sums);
+    }
+
+private:
+    // 64 bytes of weights by the quad LANE of x, and by the one after it where they are two quads.
+    template <int LANE, int R> static INLINE void add(const uint8_t *w, const int8x16_t (&x)[R], int32x4_t (&totals)[R][4]) {
+        for (int p = 0; p < 4; p++) {
+            const uint8x16_t both = vld1q_u8(w + 16 * p);
+            const uint8x16_t first = FOUR ? vandq_u8(both, vdupq_n_u8(15)) : CENTRED ? veorq_u8(both, vdupq_n_u8(128)) : both;
+            for (int r = 0; r < R; r++) totals[r][p] = Dot::template add<LANE>(totals[r][p], first, x[r]);
+            if constexpr (FOUR) {
+                const uint8x16_t second = vshrq_n_u8(both, 4);
+                for (int r = 0; r < R; r++) totals[r][p] = Dot::template add<LANE + 1>(totals[r][p], second, x[r]);
+            }
+        }
+    }
+};
+
+// --- float16 -----------------------------------------------------------------------------------------------------------
+
+const float MOST_HALF = 1024;  // of a weight: 32 products with numbers up to 1 stay below float16's end
+
+// The power of two that codes are multiplied by on their way to float16: it takes the largest close to MOST_HALF, as far as
+// float16 can say that power itself.
+inline float half_power(const Matrix &matrix) {
+    return matrix.top > 0 ? std::clamp(MOST_HALF / power_above(matrix.top), 0x1p-14f, 0x1p15f) : 1.0f;
+}
+
+// A panel of codes as float16: to [stride][16]
+template <bool FOUR> void unpack_halves(const Matrix &matrix, int64_t stride, int64_t panel, float power, float16_t *to) {
+    const int64_t groups = stride / matrix.group;
+    const uint8_t *w = (const uint8_t *)matrix.data + panel * stride * P / (FOUR ? 2 : 1);
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t place = (panel * groups + g) * P;
+        float16x8_t scale[2], offset[2];
+        for (int half = 0; half < 2; half++) {
+            scale[half] = vmulq_n_f16(vld1q_f16((const float16_t *)matrix.scale + place + 8 * half), float16_t(power));
+            offset[half] = vmulq_n_f16(vld1q_f16((const float16_t *)matrix.offset + place + 8 * half), float16_t(power));
+        }
+        auto put = [&](uint8x16_t codes) {
+            // Under the bits of 1,024 a code is a float16 that is larger than itself by so much, and quicker made than converted.
+            const uint8x16_t above = vdupq_n_u8(0x64);
+            const float16x8_t shifted[2] = {vreinterpretq_f16_u8(vzip1q_u8(codes, above)), vreinterpretq_f16_u8(vzip2q_u8(codes, above))};
+            for (int half = 0; half < 2; half++, to += 8)
+                vst1q_f16(to, vfmaq_f16(offset[half], vsubq_f16(shifted[half], vdupq_n_f16(1024)), scale[half]));
+        };
+        for (int64_t k = 0; k < matrix.group; k += FOUR ? 8 : 4, w += 64) {
+            const uint8x16x4_t quads = vld4q_u8(w);
+            for (int i = 0; i < 4; i++) put(FOUR ? vandq_u8(quads.val[i], vdupq_n_u8(15)) : quads.val[i]);
+            if (FOUR)
+                for (int i = 0; i < 4; i++) put(vshrq_n_u8(quads.val[i], 4));
+        }
+    }
+}
+
+// sum + weights * the number LANE of x. Written out, as compilers would copy a number that is needed twice to all lanes of a
+// register first, and run out of registers.
+template <int LANE> inline float16x8_t multiply_add(float16x8_t weights, float16x8_t x, float16x8_t sum) {
+    asm("fmla %0.8h, %1.8h, %2.h[%3]" : "+w"(sum) : "w"(weights), "x"(x), "i"(LANE));
+    return sum;
+}
+
+// S spans of R rows times a panel, in float16, one k after the other. Several spans at once where few rows would wait for their
+// own sums: a row gives the same bits whatever it is multiplied with.
+template <int R, int S> INLINE void sum_spans(const float16_t *w, const float16_t *x, int64_t stride, int64_t span, float16_t (*to)[R][P]) {
+    float16x8_t sums[S][R][2] = {};
+    int64_t k = 0;
+    do {
+        float16x8_t numbers[S][R];
+        for (int s = 0; s < S; s++)
+            for (int r = 0; r < R; r++) numbers[s][r] = vld1q_f16(x + r * stride + s * span + k);
+        unrolled<8>([&](auto lane) {
+            for (int s = 0; s < S; s++)
+                for (int half = 0; half < 2; half++) {
+                    const float16x8_t weights = vld1q_f16(w + (s * span + k + lane) * P + 8 * half);
+                    for (int r = 0; r < R; r++) sums[s][r][half] = multiply_add<lane>(weights, numbers[s][r], sums[s][r][half]);
+                }
+        });
+        k += 8;
+    } while (k < span);
+    for (int s = 0; s < S; s++)
+        for (int r = 0; r < R; r++)
+            for (int half = 0; half < 2; half++) vst1q_f16(to[s][r] + 8 * half, sums[s][r][half]);
+}
+
+// acc + sum * scale, as floats.
+INLINE Lanes carry(const float16_t *sum, float scale, Lanes acc) {
+    for (int half = 0; half < 2; half++) {
+        const float16x8_t both = vld1q_f16(sum + 8 * half);
+        Vector *to = acc.part + 2 * half;
+        to[0] = (Vector)vfmaq_n_f32((float32x4_t)to[0], vcvt_f32_f16(vget_low_f16(both)), scale);
+        to[1] = (Vector)vfmaq_n_f32((float32x4_t)to[1], vcvt_high_f32_f16(both), scale);
+    }
+    return acc;
+}
+
+struct HalfMath {
+    static const int MOST = 8;
+    const Matrix &matrix;
+    const Rows &rows;
+    const float power = has_codes(matrix) ? half_power(matrix) : 1.0f;
+
+    // Where it lies, or unpacked.
+    const float16_t *panel(int64_t index, void *memory) const {
+        if (matrix.kind == OCTAVO_F16) return (const float16_t *)matrix.data + index * rows.stride * P;
+        if (matrix.kind == OCTAVO_Q4) unpack_halves<true>(matrix, rows.stride, index, power, (float16_t *)memory);
+        else unpack_halves<false>(matrix, rows.stride, index, power, (float16_t *)memory);
+        return (const float16_t *)memory;
+    }
+    // Sums of float16 are carried into floats after every span. Those of some spans wait for it: then a row's floats stay in registers.
+    template <int R> void block(int64_t row, const float16_t *w, Lanes *sums) const {
+        const int64_t span = span_of(matrix), spans = rows.stride / span, SOME = 16;  // spans are even in number, as K_PAD is two of them
+        const int S = R <= 3 ? 2 : 1;
+        const float16_t *x = (const float16_t *)rows.halves + row * rows.stride;
+        float16_t made[SOME][R][P];
+        for (int r = 0; r < R; r++) sums[r] = zeros();
+        for (int64_t begin = 0; begin < spans; begin += SOME) {
+            const int64_t count = std::min(SOME, spans - begin);
+            for (int64_t i = 0; i < count; i += S, w += S * span * P, x += S * span) sum_spans<R, S>(w, x, rows.stride, span, made + i);
+            for (int r = 0; r < R; r++) {
+                const float *scale = rows.scale + (row + r) * spans + begin;
+                Lanes acc = sums[r];
+                for (int64_t i = 0; i < count; i++) acc = carry(made[i][r], scale[i], acc);
+                sums[r] = acc;
+            }
+        }
+        for (int r = 0; r < R; r++) sums[r] = sums[r] * (matrix.factor / power);
+    }
+};
+
+// --- which is taken ----------------------------------------------------------------------------------------------------
+
+template <class Dot> struct HalfChoice {
+    static Form form(const Matrix &matrix, int64_t rows) {
+        return matrix.kind == OCTAVO_F16 || (has_codes(matrix) && rows > FEW) ? Form::HALF : GenericChoice::form(matrix, rows);
+    }
+
+    template <class Run> static void choose(const Matrix &matrix, const Rows &rows, Run run) {
+        if (rows.form == Form::FLOAT) choose_float(matrix, rows, run);
+        else if (rows.form == Form::HALF) run(HalfMath{matrix, rows});
+        else if (matrix.kind == OCTAVO_Q4) run(DotMath<true, Dot>{matrix, rows});
+        else run(DotMath<false, Dot>{matrix, rows});
+    }
+};
+
+}  // namespace
+}  // namespace octavo
