@@ -59,9 +59,9 @@ inline void load_head(const Model &model, const void *from, float scale, int64_t
         for (int64_t d = 0; d < whole; d += LANE_COUNT) store(load16(values + d), to + d);
         for (int64_t d = whole; d < width; d++) to[d] = d < dim ? one(values[d]) : 0.0f;
     };
-    if (model.cache_kind == OCTAVO_F32) each((const float *)from, load, [](float v) { return v; });
-    else if (model.cache_kind == OCTAVO_BF16) each((const uint16_t *)from, load_bf16, bf16_to_float);
-    else if (model.cache_kind == OCTAVO_F16) each((const uint16_t *)from, load_f16, f16_to_float);
+    if (model.cache_kind == OCTAVO_F32) each((const float *)from, [](const float *v) { return load(v); }, [](float v) { return v; });
+    else if (model.cache_kind == OCTAVO_BF16) each((const uint16_t *)from, [](const uint16_t *v) { return load_bf16(v); }, bf16_to_float);
+    else if (model.cache_kind == OCTAVO_F16) each((const uint16_t *)from, [](const uint16_t *v) { return load_f16(v); }, f16_to_float);
     else each((const int8_t *)from, [=](const int8_t *v) { return load_int8(v) * scale; }, [=](int8_t v) { return float(v) * scale; });
 }
 

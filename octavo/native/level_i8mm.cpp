@@ -7,7 +7,9 @@ namespace {
 // A quad of codes of each of 4 rows, unsigned, by the quad LANE of x, signed.
 struct MixedDot {
     static const bool CENTRED = false;
-    template <int LANE> static INLINE int32x4_t add(int32x4_t total, uint8x16_t codes, int8x16_t x) { return vusdotq_laneq_s32(total, codes, x, LANE); }
+    template <int LANE> static INLINE int32x4_t add(int32x4_t total, uint8x16_t codes, int8x16_t x) {
+        return vusdotq_laneq_s32(total, codes, x, LANE);
+    }
 };
 
 // A panel of codes as pairs of bfloat16: to [stride / 2][16][2]

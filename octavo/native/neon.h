@@ -124,8 +124,8 @@ template <int LANE> inline float16x8_t multiply_add(float16x8_t weights, float16
 
 // S spans of R rows times a panel, in float16, one k after the other. Several spans at once where few rows would wait for their
 // own sums: a row gives the same bits whatever it is multiplied with.
-template <int R, int S> INLINE void sum_spans(const float16_t *w, const float16_t *x, int64_t stride, int64_t span, float16_t (*to)[R][P]) {
-    float16x8_t sums[S][R][2] = {};
+template <int R, int S> INLINE void sum_spans(const float16_t *w, const float16_t *x, int64_t stride, int64_t span, float16x8_t (*sums)[R][2]) {
+    float16x8_t made[S][R][2] = {};
     int64_t k = 0;
     do {
         float16x8_t numbers[S][R];
@@ -135,23 +135,20 @@ template <int R, int S> INLINE void sum_spans(const float16_t *w, const float16_
             for (int s = 0; s < S; s++)
                 for (int half = 0; half < 2; half++) {
                     const float16x8_t weights = vld1q_f16(w + (s * span + k + lane) * P + 8 * half);
-                    for (int r = 0; r < R; r++) sums[s][r][half] = multiply_add<lane>(weights, numbers[s][r], sums[s][r][half]);
+                    for (int r = 0; r < R; r++) made[s][r][half] = multiply_add<lane>(weights, numbers[s][r], made[s][r][half]);
                 }
         });
         k += 8;
     } while (k < span);
-    for (int s = 0; s < S; s++)
-        for (int r = 0; r < R; r++)
-            for (int half = 0; half < 2; half++) vst1q_f16(to[s][r] + 8 * half, sums[s][r][half]);
+    memcpy(sums, made, sizeof made);
 }
 
-// acc + sum * scale, as floats.
-INLINE Lanes carry(const float16_t *sum, float scale, Lanes acc) {
+// acc + sum * scale, as floats. sum: two registers
+INLINE Lanes carry(const float16x8_t *sum, float scale, Lanes acc) {
     for (int half = 0; half < 2; half++) {
-        const float16x8_t both = vld1q_f16(sum + 8 * half);
         Vector *to = acc.part + 2 * half;
-        to[0] = (Vector)vfmaq_n_f32((float32x4_t)to[0], vcvt_f32_f16(vget_low_f16(both)), scale);
-        to[1] = (Vector)vfmaq_n_f32((float32x4_t)to[1], vcvt_high_f32_f16(both), scale);
+        to[0] = (Vector)vfmaq_n_f32((float32x4_t)to[0], vcvt_f32_f16(vget_low_f16(sum[half])), scale);
+        to[1] = (Vector)vfmaq_n_f32((float32x4_t)to[1], vcvt_high_f32_f16(sum[half]), scale);
     }
     return acc;
 }
@@ -174,7 +171,7 @@ struct HalfMath {
         const int64_t span = span_of(matrix), spans = rows.stride / span, SOME = 16;  // spans are even in number, as K_PAD is two of them
         const int S = R <= 3 ? 2 : 1;
         const float16_t *x = (const float16_t *)rows.halves + row * rows.stride;
-        float16_t made[SOME][R][P];
+        float16x8_t made[SOME][R][2];
         for (int r = 0; r < R; r++) sums[r] = zeros();
         for (int64_t begin = 0; begin < spans; begin += SOME) {
             const int64_t count = std::min(SOME, spans - begin);

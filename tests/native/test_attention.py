@@ -16,7 +16,7 @@ from octavo.kernels.cpu.library import BF16, F16, F32, Q8, NativeLibrary, addres
 from octavo.kernels.reference.kv_codes import from_codes, to_codes
 from octavo.kernels.reference.norm import add_rms_norm
 from tests.support.native import error, levels_here, running
-from tests.support.native_attention import MANY_TOGETHER, MIXED, TOGETHER, attended_twin, rounds, written_twin
+from tests.support.native_attention import MANY_TOGETHER, MIXED, TOGETHER, attended_twin, in_halves, rounds, written_twin
 
 CACHES = {"f32": F32, "bf16": BF16, "f16": F16, "int8": Q8}
 LEVELS = levels_here()
@@ -35,7 +35,7 @@ def check(case: AttentionCase, library: NativeLibrary) -> None:
     if rounds(library.level, case):
         assert error(out, attended_twin(case, from_bf16(to_bf16(qkv)), *caches)) < 1e-2
     else:
-        assert error(out, attended_twin(case, qkv, *caches)) < 1e-5
+        assert error(out, attended_twin(case, qkv, *caches)) < (5e-3 if in_halves(library.level, case) else 1e-5)
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from octavo.kernels.cpu.attention_case import AttentionCase, Cache
-from octavo.kernels.cpu.library import BF16, Q8
+from octavo.kernels.cpu.library import BF16, F16, Q8
 from octavo.kernels.cpu.packing import Floats
 from octavo.kernels.reference.attention import attend, causal_mask
 from octavo.kernels.reference.norm import rms_norm
@@ -55,3 +55,8 @@ def stored_twin(case: AttentionCase, before: tuple[Cache, Cache], qkv: Floats) -
 def rounds(level: str, case: AttentionCase) -> bool:
     """Whether queries are rounded to bfloat16, and perhaps weights: with scores that are large, that can move a lot."""
     return level in ("avx512bf16", "amx") and case.cache_kind in (BF16, Q8) and case.head_dim % 32 == 0
+
+
+def in_halves(level: str, case: AttentionCase) -> bool:
+    """Whether keys, queries, weights and values are multiplied and summed in float16, 32 at a time."""
+    return level in ("neon", "i8mm") and case.cache_kind == F16 and case.head_dim % 16 == 0

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.kernels.cpu import packing
 from octavo.kernels.cpu.attention_case import from_bf16, to_bf16
 from octavo.kernels.cpu.library import BF16, F16, F32, Q4, Q8, NativeLibrary
-from octavo.kernels.cpu import packing
 from octavo.kernels.cpu.packing import Floats, PackedMatrix, pack_codes, pack_float
 
 FEW_ROWS = 16  # up to here weights in codes are multiplied by codes

@@ -86,9 +86,10 @@ def unpack_rows(packed: PackedMatrix, rows: NDArray[np.int64]) -> Floats:
 
 
 def _half_factor(weights: Floats) -> float:
-    """1, or a power of two that brings the largest weight down to 1,024: 32 products with numbers up to 1 must not pass float16's end."""
+    """The power of two that brings the largest weight close to 1,024: 32 products with numbers up to 1 must not pass float16's end,
+    and small weights are to keep their digits."""
     largest = float(max(weights.max(initial=0), -weights.min(initial=0)))
-    return float(2.0 ** max(0, math.ceil(math.log2(largest / MOST_HALF)))) if largest > 0 else 1.0
+    return float(2.0 ** math.ceil(math.log2(largest / MOST_HALF))) if largest > 0 else 1.0
 
 
 def _top(scale: NDArray[np.float16], offset: NDArray[np.float16], kind: int) -> float:

@@ -1,0 +1,231 @@
+// Attention in float16 over caches of it, heads of a multiple of 16 dimensions. Shared by the levels neon and i8mm.
+//
+// A tile is 64 keys, read where they lie. Products of 32 dimensions or of 32 keys are summed in float16, and then in floats.
+//
+//     scores    each key times each query, which is made at most 1/64, so that no key is too large;
+//               the sums of 8 keys are folded into 8 lanes
+//     weights   online softmax, in floats, then float16
+//     sums      weight times value, 16 dimensions at a time; values so large that a sum passes float16's end are weighted
+//               again by 1/64, which would cost small values digits
+#pragma once
+#include "neon.h"
+
+namespace octavo {
+namespace {
+
+const float ROOM = 64;           // for 32 products of the largest numbers there are, and what rounding adds
+const int64_t CARRY = 32;        // dimensions or keys whose products are summed in float16
+
+inline bool fits_halves(const Model &model) { return model.cache_kind == OCTAVO_F16 && model.head_dim % LANE_COUNT == 0; }
+
+struct HalfTile {                // 64 keys of one kv head
+    const float16_t *keys[KEYS], *values[KEYS];
+    int64_t count;
+};
+
+// Where keys [begin, begin + count) of a row lie, found through its block table; zeros stand for those that are missing.
+inline void find_tile(const Model &model, const Layer &layer, const int64_t *table, int64_t kv_head, int64_t begin, int64_t count,
+                      const float16_t *zeros, HalfTile &tile) {
+    tile.count = std::clamp<int64_t>(count, 0, KEYS);
+    Slots slots(table, model.block_size, begin);
+    for (int64_t i = 0; i < tile.count; i++) {
+        const int64_t place = (slots.next() * model.kv_heads + kv_head) * model.head_dim;
+        tile.keys[i] = (const float16_t *)layer.k_cache + place;
+        tile.values[i] = (const float16_t *)layer.v_cache + place;
+    }
+    for (int64_t i = tile.count; i < KEYS; i++) tile.keys[i] = tile.values[i] = zeros;
+}
+
+// Asks for 8 keys and their values before they are needed: they lie in pieces too small for the hardware to guess.
+INLINE void prefetch_keys(const HalfTile &tile, int64_t j, int64_t dim) {
+    for (int64_t i = j; i < std::min<int64_t>(j + 8, tile.count); i++)
+        for (int64_t d = 0; d < dim; d += 32) {
+            __builtin_prefetch(tile.keys[i] + d);
+            __builtin_prefetch(tile.values[i] + d);
+        }
+}
+
+// R queries against 8 keys, over D dimensions: their sums, one in each lane.
+template <int R, int D> INLINE void score_dimensions(const float16_t *const *keys, const float16_t *q, int64_t dim, int64_t d, float16x8_t *sums) {
+    float16x8_t x[R][D / 8];
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < D / 8; i++) x[r][i] = vld1q_f16(q + r * dim + d + 8 * i);
+    auto one = [&](int key, float16x8_t *made) {
+        for (int i = 0; i < D / 8; i++) {
+            const float16x8_t numbers = vld1q_f16(keys[key] + d + 8 * i);
+            for (int r = 0; r < R; r++) made[r] = i == 0 ? vmulq_f16(numbers, x[r][i]) : vfmaq_f16(made[r], numbers, x[r][i]);
+        }
+    };
+    auto fold = [&](float16x8_t *made, const float16x8_t *next) {
+        for (int r = 0; r < R; r++) made[r] = vpaddq_f16(made[r], next[r]);
+    };
+    auto four = [&](int key, float16x8_t *made) {
+        float16x8_t second[R], third[R], fourth[R];
+        one(key, made), one(key + 1, second);
+        fold(made, second);
+        one(key + 2, third), one(key + 3, fourth);
+        fold(third, fourth);
+        fold(made, third);
+    };
+    float16x8_t others[R];
+    four(0, sums), four(4, others);
+    fold(sums, others);
+}
+
+// R queries against keys [j, j + 8) of a tile.
+template <int R> INLINE void score_keys(const HalfTile &tile, int64_t j, const float16_t *q, int64_t dim, float (*scores)[KEYS]) {
+    float32x4_t low[R], high[R];
+    for (int r = 0; r < R; r++) low[r] = high[r] = vdupq_n_f32(0);
+    auto add = [&](const float16x8_t *sums) {
+        for (int r = 0; r < R; r++) {
+            low[r] = vaddq_f32(low[r], vcvt_f32_f16(vget_low_f16(sums[r])));
+            high[r] = vaddq_f32(high[r], vcvt_high_f32_f16(sums[r]));
+        }
+    };
+    float16x8_t sums[R];
+    int64_t d = 0;
+    for (; d + CARRY <= dim; d += CARRY) {
+        score_dimensions<R, CARRY>(tile.keys + j, q, dim, d, sums);
+        add(sums);
+    }
+    if (d < dim) {
+        score_dimensions<R, LANE_COUNT>(tile.keys + j, q, dim, d, sums);
+        add(sums);
+    }
+    for (int r = 0; r < R; r++) vst1q_f32(scores[r] + j, low[r]), vst1q_f32(scores[r] + j + 4, high[r]);
+}
+
+struct HalfWeights {             // of R queries, as float16: 1 / room of what they are
+    float16_t (*values)[KEYS];
+    float room;
+};
+
+inline void halve_weights(const float *weights, float room, float16_t *to) {
+    for (int j = 0; j < KEYS; j += 8) {
+        const float32x4_t low = vmulq_n_f32(vld1q_f32(weights + j), 1 / room), high = vmulq_n_f32(vld1q_f32(weights + j + 4), 1 / room);
+        vst1q_f16(to + j, vcvt_high_f16_f32(vcvt_f16_f32(low), high));
+    }
+}
+
+template <int COUNT> INLINE bool all_finite(const Lanes *acc) {
+    Vector check = {};
+    for (int i = 0; i < COUNT; i++)
+        for (int p = 0; p < PARTS; p++) check += acc[i].part[p] * 0.0f;
+    return vmaxvq_f32((float32x4_t)check) == 0;  // NaN is larger than any number here
+}
+
+// Values of keys [first, last), multiples of 8, weighted, for D * 16 dimensions of R queries. Returns whether sums are finite; else
+// they stay as they were, unless there is room already.
+template <int R, int D>
+INLINE bool add_values(const HalfTile &tile, int64_t first, int64_t last, int64_t d, int64_t dim, const HalfWeights &weights, const float *shrink,
+                       float *sums) {
+    Lanes acc[R][D];
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < D; i++) acc[r][i] = load(sums + r * dim + d + i * LANE_COUNT) * shrink[r];
+    for (int64_t key = first; key < last;) {
+        float16x8_t made[R][2 * D] = {};
+        const int64_t end = std::min(last, key / CARRY * CARRY + CARRY);
+        do {
+            float16x8_t numbers[R];
+            for (int r = 0; r < R; r++) numbers[r] = vld1q_f16(weights.values[r] + key);
+            unrolled<8>([&](auto lane) {
+                for (int i = 0; i < 2 * D; i++) {
+                    const float16x8_t values = vld1q_f16(tile.values[key + lane] + d + 8 * i);
+                    for (int r = 0; r < R; r++) made[r][i] = multiply_add<lane>(values, numbers[r], made[r][i]);
+                }
+            });
+            key += 8;
+        } while (key < end);
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < D; i++) acc[r][i] = carry(made[r] + 2 * i, weights.room, acc[r][i]);
+    }
+    if (weights.room == 1 && !all_finite<R * D>(acc[0])) return false;
+    for (int r = 0; r < R; r++)
+        for (int i = 0; i < D; i++) store(acc[r][i], sums + r * dim + d + i * LANE_COUNT);
+    return true;
+}
+
+// R queries against a tile, of which query r sees keys [low[r], high[r]). q: [R][dim], scale: of each; sums: [R][dim]
+template <int R>
+void attend_tile(const HalfTile &tile, const HalfTile &next, const float16_t *q, int64_t dim, const int64_t *low, const int64_t *high,
+                 const float *scale, Online *states, float *sums) {
+    alignas(64) float scores[R][KEYS];
+    float16_t halves[R][KEYS];
+    float shrink[R];
+    int64_t first = KEYS, last = 0;  // keys that any of them sees
+    for (int r = 0; r < R; r++) first = std::min(first, low[r]), last = std::max(last, high[r]);
+    first = first / 8 * 8, last = (last + 7) / 8 * 8;
+    for (int64_t j = first; j < last; j += 8) {
+        prefetch_keys(next, j, dim);
+        score_keys<R>(tile, j, q, dim, scores);
+    }
+    for (int r = 0; r < R; r++) shrink[r] = weigh(states[r], scores[r], low[r], high[r], scale[r]);
+    const int D = R < 4 ? 2 : 1;  // enough sums at once that none has to wait for the one before
+    int64_t d = 0;
+    for (float room : {1.0f, ROOM}) {
+        for (int r = 0; r < R; r++) halve_weights(scores[r], room, halves[r]);
+        const HalfWeights weights{halves, room};
+        while (d + D * LANE_COUNT <= dim && add_values<R, D>(tile, first, last, d, dim, weights, shrink, sums)) d += D * LANE_COUNT;
+        if constexpr (D > 1)
+            if (d + LANE_COUNT == dim && add_values<R, 1>(tile, first, last, d, dim, weights, shrink, sums)) d = dim;
+        if (d == dim) break;
+    }
+}
+
+struct HalfQueries {             // of a task, query by query and head by head
+    float16_t *values;           // [count][dim], at most 1 / ROOM
+    float *sums;                 // [count][dim]
+    float *scale;                // [count]: of scores
+    Online *states;
+    int64_t earliest, count;     // earliest: the first position any of them may see
+};
+
+inline HalfQueries load_queries(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Task &task, float *memory) {
+    const int64_t dim = model.head_dim, group = model.heads / model.kv_heads, heads = model.heads + 2 * model.kv_heads, count = task.queries * group;
+    HalfQueries queries{nullptr, memory, memory + count * dim, nullptr, INT64_MAX, count};
+    queries.states = (Online *)(queries.scale + count);
+    queries.values = (float16_t *)(queries.states + count);
+    std::fill(queries.sums, queries.sums + count * dim, 0.0f);
+    for (int64_t i = 0; i < count; i++) {
+        const float *q = qkv + ((task.token + i / group) * heads + task.kv_head * group + i % group) * dim;
+        const float scale = power_above(largest_of(q, dim)) * ROOM;
+        for (int64_t d = 0; d < dim; d += LANE_COUNT) store_f16(load(q + d) * (1 / scale), (uint16_t *)queries.values + i * dim + d);
+        queries.scale[i] = scale * model.attention_scale;
+        queries.states[i] = {-INFINITY, 0.0f};
+        queries.earliest = std::min(queries.earliest, first_seen(layer, step.positions[task.token + i / group]));
+    }
+    return queries;
+}
+
+// Queries of one row against its context, through the block table.
+void attend_halves(const Model &model, const Layer &layer, const Step &step, const float *qkv, const Target &out, float *partials, const Task &task,
+                   void *scratch) {
+    if (!fits_halves(model)) return attend_floats(model, layer, step, qkv, out, partials, task, scratch);
+    const int64_t dim = model.head_dim, group = model.heads / model.kv_heads;
+    const int64_t *table = step.tables + task.row * step.table_width;
+    float *memory = (float *)scratch;
+    std::fill(memory, memory + dim, 0.0f);  // a key that is missing
+    const HalfQueries queries = load_queries(model, layer, step, qkv, task, memory + dim);
+    HalfTile tile, next, none;
+    none.count = 0;
+    int64_t begin = std::max(task.begin, queries.earliest);
+    find_tile(model, layer, table, task.kv_head, begin, task.end - begin, (const float16_t *)memory, next);
+    for (; begin < task.end; begin += KEYS) {
+        tile = next;
+        find_tile(model, layer, table, task.kv_head, begin + KEYS, task.end - begin - KEYS, (const float16_t *)memory, next);
+        for (int64_t i = 0; i < queries.count; i += QUERIES_AT_ONCE) {
+            int64_t low[QUERIES_AT_ONCE], high[QUERIES_AT_ONCE], rows = std::min<int64_t>(QUERIES_AT_ONCE, queries.count - i);
+            for (int64_t r = 0; r < rows; r++) {
+                const int64_t position = step.positions[task.token + (i + r) / group];
+                low[r] = std::max<int64_t>(0, first_seen(layer, position) - begin);
+                high[r] = std::min(tile.count, position + 1 - begin);
+            }
+            attend_rows<QUERIES_AT_ONCE>(rows, tile, i == 0 ? next : none, (const float16_t *)queries.values + i * dim, dim, (const int64_t *)low,
+                                         (const int64_t *)high, (const float *)queries.scale + i, queries.states + i, queries.sums + i * dim);
+        }
+    }
+    for (int64_t i = 0; i < queries.count; i++) finish(model, task, queries.states[i], queries.sums + i * dim, i / group, i % group, out, partials);
+}
+
+}  // namespace
+}  // namespace octavo
