@@ -108,8 +108,12 @@ void octavo_set_threads(int threads) { pool().resize(std::max(1, threads)); }
 int octavo_threads(void) { return pool().threads(); }
 
 void octavo_step(const Model *model, const Step *step) { run_step(*model, *step); }
-void octavo_matmul(const Matrix *matrix, const float *x, float *y, int64_t rows) { multiply_all(*matrix, x, y, rows, false); }
-void octavo_gate_up(const Matrix *matrix, const float *x, float *y, int64_t rows) { multiply_all(*matrix, x, y, rows, true); }
+void octavo_matmul(const Matrix *matrix, const float *x, float *y, int64_t rows, int64_t tokens) {
+    multiply_all(*matrix, x, y, rows, tokens, false);
+}
+void octavo_gate_up(const Matrix *matrix, const float *x, float *y, int64_t rows, int64_t tokens) {
+    multiply_all(*matrix, x, y, rows, tokens, true);
+}
 
 void octavo_add_rms_norm(float *stream, const float *x, const float *weight, float eps, float *y, int64_t rows, int64_t size) {
     together([&](int thread) {

@@ -114,8 +114,9 @@ int octavo_threads(void);
 void octavo_step(const Model *model, const Step *step);
 
 // The parts of a step, for the layer-by-layer path and for tests against the torch twins.
-void octavo_matmul(const Matrix *matrix, const float *x, float *y, int64_t rows);                       // y: [rows][n]
-void octavo_gate_up(const Matrix *matrix, const float *x, float *y, int64_t rows);                      // y: [rows][n / 2]
+// tokens: of the step that the rows belong to. Where they are more than a few, no row is multiplied as codes of 8 bits.
+void octavo_matmul(const Matrix *matrix, const float *x, float *y, int64_t rows, int64_t tokens);       // y: [rows][n]
+void octavo_gate_up(const Matrix *matrix, const float *x, float *y, int64_t rows, int64_t tokens);      // y: [rows][n / 2]
 void octavo_add_rms_norm(float *stream, const float *x, const float *weight, float eps, float *y, int64_t rows, int64_t size);
 void octavo_write(const Model *model, int layer, const Step *step, float *qkv);                         // norms, rotates, stores
 void octavo_attend(const Model *model, int layer, const Step *step, const float *qkv, float *out);      // out: [tokens][heads * head_dim]

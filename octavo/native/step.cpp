@@ -41,13 +41,14 @@ private:
     size_t bytes_ = 0;
 };
 
-// Rows prepared for a product.
+// Rows prepared for a product. How they are multiplied depends on the tokens of their step: the vocabulary of a prompt's last
+// token is worth as much care as the prompt.
 struct RowBuffer {
     Buffer values, scale, sum;
 
-    Rows get(const Matrix &matrix, int64_t count) {
+    Rows get(const Matrix &matrix, int64_t count, int64_t tokens) {
         Rows rows{};
-        rows.form = kernels().form(matrix, count);
+        rows.form = kernels().form(matrix, tokens);
         rows.rows = count;
         rows.stride = padded(matrix);
         void *memory = values.get<float>((count + 31) / 32 * 32 * rows.stride);  // tiles read whole blocks of rows
@@ -132,9 +133,9 @@ static void gate_up(const Matrix &matrix, const Rows &rows, const Target &y, Wor
     });
 }
 
-void multiply_all(const Matrix &matrix, const float *x, float *y, int64_t count, bool gated) {
+void multiply_all(const Matrix &matrix, const float *x, float *y, int64_t count, int64_t tokens, bool gated) {
     if (!count) return;
-    Rows rows = normed_.get(matrix, count);
+    Rows rows = normed_.get(matrix, count, tokens);
     work([&](Worker &me) {
         prepare(matrix, {const_cast<float *>(x), nullptr, matrix.k}, rows, me);
         if (gated) gate_up(matrix, rows, {y, nullptr, matrix.n / 2}, me);
@@ -285,9 +286,10 @@ void run_step(const Model &model, const Step &step) {
     // Layers may differ in form: buffers are as large as any needs before threads start, they must not grow under a reader.
     for (int index = 0; index < model.num_layers; index++) {
         const Layer &layer = model.layers[index];
-        normed_.get(layer.qkv, tokens), normed_.get(layer.gate_up, tokens), made_.get(layer.output, tokens), made_.get(layer.down, tokens);
+        for (const Matrix *matrix : {&layer.qkv, &layer.gate_up}) normed_.get(*matrix, tokens, tokens);
+        for (const Matrix *matrix : {&layer.output, &layer.down}) made_.get(*matrix, tokens, tokens);
     }
-    if (step.num_samples) normed_.get(model.head, step.num_samples);
+    if (step.num_samples) normed_.get(model.head, step.num_samples, tokens);
 
     work([&](Worker &me) {
         auto each_token = [&](auto run) {
@@ -301,7 +303,7 @@ void run_step(const Model &model, const Step &step) {
             kernels().add_rms_norm(stream + token * size, news ? news + token * size : nullptr, weight, model.eps, y, size);
         };
         auto norm_rows = [&](const float *weight, const Matrix &matrix) {
-            Rows rows = normed_.get(matrix, tokens);
+            Rows rows = normed_.get(matrix, tokens, tokens);
             float *row = static_cast<float *>(scratch(me.thread));
             each_token([&](int64_t token) {
                 norm(token, weight, row);
@@ -314,13 +316,13 @@ void run_step(const Model &model, const Step &step) {
             const Layer &layer = model.layers[index];
             multiply(layer.qkv, norm_rows(layer.attention_norm, layer.qkv), qkv, heads, me);
             each_token([&](int64_t token) { kernels().write(model, layer, step, qkv, token); });
-            Rows rows = made_.get(layer.output, tokens);
+            Rows rows = made_.get(layer.output, tokens, tokens);
             Target made = target_of(layer.output, rows, attended);
             attend(model, layer, step, tasks, qkv, made, partials, me);
             prepare(layer.output, made, rows, me);
             multiply(layer.output, rows, added, size, me);
             Rows normed = norm_rows(layer.mlp_norm, layer.gate_up);
-            rows = made_.get(layer.down, tokens);
+            rows = made_.get(layer.down, tokens, tokens);
             made = target_of(layer.down, rows, gated);
             gate_up(layer.gate_up, normed, made, me);
             prepare(layer.down, made, rows, me);
@@ -328,7 +330,7 @@ void run_step(const Model &model, const Step &step) {
         }
         each_token([&](int64_t token) { norm(token, model.norm, step.hidden + token * size); });
         if (step.num_samples == 0) return;
-        Rows rows = normed_.get(model.head, step.num_samples);
+        Rows rows = normed_.get(model.head, step.num_samples, tokens);
         me.deal(step.num_samples, 1, [&](int64_t i, int64_t end) {
             for (; i < end; i++) kernels().prepare(model.head, step.hidden + step.sample_index[i] * size, rows, i);
         });

@@ -68,7 +68,7 @@ class NativeLayers:
             gated = self._product(layer.gate_up, self._norm(stream, news, layer.mlp_norm), gated=True)
             news = self._product(layer.down, gated)
         hidden = self._norm(stream, news, whole.model.norm)
-        return Forward(hidden, self.logits(hidden[batch.sample_index]))
+        return Forward(hidden, whole.logits_in(len(batch.token_ids), hidden[batch.sample_index]))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._whole.logits(hidden)
@@ -88,5 +88,5 @@ class NativeLayers:
     def _product(self, matrix: Matrix, x: Tensor, gated: bool = False) -> Tensor:
         call = self._whole.library.call
         y = torch.empty(len(x), matrix.n // 2 if gated else matrix.n)
-        (call.octavo_gate_up if gated else call.octavo_matmul)(ctypes.byref(matrix), at(x), at(y), len(x))
+        (call.octavo_gate_up if gated else call.octavo_matmul)(ctypes.byref(matrix), at(x), at(y), len(x), len(x))
         return y

@@ -53,8 +53,12 @@ class NativeProgram:
         return Forward(hidden, logits, best)
 
     def logits(self, hidden: Tensor) -> Tensor:
+        return self.logits_in(len(hidden), hidden)
+
+    def logits_in(self, tokens: int, hidden: Tensor) -> Tensor:
+        """As a step of so many tokens makes them."""
         hidden, logits = hidden.contiguous(), torch.empty(len(hidden), self.vocab_size)
-        self.library.call.octavo_matmul(ctypes.byref(self.model.head), at(hidden), at(logits), len(hidden))
+        self.library.call.octavo_matmul(ctypes.byref(self.model.head), at(hidden), at(logits), len(hidden), tokens)
         return logits
 
     def over(self, caches: Caches) -> Model:

@@ -16,7 +16,7 @@ BAD: dict[str, list[Any]] = {
     "dtype": ["float8", "", None, 5],
     "quantization": ["awq", "fp8", "int2", None, 4],
     "device": ["gpu", "mps", "", None, 5],
-    "kv_cache_dtype": ["float16", "int4", "", None, 8],
+    "kv_cache_dtype": ["float8", "int4", "", None, 8],
     "kv_cache_layout": ["ndh", "NHD", "", None, 1],
     "load_format": ["pt", None],
     "generation_config": ["vllm", None],

@@ -119,7 +119,7 @@ void run_product(Case &one) {
         int64_t rows = counts.as<int64_t>()[i], n = gate ? packed.matrix.n / 2 : packed.matrix.n;
         std::vector<float> some(x.as<float>(), x.as<float>() + rows * packed.matrix.k);  // so that reading past it shows
         Results results{{"y", Result(size_t(rows * n) * sizeof(float))}};
-        (gate ? octavo_gate_up : octavo_matmul)(&packed.matrix, some.data(), results.at("y").as<float>(), rows);
+        (gate ? octavo_gate_up : octavo_matmul)(&packed.matrix, some.data(), results.at("y").as<float>(), rows, rows);
         judge(one, one.title + ", " + std::to_string(rows) + " rows", results);
     }
 }

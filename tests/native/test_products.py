@@ -32,6 +32,19 @@ def test_a_product_is_what_its_twin_gives(level: str, kind: int, group: int) -> 
                     assert error(got, good) < TOLERANCE[forms[rows]], (n, k, rows, threads)
 
 
+@pytest.mark.parametrize("kind", [Q8, Q4])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_few_rows_of_a_long_step_are_not_multiplied_as_codes(level: str, kind: int) -> None:
+    """The vocabulary of a prompt's last token."""
+    random, tokens = np.random.default_rng(4), FEW_ROWS + 1
+    with running(level) as library:
+        weights = make_weights(library, random, 48, 200, kind, 32)
+        x = random.standard_normal((2, 200), np.float32)
+        form = form_of(level, kind, tokens)
+        got, good = matmul(library, weights.packed, x, tokens), weights.product(x, form)
+    assert form != "codes" and error(got, good) < TOLERANCE[form]
+
+
 @pytest.mark.parametrize("kind, group", KINDS, ids=NAMES)
 @pytest.mark.parametrize("level", LEVELS)
 def test_gate_and_up_are_multiplied_in_one_pass(level: str, kind: int, group: int) -> None:

@@ -41,12 +41,12 @@ ROW_COUNTS = (tuple(range(1, FEW_ROWS + 1)), (17, 18, 19, 20, 33, 40))  # a leve
 NEAR, NORM, ROUNDED_QUERIES, SUMS_IN_HALVES, STEP_IN_FLOATS, STEP = 1e-5, 1e-6, 1e-2, 5e-3, 1e-4, 3e-2
 
 
-def levels_by_form(kind: int, *rows: int) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """The forms of products with so many rows -> the levels that multiply like that."""
-    found: dict[tuple[str, ...], tuple[str, ...]] = {}
+def levels_by_form(kind: int, rows: int) -> dict[str, tuple[str, ...]]:
+    """The forms of a product with so many rows -> the levels that multiply like that."""
+    found: dict[str, tuple[str, ...]] = {}
     for level in LEVELS:
-        forms = tuple(form_of(level, kind, count) for count in rows)
-        found[forms] = (*found.get(forms, ()), level)
+        form = form_of(level, kind, rows)
+        found[form] = (*found.get(form, ()), level)
     return found
 
 
@@ -85,7 +85,7 @@ def products(random: np.random.Generator, name: str, weights: Weights, gate: boo
         x = random.standard_normal((rows[-1], weights.exact.shape[1]), np.float32)
         case = Case("gate_up" if gate else "product", name, {"gate": gate}, {"x": x, "counts": np.array(rows)})
         with_weights(case, weights)
-        for (form,), levels in levels_by_form(weights.kind, rows[0]).items():
+        for form, levels in levels_by_form(weights.kind, rows[0]).items():
             y = weights.product(x, form)
             tolerance = TOLERANCE[form] * (2 if gate else 1)
             case.expected.append(Expected("y", form, gated(y) if gate else y, "largest", tolerance, levels))
@@ -260,14 +260,14 @@ def step_case(decoder: Decoder, rows: tuple[tuple[int, int], ...]) -> Case:
                 with_weights(case, part, f"layer{index}.{name}.")
             else:
                 case.arrays[f"layer{index}.{name}"] = part
-    for forms, levels in levels_by_form(decoder.kind, len(run.ids), len(run.samples)).items():
-        case.expected += step_results(decoder, rows, forms[0], levels)
+    for form, levels in levels_by_form(decoder.kind, len(run.ids)).items():
+        case.expected += step_results(decoder, rows, form, levels)
     return case
 
 
 def step_results(decoder: Decoder, rows: tuple[tuple[int, int], ...], form: str, levels: tuple[str, ...]) -> list[Expected]:
     run = decoder.step(rows)
-    run.by_twins(lambda weights, x: weights.product(x, form_of(levels[0], weights.kind, len(x))))
+    run.by_twins(lambda weights, x: weights.product(x, form_of(levels[0], weights.kind, len(run.ids))))
     tolerance = STEP_IN_FLOATS if decoder.kind == decoder.cache_kind == F32 else STEP
     return [Expected(name, form, getattr(run, name), "largest", tolerance, levels) for name in ("hidden", "logits")]
 

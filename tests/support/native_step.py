@@ -122,7 +122,7 @@ class Run:
             added = matmul(library, parts["down"].packed, gate_up(library, parts["gate_up"].packed, normed))
         norm(decoder.norm, self.hidden)
         if len(self.samples):
-            self.logits[:] = matmul(library, decoder.head.packed, self.hidden[self.samples])
+            self.logits[:] = matmul(library, decoder.head.packed, self.hidden[self.samples], tokens)
             self.best[:] = self.logits.argmax(1)  # numpy too takes the first of equals
 
     def by_twins(self, multiply: Multiply) -> None:

@@ -120,17 +120,17 @@ def _sampled(library: NativeLibrary, random: np.random.Generator) -> list[Sample
     ]
 
 
-def matmul(library: NativeLibrary, packed: PackedMatrix, x: Floats) -> Floats:
-    """x [rows, k] -> [rows, n]"""
+def matmul(library: NativeLibrary, packed: PackedMatrix, x: Floats, tokens: int = 0) -> Floats:
+    """x [rows, k] -> [rows, n], as rows of a step of so many tokens; by default it has no others."""
     y = np.full((len(x), packed.struct.n), np.nan, np.float32)
-    library.call.octavo_matmul(ctypes.byref(packed.struct), address(x), address(y), len(x))
+    library.call.octavo_matmul(ctypes.byref(packed.struct), address(x), address(y), len(x), tokens or len(x))
     return y
 
 
 def gate_up(library: NativeLibrary, packed: PackedMatrix, x: Floats) -> Floats:
     """x [rows, k] -> silu(gate) * up [rows, n / 2]; rows of weights are 16 of gate, 16 of up, in turn."""
     y = np.full((len(x), packed.struct.n // 2), np.nan, np.float32)
-    library.call.octavo_gate_up(ctypes.byref(packed.struct), address(x), address(y), len(x))
+    library.call.octavo_gate_up(ctypes.byref(packed.struct), address(x), address(y), len(x), len(x))
     return y
 
 
