@@ -103,25 +103,21 @@ struct BF16Panel {
 // As many rows as leave registers for a panel's weights and a number of x.
 const int FLOAT_MOST = WIDTH == 16 ? 12 : WIDTH == 8 ? 6 : 4;
 
-// U sums for each row, so that a step need not wait for the one before.
+// One sum for each row, one k after the other: a row gives the same bits whatever it is multiplied with. A few rows wait for their
+// sums, but for memory even longer.
 template <int R, class Panel> void block_float(const Panel &panel, const Rows &rows, int64_t row, Lanes *sums) {
-    const int U = R * PARTS >= 8 ? 1 : R * PARTS >= 4 ? 2 : 4;
     const float *x = rows.values + row * rows.stride;
-    Lanes acc[R][U];
-    for (int r = 0; r < R; r++)
-        for (int u = 0; u < U; u++) acc[r][u] = zeros();
+    Lanes acc[R];
+    for (int r = 0; r < R; r++) acc[r] = zeros();
     for (int64_t k = 0; k < rows.stride; k += 4) {
         Lanes weights[4];
         panel.load_two(k, weights);
         panel.load_two(k + 2, weights + 2);
 #pragma GCC unroll 4
         for (int u = 0; u < 4; u++)
-            for (int r = 0; r < R; r++) acc[r][u % U] = multiply_add(weights[u], broadcast(x[r * rows.stride + k + u]), acc[r][u % U]);
+            for (int r = 0; r < R; r++) acc[r] = multiply_add(weights[u], broadcast(x[r * rows.stride + k + u]), acc[r]);
     }
-    for (int r = 0; r < R; r++) {
-        for (int u = 1; u < U; u++) acc[r][0] = acc[r][0] + acc[r][u];
-        sums[r] = acc[r][0];
-    }
+    for (int r = 0; r < R; r++) sums[r] = acc[r];
 }
 
 template <class Panel> struct FloatMath {  // weights are read where they lie

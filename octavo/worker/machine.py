@@ -95,8 +95,8 @@ def resolve_dtype(asked: str, stored: str | None, device: str, level: str | None
 
 def refuse_float16(config: EngineConfig, device: str, level: str | None) -> None:
     """On a CPU torch is slow in float16, and lets what is too large for it become infinite."""
-    for name in ("dtype", "kv_cache_dtype"):
-        if getattr(config, name) == "float16" and device == "cpu" and level is None:
+    for name, value in (("dtype", config.dtype), ("kv_cache_dtype", config.kv_cache_dtype)):
+        if value == "float16" and device == "cpu" and level is None:
             raise ConfigError(
                 f"{name} is float16, which on a CPU the native kernels alone compute in, and torch computes here: "
                 f"set {name} to bfloat16 or float32"
