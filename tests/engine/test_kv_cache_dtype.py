@@ -56,14 +56,13 @@ def test_native_and_torch_keep_the_same_codes_and_are_as_sure(stories: str) -> N
             found.append(([{name: buffer[blocks].float() for name, buffer in cache.items()} for cache in caches(llm)], loss(output)))
     (ours, our_loss), (theirs, their_loss) = found
     assert our_loss == pytest.approx(their_loss, rel=1e-3)
-    alike = True  # so far, all codes
-    for mine, twin in zip(ours, theirs, strict=True):
-        # Sums are rounded in another order: a number between two codes may get the other one, and layers above compute from that.
-        for name in ("k", "v"):
-            assert (mine[name] != twin[name]).float().mean() < 0.01
-            assert not alike or (mine[name] - twin[name]).abs().max() <= 1
-            torch.testing.assert_close(mine[f"{name}_scale"], twin[f"{name}_scale"], rtol=1e-5 if alike else 1 / 127, atol=0)
-        alike = alike and all(torch.equal(mine[name], twin[name]) for name in ("k", "v"))
+    for index, (mine, twin) in enumerate(zip(ours, theirs, strict=True)):
+        for name in ("k", "v"):  # sums are rounded in another order: a number between two codes may get the other one
+            assert (mine[name] - twin[name]).abs().max() <= 1 and (mine[name] != twin[name]).float().mean() < 0.01
+            torch.testing.assert_close(mine[f"{name}_scale"], twin[f"{name}_scale"], rtol=1e-5, atol=0)
+        if not all(torch.equal(mine[name], twin[name]) for name in ("k", "v")):
+            break  # from here on the two compute from different numbers
+    assert index > 0
 
 
 @BOTH
