@@ -14,7 +14,7 @@ from tests.support.http_storm import WATCHED, held_at_rest, seconds_until_idle
 from tests.support.server_process import Reply, ServerProcess
 
 ROWS, QUEUE, TOKENS = 4, 8, 20
-STEP_MS = 20  # so slow that ten times as much as the engine can do is easily sent beside other work
+STEP_MS = 20  # so slow that ten times what the engine can do is easily sent, beside other work, too
 FLAGS = ("--num-gpu-blocks-override", "500", "--max-num-seqs", str(ROWS), "--max-queue", str(QUEUE))
 
 
