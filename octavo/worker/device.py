@@ -1,8 +1,8 @@
 """Where Octavo computes and where it does not run, as pure functions of what was found: each case is tested without its machine.
 
-    Linux on x86-64 and ARM (64 bit), also under WSL2     supported and tested
-    macOS, others                     the portable path: plain torch, not tested
-    native Windows, ROCm, MPS         refused in one line
+    Linux on x86-64 and aarch64, also under WSL2     supported and tested
+    macOS, others                                    the portable path: plain torch, not tested
+    native Windows, ROCm, MPS                        refused in one line
 
 A GPU is used where torch sees one of NVIDIA's, of compute capability 8.0 or more, and Triton is installed.
 """
