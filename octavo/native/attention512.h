@@ -72,21 +72,6 @@ inline void prefetch_key(const Tile &tile, int64_t i, int64_t bytes) {
     }
 }
 
-// Two registers of partial sums become one, half as many of each.
-inline __m512 fold2(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
-
-// 8 registers of 8 partial sums for each of two keys -> one register of 16 sums.
-inline __m512 fold8(const __m512 *a) {
-    __m512 b[4], c[2];
-    for (int i = 0; i < 4; i++) {
-        __m512d low = _mm512_castps_pd(a[2 * i]), high = _mm512_castps_pd(a[2 * i + 1]);
-        b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)), _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
-    }  // each quarter of b[i]: sums of keys 4i .. 4i + 3 over a quarter of the lanes
-    for (int i = 0; i < 2; i++)
-        c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88), _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
-    return _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
-}
-
 // Scores of one query against a tile become weights; largest so far and total are brought up to date.
 // Returns by how much what was summed before shrinks.
 inline float weigh512(Online &state, __m512 *scores, int64_t low, int64_t high, const Tile &tile, float scale) {

@@ -44,15 +44,7 @@ template <bool FOUR> struct VnniMath {
     }
 };
 
-struct Avx512Choice {
-    static Form form(const Matrix &matrix, int64_t rows) { return GenericChoice::form(matrix, rows); }
-
-    template <class Run> static void choose(const Matrix &matrix, const Rows &rows, Run run) {
-        if (rows.form == Form::FLOAT) choose_float(matrix, rows, run);
-        else if (matrix.kind == OCTAVO_Q4) run(VnniMath<true>{matrix, rows});
-        else run(VnniMath<false>{matrix, rows});
-    }
-};
+using Avx512Choice = FloatChoice<VnniMath>;
 
 }  // namespace
 }  // namespace octavo

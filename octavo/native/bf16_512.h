@@ -134,7 +134,7 @@ struct BF16Math {
 
 struct BF16Choice {
     static Form form(const Matrix &matrix, int64_t rows) {
-        return matrix.kind == OCTAVO_BF16 || (has_codes(matrix) && rows > FEW) ? Form::BF16 : GenericChoice::form(matrix, rows);
+        return matrix.kind == OCTAVO_BF16 || (has_codes(matrix) && rows > FEW) ? Form::BF16 : Avx512Choice::form(matrix, rows);
     }
 
     template <class Run> static void choose(const Matrix &matrix, const Rows &rows, Run run) {

@@ -142,22 +142,30 @@ INLINE float largest_in(const Lanes &a) {
     return result;
 }
 
-// The sums of 16 registers, one in each lane.
-INLINE Lanes sums_of(const Vector *v) {
-    Lanes r;
 #if defined(__AVX512F__)
-    __m512 a[8], b[4], c[2];
-    for (int i = 0; i < 8; i++) {  // 8 partial sums of each of two
-        __m512 x = (__m512)v[2 * i], y = (__m512)v[2 * i + 1];
-        a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y));
-    }
+// Two registers of partial sums become one, half as many of each.
+inline __m512 fold2(__m512 a, __m512 b) { return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); }
+
+// 8 registers of 8 partial sums for each of two -> one register of 16 sums.
+inline __m512 fold8(const __m512 *a) {
+    __m512 b[4], c[2];
     for (int i = 0; i < 4; i++) {
         __m512d low = _mm512_castps_pd(a[2 * i]), high = _mm512_castps_pd(a[2 * i + 1]);
         b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)), _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
     }  // each quarter of b[i]: sums of 4i .. 4i + 3 over a quarter of the lanes
     for (int i = 0; i < 2; i++)
         c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88), _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
-    r.part[0] = (Vector)_mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
+}
+#endif
+
+// The sums of 16 registers, one in each lane.
+INLINE Lanes sums_of(const Vector *v) {
+    Lanes r;
+#if defined(__AVX512F__)
+    __m512 pairs[8];
+    for (int i = 0; i < 8; i++) pairs[i] = fold2((__m512)v[2 * i], (__m512)v[2 * i + 1]);
+    r.part[0] = (Vector)fold8(pairs);
 #elif defined(__AVX2__)
     for (int p = 0; p < 2; p++, v += 8) {
         auto fold4 = [](const Vector *a) {

@@ -50,21 +50,11 @@ template <bool FOUR> struct Avx2Math {
     }
 };
 
-struct Avx2Choice {
-    static Form form(const Matrix &matrix, int64_t rows) { return GenericChoice::form(matrix, rows); }
-
-    template <class Run> static void choose(const Matrix &matrix, const Rows &rows, Run run) {
-        if (rows.form == Form::FLOAT) choose_float(matrix, rows, run);
-        else if (matrix.kind == OCTAVO_Q4) run(Avx2Math<true>{matrix, rows});
-        else run(Avx2Math<false>{matrix, rows});
-    }
-};
-
 }  // namespace
 
 void fill_avx2(Kernels &kernels) {
     fill_generic(kernels);
-    fill_products<Avx2Choice>(kernels);
+    fill_products<FloatChoice<Avx2Math>>(kernels);
 }
 
 }  // namespace octavo

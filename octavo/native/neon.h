@@ -190,15 +190,16 @@ struct HalfMath {
 // --- which is taken ----------------------------------------------------------------------------------------------------
 
 template <class Dot> struct HalfChoice {
+    template <bool FOUR> using CodesMath = DotMath<FOUR, Dot>;
+    using Others = FloatChoice<CodesMath>;
+
     static Form form(const Matrix &matrix, int64_t rows) {
-        return matrix.kind == OCTAVO_F16 || (has_codes(matrix) && rows > FEW) ? Form::HALF : GenericChoice::form(matrix, rows);
+        return matrix.kind == OCTAVO_F16 || (has_codes(matrix) && rows > FEW) ? Form::HALF : Others::form(matrix, rows);
     }
 
     template <class Run> static void choose(const Matrix &matrix, const Rows &rows, Run run) {
-        if (rows.form == Form::FLOAT) choose_float(matrix, rows, run);
-        else if (rows.form == Form::HALF) run(HalfMath{matrix, rows});
-        else if (matrix.kind == OCTAVO_Q4) run(DotMath<true, Dot>{matrix, rows});
-        else run(DotMath<false, Dot>{matrix, rows});
+        if (rows.form == Form::HALF) run(HalfMath{matrix, rows});
+        else Others::choose(matrix, rows, run);
     }
 };
 

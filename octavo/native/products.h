@@ -5,8 +5,7 @@
 //     block<R>(row, weights, sums)   R rows from `row` on times the panel
 //
 // Levels differ in the Math they choose for a matrix and its rows; all share the loops around it, which add biases, gate, and
-// store. All of it is in an unnamed namespace: code compiled for one level must
-// never serve another.
+// store. All of it is in an unnamed namespace: code compiled for one level must never serve another.
 #pragma once
 #include <algorithm>
 
@@ -299,16 +298,18 @@ void prepare_row(const Matrix &matrix, const float *x, const Rows &rows, int64_t
 
 // --- the kernels of a level ----------------------------------------------------------------------------------------------
 
-// What levels have that bring no Math of their own: floats, and plain loops over codes.
-struct GenericChoice {
+// A few rows by codes, all others by floats. CodesMath: how the level multiplies codes of 4 (true) or 8 bits.
+template <template <bool> class CodesMath> struct FloatChoice {
     static Form form(const Matrix &matrix, int64_t rows) { return has_codes(matrix) && rows <= FEW ? Form::INT8 : Form::FLOAT; }
 
     template <class Run> static void choose(const Matrix &matrix, const Rows &rows, Run run) {
         if (rows.form == Form::FLOAT) choose_float(matrix, rows, run);
-        else if (matrix.kind == OCTAVO_Q4) run(PlainCodesMath<true>{matrix, rows});
-        else run(PlainCodesMath<false>{matrix, rows});
+        else if (matrix.kind == OCTAVO_Q4) run(CodesMath<true>{matrix, rows});
+        else run(CodesMath<false>{matrix, rows});
     }
 };
+
+using GenericChoice = FloatChoice<PlainCodesMath>;
 
 template <class Choice>
 void product_by(const Matrix &matrix, const Rows &rows, int64_t panel, int64_t end, float *y, int64_t stride, void *scratch) {
