@@ -41,7 +41,8 @@ def start(model: str, check: bool, device: str = "cuda") -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODELS[model]))
-        llm = LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, device=device)
+        blocks = 4096 if model == "tiny" else None  # others may use the GPU beside a test
+        llm = LLM(model=folder, load_format="dummy", skip_tokenizer_init=True, device=device, num_gpu_blocks_override=blocks)
     print("ready", flush=True)
     llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)
     print("first token", flush=True)

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 from octavo.cli.args import add_engine_flags, engine_config, size
-from octavo.cli.plan_text import MARKS, plan_text
+from octavo.cli.plan_text import MARKS, plan_head, plan_text
 from octavo.cli.plan_weights import matrix_forms
 from octavo.cli.targets import add_report_flag, check_target, write_report
 from octavo.cli.terminal import can_show
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SETTINGS = (
     "revision", "dtype", "quantization", "device", "kv_cache_dtype", "max_model_len", "block_size", "kv_cache_memory_bytes",
-    "gpu_memory_utilization", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "native",
+    "gpu_memory_utilization", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "native", "cpu_isa",
 )  # fmt: skip
 
 
@@ -54,14 +54,14 @@ def run(args: argparse.Namespace) -> int:
     refuse_float16(config, config.device, level)
     dtype, threads = resolve_dtype(config.dtype, shape.config.dtype, config.device, level), num_threads() if level else 0
     needs = shape.needs(dtype, config.quantization, config.kv_cache_dtype, threads, config.device)
-    plan = plan_memory(needs, config, _memory(config, args.memory))
+    plan, head = plan_memory(needs, config, _memory(config, args.memory)), plan_head(shape, needs, config, level)
     if args.json:
-        print(json.dumps(_record(shape, needs, config, plan), indent=1))
+        print(json.dumps(_record(shape, needs, config, plan, level), indent=1))
     else:
         plain = not can_show("".join(block for block, _, _ in MARKS.values()))
-        print(plan_text(shape, needs, config, plan, plain, colour=sys.stdout.isatty() and not no_color()))
+        print(plan_text(head, shape, needs, config, plan, plain, colour=sys.stdout.isatty() and not no_color()))
     if args.report is not None:
-        write_report(args.report, plan_report(args.typed, shape, needs, config, plan))
+        write_report(args.report, plan_report(args.typed, head, shape, needs, config, plan))
     return 0 if plan.refusal is None else 1
 
 
@@ -87,12 +87,13 @@ def _memory(config: ResolvedConfig, size: int | None) -> Memory:
     return Memory.of_gpu(size, size, config.gpu_memory_utilization) if config.device == "cuda" else Memory(size)
 
 
-def _record(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan) -> dict[str, Any]:
+def _record(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan, level: str | None) -> dict[str, Any]:
     """Everything the table says, sizes in bytes."""
     use, geometry = plan.use, plan.geometry
     return {
         "model": shape.name,
         "device": config.device,
+        "cpu_isa": level,
         "dtype": needs.dtype,
         "quantization": config.quantization,
         "stored_bytes": shape.stored_bytes,

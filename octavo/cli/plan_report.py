@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from octavo.cli.plan_text import plan_rows, plan_sentence, plan_sizes
 from octavo.config import ResolvedConfig
 from octavo.policy.memory_plan import MemoryPlan, ModelNeeds, shown
-from octavo.policy.model_size import num_parameters
 from octavo.report.charts import Curve, Part, curves, parts_bar
 from octavo.report.document import Report, Section, pictured, said, table
 from octavo.report.html import Html
@@ -15,16 +14,15 @@ if TYPE_CHECKING:
     from octavo.loading.shape import ModelShape
 
 
-def plan_report(command: str, shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan) -> Report:
+def plan_report(command: str, head: str, shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan) -> Report:
     parts = [Part(name, size, shown(size)) for name, size in plan_sizes(plan).items()]
     caption = f"All of the bar is {shown(max(plan.memory.total, plan.use.total + plan.memory.others))}."
-    what = f"{shape.config.architecture}, {num_parameters(shape.config):,} parameters, {needs.dtype}, on {config.device}"
     rows = [("", "", ""), *plan_rows(shape, needs, config, plan)]
     sections = [
         Section("Where the memory goes", [pictured(parts_bar(parts), caption), table(rows, "memory", words=[2])]),
         Section("How many sequences fit", _fits(plan, config.max_num_seqs)),
     ]
-    facts = {"command": command, "model": f"{shape.name}: {what}", "machine": this_machine()}
+    facts = {"command": command, "model": head, "machine": this_machine()}
     return Report("octavo plan", shape.name, plan_sentence(plan), plan.refusal is None, sections, facts)
 
 

@@ -25,9 +25,16 @@ MARKS = {
 }
 
 
-def plan_text(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan, plain: bool, colour: bool) -> str:
-    where = ", on a GPU" if config.device == "cuda" else ""
-    lines = [f"{shape.name}: {shape.config.architecture}, {num_parameters(shape.config):,} parameters, {needs.dtype}{where}", ""]
+def plan_head(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, level: str | None) -> str:
+    """The model, and what computes it. `level`: of the native kernels, where they do."""
+    by = "on a GPU" if config.device == "cuda" else f"on the CPU by {f'native kernels ({level})' if level else 'torch'}"
+    return f"{shape.name}: {shape.config.architecture}, {num_parameters(shape.config):,} parameters, {needs.dtype}, {by}"
+
+
+def plan_text(
+    head: str, shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan, plain: bool, colour: bool
+) -> str:
+    lines = [head, ""]
     lines += [f"  {name:<17}{value:>12}   {note}".rstrip() for name, value, note in plan_rows(shape, needs, config, plan)]
     lines += ["", *_bar(plan, plain, colour), ""]
     return "\n".join([*lines, plan_sentence(plan)])

@@ -267,16 +267,18 @@ class Scheduler:
         """The prompt is planned but for its last token: from here on each sample lives alone."""
         self._unforked.remove(parent)
         parent.stop_at = parent.limit - 1
-        request = parent.request
+        request, rows, parent.reserved = parent.request, parent.reserved, []
         for index in range(1, request.params.n):
+            if index in request.aborted:  # never made: this plan could give its row to another, and a row is written once a plan
+                self.free_rows.append(rows.pop())
+                continue
             child = self._new_sequence(request, index, array("i", parent.token_ids), parent.limit)
-            child.row = parent.reserved.pop()
-            child.status = Status.RUNNING
+            child.row, child.status = rows.pop(), Status.RUNNING
             self.kv.fork(parent, child)
             insort(self.running, child, key=_policy_key)
             plan.row_forks.append(RowFork(child.row, parent.row, child.seq_id, request.noise(index)))
-        for seq in [seq for seq in request.sequences if seq.index in request.aborted]:
-            self._remove(seq, "abort")
+        if parent.index in request.aborted:
+            self._remove(parent, "abort")
 
     def _preempt(self, seq: Sequence) -> None:
         """Take everything back; it will be computed again. A token still in flight is kept when it arrives."""
@@ -369,9 +371,7 @@ class Scheduler:
 
     def finish(self, seq: Sequence, reason: FinishReason, error: str | None = None, code: str | None = None) -> list[Delta]:
         request = seq.request
-        indices = [seq.index]
-        if seq.unforked:
-            indices = [index for index in range(request.params.n) if index not in request.aborted]
+        indices = [index for index in range(request.params.n) if index not in request.aborted] if seq.unforked else [seq.index]
         self._remove(seq, reason)
         name, life = request.request_id, request.life
         return [Delta(name, index, [], finish_reason=reason, error=error, code=code, life=life) for index in indices]

@@ -120,7 +120,7 @@ class View {
     this.#stop();
     this.time = moment;
     this.time = this.moment;
-    if (running) this.#run();
+    if (running && this.moment < this.history.last) this.#run(); // at its end it stays there
     this.tell("time");
   }
 

@@ -149,6 +149,9 @@ class FakeRunner:
         return None if wanted is None or reach <= start else (start + 1, [_even(wanted, self.vocab_size)] * (reach - start))
 
     def _apply_rows(self, plan: StepPlan) -> None:
+        changed = [fork.row for fork in plan.row_forks] + [write.row for write in plan.row_writes]
+        if len(changed) > len(set(changed)):  # a device makes all these changes at once, in no order
+            raise EngineError(f"rows {sorted(changed)}: one is written twice in step {plan.step}")
         for fork in plan.row_forks:
             source = self.rows[fork.source]
             noise = NO_NOISE if source.noise is NO_NOISE else fork.noise

@@ -41,7 +41,9 @@ def test_the_default_model_is_planned_without_torch_and_drawn_to_scale() -> None
     assert re.search(r"^  weights +93\.8 MiB   92\.1 MiB on disk, codes stay codes$", packed.stdout, re.MULTILINE)
     done = run("--memory", "2GiB", "--dtype", "bfloat16", "--no-native")
     assert (done.returncode, done.stderr) == (0, "")
-    assert re.search(r"^SmolLM2-135M-Instruct: LlamaForCausalLM, 134,515,008 parameters, bfloat16$", done.stdout, re.MULTILINE)
+    head = "SmolLM2-135M-Instruct: LlamaForCausalLM, 134,515,008 parameters, bfloat16, on the CPU by"
+    assert re.match(rf"{head} native kernels \(\w+\)\n", packed.stdout) and done.stdout.startswith(f"{head} torch\n")
+    assert run("--dtype", "bfloat16", "--cpu-isa", "portable").stdout.startswith(f"{head} native kernels (portable)\n")
     assert re.search(r"^  weights +256\.6 MiB   92\.1 MiB on disk, unpacked at load$", done.stdout, re.MULTILINE)
     assert re.search(r"^  KV cache +511\.9 MiB   1,456 blocks of 16 tokens, 23,040 bytes a token", done.stdout, re.MULTILINE)
     bar = next(line.strip() for line in done.stdout.splitlines() if set(line.strip()) <= set("█▓▒░·") and "█" in line)

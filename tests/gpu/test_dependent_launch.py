@@ -14,7 +14,8 @@ ROWS, STEPS = 24, 1000
 def texts(folder: Path, rows: int) -> list[RequestOutput]:
     params = SamplingParams(temperature=0.7, seed=5, max_tokens=STEPS, ignore_eos=True, detokenize=False, logprobs=1)
     prompts = [[(11 * row + 3 * at) % vocabulary("cuda") for at in range(row + 1)] for row in range(rows)]
-    with open_engine(folder, "cuda", dtype="bfloat16", max_num_seqs=rows, max_num_batched_tokens=512, max_model_len=1024) as llm:
+    limits = {"max_num_seqs": rows, "max_num_batched_tokens": 512, "max_model_len": 1024, "num_gpu_blocks_override": rows * 65}
+    with open_engine(folder, "cuda", dtype="bfloat16", **limits) as llm:
         return llm.generate(prompts, params, use_tqdm=False)
 
 

@@ -85,6 +85,20 @@ def test_fork_survives_the_abort_of_any_sample_at_any_point(tail: int, hit: str,
             assert [engine.reason("r", at) for at in others] == ["length"] * 2 and engine.reason("r", index) in ("abort", "length")
 
 
+@pytest.mark.parametrize("index", range(SAMPLES))
+def test_the_row_of_a_sample_aborted_before_the_fork_is_written_once_by_whoever_gets_it_next(index: int) -> None:
+    engine = FakeEngine(block_size=SIZE, rows=SAMPLES, budget=64)
+    engine.add("r", _prompt(1), sampling(COUNT, SAMPLES))
+    engine.add("next", [1, 2, 3], sampling(COUNT))  # it waits for a row
+    engine.step()
+    engine.abort("r", index)
+    engine.run()
+    engine.assert_exact({"r"})
+    engine.assert_idle()
+    forked = [plan for plan in engine.executor.plans if plan.row_forks]
+    assert len(forked) == 1 and len(forked[0].row_writes) == 1, "both happened in one plan"
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_samples_that_outgrow_the_pool_finish_one_after_the_other(depth: int) -> None:
     engine = FakeEngine(block_size=SIZE, num_blocks=11, rows=4, depth=depth)

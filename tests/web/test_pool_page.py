@@ -322,6 +322,11 @@ def test_a_recording_is_played_and_scrubbed_without_a_server(open_pool: OpenPage
     slider.fill(str(last - 0.2))
     slider.press("ArrowLeft")
     wait_for_moment(page, last - 0.5)
+    slider.fill("1")
+    page.get_by_role("button", name="Play").click()
+    slider.press("End")  # while it plays: it goes there and stays there
+    wait_until(page, "!view.running")
+    wait_for_moment(page, last)
 
 
 @pytest.mark.parametrize(

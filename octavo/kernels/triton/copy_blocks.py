@@ -32,11 +32,13 @@ def copy_blocks(buffers: list[Tensor], pairs: list[tuple[int, int]]) -> None:
     size = buffers[0][0].numel() * buffers[0].element_size()
     assert size % 16 == 0, f"{size} bytes a block"
     assert all(b.stride(0) * b.element_size() == size and b.data_ptr() % 16 == 0 and b[0].numel() == b.stride(0) for b in buffers)
-    addresses = torch.tensor([b.data_ptr() for b in buffers]).to(device)
-    sources, targets = torch.tensor(pairs).T.contiguous().to(device)  # [pairs] each
+    starts, froms, tos = [b.data_ptr() for b in buffers], [source for source, _ in pairs], [target for _, target in pairs]
+    # out of pinned memory: any other upload would wait for the device
+    sent = torch.tensor([*starts, *froms, *tos], dtype=torch.int64, pin_memory=buffers[0].is_cuda).to(device, non_blocking=True)
+    addresses, sources, targets = sent.split([len(buffers), len(pairs), len(pairs)])
     grid = (len(pairs), len(buffers), triton.cdiv(size, 4 * PIECE))
     fixed = {"WORDS": size // 4, "PIECE": PIECE, "num_warps": 4}
-    if not {source for source, _ in pairs} & {target for _, target in pairs}:
+    if not set(froms) & set(tos):
         copy[grid](addresses, addresses, sources, targets, **fixed)
         return
     aside = torch.empty(len(buffers), len(pairs), size, dtype=torch.uint8, device=device)
