@@ -13,8 +13,8 @@ from tests.support.http_client import Connection
 from tests.support.http_storm import WATCHED, held_at_rest, seconds_until_idle
 from tests.support.server_process import Reply, ServerProcess
 
-ROWS, QUEUE, TOKENS = 4, 8, 20
-STEP_MS = 20  # so slow that ten times what the engine can do is easily sent, beside other work, too
+ROWS, QUEUE, TOKENS = 4, 4, 20
+STEP_MS = 50  # so slow that ten times what the engine can do, 40 requests a second, is easily sent, beside other work, too
 FLAGS = ("--num-gpu-blocks-override", "500", "--max-num-seqs", str(ROWS), "--max-queue", str(QUEUE))
 
 
@@ -80,14 +80,14 @@ def test_ten_times_too_much_is_refused_at_once_and_costs_nobody_else(
     endless: str, record_property: Callable[[str, object], None]
 ) -> None:
     with ServerProcess(WATCHED, endless, *FLAGS, env={"OCTAVO_DEBUG": f"runner=fake,forward.sleep={STEP_MS}"}) as server:
-        asyncio.run(Load(server).saturate(0.5))
-        capacity = asyncio.run(Load(server).saturate(3))
+        assert server.ask("POST", "/v1/completions", story(0, 1)).status == 200
+        capacity = asyncio.run(Load(server).saturate(2))
         load = Load(server)
         goodput = asyncio.run(load.overload(10 * capacity, 3))
-        assert len(load.refused) > 5 * load.served, "it was no overload"
+        assert len(load.refused) > 3 * load.served, "it was no overload"
         start = time.monotonic()
         assert server.ask("POST", "/v1/completions", story(0, 1)).status == 200 and time.monotonic() - start < 5
-        again = asyncio.run(Load(server).saturate(1.5))
+        again = asyncio.run(Load(server).saturate(1))
         late = statistics.quantiles(load.refused, n=100)[98]
         median, plain = statistics.median(load.refused), statistics.median(load.plain)
         record_property("overload", (
