@@ -105,8 +105,8 @@ def assert_same(got: tuple[Tensor, Tensor], *others: tuple[Tensor, Tensor]) -> N
 @pytest.mark.parametrize(
     ("dtype", "size", "window"),
     [
-        (torch.float32, 1, None), (torch.float32, 2, 5), (torch.float32, 16, None), (torch.float32, 256, 5),
-        (torch.float16, 4, None), pytest.param(torch.float16, 16, 5, marks=pytest.mark.soak),
+        pytest.param(torch.float32, 1, None, marks=pytest.mark.soak), (torch.float32, 2, 5), (torch.float32, 16, None),
+        (torch.float32, 256, 5), (torch.float16, 4, None), pytest.param(torch.float16, 16, 5, marks=pytest.mark.soak),
         (torch.bfloat16, 8, 5), (torch.bfloat16, 16, None),
     ],
     ids=str,
@@ -191,7 +191,9 @@ def test_scores_are_capped_and_sloped_and_sinks_take_their_share(feature: str, d
         assert (caches.exact()[1] - exact[1]).nan_to_num().abs().max() > 0.1  # the feature shows
 
 
-@pytest.mark.parametrize(("dim", "dtype"), [(80, torch.float32), (96, torch.bfloat16), (256, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(80, torch.float32), pytest.param(96, torch.bfloat16, marks=pytest.mark.soak), (256, torch.bfloat16)], ids=str
+)
 def test_head_sizes_beside_the_usual(dim: int, dtype: torch.dtype, device: str) -> None:
     caches = Caches([(7, 37), (1, 300), (18, 18)], 16, dtype, device, dim=dim)
     got = caches.attend(LAGGING)

@@ -12,7 +12,6 @@ from octavo.kernels.triton.skinny import merge_linear, merge_parts
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "float16", "bfloat16"])
 # Shares of one tile, then two, then as many as it takes: 90 tokens before the new one are three splits of 32, 200 four of 64.
 TILES = DecodeTiles(keys=16, warps=4, splits=4, few_splits=2, least_share=16, long_share=32)
 
@@ -66,8 +65,10 @@ def assert_near(got: Tensor, exact: Tensor, tolerance: float) -> None:
 @pytest.mark.parametrize(
     ("dtype", "norm", "window"),
     [
-        (torch.float32, True, None), (torch.float32, True, 40), (torch.float32, False, None), (torch.float32, False, 40),
-        (torch.float16, True, None), (torch.float16, False, 40), (torch.bfloat16, True, 40), (torch.bfloat16, False, None),
+        (torch.float32, True, None), (torch.float32, False, 40), (torch.float16, False, 40), (torch.bfloat16, True, 40),
+        *(pytest.param(*one, marks=pytest.mark.soak) for one in (
+            (torch.float32, True, 40), (torch.float32, False, None), (torch.float16, True, None), (torch.bfloat16, False, None)
+        )),
     ],
     ids=str,
 )  # fmt: skip
@@ -95,8 +96,16 @@ def test_splits_are_few_until_contexts_are_long() -> None:
     assert decode_tiles(torch.bfloat16, rows=FEW_ROWS, max_context=2048).splits == 4
 
 
-@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.soak), FEW_ROWS])
-@DTYPES
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    [
+        (torch.float32, 1), (torch.float16, 1), (torch.bfloat16, FEW_ROWS),
+        *(pytest.param(*one, marks=pytest.mark.soak) for one in (
+            (torch.float32, 3), (torch.float32, FEW_ROWS), (torch.float16, 3), (torch.float16, FEW_ROWS), (torch.bfloat16, 1),
+        )),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_merging_reads_only_splits_that_hold_something(dtype: torch.dtype, rows: int, device: str) -> None:
     for splits in (1, 2, 16):
         parts, weight = random(device, torch.float32, rows, splits, HEADS, DIM), random(device, dtype, 23, HEADS * DIM)[2:]

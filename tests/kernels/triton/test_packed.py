@@ -14,6 +14,7 @@ from octavo.kernels.triton.packed_rules import TILED_ROWS, Few, One, Tile
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # of the largest result
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "float16", "bfloat16"])
+LONG = pytest.mark.soak  # in the interpreter; a GPU runs them all
 KINDS = pytest.mark.parametrize(("bits", "group"), list(product((4, 8), (16, 32, 64, 128))), ids=str)
 
 
@@ -62,8 +63,15 @@ def test_products_of_every_kind_of_codes(rows: int, bits: int, group: int, devic
     assert_near(packed.packed_linear(x, weight, bias), plain.packed_linear(x, weight, bias))
 
 
-@pytest.mark.parametrize("how", [Few(32, 1, 1), Few(32, 4, 1), Few(128, 8, 2), Few(32, 2, 3), Few(16, 1, 2)], ids=str)
-@DTYPES
+FEW = [Few(32, 1, 1), Few(32, 4, 1), Few(128, 8, 2), Few(32, 2, 3), Few(16, 1, 2)]
+QUICK = {(0, torch.float32), (1, torch.bfloat16), (2, torch.float16), (2, torch.bfloat16), (3, torch.float32), (4, torch.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    [pytest.param(dtype, how, marks=[] if (at, dtype) in QUICK else LONG) for dtype in TOLERANCE for at, how in enumerate(FEW)],
+    ids=str,
+)
 def test_few_rows_however_the_work_is_divided(dtype: torch.dtype, how: Few, device: str) -> None:
     """Seven blocks: no number of stretches divides them."""
     weight = codes(21, 7 * 128, 4, 64, device)
@@ -76,7 +84,7 @@ ONE = [
     (One(4, warps=1), 4, 32, 1024, torch.bfloat16),
     (One(8, 2, 1, 1), 4, 128, 1024, torch.float32),
     (One(8, ahead=1, warps=2), 8, 128, 1536, torch.float16),
-    (One(4, ahead=3, warps=1), 4, 16, 2 * 512 + 64, torch.bfloat16),
+    pytest.param(One(4, ahead=3, warps=1), 4, 16, 2 * 512 + 64, torch.bfloat16, marks=LONG),
     (One(8, warps=1), 4, 64, 2 * 1024 + 64, torch.float16),
     (One(8, 2, 2, 2), 8, 16, 320, torch.float32),
 ]
@@ -93,20 +101,28 @@ def test_one_row_however_many_turns_and_steps(how: One, bits: int, group: int, s
     assert_near(gated, plain.packed_gate_up(x, weight), 2.0)
 
 
-@pytest.mark.parametrize("how", [Tile(32, 128, warps=4), Tile(16, 16, shares=3)], ids=str)
-@DTYPES
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    [
+        (torch.float32, Tile(32, 128, warps=4)), (torch.float16, Tile(16, 16, shares=3)), (torch.bfloat16, Tile(32, 128, warps=4)),
+        pytest.param(torch.float16, Tile(32, 128, warps=4), marks=LONG), pytest.param(torch.float32, Tile(16, 16, shares=3), marks=LONG),
+        pytest.param(torch.bfloat16, Tile(16, 16, shares=3), marks=LONG),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_more_rows_however_the_work_is_divided(dtype: torch.dtype, how: Tile, device: str) -> None:
     weight, x, bias = codes(21, 5 * 128, 4, 64, device), random(35, 5 * 128, dtype, device), random(1, 21, dtype, device)[0]
     assert_near(packed.tiled(x, weight, bias, poison(x, weight), how), plain.packed_linear(x, weight, bias))
 
 
-def test_rows_by_the_hundred_multiply_slabs_of_weights(device: str) -> None:
+@pytest.mark.parametrize("biased", [True, pytest.param(False, marks=LONG)])
+def test_rows_by_the_hundred_multiply_slabs_of_weights(biased: bool, device: str) -> None:
     weight, x = codes(260, 64, 4, 32, device, order=True), random(TILED_ROWS + 1, 64, torch.float32, device)
-    for bias in (None, random(1, 260, torch.float32, device)[0]):
-        out = poison(x, weight)
-        assert packed.packed_linear(x, weight, bias, out) is out
-        assert_near(out, plain.packed_linear(x, weight, bias))
-        assert_near(packed.by_slabs(packed.in_order(x, weight), weight, bias, poison(x, weight), slab=1), out)
+    bias = random(1, 260, torch.float32, device)[0] if biased else None
+    out = poison(x, weight)
+    assert packed.packed_linear(x, weight, bias, out) is out
+    assert_near(out, plain.packed_linear(x, weight, bias))
+    assert_near(packed.by_slabs(packed.in_order(x, weight), weight, bias, poison(x, weight), slab=1), out)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 17])

@@ -43,10 +43,13 @@ def filled(entries: list[int], padded: int, tokens: int, device: str) -> StepTen
     return step
 
 
-@pytest.mark.parametrize("padded, tokens", [(1, 1), (8, 8), (4, 64), (7, 1500)])
+SIZES = [(1, 1), (8, 8), (4, 64), (7, 1500)]
+QUICK = [(*SIZES[0], 1, "states"), (*SIZES[1], 16, "hidden"), (*SIZES[1], 1, "states"), (*SIZES[2], 1, "states"), (*SIZES[3], 16, "hidden")]
+OTHERS = {(*size, block, spoiled) for size in SIZES for block in (1, 16) for spoiled in ("states", "hidden")} - {*QUICK}
+
+
 @pytest.mark.parametrize(
-    "block_size, spoiled",
-    [(1, "states"), (16, "hidden"), pytest.param(1, "hidden", marks=pytest.mark.soak), pytest.param(16, "states", marks=pytest.mark.soak)],
+    ("padded", "tokens", "block_size", "spoiled"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.soak) for one in sorted(OTHERS))]
 )
 def test_a_step_out_of_the_rows_and_its_results_back_into_them(
     padded: int, tokens: int, block_size: int, spoiled: str, device: str
