@@ -19,7 +19,7 @@ from tests.support.open_streams import text, while_streaming
 from tests.support.server_process import ServerProcess
 
 SLOW = {"OCTAVO_DEBUG": "runner=fake,forward.sleep=20", "OCTAVO_LOG_LEVEL": "INFO"}
-FLAGS = ("--num-gpu-blocks-override", "2000", "--max-num-seqs", "32")
+FLAGS = ("--num-gpu-blocks-override", "2000", "--max-num-seqs", "32", "--tool-call-parser", "hermes")
 
 
 def health(server: ServerProcess) -> int:

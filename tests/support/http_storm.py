@@ -95,7 +95,7 @@ def how_it_ended(reply: Reply, case: Case) -> str:
     assert error == "deadline_exceeded" and reply.status in (200, 504) and "timeout" in case.body, f"{case} was answered with {reply}"
     for (text, end), (whole, its_end) in zip(found, case.expected, strict=True):
         assert whole.startswith(text) and end in (None, its_end), f"{case} was answered with {reply}"
-    return "late"
+    return "late" if reply.status == 504 else "cut off"
 
 
 async def storm(server: ServerProcess, questions: list[Case], requests: int, seed: int, leaving: float = LEAVING) -> Counter[str]:
