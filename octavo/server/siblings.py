@@ -125,9 +125,13 @@ class Sibling:
             with suppress(BrokenPipeError):  # it ended before it had its orders
                 self._process.stdin.close()
         self._process = None
-        now = time.monotonic()
-        pause = self._restarts.pause(0.0 if self._ready_at is None else now - self._ready_at)
-        self._dead, self._start_at = pause is None, now + (pause or 0.0)
+        now, restarts = time.monotonic(), self._restarts
+        pause = restarts.pause(0.0 if self._ready_at is None else now - self._ready_at)
+        if pause is None:
+            self._dead = True
+            return
+        self._start_at = now + pause
+        logger.warning("Starting an API process again in %.1f s (%d of %d)", pause, restarts.count, restarts.most)
 
 
 class Siblings:

@@ -15,7 +15,6 @@ from octavo.engine.async_llm import Ask, AsyncLLM
 from octavo.engine.link import Link
 from octavo.engine.supervisor import Serving, Supervisor
 from octavo.errors import DeadlineError, EngineError, OverloadError, RequestError, UnavailableError
-from octavo.log import logger
 from octavo.outputs import CompletionOutput, TextDelta
 from tests.support.engine_process import ask, engine_process, exists, is_idle, read, run, tokens, until
 
@@ -158,7 +157,6 @@ def test_what_breaks_a_watchman_is_told_and_ends_it(
     endless: str, broken: tuple[type, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A task that ended by a mistake of ours would leave an engine that nobody watches, or starts again."""
-    monkeypatch.setattr(logger, "propagate", True)
 
     async def main() -> None:
         deaths = list[Exception]()

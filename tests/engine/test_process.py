@@ -18,16 +18,18 @@ from pathlib import Path
 import pytest
 import zmq
 
+from octavo.config import Debug
 from octavo.engine import socket_folder, wire
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.pace import LONGEST, RECENT, SHORTEST, Pace
-from octavo.engine.router import LARGE, Pulse, _sliced, stalled_for
+from octavo.engine.router import LARGE, Pulse, Router, _sliced, stalled_for
 from octavo.engine.socket_folder import MOST_BYTES, SocketFolder
 from octavo.engine.stats import StatsLog
 from octavo.engine.wire import Add, DownFrame, Ping
 from octavo.errors import ConfigError, LoadError
 from octavo.messages import AddRequest, Delta, SchedulerStats, TokenLogprobs
 from octavo.sampling_params import SamplingParams
+from octavo.worker.faults import Faults
 from tests.support.engine_process import ask, engine_process, exists, is_idle, run, tokens, until
 
 PARENT = """
@@ -126,6 +128,11 @@ def test_where_no_short_folder_can_be_written_the_limit_is_told(long_place: Call
     monkeypatch.setattr(socket_folder, "SHORT_PLACE", "/no/such/folder")
     with pytest.raises(ConfigError, match=rf"TMPDIR is {MOST_BYTES + 1} bytes long, at most {MOST_BYTES} "):
         SocketFolder()
+
+
+def test_a_socket_that_cannot_be_made_is_told_with_what_to_change() -> None:
+    with pytest.raises(ConfigError, match=r"socket ipc:///proc/octavo/engine cannot be made: .+; set TMPDIR to another folder"):
+        Router("ipc:///proc/octavo/engine", 1, 1, 1000, Faults(Debug()))
 
 
 def test_a_folder_that_somebody_removed_is_made_again_for_those_who_join_and_for_the_next_engine(endless: str) -> None:

@@ -104,7 +104,6 @@ def test_one_that_does_nothing_is_killed_and_started_again(
 ) -> None:
     if how == "hangs":
         monkeypatch.setattr(siblings, "SILENT_TICKS", 50)
-    monkeypatch.setattr(siblings.logger, "propagate", True)
     with parent(beats=3 if how == "hangs" else 10**9) as first:
         before = first.until_ready()
         if how == "is stopped":
