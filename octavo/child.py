@@ -1,11 +1,14 @@
-"""Processes of our own: how one is started, and that none outlives its parent, however that one ends."""
+"""Processes of our own: how one is started and how often again, and that none outlives its parent, however that one ends."""
 
 import ctypes
 import os
 import signal
 import sys
+from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1
+HEALTHY_SECONDS = 60.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 _PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from {} import {} as main; main(int(sys.argv[1]))"
 
 
@@ -20,3 +23,32 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def is_stopped(pid: int) -> bool:
+    """By SIGSTOP: it lives, and does nothing. To be called by its parent."""
+    if not hasattr(os, "waitid"):
+        return False
+    with suppress(ChildProcessError):
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
+
+
+class Restarts:
+    """How often a process that ended is started again, and how soon: after 0.5 s, 1 s, 2 s ... 30 s.
+
+    The count begins anew after a minute of health, so that a process may die now and then for ever.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.count = 0
+
+    def pause(self, healthy_seconds: float) -> float | None:
+        """Seconds until the next start; None: there is none. `healthy_seconds`: how long the process was ready before it ended."""
+        if healthy_seconds >= HEALTHY_SECONDS:
+            self.count = 0
+        if self.count >= self.most:
+            return None
+        self.count += 1
+        return min(FIRST_PAUSE * 2.0 ** (self.count - 1), LONGEST_PAUSE)

@@ -8,6 +8,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,8 +17,9 @@ from octavo.engine.asking import to_request
 from octavo.engine.link import Link
 from octavo.engine.output import OutputProcessor
 from octavo.engine.process import Orders
+from octavo.engine.socket_folder import SocketFolder
 from octavo.engine.streams import Stream
-from octavo.engine.supervisor import Serving, SocketFolder, Supervisor
+from octavo.engine.supervisor import Serving, Supervisor, lasting
 from octavo.engine.view_frame import ViewFrame
 from octavo.engine.view_stream import ViewStream
 from octavo.engine.wire import Abort, Add, Beat, Hello, News, Refused, ResetPrefixCache, View, frame_limit
@@ -104,7 +106,7 @@ class AsyncLLM:
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._link = Link(self.address, self, frame_limit(self.config, self._text.model))
         self._view = ViewStream(self._link)
-        self._watching = asyncio.create_task(self._watch())
+        self._watching = lasting(self._watch(), self._on_engine_dead)
         self._started = True
         if self._folder is not None:
             serving = self._serving
@@ -286,6 +288,7 @@ class AsyncLLM:
         while True:
             self._link.ping()
             await asyncio.sleep(TICK_SECONDS)
+            self._keep_folder()
             slept, last = time.monotonic() - last, time.monotonic()
             if slept > TICK_SECONDS + 1:  # this process was stopped itself: nothing was heard because nobody listened
                 self._last_sign += slept
@@ -294,6 +297,12 @@ class AsyncLLM:
                     self._supervisor.kill(verdict)
                 else:
                     self._on_down(verdict)
+
+    def _keep_folder(self) -> None:
+        """The next engine, and processes that join this one, need the folder of its socket."""
+        if self._folder is not None:
+            with suppress(OSError):  # who needs it will say so
+                self._folder.make_again()
 
     def _verdict(self, now: float) -> str:
         """Why the engine is as good as dead; nothing if it is not."""

@@ -22,6 +22,7 @@ from octavo.engine import wire
 from octavo.engine.pace import Pace
 from octavo.engine.view_frame import ViewFrame, Wanted
 from octavo.engine.wire import Abort, Add, Beat, Down, DownFrame, Hello, Lost, News, Ping, Refused, ResetPrefixCache, Up, UpFrame
+from octavo.errors import ConfigError
 from octavo.log import logger
 from octavo.messages import AddRequest, Delta, EngineFacts, SchedulerStats
 from octavo.worker.faults import Faults
@@ -113,7 +114,15 @@ class Router:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         for option, value in ((zmq.MAXMSGSIZE, frame_limit), (zmq.SNDHWM, 0), (zmq.LINGER, 0), (zmq.ROUTER_HANDOVER, 1)):
             self._socket.setsockopt(option, value)
-        self._socket.bind(address)
+        self._address = address
+        self._bind()
+
+    def _bind(self) -> None:
+        try:
+            self._socket.bind(self._address)
+        except zmq.ZMQError as error:
+            text = f"the engine's socket {self._address} cannot be made: {error.strerror}; set TMPDIR to another folder"
+            raise ConfigError(text) from error
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="router", daemon=True).start()
@@ -300,7 +309,14 @@ class Router:
         if frame:
             self._socket.send_multipart([client.identity, frame], zmq.NOBLOCK)
 
+    def _stay_reachable(self) -> None:
+        """Where somebody removed the socket's file; its folder the first API process makes again. Those who are connected stay so."""
+        if not os.path.exists(self._address.removeprefix("ipc://")):
+            with suppress(ConfigError):  # next time
+                self._bind()
+
     def _beat(self) -> None:
+        self._stay_reachable()
         for client in [client for client in self._clients.values() if client.is_gone]:
             logger.warning("API process %d is gone, its requests are aborted", client.pid)
             del self._clients[client.identity]

@@ -1,35 +1,26 @@
 """`Supervisor`: starts the engine process, sees at once when it ends, and starts another one, but not for ever.
 
-    0.5 s, 1 s, 2 s ... 30 s between starts; the count begins anew after a minute of health; after `max_restarts` it stays dead
-
+How often and how soon: `octavo.child.Restarts`. After `max_restarts` it stays dead.
 The process is the leader of a group of its own and is ended with all its children. It dies with this one, whatever happens here.
 """
 
 import asyncio
-import fcntl
 import os
-import shutil
 import signal
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from octavo import errors
-from octavo.child import command
+from octavo.child import Restarts, command, is_stopped
 from octavo.engine.process import Orders, Reason
 from octavo.errors import EngineError, OctavoError
 from octavo.log import logger
-
-HEALTHY_SECONDS = 60.0
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-FOLDER_PREFIX = "octavo-engine-"
-YOUNG_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,35 +37,6 @@ class Serving:
     inspector: bool = False  # whether it may be watched
 
 
-class SocketFolder:
-    """Where the socket lies: nobody else may look in. Locked while its owner lives: what is not was left behind."""
-
-    def __init__(self) -> None:
-        _sweep()
-        self._path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))  # 0700
-        self._lock = os.open(self._path, os.O_RDONLY)
-        with suppress(OSError):  # not every file system can: then it is not swept, either
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.address = f"ipc://{self._path / 'engine'}"
-
-    def remove(self) -> None:
-        shutil.rmtree(self._path, ignore_errors=True)
-        os.close(self._lock)
-
-
-def _sweep() -> None:
-    """Removes folders whose owner was killed. One so young that it may not be locked yet stays."""
-    for path in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
-        with suppress(OSError):  # another user's, or somebody else removes it, or it is locked
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                if time.time() - os.fstat(descriptor).st_mtime > YOUNG_SECONDS:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(descriptor)
-
-
 class Supervisor:
     """`on_start` hears of every start, `on_down` why an engine ended, `on_dead` why there will be no other."""
 
@@ -87,13 +49,13 @@ class Supervisor:
         on_dead: Callable[[OctavoError], None],
     ) -> None:
         self._orders = orders
-        self._max_restarts = max_restarts
+        self._restarts = Restarts(max_restarts)
         self._on_start, self._on_down, self._on_dead = on_start, on_down, on_dead
         self._process: subprocess.Popen[bytes] | None = None
         self._ready_at: float | None = None  # of the engine that runs
         self._verdict = ""  # why it was killed, if it was
         self._code = 0  # with which the last one ended
-        self._task = asyncio.get_running_loop().create_task(self._supervise())
+        self._task = lasting(self._supervise(), on_dead)
 
     @property
     def pid(self) -> int | None:
@@ -101,12 +63,7 @@ class Supervisor:
 
     @property
     def is_stopped(self) -> bool:
-        """By SIGSTOP: it lives, and does nothing."""
-        if self._process is None or not hasattr(os, "waitid"):
-            return False
-        with suppress(ChildProcessError):
-            return os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
-        return False
+        return self._process is not None and is_stopped(self._process.pid)
 
     def ready(self) -> None:
         """The engine said hello."""
@@ -119,12 +76,11 @@ class Supervisor:
     async def stop(self) -> None:
         """At once, and for good."""
         self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.wait([self._task])
         self._reap()
 
     async def _supervise(self) -> None:
-        restarts, epoch, was_ready = 0, 0, False
+        epoch, was_ready, restarts = 0, False, self._restarts
         while True:
             epoch += 1
             self._ready_at, self._verdict = None, ""
@@ -134,16 +90,14 @@ class Supervisor:
             except OSError as trouble:
                 error = EngineError(f"no process could be started: {trouble}")
             was_ready = was_ready or self._ready_at is not None
-            healthy = self._ready_at is not None and time.monotonic() - self._ready_at >= HEALTHY_SECONDS
-            restarts = 0 if healthy else restarts
+            healthy_seconds = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
             logger.error("The engine process ended: %s", error)
             self._on_down(str(error))
-            if not was_ready or restarts >= self._max_restarts:
+            pause = restarts.pause(healthy_seconds) if was_ready else None
+            if pause is None:
                 self._on_dead(error)
                 return
-            pause = min(FIRST_PAUSE * 2**restarts, LONGEST_PAUSE)
-            restarts += 1
-            logger.warning("Starting the engine again in %.1f s (%d of %d)", pause, restarts, self._max_restarts)
+            logger.warning("Starting the engine again in %.1f s (%d of %d)", pause, restarts.count, restarts.most)
             await asyncio.sleep(pause)
 
     async def _live(self, epoch: int) -> bytes:
@@ -193,3 +147,16 @@ class Supervisor:
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def lasting(work: Coroutine[Any, Any, None], on_broken: Callable[[OctavoError], None]) -> asyncio.Task[None]:
+    """A task that nobody waits for. What breaks it is logged and told, else it would vanish with the task."""
+
+    def look(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the server cannot go on", exc_info=error)
+            on_broken(EngineError(f"{type(error).__name__}: {error}"))
+
+    task = asyncio.get_running_loop().create_task(work)
+    task.add_done_callback(look)
+    return task

@@ -1,7 +1,8 @@
 """What the server counts: counters and histograms, as plain numbers in one row of cells.
 
 To count is to add to a cell, which costs little enough to be done for every token; families for Prometheus are made when somebody asks.
-Several API processes put their rows side by side into one file that all of them map, so that any of them can tell the sums.
+Several API processes put their rows side by side into one file that all of them map, so that any of them can tell the sums. The last
+cell of a row counts beats: the sign of life by which the first process sees that another one still turns.
 
     counter      a cell for each value of its label
     histogram    a cell for each bucket, one for what is larger, one for the sum
@@ -9,14 +10,16 @@ Several API processes put their rows side by side into one file that all of them
 
 import mmap
 import os
+import tempfile
 from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+
+from octavo.own_file import told_with_tmpdir
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 HIT_REASONS = ("end", "short", "differs", "evicted", "cold", "off")
@@ -84,9 +87,9 @@ def histogram_family(
 
 
 class Numbers:
-    """All that an API process counts by itself. `path`: a file that `num_processes` share, of which this is the one at `row`."""
+    """All that an API process counts by itself. `shared`: a file that `num_processes` share, of which this is the one at `row`."""
 
-    def __init__(self, path: Path | None = None, row: int = 0, num_processes: int = 1) -> None:
+    def __init__(self, shared: int | None = None, row: int = 0, num_processes: int = 1) -> None:
         self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts, those found in the cache included.")
         self.generation_tokens = Counter("generation_tokens", "Tokens of answers.")
         self.request_success = Counter("request_success", "Answers by how they ended.", "finished_reason", FINISH_REASONS)
@@ -103,15 +106,25 @@ class Numbers:
         self.request_generation_tokens = Histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
         self.loop_lag = Histogram("event_loop_lag_seconds", "How late the API process got to a task that was due.", SECONDS)
         self._members: list[Counter | Histogram] = [*vars(self).values()]
-        size = sum(member.size for member in self._members)
-        if path is None:
+        self.shared = shared
+        size = sum(member.size for member in self._members) + 1
+        if shared is None:
             self._rows: list[Cells] = [array("d", bytes(8 * size))]
         else:
-            self._rows = _shared_rows(path, num_processes, size)
+            self._rows = _shared_rows(shared, num_processes, size)
+        self._row = self._rows[row]
         start = 0
         for member in self._members:
-            member.place(self._rows[row], start)
+            member.place(self._row, start)
             start += member.size
+
+    def beat(self) -> None:
+        """This process lives."""
+        self._row[-1] += 1
+
+    def beats(self, row: int) -> float:
+        """Of another one, ever."""
+        return self._rows[row][-1]
 
     def families(self, prefix: str, labels: Mapping[str, str]) -> list[Metric]:
         """Of all processes together."""
@@ -119,12 +132,19 @@ class Numbers:
         return [member.family(prefix, labels, totals) for member in self._members]
 
 
-def _shared_rows(path: Path, num_rows: int, size: int) -> list[Cells]:
-    """Whoever comes first makes the file; a process that is started again goes on with its row."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        os.ftruncate(file, num_rows * size * 8)
-        cells = memoryview(mmap.mmap(file, num_rows * size * 8)).cast("d")
-    finally:
-        os.close(file)
+def shared_file() -> int:
+    """A descriptor that other processes inherit. The file has no name, so nobody can remove it, and it ends with the last process."""
+    with told_with_tmpdir():
+        descriptor, path = tempfile.mkstemp(prefix="octavo-numbers-")
+        os.unlink(path)
+    return descriptor
+
+
+def _shared_rows(descriptor: int, num_rows: int, size: int) -> list[Cells]:
+    """Whoever comes first fills the file; a process that is started again goes on with its row."""
+    num_bytes = num_rows * size * 8
+    if not os.fstat(descriptor).st_size:
+        with told_with_tmpdir(), open(descriptor, "wb", closefd=False) as file:
+            file.write(bytes(num_bytes))  # so that a full disk is told here, and not by a signal later
+    cells = memoryview(mmap.mmap(descriptor, num_bytes)).cast("d")
     return [cells[row * size : (row + 1) * size] for row in range(num_rows)]

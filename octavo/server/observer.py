@@ -46,7 +46,8 @@ class Observer:
         self.numbers.http_responses.add(1, known if known in STATUSES else "other")
 
     def tick(self) -> None:
-        """Called by a task that sleeps TICK_SECONDS in between: what is more, the event loop was busy with."""
+        """Called by a task that sleeps TICK_SECONDS in between. Longer pauses mean that the event loop was busy."""
+        self.numbers.beat()
         now = time.monotonic()
         if self._ticked:
             self.numbers.loop_lag.observe(max(0.0, now - self._ticked - TICK_SECONDS))

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from types import FrameType
 
@@ -69,16 +70,22 @@ class ApiProcess(uvicorn.Server):
         self._failure, self.should_exit = error, True
 
     async def _start(self) -> None:
+        """Whatever keeps it from starting ends the server: nobody else would see it."""
         try:
             await self._server.llm.start()
-        except OctavoError as error:
-            self.fail(error)
-        else:
             if self._server.recorder is not None:
                 self._server.recorder.begin(self._server.view)
             if self._siblings is not None:
-                url = url_of(self._listener)
-                print(f"Octavo is ready: {url}  model={self._server.model_name}", file=sys.stderr, flush=True)
+                self._say_ready()
+        except OctavoError as error:
+            self.fail(error)
+        except Exception as error:
+            logger.exception("the server could not start")
+            self.fail(EngineError(f"the server could not start: {type(error).__name__}: {error}"))
+
+    def _say_ready(self) -> None:
+        with suppress(OSError):  # nobody reads the log: clients are served all the same
+            print(f"Octavo is ready: {url_of(self._listener)}  model={self._server.model_name}", file=sys.stderr, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         again = self._server.draining

@@ -1,9 +1,11 @@
 """Further API processes on one port (`--api-processes`): each has the listening socket by its descriptor, its orders through a pipe.
 
     parent ── socket, pipe ──► sibling ── unix socket ──► the one engine
+           ◄── beats, in the numbers they share ──
 
 The pipe stays open while the parent lives: when it ends, however that came about, so do its siblings. A terminal's Ctrl-C reaches the
-parent alone, which passes signals on. A sibling that dies is started again, as often as an engine would be.
+parent alone, which passes signals on. A sibling that dies is started again, as often and as soon as an engine would be; one that is
+stopped, or gives no sign of life, is killed first.
 """
 
 import asyncio
@@ -13,16 +15,21 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
 from contextlib import suppress
 
 import msgspec
 from msgspec import Struct
 
-from octavo.child import command
+from octavo.child import Restarts, command, is_stopped
 from octavo.config import EngineConfig
+from octavo.engine.router import CLIENT_SECONDS
 from octavo.log import logger
+from octavo.server.numbers import Numbers
+from octavo.server.observer import TICK_SECONDS
 from octavo.server_config import ServerConfig
+
+SILENT_TICKS = round(CLIENT_SECONDS / TICK_SECONDS)  # by then the engine has given up its requests, too
 
 
 class Orders(Struct, frozen=True):
@@ -32,59 +39,127 @@ class Orders(Struct, frozen=True):
     server: ServerConfig
     address: str  # of the engine's socket
     model_name: str
-    row: int = 0  # its own, of the numbers that all API processes share
+    shared: int | None = None  # descriptor of the numbers that all API processes share
+    row: int = 0  # its own, of them
+
+
+class Sibling:
+    """One of them, from its first start on."""
+
+    def __init__(self, orders: Orders, listener: socket.socket, numbers: Numbers) -> None:
+        self._orders = orders
+        self._listener = listener
+        self._numbers = numbers
+        self._restarts = Restarts(orders.server.max_restarts)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready_at: float | None = None  # its first sign of life
+        self._beats = 0.0  # when it was looked at last
+        self._silent_ticks = 0  # since then
+        self._killed = False
+        self._start_at = 0.0  # the next one
+        self._dead = False  # there is no next one
+        self._start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def check(self) -> bool:
+        """Called every TICK_SECONDS: kills what hangs, starts again what ended. False where that was too often."""
+        if self._process is None:
+            if not self._dead and time.monotonic() >= self._start_at:
+                self._start()
+        elif (code := self._process.poll()) is not None:
+            self._ended(f"ended with code {code}")
+        elif not self._killed and (verdict := self._verdict(self._process.pid)):
+            logger.error("API process %d is killed: %s", self._process.pid, verdict)
+            self._process.kill()
+            self._killed = True
+        return not self._dead
+
+    def send(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def wait(self) -> None:
+        if self._process is not None:
+            self._process.wait()
+
+    def _verdict(self, pid: int) -> str:
+        """Why it is as good as dead; nothing if it is not.
+
+        Silence is counted in ticks of this process, not in seconds: while the whole machine sleeps there are none. A sibling that
+        still starts is silent, and may be for as long as the model loads.
+        """
+        beats = self._numbers.beats(self._orders.row)
+        if beats != self._beats:
+            self._beats, self._silent_ticks = beats, 0
+            self._ready_at = time.monotonic() if self._ready_at is None else self._ready_at
+        elif self._ready_at is not None:
+            self._silent_ticks += 1
+        if is_stopped(pid):
+            return "it was stopped"
+        if self._silent_ticks > SILENT_TICKS:
+            return f"it gave no sign of life for {CLIENT_SECONDS:g} s"
+        return ""
+
+    def _start(self) -> None:
+        self._ready_at, self._killed = None, False
+        self._beats, self._silent_ticks = self._numbers.beats(self._orders.row), 0
+        inherited = [each for each in (self._listener.fileno(), self._orders.shared) if each is not None]
+        words = command("octavo.server.start", "sibling", self._listener.fileno())
+        try:
+            self._process = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=inherited, start_new_session=True)
+        except OSError as error:
+            self._ended(f"could not be started: {error}")
+            return
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended already, which `check` will see
+            self._process.stdin.write(msgspec.json.encode(self._orders) + b"\n")
+            self._process.stdin.flush()
+
+    def _ended(self, how: str) -> None:
+        """The next start is planned, if there is one."""
+        logger.error("an API process %s", how)
+        if self._process is not None and self._process.stdin is not None:
+            with suppress(BrokenPipeError):  # it ended before it had its orders
+                self._process.stdin.close()
+        self._process = None
+        now, restarts = time.monotonic(), self._restarts
+        pause = restarts.pause(0.0 if self._ready_at is None else now - self._ready_at)
+        if pause is None:
+            self._dead = True
+            return
+        self._start_at = now + pause
+        logger.warning("Starting an API process again in %.1f s (%d of %d)", pause, restarts.count, restarts.most)
 
 
 class Siblings:
-    def __init__(self, orders: Orders, listener: socket.socket) -> None:
-        self._orders = orders
-        self._command = command("octavo.server.start", "sibling", listener.fileno())
-        self._listener = listener
-        self._restarts_left = orders.server.max_restarts
+    def __init__(self, orders: Orders, listener: socket.socket, numbers: Numbers) -> None:
         self._stopping = False
-        self._processes = [self._start(place) for place in range(orders.server.api_processes - 1)]
+        given = [msgspec.structs.replace(orders, shared=numbers.shared, row=row) for row in range(1, orders.server.api_processes)]
+        self._all = [Sibling(each, listener, numbers) for each in given]
 
     def check(self) -> bool:
-        """Start again what died; False where that was too often."""
-        for place, process in enumerate(self._processes):
-            if process.poll() is None or self._stopping:
-                continue
-            logger.error("an API process ended with code %d", process.returncode)
-            if self._restarts_left == 0:
-                return False
-            self._restarts_left -= 1
-            self._processes[place] = self._start(place)
-        return True
+        """Start again what died or hangs; False where that was too often."""
+        return self._stopping or all(each.check() for each in self._all)
 
     def pass_on(self, again: bool) -> None:
         """The parent was told to stop."""
         self._stopping = True
-        for process in self._processes:
-            process.send_signal(signal.SIGKILL if again else signal.SIGTERM)
+        for each in self._all:
+            each.send(signal.SIGKILL if again else signal.SIGTERM)
 
     async def ended(self, seconds: float) -> None:
         """Wait until all have ended; those that do not are ended."""
         if not self._stopping:
             self.pass_on(again=False)
         deadline = asyncio.get_running_loop().time() + seconds
-        while self._alive() and asyncio.get_running_loop().time() < deadline:
+        while any(each.is_alive for each in self._all) and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.05)
-        for process in self._alive():
-            process.kill()
-        for process in self._processes:
-            process.wait()
-
-    def _alive(self) -> Sequence[subprocess.Popen[bytes]]:
-        return [process for process in self._processes if process.poll() is None]
-
-    def _start(self, place: int) -> subprocess.Popen[bytes]:
-        fds = [self._listener.fileno()]
-        process = subprocess.Popen(self._command, stdin=subprocess.PIPE, pass_fds=fds, start_new_session=True)
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended already, which `check` will see
-            process.stdin.write(msgspec.json.encode(msgspec.structs.replace(self._orders, row=place + 1)) + b"\n")
-            process.stdin.flush()
-        return process
+        for each in self._all:
+            each.send(signal.SIGKILL)
+            each.wait()
 
 
 def take_orders() -> Orders:

@@ -5,10 +5,12 @@ import os
 import signal
 import time
 from contextlib import aclosing, suppress
+from unittest.mock import Mock
 
 import pytest
 
 from octavo import LLM, SamplingParams
+from octavo.child import Restarts
 from octavo.engine.async_llm import Ask, AsyncLLM
 from octavo.engine.link import Link
 from octavo.engine.supervisor import Serving, Supervisor
@@ -146,6 +148,26 @@ def test_an_engine_that_dies_too_often_stays_dead(endless: str) -> None:
             assert llm.state == "dead" and llm.engine_pid is None and "SIGKILL" in str(deaths)
             with pytest.raises(UnavailableError):
                 await read(llm, ask([1]))
+
+    run(main())
+
+
+@pytest.mark.parametrize("broken", [(Link, "ping"), (Restarts, "pause")])
+def test_what_breaks_a_watchman_is_told_and_ends_it(
+    endless: str, broken: tuple[type, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A task that ended by a mistake of ours would leave an engine that nobody watches, or starts again."""
+
+    async def main() -> None:
+        deaths = list[Exception]()
+        async with engine_process(endless, on_dead=deaths.append) as llm:
+            monkeypatch.setattr(*broken, Mock(side_effect=RuntimeError("a bug")))
+            assert llm.engine_pid is not None
+            if broken[0] is Restarts:
+                os.kill(llm.engine_pid, signal.SIGKILL)
+            await until(lambda: bool(deaths), 5.0)
+            assert llm.state == "dead" and isinstance(deaths[0], EngineError) and str(deaths[0]) == "RuntimeError: a bug"
+        assert "Traceback" in caplog.text
 
     run(main())
 

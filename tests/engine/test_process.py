@@ -1,8 +1,10 @@
 """The engine process among others: it starts or says why not, hears only messages, and never outlives who started it."""
 
 import asyncio
+import fcntl
 import os
 import secrets
+import shutil
 import signal
 import socket
 import stat
@@ -10,19 +12,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import zmq
 
-from octavo.engine import supervisor, wire
+from octavo.config import Debug
+from octavo.engine import socket_folder, wire
+from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.pace import LONGEST, RECENT, SHORTEST, Pace
-from octavo.engine.router import LARGE, Pulse, _sliced, stalled_for
+from octavo.engine.router import LARGE, Pulse, Router, _sliced, stalled_for
+from octavo.engine.socket_folder import MOST_BYTES, SocketFolder
 from octavo.engine.stats import StatsLog
 from octavo.engine.wire import Add, DownFrame, Ping
 from octavo.errors import ConfigError, LoadError
 from octavo.messages import AddRequest, Delta, SchedulerStats, TokenLogprobs
 from octavo.sampling_params import SamplingParams
+from octavo.worker.faults import Faults
 from tests.support.engine_process import ask, engine_process, exists, is_idle, run, tokens, until
 
 PARENT = """
@@ -70,7 +77,7 @@ def test_it_dies_with_its_parent(endless: str, how: signal.Signals, state: str, 
 
 def test_what_a_killed_server_left_behind_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    owner = "import sys, octavo.engine.supervisor as s; folder = s.SocketFolder(); print(folder.address, flush=True); sys.stdin.read()"
+    owner = "import sys, octavo.engine.socket_folder as s; folder = s.SocketFolder(); print(folder.address, flush=True); sys.stdin.read()"
     pipe, environment = subprocess.PIPE, os.environ | {"TMPDIR": str(tmp_path)}
     owners = [subprocess.Popen([sys.executable, "-c", owner], stdin=pipe, stdout=pipe, env=environment, text=True) for _ in range(3)]
     killed, living, young = folders = [Path(each.stdout.readline().strip().removeprefix("ipc://")).parent for each in owners]  # type: ignore[union-attr]
@@ -83,13 +90,76 @@ def test_what_a_killed_server_left_behind_is_removed_by_the_next(tmp_path: Path,
     owners[2].kill()
     for each in (owners[0], owners[2]):
         each.wait()
-    mine = supervisor.SocketFolder()
+    mine = SocketFolder()
     assert [folder.exists() for folder in folders] == [False, True, True] and others.is_symlink()
     os.utime(young, (0, 0))
-    supervisor.SocketFolder().remove()
+    SocketFolder().remove()
     assert set(tmp_path.iterdir()) == {living, others, Path(mine.address.removeprefix("ipc://")).parent}
     mine.remove()
     owners[1].communicate()
+
+
+@pytest.fixture
+def long_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Path]]:
+    """Makes a temporary folder the path of which has so many bytes more than fit."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+
+        def make(more: int) -> Path:
+            path = Path(place) / ("x" * (MOST_BYTES + more - len(f"{place}/")))
+            path.mkdir()
+            monkeypatch.setattr(tempfile, "tempdir", str(path))
+            return path
+
+        yield make
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_temporary_folder_with_a_long_name_is_no_reason_not_to_start(endless: str, more: int, long_place: Callable[[int], Path]) -> None:
+    async def main() -> None:
+        place = long_place(more)
+        async with engine_process(endless) as llm:
+            assert llm.address.startswith(f"ipc://{place}/") == (not more) and len(await tokens(llm, ask([1], 3))) == 3
+
+    run(main())
+
+
+def test_where_no_short_folder_can_be_written_the_limit_is_told(long_place: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    long_place(1)
+    monkeypatch.setattr(socket_folder, "SHORT_PLACE", "/no/such/folder")
+    with pytest.raises(ConfigError, match=rf"TMPDIR is {MOST_BYTES + 1} bytes long, at most {MOST_BYTES} "):
+        SocketFolder()
+
+
+def test_a_socket_that_cannot_be_made_is_told_with_what_to_change() -> None:
+    with pytest.raises(ConfigError, match=r"socket ipc:///proc/octavo/engine cannot be made: .+; set TMPDIR to another folder"):
+        Router("ipc:///proc/octavo/engine", 1, 1, 1000, Faults(Debug()))
+
+
+def test_a_folder_that_somebody_removed_is_made_again_for_those_who_join_and_for_the_next_engine(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless, "forward.sleep=10") as llm:
+            folder = Path(llm.address.removeprefix("ipc://")).parent
+            whole = await tokens(llm, ask([1, 2], 60))
+            running = asyncio.create_task(tokens(llm, ask([1, 2], 60)))
+            await asyncio.sleep(0.1)
+            shutil.rmtree(folder)
+            other = AsyncLLM(llm.config, address=llm.address)
+            await asyncio.wait_for(other.start(), 10)
+            assert await running == whole == await tokens(other, ask([1, 2], 60)) and llm.facts.epoch == 1
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+            descriptor = os.open(folder, os.O_RDONLY)
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(descriptor)
+            assert llm.engine_pid is not None
+            shutil.rmtree(folder)
+            os.kill(llm.engine_pid, signal.SIGKILL)
+            await until(lambda: llm.state == other.state == "ready" and llm.facts.epoch == other.facts.epoch == 2, 20.0)
+            assert await tokens(llm, ask([1, 2], 60)) == whole == await tokens(other, ask([1, 2], 60))
+            await other.close()
+        assert not folder.exists()
+
+    run(main())
 
 
 def test_who_finds_a_full_queue_is_told_when_it_will_have_moved() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from tests.support.open_streams import text, while_streaming
 from tests.support.server_process import ServerProcess
 
 SLOW = {"OCTAVO_DEBUG": "runner=fake,forward.sleep=20", "OCTAVO_LOG_LEVEL": "INFO"}
-FLAGS = ("--num-gpu-blocks-override", "2000", "--max-num-seqs", "32")
+FLAGS = ("--num-gpu-blocks-override", "2000", "--max-num-seqs", "32", "--tool-call-parser", "hermes")
 
 
 def health(server: ServerProcess) -> int:
@@ -143,11 +144,15 @@ def test_sigterm_while_it_starts_ends_it_with_nothing_left(endless: str, after: 
     assert "Traceback" not in said and gone(pids, 1) and not list(tmp_path.iterdir())
 
 
-def test_an_api_process_that_is_killed_is_started_again(endless: str) -> None:
-    with ServerProcess(WATCHED, endless, *FLAGS, "--api-processes", "2", env=SLOW) as server:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_api_process_that_dies_or_stops_is_started_again(endless: str, how: signal.Signals, tmp_path: Path) -> None:
+    """Also where somebody has removed the temporary folder by whose name it finds the engine."""
+    with ServerProcess(WATCHED, endless, *FLAGS, "--api-processes", "2", env={**SLOW, "TMPDIR": str(tmp_path)}) as server:
         (sibling,) = family(server.process.pid) - {server.process.pid, _engine(server)}
         _wait_for_a_second_answerer(server)
-        os.kill(sibling, signal.SIGKILL)
+        (folder,) = tmp_path.iterdir()
+        shutil.rmtree(folder)
+        os.kill(sibling, how)
         server.wait_for(re.compile("an API process ended with code -9"))
         assert gone({sibling}, 1)
         _wait_for_a_second_answerer(server)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,7 +20,7 @@ from octavo.errors import DeadlineError, EngineError, OverloadError, RequestErro
 from octavo.outputs import TextDelta
 from octavo.sampling_params import SamplingParams
 from octavo.server.app import build_app
-from octavo.server.numbers import FAILURES, SECONDS, Numbers
+from octavo.server.numbers import FAILURES, SECONDS, Numbers, shared_file
 from octavo.server.observer import TICK_SECONDS, Observer
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
@@ -153,12 +154,11 @@ def test_an_engine_that_was_never_ready_has_metrics_too() -> None:
 OBSERVED = st.lists(st.tuples(st.integers(0, 2), st.one_of(st.sampled_from(SECONDS), st.floats(0, 3000)), st.integers(1, 4)), max_size=30)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(OBSERVED)
-def test_processes_together_tell_what_prometheus_own_histogram_would(tmp_path: Path, observed: list[tuple[int, float, int]]) -> None:
-    path = tmp_path / "numbers"
-    path.unlink(missing_ok=True)
-    rows = [Numbers(path, row, 3) for row in range(3)]
+def test_processes_together_tell_what_prometheus_own_histogram_would(observed: list[tuple[int, float, int]]) -> None:
+    shared = shared_file()
+    rows = [Numbers(shared, row, 3) for row in range(3)]
     registry = CollectorRegistry()
     theirs = Histogram("e2e_request_latency_seconds", "", buckets=SECONDS, registry=registry)
     for row, value, times in observed:
@@ -166,14 +166,15 @@ def test_processes_together_tell_what_prometheus_own_histogram_would(tmp_path: P
         rows[row].request_success.add(times, "stop")
         for _ in range(times):
             theirs.observe(value)
-    rows[1] = Numbers(path, 1, 3)  # started again
+    rows[1] = Numbers(shared, 1, 3)  # started again
     expected = {(s.name, s.labels.get("le")): s.value for f in registry.collect() for s in f.samples if not s.name.endswith("_created")}
     for numbers in rows:
         families = {family.name: family for family in numbers.families("", {})}
         found = {(s.name, s.labels.get("le")): s.value for s in families["e2e_request_latency_seconds"].samples}
         assert found == pytest.approx(expected)
         assert families["request_success"].samples[0].value == sum(times for _, _, times in observed)
-    assert path.stat().st_mode & 0o077 == 0 and generate_latest(registry)
+    assert os.fstat(shared).st_mode & 0o077 == 0 and os.fstat(shared).st_nlink == 0 and generate_latest(registry)
+    os.close(shared)
 
 
 def test_tokens_that_come_together_share_the_time_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

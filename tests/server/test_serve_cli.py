@@ -13,7 +13,7 @@ import pytest
 
 from octavo.cli.args import Parser, server_configs
 from octavo.cli.serve import add_arguments
-from tests.cli.processes import ROOT, SECONDS, octavo
+from tests.cli.processes import ROOT, SECONDS, environment, octavo
 from tests.docs.blocks import FENCE
 from tests.support.server_process import ServerProcess
 
@@ -96,6 +96,16 @@ def _seconds(*words: str) -> float:
 def test_what_is_wrong_is_one_line_before_weights_load(words: list[str], said: str, tmp_path: Path) -> None:
     run = started("--port", "0", *words, cwd=tmp_path)
     assert run.returncode in (1, 2) and said in run.stderr and len(run.stderr.splitlines()) <= 2, run.stderr
+
+
+@pytest.mark.parametrize("spoiled", ["tempfile.tempdir = '/proc'", "tempfile._candidate_tempdir_list = lambda: ['/proc']"])
+def test_a_temporary_folder_that_takes_no_file_is_told_in_one_line(spoiled: str) -> None:
+    """/proc stands for a folder that is full or cannot be written, for whoever runs this test."""
+    program = f"import sys, tempfile; {spoiled}; from octavo.cli.main import main; sys.exit(main(['serve', '--port', '0']))"
+    env = environment({**NO_WEIGHTS, "OCTAVO_LOG_LEVEL": "ERROR"})
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS)
+    said = r"octavo: error: no temporary file can be made[^\n]+; set TMPDIR to a folder that can be written and has room\n"
+    assert run.returncode == 1 and re.fullmatch(said, run.stderr), run.stderr
 
 
 def test_it_listens_on_this_machine_alone_unless_told_otherwise() -> None:

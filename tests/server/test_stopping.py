@@ -6,12 +6,18 @@ import re
 import signal
 import threading
 import time
+from unittest.mock import AsyncMock
 
 import httpx2 as httpx
 import pytest
 
+from octavo.config import EngineConfig
 from octavo.engine.async_llm import State
+from octavo.errors import ConfigError, OctavoError
 from octavo.server.app import build_app
+from octavo.server.listen import bind
+from octavo.server.run import ApiProcess
+from octavo.server.siblings import Orders, Siblings
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
 from tests.support.server_process import Reply, ServerProcess
@@ -86,6 +92,25 @@ def test_health_tells_what_is_not_ready(state: State) -> None:
 
     reply = asyncio.run(ask())
     assert (reply.status_code, reply.json()) == (503, {"status": state})
+
+
+@pytest.mark.parametrize("trouble", [RuntimeError("a bug"), ConfigError("a wrong setting")])
+def test_whatever_keeps_it_from_starting_ends_the_server_and_is_told(trouble: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    """Also what nobody expected: else it would say for ever that it is loading."""
+
+    async def main() -> int:
+        llm = StandInLLM("loading")
+        llm.start = AsyncMock(side_effect=trouble)  # type: ignore[method-assign]
+        server, listener = Server(llm, ServerConfig(), "m"), bind("127.0.0.1", 0)  # type: ignore[arg-type]
+        siblings = Siblings(Orders(EngineConfig(), server.config, "", ""), listener, server.observer.numbers)
+        return await asyncio.wait_for(ApiProcess(server, listener, siblings).run_to_end(), 10)
+
+    with pytest.raises(OctavoError) as failed:
+        asyncio.run(main())
+    if isinstance(trouble, OctavoError):
+        assert failed.value is trouble and not caplog.records
+    else:
+        assert str(failed.value) == "the server could not start: RuntimeError: a bug" and "Traceback" in caplog.text
 
 
 def test_log_lines_are_objects_where_asked_for_and_a_dead_engine_ends_the_server_with_a_code() -> None:

@@ -92,16 +92,37 @@ def events_of(body: bytes) -> list[dict[str, Any]]:
 
 
 def choices_of(reply: Reply, n: int = 1) -> list[tuple[str, str | None]]:
-    """Text and end of every sample, streamed or not, of completions or chat."""
-    assert reply.status == 200, reply
+    """Text and end of every sample, streamed or not, of completions or chat. Calls of tools stand behind the text, each with its name."""
+    found, error = answer_of(reply, n)
+    assert error is None, reply
+    return found
+
+
+def answer_of(reply: Reply, n: int = 1) -> tuple[list[tuple[str, str | None]], str | None]:
+    """The same, as far as it came, and the code of the error that ended it."""
+    if reply.status != 200:
+        return [("", None)] * n, reply.error["code"]
     if not reply.headers["content-type"].startswith("text/event-stream"):
-        found = reply.json["choices"]
-        return [(each["message"]["content"] if "message" in each else each["text"], each["finish_reason"]) for each in found]
-    texts, ends = [""] * n, [None] * n
+        return [(_said(each.get("message", each)), each["finish_reason"]) for each in reply.json["choices"]], None
+    texts, calls, ends = [""] * n, [""] * n, [None] * n
+    error: str | None = None
     for event in events_of(reply.body):
-        assert "error" not in event, event
+        assert error is None, "nothing comes after an error"
+        if "error" in event:
+            error = event["error"]["code"]
+            continue
         for each in event["choices"]:
-            assert ends[each["index"]] is None, "nothing comes after the end"
-            texts[each["index"]] += each["delta"].get("content", "") if "delta" in each else each["text"]
-            ends[each["index"]] = each["finish_reason"]
-    return list(zip(texts, ends))
+            index, delta = each["index"], each.get("delta", each)
+            assert ends[index] is None, "nothing comes after the end"
+            texts[index] += _said(delta | {"tool_calls": None})
+            calls[index] += _said({"tool_calls": delta.get("tool_calls")})
+            ends[index] = each["finish_reason"]
+    return [(text + called, end) for text, called, end in zip(texts, calls, ends)], error
+
+
+def _said(message: dict[str, Any]) -> str:
+    """A message, a piece of one, or a choice of completions."""
+    functions = [call["function"] for call in message.get("tool_calls") or []]
+    return (message.get("content") or message.get("text") or "") + "".join(
+        each.get("name", "") + each.get("arguments", "") for each in functions
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.support.http_storm import FLAGS, WATCHED, Case, anonymous_bytes, cases, storm
+from tests.support.http_storm import FLAGS, WATCHED, Case, anonymous_bytes, cases, storm, tool_cases
 from tests.support.server_process import ServerProcess
 
 PORTION = 2_048  # requests between two looks
@@ -45,5 +45,6 @@ if __name__ == "__main__":
     with pytest.MonkeyPatch.context() as patch:
         asked = cases(sys.argv[1], 100, patch)
     with watched(sys.argv[1]) as started:
+        asked += tool_cases(started, 8)
         for process, slope in memory_slopes(started, asked, int(sys.argv[2]) // 4, int(sys.argv[2])).items():
             print(f"{process}: {slope}")

@@ -1,27 +1,35 @@
-"""A storm over HTTP: many clients, requests of all kinds, some of them left at any byte. What is left must be whole, and exact."""
+"""A storm over HTTP: many clients, requests of all kinds, some of them left at any byte, some with too little time.
+
+What is left must be whole, and exact: the text of the offline engine or, where tools are called, that of the server while it was quiet.
+"""
 
 import asyncio
 import os
 import random
+import re
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from octavo import LLM, RequestOutput, SamplingParams
-from tests.support.http_client import Connection, choices_of, request_bytes
-from tests.support.server_process import ServerProcess
+from tests.support.http_client import Connection, answer_of, choices_of, request_bytes
+from tests.support.server_process import Reply, ServerProcess
 
 WATCHED = "tests.support.watched_server"
 FLAGS = (
     "--num-gpu-blocks-override", "60", "--block-size", "4", "--max-model-len", "200",
-    "--max-num-seqs", "24", "--max-num-batched-tokens", "64",
+    "--max-num-seqs", "24", "--max-num-batched-tokens", "64", "--tool-call-parser", "hermes",
 )  # fmt: skip
 CLIENTS = 64
 LEAVING = 0.3
+HURRIED = 0.1
+DEADLINES = (0.002, 0.05, 0.2, 60)  # seconds: too few for all, for some, and for none
+CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Oslo"]}}, "required": ["city"], "additionalProperties": False}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": CITY}} for name in ("sun", "rain")]
 WORDS = ["Once", " upon", " a", " time", " there", " was", " Lily", " dog", " é", " 🐕"]
 
 
@@ -63,6 +71,33 @@ def cases(folder: str, count: int, monkeypatch: pytest.MonkeyPatch, seed: int = 
     ]
 
 
+def tool_cases(server: ServerProcess, count: int, seed: int = 6) -> list[Case]:
+    """Questions with tools, with what the server answers while it has nothing else to do."""
+    rng, found = random.Random(seed), []
+    for number in range(count):
+        body = {"messages": [{"role": "user", "content": "".join(rng.choices(WORDS, k=3))}], "temperature": 1.0, "seed": number}
+        forced = number % 2 == 0
+        body |= {"tools": TOOLS, "tool_choice": "required" if forced else "auto", "parallel_tool_calls": False}
+        body |= {"max_tokens": 120 if forced else 12, "n": rng.choice((1, 1, 2))}
+        expected = choices_of(server.ask("POST", "/v1/chat/completions", body))
+        for text, end in expected if forced else []:
+            assert end == "tool_calls" and re.fullmatch(r'(sun|rain)\{\s*"city":\s*"(Paris|Oslo)"\s*\}', text), text
+        found.append(Case("/v1/chat/completions", body | {"stream": number % 4 < 2}, len(expected), expected))
+    return found
+
+
+def how_it_ended(reply: Reply, case: Case) -> str:
+    """Exact; or as far as it came in time, if it had a deadline."""
+    found, error = answer_of(reply, case.n)
+    if error is None:
+        assert found == case.expected, f"{case} was answered with {reply}"
+        return "called" if any(end == "tool_calls" for _, end in found) else "streamed" if case.body["stream"] else "whole"
+    assert error == "deadline_exceeded" and reply.status in (200, 504) and "timeout" in case.body, f"{case} was answered with {reply}"
+    for (text, end), (whole, its_end) in zip(found, case.expected, strict=True):
+        assert whole.startswith(text) and end in (None, its_end), f"{case} was answered with {reply}"
+    return "late" if reply.status == 504 else "cut off"
+
+
 async def storm(server: ServerProcess, questions: list[Case], requests: int, seed: int, leaving: float = LEAVING) -> Counter[str]:
     """What happened; every answer that was read to its end was right."""
     happened = Counter[str]()
@@ -71,14 +106,14 @@ async def storm(server: ServerProcess, questions: list[Case], requests: int, see
         rng, connection = random.Random(f"{seed} {number}"), Connection(server)
         for _ in range(requests // CLIENTS):
             case = rng.choice(questions)
+            if rng.random() < HURRIED:
+                case = replace(case, body=case.body | {"timeout": rng.choice(DEADLINES)})
             if rng.random() < leaving:
                 data = request_bytes(case.path, case.body)
                 await connection.leave_after(data, rng.randrange(len(data) + 3000), at_once=rng.random() < 0.5)
                 happened["left"] += 1
             else:
-                reply = await connection.ask(case.path, case.body)
-                assert choices_of(reply, case.n) == case.expected, f"{case} was answered with {reply}"
-                happened["streamed" if case.body["stream"] else "whole"] += 1
+                happened[how_it_ended(await connection.ask(case.path, case.body), case)] += 1
         connection.close()
 
     async with asyncio.TaskGroup() as group:

@@ -35,6 +35,16 @@ def story(tokens: int, number: int = 0) -> dict[str, object]:
     return {"prompt": [5, 6, number], "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
 
 
+def asked(tokens: int, number: int) -> tuple[str, dict[str, object]]:
+    """Every fourth is a chat with tools, and time enough."""
+    if number % 4 < 3:
+        return "/v1/completions", story(tokens, number)
+    tool = {"type": "function", "function": {"name": "sing", "parameters": {"type": "object", "properties": {}}}}
+    messages = [{"role": "user", "content": f"Once {number}"}]
+    rest = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0, "tools": [tool], "timeout": 120}
+    return "/v1/chat/completions", {"messages": messages, **rest}
+
+
 async def while_streaming(server: ServerProcess, count: int, tokens: int, happens: Callable[[], Awaitable[None]]) -> list[Ended]:
     """All of them have begun when it happens."""
     begun, start = asyncio.Semaphore(0), 0.0
@@ -42,7 +52,8 @@ async def while_streaming(server: ServerProcess, count: int, tokens: int, happen
     async def stream(number: int) -> Ended:
         connection = Connection(server)
         try:
-            await connection.send(request_bytes("/v1/completions", story(tokens, number) | {"stream": True}))
+            path, body = asked(tokens, number)
+            await connection.send(request_bytes(path, body | {"stream": True}))
             status, headers = await connection.head()
             pieces = [await connection.piece()]
             begun.release()

@@ -71,7 +71,7 @@ async def main() -> int:
     app.ROUTERS = (*app.ROUTERS, router)
     server = Server(StandInLLM(pause=0.05), config, config.served_model_name or "stand-in")  # type: ignore[arg-type]
     listener = bind(config.host, config.port)
-    process = ApiProcess(server, listener, Siblings(Orders(EngineConfig(), config, "", ""), listener))
+    process = ApiProcess(server, listener, Siblings(Orders(EngineConfig(), config, "", ""), listener, server.observer.numbers))
     server.llm.on_dead = process.fail  # type: ignore[attr-defined]
     return await process.run_to_end()
 
