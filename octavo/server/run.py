@@ -15,6 +15,8 @@ from types import FrameType
 
 import uvicorn
 
+from octavo.config import debug_from_environment
+from octavo.engine.stall_watch import StallWatch
 from octavo.errors import EngineError, OctavoError
 from octavo.log import logger
 from octavo.server.app import build_app
@@ -74,6 +76,8 @@ class ApiProcess(uvicorn.Server):
         except OctavoError as error:
             self.fail(error)
         else:
+            if milliseconds := debug_from_environment().loop_slow:
+                StallWatch("the event loop", milliseconds).start(asyncio.get_running_loop())
             if self._server.recorder is not None:
                 self._server.recorder.begin(self._server.view)
             if self._siblings is not None:
