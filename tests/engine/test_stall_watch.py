@@ -9,10 +9,9 @@ import time
 import pytest
 import uvloop
 
-from octavo.engine.stall_watch import LOOK_SECONDS, SAID, StallWatch
+from octavo.engine.stall_watch import LOOK_SECONDS, OTHERS, SAID, StallWatch
 
 MOST = 100  # milliseconds
-SLOW_PATTERN = re.compile("(a?){22}a{22}")  # takes a second or so, in one call that keeps the interpreter
 
 
 def compute(seconds: float) -> None:
@@ -21,8 +20,11 @@ def compute(seconds: float) -> None:
         pass
 
 
-def keep_the_interpreter() -> None:
-    SLOW_PATTERN.match("a" * 22)
+def keep_the_interpreter(seconds: float) -> None:
+    """In one call that does not let go of it."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        sum(range(50_000_000))
 
 
 async def watched(*steps: str) -> None:
@@ -33,7 +35,7 @@ async def watched(*steps: str) -> None:
         if step == "compute":
             loop.call_soon(compute, 0.3)
         elif step == "thread":
-            await asyncio.to_thread(keep_the_interpreter)
+            await asyncio.to_thread(keep_the_interpreter, OTHERS * MOST / 1000)
         else:
             loop.call_soon(time.sleep, 0.3)
     await asyncio.sleep(0.5)
@@ -58,6 +60,7 @@ def test_a_callback_that_computes_is_reported_once_with_its_stack(caplog: pytest
 def test_a_thread_that_keeps_the_interpreter_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     run("thread")
     assert said(caplog) and all("another thread had the interpreter" in line for line in said(caplog))
+    assert "in keep_the_interpreter" in said(caplog)[0]
 
 
 def test_a_loop_that_merely_waits_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
