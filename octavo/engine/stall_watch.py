@@ -17,6 +17,7 @@ from typing import Protocol
 from octavo.log import logger
 
 LOOK_SECONDS = 0.02
+FOR_EVER_SECONDS = 5.0  # what takes longer is reported before it ends, if it ever does
 OTHERS = 5  # another thread may have the interpreter for so many times longer: a large body is parsed in one go
 SAID = "did not turn for"  # what tests look for
 
@@ -47,6 +48,7 @@ class StallWatch:
         self._clock = time.pthread_getcpuclockid(self._thread)
         self._began: float | None = None  # by the clock; None: no turn is watched
         self._stack = ""  # seen in a turn that takes too long
+        self._told = False  # whether the turn was reported
         self._looked = self._times()
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> "StallWatch":
@@ -55,27 +57,34 @@ class StallWatch:
         return self
 
     def begin(self) -> None:
-        self._stack = ""
+        self._stack, self._told = "", False
         self._began = time.clock_gettime(self._clock)
 
     def end(self) -> None:
         began, self._began = self._began, None
-        if began is not None and (took := time.clock_gettime(self._clock) - began) > self._most:
+        if began is not None and (took := time.clock_gettime(self._clock) - began) > self._most and not self._told:
             self._report(took, "", self._stack or "(it was over before anybody looked)\n")
 
     def _run(self, loop: asyncio.AbstractEventLoop | None) -> None:
         while True:
             time.sleep(LOOK_SECONDS)
             self._look_for_others()
-            began = self._began
-            if began is None and loop is not None:
+            if (began := self._began) is not None:
+                self._look(time.clock_gettime(self._clock) - began)
+            elif loop is not None:
                 self.begin()
                 try:
                     loop.call_soon_threadsafe(self.end)
                 except RuntimeError:  # it is closed
                     return
-            elif began is not None and not self._stack and time.clock_gettime(self._clock) - began > self._most:
-                self._stack = _stack_of(self._thread)
+
+    def _look(self, took: float) -> None:
+        """At a turn that is not over."""
+        if took > self._most:
+            self._stack = self._stack or _stack_of(self._thread)
+        if took > FOR_EVER_SECONDS and not self._told:
+            self._told = True
+            self._report(took, " and still does not", self._stack)
 
     def _look_for_others(self) -> None:
         """This thread sleeps for a moment. If it comes back late, and others computed all the while, they had the interpreter."""

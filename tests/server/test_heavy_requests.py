@@ -1,22 +1,22 @@
-"""Requests as heavy as the server takes them keep nobody else waiting: what a new field, or a new route, can be filled with included."""
+"""Requests as heavy as the server takes them keep nobody else waiting: what a new field, or a new route, can be filled with included.
 
-from collections.abc import Callable
+The whole of it is in `make soak`; here bodies are smaller, and there are fewer of each kind.
+"""
 
-from tests.support.heavy_requests import hard_forms, large_answers, places
-from tests.support.heavy_storm import Asker, Storm
-from tests.support.server_process import ServerProcess
+from tests.support.heavy_storm import Storm
 
-FLAGS = ("--scheduling-policy", "priority", "--max-model-len", "512")
+FORMS = ("regex that opens classes", "regex that counts", "grammar of empty lines", "schema with a pattern")
+ANSWERS = ("logprobs, streamed", "stop strings", "streams that nobody reads")
 
 
-def test_heavy_requests_keep_nobody_waiting(endless: str) -> None:
-    log: Callable[[str], None] = print
-    with ServerProcess("octavo serve", endless, *FLAGS, env={"OCTAVO_LOG_LEVEL": "ERROR"}) as server, Asker(server) as asker:
-        storm = Storm(server, asker, 2**20, 2.0, log)
-        multiples = ((1, 128), (256, 1))
-        for place in places(server.ask("GET", "/openapi.json").json):
-            storm.judge(f"{place.path} {place.field}", lambda place=place: storm.try_place(place, multiples))
-        storm.judge("all fields at once", lambda: storm.try_all_at_once(multiples))
-        for name, requests in [*hard_forms(((1, 1), (1, 128))), *large_answers(100, 16)]:
-            storm.judge(name, lambda requests=requests: storm.send(requests))
+def test_no_field_of_any_route_can_be_filled_so_that_others_wait(endless: str) -> None:
+    with Storm(endless, full=2**20, patience=2, shapes=3) as storm:
+        storm.try_fields(((1, 128), (256, 1)))
+        storm.check()
+
+
+def test_no_answer_is_so_hard_or_large_that_others_wait() -> None:
+    with Storm(None, full=2**20, patience=2) as storm:
+        storm.try_forms(FORMS, ((1, 1), (1, 128), (16, 1)))
+        storm.try_answers(ANSWERS, tokens=200, streams=16)
         storm.check()

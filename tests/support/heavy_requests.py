@@ -4,7 +4,7 @@
     a size          from what fills a body down to what is taken: caps are found by asking, not by reading them off the source
     a multiple      what was taken, once more with as many prompts and samples as a request may have
 
-Beside them stand texts that are small and hard to digest (`HARD_FORMS`), and requests whose answers are large (`large_answers`).
+Beside them stand texts that are small and hard to digest (`HARD_FORMS`), and requests whose answers are large (`ANSWERS`).
 """
 
 import json
@@ -18,6 +18,7 @@ MESSAGES = [{"role": "user", "content": "Once"}]
 # What a field that must be there holds where another one is heavy; a field that is not named here gets the least of its type.
 PLAIN: dict[str, Any] = {"prompt": "Once", "messages": MESSAGES, "input": "Once", "tokens": [5], "model": None}
 FORMS = ("structured_outputs", "response_format", "stream_options", "stream")  # some of them exclude others
+Multiples = tuple[tuple[int, int], ...]  # of prompts and samples
 LATER = 9  # the priority of all that is heavy: who asks for little is served first
 
 
@@ -126,7 +127,7 @@ OBJECTS = Shape("objects", lambda size: repeated('{"a":1}', size))
 KEYS = Shape("an object", lambda size: keyed("1.0", size))
 DEEP = Shape("lists inside each other", lambda size: "[" * min(size, 190) + repeated("[]", size) + "]" * min(size, 190))
 DIGITS = Shape("digits", lambda size: "9" * max(1, size))
-ANYTHING = (TEXT, NUMBERS, TEXTS, OBJECTS, KEYS, DEEP)
+ANYTHING = (TEXT, KEYS, DEEP, NUMBERS, TEXTS, OBJECTS)
 
 
 def long_texts(size: int) -> Shape:
@@ -141,7 +142,7 @@ def _shapes(kind: dict[str, Any], schema: dict[str, Any]) -> tuple[Shape, ...]:
     if name == "array":
         item = _resolved(kind.get("items", {}), schema).get("type")
         return {"integer": (NUMBERS, TEXTS), "string": (TEXTS, NUMBERS), "object": (OBJECTS, TEXTS)}.get(
-            item, (NUMBERS, TEXTS, OBJECTS, DEEP)
+            item, (NUMBERS, OBJECTS, TEXTS, DEEP)
         )
     simple = {"string": (TEXT,), "object": (KEYS, DEEP), "integer": (DIGITS,), "number": (DIGITS,), "boolean": (), None: ANYTHING}
     return simple[name]
@@ -150,6 +151,7 @@ def _shapes(kind: dict[str, Any], schema: dict[str, Any]) -> tuple[Shape, ...]:
 # --- what is small, and heavy all the same ------------------------------------------------------------------------------
 
 CHARS = 16_000
+INTEGER = {"type": "integer"}
 NAMES = [f"p{number}" for number in range(500)]
 HARD_FORMS: dict[str, dict[str, Any]] = {
     "regex that opens classes": {"regex": "[" * CHARS},
@@ -165,31 +167,35 @@ HARD_FORMS: dict[str, dict[str, Any]] = {
     "choice of long ones": {"choice": [f"{number}" + "a" * 1900 for number in range(100)]},
     "schema with a pattern": {"json": {"type": "string", "pattern": "[" * CHARS}},
     "schema with a large enum": {"json": {"enum": list(range(9_999))}},
-    "schema of properties": {"json": {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(2000)}}},
-    "schema of what is required": {"json": {"type": "object", "required": NAMES, "properties": dict.fromkeys(NAMES, {"type": "integer"})}},
+    "schema of properties": {"json": {"type": "object", "properties": {f"p{n}": INTEGER for n in range(2000)}}},
+    "schema of what is required": {"json": {"type": "object", "required": NAMES, "properties": dict.fromkeys(NAMES, INTEGER)}},
     "schema that counts": {"json": {"type": "array", "minItems": 900_000, "items": {"type": "string", "minLength": 1000}}},
     "schema of alternatives": {"json": {"anyOf": [{"type": "object", "properties": {f"p{n}": {"type": "string"}}} for n in range(1000)]}},
 }  # fmt: skip
 
 
-def hard_forms(multiples: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, list[Heavy]]]:
-    for name, form in HARD_FORMS.items():
-        yield name, [_asks(name, prompts, n, structured_outputs=form) for prompts, n in multiples]
+def hard_form(name: str, multiples: Multiples) -> list[Heavy]:
+    return [_asks(name, prompts, n, structured_outputs=HARD_FORMS[name]) for prompts, n in multiples]
 
 
-def large_answers(tokens: int, streams: int) -> Iterator[tuple[str, list[Heavy]]]:
-    """As much as fits into half of the rows, so that others have a row; what a client does not read included."""
+ANSWERS: dict[str, tuple[int, int, dict[str, Any]]] = {  # prompts, samples and the rest of a request with a large answer
+    "logprobs": (128, 1, {"logprobs": 20}),
+    "logprobs, streamed": (1, 128, {"logprobs": 20, "stream": True}),
+    "logprobs of prompts": (55, 1, {"logprobs": 20, "echo": True, "prompt": [[5] * 200] * 55}),
+    "stop strings": (1, 128, {"stop": ["".join(chr(97 + (7 * place + one) % 26) for place in range(1024)) for one in range(4)]}),
+    "usage with every chunk": (1, 128, {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+    "streams that nobody reads": (1, 8, {"logprobs": 20, "stream": True}),
+}
+
+
+def large_answers(tokens: int, streams: int) -> dict[str, list[Heavy]]:
+    """As much as half of the rows can say, so that others have a row."""
     half = {"max_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
-    stops = ["".join(chr(97 + (place * 7 + number) % 26) for place in range(1024)) for number in range(4)]
-    yield "logprobs", [_asks("logprobs", 128, 1, logprobs=20, **half)]
-    yield "logprobs, streamed", [_asks("logprobs, streamed", 1, 128, logprobs=20, stream=True, **half)]
-    yield "stop strings", [_asks("stop strings", 1, 128, stop=stops, **half)]
-    yield "usage with every chunk", [
-        _asks("usage with every chunk", 1, 128, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}, **half)
-    ]
-    echo = {"echo": True, "logprobs": 20, "max_tokens": 1, "prompt": [[5] * 200] * 55}
-    yield "logprobs of prompts", [_asks("logprobs of prompts", 55, 1, **echo)]
-    yield "streams that nobody reads", [_asks("streams that nobody reads", 1, 8, reads=False, stream=True, logprobs=20, **half)] * streams
+    unread = "streams that nobody reads"
+    return {
+        name: [_asks(name, prompts, n, name != unread, **half, **more)] * (streams if name == unread else 1)
+        for name, (prompts, n, more) in ANSWERS.items()
+    }
 
 
 def _asks(name: str, prompts: int, n: int, reads: bool = True, **fields: object) -> Heavy:
