@@ -46,7 +46,8 @@ def against_offline(model: str | None, rounds: int) -> None:
     with LLM(model, enable_prefix_caching=False) as llm:
         workload: Workload = text_loads(text_ids(llm.get_tokenizer()))["batch32"]
         params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for _, count in workload.requests]
-        with ServerProcess(WATCHED, *([model] if model else []), "--no-enable-prefix-caching", env={"OMP_NUM_THREADS": THREADS}) as server:
+        flags = [*([model] if model else []), "--no-enable-prefix-caching"]
+        with ServerProcess(WATCHED, *flags, env={"OMP_NUM_THREADS": THREADS}, watch="") as server:
             ratios = []
             for number in range(rounds + 1):
                 start = time.perf_counter()
@@ -65,7 +66,7 @@ def against_offline(model: str | None, rounds: int) -> None:
 def on_fake(model: str | None, rounds: int, streams: int, count: int, step_ms: int) -> None:
     flags = ("--num-gpu-blocks-override", "20000", "--max-num-seqs", str(streams))
     env = {"OCTAVO_DEBUG": "runner=fake" + (f",forward.sleep={step_ms}" if step_ms else ""), "OCTAVO_LOG_LEVEL": "ERROR"}
-    with ServerProcess(WATCHED, *([model] if model else []), *flags, env=env) as server:
+    with ServerProcess(WATCHED, *([model] if model else []), *flags, env=env, watch="") as server:
         workload = [([100 + number] * PROMPT, count) for number in range(streams)]
         speeds = []
         for number in range(rounds + 1):

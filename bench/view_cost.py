@@ -124,7 +124,7 @@ def on_model(model: str | None, rounds: int) -> None:
     assert text.tokenizer is not None
     workload = text_loads(text_ids(text.tokenizer))["batch32"].requests
     ratios: list[tuple[float, float]] = []
-    with ServerProcess(WATCHED, *([model] if model else []), "--no-enable-prefix-caching") as server:
+    with ServerProcess(WATCHED, *([model] if model else []), "--no-enable-prefix-caching", watch="") as server:
         engine = server.ask("GET", "/watch").json["engine_pid"]
         for number in range(rounds + 1):
             found = {}

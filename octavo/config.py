@@ -175,6 +175,8 @@ class Debug:
     ipc_garbage: int = 0  # it comes out as something else
     exit_sigkill: int = 0  # an engine process is killed at this step
     grammar_timeout: bool = False  # every grammar takes too long to compile
+    loop_slow: int = 0  # milliseconds of CPU time after which a turn of an API process's event loop is reported
+    step_slow: int = 0  # the same for a turn of an engine process's loop, which makes one step
 
     @property
     def switched_on(self) -> list[str]:

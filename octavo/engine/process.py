@@ -25,6 +25,7 @@ from octavo.engine.assemble import Engine
 from octavo.engine.client import open_engine
 from octavo.engine.core import EngineCore
 from octavo.engine.router import BROKEN, Command, Gone, Pulse, Router, Watching
+from octavo.engine.stall_watch import NoWatch, StallWatch, Watch
 from octavo.engine.stats import StatsLog
 from octavo.engine.view import EngineView, NoView
 from octavo.engine.wire import Abort, Refused, ResetPrefixCache, frame_limit
@@ -77,9 +78,11 @@ class Loop:
         self._taken = 0
         self._log = StatsLog(core.scheduler.snapshot())
 
-    def run(self) -> None:
+    def run(self, watch: Watch) -> None:
         while True:
+            watch.begin()
             self.turn()
+            watch.end()
 
     def turn(self) -> None:
         """Waits if there is nothing to do, and makes one step if there is."""
@@ -141,7 +144,7 @@ def serve(orders: Orders) -> None:
     loop = Loop(engine.core, router, orders.queue_timeout, view, orders.step_seconds)
     router.ready(engine.facts(source.name, orders.epoch), loop.pulse(busy=False))
     try:
-        loop.run()
+        loop.run(StallWatch("the engine's loop", debug.step_slow).start() if debug.step_slow else NoWatch())
     except Exception as error:
         raise LoopBroke from error
 

@@ -16,6 +16,8 @@ from types import FrameType
 
 import uvicorn
 
+from octavo.config import debug_from_environment
+from octavo.engine.stall_watch import StallWatch
 from octavo.errors import EngineError, OctavoError
 from octavo.log import logger
 from octavo.server.app import build_app
@@ -73,6 +75,8 @@ class ApiProcess(uvicorn.Server):
         """Whatever keeps it from starting ends the server: nobody else would see it."""
         try:
             await self._server.llm.start()
+            if milliseconds := debug_from_environment().loop_slow:
+                StallWatch("the event loop", milliseconds).start(asyncio.get_running_loop())
             if self._server.recorder is not None:
                 self._server.recorder.begin(self._server.view)
             if self._siblings is not None:

@@ -72,10 +72,11 @@ def test_nothing_is_written_back() -> None:
 
 def test_debug_switches_are_parsed_strictly() -> None:
     text = " check=1,preempt.every=3 ,forward.raise@7,forward.nan@8,sample.bad_id@9,cache.force_miss=1,runner=fake,isa=avx2,native=off,"
-    text += "forward.sleep=20,ipc.drop@1,ipc.truncate@2,ipc.garbage@3,exit.sigkill@4"
+    text += "forward.sleep=20,ipc.drop@1,ipc.truncate@2,ipc.garbage@3,exit.sigkill@4,loop.slow=200,step.slow=1000"
     assert Debug.parse(text) == Debug(
         check=True, preempt_every=3, forward_raise=7, forward_nan=8, sample_bad_id=9, cache_force_miss=True, runner="fake",
         isa="avx2", native="off", forward_sleep=20, ipc_drop=1, ipc_truncate=2, ipc_garbage=3, exit_sigkill=4,
+        loop_slow=200, step_slow=1000,
     )  # fmt: skip
     assert Debug.parse("") == Debug.parse("check=0") == Debug()
     assert Debug.parse("").switched_on == [] and Debug.parse(text).switched_on[:2] == ["check=True", "runner=fake"]

@@ -13,8 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from octavo.engine.stall_watch import SAID
 from tests.cli.processes import ROOT, SECONDS, environment
 
+WATCH = "loop.slow=200,step.slow=1000"  # milliseconds of CPU time, see octavo/engine/stall_watch.py
 READY = re.compile(r"^Octavo is ready: http://(\S+):(\d+)  model=(.+)$", re.MULTILINE)
 
 
@@ -40,9 +42,15 @@ class Reply:
 
 
 class ServerProcess:
-    def __init__(self, module: str, *flags: str, env: dict[str, str] | None = None, cwd: Path = ROOT) -> None:
+    """Its loops are watched: a test in which one of them did not turn for too long fails when it leaves its server."""
+
+    def __init__(self, module: str, *flags: str, env: dict[str, str] | None = None, cwd: Path = ROOT, watch: str = WATCH) -> None:
+        """`watch`: what is added to OCTAVO_DEBUG; nothing where the server itself is to be measured."""
         command = [sys.executable, "-m", *module.split(), "--port", "0", *flags]
-        self.process = subprocess.Popen(command, cwd=cwd, env=environment(env or {}), stderr=subprocess.PIPE, text=True)
+        given = environment(env or {})
+        if switches := ",".join(filter(None, (given.get("OCTAVO_DEBUG"), watch))):
+            given["OCTAVO_DEBUG"] = switches
+        self.process = subprocess.Popen(command, cwd=cwd, env=given, stderr=subprocess.PIPE, text=True)
         self.stderr = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -56,6 +64,14 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+        self._reader.join(SECONDS)
+        if value is None:
+            self.check_stalls()
+
+    def check_stalls(self) -> None:
+        """What the watch of the loops has found so far."""
+        found = self.stderr.find(SAID)
+        assert found < 0, f"a loop {self.stderr[found : found + 5000]}"
 
     def _read(self) -> None:
         assert self.process.stderr is not None

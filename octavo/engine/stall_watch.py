@@ -1,0 +1,108 @@
+"""For tests: says what keeps a loop from turning (`OCTAVO_DEBUG=loop.slow=200,step.slow=1000`), with the stack at that moment.
+
+    event loop       a thread asks it for a sign of life, again and again; a turn is what runs before the sign comes
+    engine's loop    a turn is one call, with at most one step in it
+
+Turns are measured in CPU time of the loop's own thread, so a machine that is busy with something else is no stall. Another thread
+that does not let go of the interpreter holds up the loop just as well: it shows in the thread here, which comes late then.
+"""
+
+import asyncio
+import sys
+import threading
+import time
+import traceback
+from typing import Protocol
+
+from octavo.log import logger
+
+LOOK_SECONDS = 0.02
+FOR_EVER_SECONDS = 5.0  # what takes longer is reported before it ends, if it ever does
+OTHERS = 5  # another thread may have the interpreter for so many times longer: a large body is parsed in one go
+SAID = "did not turn for"  # what tests look for
+
+
+class Watch(Protocol):
+    def begin(self) -> None:
+        """A turn begins."""
+
+    def end(self) -> None:
+        """It is over."""
+
+
+class NoWatch:
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+class StallWatch:
+    """To be made by the thread that it watches."""
+
+    def __init__(self, what: str, milliseconds: int) -> None:
+        self._what = what
+        self._most = milliseconds / 1000
+        self._thread = threading.get_ident()
+        self._clock = time.pthread_getcpuclockid(self._thread)
+        self._began: float | None = None  # by the clock; None: no turn is watched
+        self._stack = ""  # seen in a turn that takes too long
+        self._told = False  # whether the turn was reported
+        self._looked = self._times()
+
+    def start(self, loop: asyncio.AbstractEventLoop | None = None) -> "StallWatch":
+        """`loop`: whose turns are to be watched; without one, `begin` and `end` say what a turn is."""
+        threading.Thread(target=self._run, args=(loop,), name="stall watch", daemon=True).start()
+        return self
+
+    def begin(self) -> None:
+        self._stack, self._told = "", False
+        self._began = time.clock_gettime(self._clock)
+
+    def end(self) -> None:
+        began, self._began = self._began, None
+        if began is not None and (took := time.clock_gettime(self._clock) - began) > self._most and not self._told:
+            self._report(took, "", self._stack or "(it was over before anybody looked)\n")
+
+    def _run(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        while True:
+            time.sleep(LOOK_SECONDS)
+            self._look_for_others()
+            if (began := self._began) is not None:
+                self._look(time.clock_gettime(self._clock) - began)
+            elif loop is not None:
+                self.begin()
+                try:
+                    loop.call_soon_threadsafe(self.end)
+                except RuntimeError:  # it is closed
+                    return
+
+    def _look(self, took: float) -> None:
+        """At a turn that is not over."""
+        if took > self._most:
+            self._stack = self._stack or _stack_of(self._thread)
+        if took > FOR_EVER_SECONDS and not self._told:
+            self._told = True
+            self._report(took, " and still does not", self._stack)
+
+    def _look_for_others(self) -> None:
+        """This thread sleeps for a moment. If it comes back late, and others computed all the while, they had the interpreter."""
+        before, self._looked = self._looked, self._times()
+        wall, loop, process = (now - then for now, then in zip(self._looked, before))
+        if min(wall, process - loop) > OTHERS * self._most:
+            others = [thread for thread in threading.enumerate() if thread.ident not in (self._thread, threading.get_ident())]
+            stacks = "".join(f"  {thread.name}:\n{_stack_of(thread.ident)}" for thread in others)
+            self._report(min(wall, process - loop), " because another thread had the interpreter", stacks, OTHERS)
+
+    def _times(self) -> tuple[float, float, float]:
+        return time.monotonic(), time.clock_gettime(self._clock), time.process_time()
+
+    def _report(self, seconds: float, why: str, stack: str, times: int = 1) -> None:
+        took, most = 1000 * seconds, 1000 * self._most * times
+        logger.error("%s %s %d ms of CPU time%s, at most %d are allowed\n%s", self._what, SAID, took, why, most, stack)
+
+
+def _stack_of(thread: int | None) -> str:
+    frame = sys._current_frames().get(thread or 0)
+    return "".join(traceback.format_stack(frame)) if frame is not None else ""

@@ -1,0 +1,81 @@
+"""A loop that does not turn is reported once, with what it was busy with; a machine that is busy with something else is not."""
+
+import asyncio
+import logging
+import re
+import threading
+import time
+
+import pytest
+import uvloop
+
+from octavo.engine.stall_watch import LOOK_SECONDS, OTHERS, SAID, StallWatch
+
+MOST = 100  # milliseconds
+
+
+def compute(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def keep_the_interpreter(seconds: float) -> None:
+    """In one call that does not let go of it."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        sum(range(50_000_000))
+
+
+async def watched(*steps: str) -> None:
+    loop = asyncio.get_running_loop()
+    StallWatch("the event loop", MOST).start(loop)
+    for step in steps:
+        await asyncio.sleep(5 * LOOK_SECONDS)
+        if step == "compute":
+            loop.call_soon(compute, 0.3)
+        elif step == "thread":
+            await asyncio.to_thread(keep_the_interpreter, OTHERS * MOST / 1000)
+        else:
+            loop.call_soon(time.sleep, 0.3)
+    await asyncio.sleep(0.5)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if SAID in record.getMessage()]
+
+
+def run(*steps: str) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(watched(*steps))
+
+
+def test_a_callback_that_computes_is_reported_once_with_its_stack(caplog: pytest.LogCaptureFixture) -> None:
+    run("compute", "wait", "compute")
+    first, second = said(caplog)
+    assert int(re.search(rf"{SAID} (\d+) ms", first)[1]) >= 0.8 * 300  # type: ignore[index]
+    assert "in compute" in first and "in compute" in second and caplog.records[0].levelno == logging.ERROR
+
+
+def test_a_thread_that_keeps_the_interpreter_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    run("thread")
+    assert said(caplog) and all("another thread had the interpreter" in line for line in said(caplog))
+    assert "in keep_the_interpreter" in said(caplog)[0]
+
+
+def test_a_loop_that_merely_waits_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    busy = threading.Thread(target=compute, args=(0.5,))  # in this process, but it lets go of the interpreter
+    busy.start()
+    run("wait")
+    busy.join()
+    assert said(caplog) == []
+
+
+def test_a_turn_that_somebody_else_names_is_measured_from_its_begin_to_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    watch = StallWatch("the engine's loop", MOST).start()
+    for seconds in (0.03, 0.03, 0.03, 0.03, 0.03, 0.3, 0.03):
+        watch.begin()
+        compute(seconds)
+        watch.end()
+    (line,) = said(caplog)
+    assert line.startswith("the engine's loop did not turn for 3") and "in compute" in line
