@@ -6,7 +6,7 @@ Everything of one news list leaves in one write.
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -24,7 +24,7 @@ def event(data: object, name: str | None = None) -> str:
     return (f"event: {name}\n" if name else "") + f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
 
 
-async def unless(gone: Coroutine[Any, Any, None], work: Coroutine[Any, Any, Result]) -> Result:
+async def unless(gone: Coroutine[Any, Any, None], work: Awaitable[Result]) -> Result:
     """Do `work`; when `gone` comes first it is cancelled, which ends what it asked of the engine: ClientDisconnect."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone)
     try:
