@@ -34,7 +34,7 @@ NUM_HEADERS = 256
 URL_BYTES = 8192
 LEAST_BYTES = 65536
 _PIECE = 4096  # heads are fed in pieces, so that little of one that is too long is kept
-_LOOK_SECONDS = 0.1  # between two looks whether a client that sends no more is still there
+_LOOK_SECONDS = 0.005, 1.0  # from the first look whether a client that sends no more is still there to the second, and at most
 _TCP_CLOSED = 7  # as Linux numbers the states of a connection
 
 
@@ -175,14 +175,15 @@ class BoundedProtocol(HttpToolsProtocol):
             return False
         if not self._running.response_started:
             self.transport.write(STATUS_LINE[100] + b"\r\n")
-        self._look_timer = self.loop.call_later(_LOOK_SECONDS, self._look_whether_it_left)
+        self._look_whether_it_left(_LOOK_SECONDS[0])
         return True
 
-    def _look_whether_it_left(self) -> None:
+    def _look_whether_it_left(self, pause: float) -> None:
+        """A machine nearby answers at once, one far away later: each pause is twice as long as the one before."""
         if self._tcp_state()[0] == _TCP_CLOSED:
             self.transport.abort()
         else:
-            self._look_timer = self.loop.call_later(_LOOK_SECONDS, self._look_whether_it_left)
+            self._look_timer = self.loop.call_later(pause, self._look_whether_it_left, min(2 * pause, _LOOK_SECONDS[1]))
 
     def _complain(self, error: ApiError) -> None:
         self._complaint = error
