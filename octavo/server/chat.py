@@ -43,7 +43,7 @@ def router(server: Server) -> APIRouter:
         choice = check_tool_choice(body.tool_choice, tools)
         names[PARAM] = param_of(body.structured_outputs, FORMAT, choice)
         with named(names):
-            ask, form = await _ask(server, body, choice.offered(tools), choice)
+            ask, form = await _ask(request, server, body, choice.offered(tools), choice)
         watch = server.observer.watch("chatcmpl-", [ask])
         answer = _Answer(server, body, ask, form, watch.id, all_news(server.llm, [ask], names, watch))
         return await respond(request, server, answer, body.stream)
@@ -51,13 +51,15 @@ def router(server: Server) -> APIRouter:
     return routes
 
 
-async def _ask(server: Server, body: ChatBody, offered: list[dict[str, object]], choice: ToolChoice) -> tuple[Ask, AnswerForm]:
+async def _ask(
+    request: Request, server: Server, body: ChatBody, offered: list[dict[str, object]], choice: ToolChoice
+) -> tuple[Ask, AnswerForm]:
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs is given, but logprobs is not true", "top_logprobs")
     asked = asked_form(body.structured_outputs, body.response_format, FORMAT)
     longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     own = {"n": body.n, "max_tokens": longest, "logprobs": (body.top_logprobs or 0) if body.logprobs else None}
-    return await chat_ask(server, body, own, body.messages, offered, choice, asked)
+    return await chat_ask(request, server, body, own, lambda: body.messages, offered, choice, asked)
 
 
 @dataclass(slots=True)

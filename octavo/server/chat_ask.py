@@ -1,6 +1,8 @@
 """A conversation becomes an `Ask`: what chat and responses have in common."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+from starlette.requests import Request
 
 from octavo.engine.async_llm import Ask
 from octavo.server.answer_grammar import chat_grammar, held_to
@@ -15,18 +17,22 @@ from octavo.text.tools import ToolChoice
 
 
 async def chat_ask(
+    request: Request,
     server: Server,
     body: ChatBody | ResponseBody,
     own: Mapping[str, object],
-    messages: Sequence[Message],
+    messages: Callable[[], Sequence[Message]],
     offered: list[dict[str, object]],
     choice: ToolChoice,
     asked: StructuredOutputs | None,
 ) -> tuple[Ask, AnswerForm]:
-    """`own`: see `sampling_params`. `offered`: the tools of the prompt. `asked`: the form the answer must have."""
+    """`own`: see `sampling_params`. `messages`: called in a thread, for there may be many. `offered`: the tools of the prompt.
+
+    `asked`: the form the answer must have.
+    """
     params = sampling_params(body, own, server.config, server.llm.sampling_defaults).for_chat()
     terms = terms_of(body, server.config)
-    text, ids = await encode_chat(server, messages, offered, body.chat_template_kwargs)
+    text, ids = await encode_chat(request, server, messages, offered, body.chat_template_kwargs)
     form = answer_form(server, offered, body.parallel_tool_calls)
     params = await held_to(server, params, chat_grammar(asked, form, offered, choice, text))
     return Ask(text, ids, params, *terms), form

@@ -34,18 +34,18 @@ def router(server: Server) -> APIRouter:
         body = await read_generation_body(request, CompletionBody, server)
         names = {"prompt_logprobs": "logprobs", PARAM: param_of(body.structured_outputs, FORMAT)}  # what the engine calls otherwise
         with named(names):
-            answer = _Answer(server, body, await _asks(server, body), names)
+            answer = _Answer(server, body, await _asks(request, server, body), names)
         return await respond(request, server, answer, body.stream)
 
     return routes
 
 
-async def _asks(server: Server, body: CompletionBody) -> list[Ask]:
+async def _asks(request: Request, server: Server, body: CompletionBody) -> list[Ask]:
     own = {"n": body.n, "max_tokens": body.max_tokens, "logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
     asked = asked_form(body.structured_outputs, body.response_format, FORMAT)
     params = sampling_params(body, own, server.config, server.llm.sampling_defaults)
     terms = terms_of(body, server.config)
-    encoded = await encode_prompts(server, body.prompt)
+    encoded = await encode_prompts(request, server, body.prompt)
     if len(encoded) * params.n > server.config.max_prompts:
         message = f"{len(encoded)} prompts of {params.n} samples each are more than {server.config.max_prompts} answers (--max-prompts)"
         raise RequestError(message, "n")

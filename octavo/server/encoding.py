@@ -1,36 +1,71 @@
 """Text becomes token ids: at once where it is short, in a thread where it is long or a template has its say: the event loop goes on."""
 
-import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+from starlette.requests import Request
 
 from octavo.errors import RequestError, TemplateError
+from octavo.server.body import LARGE_BYTES
 from octavo.server.state import Server
+from octavo.server.threads import Kind
 from octavo.text.prompt import Message
 
 SHORT_CHARS = 8192  # a millisecond or so
+PORTION_CHARS = 65_536  # after so many of a list of prompts others have their turn
+
+Encoded = tuple[str | None, list[int]]
 
 
-async def encode_prompts(server: Server, prompt: str | list[object]) -> list[tuple[str | None, list[int]]]:
+async def encode_prompts(request: Request, server: Server, prompt: str | list[object]) -> list[Encoded]:
     """A text, a list of ids, or a list of either: each prompt's text, where it has one, and its ids."""
     prompts = _as_prompts(prompt, server.config.max_prompts)
     limit = server.llm.facts.limits.max_model_len
 
-    def encode_all() -> list[tuple[str | None, list[int]]]:
-        return [server.llm.encoder.encode(one, limit) for one in prompts]
+    def encode_all(portion: Sequence[str | list[int]]) -> list[Encoded]:
+        return [server.llm.encoder.encode(one, limit) for one in portion]
 
-    return encode_all() if sum(map(len, prompts)) <= SHORT_CHARS else await asyncio.to_thread(encode_all)
+    if sum(map(len, prompts)) <= SHORT_CHARS:
+        return encode_all(prompts)
+    kind = await _kind(request)
+    encoded: list[Encoded] = []
+    for portion in _portions(prompts):
+        encoded += await server.threads.run(kind, request, partial(encode_all, portion))
+    return encoded
 
 
 async def encode_chat(
-    server: Server, messages: Sequence[Message], tools: Sequence[Message], options: Mapping[str, object] | None
+    request: Request,
+    server: Server,
+    messages: Callable[[], Sequence[Message]],
+    tools: Sequence[Message],
+    options: Mapping[str, object] | None,
 ) -> tuple[str, list[int]]:
     def encode() -> tuple[str, list[int]]:
         try:
-            return server.llm.encoder.encode_chat(messages, tools or None, options or {}, server.llm.facts.limits.max_model_len)
+            return server.llm.encoder.encode_chat(messages(), tools or None, options or {}, server.llm.facts.limits.max_model_len)
         except TemplateError as error:  # of this conversation: its field has another name in other routes
             raise RequestError(str(error), "messages") from error
 
-    return await asyncio.to_thread(encode)  # a template out of a model's files may take seconds, however short the messages
+    # always in a thread: a template out of a model's files may take seconds, however short the messages
+    return await server.threads.run(await _kind(request), request, encode)
+
+
+async def _kind(request: Request) -> Kind:
+    return "long_texts" if len(await request.body()) > LARGE_BYTES else "short_texts"
+
+
+def _portions(prompts: Sequence[str | list[int]]) -> Iterator[list[str | list[int]]]:
+    portion: list[str | list[int]] = []
+    num_chars = 0
+    for prompt in prompts:
+        portion.append(prompt)
+        num_chars += len(prompt)
+        if num_chars >= PORTION_CHARS:
+            yield portion
+            portion, num_chars = [], 0
+    if portion:
+        yield portion
 
 
 def _as_prompts(prompt: str | list[object], most: int) -> list[str | list[int]]:

@@ -1,4 +1,4 @@
-"""Server-sent events, and clients that go away.
+"""Server-sent events, and clients that go away; one that does not read is cut off by protocol.py, and so has gone away.
 
 Text is written as ASCII JSON: lines of an event end at line feeds alone, but many clients also split at U+2028 and the like.
 Everything of one news list leaves in one write.
@@ -6,7 +6,7 @@ Everything of one news list leaves in one write.
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -24,7 +24,7 @@ def event(data: object, name: str | None = None) -> str:
     return (f"event: {name}\n" if name else "") + f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
 
 
-async def unless(gone: Coroutine[Any, Any, None], work: Coroutine[Any, Any, Result]) -> Result:
+async def unless(gone: Coroutine[Any, Any, None], work: Awaitable[Result]) -> Result:
     """Do `work`; when `gone` comes first it is cancelled, which ends what it asked of the engine: ClientDisconnect."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone)
     try:
@@ -47,18 +47,14 @@ async def disconnect(receive: Receive) -> None:
 class EventStream(Response):
     """Sends what `events` yields. What goes wrong before the first of them is raised, and so an ordinary answer; after it, an event."""
 
-    def __init__(self, events: AsyncGenerator[str, None], write_timeout: float, media_type: str = "text/event-stream") -> None:
-        """`write_timeout`: seconds a client may leave a full connection unread, and up to twice that."""
+    def __init__(self, events: AsyncGenerator[str, None], media_type: str = "text/event-stream") -> None:
         super().__init__(media_type=media_type, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
-        self._write_timeout = write_timeout
-        self._num_writes = 0
-        self._writing = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless(self._gone_or_stuck(receive), self._send_all(send))
+            await unless(disconnect(receive), self._send_all(send))
         finally:
             await self._events.aclose()
 
@@ -74,19 +70,4 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write(self, send: Send, text: str) -> None:
-        self._num_writes += 1
-        self._writing = True
         await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
-        self._writing = False
-
-    async def _gone_or_stuck(self, receive: Receive) -> None:
-        """A look at the writes now and then: a time limit on each would cost more than all the rest of it."""
-        leaving = asyncio.ensure_future(disconnect(receive))
-        try:
-            while not leaving.done():
-                seen, stuck = self._num_writes, self._writing
-                await asyncio.wait((leaving,), timeout=self._write_timeout)
-                if stuck and self._writing and seen == self._num_writes:
-                    return
-        finally:
-            leaving.cancel()

@@ -34,7 +34,7 @@ class Answer(Protocol):
 
 async def respond(request: Request, server: Server, answer: Answer, stream: bool | None) -> Response:
     if stream:
-        return EventStream(answer.events(), server.config.write_timeout)
+        return EventStream(answer.events())
     return await unless(disconnect(request.receive), answer.whole())
 
 

@@ -1,20 +1,29 @@
-"""uvicorn's protocol over httptools, with the limits httptools has not: a head that is long or slow, and errors in our own form.
+"""uvicorn's protocol over httptools, with the limits they do not have, and with errors in our own form.
 
     head of a request    at most HEAD_BYTES and NUM_HEADERS (431), its URL at most URL_BYTES (414), the whole request in `read_timeout`
+    Upgrade              ignored: this server speaks HTTP/1.1, and the body belongs to the request
+    body                 of a Content-Length, or chunked and nothing else
+    what is no HTTP      a 400, behind the answers to what came before it
+    a client that sends no more, but listens, gets its answer; one that has left ends its request (`_ask_whether_it_listens`)
+    an answer            its client takes LEAST_BYTES of it in `write_timeout`, or all there is, or the connection is cut off
 
-A body that is read by a route has that time counted by the guard; here it is counted while nobody reads: before there is a
+A body that is read by a route has its time counted by the guard; here it is counted while nobody reads: before there is a
 route, and after it has answered. A refused connection is read, and forgotten, for a moment: closed at once, a client that is still
 sending would see a reset connection and no answer.
 """
 
 import asyncio
 import json
+import socket
+import struct
 from asyncio import TimerHandle
 from typing import Any
 
 import httptools
+from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from octavo.server.errors import ApiError, answer_for
@@ -23,7 +32,10 @@ from octavo.server.guard import LINGER_SECONDS, new_request_id
 HEAD_BYTES = 65536
 NUM_HEADERS = 256
 URL_BYTES = 8192
+LEAST_BYTES = 65536
 _PIECE = 4096  # heads are fed in pieces, so that little of one that is too long is kept
+_LOOK_SECONDS = 0.005, 1.0  # from the first look whether a client that sends no more is still there to the second, and at most
+_TCP_CLOSED = 7  # as Linux numbers the states of a connection
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -35,41 +47,81 @@ class BoundedProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         read_timeout: float,
+        write_timeout: float,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._read_timeout = read_timeout
+        self._write_timeout = write_timeout
         self._head_bytes = 0
         self._in_head = True
-        self._refusal: ApiError | None = None
-        self._refused = False
-        self._timer: TimerHandle | None = None
+        self._in_request = False  # some of one has come, and not all of it
+        self._running: RequestResponseCycle | None = None  # the one that is being answered; `cycle` is the newest
+        self._unparsed = bytearray()  # what came while a request waited for the one before it
+        self._sends_no_more = False
+        self._complaint: ApiError | None = None  # what is wrong, where the parser cannot know
+        self._refusal: ApiError | None = None  # the last answer of this connection, which waits for those before it
+        self._refused = False  # nothing is read any more
+        self._read_timer: TimerHandle | None = None
+        self._write_timer: TimerHandle | None = None
+        self._look_timer: TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._start_timer()
+        self._start_read_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
+        for timer in (self._read_timer, self._write_timer, self._look_timer):
+            if timer is not None:
+                timer.cancel()
+        self.pipeline.clear()
+        if self._running is not None:  # uvicorn tells the newest alone
+            _leave(self._running)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._timer is None:
-            self._start_timer()
+        self._unset_keepalive_if_required()
+        if self.pipeline:
+            self._unparsed += data
+            if len(self._unparsed) > HIGH_WATER_LIMIT:
+                self.flow.pause_reading()
+            return
+        if self._read_timer is None:
+            self._start_read_timer()
         view = memoryview(data)
         while view and not self._refused and not self.transport.is_closing():
             piece = view[:_PIECE] if self._in_head else view
             view = view[len(piece) :]
             if self._in_head:
                 self._head_bytes += len(piece)
-            super().data_received(bytes(piece))
+            self._feed(piece)
             if self._in_head and self._head_bytes > HEAD_BYTES:
                 self._refuse(ApiError(431, f"the head of the request has more than {HEAD_BYTES:,} bytes"))
+
+    def _feed(self, data: memoryview) -> None:
+        while data and not self._refused:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+                self._feed_again()
+            except httptools.HttpParserError as error:
+                self._refuse(self._complaint or ApiError(400, f"this is not a valid HTTP request: {error}"))
+                return
+
+    def _feed_again(self) -> None:
+        """The head, without the wish to upgrade, to a new parser: the one that saw it takes the body for another protocol."""
+        first = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._feed(memoryview(b"".join([first, *lines, b"\r\n"])))
 
     # --- what the parser calls: what is raised in here comes out of feed_data as an error of the parser ----------------
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head = True
+        self._in_head = self._in_request = True
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -82,52 +134,169 @@ class BoundedProtocol(HttpToolsProtocol):
             self._complain(ApiError(431, f"the request has more than {NUM_HEADERS} headers"))
 
     def on_headers_complete(self) -> None:
+        if self.parser.get_method() == b"CONNECT":
+            self._complain(ApiError(405, "CONNECT is not taken: this server is no proxy"))
+        codings = b", ".join([value for name, value in self.headers if name == b"transfer-encoding"]).decode("latin-1")
+        if codings.lower() not in ("", "chunked"):
+            self._complain(ApiError(400, f"Transfer-Encoding is {codings[:80]!a}, only chunked is taken"))
+        if self.parser.should_upgrade():
+            return  # see _feed_again
         self._in_head, self._head_bytes = False, 0
         super().on_headers_complete()
+        self.flow.resume_reading()  # uvicorn stops where a request has to wait, and would not see the client leave
 
     def on_message_complete(self) -> None:
-        self._in_head = True
-        self._stop_timer()
+        if self.parser.should_upgrade():
+            return
+        self._in_head, self._in_request = True, False
+        self._stop_read_timer()
         super().on_message_complete()
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(self._refusal or ApiError(400, "this is not a valid HTTP request"))
+    # --- the end of a connection -----------------------------------------------------------------------------------------
 
-    # -------------------------------------------------------------------------------------------------------------------
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays open, for what is still to be said."""
+        self._sends_no_more = True
+        self._stop_read_timer()
+        self._check_end()
+        return self._refused or (self._is_busy and self._ask_whether_it_listens())
+
+    def _check_end(self) -> None:
+        if self._sends_no_more and self._in_request and not self._unparsed and not self._refused:
+            self._refuse(ApiError(400, "the connection ended before the request did"))
+
+    def _ask_whether_it_listens(self) -> bool:
+        """A client that sends no more may have left. The machine of one that did answers whatever is written with a reset.
+
+        Before an answer begins, HTTP has a word that says nothing: 100 Continue. It is not for clients of HTTP/1.0: those count as gone.
+        """
+        assert self._running is not None
+        if self._running.scope["http_version"] == "1.0":
+            return False
+        if not self._running.response_started:
+            self.transport.write(STATUS_LINE[100] + b"\r\n")
+        self._look_whether_it_left(_LOOK_SECONDS[0])
+        return True
+
+    def _look_whether_it_left(self, pause: float) -> None:
+        """A machine nearby answers at once, one far away later: each pause is twice as long as the one before."""
+        if self._tcp_state()[0] == _TCP_CLOSED:
+            self.transport.abort()
+        else:
+            self._look_timer = self.loop.call_later(pause, self._look_whether_it_left, min(2 * pause, _LOOK_SECONDS[1]))
 
     def _complain(self, error: ApiError) -> None:
-        self._refusal = error
+        self._complaint = error
         raise httptools.HttpParserError(error.message)
 
     def _refuse(self, error: ApiError) -> None:
-        """The connection's last answer; behind others that are not complete, it is cut off without one."""
-        self._refused = True
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.close()
+        """Nothing more is read. The request that came in part gets this answer, after those to all before it."""
+        self._refused, self._refusal = True, error
+        broken = self.cycle if self.cycle is not None and self.cycle.more_body and not self.cycle.response_complete else None
+        if self.pipeline and self.pipeline[0][0] is broken:
+            self.pipeline.popleft()  # it has not begun
+        elif broken is not None:
+            if broken.response_started:
+                self._refusal = None  # it has its answer
+            _leave(broken)
+        if not self._is_busy:
+            self._end()
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._running is not None and not self._running.response_complete and not self._running.disconnected
+
+    def _end(self) -> None:
+        """With the last answer, where there is one."""
+        if self.transport.is_closing():
             return
-        answer = answer_for(error)
-        body = json.dumps(answer.body).encode()
-        head = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **answer.headers}
-        lines = "".join(f"{name}: {value}\r\n" for name, value in {**head, "x-request-id": new_request_id()}.items())
-        self.transport.write(STATUS_LINE[answer.status] + lines.encode() + b"\r\n" + body)
+        if self._refusal is not None:
+            answer = answer_for(self._refusal)
+            body = json.dumps(answer.body).encode()
+            head = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close", **answer.headers}
+            lines = "".join(f"{name}: {value}\r\n" for name, value in {**head, "x-request-id": new_request_id()}.items())
+            self.transport.write(STATUS_LINE[answer.status] + lines.encode() + b"\r\n" + body)
         self.transport.write_eof()
-        self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        self._watch_reader()
+        self.loop.call_later(0 if self._sends_no_more else LINGER_SECONDS, self.transport.close)
 
-    def _start_timer(self) -> None:
-        self._timer = self.loop.call_later(self._read_timeout, self._too_slow)
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # begins the next
+        self._watch_reader()
+        if self._unparsed and not self.pipeline:
+            data, self._unparsed = bytes(self._unparsed), bytearray()
+            self.data_received(data)
+            self._check_end()
+        if self._is_busy or self.transport.is_closing():
+            return
+        if self._refused:
+            self._end()
+        elif self._sends_no_more:
+            self.transport.close()
+
+    # --- clients that are slow -------------------------------------------------------------------------------------------
+
+    def _start_read_timer(self) -> None:
+        self._read_timer = self.loop.call_later(self._read_timeout, self._too_slow)
+
+    def _stop_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
 
     def _too_slow(self) -> None:
-        self._timer = None
-        if self.cycle is not None and not self.cycle.response_complete:
-            return  # a route reads the body, and the guard counts
+        self._read_timer = None
+        if self._is_busy:
+            self._start_read_timer()  # a route reads the body, and the guard counts; or the next request has to wait
+            return
         if self._refused or self.transport.is_closing():
             return
-        if self._head_bytes:
+        if self._in_request:
             self._refuse(ApiError(408, f"the request did not arrive within {self._read_timeout:g} seconds (--read-timeout)"))
         else:
             self.transport.close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    @property
+    def is_unread(self) -> bool:
+        """Some of an answer is still here."""
+        return self.transport.get_write_buffer_size() > 0
+
+    def _watch_reader(self) -> None:
+        """From now on, while there is something to be read."""
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+        if self.is_unread:
+            self._write_timer = self.loop.call_later(self._write_timeout, self._look_at_reader, self._tcp_state()[1])
+
+    def _look_at_reader(self, taken_before: int) -> None:
+        self._write_timer = None
+        if self.is_unread and self._tcp_state()[1] < taken_before + LEAST_BYTES:
+            self.cut_off()
+        else:
+            self._watch_reader()
+
+    def cut_off(self) -> None:
+        """At once, with a reset: what is closed while something is unread, the kernel would keep for minutes."""
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
+
+    def _tcp_state(self) -> tuple[int, int]:
+        """The state of the connection, and how many bytes the client's machine has taken, as Linux tells them (struct tcp_info)."""
+        info = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+        return info[0], struct.unpack_from("Q", info, 120)[0]
+
+
+def _leave(cycle: RequestResponseCycle) -> None:
+    """As if its client had: its route is told, and what it still says is not sent."""
+    if not cycle.response_complete:
+        cycle.disconnected = True
+    cycle.message_event.set()

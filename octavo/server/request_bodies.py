@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from octavo.errors import RequestError
 from octavo.server.basic import check_model
-from octavo.server.body import Body, read_body
+from octavo.server.body import Body, Numbers, Texts, TokenIds, read_body
 from octavo.server.state import Server
 
 MOST_LABEL_CHARS = 65_536  # of user and metadata, which nobody here reads
@@ -36,13 +36,13 @@ class GenerationBody(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Numbers | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Texts | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: int | None = None
@@ -127,7 +127,7 @@ async def read_generation_body(request: Request, kind: type[Kind], server: Serve
         if (value := getattr(body, name)) is not None and value not in harmless:
             raise RequestError(f"{name} is not supported", name, "unsupported_parameter")
     for name in ("user", "metadata"):
-        if _chars(getattr(body, name)) > MOST_LABEL_CHARS:
+        if _is_longer(getattr(body, name), MOST_LABEL_CHARS):
             raise RequestError(f"{name} has more than {MOST_LABEL_CHARS:,} characters", name)
     if isinstance(body, CompletionBody | ChatBody) and body.stream_options is not None and not body.stream:
         raise RequestError("stream_options is given, but stream is not true", "stream_options")
@@ -135,10 +135,18 @@ async def read_generation_body(request: Request, kind: type[Kind], server: Serve
     return body
 
 
-def _chars(value: object) -> int:
-    """Of all texts in it; bodies are not deep, `read_body` sees to that."""
-    if isinstance(value, dict):
-        return sum(len(key) + _chars(item) for key, item in value.items())
-    if isinstance(value, list):
-        return sum(map(_chars, value))
-    return len(value) if isinstance(value, str) else 1
+def _is_longer(value: object, most: int) -> bool:
+    """Whether the texts in it have more than `most` characters together, numbers counted as one. It looks no further than it must."""
+    waiting = [value]
+    while waiting and most >= 0:
+        one = waiting.pop()
+        if isinstance(one, dict | list) and len(one) > most:
+            return True
+        if isinstance(one, dict):
+            most -= sum(map(len, one))
+            waiting.extend(one.values())
+        elif isinstance(one, list):
+            waiting.extend(one)
+        else:
+            most -= len(one) if isinstance(one, str) else 1
+    return most < 0

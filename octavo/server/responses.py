@@ -3,6 +3,7 @@
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -38,7 +39,7 @@ def router(server: Server) -> APIRouter:
         with named(names):
             asked = asked_form(body.structured_outputs, body.text and body.text.format, FORMAT)
             own = {"max_tokens": body.max_output_tokens}
-            ask, form = await chat_ask(server, body, own, messages_of(body), choice.offered(tools), choice, asked)
+            ask, form = await chat_ask(request, server, body, own, partial(messages_of, body), choice.offered(tools), choice, asked)
         watch = server.observer.watch("resp_", [ask])
         answer = _Answer(server, body, ask, form, watch.id, all_news(server.llm, [ask], names, watch))
         return await respond(request, server, answer, body.stream)

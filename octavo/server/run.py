@@ -27,7 +27,7 @@ from octavo.server.siblings import Siblings
 from octavo.server.state import Server
 
 KEEP_ALIVE_SECONDS = 75  # longer than clients and proxies keep an idle connection: they should be the ones to close it
-LAST_WORDS_SECONDS = 2  # for answers that were told to end
+LAST_WORDS_SECONDS = 2  # for answers that were told to end, before their connections are cut off
 
 
 class ApiProcess(uvicorn.Server):
@@ -38,7 +38,9 @@ class ApiProcess(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 build_app(server),
-                http=partial(BoundedProtocol, read_timeout=server.config.read_timeout),  # type: ignore[arg-type]
+                http=partial(  # type: ignore[arg-type]
+                    BoundedProtocol, read_timeout=server.config.read_timeout, write_timeout=server.config.write_timeout
+                ),
                 loop="uvloop",
                 ws="none",
                 lifespan="off",
@@ -47,7 +49,7 @@ class ApiProcess(uvicorn.Server):
                 proxy_headers=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=LAST_WORDS_SECONDS,
+                timeout_graceful_shutdown=2 * LAST_WORDS_SECONDS,
             )
         )
         self._server = server
@@ -107,16 +109,30 @@ class ApiProcess(uvicorn.Server):
         server.observer.tick()
         if self._siblings is not None and not self._siblings.check():
             self.fail(EngineError("an API process died again and again (--max-restarts)"))
-        if server.draining and (server.open_requests == 0 or time.monotonic() > self._stop_at):
+        if server.draining and (self._is_drained or time.monotonic() > self._stop_at):
             self.should_exit = True
         return await super().on_tick(counter)
+
+    @property
+    def _is_drained(self) -> bool:
+        return self._server.open_requests == 0 and not any(connection.is_unread for connection in self._connections)
+
+    @property
+    def _connections(self) -> list[BoundedProtocol]:
+        return [connection for connection in self.server_state.connections if isinstance(connection, BoundedProtocol)]
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._siblings is not None:
             await self._siblings.ended(0 if self.force_exit else self._server.config.shutdown_timeout + LAST_WORDS_SECONDS)
         await self._server.llm.close()  # what is still open ends with an error, and the engine ends
+        asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._cut_off)
         await super().shutdown(sockets)
         await self._server.close()
+
+    def _cut_off(self) -> None:
+        """Clients that do not read would be waited for without end."""
+        for connection in self._connections:
+            connection.cut_off()
 
 
 def _route_logs() -> None:

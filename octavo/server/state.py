@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from octavo.server.grammar_check import GrammarChecker
 from octavo.server.observer import Observer
 from octavo.server.recorder import Recorder
+from octavo.server.threads import Threads
 from octavo.server.view import ViewHub
 from octavo.server_config import ServerConfig
 
@@ -25,6 +26,7 @@ class Server:
     open_requests: int = 0
     warned: set[str] = field(default_factory=set)  # fields nobody knows that were already warned about
     recorder: Recorder | None = None
+    threads: Threads = field(default_factory=Threads)
     view: ViewHub = field(init=False)
     _grammars: GrammarChecker | None = field(init=False, default=None)
 
@@ -41,6 +43,7 @@ class Server:
 
     async def close(self) -> None:
         """No process, task or file of its own is left."""
+        self.threads.close()
         if self.recorder is not None:
             await self.recorder.close()
         await self.view.close()

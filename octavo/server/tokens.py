@@ -1,21 +1,29 @@
-"""/tokenize, /detokenize and /tokenizer_info, with the bodies vLLM's have."""
+"""/tokenize, /detokenize and /tokenizer_info, with the bodies vLLM's have. What is long is worked on, and written, in a thread."""
 
-import asyncio
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated
 
 from fastapi import APIRouter
-from pydantic import model_validator
+from pydantic import Field, model_validator
 from starlette.requests import Request
+from starlette.responses import Response
 
 from octavo.errors import RequestError
 from octavo.server.basic import check_model
-from octavo.server.body import Body, read_body, takes
+from octavo.server.body import Body, TokenIds, read_body, takes
 from octavo.server.state import Server
+
+MOST_CHARS = 2**20  # a second or two: what is being tokenised cannot be stopped
+MOST_TOKENS = 2**20
+_PIECE = 8192  # items of a list that are written at once
 
 
 class Tokenize(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, object]] | None = None
+    messages: Annotated[list[dict[str, object]], Field(fail_fast=True)] | None = None
     add_special_tokens: bool | None = None  # default: for a prompt, not for messages, whose template writes them itself
     return_token_strs: bool = False
 
@@ -28,31 +36,23 @@ class Tokenize(Body):
 
 class Detokenize(Body):
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds
 
 
 def router(server: Server) -> APIRouter:
     routes = APIRouter()
 
     @routes.post("/tokenize", openapi_extra=takes(Tokenize))
-    async def tokenize(request: Request) -> dict[str, object]:
+    async def tokenize(request: Request) -> Response:
         asked = await read_body(request, Tokenize)
         check_model(server, asked.model)
-        ids = await asyncio.to_thread(_encode, server, asked)  # a book takes seconds
-        answer: dict[str, object] = {"count": len(ids), "max_model_len": server.llm.facts.limits.max_model_len, "tokens": ids}
-        if asked.return_token_strs:
-            answer["token_strs"] = [server.llm.tokenizer.token(token_id) for token_id in ids]
-        return answer
+        return _answer(await server.threads.run("tokenize", request, partial(_tokenized, server, asked)))
 
     @routes.post("/detokenize", openapi_extra=takes(Detokenize))
-    async def detokenize(request: Request) -> dict[str, str]:
+    async def detokenize(request: Request) -> Response:
         asked = await read_body(request, Detokenize)
         check_model(server, asked.model)
-        vocab = server.llm.facts.limits.vocab_size
-        for place, token_id in enumerate(asked.tokens):
-            if not 0 <= token_id < vocab:
-                raise RequestError(f"tokens[{place}] is {token_id}, out of the vocabulary, which ends at {vocab - 1}", f"tokens[{place}]")
-        return {"prompt": server.llm.tokenizer.decode(asked.tokens, skip_special_tokens=False)}
+        return _answer(await server.threads.run("tokenize", request, partial(_detokenized, server, asked.tokens)))
 
     @routes.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, str | None]:
@@ -62,9 +62,44 @@ def router(server: Server) -> APIRouter:
     return routes
 
 
+def _answer(body: str) -> Response:
+    return Response(body, media_type="application/json")
+
+
+def _tokenized(server: Server, asked: Tokenize) -> str:
+    ids = _encode(server, asked)
+    answer = f'{{"count":{len(ids)},"max_model_len":{server.llm.facts.limits.max_model_len},"tokens":{_listed(ids)}'
+    if asked.return_token_strs:
+        answer += f',"token_strs":{_listed([server.llm.tokenizer.token(token_id) for token_id in ids])}'
+    return answer + "}"
+
+
+def _listed(items: Sequence[int | str]) -> str:
+    """As JSON, in pieces: one call for a million items would hold up everybody."""
+    starts = range(0, len(items), _PIECE)
+    return f"[{','.join([json.dumps(items[start : start + _PIECE], separators=(',', ':'))[1:-1] for start in starts])}]"
+
+
 def _encode(server: Server, asked: Tokenize) -> list[int]:
     if asked.messages is not None:
-        text, ids = server.llm.encoder.encode_chat(asked.messages)
-        return server.llm.tokenizer.encode(text) if asked.add_special_tokens else ids
+        text = server.llm.encoder.render_chat(asked.messages)
+        _check_length(text, "messages")
+        return server.llm.tokenizer.encode(text, bool(asked.add_special_tokens))
     assert asked.prompt is not None
+    _check_length(asked.prompt, "prompt")
     return server.llm.tokenizer.encode(asked.prompt, asked.add_special_tokens is not False)
+
+
+def _check_length(text: str, param: str) -> None:
+    if len(text) > MOST_CHARS:
+        raise RequestError(f"{param} has {len(text):,} characters, at most {MOST_CHARS:,} are tokenised at once; send it in parts", param)
+
+
+def _detokenized(server: Server, ids: Sequence[int]) -> str:
+    if len(ids) > MOST_TOKENS:
+        raise RequestError(f"tokens has {len(ids):,} ids, at most {MOST_TOKENS:,} are decoded at once; send them in parts", "tokens")
+    vocab = server.llm.facts.limits.vocab_size
+    for place, token_id in enumerate(ids):
+        if not 0 <= token_id < vocab:
+            raise RequestError(f"tokens[{place}] is {token_id}, out of the vocabulary, which ends at {vocab - 1}", f"tokens[{place}]")
+    return json.dumps({"prompt": server.llm.tokenizer.decode(ids, skip_special_tokens=False)}, separators=(",", ":"))

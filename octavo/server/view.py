@@ -194,6 +194,6 @@ def router(server: "Server") -> APIRouter:
         async def view() -> Response:
             if server.state != "ready":
                 raise UnavailableError(f"the engine is {server.state}", retry_after=1)
-            return EventStream(server.view.lines(), server.config.write_timeout, "application/x-ndjson")
+            return EventStream(server.view.lines(), "application/x-ndjson")
 
     return routes

@@ -51,7 +51,16 @@ class PromptEncoder:
 
         `options`: some of TEMPLATE_OPTIONS. A text too long for `limit` tokens is not tokenised.
         """
+        text = self.render_chat(messages, tools, options)
         tokenizer = self._need_tokenizer("chat")
+        _check_length(text, tokenizer, limit, "messages")
+        return text, _without_images(tokenizer.encode(text, add_special_tokens=False), tokenizer, "messages")
+
+    def render_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] | None = None, options: Mapping[str, object] = _NO_OPTIONS
+    ) -> str:
+        """The conversation as the template writes it."""
+        self._need_tokenizer("chat")
         if self._template is None:
             raise RequestError("the model has no chat template; give one with chat_template", "messages")
         _check_options(options)
@@ -60,8 +69,7 @@ class PromptEncoder:
         text = self._template.render(plain, bool(options.get("add_generation_prompt", not goes_on)), tools, thinking)
         if goes_on:
             text = _open_last_message(text, str(plain[-1]["content"]))
-        _check_length(text, tokenizer, limit, "messages")
-        return text, _without_images(tokenizer.encode(text, add_special_tokens=False), tokenizer, "messages")
+        return text
 
     def spellings(self, words: Sequence[str]) -> list[list[int]]:
         """Token ids of each word, as it stands at the start of a text and behind a space."""

@@ -2,14 +2,19 @@
 
 import json
 import math
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
 
 from octavo import __version__
 from octavo.server.body import LARGE_BYTES
+from octavo.server.request_bodies import ChatBody, CompletionBody, ResponseBody, _is_longer
+from octavo.server.tokens import MOST_CHARS, MOST_TOKENS, Detokenize, Tokenize
 from tests.support.server_process import ServerProcess
 from tests.support.stand_in_llm import StandInLLM
 
@@ -100,6 +105,29 @@ def test_a_wrong_field_is_named(server: ServerProcess, path: str, body: dict[str
     assert param is None or param in reply.error["message"]
 
 
+@pytest.mark.parametrize("model", [ChatBody, CompletionBody, ResponseBody, Tokenize, Detokenize])
+def test_of_many_wrong_items_the_first_is_the_error(model: type[BaseModel]) -> None:
+    """Whatever the field: an error object for each would be gigabytes."""
+    for name, field in model.model_fields.items():
+        for item in (None, 1, "x", {}, [], True, 10**400):
+            for wrong in ([item] * 1000, dict.fromkeys(map(str, range(1000)), item)):
+                try:
+                    model.model_validate({field.alias or name: wrong})
+                except ValidationError as error:
+                    found = [mistake for mistake in error.errors() if mistake["loc"][0] == name]
+                    assert len(found) <= 3, (name, item, len(found))  # one of each kind that a union has
+                    assert all(mistake["loc"][-1] in (0, "0") or len(mistake["loc"]) < 3 for mistake in found)
+
+
+def test_fields_that_nobody_reads_are_looked_at_no_further_than_their_limit() -> None:
+    many = [1] * 3_000_000
+    start = time.perf_counter()
+    for value in (many, {"a": [many, many]}, [[many]] * 100):
+        assert _is_longer(value, 65_536)
+    assert time.perf_counter() - start < 0.5
+    assert not _is_longer({"a" * 100: ["b" * 100, 1.5, None]}, 202) and _is_longer({"a" * 100: ["b" * 100, 1.5, None]}, 201)
+
+
 @pytest.mark.parametrize("rest", [b"", b" " * 2 * LARGE_BYTES])
 def test_numbers_beyond_floats_are_not_finite_and_refused(server: ServerProcess, rest: bytes) -> None:
     """Also in fields that nobody reads: an answer that repeated them would be no JSON."""
@@ -146,6 +174,17 @@ def test_tokens_of_a_prompt_and_of_a_conversation(server: ServerProcess) -> None
     assert server.ask("POST", "/detokenize", {"tokens": []}).json == {"prompt": ""}
 
 
+def test_what_is_too_long_to_be_tokenised_at_once_is_refused_by_its_length(server: ServerProcess) -> None:
+    for path, body, param, most in (
+        ("/tokenize", {"prompt": "a" * (MOST_CHARS + 1)}, "prompt", MOST_CHARS),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a" * MOST_CHARS}]}, "messages", MOST_CHARS),
+        ("/detokenize", {"tokens": [403] * (MOST_TOKENS + 1)}, "tokens", MOST_TOKENS),
+    ):
+        reply = server.ask("POST", path, body)
+        assert reply.status == 400 and reply.error["param"] == param and f"at most {most:,}" in reply.error["message"]
+    assert server.ask("POST", "/tokenize", {"prompt": "a" * 9000}).json["tokens"] == TOKENIZER.encode("a" * 9000)
+
+
 def test_models_health_and_version(server: ServerProcess) -> None:
     assert server.ask("GET", "/health").json == {"status": "ready"}
     assert server.ask("GET", "/version").json == {"version": __version__}
@@ -164,3 +203,30 @@ def test_the_schema_is_whole(server: ServerProcess) -> None:
     assert '"#/components/schemas/Inner"' in text and schema["components"]["schemas"]["Inner"]["required"] == ["number"]
     body = schema["paths"]["/detokenize"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert body["required"] == ["tokens"] and set(schema["paths"]["/health"]["get"]["responses"]) >= {"default"}
+
+
+def test_large_bodies_of_mistakes_do_not_hold_up_others(server: ServerProcess) -> None:
+    """Many wrong items, names that nobody knows, and answers that are longer than their questions."""
+    bodies = [
+        ("/detokenize", b'{"tokens": [' + b'"",' * 700_000 + b'""]}', 400),
+        ("/tokenize", b'{"messages": [' + b"1," * 700_000 + b"1]}", 400),
+        ("/v1/completions", b'{"prompt": "a", "stop": [' + b"1," * 700_000 + b"1]}", 400),
+        ("/v1/completions", b'{"prompt": "a", "logit_bias": {' + b",".join(b'"%d":""' % n for n in range(200_000)) + b"}}", 400),
+        ("/tokenize", b'{"prompt": "a",' + b",".join(b'"%d":1' % n for n in range(200_000)) + b"}", 200),
+    ]
+    lags, over = list[float](), threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            start = time.monotonic()
+            assert server.ask("GET", "/health").status == 200
+            lags.append(time.monotonic() - start)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    before = server.memory("VmRSS")
+    for path, body, status in bodies:
+        assert server.ask("POST", path, body, content_type="application/json").status == status, path
+    over.set()
+    looking.join()
+    assert max(lags) < 1.5 and server.memory("VmHWM") - before < 500 * 2**20, (max(lags), server.memory("VmHWM") - before)

@@ -3,17 +3,13 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from starlette.requests import ClientDisconnect
-from starlette.types import Message
 
-from octavo.server.events import EventStream
 from tests.server.conftest import Served
 from tests.support.http_server import wait_for
 
@@ -132,30 +128,3 @@ def test_a_client_that_leaves_ends_its_request(served: Served, stream: bool, pro
                 bytes_read -= len(connection.recv(bytes_read))
             assert served.llm.stats.running > 0
         wait_for(lambda: served.llm.is_idle, 1)
-
-
-def test_a_client_that_does_not_read_is_dropped() -> None:
-    closed: list[bool] = []
-
-    async def endless() -> AsyncGenerator[str, None]:
-        try:
-            while True:
-                yield "data: x\n\n"
-        finally:
-            closed.append(True)
-
-    async def send(message: Message) -> None:
-        if message["type"] == "http.response.body":
-            await asyncio.Event().wait()
-
-    async def receive() -> Message:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def stall() -> None:
-        with pytest.raises(ClientDisconnect):
-            async with asyncio.timeout(5):
-                await EventStream(endless(), 0.01)({"type": "http"}, receive, send)
-        assert closed == [True]
-
-    asyncio.run(stall())

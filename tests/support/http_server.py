@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -11,10 +12,13 @@ import httpx2 as httpx
 import uvicorn
 from fastapi import FastAPI
 
+from octavo.server.protocol import BoundedProtocol
+
 
 class HttpServer:
     def __init__(self, app: FastAPI) -> None:
-        self._server = uvicorn.Server(uvicorn.Config(app, port=0, loop="uvloop", http="httptools", log_level="warning"))
+        protocol = partial(BoundedProtocol, read_timeout=30, write_timeout=30)
+        self._server = uvicorn.Server(uvicorn.Config(app, port=0, loop="uvloop", http=protocol, ws="none", log_level="warning"))  # type: ignore[arg-type]
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 
     def __enter__(self) -> "HttpServer":

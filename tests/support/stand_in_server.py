@@ -1,16 +1,17 @@
 """A real server process over the stand-in for the engine: `python -m tests.support.stand_in_server [flags of octavo serve]`.
 
-It has some routes more: POST /slow says as many words as it is asked for, 50 ms apart, GET /fail fails, GET /die is the engine's death.
+It has some routes more: POST /slow says as many words as it is asked for, 50 ms apart, GET /large says 32 MiB at once and GET /endless says
+something for ever; GET /fail fails, GET /die is the engine's death.
 """
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import uvloop
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from octavo import log
 from octavo.cli.args import Parser, add_server_flags, server_configs
@@ -20,11 +21,14 @@ from octavo.errors import EngineError
 from octavo.sampling_params import SamplingParams
 from octavo.server import app
 from octavo.server.body import Body, read_body, takes
+from octavo.server.events import EventStream
 from octavo.server.listen import bind
 from octavo.server.run import ApiProcess
 from octavo.server.siblings import Orders, Siblings
 from octavo.server.state import Server
 from tests.support.stand_in_llm import StandInLLM
+
+LARGE_BYTES = 32 * 2**20
 
 
 class Inner(Body):
@@ -51,6 +55,19 @@ def router(server: Server) -> APIRouter:
                 yield "".join(delta.text for delta in deltas)
 
         return StreamingResponse(pieces(), media_type="text/plain")
+
+    @routes.get("/large")
+    async def large() -> Response:
+        return Response("large " * (LARGE_BYTES // 6), media_type="text/plain")
+
+    @routes.get("/endless")
+    async def endless() -> EventStream:
+        async def events() -> AsyncGenerator[str, None]:
+            while True:
+                await asyncio.sleep(0.001)
+                yield "data: " + "x" * 10_000 + "\n\n"
+
+        return EventStream(events())
 
     @routes.get("/fail")
     async def fail() -> None:

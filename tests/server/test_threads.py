@@ -1,0 +1,80 @@
+"""Long work of some clients does not keep others waiting, and what a client that left has asked for is not done."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message
+
+from octavo.server.threads import NUM_THREADS, Threads
+from tests.support.server_process import Reply, ServerProcess
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+MOST_SECONDS = 3.0  # the work that was asked for takes several times as long
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess("tests.support.stand_in_server") as server:
+        yield server
+        assert "Traceback" not in server.stderr, server.stderr
+
+
+def timed(server: ServerProcess, path: str, body: object) -> tuple[Reply, float]:
+    start = time.monotonic()
+    return server.ask("POST", path, body), time.monotonic() - start
+
+
+def left_by_their_clients(server: ServerProcess, path: str, body: object, count: int) -> None:
+    data = json.dumps(body, ensure_ascii=False).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    socks = [server.connect() for _ in range(count)]
+    for sock in socks:
+        sock.sendall(head.encode() + data)
+    for sock in socks:
+        sock.close()
+
+
+def test_texts_of_clients_that_left_do_not_keep_a_chat_waiting(server: ServerProcess) -> None:
+    assert timed(server, "/v1/chat/completions", CHAT)[0].status == 200
+    left_by_their_clients(server, "/tokenize", {"prompt": "的一是在不了有和人这" * 50_000}, 24)
+    reply, seconds = timed(server, "/v1/chat/completions", CHAT)
+    assert reply.status == 200 and seconds < MOST_SECONDS
+    reply, seconds = timed(server, "/tokenize", {"prompt": "Once"})
+    assert reply.json["tokens"] == [1, 403] and seconds < 2 * MOST_SECONDS
+
+
+class Client:
+    """As much of a request as threads need: a way to hear that it left."""
+
+    def __init__(self) -> None:
+        self.left = asyncio.Event()
+        self.request = Request({"type": "http"}, self._receive)
+
+    async def _receive(self) -> Message:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+
+def test_a_kind_of_work_that_is_all_busy_leaves_the_others_alone_and_forgets_who_left() -> None:
+    async def main() -> None:
+        threads, over, done = Threads(), threading.Event(), list[str]()
+        stays, leaves = Client(), Client()
+        busy = [asyncio.create_task(threads.run("long_texts", stays.request, over.wait)) for _ in range(NUM_THREADS["long_texts"])]
+        waiting = [asyncio.create_task(threads.run("long_texts", each.request, lambda: done.append("ran"))) for each in (leaves, stays)]
+        for kind in NUM_THREADS.keys() - {"long_texts"}:
+            assert await asyncio.wait_for(threads.run(kind, stays.request, lambda: 1), 5) == 1
+        leaves.left.set()
+        with pytest.raises(ClientDisconnect):
+            await waiting[0]
+        assert done == []
+        over.set()
+        await asyncio.gather(*busy, waiting[1])
+        assert done == ["ran"]
+        threads.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
