@@ -23,12 +23,14 @@ class Processed:
 
 
 class OutputProcessor:
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, keep_logprobs: bool = True) -> None:
+        """Without `keep_logprobs` deltas alone tell them: whoever reads those has no need of them a second time."""
         self._tokenizer = tokenizer
+        self._keep_logprobs = keep_logprobs
         self._requests: dict[str, _RequestState] = {}
 
     def add(self, request: AddRequest, prompt: str | None) -> None:
-        self._requests[request.request_id] = _RequestState(request, prompt, self._tokenizer)
+        self._requests[request.request_id] = _RequestState(request, prompt, self._tokenizer, self._keep_logprobs)
 
     def drop(self, request_id: str) -> None:
         """Forget a request whose output nobody wants any more."""
@@ -64,7 +66,7 @@ class OutputProcessor:
 
 
 class _RequestState:
-    def __init__(self, request: AddRequest, prompt: str | None, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, request: AddRequest, prompt: str | None, tokenizer: Tokenizer | None, keep_logprobs: bool) -> None:
         self.request = request
         self.prompt = prompt
         self.tokenizer = tokenizer
@@ -75,7 +77,7 @@ class _RequestState:
         self.prompt_logprobs_due = self.prompt_logprobs is not None
         stops = StopStrings(request.params.stop)
         tail = [] if tokenizer is None else shown_tail(tokenizer, request.prompt_token_ids)
-        self.samples = [_Sample(index, request, tokenizer, stops, tail) for index in range(request.params.n)]
+        self.samples = [_Sample(index, request, tokenizer, stops, tail, keep_logprobs) for index in range(request.params.n)]
 
     @property
     def finished(self) -> bool:
@@ -104,7 +106,9 @@ class _RequestState:
 class _Sample:
     """The text of one sample so far."""
 
-    def __init__(self, index: int, request: AddRequest, tokenizer: Tokenizer | None, stops: StopStrings, tail: list[int]) -> None:
+    def __init__(
+        self, index: int, request: AddRequest, tokenizer: Tokenizer | None, stops: StopStrings, tail: list[int], keep_logprobs: bool
+    ) -> None:
         """`tail`: see `shown_tail`; what is the same for all samples is worked out once."""
         self.request_id = request.request_id
         self.search = StopSearch(stops) if stops.texts else None
@@ -116,6 +120,7 @@ class _Sample:
         self.output = CompletionOutput(index)
         if request.params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
+        self.keep_logprobs = keep_logprobs
         self.shown = 0  # characters already given out
         self.error: str | None = None
         self.code: str | None = None
@@ -148,7 +153,9 @@ class _Sample:
         text, self.shown = output.text[self.shown : end], max(self.shown, end)
         news = TextDelta(self.request_id, output.index, text, output.token_ids[before:], output.finish_reason, output.stop_reason)
         if output.logprobs is not None:
-            news.logprobs = output.logprobs[before:]
+            news.logprobs = output.logprobs[-len(news.token_ids) :] if news.token_ids else []
+            if not self.keep_logprobs:
+                output.logprobs.clear()
         if output.finish_reason == "error":
             news.error, news.code = self.error, self.code
         return news

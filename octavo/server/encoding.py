@@ -33,6 +33,11 @@ async def encode_chat(
     return await asyncio.to_thread(encode)  # a template out of a model's files may take seconds, however short the messages
 
 
+async def spell_words(server: Server, words: Sequence[str]) -> list[list[int]]:
+    """`bad_words` as token ids, once for all prompts of a request; in a thread, for every word is a text of its own."""
+    return await asyncio.to_thread(server.llm.encoder.spellings, words) if words else []
+
+
 def _as_prompts(prompt: str | list[object], most: int) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]

@@ -89,8 +89,9 @@ def test_the_same_is_refused_where_asserts_are_off() -> None:
 
 def test_values_at_the_edges_are_taken() -> None:
     taken: dict[str, list[Any]] = {
-        "n": [1, 128], "temperature": [0, 0.0, 1e-50, 1e-9, 100, 3.4e38], "top_p": [1, 1.0, 1e-9], "top_k": [-1, 0, 1, 2**31 - 1], "min_p": [0, 1],
-        "seed": [None, 0, 2**64 - 1], "presence_penalty": [-2, 2], "frequency_penalty": [-2.0, 2.0], "repetition_penalty": [1.2e-38, 1e-3, 50, 3.4e38],
+        "n": [1, 128], "temperature": [0, 0.0, 1e-50, 1e-9, 100, 3.4e38], "top_p": [1, 1.0, 1e-9],
+        "top_k": [-1, 0, 1, 2**31 - 1], "min_p": [0, 1], "seed": [None, 0, 2**64 - 1], "presence_penalty": [-2, 2],
+        "frequency_penalty": [-2.0, 2.0], "repetition_penalty": [1.2e-38, 1e-3, 50, 3.4e38],
         "max_tokens": [None, 1, 2**31 - 1], "min_tokens": [0, 16], "logprobs": [None, 0, 10**6], "stop_token_ids": [None, [], [0, 2**40]],
         "logit_bias": [None, {}, {1: 3.4e38, 2: -3.4e38, 3: 1e-300}],
     }  # fmt: skip

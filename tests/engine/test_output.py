@@ -228,15 +228,17 @@ def test_special_tokens_and_ends_are_text_only_where_asked_for(settings: dict[st
     assert news.finished[0].outputs[0].token_ids == ids
 
 
-def test_deltas_carry_the_logprobs_of_their_tokens_and_the_first_those_of_the_prompt() -> None:
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "not kept"])
+def test_deltas_carry_the_logprobs_of_their_tokens_and_the_first_those_of_the_prompt(keep: bool) -> None:
     found = [TokenLogprobs(-float(rank), rank, [7, 8], [-1.0, -2.0]) for rank in range(1, 6)]
-    processor = OutputProcessor(tokenizer())
+    processor = OutputProcessor(tokenizer(), keep_logprobs=keep)
     processor.add(AddRequest("r", [504, 505], SamplingParams(n=2, logprobs=2, prompt_logprobs=2)), None)
     assert not processor.process([Delta("r", 0, [], prompt_logprobs=(1, found[:1]))]).deltas, "a piece of the prompt alone is no news"
     first = processor.process([Delta("r", 0, [5, 6], found[1:3]), Delta("r", 1, [7], found[3:4])]).deltas
     later = processor.process([Delta("r", 0, [9], found[4:], finish_reason="length"), Delta("r", 1, [], finish_reason="abort")])
     ids = [[list(choices) for choices in delta.logprobs or []] for delta in first + later.deltas]
     assert ids == [[[5, 7, 8], [6, 7, 8]], [[7, 8]], [[9, 7, 8]], []]
+    assert [len(sample.logprobs or ()) for sample in later.finished[0].outputs] == ([3, 1] if keep else [0, 0])
     assert [delta.prompt_logprobs for delta in first + later.deltas] == [later.finished[0].prompt_logprobs, None, None, None]
     assert first[0].prompt_logprobs is not None and [choices and choices[505].rank for choices in first[0].prompt_logprobs] == [None, 1]
 
