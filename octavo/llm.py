@@ -223,8 +223,8 @@ class LLM:
         self._count += 1
         return str(self._count - 1)
 
-    def _add(self, request_id: str, encoded: Encoded, params: SamplingParams, priority: int = 0) -> None:
-        request = to_request(request_id, encoded[1], params, self.config, self.encoder, priority)
+    def _add(self, request_id: str, encoded: Encoded, params: SamplingParams, bad_words: list[list[int]], priority: int = 0) -> None:
+        request = to_request(request_id, encoded[1], params, bad_words, self.config, priority)
         self._client.add(request)
         self._processor.add(request, encoded[0])
 
@@ -232,11 +232,15 @@ class LLM:
         self, encoded: Sequence[Encoded], params: Sequence[SamplingParams], use_tqdm: bool, priority: Sequence[int]
     ) -> list[RequestOutput]:
         ids = [self._new_id() for _ in encoded]
+        spelled: dict[Sequence[str], list[list[int]]] = {}  # bad words, once for all prompts that have the same
         with DeferredInterrupt() as interrupt, GenerateProgress(len(ids), use_tqdm) as progress:
             try:
                 for index, request_id in enumerate(ids):
                     with _prompt_named(index):
-                        self._add(request_id, encoded[index], params[index], priority[index])
+                        words = params[index].bad_words
+                        if words not in spelled:
+                            spelled[words] = self.encoder.spellings(words)
+                        self._add(request_id, encoded[index], params[index], spelled[words], priority[index])
                 while any(request_id not in self._finished for request_id in ids):
                     self._pump(progress)
                     interrupt.check()
@@ -250,7 +254,7 @@ class LLM:
         queue = self._streams[request_id] = deque()
         try:
             with DeferredInterrupt():
-                self._add(request_id, encoded, params)
+                self._add(request_id, encoded, params, self.encoder.spellings(params.bad_words))
             while queue or request_id not in self._finished:
                 if not queue:
                     with DeferredInterrupt():

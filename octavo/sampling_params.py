@@ -4,8 +4,6 @@ Checks are about type, finiteness and meaning only. What depends on a model (voc
 caps is checked at the door that knows it. An unknown keyword is a TypeError, as for any dataclass.
 """
 
-import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +11,9 @@ from octavo.errors import RequestError
 from octavo.structured_outputs import StructuredOutputs, structured_outputs
 
 MAX_SEED = 2**64 - 1
+# Numbers become float32 where they meet logits: a larger one would become infinite, a smaller one 0, which is as good unless it divides.
+LARGEST_FLOAT = float.fromhex("0x1.fffffep127")
+LEAST_FLOAT = float.fromhex("0x1p-126")
 
 
 class _UnsetInt(int):
@@ -66,7 +67,7 @@ class SamplingParams:
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, LEAST_FLOAT)  # logits are divided by it
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if type(getattr(self, name)) is not bool:
                 raise _bad(name, getattr(self, name), "true or false")
@@ -125,13 +126,9 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> Non
         raise _bad(name, value, bounds)
 
 
-def _number(name: str, value: object, low: float, high: float = math.inf, open_low: bool = False) -> None:
-    wanted = f"a finite number {'above' if open_low else 'of at least'} {low:g}"
-    wanted += "" if high == math.inf else f" and at most {high:g}"
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:  # false for NaN
-        raise _bad(name, value, wanted)
-    if value < low or value > high or (open_low and value == low):
-        raise _bad(name, value, wanted)
+def _number(name: str, value: object, low: float, high: float = LARGEST_FLOAT, open_low: bool = False) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high or (open_low and value == low):
+        raise _bad(name, value, f"a finite number {'above' if open_low else 'of at least'} {low:g} and at most {high:g}")  # NaN is neither
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:
@@ -161,6 +158,6 @@ def _bias(name: str, value: object) -> dict[int, float]:
         token = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 12 else key
         if type(token) is not int or token < 0:
             raise _bad(name, key, wanted)
-        _number(name, amount, -math.inf)
+        _number(name, amount, -LARGEST_FLOAT)
         bias[token] = float(amount)
     return bias

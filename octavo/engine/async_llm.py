@@ -49,6 +49,7 @@ class Ask:
     cache_salt: str = ""  # prompts of different salts share no block
     timeout: float | None = None  # seconds; past them, DeadlineError
     label: str = ""  # what watchers call it
+    bad_words: list[list[int]] | None = None  # params.bad_words as token ids; None: they are still to be spelled
 
 
 class AsyncLLM:
@@ -71,7 +72,7 @@ class AsyncLLM:
         self._on_dead = on_dead
         self._folder = SocketFolder() if address is None else None
         self.address = address or self._folder.address  # type: ignore[union-attr]
-        self._processor = OutputProcessor(text.tokenizer)
+        self._processor = OutputProcessor(text.tokenizer, keep_logprobs=False)
         self._streams: dict[str, Stream] = {}
         self._count = 0
         self._last_sign = self._stalled = 0.0
@@ -188,9 +189,8 @@ class AsyncLLM:
             raise UnavailableError(f"the engine is {self.state}", RETRY_SECONDS)
         self._count += 1
         request_id = f"{self._link.name}-{self._count}"
-        request = to_request(
-            request_id, ask.prompt_token_ids, ask.params, self.config, self.encoder, ask.priority, ask.cache_salt
-        )  # fmt: skip
+        words = self.encoder.spellings(ask.params.bad_words) if ask.bad_words is None else ask.bad_words
+        request = to_request(request_id, ask.prompt_token_ids, ask.params, words, self.config, ask.priority, ask.cache_salt)
         check_request(request, self.facts.limits)
         self._link.send(Add(request))
         self._processor.add(request, ask.prompt)

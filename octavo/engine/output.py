@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from octavo.messages import AddRequest, Delta, LifeRecord, PromptPiece, TokenLogprobs
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta, TokenChoices
-from octavo.text.detokenizer import IncrementalDetokenizer
+from octavo.text.detokenizer import IncrementalDetokenizer, shown_tail
+from octavo.text.stop_strings import StopSearch, StopStrings
 from octavo.text.tokenizer import Tokenizer
 
 
@@ -22,12 +23,14 @@ class Processed:
 
 
 class OutputProcessor:
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, keep_logprobs: bool = True) -> None:
+        """Without `keep_logprobs` deltas alone tell them: whoever reads those has no need of them a second time."""
         self._tokenizer = tokenizer
+        self._keep_logprobs = keep_logprobs
         self._requests: dict[str, _RequestState] = {}
 
     def add(self, request: AddRequest, prompt: str | None) -> None:
-        self._requests[request.request_id] = _RequestState(request, prompt, self._tokenizer)
+        self._requests[request.request_id] = _RequestState(request, prompt, self._tokenizer, self._keep_logprobs)
 
     def drop(self, request_id: str) -> None:
         """Forget a request whose output nobody wants any more."""
@@ -63,7 +66,7 @@ class OutputProcessor:
 
 
 class _RequestState:
-    def __init__(self, request: AddRequest, prompt: str | None, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, request: AddRequest, prompt: str | None, tokenizer: Tokenizer | None, keep_logprobs: bool) -> None:
         self.request = request
         self.prompt = prompt
         self.tokenizer = tokenizer
@@ -72,7 +75,9 @@ class _RequestState:
         if request.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(request.prompt_token_ids)
         self.prompt_logprobs_due = self.prompt_logprobs is not None
-        self.samples = [_Sample(index, request, tokenizer) for index in range(request.params.n)]
+        stops = StopStrings(request.params.stop)
+        tail = [] if tokenizer is None else shown_tail(tokenizer, request.prompt_token_ids)
+        self.samples = [_Sample(index, request, tokenizer, stops, tail, keep_logprobs) for index in range(request.params.n)]
 
     @property
     def finished(self) -> bool:
@@ -101,19 +106,21 @@ class _RequestState:
 class _Sample:
     """The text of one sample so far."""
 
-    def __init__(self, index: int, request: AddRequest, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, index: int, request: AddRequest, tokenizer: Tokenizer | None, stops: StopStrings, tail: list[int], keep_logprobs: bool
+    ) -> None:
+        """`tail`: see `shown_tail`; what is the same for all samples is worked out once."""
         self.request_id = request.request_id
-        self.stops = request.params.stop
-        self.longest_stop = max(map(len, self.stops), default=0)
+        self.search = StopSearch(stops) if stops.texts else None
         self.tokenizer = tokenizer
         self.params = request.params
         self.detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None and request.params.detokenize:
-            self.detokenizer = IncrementalDetokenizer(tokenizer, request.prompt_token_ids, request.params.skip_special_tokens)
+            self.detokenizer = IncrementalDetokenizer(tokenizer, tail, request.params.skip_special_tokens)
         self.output = CompletionOutput(index)
         if request.params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
-        self.search_from = 0  # a stop string may begin here or later: not in the first min_tokens tokens
+        self.keep_logprobs = keep_logprobs
         self.shown = 0  # characters already given out
         self.error: str | None = None
         self.code: str | None = None
@@ -140,11 +147,15 @@ class _Sample:
 
     def _news(self, before: int) -> TextDelta:
         output = self.output
-        end = len(output.text) if output.finish_reason is not None else len(output.text) - self._held_back()
+        end = len(output.text)
+        if self.search is not None and output.finish_reason is None:
+            end -= self.search.held_back
         text, self.shown = output.text[self.shown : end], max(self.shown, end)
         news = TextDelta(self.request_id, output.index, text, output.token_ids[before:], output.finish_reason, output.stop_reason)
         if output.logprobs is not None:
-            news.logprobs = output.logprobs[before:]
+            news.logprobs = output.logprobs[-len(news.token_ids) :] if news.token_ids else []
+            if not self.keep_logprobs:
+                output.logprobs.clear()
         if output.finish_reason == "error":
             news.error, news.code = self.error, self.code
         return news
@@ -152,27 +163,19 @@ class _Sample:
     def _add_text(self, text: str) -> bool:
         """Whether the text now holds a stop string; then it is cut there and the sample is finished."""
         output = self.output
-        start = max(self.search_from, len(output.text) - self.longest_stop + 1)
         output.text += text
-        if len(output.token_ids) <= self.params.min_tokens:
-            self.search_from = len(output.text)
+        if self.search is None:
             return False
-        found = [(place, stop) for stop in self.stops if (place := output.text.find(stop, start)) >= 0]
-        if not found:
+        if len(output.token_ids) <= self.params.min_tokens:  # none may begin in these
+            self.search.skip(text)
             return False
-        place, stop = min(found)
+        found = self.search.push(text)
+        if found is None:
+            return False
+        place, stop = found
         output.text = output.text[: place + len(stop) if self.params.include_stop_str_in_output else place]
         output.finish_reason, output.stop_reason = "stop", stop
         return True
-
-    def _held_back(self) -> int:
-        """Length of the longest tail that a stop string starts with."""
-        text = self.output.text
-        for length in range(min(self.longest_stop - 1, len(text) - self.search_from), 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self.stops):
-                return length
-        return 0
 
     def _add_logprobs(self, token: int, found: TokenLogprobs) -> None:
         assert self.output.logprobs is not None and self.output.cumulative_logprob is not None

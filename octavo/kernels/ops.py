@@ -196,7 +196,10 @@ def adjust(
 
 
 def copy_words(source: Tensor, target: Tensor, runs: Tensor, longest: int) -> None:
-    """Runs of words (place in source, place in target, count) [N, 3] from one flat tensor to another; no run has more than `longest`."""
+    """Runs of words from one flat tensor to another; no run has more than `longest`.
+
+    runs: place in source, place in target, count, [N, 3] int64
+    """
     (_triton("rows") if source.is_cuda else reference_rows).copy_words(source, target, runs, longest)
 
 

@@ -3,19 +3,32 @@
     | 16 words: lengths, sampling, noise key | block table, max_blocks words | token ids, max_len words |
 
 A line is copied, written and read as words; floats lie in it as their bits. What kernels and host agree on stands here.
+
+Lengths, ids and blocks are below 2^31: a line has no more than MOST_WORDS words, and settings, vocabulary and pool are checked where they
+are read. The words of noise have no sign, and use all 32 bits. Where a line lies among all lines may be beyond 2^31, and is an int64.
 """
 
 from dataclasses import dataclass
 
+from octavo.errors import ConfigError
+
 NUM_TOKENS, NUM_PROMPT, TEMPERATURE, TOP_K, TOP_P, MIN_P, NOISE = range(7)
 NOISE_WORDS = 4  # key, key, stream, high
 HEAD = 16  # where the block table begins
+MOST_WORDS = 65_535 * 1024  # of a line: a run of words is copied by programs that stand in the second dimension of a grid
 
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
     max_blocks: int
     max_len: int
+
+    def __post_init__(self) -> None:
+        if self.width > MOST_WORDS:
+            raise ConfigError(
+                f"max_model_len is too large for a device: a row of {self.max_len:,} tokens in {self.max_blocks:,} blocks takes "
+                f"{self.width:,} words, at most {MOST_WORDS:,}"
+            )
 
     @property
     def tokens(self) -> int:

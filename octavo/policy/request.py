@@ -70,7 +70,10 @@ class Request:
         self.aborted: set[int] = set()  # samples aborted before the fork that would have made them
 
     def noise(self, index: int) -> NoiseKey:
-        """With a seed: (seed, sample index). Without one: (engine seed, arrival number), the sample in the stream."""
+        """With a seed: (seed, sample index). Without one: (engine seed, arrival number), the sample in the stream.
+
+        Words of 32 bits: after 2^32 requests arrival numbers begin again, and with them the noise of requests that are long gone.
+        """
         if self.params.seed is not None:
             return NoiseKey((self.params.seed & LOW32, index), 0, self.params.seed >> 32)
         return NoiseKey((self.engine_seed & LOW32, self.arrival & LOW32), UNSEEDED | index, self.engine_seed >> 32)

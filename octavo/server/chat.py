@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from octavo.engine.async_llm import Ask
 from octavo.errors import RequestError
@@ -67,7 +67,7 @@ class _Choice:
     taking_apart: AnswerParts | None  # None: all of it is text
     begun: bool = False
     parts: list[Part] = field(default_factory=list)
-    logprobs: list[dict[str, object]] = field(default_factory=list)
+    logprobs: list[str] = field(default_factory=list)  # as JSON
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -100,7 +100,7 @@ class _Answer:
 
     async def whole(self) -> Response:
         await collect(self._news, self._tally, self._take)
-        return JSONResponse(self._frame.whole([self._written(index) for index in range(len(self._choices))]))
+        return self._frame.whole([self._written(index) for index in range(len(self._choices))])
 
     def _chunks_of(self, delta: TextDelta) -> Iterator[str]:
         """The role first; then a chunk for each part, the first of them with the logprobs, the last with the end."""
@@ -111,7 +111,7 @@ class _Answer:
         parts = choice.parts_of(delta)
         if not (parts or choice.finish_reason or delta.logprobs):
             return
-        found = "null" if delta.logprobs is None else json.dumps(self._logprobs(delta))
+        found = "null" if delta.logprobs is None else _content(self._logprobs(delta))
         for part in parts[:-1]:
             yield f'{{"index":{delta.index},"delta":{_delta(part)},"logprobs":{found},"finish_reason":null}}'
             found = "null"
@@ -123,20 +123,20 @@ class _Answer:
         choice = self._choices[delta.index]
         choice.parts += choice.parts_of(delta)
         if delta.logprobs is not None:
-            choice.logprobs += self._logprobs(delta)["content"]
+            choice.logprobs += self._logprobs(delta)
 
-    def _logprobs(self, delta: TextDelta) -> dict[str, list[dict[str, object]]]:
-        return {"content": chat_logprobs(self._tokenizer, delta, self._most_logprobs or 0)}
+    def _logprobs(self, delta: TextDelta) -> list[str]:
+        return chat_logprobs(self._tokenizer, delta, self._most_logprobs or 0)
 
-    def _written(self, index: int) -> dict[str, object]:
+    def _written(self, index: int) -> str:
         choice = self._choices[index]
-        return {
-            "index": index,
-            "message": _message(choice.parts),
-            "logprobs": None if self._most_logprobs is None else {"content": choice.logprobs},
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-        }
+        message, found = json.dumps(_message(choice.parts)), "null" if self._most_logprobs is None else _content(choice.logprobs)
+        end = f'"finish_reason":{json.dumps(choice.finish_reason)},"stop_reason":{json.dumps(choice.stop_reason)}'
+        return f'{{"index":{index},"message":{message},"logprobs":{found},{end}}}'
+
+
+def _content(logprobs: Sequence[str]) -> str:
+    return f'{{"content":[{",".join(logprobs)}]}}'
 
 
 def _delta(part: Part) -> str:

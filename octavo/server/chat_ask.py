@@ -7,10 +7,11 @@ from starlette.requests import Request
 from octavo.engine.async_llm import Ask
 from octavo.server.answer_grammar import chat_grammar, held_to
 from octavo.server.answer_parts import AnswerForm, answer_form
-from octavo.server.encoding import encode_chat
+from octavo.server.encoding import encode_chat, spell_words
 from octavo.server.request_bodies import ChatBody, ResponseBody
 from octavo.server.sampling import sampling_params, terms_of
 from octavo.server.state import Server
+from octavo.server.totals import check_totals
 from octavo.structured_outputs import StructuredOutputs
 from octavo.text.prompt import Message
 from octavo.text.tools import ToolChoice
@@ -33,6 +34,8 @@ async def chat_ask(
     params = sampling_params(body, own, server.config, server.llm.sampling_defaults).for_chat()
     terms = terms_of(body, server.config)
     text, ids = await encode_chat(request, server, messages, offered, body.chat_template_kwargs)
+    words = await spell_words(request, server, params.bad_words)
+    check_totals(params, words, [len(ids)], server.llm.facts.limits)
     form = answer_form(server, offered, body.parallel_tool_calls)
     params = await held_to(server, params, chat_grammar(asked, form, offered, choice, text))
-    return Ask(text, ids, params, *terms), form
+    return Ask(text, ids, params, *terms, bad_words=words), form

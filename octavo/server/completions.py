@@ -1,28 +1,30 @@
 """/v1/completions: one prompt or many, as text or token ids; with `echo`, the prompt's own text and logprobs before the answer."""
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from octavo.engine.async_llm import Ask
-from octavo.errors import RequestError
 from octavo.outputs import TextDelta, TokenChoices
 from octavo.server.answer_grammar import asked_form, held_to, param_of
 from octavo.server.body import takes
-from octavo.server.encoding import encode_prompts
-from octavo.server.generation import Frame, all_news, chunk_events, collect, respond
+from octavo.server.encoding import encode_prompts, spell_words
+from octavo.server.generation import Frame, News, all_news, chunk_events, collect, respond
 from octavo.server.logprobs import CompletionLogprobs
 from octavo.server.request_bodies import CompletionBody, read_generation_body
 from octavo.server.sampling import named, sampling_params, terms_of
 from octavo.server.state import Server
+from octavo.server.totals import check_answers, check_form, check_totals
 from octavo.server.usage import Tally
 from octavo.structured_outputs import PARAM
+from octavo.text.detokenizer import shown_tail
 
-MOST_PROMPT_LOGPROBS = 250_000  # numbers in the answer to one request that wants its prompts' logprobs: some 50 MB while it is made
 FORMAT = "response_format"
 
 
@@ -46,15 +48,12 @@ async def _asks(request: Request, server: Server, body: CompletionBody) -> list[
     params = sampling_params(body, own, server.config, server.llm.sampling_defaults)
     terms = terms_of(body, server.config)
     encoded = await encode_prompts(request, server, body.prompt)
-    if len(encoded) * params.n > server.config.max_prompts:
-        message = f"{len(encoded)} prompts of {params.n} samples each are more than {server.config.max_prompts} answers (--max-prompts)"
-        raise RequestError(message, "n")
-    each = (params.logprobs or 0) + 1 if body.echo and params.logprobs is not None else 0
-    if (numbers := each * sum(len(ids) for _, ids in encoded)) > MOST_PROMPT_LOGPROBS:
-        message = f"echo with logprobs would answer {numbers:,} numbers, at most {MOST_PROMPT_LOGPROBS:,}; send fewer prompts at once"
-        raise RequestError(message, "logprobs")
+    check_answers(len(encoded), params.n, server.config.max_prompts)
+    check_form(asked, len(encoded))
+    words = await spell_words(request, server, params.bad_words)
+    check_totals(params, words, [len(ids) for _, ids in encoded], server.llm.facts.limits, bool(body.echo))
     params = await held_to(server, params, asked)
-    return [Ask(text, ids, params, *terms) for text, ids in encoded]
+    return [Ask(text, ids, params, *terms, bad_words=words) for text, ids in encoded]
 
 
 @dataclass(slots=True)
@@ -77,43 +76,61 @@ class _Answer:
         self._watch = server.observer.watch("cmpl-", asks)
         timings = bool(body.include_timings)
         self._frame = Frame(self._watch.id, "text_completion", server.model_name, self._tally, body.stream_options, timings)
-        self._choices = [_Choice(self._logprobs(ask)) for ask in asks for _ in range(self._n)]
-        self._prompt_logprobs: list[list[TokenChoices | None] | None] = [None] * len(asks)
+        self._choices = [choice for ask in asks for choice in self._choices_of(ask)]
+        self._prompts: dict[int, str] = {}  # texts that are echoed
 
-    def _logprobs(self, ask: Ask) -> CompletionLogprobs | None:
+    def _choices_of(self, ask: Ask) -> list[_Choice]:
         if ask.params.logprobs is None:
-            return None
-        return CompletionLogprobs(self._llm.tokenizer, ask.prompt_token_ids, self._echo, ask.params.skip_special_tokens)
+            return [_Choice(None) for _ in range(self._n)]
+        tokenizer, skip = self._llm.tokenizer, ask.params.skip_special_tokens
+        before = [] if self._echo else shown_tail(tokenizer, ask.prompt_token_ids)
+        return [_Choice(CompletionLogprobs(tokenizer, before, skip)) for _ in range(self._n)]
 
     def events(self) -> AsyncGenerator[str, None]:
-        return chunk_events(all_news(self._llm, self._asks, self._names, self._watch), self._tally, self._frame, self._chunks_of)
+        return chunk_events(self._news(), self._tally, self._frame, self._chunks_of)
 
     async def whole(self) -> Response:
-        await collect(all_news(self._llm, self._asks, self._names, self._watch), self._tally, self._take)
-        return JSONResponse(self._frame.whole([self._written(index) for index in range(len(self._choices))]))
+        await collect(self._news(), self._tally, self._take)
+        return self._frame.whole([self._written(index) for index in range(len(self._choices))])
+
+    async def _news(self) -> News:
+        """All news, and the logprobs of prompts taken in before; in a thread, for those of a whole prompt come at once."""
+        async with aclosing(all_news(self._llm, self._asks, self._names, self._watch)) as news:
+            async for deltas in news:
+                for delta in deltas:
+                    if delta.prompt_logprobs is not None:
+                        await asyncio.to_thread(self._add_prompt, delta.index // self._n, delta.prompt_logprobs)
+                yield deltas
+
+    def _add_prompt(self, prompt: int, found: list[TokenChoices | None]) -> None:
+        for choice in self._choices[prompt * self._n : (prompt + 1) * self._n]:
+            assert choice.logprobs is not None
+            choice.logprobs.add(self._asks[prompt].prompt_token_ids, found)
 
     def _text_of(self, delta: TextDelta) -> str:
         """What is new of the choice, its logprobs taken in; the first time after the prompt, where that is wanted."""
         prompt, choice = delta.index // self._n, self._choices[delta.index]
-        if delta.prompt_logprobs is not None:
-            self._prompt_logprobs[prompt] = delta.prompt_logprobs
         text = delta.text
         if self._echo and not choice.begun:
-            ask = self._asks[prompt]
-            known = self._llm.tokenizer.decode(ask.prompt_token_ids, ask.params.skip_special_tokens) if ask.prompt is None else ask.prompt
-            text = known + text
-            if choice.logprobs is not None:
-                choice.logprobs.add(ask.prompt_token_ids, self._prompt_logprobs[prompt] or [])
+            text = self._echoed(prompt) + text
         choice.begun = True
         if choice.logprobs is not None:
             choice.logprobs.add(delta.token_ids, delta.logprobs or [])
         return text
 
+    def _echoed(self, prompt: int) -> str:
+        """Its text, decoded once for all samples where it came as ids."""
+        ask = self._asks[prompt]
+        if prompt not in self._prompts:
+            ids, skip = ask.prompt_token_ids, ask.params.skip_special_tokens
+            self._prompts[prompt] = self._llm.tokenizer.decode(ids, skip) if ask.prompt is None else ask.prompt
+        return self._prompts[prompt]
+
     def _chunks_of(self, delta: TextDelta) -> Iterator[str]:
         text, logprobs = self._text_of(delta), self._choices[delta.index].logprobs
         if not (text or logprobs or delta.finish_reason):
             return
-        found = "null" if logprobs is None else json.dumps(logprobs.take())
+        found = "null" if logprobs is None else logprobs.take()
         end = "null" if delta.finish_reason is None else f'"{delta.finish_reason}","stop_reason":{json.dumps(delta.stop_reason)}'
         yield f'{{"index":{delta.index},"text":{json.dumps(text)},"logprobs":{found},"finish_reason":{end}}}'
 
@@ -122,12 +139,8 @@ class _Answer:
         choice.texts.append(self._text_of(delta))
         choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
 
-    def _written(self, index: int) -> dict[str, object]:
+    def _written(self, index: int) -> str:
         choice = self._choices[index]
-        return {
-            "index": index,
-            "text": "".join(choice.texts),
-            "logprobs": None if choice.logprobs is None else choice.logprobs.take(),
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-        }
+        text, found = json.dumps("".join(choice.texts)), "null" if choice.logprobs is None else choice.logprobs.take()
+        end = f'"finish_reason":{json.dumps(choice.finish_reason)},"stop_reason":{json.dumps(choice.stop_reason)}'
+        return f'{{"index":{index},"text":{text},"logprobs":{found},{end}}}'

@@ -68,6 +68,11 @@ def _portions(prompts: Sequence[str | list[int]]) -> Iterator[list[str | list[in
         yield portion
 
 
+async def spell_words(request: Request, server: Server, words: Sequence[str]) -> list[list[int]]:
+    """`bad_words` as token ids, once for all prompts of a request; in a thread, for every word is a text of its own."""
+    return await server.threads.run(await _kind(request), request, partial(server.llm.encoder.spellings, words)) if words else []
+
+
 def _as_prompts(prompt: str | list[object], most: int) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]

@@ -111,8 +111,10 @@ class Frame:
         usage = {"usage": self._tally.usage()} if self._usage_last else {}
         return f"{self._open[:-1]}[],{json.dumps(usage | self._timed())[1:]}\n\n"
 
-    def whole(self, choices: list[dict[str, object]]) -> dict[str, object]:
-        return {**self.head, "choices": choices, "usage": self._tally.usage(), **self._timed()}
+    def whole(self, choices: Iterable[str]) -> Response:
+        """The answer around its choices, which are written already: all of it at once might take a second of the event loop."""
+        end = json.dumps({"usage": self._tally.usage(), **self._timed()})
+        return Response(f"{self._open.removeprefix('data: ')}{','.join(choices)}],{end[1:]}", media_type="application/json")
 
     def _timed(self) -> dict[str, object]:
         return {"timings": self._tally.timings()} if self._timings else {}

@@ -2,8 +2,11 @@
 
     chat          {"content": [{"token", "logprob", "bytes", "top_logprobs": [...]}]}, a token at a time
     completions   {"text_offset", "token_logprobs", "tokens", "top_logprobs"}, four lists side by side
+
+Both are written as JSON token by token, as they come: to write all of a long answer at its end would stop the event loop for a second.
 """
 
+import json
 from collections.abc import Sequence
 
 from octavo.outputs import TextDelta, TokenChoices
@@ -11,6 +14,7 @@ from octavo.text.detokenizer import IncrementalDetokenizer
 from octavo.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # stands for minus infinity, which JSON cannot say
+_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
@@ -22,9 +26,10 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def chat_logprobs(tokenizer: Tokenizer, delta: TextDelta, most: int) -> list[dict[str, object]]:
-    """Of a delta's tokens, each with its `most` best alternatives."""
-    return [_chat_entry(tokenizer, token, choices, most) for token, choices in zip(delta.token_ids, delta.logprobs or [], strict=True)]
+def chat_logprobs(tokenizer: Tokenizer, delta: TextDelta, most: int) -> list[str]:
+    """Of a delta's tokens, each with its `most` best alternatives, as JSON."""
+    found = zip(delta.token_ids, delta.logprobs or [], strict=True)
+    return [_json(_chat_entry(tokenizer, token, choices, most)) for token, choices in found]
 
 
 def _chat_entry(tokenizer: Tokenizer, token: int, choices: TokenChoices, most: int) -> dict[str, object]:
@@ -40,26 +45,27 @@ def _chat_token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, o
 class CompletionLogprobs:
     """The four lists of one choice, as its tokens come by; `take` gives what was added since."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], echo: bool, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int], skip_special_tokens: bool) -> None:
+        """`before`: see `shown_tail`; nothing, where the prompt is part of the choice."""
         self._tokenizer = tokenizer
         self._place = 0  # in the text of the choice
-        self._detokenizer = IncrementalDetokenizer(tokenizer, () if echo else prompt_ids, skip_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, before, skip_special_tokens)
         self._clear()
 
     def _clear(self) -> None:
-        self._offsets: list[int] = []
-        self._logprobs: list[float | None] = []
+        self._offsets: list[str] = []  # all of them JSON
+        self._logprobs: list[str] = []
         self._tokens: list[str] = []
-        self._tops: list[dict[str, float] | None] = []
+        self._tops: list[str] = []
 
     def add(self, tokens: Sequence[int], found: Sequence[TokenChoices | None]) -> None:
         """The first token of a prompt has no choices: it follows nothing."""
         for token, choices in zip(tokens, found, strict=True):
-            self._offsets.append(self._place)
+            self._offsets.append(str(self._place))
             self._place += len(self._detokenizer.push([token]))
-            self._tokens.append(token_text(self._tokenizer, token))
-            self._logprobs.append(None if choices is None else max(choices[token].logprob, LEAST))
-            self._tops.append(None if choices is None else self._top(choices))
+            self._tokens.append(_json(token_text(self._tokenizer, token)))
+            self._logprobs.append("null" if choices is None else _json(max(choices[token].logprob, LEAST)))
+            self._tops.append("null" if choices is None else _json(self._top(choices)))
 
     def _top(self, choices: TokenChoices) -> dict[str, float]:
         """Of tokens with the same text the likeliest counts."""
@@ -69,7 +75,7 @@ class CompletionLogprobs:
             top[name] = max(found.logprob, top.get(name, LEAST), LEAST)
         return top
 
-    def take(self) -> dict[str, object]:
-        taken = {"text_offset": self._offsets, "token_logprobs": self._logprobs, "tokens": self._tokens, "top_logprobs": self._tops}
+    def take(self) -> str:
+        lists = {"text_offset": self._offsets, "token_logprobs": self._logprobs, "tokens": self._tokens, "top_logprobs": self._tops}
         self._clear()
-        return taken
+        return "{" + ",".join([f'"{name}":[{",".join(written)}]' for name, written in lists.items()]) + "}"

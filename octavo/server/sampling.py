@@ -15,8 +15,10 @@ from octavo.server_config import ServerConfig
 MOST_STOP_CHARS = 1024
 MOST_SALT_CHARS = 1024
 MOST_BAD_WORDS = 256
-MOST_BAD_WORD_CHARS = 1024
+MOST_BAD_WORD_CHARS = 128
+MOST_BAD_WORDS_CHARS = 16_384  # of all together: some 50 ms to spell
 MOST_STOP_IDS = 256
+MOST_ALLOWED_IDS = 16_384
 MOST_BIASES = 1024
 LARGEST_BIAS = 100
 LOWEST_PRIORITY = 2**31 - 1
@@ -59,7 +61,9 @@ def _check_caps(values: Mapping[str, object], config: ServerConfig) -> None:
     stops = [values["stop"]] if isinstance(values["stop"], str) else values["stop"]
     _few("stop", stops, config.max_stop, MOST_STOP_CHARS)
     _few("bad_words", values["bad_words"], MOST_BAD_WORDS, MOST_BAD_WORD_CHARS)
+    _few_chars("bad_words", values["bad_words"], MOST_BAD_WORDS_CHARS)
     _few("stop_token_ids", values["stop_token_ids"], MOST_STOP_IDS)
+    _few("allowed_token_ids", values["allowed_token_ids"], MOST_ALLOWED_IDS)
     _few("logit_bias", values["logit_bias"], MOST_BIASES)
     if isinstance(bias := values["logit_bias"], dict):
         for token, amount in bias.items():
@@ -77,10 +81,15 @@ def _few(name: str, values: object, most: int, chars: int = 0) -> None:
     if not isinstance(values, (list, dict)):
         return
     if len(values) > most:
-        raise RequestError(f"{name} has {len(values):,} entries, at most {most} are allowed", name)
+        raise RequestError(f"{name} has {len(values):,} entries, at most {most:,} are allowed", name)
     longest = max((len(value) for value in values if isinstance(value, str)), default=0) if chars else 0
     if longest > chars:
         raise RequestError(f"{name} has an entry of {longest:,} characters, at most {chars} are allowed", name)
+
+
+def _few_chars(name: str, values: object, most: int) -> None:
+    if isinstance(values, list) and (chars := sum(map(len, values))) > most:
+        raise RequestError(f"{name} has {chars:,} characters in all, at most {most:,} are allowed", name)
 
 
 def terms_of(body: GenerationBody, config: ServerConfig) -> tuple[int, str, float]:

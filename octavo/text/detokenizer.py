@@ -7,21 +7,30 @@ character and no U+FFFD stands where later tokens complete one. The deltas joine
 
 import codecs
 from collections.abc import Sequence
+from itertools import islice
 
 from octavo.text.tokenizer import Tokenizer
 
 OPEN_CHARACTER_BYTES = 3  # at most, of UTF-8: so many tokens back at most did an unfinished character begin
 
 
+def shown_tail(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
+    """Of a prompt, all that decides how the text behind it goes on: its last ids that are text, as many as may share a character."""
+    shown = (token_id for token_id in reversed(ids) if token_id not in tokenizer.special_ids)
+    return list(islice(shown, OPEN_CHARACTER_BYTES))[::-1]
+
+
 class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
-        """With `prompt_ids` the deltas continue that text: a first space is part of it, an open character is completed."""
+        """With `prompt_ids` the deltas continue that text: a first space is part of it, an open character is completed.
+
+        Their `shown_tail` does as well as all of them; who makes several gives each of them that.
+        """
         self._tokenizer = tokenizer
         self._hidden: frozenset[int] = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip_next = tokenizer.strips_leading_space
-        shown = [token_id for token_id in prompt_ids if token_id not in tokenizer.special_ids]
-        self.push(shown[-OPEN_CHARACTER_BYTES:])
+        self.push(shown_tail(tokenizer, prompt_ids))
 
     def push(self, ids: Sequence[int]) -> str:
         """Take the next ids, return the text that is now certain."""

@@ -50,17 +50,22 @@ class DeviceRows:
 
     def _copy_lines(self, forks: list[RowFork]) -> None:
         width = self.layout.width
-        runs = np.array([(fork.source * width, fork.row * width, width) for fork in forks], np.int32)
+        runs = np.array([(fork.source * width, fork.row * width, width) for fork in forks], np.int64)  # [N, 3]
         flat = self.words.view(-1)
-        copy_words(flat, flat, upload(runs, self.words.device), width)
+        copy_words(flat, flat, _runs(upload(runs.ravel().view(np.int32), self.words.device)), width)
 
     def _write(self, runs: list[tuple[int, Words]]) -> None:
         counts = np.array([len(words) for _, words in runs])
-        starts = 3 * len(runs) + counts.cumsum() - counts
-        places = np.array([place for place, _ in runs])
-        table = np.stack([starts, places, counts], axis=1).astype(np.int32)  # [N, 3]
-        sent = upload(np.concatenate([table.ravel(), *(words for _, words in runs)]), self.words.device)
-        copy_words(sent, self.words.view(-1), sent[: table.size].view(-1, 3), int(counts.max()))
+        starts = 6 * len(runs) + counts.cumsum() - counts
+        places = np.array([place for place, _ in runs], np.int64)
+        table = np.stack([starts, places, counts], axis=1).ravel().view(np.int32)  # [N, 3] of two words each
+        sent = upload(np.concatenate([table, *(words for _, words in runs)]), self.words.device)
+        copy_words(sent, self.words.view(-1), _runs(sent[: table.size]), int(counts.max()))
+
+
+def _runs(words: Tensor) -> Tensor:
+    """Runs of `copy_words`, [N, 3] int64: all rows together may have more than 2^31 words."""
+    return words.view(torch.int64).view(-1, 3)
 
 
 def upload(words: Words, device: torch.device) -> Tensor:

@@ -9,6 +9,8 @@ its row, so the next step can be planned and launched before the host has seen i
 gets it next overwrites it.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,39 @@ from octavo.sampling_params import SamplingParams
 
 # columns of `values`, the float parameters a batch of rows is drawn with
 TEMPERATURE, TOP_P, MIN_P = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitEdits:
+    """What a request asks to be done to its logits, as tensors: made once when its row is written, and read in every step."""
+
+    allowed: frozenset[int]  # empty: every id is
+    allowed_ids: Tensor  # [allowed]
+    bias_ids: Tensor  # [biases]
+    biases: Tensor  # [biases]
+    single_words: frozenset[int]  # bad words of one id
+    longer_words: dict[int, list[list[int]]]  # the others, by their last id but one
+    longest_word: int
+
+    @classmethod
+    def of(cls, params: SamplingParams, bad_words: list[list[int]]) -> "LogitEdits":
+        allowed, bias = params.allowed_token_ids or (), params.logit_bias or {}
+        longer: dict[int, list[list[int]]] = {}
+        for word in bad_words:
+            if len(word) > 1:
+                longer.setdefault(word[-2], []).append(word)
+        return cls(
+            allowed=frozenset(allowed),
+            allowed_ids=torch.tensor(allowed, dtype=torch.int64),
+            bias_ids=torch.tensor(list(bias), dtype=torch.int64),
+            biases=torch.tensor(list(bias.values()), dtype=torch.float32),
+            single_words=frozenset(word[0] for word in bad_words if len(word) == 1),
+            longer_words=longer,
+            longest_word=max(map(len, bad_words), default=0),
+        )
+
+
+NO_EDITS = LogitEdits.of(SamplingParams(), [])
 
 
 class RequestTable:
@@ -31,7 +66,7 @@ class RequestTable:
         self.noise = torch.zeros(num_rows, 4, dtype=torch.int64)  # key, key, stream, high
         self.params: list[SamplingParams] = [SamplingParams()] * num_rows
         self.end_ids: list[tuple[int, ...]] = [()] * num_rows
-        self.bad_words: list[list[list[int]]] = [[]] * num_rows
+        self.edits: list[LogitEdits] = [NO_EDITS] * num_rows
 
     def apply(self, plan: StepPlan) -> None:
         """Everything a plan changes in the rows, in the order it was decided."""
@@ -58,7 +93,8 @@ class RequestTable:
         self.tables[row] = NULL_BLOCK
         self.tables[row, : len(write.table)] = torch.tensor(write.table, dtype=torch.int64)
         self.end_ids[row] = write.end_ids
-        self.bad_words[row] = write.bad_words
+        named = write.bad_words or write.params.allowed_token_ids or write.params.logit_bias
+        self.edits[row] = LogitEdits.of(write.params, write.bad_words) if named else NO_EDITS
         self._write_params(row, write.params, write.noise)
 
     def _write_params(self, row: int, params: SamplingParams, noise: NoiseKey) -> None:
@@ -70,5 +106,5 @@ class RequestTable:
     def _fork(self, fork: RowFork) -> None:
         for tensor in (self.token_ids, self.num_tokens, self.num_prompt, self.tables):
             tensor[fork.row] = tensor[fork.source]
-        self.end_ids[fork.row], self.bad_words[fork.row] = self.end_ids[fork.source], self.bad_words[fork.source]
+        self.end_ids[fork.row], self.edits[fork.row] = self.end_ids[fork.source], self.edits[fork.source]
         self._write_params(fork.row, self.params[fork.source], fork.noise)

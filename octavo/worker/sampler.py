@@ -27,7 +27,7 @@ from octavo.kernels.reference.sampling import ONE, Draws, Ranking
 from octavo.messages import TokenLogprobs
 from octavo.sampling_params import SamplingParams
 from octavo.worker.executor import Masks
-from octavo.worker.request_table import MIN_P, TEMPERATURE, TOP_P, RequestTable
+from octavo.worker.request_table import MIN_P, TEMPERATURE, TOP_P, LogitEdits, RequestTable
 
 
 class Sampling(Protocol):
@@ -116,28 +116,29 @@ def _adjusted(logits: Tensor, row_list: list[int], table: RequestTable, masks: M
             scores[i].numpy()[bits[: scores.shape[1]] == 0] = -np.inf
         ids = table.token_ids[row, : int(table.num_tokens[row])]
         output = ids[int(table.num_prompt[row]) :]
-        if params.allowed_token_ids:
-            allowed = list(params.allowed_token_ids)
-            kept = scores[i, allowed]
+        edits = table.edits[row]
+        if edits.allowed:
+            kept = scores[i, edits.allowed_ids]
             scores[i] = -torch.inf
-            scores[i, allowed] = kept
-        banned = _word_ends(table.bad_words[row], output)
+            scores[i, edits.allowed_ids] = kept
+        banned = _word_ends(edits, output)
         if len(output) < params.min_tokens:
             banned.update(table.end_ids[row])
-        if params.allowed_token_ids is None or not banned.issuperset(params.allowed_token_ids):  # else nothing would be left
+        if not edits.allowed or not edits.allowed <= banned:  # else nothing would be left
             scores[i, list(banned)] = -torch.inf
         if params.logit_bias:
-            scores[i, list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()))
+            scores[i, edits.bias_ids] += edits.biases
         if _penalised(params):
             _penalise(scores[i], ids, output, params)
     return scores
 
 
-def _word_ends(bad_words: list[list[int]], output: Tensor) -> set[int]:
+def _word_ends(edits: LogitEdits, output: Tensor) -> set[int]:
     """Ids that would complete a bad word: all but its last stand at the end of the output."""
-    longest = max(map(len, bad_words), default=1) - 1
-    tail = output[len(output) - min(longest, len(output)) :].tolist()
-    return {word[-1] for word in bad_words if len(word) <= len(tail) + 1 and tail[len(tail) - len(word) + 1 :] == word[:-1]}
+    tail = output[max(len(output) - edits.longest_word + 1, 0) :].tolist() if edits.longest_word > 1 else []
+    words = edits.longer_words.get(tail[-1], ()) if tail else ()
+    ends = {word[-1] for word in words if len(word) <= len(tail) + 1 and tail[len(tail) - len(word) + 1 :] == word[:-1]}
+    return ends | edits.single_words
 
 
 def _penalised(params: SamplingParams) -> bool:

@@ -135,16 +135,17 @@ class Worker:
             self._add_shadow(geometry)
 
     def _build_on_device(self, geometry: CacheGeometry, stored: StoredParameters) -> None:
+        size = geometry.block_size
+        layout = RowLayout(-(-geometry.max_model_len // size), geometry.max_model_len + 1)
         if self._shadow_wanted:
             self._reserve(geometry)  # the model is built around the shadow
-        watch, size = Stopwatch(), geometry.block_size
+        watch = Stopwatch()
         model = self._load_model(geometry.max_model_len, stored)
         logger.info("Model loading took %.2f GiB and %.2f seconds", model.nbytes / GIB, watch.total())
         torch.cuda.empty_cache()  # what was held on the way is no part of the plan
         if not self._shadow_wanted:
             self._reserve(geometry)
         self._log(geometry)
-        layout = RowLayout(-(-geometry.max_model_len // size), geometry.max_model_len + 1)
         rows = DeviceRows(self.config.max_num_seqs, layout, self.device)
         program = DeviceProgram(model, self.backend, self.store.caches, rows, size, self.config.max_num_batched_tokens)
         captured, settings = captured_tokens(self.model_config), self.config

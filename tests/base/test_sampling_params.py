@@ -18,18 +18,21 @@ NO_INTEGERS: list[Any] = [1.5, 2.0, "5", True, NAN, [1]]
 
 BAD: dict[str, list[Any]] = {
     "n": [0, -1, None, *NO_INTEGERS],
-    "temperature": [-0.1, 10**400, *NO_NUMBERS],
+    "temperature": [-0.1, 10**400, 1e39, *NO_NUMBERS],
     "top_p": [0, -1, 1.01, *NO_NUMBERS],
     "top_k": [-2, 2**63, None, *NO_INTEGERS],
     "min_p": [-0.1, 1.1, *NO_NUMBERS],
     "seed": [-1, 2**64, *NO_INTEGERS],
     "presence_penalty": [-2.1, 2.1, *NO_NUMBERS],
     "frequency_penalty": [-2.1, 2.1, *NO_NUMBERS],
-    "repetition_penalty": [0, -1, *NO_NUMBERS],
+    "repetition_penalty": [0, -1, 1e39, 1e-39, 10**39, *NO_NUMBERS],
     "stop": ["", ["a", ""], [1], 5, {"a": 1}, [["a"]], b"a"],
     "stop_token_ids": [[-1], [1.5], ["1"], [True], 5, "12", {1}],
     "ignore_eos": [1, "false", None],
-    "logit_bias": [5, [1], {"abc": 1.0}, {-1: 1.0}, {1.5: 1.0}, {True: 1.0}, {"-1": 1.0}, {1: NAN}, {1: INF}, {1: "2"}, {"9" * 400: 1.0}],
+    "logit_bias": [
+        5, [1], {"abc": 1.0}, {-1: 1.0}, {1.5: 1.0}, {True: 1.0}, {"-1": 1.0}, {1: NAN}, {1: INF}, {1: "2"}, {"9" * 400: 1.0},
+        {1: 1e39}, {1: -1e39}, {1: 10**400},
+    ],
     "allowed_token_ids": [[], [-1], [1.5], ["1"], [True], 5, "12"],
     "bad_words": ["", ["a", ""], [1], 5, {"a": 1}, [["a"]], b"a"],
     "detokenize": [1, "false", None],
@@ -86,9 +89,11 @@ def test_the_same_is_refused_where_asserts_are_off() -> None:
 
 def test_values_at_the_edges_are_taken() -> None:
     taken: dict[str, list[Any]] = {
-        "n": [1, 128], "temperature": [0, 0.0, 1e-9, 100], "top_p": [1, 1.0, 1e-9], "top_k": [-1, 0, 1, 2**31 - 1], "min_p": [0, 1],
-        "seed": [None, 0, 2**64 - 1], "presence_penalty": [-2, 2], "frequency_penalty": [-2.0, 2.0], "repetition_penalty": [1e-3, 50],
+        "n": [1, 128], "temperature": [0, 0.0, 1e-50, 1e-9, 100, 3.4e38], "top_p": [1, 1.0, 1e-9],
+        "top_k": [-1, 0, 1, 2**31 - 1], "min_p": [0, 1], "seed": [None, 0, 2**64 - 1], "presence_penalty": [-2, 2],
+        "frequency_penalty": [-2.0, 2.0], "repetition_penalty": [1.2e-38, 1e-3, 50, 3.4e38],
         "max_tokens": [None, 1, 2**31 - 1], "min_tokens": [0, 16], "logprobs": [None, 0, 10**6], "stop_token_ids": [None, [], [0, 2**40]],
+        "logit_bias": [None, {}, {1: 3.4e38, 2: -3.4e38, 3: 1e-300}],
     }  # fmt: skip
     for name, values in taken.items():
         for value in values:

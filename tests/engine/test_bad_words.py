@@ -65,6 +65,19 @@ def test_a_ban_of_everything_that_is_allowed_is_lifted(llm: LLM) -> None:
     assert llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids == single * 3
 
 
+def test_words_are_spelled_once_for_all_prompts_that_have_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    spelled, spellings = list[tuple[str, ...]](), llm.encoder.spellings
+
+    def counted(words: tuple[str, ...]) -> list[list[int]]:
+        spelled.append(words)
+        return spellings(words)
+
+    monkeypatch.setattr(llm.encoder, "spellings", counted)
+    one, other = (SamplingParams(max_tokens=2, bad_words=[word]) for word in ("ball", "park"))
+    llm.generate([PROMPT] * 4, [one, other, one, other], use_tqdm=False)
+    assert spelled == [("ball",), ("park",)]
+
+
 def test_preemption_does_not_let_a_word_through(stories: str, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = texts(llm, ["ball", "play"])
     monkeypatch.setenv("OCTAVO_DEBUG", "preempt.every=2,check=1")

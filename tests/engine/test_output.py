@@ -1,6 +1,7 @@
 """From tokens to text, with the default model's tokenizer: whatever the text, the stop strings and the deltas, nothing leaks."""
 
 import codecs
+import time
 from functools import cache
 from itertools import pairwise
 
@@ -12,6 +13,8 @@ from octavo.engine.output import OutputProcessor
 from octavo.messages import AddRequest, Delta, FinishReason, LifeRecord, TokenLogprobs
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
+from octavo.text.detokenizer import shown_tail
+from octavo.text.stop_strings import StopSearch, StopStrings
 from octavo.text.tokenizer import Tokenizer
 from tests.support.tokenizers import smollm2_metadata
 
@@ -114,6 +117,52 @@ def test_known_texts_token_by_token_and_all_at_once(text: str, stops: list[str],
     check(ids, stops, [], reason)
 
 
+@given(st.lists(st.text("ab", min_size=1, max_size=7), max_size=4), st.lists(st.text("abc", max_size=5), max_size=12), st.integers(0, 4))
+def test_a_search_in_pieces_finds_what_a_look_at_the_whole_text_does(stops: list[str], pieces: list[str], skipped: int) -> None:
+    """Of two letters, so that heads of stop strings overlap; no stop string begins in the first pieces, which are skipped."""
+    search = StopSearch(StopStrings(stops))
+    text, begin = "", 0
+    for number, piece in enumerate(pieces):
+        text += piece
+        if number < skipped:
+            search.skip(piece)
+            begin = len(text)
+        found = None if number < skipped else search.push(piece)
+        assert found == min([(text.index(stop, begin), stop) for stop in stops if stop in text[begin:]], default=None)
+        if found is not None:
+            return
+        tails = [text[place:] for place in range(begin, len(text) + 1)]
+        assert search.held_back == max([len(tail) for tail in tails if any(stop.startswith(tail) for stop in stops)], default=0)
+
+
+@pytest.mark.parametrize("text", ["the end of it, ", "a" * 15], ids=["nothing fits", "all but the last character fits"])
+def test_long_stop_strings_cost_no_more_than_short_ones(text: str) -> None:
+    """Every character is looked at once or twice, not once for each length that a head of a stop string may have."""
+
+    def seconds(length: int) -> float:
+        params = SamplingParams(max_tokens=None, stop=tuple("a" * length + end for end in "bcde"))
+        processor = OutputProcessor(tokenizer())
+        processor.add(AddRequest("r", [504], params), None)
+        ids = tokenizer().encode(text * 300)
+        start = time.process_time()
+        for token in ids:
+            processor.process([Delta("r", 0, [token])])
+        return time.process_time() - start
+
+    assert seconds(1000) < 8 * seconds(4) + 0.05
+
+
+def test_what_samples_share_of_a_prompt_is_looked_at_once() -> None:
+    """128 samples of a prompt of a million ids: only its end decides how the text goes on."""
+    prompt = tokenizer().encode("the end") * 500_000
+    processor = OutputProcessor(tokenizer())
+    start = time.process_time()
+    processor.add(AddRequest("r", prompt, SamplingParams(n=128)), None)
+    assert time.process_time() - start < 0.5
+    special = [tokenizer().eos_token_ids[0]] * 200_000
+    assert shown_tail(tokenizer(), prompt + special) == prompt[-3:]
+
+
 def test_news_of_a_sample_that_has_stopped_are_ignored_while_another_goes_on() -> None:
     """At depth 2 a token may be on the way when a stop string is found."""
     ids = tokenizer().encode("the end")
@@ -179,15 +228,17 @@ def test_special_tokens_and_ends_are_text_only_where_asked_for(settings: dict[st
     assert news.finished[0].outputs[0].token_ids == ids
 
 
-def test_deltas_carry_the_logprobs_of_their_tokens_and_the_first_those_of_the_prompt() -> None:
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "not kept"])
+def test_deltas_carry_the_logprobs_of_their_tokens_and_the_first_those_of_the_prompt(keep: bool) -> None:
     found = [TokenLogprobs(-float(rank), rank, [7, 8], [-1.0, -2.0]) for rank in range(1, 6)]
-    processor = OutputProcessor(tokenizer())
+    processor = OutputProcessor(tokenizer(), keep_logprobs=keep)
     processor.add(AddRequest("r", [504, 505], SamplingParams(n=2, logprobs=2, prompt_logprobs=2)), None)
     assert not processor.process([Delta("r", 0, [], prompt_logprobs=(1, found[:1]))]).deltas, "a piece of the prompt alone is no news"
     first = processor.process([Delta("r", 0, [5, 6], found[1:3]), Delta("r", 1, [7], found[3:4])]).deltas
     later = processor.process([Delta("r", 0, [9], found[4:], finish_reason="length"), Delta("r", 1, [], finish_reason="abort")])
     ids = [[list(choices) for choices in delta.logprobs or []] for delta in first + later.deltas]
     assert ids == [[[5, 7, 8], [6, 7, 8]], [[7, 8]], [[9, 7, 8]], []]
+    assert [len(sample.logprobs or ()) for sample in later.finished[0].outputs] == ([3, 1] if keep else [0, 0])
     assert [delta.prompt_logprobs for delta in first + later.deltas] == [later.finished[0].prompt_logprobs, None, None, None]
     assert first[0].prompt_logprobs is not None and [choices and choices[505].rank for choices in first[0].prompt_logprobs] == [None, 1]
 

@@ -71,19 +71,31 @@ def test_greedy_samples_are_all_equal(llm: LLM) -> None:
     assert samples(llm, SamplingParams(n=3, temperature=0, max_tokens=10)) == samples(llm, greedy(10)) * 3
 
 
-@pytest.mark.parametrize(
-    ("params", "is_greedy"),
-    [
-        (SamplingParams(temperature=5e-324), True), (SamplingParams(temperature=1e-7), True), (SamplingParams(top_p=1e-300), True),
-        (SamplingParams(top_k=1), True), (SamplingParams(min_p=1), True), (SamplingParams(temperature=1.7e308), False),
-        (SamplingParams(repetition_penalty=5e-324), False), (SamplingParams(repetition_penalty=1.7e308), False),
-        (SamplingParams(presence_penalty=-2, frequency_penalty=-2), False), (SamplingParams(top_k=2**31 - 1, min_p=1e-300), False),
-    ],
-)  # fmt: skip
+EDGES = [
+    (SamplingParams(temperature=5e-324), True), (SamplingParams(temperature=1e-7), True), (SamplingParams(top_p=1e-300), True),
+    (SamplingParams(top_k=1), True), (SamplingParams(min_p=1), True), (SamplingParams(temperature=3.4e38), False),
+    (SamplingParams(repetition_penalty=1.2e-38), False), (SamplingParams(repetition_penalty=3.4e38), False),
+    (SamplingParams(presence_penalty=-2, frequency_penalty=-2), False), (SamplingParams(top_k=2**31 - 1, min_p=1e-300), False),
+    (SamplingParams(logit_bias={PERIOD: 3.4e38}), False), (SamplingParams(temperature=0, logit_bias={PERIOD: 1e-300}), True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("params", "is_greedy"), EDGES)
 def test_values_at_the_edge_of_a_float_still_give_a_text(llm: LLM, params: SamplingParams, is_greedy: bool) -> None:
     completion = complete(llm, replace(params, seed=1, max_tokens=8, ignore_eos=True))
     assert completion.finish_reason == "length"
     assert (completion.token_ids == complete(llm, greedy(8)).token_ids) == is_greedy
+    assert params.logit_bias != {PERIOD: 3.4e38} or completion.token_ids == [PERIOD] * 8
+
+
+@pytest.mark.filterwarnings("error")  # numpy warns of what float32 does not hold
+def test_the_same_values_give_a_text_out_of_the_rows_of_a_device(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_DEBUG", "runner=device")
+    asked = [greedy(3), *(replace(params, seed=1, max_tokens=3, ignore_eos=True) for params, _ in EDGES)]
+    with opened(stories) as llm:
+        best, *texts = [output.outputs[0].token_ids for output in llm.generate([PROMPT] * len(asked), asked, use_tqdm=False)]
+    assert [ids == best for ids in texts] == [is_greedy for _, is_greedy in EDGES]
+    assert texts[-2] == [PERIOD] * 3
 
 
 # --- logprobs --------------------------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """Fields of a request: what belongs together, what is too long, which model, what reaches the engine. Wrong values: test_bad_inputs.py."""
 
+import asyncio
 import logging
 from typing import Any
 
 import pytest
 
 from octavo.server import body as bodies
-from octavo.server import completions
+from octavo.server import totals
 from tests.server.conftest import Served
 
 HELLO = [{"role": "user", "content": "Once upon a time"}]
@@ -31,9 +32,41 @@ def test_fields_that_belong_together_and_limits_by_number(served: Served, monkey
         assert error["message"].startswith("top_logprobs ")
     error = check_refused(served, "/v1/completions", TEXT | {"prompt": [[1]] * 100, "n": 11}, "n")
     assert "100 prompts of 11 samples" in error["message"]
-    monkeypatch.setattr(completions, "MOST_PROMPT_LOGPROBS", 10)
+    monkeypatch.setattr(totals, "MOST_NUMBERS", 10)
     check_refused(served, "/v1/completions", TEXT | {"prompt": [1] * 4, "echo": True, "logprobs": 2}, "logprobs")
     assert not served.llm.asked[1:], "only what the engine itself has to refuse reaches it"
+
+
+def test_bad_words_are_spelled_once_for_all_prompts_and_beside_the_event_loop(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    spelled, spellings = list[tuple[str, ...]](), served.llm.encoder.spellings
+
+    def watched(words: tuple[str, ...]) -> list[list[int]]:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        spelled.append(words)
+        return spellings(words)
+
+    monkeypatch.setattr(served.llm.encoder, "spellings", watched)
+    answer = served.server.post("/v1/completions", TEXT | {"prompt": ["Once upon a time"] * 20, "bad_words": ["dog", "ball"]})
+    assert answer.status_code == 200 and spelled == [("dog", "ball")]
+    assert all(ask.bad_words == spellings(("dog", "ball")) for ask in served.llm.asked) and len(served.llm.asked) == 20
+    assert served.server.post("/v1/chat/completions", CHAT | {"bad_words": ["cat"]}).status_code == 200
+    assert served.llm.asked[-1].bad_words == spellings(("cat",)) and spelled[1:] == [("cat",)]
+
+
+def test_totals_are_taken_up_to_their_limits_and_say_what_to_turn(served: Served) -> None:
+    """One more of anything is refused; `test_bad_inputs.py` has one of each."""
+    many = TEXT | {"prompt": "a", "n": 16, "max_tokens": 1}
+    allowed = {"allowed_token_ids": [5] * 16_384}
+    assert served.server.post("/v1/completions", many | allowed).status_code == 200
+    error = check_refused(served, "/v1/completions", many | allowed | {"stop_token_ids": [5]}, "allowed_token_ids")
+    assert "for each of 16 answers" in error["message"] and "262,144 in all" in error["message"] and "lower n" in error["message"]
+    error = check_refused(served, "/v1/completions", TEXT | {"prompt": ["a"] * 100, "max_tokens": 120, "logprobs": 20}, "logprobs")
+    assert "252,000 numbers, at most 250,000" in error["message"] and "lower max_tokens, n or logprobs" in error["message"]
+    error = check_refused(served, "/v1/completions", TEXT | {"prompt": [[5] * 200] * 100, "n": 10, "echo": True, "logprobs": 1}, "logprobs")
+    assert "404,000 numbers" in error["message"], "every sample repeats its prompt"
+    body = CHAT | {"max_tokens": None, "n": 16, "logprobs": True, "top_logprobs": 20}
+    assert served.server.post("/v1/chat/completions", body | {"stop": ["e"]}).status_code == 200, "what fits into the context counts"
 
 
 def test_what_is_too_long_says_so(served: Served) -> None:

@@ -37,7 +37,8 @@ ATTEMPTS: dict[tuple[int, str], list[Attempt]] = {
     (45, "logit_bias"): numbers("logit_bias", *BOTH)
     + fields("logit_bias", [{"abc": 1}, {"-1": 1}, {"1000000000": 1}, {"5": 1000}, {"5": -101}, {"5": "1"}, {"5": True}, [5]], *BOTH)
     + [Attempt(COMPLETIONS, b'{"prompt": "a", "logit_bias": {"5": 1e400}}', param="logit_bias")],
-    (46, "bad_words"): fields("bad_words", [["a"] * 10_000, [""], "word", ["a" * 2000]], *BOTH),
+    (46, "bad_words"): fields("bad_words", [["a"] * 10_000, [""], "word", ["a" * 2000], ["a" * 129], ["a" * 128] * 129], *ALL)
+    + fields("allowed_token_ids", [[], [-1], [512], ["5"], [5] * 16_385], *ALL),
     (47, "seed"): fields("seed", [-1, 2**64, 1.5, "1"], *ALL),
     (48, "priority and time"): fields("priority", [-1, -(2**63), 2**63, 1.5], *ALL) + fields("timeout", [0, -1, "5"], *ALL),
     (50, "stream"): fields("stream", ["yes", 1], *ALL) + fields("stream_options", [{"include_usage": True}], *BOTH),
@@ -53,12 +54,30 @@ def _equal_samples(server: Watched) -> None:
 def _too_many_prompt_logprobs() -> list[Attempt]:
     """As many prompts of as many tokens as are taken, with the logprobs of each; one token too many; and 100,000 in one prompt."""
     body: dict[str, Any] = {"prompt": [[5] * 250] * 1024, "max_tokens": 1, "echo": True, "logprobs": 1}
-    edge = [[5] * 248] * 48 + [[5]]  # of 21 numbers each
+    edge = [[5] * 247] * 48 + [[5]]  # each with a token of an answer, of 21 numbers each
     return [
         Attempt(COMPLETIONS, body, 400, "logprobs"),
         Attempt(COMPLETIONS, body | {"prompt": edge, "logprobs": 20}, 400, "logprobs"),
         Attempt(COMPLETIONS, body | {"prompt": [5] * 100_000}, 400, "prompt", "context_length_exceeded"),
         Attempt(COMPLETIONS, body | {"prompt": "a " * 100_000}, 400, "prompt", "context_length_exceeded"),
+    ]
+
+
+def _too_much_in_all() -> list[Attempt]:
+    """Every prompt and every number may be; all together are too much to keep, or to answer."""
+    words = [f"{number} and " + "w" * 70 for number in range(200)]
+    many: dict[str, Any] = {"prompt": ["a"] * 1024, "max_tokens": 2}
+    pattern = {"regex": "a|" * 50_000 + "b"}
+    return [
+        Attempt(COMPLETIONS, many | {"bad_words": words}, param="bad_words"),
+        Attempt(COMPLETIONS, many | {"logit_bias": {str(token): 1 for token in range(512)}}, param="logit_bias"),
+        Attempt(COMPLETIONS, many | {"prompt": "a", "n": 17, "allowed_token_ids": [5] * 16_384}, param="allowed_token_ids"),
+        Attempt(CHAT, SOUND[CHAT] | {"n": 17, "allowed_token_ids": [5] * 16_384}, param="allowed_token_ids"),
+        Attempt(COMPLETIONS, many | {"stop_token_ids": [5] * 256, "allowed_token_ids": [5]}, param="stop_token_ids"),
+        Attempt(COMPLETIONS, many | {"max_tokens": 12, "logprobs": 20}, param="logprobs"),
+        Attempt(CHAT, SOUND[CHAT] | {"n": 128, "max_tokens": 100, "logprobs": True, "top_logprobs": 20}, param="top_logprobs"),
+        Attempt(COMPLETIONS, many | {"prompt": [[5] * 250] * 1024, "echo": True}, param="echo"),
+        Attempt(COMPLETIONS, many | {"prompt": ["a"] * 50, "structured_outputs": pattern}, param="structured_outputs"),
     ]
 
 
@@ -81,6 +100,7 @@ ROWS: list[Row] = [
     *(row(number, name, attempts) for (number, name), attempts in ATTEMPTS.items()),
     acted(37, "n of temperature 0", _equal_samples),
     row(42, "too many prompt logprobs", _too_many_prompt_logprobs),
+    row(46, "too much in all", _too_much_in_all),
     acted(42, "many prompt logprobs", _many_prompt_logprobs, canary=False),
     row(49, "unknown fields", fields("foo", [1, None, {"a": [1]}], *ALL, status=200)),
     row(51, "all of these under python -O", _optimized, place="optimized"),

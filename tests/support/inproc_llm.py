@@ -53,8 +53,8 @@ class InprocLLM:
                 yield [TextDelta("scripted", index, text, ids, end) for index in range(ask.params.n)]
             return
         name = f"r{next(self._ids)}"
-        words = self.encoder.spellings(ask.params.bad_words)
-        request = AddRequest(name, ask.prompt_token_ids, ask.params, ask.priority, ask.cache_salt, words)
+        assert ask.bad_words is not None, "a server spells them"
+        request = AddRequest(name, ask.prompt_token_ids, ask.params, ask.priority, ask.cache_salt, ask.bad_words)
         self._llm._client.add(request)
         self._llm._processor.add(request, ask.prompt)
         queue = self._queues[name] = asyncio.Queue()

@@ -80,7 +80,7 @@ def test_gather_reads_a_mixed_plan_out_of_the_rows(case: tuple[int, StepPlan, di
 
 def test_a_forked_row_is_a_copy_with_noise_of_its_own() -> None:
     penalties = {"presence_penalty": 1.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5}
-    params = SamplingParams(temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, **penalties)  # type: ignore[arg-type]
+    params = SamplingParams(temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, logit_bias={3: 1.0}, **penalties)  # type: ignore[arg-type]
     table = new_table()
     table.apply(StepPlan(1, row_writes=[write(0, [5, 6, 7], [3, 4], params, end_ids=(9,)), write(2, list(range(90)), [8] * 6)]))
     noise = NoiseKey((70, 71), 2**31, 73)
@@ -90,6 +90,7 @@ def test_a_forked_row_is_a_copy_with_noise_of_its_own() -> None:
     assert table.tables[2].tolist() == [3, 5, 0, 0, 0, 0] and table.tables[0].tolist() == [3, 4, 0, 0, 0, 0]
     assert table.values[2].tolist() == table.values[0].tolist() == [0.5, 0.25, 0.125]
     assert table.params[2] is params and table.end_ids[2] == (9,) and table.top_k[2] == 7
+    assert table.edits[2] is table.edits[0], "however many samples, their lists of ids are there once"
     assert table.noise[2].tolist() == [70, 71, 2**31, 73] and table.noise[0].tolist() == [0, 1, 2, 3]
     table.append(torch.tensor([2]), torch.tensor([11]))
     assert table.token_ids[0, 3] == 0 and table.num_tokens[0] == 3, "the copy is not a view"

@@ -8,7 +8,10 @@ from octavo.kernels.step_tensors import StepTensors
 
 
 def copy_words(source: Tensor, target: Tensor, runs: Tensor, longest: int) -> None:
-    """Runs of words (place in source, place in target, count) [N, 3] from one flat tensor to another; no run has more than `longest`."""
+    """Runs of words from one flat tensor to another; no run has more than `longest`.
+
+    runs: place in source, place in target, count, [N, 3] int64
+    """
     for start, place, count in runs.tolist():
         target[place : place + count] = source[start : start + count].clone()
 

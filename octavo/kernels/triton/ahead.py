@@ -134,7 +134,7 @@ class Ahead:
         prepare(words, layout, self.size, step)
         states, hidden = self.numbers(2, self.config.num_heads * self.config.head_dim), self.numbers(2, self.config.hidden_size)
         finish(words, layout, step, self.places(2), states, hidden, self.words(2))
-        copy_words(words.view(-1), words.view(-1), self.words(1, 3), 1)
+        copy_words(words.view(-1), words.view(-1), self.places(3).view(1, 3), 1)
 
     def behind_a_step(self) -> list[Call]:
         """What the sampler of the device calls."""

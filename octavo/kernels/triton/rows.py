@@ -17,7 +17,7 @@ AT_TABLE, AT_LENGTH, AT_TEMPERATURE, AT_NOISE, WORDS_OF_NOISE = map(tl.constexpr
 @triton.jit
 def copy_runs(source, target, runs, TILE: tl.constexpr):
     run = runs + tl.program_id(0) * 3
-    start, place, count = tl.load(run).to(tl.int64), tl.load(run + 1).to(tl.int64), tl.load(run + 2)
+    start, place, count = tl.load(run), tl.load(run + 1), tl.load(run + 2)
     word = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = word < count
     tl.store(target + place + word, tl.load(source + start + word, mask=inside), mask=inside)
@@ -115,7 +115,10 @@ def finish_entries(words, query_start, rows, samples, ids, flags, last, result, 
 
 
 def copy_words(source: Tensor, target: Tensor, runs: Tensor, longest: int) -> None:
-    """Runs of words (place in source, place in target, count) [N, 3] from one flat tensor to another; no run has more than `longest`."""
+    """Runs of words from one flat tensor to another; no run has more than `longest`.
+
+    runs: place in source, place in target, count, [N, 3] int64
+    """
     copy_runs[(len(runs), triton.cdiv(longest, TILE))](source, target, runs, TILE=TILE, num_warps=4)
 
 

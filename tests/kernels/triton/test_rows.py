@@ -84,7 +84,7 @@ def test_a_step_out_of_the_rows_and_its_results_back_into_them(
 
 def test_runs_of_words_go_where_they_are_told_and_nowhere_else(device: str) -> None:
     source, target = torch.arange(5000, dtype=torch.int32), torch.full((9000,), -1, dtype=torch.int32)
-    runs = torch.tensor([[0, 100, 1], [10, 4000, 2500], [3000, 0, 0], [4999, 8999, 1]], dtype=torch.int32)
+    runs = torch.tensor([[0, 100, 1], [10, 4000, 2500], [3000, 0, 0], [4999, 8999, 1]])
     wanted = target.clone()
     twin.copy_words(source, wanted, runs, 2500)
     mine = target.clone().to(device)

@@ -1,0 +1,81 @@
+"""Stop strings looked for in a text that comes in pieces; every character is read once, however long the strings are.
+
+    stop "aab", text "xaa"    matched 2: the text ends with "aa", the first two characters of the stop string
+                  then "a"    "aaa" is no head of it, but its end "aa" is: still matched 2
+                  then "b"    matched 3: found
+
+Each stop string has a table of fallbacks (Knuth, Morris and Pratt): how much of it is still matched when the next character differs.
+The table is made as far as a text has matched, so that long strings that never occur cost nothing.
+"""
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Those of one request. What its samples have matched so far is in a `StopSearch` each."""
+
+    __slots__ = ("fallbacks", "texts")
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts = texts
+        self.fallbacks = [[0, 0] for _ in texts]  # of each: for its first n characters, the longest shorter head that they end with
+
+
+class StopSearch:
+    """Through the text of one sample."""
+
+    __slots__ = ("_length", "_matched", "_stops")
+
+    def __init__(self, stops: StopStrings) -> None:
+        self._stops = stops
+        self._length = 0  # of the text so far
+        self._matched = [0] * len(stops.texts)  # for each, how many of its first characters the text ends with
+
+    @property
+    def held_back(self) -> int:
+        """Length of the longest tail that a stop string starts with."""
+        return max(self._matched, default=0)
+
+    def skip(self, piece: str) -> None:
+        """This piece of the text, and all before it, is part of no stop string."""
+        self._length += len(piece)
+        self._matched = [0] * len(self._matched)
+
+    def push(self, piece: str) -> tuple[int, str] | None:
+        """Where in the text the earliest stop string begins, if the text now has one, and which it is. Nothing is pushed after that."""
+        found = []
+        for number, stop in enumerate(self._stops.texts):
+            matched, end = _advance(stop, self._stops.fallbacks[number], self._matched[number], piece)
+            self._matched[number] = matched
+            if matched == len(stop):
+                found.append((self._length + end - len(stop), stop))
+        self._length += len(piece)
+        return min(found, default=None)
+
+
+def _advance(stop: str, fallbacks: list[int], matched: int, piece: str) -> tuple[int, int]:
+    """How much of the stop string is matched after this piece, or after as much of it as completes the string, and how much that is."""
+    place, end = 0, len(piece)
+    while place < end:
+        if matched == 0:  # the usual case: nothing in the piece begins the stop string
+            place = piece.find(stop[0], place)
+            if place < 0:
+                return 0, end
+        if piece[place] == stop[matched]:
+            matched, place = matched + 1, place + 1
+            if matched == len(stop):
+                break
+        else:
+            if matched >= len(fallbacks):
+                _extend(fallbacks, stop, matched)
+            matched = fallbacks[matched]
+    return matched, place
+
+
+def _extend(fallbacks: list[int], stop: str, most: int) -> None:
+    """Up to that of the first `most` characters."""
+    for length in range(len(fallbacks), most + 1):
+        char, head = stop[length - 1], fallbacks[-1]
+        while head and stop[head] != char:
+            head = fallbacks[head]
+        fallbacks.append(head + (stop[head] == char))
