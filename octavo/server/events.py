@@ -47,7 +47,7 @@ async def disconnect(receive: Receive) -> None:
 class EventStream(Response):
     """Sends what `events` yields. What goes wrong before the first of them is raised, and so an ordinary answer; after it, an event."""
 
-    def __init__(self, events: AsyncGenerator[str, None], write_timeout: float, media_type: str = "text/event-stream") -> None:
+    def __init__(self, events: AsyncGenerator[str | bytes, None], write_timeout: float, media_type: str = "text/event-stream") -> None:
         """`write_timeout`: seconds a client may leave a full connection unread, and up to twice that."""
         super().__init__(media_type=media_type, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -73,10 +73,10 @@ class EventStream(Response):
             await self._write(send, event(answer_for(error).body) + DONE)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _write(self, send: Send, text: str) -> None:
+    async def _write(self, send: Send, text: str | bytes) -> None:
         self._num_writes += 1
         self._writing = True
-        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": text.encode() if isinstance(text, str) else text, "more_body": True})
         self._writing = False
 
     async def _gone_or_stuck(self, receive: Receive) -> None:
