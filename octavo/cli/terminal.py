@@ -10,7 +10,7 @@ QUOTES = '"""'
 HISTORY_LINES = 1000
 # Characters that steer a terminal, each on its own or as the first of a sequence: all control characters but new line and tab.
 STEERING = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
-STEERING |= {code: "\N{REPLACEMENT CHARACTER}" for code in range(0x80, 0xA0)} | {0x7F: "\N{SYMBOL FOR DELETE}"}
+STEERING |= dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}") | {0x7F: "\N{SYMBOL FOR DELETE}"}
 
 
 def can_show(signs: str) -> bool:
