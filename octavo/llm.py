@@ -1,8 +1,14 @@
-"""`LLM`: the offline API. Text becomes ids here, the engine works on ids, and ids become text here again."""
+"""`LLM`: the offline API. Text becomes ids here, the engine works on ids, and ids become text here again.
 
+Threads share it in turns. A turn is one step, and brings news to every call and stream; whoever lacks news takes the next one.
+"""
+
+import itertools
+import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Literal, TypeVar
 
@@ -24,6 +30,7 @@ from octavo.engine.asking import to_request
 from octavo.engine.client import EngineClient, InprocClient
 from octavo.engine.output import OutputProcessor
 from octavo.errors import EngineError, RequestError
+from octavo.fair_lock import FairLock
 from octavo.interrupt import DeferredInterrupt
 from octavo.loading.text_side import open_text_side
 from octavo.messages import SchedulerStats
@@ -39,7 +46,11 @@ Item = TypeVar("Item")
 
 
 class LLM:
-    """A model, ready to generate. Without `model` it is the default one. Use it in a `with` block, or `close` it."""
+    """A model, ready to generate. Without `model` it is the default one. Use it in a `with` block, or `close` it.
+
+    Several threads may use one at the same time: their requests run in the same steps, and each call gets its own outputs. A stream
+    belongs to one thread at a time. A process that was forked cannot use it.
+    """
 
     def __init__(
         self,
@@ -129,8 +140,12 @@ class LLM:
         self._engine: EngineClient | None = InprocClient(config, text.source, text.model, debug, text.give_tokenizer)
         self._processor = OutputProcessor(self._tokenizer)
         self._streams: dict[str, deque[TextDelta]] = {}
+        self._progress: dict[str, GenerateProgress] = {}
         self._finished: dict[str, RequestOutput] = {}
-        self._count = 0
+        self._ids = map(str, itertools.count())
+        self._process = os.getpid()
+        self._lock = FairLock()
+        self._chores: deque[Callable[[], None]] = deque()  # done at the end of a turn
 
     # --- what users call ---------------------------------------------------------------------------------------------
 
@@ -186,16 +201,16 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block that nobody holds, and find none of the others again."""
-        self._client.reset_prefix_cache()
+        with self._turn():
+            self._client.reset_prefix_cache()
 
     def stats(self) -> SchedulerStats:
-        return self._client.stats()
+        with self._turn():
+            return self._client.stats()
 
     def close(self) -> None:
-        """Free all memory. Closing twice is harmless."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        """Free all memory. Calls that other threads are in end with an EngineError. Closing twice is harmless."""
+        self._in_a_turn(self._close_engine)
 
     def __enter__(self) -> "LLM":
         _ = self._client  # a closed one says so
@@ -208,9 +223,42 @@ class LLM:
 
     @property
     def _client(self) -> EngineClient:
+        self._check_process()
         if self._engine is None:
             raise EngineError("this LLM is closed")
         return self._engine
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise EngineError(
+                f"this LLM belongs to process {self._process}, and process {os.getpid()} was forked from it: "
+                "make a new LLM in each process, and start processes with spawn"
+            )
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The engine is this thread's alone in here. Nobody stays longer than a step takes."""
+        self._check_process()  # a lock that another thread held when this process was forked would never come free
+        with self._lock:
+            try:
+                yield
+            finally:
+                while self._chores:
+                    self._chores.popleft()()
+
+    def _in_a_turn(self, chore: Callable[[], None]) -> None:
+        """Do it in a turn of its own; at the end of the one under way if a finalizer or a signal handler asks in the middle of a step."""
+        if os.getpid() != self._process:
+            return  # the engine is not this process's to change
+        self._chores.append(chore)
+        if not self._lock.is_mine:
+            with self._turn():
+                pass
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
     @property
     def _own_params(self) -> SamplingParams:
@@ -218,10 +266,6 @@ class LLM:
 
     def _for_chat(self, params: SamplingParams) -> SamplingParams:
         return params.with_defaults(self.sampling_defaults).for_chat()
-
-    def _new_id(self) -> str:
-        self._count += 1
-        return str(self._count - 1)
 
     def _add(self, request_id: str, encoded: Encoded, params: SamplingParams, bad_words: list[list[int]], priority: int = 0) -> None:
         request = to_request(request_id, encoded[1], params, bad_words, self.config, priority)
@@ -231,60 +275,67 @@ class LLM:
     def _run(
         self, encoded: Sequence[Encoded], params: Sequence[SamplingParams], use_tqdm: bool, priority: Sequence[int]
     ) -> list[RequestOutput]:
-        ids = [self._new_id() for _ in encoded]
+        ids = [next(self._ids) for _ in encoded]
         spelled: dict[Sequence[str], list[list[int]]] = {}  # bad words, once for all prompts that have the same
         with DeferredInterrupt() as interrupt, GenerateProgress(len(ids), use_tqdm) as progress:
             try:
-                for index, request_id in enumerate(ids):
-                    with _prompt_named(index):
-                        words = params[index].bad_words
-                        if words not in spelled:
-                            spelled[words] = self.encoder.spellings(words)
-                        self._add(request_id, encoded[index], params[index], spelled[words], priority[index])
+                with self._turn():
+                    for index, request_id in enumerate(ids):
+                        self._progress[request_id] = progress
+                        with _prompt_named(index):
+                            words = params[index].bad_words
+                            if words not in spelled:
+                                spelled[words] = self.encoder.spellings(words)
+                            self._add(request_id, encoded[index], params[index], spelled[words], priority[index])
                 while any(request_id not in self._finished for request_id in ids):
-                    self._pump(progress)
+                    self._pump()
+                    progress.show()
                     interrupt.check()
-                return [self._finished.pop(request_id) for request_id in ids]
+                return [self._finished[request_id] for request_id in ids]
             finally:
-                for request_id in ids:
-                    self._drop(request_id)
+                self._in_a_turn(partial(self._drop, ids))
 
     def _stream(self, encoded: Encoded, params: SamplingParams) -> Generator[TextDelta, None, None]:
-        request_id = self._new_id()
+        request_id = next(self._ids)
         queue = self._streams[request_id] = deque()
         try:
-            with DeferredInterrupt():
+            with DeferredInterrupt(), self._turn():
                 self._add(request_id, encoded, params, self.encoder.spellings(params.bad_words))
             while queue or request_id not in self._finished:
                 if not queue:
                     with DeferredInterrupt():
-                        self._pump(None)
+                        self._pump()
                 while queue:
                     yield queue.popleft()
         finally:
-            self._drop(request_id)
+            self._in_a_turn(partial(self._drop, [request_id]))
 
-    def _pump(self, progress: GenerateProgress | None) -> None:
-        """One step; its news go to whoever waits for them, also to streams that rest while something else runs."""
-        processed = self._processor.process(self._client.step())
-        for request_id, index in processed.aborts:
-            self._client.abort(request_id, index)
-        for delta in processed.deltas:
-            if delta.request_id in self._streams:
-                self._streams[delta.request_id].append(delta)
-        for output in processed.finished:
-            self._finished[output.request_id] = output
-        if progress is not None:
-            tokens_in = sum(len(output.prompt_token_ids) for output in processed.finished)
-            progress.update(len(processed.finished), tokens_in, sum(len(delta.token_ids) for delta in processed.deltas))
+    def _pump(self) -> None:
+        """One step; its news go to whoever waits for them, in other threads and in streams that rest, too."""
+        with self._turn():
+            if self._engine is None:
+                raise EngineError("this LLM is closed: that happened while this call was under way")
+            processed = self._processor.process(self._engine.step())
+            for request_id, index in processed.aborts:
+                self._engine.abort(request_id, index)
+            for delta in processed.deltas:
+                if delta.request_id in self._streams:
+                    self._streams[delta.request_id].append(delta)
+                else:
+                    self._progress[delta.request_id].count(0, 0, len(delta.token_ids))
+            for output in processed.finished:
+                self._finished[output.request_id] = output
+                if output.request_id in self._progress:
+                    self._progress[output.request_id].count(1, len(output.prompt_token_ids), 0)
 
-    def _drop(self, request_id: str) -> None:
-        """End a request, in whatever state it is, and forget it."""
-        if self._engine is not None:
-            self._engine.abort(request_id)
-        self._processor.drop(request_id)
-        self._finished.pop(request_id, None)
-        self._streams.pop(request_id, None)
+    def _drop(self, request_ids: Sequence[str]) -> None:
+        """End requests, in whatever state they are, and forget them."""
+        for request_id in request_ids:
+            if self._engine is not None:
+                self._engine.abort(request_id)
+            self._processor.drop(request_id)
+            for news in (self._finished, self._streams, self._progress):
+                news.pop(request_id, None)
 
 
 @contextmanager

@@ -28,11 +28,13 @@ class GenerateProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def update(self, done: int, tokens_in: int, tokens_out: int) -> None:
-        """What came on top since the last call."""
+    def count(self, done: int, tokens_in: int, tokens_out: int) -> None:
+        """What came on top."""
         self._done += done
         self._tokens_in += tokens_in
         self._tokens_out += tokens_out
+
+    def show(self) -> None:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=self._done, rates=self._rates())
         elif self._enabled and time.perf_counter() - self._last_line > LINE_EVERY:

@@ -16,6 +16,7 @@ from octavo.cli.args import add_engine_flags, add_sampling_flags, engine_config,
 from octavo.cli.chat import chat_params
 from octavo.cli.opening import opened
 from octavo.cli.prompt_rows import Row, named, read_stdin, rows_of_file, rows_of_words
+from octavo.cli.terminal import for_stdout
 from octavo.errors import ConfigError, RequestError
 from octavo.sampling_params import SamplingParams
 
@@ -73,11 +74,11 @@ def _check_writable(path: Path) -> None:
 def _write(target: str | None, rows: Sequence[Row], outputs: Sequence["RequestOutput"]) -> None:
     if target is None:
         texts = [sample.text for output in outputs for sample in output.outputs]
-        print(f"\n{SEPARATOR}\n".join(texts))
+        print(for_stdout(f"\n{SEPARATOR}\n".join(texts)))
         return
     lines = "".join(json.dumps(_record(row, output), ensure_ascii=False) + "\n" for row, output in zip(rows, outputs, strict=True))
     if target == "-":
-        print(lines, end="")
+        print(for_stdout(lines), end="")
         return
     try:
         Path(target).write_text(lines, encoding="utf-8")

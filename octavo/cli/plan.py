@@ -17,7 +17,7 @@ from octavo.cli.targets import add_report_flag, check_target, write_report
 from octavo.cli.terminal import can_show
 from octavo.config import Device, ResolvedConfig, no_color
 from octavo.errors import ConfigError
-from octavo.policy.auto import resolved
+from octavo.policy.auto import check_cache_dtype, resolved
 from octavo.policy.memory_plan import Memory, MemoryPlan, ModelNeeds, plan_memory
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     level = level_used(config)
     refuse_float16(config, config.device, level)
     dtype, threads = resolve_dtype(config.dtype, shape.config.dtype, config.device, level), num_threads() if level else 0
+    check_cache_dtype(config, config.device, dtype)
     needs = shape.needs(dtype, config.quantization, config.kv_cache_dtype, threads, config.device)
     plan, head = plan_memory(needs, config, _memory(config, args.memory)), plan_head(shape, needs, config, level)
     if args.json:

@@ -8,7 +8,9 @@ from octavo.text.reasoning import Piece
 
 QUOTES = '"""'
 HISTORY_LINES = 1000
-ESCAPE = {0x1B: "\N{SYMBOL FOR ESCAPE}"}  # a model's text must not steer the terminal
+# Characters that steer a terminal, each on its own or as the first of a sequence: all control characters but new line and tab.
+STEERING = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
+STEERING |= dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}") | {0x7F: "\N{SYMBOL FOR DELETE}"}
 
 
 def can_show(signs: str) -> bool:
@@ -19,18 +21,22 @@ def can_show(signs: str) -> bool:
     return True
 
 
+def for_stdout(text: str) -> str:
+    """Text of a model or a server, harmless where a terminal shows it. A file or a pipe gets it as it is."""
+    return text.translate(STEERING) if sys.stdout.isatty() else text
+
+
 class Terminal:
     def __init__(self) -> None:
-        self._looks_on = sys.stdout.isatty()
-        self._colour = self._looks_on and not no_color()
+        self._colour = sys.stdout.isatty() and not no_color()
 
     def write(self, piece: Piece) -> None:
-        text = piece.text.translate(ESCAPE) if self._looks_on else piece.text
+        text = for_stdout(piece.text)
         print(text if piece.kind == "content" else self._dim(text), end="", flush=True)
 
     def say(self, note: str) -> None:
-        """A line that is not the model's."""
-        print(self._dim(note), flush=True)
+        """A line that is not the model's, though words of a server may be in it."""
+        print(self._dim(for_stdout(note)), flush=True)
 
     def _dim(self, text: str) -> str:
         return f"\033[2m{text}\033[0m" if self._colour else text

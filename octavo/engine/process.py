@@ -94,7 +94,7 @@ class Loop:
             deltas += scheduler.expire(self._queue_timeout)
         pulse = self.pulse(core.has_work)
         self._router.publish(pulse)
-        self._router.give(deltas, refused, pulse.stats)
+        self._router.give(_settled(deltas), refused, pulse.stats)
         self._router.show(self._view.frames(pulse.busy))
         self._log.turn(pulse.stats)
 
@@ -107,7 +107,7 @@ class Loop:
 
     def pulse(self, busy: bool) -> Pulse:
         scheduler = self._core.scheduler
-        return Pulse(time.monotonic(), busy, scheduler.step, self._taken, len(scheduler.free_rows), copy(scheduler.snapshot()))
+        return Pulse(time.monotonic(), busy, scheduler.step, self._taken, len(scheduler.free_rows), scheduler.snapshot())
 
     def _obey(self, command: Command) -> Refused | None:
         core = self._core
@@ -128,6 +128,14 @@ class Loop:
         elif isinstance(command, Watching):
             self._view.ask(command.name, command.wanted)
         return None
+
+
+def _settled(deltas: list[Delta]) -> list[Delta]:
+    """With copies of records that the engine goes on writing: the router's thread reads them later."""
+    for delta in deltas:
+        if delta.life is not None:
+            delta.life = copy(delta.life)
+    return deltas
 
 
 def serve(orders: Orders) -> None:

@@ -61,7 +61,7 @@ class Pulse:
     steps: int
     taken: int  # requests taken out of the inbox, ever
     free_rows: int
-    stats: SchedulerStats  # a copy
+    stats: SchedulerStats  # a snapshot
 
 
 class _Client:

@@ -1,11 +1,13 @@
-"""The view: what pool and scheduler do, gathered while somebody watches. While nobody does there is no hook and no ring.
+"""The view: what pool and scheduler do, gathered while somebody watches.
 
-    pool.on_event ─────┐
+    kv.on_seal ────────┐   always: what a cached block holds nobody else knows
+    pool.on_event ─────┤
     scheduler.on_end ──┤
     core.trace ────────┴─► EngineView ──► a Watcher for each client that asked ──► ViewFrame, when it asks
 
 A client asks for every frame: one that is slow gets fewer. Between two frames of a client the loop has worked a hundred times as long
-as it takes to gather one, so that watching costs a hundredth, however much there is to see.
+as it takes to gather one, so that watching costs a hundredth, however much there is to see. Nothing that goes wrong in here stops the
+engine: the view is switched off, and whoever watches is told.
 """
 
 import time
@@ -15,6 +17,7 @@ from octavo.engine.core import EngineCore
 from octavo.engine.trace import NoTrace, Trace
 from octavo.engine.view_frame import EventWords, ViewFrame, Wanted
 from octavo.engine.watcher import Contents, Watcher
+from octavo.log import logger
 from octavo.messages import FinishReason, StepPlan
 from octavo.policy.block_pool import Event
 from octavo.policy.request import Sequence
@@ -22,6 +25,7 @@ from octavo.policy.scheduler import Scheduler
 
 WORK_FOR_A_FRAME = 100  # times as long as the frame takes
 LONGEST_PAUSE = 1.0
+FAILED = "the inspector failed and is switched off until the engine is started again; the log says why"
 
 
 class NoView:
@@ -40,12 +44,21 @@ class EngineView:
         self._clock, self._start = clock, clock()
         self._started = time.time()
         self._watchers: dict[str, Watcher] = {}  # by client
+        self._is_attached = False  # to what somebody watches
+        self._is_off = False  # it failed
+        self._untold: set[str] = set()  # clients that wait for a frame and are to be told so
         self._trace: Trace = NoTrace()  # what was there before
-        self._on_event, self._on_end = self._scheduler.kv.pool.on_event, self._scheduler.on_end
-        self._contents = Contents(self._scheduler.kv.pool, self._scheduler.kv.block_size, clock)
-        self._scheduler.kv.on_seal = self._contents.remember
+        kv = self._scheduler.kv
+        self._on_event, self._on_end, self._on_seal = kv.pool.on_event, self._scheduler.on_end, kv.on_seal
+        self._contents = Contents(kv.pool, kv.block_size, clock)
+        kv.on_seal = self._on_sealed
 
     def ask(self, client: str, wanted: Wanted) -> None:
+        self._try(self._ask, client, wanted)
+        if self._is_off and wanted != "none":
+            self._untold.add(client)
+
+    def _ask(self, client: str, wanted: Wanted) -> None:
         if wanted == "full":
             if not self._watchers:
                 self._attach()
@@ -57,9 +70,16 @@ class EngineView:
 
     def frames(self, busy: bool) -> list[tuple[str, ViewFrame]]:
         """For those who asked, if there is anything new. `busy`: there will be another opportunity soon."""
-        if not self._watchers:
-            return []
-        found, start = [], self._clock()
+        found: list[tuple[str, ViewFrame]] = []
+        if self._watchers:
+            self._try(self._gather, busy, found)
+        if self._untold:
+            found += [(client, ViewFrame(True, self._now(), self._started, error=FAILED)) for client in self._untold]
+            self._untold.clear()
+        return found
+
+    def _gather(self, busy: bool, found: list[tuple[str, ViewFrame]]) -> None:
+        start = self._clock()
         for client, watcher in self._watchers.items():
             if not watcher.wants or (busy and start < watcher.due):
                 continue
@@ -69,7 +89,21 @@ class EngineView:
                 watcher.wants = False
                 watcher.due = start + min((start - began) * WORK_FOR_A_FRAME, LONGEST_PAUSE)
                 found.append((client, frame))
-        return found
+
+    def _try(self, work: Callable[..., None], *arguments: object) -> None:
+        """The engine goes on whatever happens in here; the view does not."""
+        if self._is_off:
+            return
+        try:
+            work(*arguments)
+        except Exception as error:
+            logger.error("the inspector failed and is switched off; the engine goes on", exc_info=error)
+            self._is_off = True
+            self._untold |= {client for client, watcher in self._watchers.items() if watcher.wants}
+            self._scheduler.kv.on_seal = self._on_seal
+            if self._is_attached:
+                self._detach()
+            self._watchers.clear()
 
     def _leave(self, client: str) -> None:
         if self._watchers.pop(client, None) is not None and not self._watchers:
@@ -81,20 +115,27 @@ class EngineView:
     # --- the hooks ---------------------------------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        pool = self._scheduler.kv.pool
+        pool, scheduler = self._scheduler.kv.pool, self._scheduler
         self._watched_from = self._clock()
-        self._trace, self._core.trace = self._core.trace, self
-        self._on_event, pool.on_event = pool.on_event, self._on_block
-        self._on_end, self._scheduler.on_end = self._scheduler.on_end, self._on_sequence_end
-        self._seen = (self._scheduler.stats.preemptions, self._scheduler.stats.prefix_hits, self._scheduler.stats.prefix_queries)
-        self._preemptions = {seq.seq_id: seq.preemptions for seq in self._scheduler.waiting if seq.preemptions}
+        self._trace, self._on_event, self._on_end = self._core.trace, pool.on_event, scheduler.on_end
+        self._seen = (scheduler.stats.preemptions, scheduler.stats.prefix_hits, scheduler.stats.prefix_queries)
+        self._preemptions = {seq.seq_id: seq.preemptions for seq in scheduler.waiting if seq.preemptions}
+        self._is_attached, self._core.trace = True, self
+        pool.on_event, scheduler.on_end = self._on_block, self._on_sequence_end
 
     def _detach(self) -> None:
-        self._core.trace, self._scheduler.kv.pool.on_event = self._trace, self._on_event
-        self._scheduler.on_end = self._on_end
+        self._is_attached, self._core.trace = False, self._trace
+        self._scheduler.kv.pool.on_event, self._scheduler.on_end = self._on_event, self._on_end
+
+    def _on_sealed(self, seq: Sequence, first: int, end: int) -> None:
+        self._on_seal(seq, first, end)
+        self._try(self._contents.remember, seq, first, end)
 
     def _on_block(self, event: Event, block: int, digest: bytes | None) -> None:
         self._on_event(event, block, digest)
+        self._try(self._note_block, event, block, digest)
+
+    def _note_block(self, event: Event, block: int, digest: bytes | None) -> None:
         for watcher in self._watchers.values():
             watcher.on_block(event, block)
         if event == "take":
@@ -105,6 +146,9 @@ class EngineView:
 
     def _on_sequence_end(self, seq: Sequence, reason: FinishReason) -> None:
         self._on_end(seq, reason)
+        self._try(self._note_end, seq, reason)
+
+    def _note_end(self, seq: Sequence, reason: FinishReason) -> None:
         for watcher in self._watchers.values():
             watcher.on_end(seq, reason)
 
@@ -117,6 +161,9 @@ class EngineView:
 
     def end(self, plan: StepPlan, scheduler: Scheduler) -> None:
         self._trace.end(plan, scheduler)
+        self._try(self._note_step, plan, scheduler)
+
+    def _note_step(self, plan: StepPlan, scheduler: Scheduler) -> None:
         at, stats, pool = self._now(), scheduler.stats, scheduler.kv.pool
         decoding = sum(count == 1 and samples for count, samples in zip(plan.num_query, plan.samples))
         seen = (stats.preemptions, stats.prefix_hits, stats.prefix_queries)

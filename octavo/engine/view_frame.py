@@ -40,3 +40,4 @@ class ViewFrame:
     steps: list[StepNumbers] = field(default_factory=list)
     events: list[EventWords] = field(default_factory=list)
     lost: int = 0
+    error: str = ""  # why this is the last one, and empty

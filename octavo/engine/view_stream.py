@@ -12,6 +12,7 @@ from octavo.log import logger
 
 PERIOD_SECONDS = 0.1
 MOST_NAMES = 1024
+RETRY_SECONDS = 30.0  # an engine that was started again can be watched
 
 
 class ViewStream:
@@ -23,7 +24,7 @@ class ViewStream:
         self._names: dict[str, str] | None = None  # of requests that ended while somebody reads
 
     async def frames(self) -> AsyncGenerator[ViewFrame, None]:
-        """For ever; leaving the iteration ends the watching."""
+        """For ever; leaving the iteration ends the watching. Raises where the engine can tell no more."""
         self._wanted, self._names = "full", {}
         try:
             while True:
@@ -46,7 +47,11 @@ class ViewStream:
         return (self._names or {}).get(request_id)
 
     def push(self, frame: ViewFrame) -> None:
-        if self._answer is not None and not self._answer.done() and frame.full == (self._wanted == "full"):
+        if self._answer is None or self._answer.done():
+            return
+        if frame.error:
+            self._answer.set_exception(UnavailableError(frame.error, RETRY_SECONDS))
+        elif frame.full == (self._wanted == "full"):
             self._wanted = "delta"
             self._answer.set_result(frame)
 

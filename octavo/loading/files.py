@@ -7,14 +7,18 @@ from octavo.errors import LoadError
 from octavo.text.json_file import read_json_object as read_json_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+INDEX_BYTES, INDEX_ITEMS = 32 * 2**20, 250_000  # the largest there is has 9 MB and 92,000 weights
+MAX_SHARDS = 2048  # ten times as many as the largest models have
 FINGERPRINT_WINDOWS, WINDOW_BYTES = 64, 4096
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
     """Weight name -> file name, out of the index of a sharded model."""
-    weight_map = read_json_object(index).get("weight_map")
+    weight_map = read_json_object(index, INDEX_BYTES, INDEX_ITEMS).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise LoadError(f"{index}: weight_map must give a file name for each weight")
+    if (shards := len(set(weight_map.values()))) > MAX_SHARDS:
+        raise LoadError(f"{index}: names {shards:,} weight files, at most {MAX_SHARDS:,} are taken")
     return weight_map
 
 

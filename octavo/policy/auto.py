@@ -41,8 +41,12 @@ def _check(config: EngineConfig, device: str) -> None:
         return
     if config.attention_backend == "cpu":
         raise ConfigError("attention_backend is cpu, and this runs on a GPU: set it to auto, or device to cpu")
-    if config.kv_cache_dtype not in ("auto", config.dtype):
+
+
+def check_cache_dtype(config: EngineConfig, device: str, dtype: str) -> None:
+    """`dtype`: that of the run, which the model may have decided."""
+    if device != "cpu" and config.kv_cache_dtype not in ("auto", dtype):
         raise ConfigError(
-            f"kv_cache_dtype is {config.kv_cache_dtype}, dtype is {config.dtype}: on a GPU the KV cache has the dtype of the run; "
+            f"kv_cache_dtype is {config.kv_cache_dtype}, dtype is {dtype}: on a GPU the KV cache has the dtype of the run; "
             "leave kv_cache_dtype at auto, or set device to cpu"
         )

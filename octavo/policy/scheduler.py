@@ -14,6 +14,7 @@ from array import array
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from operator import attrgetter
 
 from octavo.errors import RequestError
@@ -393,8 +394,6 @@ class Scheduler:
             self._unscheduled.pop(request.request_id, None)
 
     def snapshot(self) -> SchedulerStats:
-        """The counters and gauges of this moment."""
-        self.stats.running = len(self.running)
-        self.stats.waiting = len(self.waiting)
-        self.stats.free_blocks = self.kv.pool.num_free
-        return self.stats
+        """The counters and gauges of this moment, which nothing changes later: other threads read them."""
+        gauges = {"running": len(self.running), "waiting": len(self.waiting), "free_blocks": self.kv.pool.num_free}
+        return replace(self.stats, steps=self.stats.steps.copy(), **gauges)

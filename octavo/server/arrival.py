@@ -3,9 +3,10 @@
 import time
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from octavo import log
+from octavo.server.keys import Caller
 
 _HEADERS = (b"traceparent", b"tracestate")
 
@@ -16,6 +17,7 @@ class Arrival:
     at: float = field(default_factory=time.monotonic)
     wall: float = field(default_factory=time.time)
     trace_headers: Mapping[str, str] = field(default_factory=dict)  # W3C trace context
+    caller: Caller = field(default_factory=Caller)
 
 
 _current: ContextVar[Arrival] = ContextVar("arrival")
@@ -26,6 +28,11 @@ def arrive(request_id: str, headers: Mapping[bytes, bytes]) -> None:
     found = {name.decode(): headers[name].decode("latin-1") for name in _HEADERS if name in headers}
     _current.set(Arrival(request_id, trace_headers=found))
     log.request_id.set(request_id)
+
+
+def arrive_as(caller: Caller) -> None:
+    """Its key has been checked."""
+    _current.set(replace(current_arrival(), caller=caller))
 
 
 def current_arrival() -> Arrival:

@@ -47,7 +47,7 @@ async def disconnect(receive: Receive) -> None:
 class EventStream(Response):
     """Sends what `events` yields. What goes wrong before the first of them is raised, and so an ordinary answer; after it, an event."""
 
-    def __init__(self, events: AsyncGenerator[str, None], media_type: str = "text/event-stream") -> None:
+    def __init__(self, events: AsyncGenerator[str | bytes, None], media_type: str = "text/event-stream") -> None:
         super().__init__(media_type=media_type, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
@@ -69,5 +69,5 @@ class EventStream(Response):
             await self._write(send, event(answer_for(error).body) + DONE)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _write(self, send: Send, text: str) -> None:
-        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+    async def _write(self, send: Send, text: str | bytes) -> None:
+        await send({"type": "http.response.body", "body": text.encode() if isinstance(text, str) else text, "more_body": True})

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.errors import UnavailableError
 from octavo.log import logger
-from octavo.server.arrival import arrive
+from octavo.server.arrival import arrive, arrive_as
 from octavo.server.errors import ApiError, answer_for
 from octavo.server.keys import Keys, is_open
 from octavo.server.origins import PREFLIGHT, Origins
@@ -59,7 +59,7 @@ class Guard:
             if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
                 await exchange.answer(204, b"", PREFLIGHT if b"access-control-allow-origin" in dict(exchange.headers) else {})
             else:
-                self._keys.check(scope["path"], headers.get(b"authorization"))
+                arrive_as(self._keys.check(scope["path"], headers.get(b"authorization")))
                 if self._server.state in ("loading", "draining") and not _is_always_answered(scope["path"]):
                     raise UnavailableError(f"the server is {self._server.state}", RETRY_SECONDS, self._server.state)
                 body.check()

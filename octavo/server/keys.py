@@ -1,8 +1,12 @@
-"""Who may ask: bearer keys, compared in constant time over their SHA-256 digests, every one of them every time."""
+"""Who may ask, and who may read what others ask: bearer keys, compared in constant time over their SHA-256 digests, all of them every time.
+
+Where several keys are valid their owners are strangers to each other: only the admin key reads what all of them send.
+"""
 
 import hashlib
 import secrets
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from octavo.server.errors import ApiError
 from octavo.server_config import ServerConfig
@@ -15,14 +19,26 @@ def is_open(path: str) -> bool:
     return path in OPEN or path.startswith("/web/")
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whoever sent a request, as far as its key tells."""
+
+    key: bytes = b""  # its digest, where others have other keys
+    reads_all: bool = True
+
+    def may_read(self, other: "Caller") -> bool:
+        """Whether what `other` sent is for its eyes."""
+        return self.reads_all or self.key == other.key
+
+
 class Keys:
     def __init__(self, config: ServerConfig) -> None:
-        self._users = [_digest(key.encode()) for key in config.api_key]
+        self._users = [_digest(key.encode()) for key in dict.fromkeys(config.api_key)]
         self._admins = [] if config.admin_key is None else [_digest(config.admin_key.encode())]
 
-    def check(self, path: str, authorization: bytes | None) -> None:
+    def check(self, path: str, authorization: bytes | None) -> Caller:
         if is_open(path) or (path not in ADMIN and not self._users):
-            return
+            return Caller()
         token = _digest(_bearer(authorization))
         user, admin = _among(token, self._users), _among(token, self._admins)
         if path in ADMIN and user and not admin:
@@ -30,6 +46,7 @@ class Keys:
         if not admin and (path in ADMIN or not user):
             said = "the API key is not valid" if authorization else "an API key is wanted: Authorization: Bearer KEY"
             raise ApiError(401, said, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        return Caller() if admin or len(self._users) == 1 else Caller(token, reads_all=False)
 
 
 def _bearer(authorization: bytes | None) -> bytes:

@@ -48,7 +48,7 @@ class Recorder:
         with suppress(UnavailableError):  # the server ends before there was anything to see
             async with aclosing(hub.lines()) as lines:
                 async for text in lines:
-                    if not self._write(text.encode()):
+                    if not self._write(text):
                         return
 
     def _write(self, data: bytes) -> bool:

@@ -1,6 +1,7 @@
 """Life records: what happened to a request, kept for a while under the id of its answer, which nobody can guess: GET /v1/requests/{id}.
 
-Times are seconds after arrival. No text is kept. Of the oldest nothing is left when there are more than MOST_SAMPLES answers.
+Where several keys are valid a record is told to the key that asked, and to the admin key. Times are seconds after arrival. No text is
+kept. Of the oldest nothing is left when there are more than MOST_SAMPLES answers.
 """
 
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from fastapi import APIRouter
 
 from octavo.messages import FinishReason, LifeRecord
-from octavo.server.arrival import Arrival
+from octavo.server.arrival import Arrival, current_arrival
 from octavo.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def router(server: "Server") -> APIRouter:
     @routes.get("/v1/requests/{id}")
     async def request_record(id: str) -> dict[str, object]:
         record = server.observer.records.get(id)
-        if record is None:
+        if record is None or not current_arrival().caller.may_read(record.arrival.caller):
             raise ApiError(404, "there is no request of this id, or it is forgotten", param="id", code="request_not_found")
         return record.told()
 

@@ -2,8 +2,9 @@
 
     llm.view() ─► ViewHub: the state so far, the last lines ─► each watcher, from where it is
 
-All watchers of this process share one subscription, which lasts as long as there is one. A watcher keeps nothing but its place: a new
-one, and one that was left behind by the lines kept, starts from the state. While nobody watches the hub holds nothing.
+All watchers of this process share one subscription, which lasts as long as there is one, and everything they read is encoded once. A
+watcher keeps nothing but its place: a new one, and one that was left behind by the lines kept, starts from the state. While nobody
+watches the hub holds nothing.
 """
 
 import asyncio
@@ -11,6 +12,8 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
@@ -21,16 +24,30 @@ from octavo.client.view import ViewState
 from octavo.engine.view_frame import SequenceState, ViewFrame
 from octavo.errors import UnavailableError
 from octavo.log import logger
+from octavo.server.arrival import current_arrival
 from octavo.server.events import EventStream
-from octavo.server.view_lines import Pieces, delta, line
+from octavo.server.view_lines import Line, Pieces, delta, line
 
 if TYPE_CHECKING:
     from octavo.server.state import Server
 
+MOST_WATCHERS = 64  # of a process: ten lines a second to each of them take a tenth of its time
 KEPT_LINES = 50  # some seconds
+YOUNG_LINES = KEPT_LINES // 2  # an opening that so many lines followed is still told: its reader has as many to catch up
 LIFE_SECONDS = 5.0  # without a line after which there is one that says nothing
 LOOK_SECONDS = 0.25  # between two looks whether the server was told to stop
 BLOCKS_A_LINE = 4096
+
+
+@dataclass(slots=True)
+class Opening:
+    """How watchers start: from the state, in parts, for a whole pool at once would keep others waiting.
+
+    A part is made when the first of them gets to it, and told to each after the lines that were there by then.
+    """
+
+    with_text: bool
+    parts: list[tuple[int, bytes]]  # the number of lines it follows, and what it says
 
 
 class ViewHub:
@@ -44,33 +61,36 @@ class ViewHub:
 
     def _forget(self) -> None:
         self._state = ViewState()
-        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._lines: deque[Line] = deque(maxlen=KEPT_LINES)
         self._number = 0  # of lines ever made, those of a new engine's head included
+        self._openings: dict[bool, Opening] = {}  # with text, without
+        self._trouble: UnavailableError | None = None  # why there is nothing to see
         self._offset = 0.0  # of the engine's time from ours
 
-    async def lines(self) -> AsyncGenerator[str, None]:
+    async def lines(self, with_text: bool = True) -> AsyncGenerator[bytes, None]:
         """Until the server is told to stop; what has come meanwhile in one piece."""
         self._join()
         try:
-            seen, rest = -1, 0  # lines it has been told, blocks it has not been told from here on
+            seen, told = -1, 0  # lines and parts of its opening that it has been told
             while not self._server.draining and self._task is not None and not self._task.done():
                 if not self._number:
                     await self._news(LOOK_SECONDS)
                 elif seen < self._number - len(self._lines):
-                    seen, rest = self._number, BLOCKS_A_LINE
-                    note = [{**self._note, "at": self._state.at}] if self._note else []
-                    yield "".join(map(line, (self._state.head, self._full(), *note)))
-                elif seen < self._number or rest < len(self._state.ref):
-                    text = "".join(list(self._lines)[seen - self._number :] if seen < self._number else [])
-                    seen = self._number
-                    if rest < len(self._state.ref):
-                        text += line({"kind": "delta", "at": self._state.at, "blocks": self._blocks(rest)})
-                        rest += BLOCKS_A_LINE
+                    opening = self._opening(with_text)
+                    (seen, text), told = opening.parts[0], 1
+                    yield text
+                elif told < self._num_parts:
+                    number, part = self._part(opening, told)
+                    text = self._between(seen, number, with_text) + part
+                    seen, told = number, told + 1
+                    yield text
+                elif seen < self._number:
+                    text, seen = self._between(seen, self._number, with_text), self._number
                     yield text
                 elif not await self._hears_in_time():
                     yield line({"kind": "delta", "at": self._at()})
             if seen < 0:
-                raise UnavailableError("the engine cannot be watched now", retry_after=1)
+                raise self._trouble or UnavailableError("the engine cannot be watched now", retry_after=1)
         finally:
             self._leave()
 
@@ -79,7 +99,7 @@ class ViewHub:
         note = {"kind": "note", "at": self._at(), "scene": scene, "of": of, "title": title, "text": text}
         self._note = note if scene else None
         if self._number:  # somebody watches
-            self._add(line(note))
+            self._add(Line(note))
 
     async def close(self) -> None:
         if self._task is not None:
@@ -89,6 +109,8 @@ class ViewHub:
     # --- one subscription --------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
+        if self._watchers >= MOST_WATCHERS:
+            raise UnavailableError(f"{MOST_WATCHERS} clients watch already, and no more can at the same time", retry_after=5)
         self._watchers += 1
         if self._watchers == 1:
             self._task = asyncio.create_task(self._take_all(self._task))
@@ -108,6 +130,8 @@ class ViewHub:
             async with aclosing(self._server.llm.view()) as frames:
                 async for frame in frames:
                     self._take(frame, pieces)
+        except UnavailableError as error:
+            self._trouble = error
         except Exception:
             logger.exception("the view ends, the server goes on")
         finally:
@@ -120,12 +144,12 @@ class ViewHub:
         told = delta(frame, pieces, self._name)
         self._state.apply(told)
         self._offset = time.monotonic() - frame.at
-        self._add("" if frame.full else line(told))  # what a full one tells, the state tells
+        self._add(None if frame.full else Line(told))  # what a full one tells, the state tells
 
-    def _add(self, text: str) -> None:
+    def _add(self, line: Line | None) -> None:
         self._number += 1
-        if text:
-            self._lines.append(text)
+        if line is not None:
+            self._lines.append(line)
         self._wake()
 
     def _wake(self) -> None:
@@ -168,8 +192,33 @@ class ViewHub:
             "lesson": self._server.config.lesson,
         }
 
+    def _between(self, seen: int, number: int, with_text: bool) -> bytes:
+        """The lines after `seen`, up to `number`."""
+        first = self._number - len(self._lines)
+        return b"".join(line.read(with_text) for line in islice(self._lines, seen - first, number - first))
+
+    def _opening(self, with_text: bool) -> Opening:
+        """That of the watcher before, where all that followed is still known."""
+        known = self._openings.get(with_text)
+        if known is None or known.parts[0][0] < self._number - min(len(self._lines), YOUNG_LINES):
+            note = [{**self._note, "at": self._state.at}] if self._note else []
+            frames = ({**self._state.head, "text": with_text}, self._full(), *note)
+            known = Opening(with_text, [(self._number, b"".join(Line(frame).read(with_text) for frame in frames))])
+            self._openings[with_text] = known
+        return known
+
+    @property
+    def _num_parts(self) -> int:
+        return max(1, -(-len(self._state.ref) // BLOCKS_A_LINE))
+
+    def _part(self, opening: Opening, index: int) -> tuple[int, bytes]:
+        if index == len(opening.parts):
+            frame = {"kind": "delta", "at": self._state.at, "blocks": self._blocks(index * BLOCKS_A_LINE)}
+            opening.parts.append((self._number, Line(frame).read(opening.with_text)))
+        return opening.parts[index]
+
     def _full(self) -> dict[str, Any]:
-        """The first blocks of it: a whole pool at once would keep others waiting."""
+        """The first blocks of it."""
         state = self._state
         return {
             "kind": "full",
@@ -194,6 +243,7 @@ def router(server: "Server") -> APIRouter:
         async def view() -> Response:
             if server.state != "ready":
                 raise UnavailableError(f"the engine is {server.state}", retry_after=1)
-            return EventStream(server.view.lines(), "application/x-ndjson")
+            lines = server.view.lines(with_text=current_arrival().caller.reads_all)
+            return EventStream(lines, "application/x-ndjson")
 
     return routes

@@ -10,8 +10,31 @@ from octavo.engine.view_frame import SequenceState, ViewFrame
 from octavo.text.tokenizer import Tokenizer
 
 
-def line(frame: Mapping[str, Any]) -> str:
-    return msgspec.json.encode(frame).decode() + "\n"
+def line(frame: Mapping[str, Any]) -> bytes:
+    return msgspec.json.encode(frame) + b"\n"
+
+
+class Line:
+    """A frame that is encoded when the first watcher reads it, and not again: once as it is, once without text."""
+
+    __slots__ = ("_encoded", "_frame")
+
+    def __init__(self, frame: Mapping[str, Any]) -> None:
+        self._frame = frame
+        self._encoded: dict[bool, bytes] = {}
+
+    def read(self, with_text: bool) -> bytes:
+        if with_text not in self._encoded:
+            self._encoded[with_text] = line(self._frame if with_text else without_text(self._frame))
+        return self._encoded[with_text]
+
+
+def without_text(frame: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a block there is still to be seen how many tokens it holds."""
+    if "blocks" not in frame:
+        return dict(frame)
+    blocks = [(*block[:4], None if block[4] is None else [""] * len(block[4]), block[5]) for block in frame["blocks"]]
+    return {**frame, "blocks": blocks}
 
 
 class Pieces:

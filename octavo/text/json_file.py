@@ -15,15 +15,15 @@ MAX_BYTES = 64 * 2**20  # twice the largest tokenizer.json there is
 MAX_ITEMS = 4_000_000  # three times what that one holds
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
             raise LoadError(f"{path}: not a regular file")
-        if found.st_size > MAX_BYTES:
-            raise LoadError(f"{path}: larger than {MAX_BYTES // 2**20} MiB")
+        if found.st_size > max_bytes:
+            raise LoadError(f"{path}: larger than {max_bytes // 2**20} MiB")
         with path.open("rb") as file:
-            return file.read(MAX_BYTES).decode()
+            return file.read(max_bytes).decode()
     except FileNotFoundError:
         raise LoadError(f"{path}: not found") from None
     except OSError as error:
@@ -32,10 +32,10 @@ def read_text(path: Path) -> str:
         raise LoadError(f"{path}: not UTF-8 (at byte {error.start})") from None
 
 
-def parse_json_object(text: str, path: Path, unique_keys: bool = False) -> dict[str, Any]:
+def parse_json_object(text: str, path: Path, unique_keys: bool = False, max_items: int = MAX_ITEMS) -> dict[str, Any]:
     """The JSON object in `text`, which came from `path`; with `unique_keys` nothing in it may be said twice."""
-    if sum(map(text.count, ",[{")) > MAX_ITEMS:
-        raise LoadError(f"{path}: JSON of more than {MAX_ITEMS:,} items")
+    if sum(map(text.count, ",[{")) > max_items:
+        raise LoadError(f"{path}: JSON of more than {max_items:,} items")
     try:
         value = json.loads(text, object_pairs_hook=_unique if unique_keys else None)
     except RecursionError:
@@ -47,8 +47,8 @@ def parse_json_object(text: str, path: Path, unique_keys: bool = False) -> dict[
     return value
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    return parse_json_object(read_text(path), path)
+def read_json_object(path: Path, max_bytes: int = MAX_BYTES, max_items: int = MAX_ITEMS) -> dict[str, Any]:
+    return parse_json_object(read_text(path, max_bytes), path, max_items=max_items)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

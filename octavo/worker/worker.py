@@ -31,7 +31,7 @@ from octavo.messages import StepPlan, StepResult
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model
-from octavo.policy.auto import resolved
+from octavo.policy.auto import check_cache_dtype, resolved
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.gpu_size import captured_tokens
 from octavo.policy.memory_plan import plan_memory
@@ -87,6 +87,7 @@ class Worker:
         level = self.library.level if self.library else None
         refuse_float16(config, config.device, level)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, config.device, level)
+        check_cache_dtype(config, config.device, self.dtype)
         threads = self.library.threads if self.library else 0
         shape = self._shape()
         self.needs = shape.needs(self.dtype, config.quantization, config.kv_cache_dtype, threads, config.device)

@@ -14,7 +14,8 @@ def test_plain_lines_come_every_few_seconds_with_rates(monkeypatch: pytest.Monke
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     with GenerateProgress(3, enabled=True) as shown:
         for now in (1.0, 4.0, 6.0, 7.0, 10.0, 12.0):
-            shown.update(1 if now in (4.0, 12.0) else 0, tokens_in=20 if now == 4.0 else 0, tokens_out=5)
+            shown.count(1 if now in (4.0, 12.0) else 0, tokens_in=20 if now == 4.0 else 0, tokens_out=5)
+            shown.show()
     assert capsys.readouterr() == (
         "",
         "1/3 requests, in 3 tok/s, out 2 tok/s\n2/3 requests, in 2 tok/s, out 2 tok/s\n",
@@ -49,7 +50,8 @@ def test_nothing_is_shown_when_it_is_switched_off(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with GenerateProgress(3, enabled=False) as shown:
         now = 100.0
-        shown.update(1, 1, 1)
+        shown.count(1, 1, 1)
+        shown.show()
     assert capsys.readouterr() == ("", "")
 
 
@@ -63,7 +65,8 @@ def test_a_terminal_sees_a_bar_if_rich_is_installed(
     if not rich:
         monkeypatch.setitem(sys.modules, "rich.console", None)
     with GenerateProgress(4, enabled=True) as shown:
-        shown.update(3, 100, 50)
+        shown.count(3, 100, 50)
+        shown.show()
         if rich:
             assert shown._bar is not None
             assert shown._bar.tasks[0].completed == 3 and "tok/s" in shown._bar.tasks[0].fields["rates"]

@@ -21,7 +21,10 @@ from octavo.bench.serving.arrivals import poisson
 from octavo.bench.serving.drive import Asked
 from octavo.bench.serving.slo import keeps, slo
 from octavo.bench.traces import read_trace, traced
-from octavo.bench.workload import Lengths, drawn
+from octavo.bench.workload import RANDOM_LOADS, Lengths, drawn
+from octavo.cli.args import Parser
+from octavo.cli.bench.serve import DEFAULT_VOCABULARY, add_arguments
+from octavo.cli.bench.workloads import maker
 from octavo.cli.main import main
 from octavo.client.address import parse_url
 from octavo.client.api import RemoteServer
@@ -51,13 +54,22 @@ def measured(folder: Path, url: str, *words: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.parametrize("load", RANDOM_LOADS)
+def test_published_loads_of_random_ids_are_drawn_from_the_default_vocabulary(load: str) -> None:
+    parser = Parser(prog="octavo bench serve", allow_abbrev=False)
+    add_arguments(parser)
+    args = parser.parse_args(["--url", "http://127.0.0.1:1", "--load", load])
+    (workload,) = maker(args, args.vocab_size, args.seed)(10**6, lambda: pytest.fail("it needs no tokenizer"))
+    assert workload.requests == RANDOM_LOADS[load]()
+
+
 def test_what_comes_is_what_was_asked_for(
     served: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OCTAVO_API_KEY", "secret")
     words = ("--input-len", "8-40", "--output-len", "1-30", "--num-prompts", "20", "--request-rate", "40", "--seed", "7")
     result = measured(tmp_path, served, *words, "--slo", "e2e:100s")
-    asked = drawn(Lengths(8, 40), Lengths(1, 30), 20, 10_000, 8192, 7).requests
+    asked = drawn(Lengths(8, 40), Lengths(1, 30), 20, DEFAULT_VOCABULARY, 8192, 7).requests
     each, figures = result["each_request"], result["figures"]
     assert [(one["input_tokens"], one["output_tokens"]) for one in each] == [(len(ids), wanted) for ids, wanted in asked]
     assert (result["requests"], result["failed"]) == (20, 0)

@@ -1,5 +1,6 @@
 """The parts of the command line that need no process: flags, words, the terminal, the conversation."""
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -9,6 +10,7 @@ from typing import cast
 
 import pytest
 
+from octavo.cli import generate
 from octavo.cli.args import Parser, add_engine_flags, engine_config
 from octavo.cli.chat import looks_like_model
 from octavo.cli.chat_local import LocalAnswers
@@ -20,7 +22,8 @@ from octavo.errors import RequestError
 from octavo.llm import LLM
 from octavo.loading.resolve import resolve_model
 from octavo.loading.text_side import load_tokenizer
-from octavo.outputs import TextDelta
+from octavo.messages import LifeRecord
+from octavo.outputs import CompletionOutput, RequestOutput, TextDelta
 from octavo.sampling_params import SamplingParams
 from octavo.text.prompt import PromptEncoder
 from octavo.text.reasoning import Piece
@@ -96,6 +99,34 @@ def test_thinking_is_dim_at_a_terminal_and_plain_in_a_pipe(capsys: pytest.Captur
     assert written() == "\x1b[2mhm\x1b[0mYes."
     monkeypatch.setenv("NO_COLOR", "1")
     assert written() == "hmYes."
+
+
+def test_what_a_model_says_cannot_steer_a_terminal_and_a_pipe_gets_it_exactly(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "a\tb\nc \x1b]0;owned\x07 \x9b31m \x90 \r \x08\x7f \u00a0\u00e9\u6f22"
+    clean = "a\tb\nc \u241b]0;owned\u2407 \ufffd31m \ufffd \u240d \u2408\u2421 \u00a0\u00e9\u6f22"
+    output = RequestOutput("0", "p", [1], None, [CompletionOutput(0, said)], True, 0, LifeRecord(0.0))
+    row = Row("", {"prompt": "p"}, SamplingParams())
+
+    def written() -> tuple[str, str, str, str]:
+        for sign in said:  # in pieces, as it comes
+            Terminal().write(Piece("content", sign))
+        chat = capsys.readouterr().out
+        Terminal().say(said)
+        note = capsys.readouterr().out
+        generate._write(None, [row], [output])
+        text = capsys.readouterr().out
+        generate._write("-", [row], [output])
+        return chat, note, text, capsys.readouterr().out
+
+    monkeypatch.setenv("NO_COLOR", "1")
+    chat, note, text, record = written()
+    assert (chat, note, text) == (said, said + "\n", said + "\n") and json.loads(record)["outputs"][0]["text"] == said
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    chat, note, text, record = written()
+    assert (chat, note, text) == (clean, clean + "\n", clean + "\n")
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", record), "JSON writes some of them as they are"
 
 
 class Scripted:

@@ -124,6 +124,13 @@ def test_a_gpu_that_is_not_here_is_planned_for_without_torch(tmp_path: Path) -> 
     assert refused.returncode == 1 and "460.8 MiB of the GPU's 512.0 MiB (gpu_memory_utilization): " in refused.stdout
 
 
+def test_a_cache_in_the_dtype_that_the_model_decides_on_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu = ("--device", "cuda", "--memory", "4g", "--kv-cache-dtype")
+    assert planned(capsys, *gpu, "bfloat16")["kv_cache_dtype"] == "bfloat16"
+    assert main(["plan", *gpu, "float16"]) == 1
+    assert "kv_cache_dtype is float16, dtype is bfloat16: on a GPU the KV cache has the dtype of the run" in capsys.readouterr().err
+
+
 def test_a_gpu_without_a_size_has_to_be_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "GPU_SIGNS", ())
     monkeypatch.setattr(device, "torch_gpu", lambda: (None, "none"))

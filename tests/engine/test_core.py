@@ -4,8 +4,10 @@ from concurrent.futures import Future
 
 import pytest
 
+from octavo.engine.process import Loop
+from octavo.engine.view import NoView
 from octavo.errors import VerifyError
-from octavo.messages import StepResult
+from octavo.messages import AddRequest, Delta, StepResult
 from tests.support.fake import FakeEngine, sampling
 
 
@@ -85,3 +87,46 @@ def test_samples_forked_from_a_step_that_failed_later_end_with_it(monkeypatch: p
     assert [engine.reason("a", index) for index in range(3)] == ["abort", "error", "error"]
     assert not engine.scheduler.kv.pool.index, "blocks that were never computed can be found"
     engine.assert_idle()
+
+
+# --- what other threads read -----------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_of_the_statistics_stays_as_it_was() -> None:
+    engine = FakeEngine()
+    engine.add("a", list(range(9)), sampling(6))
+    taken = [(snapshot := engine.scheduler.snapshot(), repr(snapshot))]
+    while engine.core.has_work:
+        engine.step()
+        taken.append((snapshot := engine.scheduler.snapshot(), repr(snapshot)))
+    assert [repr(snapshot) for snapshot, _ in taken] == [then for _, then in taken]
+    assert [sum(snapshot.steps) for snapshot, _ in taken] == list(range(len(taken)))
+
+
+class Listener:
+    """A router whose thread comes late to what it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[Delta] = []
+
+    def take(self, wait: bool) -> list[AddRequest]:
+        return []
+
+    def publish(self, pulse: object) -> None:
+        pass
+
+    def show(self, views: object) -> None:
+        pass
+
+    def give(self, deltas: list[Delta], refused: object, stats: object) -> None:
+        self.given += deltas
+
+
+def test_what_is_given_out_of_a_request_is_not_written_on_afterwards() -> None:
+    engine, router = FakeEngine(), Listener()
+    loop = Loop(engine.core, router, None, NoView(), 0.0)  # type: ignore[arg-type]
+    engine.add("a", list(range(9)), sampling(6))
+    while engine.core.has_work:
+        loop.turn()
+    first, last = [delta.life for delta in router.given if delta.life is not None]
+    assert first.finished is None and last.finished is not None

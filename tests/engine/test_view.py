@@ -1,5 +1,6 @@
 """The view of an engine: whatever happens in it and whoever looks when, a reader of frames sees pool and sequences as they are."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 from octavo.client import view as client_view
 from octavo.engine import watcher
 from octavo.engine.trace import NoTrace
-from octavo.engine.view import EngineView
+from octavo.engine.view import FAILED, EngineView
+from octavo.engine.view_frame import ViewFrame
+from octavo.engine.view_stream import ViewStream
+from octavo.errors import UnavailableError
 from octavo.messages import FinishReason
 from octavo.policy.block_pool import Event
 from octavo.policy.request import Sequence
@@ -244,3 +248,54 @@ def test_a_busy_engine_works_a_hundred_times_as_long_as_it_takes_to_gather_a_fra
     view.ask("w", "delta")
     engine.step()
     assert view.frames(busy=True)
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [f"Watcher.{name}" for name in ("__init__", "frame", "on_block", "on_end", "add_step", "add_event")] + ["Contents.remember"],
+)
+def test_whatever_fails_in_it_the_engine_goes_on_and_whoever_watches_is_told(
+    spoiled: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(watched: bool) -> FakeEngine:
+        engine = FakeEngine(num_blocks=12)
+        view = EngineView(engine.core) if watched else None
+        told: list[str] = []
+        for number in range(3):
+            engine.add(f"r{number}", list(range(number, 14)), sampling(9, n=2))
+        while engine.core.has_work:
+            if view is not None:
+                view.ask("w", "delta" if told else "full")
+            engine.step()
+            told += [frame.error for _, frame in view.frames(busy=False)] if view is not None else []
+        if view is not None:
+            assert told[-1] == FAILED and set(told) <= {"", FAILED}
+            view.ask("late", "full")
+            assert [(client, frame.error) for client, frame in view.frames(busy=False)] == [("late", FAILED)]
+            assert view.frames(busy=False) == []
+            assert isinstance(engine.core.trace, NoTrace) and engine.pool.on_event == engine._on_event and not view._watchers
+        return engine
+
+    whole = run(watched=False)
+    owner, _, name = spoiled.partition(".")
+    monkeypatch.setattr(getattr(watcher, owner), name, lambda *arguments: 1 / 0)
+    broken = run(watched=True)
+    assert broken.tokens == whole.tokens
+    broken.assert_exact()
+    broken.assert_idle()
+    assert [record.message for record in caplog.records] == ["the inspector failed and is switched off; the engine goes on"]
+    assert caplog.records[0].exc_info is not None
+
+
+def test_a_stream_of_frames_ends_with_what_the_engine_says() -> None:
+    class Silent:
+        def send(self, body: object) -> None:
+            pass
+
+    async def main() -> None:
+        stream = ViewStream(Silent())  # type: ignore[arg-type]
+        asyncio.get_running_loop().call_later(0.01, lambda: stream.push(ViewFrame(True, 0.0, 0.0, error=FAILED)))
+        with pytest.raises(UnavailableError, match="the inspector failed"):
+            await anext(stream.frames())
+
+    asyncio.run(asyncio.wait_for(main(), 10))

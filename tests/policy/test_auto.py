@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
-from octavo.policy.auto import resolved
+from octavo.policy.auto import check_cache_dtype, resolved
+from octavo.worker.machine import resolve_dtype
 
 Place = Literal["cpu", "cuda"]
 
@@ -40,13 +41,36 @@ def test_what_was_asked_for_stays_and_the_rest_gives_way(device: Place, seqs: in
     ("device", "asked", "said"),
     [
         ("cuda", {"attention_backend": "cpu"}, "attention_backend is cpu, and this runs on a GPU: set it to auto, or device to cpu"),
-        ("cuda", {"kv_cache_dtype": "int8"}, "kv_cache_dtype is int8, dtype is auto: .* leave kv_cache_dtype at auto"),
-        ("cuda", {"kv_cache_dtype": "bfloat16", "dtype": "float16"}, "kv_cache_dtype is bfloat16, dtype is float16"),
     ],
 )
 def test_what_the_device_cannot_do_is_refused_with_the_knob(device: Place, asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=f"^{said}"):
         resolved(EngineConfig(**asked), device)
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "said"),
+    [
+        ({"kv_cache_dtype": "int8"}, "bfloat16", "kv_cache_dtype is int8, dtype is bfloat16: .* leave kv_cache_dtype at auto"),
+        ({"kv_cache_dtype": "bfloat16", "dtype": "float16"}, "bfloat16", "kv_cache_dtype is bfloat16, dtype is float16"),
+        ({"kv_cache_dtype": "bfloat16"}, "float32", "kv_cache_dtype is bfloat16, dtype is float32"),
+        ({"kv_cache_dtype": "bfloat16"}, "bfloat16", None),
+        ({"kv_cache_dtype": "bfloat16"}, None, None),
+        ({"kv_cache_dtype": "float16"}, "float16", None),
+        ({"kv_cache_dtype": "float32"}, "float32", None),
+    ],
+)
+def test_on_a_gpu_the_cache_has_the_dtype_of_the_run_also_where_the_model_decides_it(
+    asked: dict[str, Any], stored: str | None, said: str | None
+) -> None:
+    config = resolved(EngineConfig(**asked), "cuda")
+    dtype = resolve_dtype(config.dtype, stored, "cuda", None)
+    if said is None:
+        check_cache_dtype(config, "cuda", dtype)
+        return
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        check_cache_dtype(config, "cuda", dtype)
+    check_cache_dtype(config, "cpu", dtype)
 
 
 def test_what_a_device_can_do_is_let_through_and_native_kernels_are_the_cpus() -> None:

@@ -89,7 +89,7 @@ def test_watchers_see_text_and_names_and_the_last_one_leaves_nothing(server: Ser
         "kind", "at", "blocks", "seqs", "gone", "steps", "events", "lost",
     }  # fmt: skip
     head = first.frames[0]
-    assert list(head) == ["kind", "version", "model", "block_size", "num_blocks", "epoch", "started", "version_of", "lesson"]
+    assert list(head) == ["kind", "version", "model", "block_size", "num_blocks", "epoch", "started", "version_of", "lesson", "text"]
     assert (head["version"], head["block_size"], head["num_blocks"], head["epoch"]) == (1, 4, 300, 1)
     assert abs(head["started"] - time.time()) < 600 and head["version_of"].startswith("octavo ")
     short, answer = (server.ask("POST", "/v1/completions", body).json for body in (BODY | {"max_tokens": 1}, BODY))
@@ -219,7 +219,7 @@ def test_who_is_new_or_left_behind_starts_from_the_state_and_misses_nothing(monk
         assert llm.readers == 0 and not server.view._lines and asyncio.all_tasks() == before
         again = server.view.lines()
         llm.script.put_nowait(frames[0])
-        assert (await anext(again)).startswith('{"kind":"head"')
+        assert (await anext(again)).startswith(b'{"kind":"head"')
         server.draining = True
         assert [text async for text in again] == []
         await server.close()

@@ -73,6 +73,14 @@ def _names() -> list[Case]:
     def mapped(group: int, name: str, words: Words, **changes: Any) -> Case:
         return folder_case(group, name, words, {index: {"weight_map": {**weight_map, **changes}}}, shards)
 
+    def with_index(name: str, words: str, count: int, length: int = 0) -> Case:
+        """One weight in each file; `length`: of the files' names."""
+
+        def many() -> dict[str, Any]:
+            return {"weight_map": {f"w{number}": f"{number}{'x' * length}.safetensors" for number in range(count)}}
+
+        return folder_case(122, name, (index, words), {index: many}, shards)
+
     def single(name: str, words: Words, header: dict[str, Any]) -> Case:
         return folder_case(122, name, words, {"model.safetensors": tiny.safetensors_bytes(header)})
 
@@ -99,6 +107,9 @@ def _names() -> list[Case]:
         mapped(122, "shard is a number", "weight_map", **{norm: 3}),
         folder_case(122, "index is not JSON", (index, "not valid JSON"), {index: "{"}, shards),
         folder_case(122, "index without a map", "weight_map", {index: {"weight_map": []}}, shards),
+        with_index("index of 300,000 files", "JSON of more than 250,000 items", 300_000),
+        with_index("index of 100,000 files", "names 100,000 weight files, at most 2,048", 100_000),
+        with_index("index of long names", "larger than 32 MiB", 34, 10**6),
         single("weight missing", ("1 missing", norm), tiny.weight_header([name for name in tiny.SHAPES if name != norm])),
         single("weight of another shape", (norm, "[4, 2]", "[8]"), header | {norm: header[norm] | {"shape": [4, 2]}}),
         single("weight nobody wants", ("1 unknown", "wxyz"), header | {"wxyz" * 10**4: NOTHING}),

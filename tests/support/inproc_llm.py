@@ -76,7 +76,7 @@ class InprocLLM:
                 if not left:
                     return
         finally:
-            self._llm._drop(name)
+            self._llm._drop([name])
             del self._queues[name]
 
     async def _step(self) -> None:

@@ -166,6 +166,22 @@ def test_the_pool_changes_as_it_runs(open_pool: OpenPage, pool_host: ViewHost) -
     assert pool_host.keys == ["Bearer secret"]
 
 
+def test_a_key_that_may_not_read_text_sees_blocks_and_is_told_so(open_pool: OpenPage, pool_host: ViewHost) -> None:
+    model = ViewModel(1, 20)
+    model.admit()
+    model.write(model.seqs[0], 10)
+    full = model.frame("full")
+    for row in full["blocks"]:
+        row[4] = [""] * len(model.blocks[row[0]].tokens)
+    pool_host.send({**model.head(), "text": False}, full)
+    page = open_pool()
+    expect(page.locator(".pool-figures")).to_contain_text("3 of 19 blocks in use")
+    page.locator(".pool-marks").click(position=position(page, model.seqs[0].table[0]))
+    for place in (".pool-detail .pool-text", ".entry-text >> nth=0"):
+        expect(page.locator(place)).to_have_text("text is shown to the admin key alone")
+    expect(page.locator(".pool-detail")).to_contain_text("4 of 4 tokens")
+
+
 def test_a_request_lights_up_from_logical_to_physical(open_pool: OpenPage, pool_host: ViewHost) -> None:
     story = Story(pool_host)
     story.go_on(story.model.admit, lambda: story.model.write(story.model.seqs[1], 6))

@@ -125,5 +125,6 @@ async def _watch(asked: Sequence[Asked], progress: GenerateProgress) -> None:
         await asyncio.sleep(LOOK_EVERY)
         done = [request for request in asked if request.status is not None or request.error is not None]
         now = (len(done), sum(request.input_tokens for request in done), sum(len(request.pieces) for request in asked))
-        progress.update(*(new - old for new, old in zip(now, shown, strict=True)))
+        progress.count(*(new - old for new, old in zip(now, shown, strict=True)))
+        progress.show()
         shown = now

@@ -27,7 +27,7 @@ from octavo.client.api import RemoteServer
 from octavo.errors import RemoteError
 from octavo.sampling_params import SamplingParams
 
-DEFAULT_VOCABULARY = 10_000  # what the published loads draw from
+DEFAULT_VOCABULARY = 10_001  # what the published loads draw from: 0 to 10,000
 FACTS = ("requests", "failed", "input_tokens", "output_tokens")
 ONCE = ("output_throughput", "input_throughput", "request_throughput", "goodput", "within_slo", "wall", "behind_schedule", "cache_hit_rate")
 TIMES = ("first_token", "inter_token", "per_output_token", "end_to_end")
