@@ -13,6 +13,7 @@ _HEADERS = (b"traceparent", b"tracestate")
 @dataclass(frozen=True, slots=True)
 class Arrival:
     request_id: str = ""  # as in x-request-id; a client may have chosen it
+    client: str = ""  # whose it is, as far as turns among clients go
     at: float = field(default_factory=time.monotonic)
     wall: float = field(default_factory=time.time)
     trace_headers: Mapping[str, str] = field(default_factory=dict)  # W3C trace context
@@ -21,10 +22,10 @@ class Arrival:
 _current: ContextVar[Arrival] = ContextVar("arrival")
 
 
-def arrive(request_id: str, headers: Mapping[bytes, bytes]) -> None:
+def arrive(request_id: str, headers: Mapping[bytes, bytes], client: str = "") -> None:
     """For this task, and those it starts."""
     found = {name.decode(): headers[name].decode("latin-1") for name in _HEADERS if name in headers}
-    _current.set(Arrival(request_id, trace_headers=found))
+    _current.set(Arrival(request_id, client, trace_headers=found))
     log.request_id.set(request_id)
 
 

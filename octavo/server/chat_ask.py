@@ -1,5 +1,6 @@
 """A conversation becomes an `Ask`: what chat and responses have in common."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
 from octavo.engine.async_llm import Ask
@@ -28,5 +29,6 @@ async def chat_ask(
     terms = terms_of(body, server.config)
     text, ids = await encode_chat(server, messages, offered, body.chat_template_kwargs)
     form = answer_form(server, offered, body.parallel_tool_calls)
-    params = await held_to(server, params, chat_grammar(asked, form, offered, choice, text))
+    if asked is not None or choice.mode == "required":  # in a thread: a form may have 200,000 characters
+        params = await held_to(server, params, await asyncio.to_thread(chat_grammar, asked, form, offered, choice, text))
     return Ask(text, ids, params, *terms), form

@@ -52,7 +52,7 @@ class Guard:
         headers = dict(scope["headers"])
         body = IncomingBody(headers, receive, self._config.max_body_bytes, self._config.read_timeout)
         exchange = Exchange(scope, headers, body, send)
-        arrive(exchange.request_id.decode(), headers)
+        arrive(exchange.request_id.decode(), headers, self._keys.client(headers.get(b"authorization"), scope.get("client")))
         self._server.open_requests += 1
         try:
             self._check(scope, headers, exchange)

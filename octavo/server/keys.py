@@ -31,6 +31,12 @@ class Keys:
             said = "the API key is not valid" if authorization else "an API key is wanted: Authorization: Bearer KEY"
             raise ApiError(401, said, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
+    def client(self, authorization: bytes | None, address: tuple[str, int] | None) -> str:
+        """Whose request this is: of a key, where keys are asked for, else of an address. A made-up key makes nobody a new client."""
+        if self._users and authorization is not None:
+            return _digest(_bearer(authorization)).hex()
+        return address[0] if address else ""
+
 
 def _bearer(authorization: bytes | None) -> bytes:
     scheme, _, token = (authorization or b"").partition(b" ")
