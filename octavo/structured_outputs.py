@@ -1,7 +1,8 @@
 """`StructuredOutputs`: the form an answer must have, checked for type and meaning at construction.
 
 Exactly one of json (a schema), json_object, regex, choice and grammar (Lark, as llguidance reads it) is given. Whatever is kept is
-plain text, so that it can cross a process and be a key. Whether a schema, regex or grammar makes sense is found where it is compiled.
+plain text, so that it can cross a process and be a key. Its length is bounded before anything else is done with it. Whether a schema,
+regex or grammar makes sense is found where it is compiled.
 """
 
 import json as json_format
@@ -12,6 +13,8 @@ from dataclasses import dataclass, fields
 from octavo.errors import RequestError
 
 PARAM = "structured_outputs"
+MAX_CHARS = 200_000  # of a schema, a regex, a grammar, or all choices
+MAX_CHOICES = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,10 @@ class StructuredOutputs:
         """The name of the field that is given."""
         return next(field.name for field in fields(self) if getattr(self, field.name))
 
+    @property
+    def num_chars(self) -> int:
+        return sum(map(len, self.choice)) + sum(len(text or "") for text in (self.json, self.regex, self.grammar))
+
 
 def structured_outputs(value: object) -> StructuredOutputs:
     """One of these, also out of a mapping with the names of its fields, as a request's body has it."""
@@ -64,30 +71,59 @@ def _bad(what: str) -> RequestError:
 def _check_text(name: str, value: object) -> None:
     if not isinstance(value, str) or not value:
         raise _bad(f"{name} must be a text that is not empty")
+    _check_length(name, len(value))
     if "\0" in value:
         raise _bad(f"{name} holds a NUL character, which no answer can have")
     if (found := re.search(r"[\ud800-\udfff]", value)) is not None:
         raise _bad(f"{name} holds an unpaired surrogate at character {found.start()}, so it is not valid Unicode")
 
 
+def _check_length(name: str, chars: int) -> None:
+    if chars > MAX_CHARS:
+        raise _bad(f"{name} has {chars:,} characters, at most {MAX_CHARS:,} are allowed")
+
+
 def _choices(value: object) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple)):
         raise _bad("choice must be a list of texts")
+    if len(value) > MAX_CHOICES:
+        raise _bad(f"choice has {len(value):,} texts, at most {MAX_CHOICES:,} are allowed")
     for item in value:
         _check_text("choice", item)
+    _check_length("choice", sum(map(len, value)))
     return tuple(value)
 
 
 def _schema_text(value: object) -> str:
     """The text of a schema, which has to be an object. A text is read and written anew, so that equal schemas have equal texts."""
+    if isinstance(value, str):
+        _check_length("json", len(value))
+    elif _is_long(value):
+        raise _bad(f"json has more than {MAX_CHARS:,} characters")
     try:
         schema = json_format.loads(value) if isinstance(value, str) else value
         if not isinstance(schema, Mapping):
             raise _bad("json must be a JSON schema: an object, or the text of one")
-        return json_format.dumps(dict(schema), allow_nan=False)
+        text = json_format.dumps(dict(schema), allow_nan=False)
     except RecursionError:
         raise _bad("json is nested too deeply") from None
     except (TypeError, ValueError) as error:
         if isinstance(error, RequestError):
             raise
         raise _bad(f"json is not JSON: {str(error)[:100]}") from None
+    _check_length("json", len(text))
+    return text
+
+
+def _is_long(value: object) -> bool:
+    """Whether the text of this JSON would be too long, counted without recursion and no further than need be."""
+    chars, waiting = 0, [value]
+    while waiting and chars <= MAX_CHARS:
+        one = waiting.pop()
+        if isinstance(one, str):
+            chars += len(one)
+        elif isinstance(one, Mapping | list | tuple):
+            chars += 3 * len(one)  # an item has a character at least, and two stand behind it
+            if chars <= MAX_CHARS:
+                waiting += [*one, *one.values()] if isinstance(one, Mapping) else one
+    return chars > MAX_CHARS

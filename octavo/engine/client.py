@@ -14,6 +14,8 @@ from octavo.log import Stopwatch, logger
 from octavo.messages import AddRequest, Delta, SchedulerStats
 from octavo.model_config import ModelConfig
 from octavo.policy.cache_spec import CacheGeometry
+from octavo.structured_outputs import StructuredOutputs
+from octavo.text.grammar_limits import check_limits
 from octavo.text.tokenizer import Tokenizer
 from octavo.worker.device import compilers_for
 
@@ -72,8 +74,13 @@ class InprocClient:
         engine = open_engine(config, source, model, debug, tokenizer)
         self._core = engine.core
         self.geometry = engine.geometry
+        self._checked: StructuredOutputs | None = None  # the newest form, which the prompts of one call often share
 
     def add(self, request: AddRequest) -> None:
+        form = request.params.structured_outputs
+        if form is not None and form != self._checked:
+            check_limits(form)
+            self._checked = form
         self._core.add(request)
 
     def abort(self, request_id: str, index: int | None = None) -> None:

@@ -1,12 +1,14 @@
 """Grammars of the requests that have one: compiled while the request waits, advanced by what was sampled, asked what may come next.
 
-    add      the text is compiled in a thread; the request is held back, and others pass it
+    add      the form is compiled in a thread; the request is held back, and others pass it
     collect  compiled: it may run, each sample with a matcher of its own. Failed, or too late: it ends with an error
     advance  tokens of an update go to the matchers; a text that is complete ends with "stop"
     fill     masks of a plan's rows, while its forward runs; a row that nothing may follow ends with an error, its request alone
 
 Matchers are state of the host: preemption leaves them as they are, and samples are forked before their first token, so that each
-starts with a copy of the compiled grammar. Only a request that asks for a grammar ever loads llguidance.
+starts with a copy of the compiled grammar, made when the sample's first mask is due. A grammar whose masks take too long fails at the
+first of them, for all samples. What is wrong with a form was found out at the door (the server's child, or `LLM`); here it is trusted.
+Only a request that asks for a grammar ever loads llguidance.
 """
 
 import threading
@@ -14,8 +16,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +27,8 @@ from octavo.messages import Delta, StepPlan
 from octavo.policy.request import Request, Sequence, Status
 from octavo.policy.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
-from octavo.structured_outputs import PARAM
-from octavo.text.grammar_limits import check_limits, need_library
+from octavo.structured_outputs import PARAM, StructuredOutputs
+from octavo.text.grammar_limits import need_library
 from octavo.text.grammar_text import grammar_text
 from octavo.text.tokenizer import Tokenizer
 from octavo.worker.executor import Masks
@@ -41,13 +43,26 @@ THREADS = 2  # so that a slow one does not hold up all
 STACK_BYTES = 64 * 2**20  # of these: the library recurses, and the text was tried with less
 NAP_SECONDS = 0.01
 CODE = "grammar_error"
+BUSY = "grammar_busy"  # no fault of the grammar: whoever asks again may be served
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
     compiled: "Future[Matcher]"
-    samples: int
     due: float  # by the monotonic clock
+
+
+@dataclass(frozen=True, slots=True)
+class _Guided:
+    """A request under a grammar that is compiled."""
+
+    compiled: "Matcher"
+    samples: "dict[int, Matcher]" = field(default_factory=dict)  # index -> that of a sample which has begun
+
+    def matcher(self, index: int) -> "Matcher":
+        if index not in self.samples:
+            self.samples[index] = self.compiled.copy()
+        return self.samples[index]
 
 
 class Grammars:
@@ -59,10 +74,10 @@ class Grammars:
         self._late = late
         self._threads = ThreadPoolExecutor(THREADS, "grammar")
         self._guide: Future[Guide] | None = None
-        self._cache: OrderedDict[str, Future[Matcher]] = OrderedDict()  # by grammar text, the least recently used first
+        self._cache: OrderedDict[StructuredOutputs, Future[Matcher]] = OrderedDict()  # the least recently used first
         self._cache_bytes = 0
         self._jobs: dict[str, _Job] = {}  # request id -> what it waits for
-        self._matchers: dict[str, list[Matcher]] = {}  # request id -> those of its samples
+        self._guided: dict[str, _Guided] = {}  # by request id
 
     def check(self, params: SamplingParams) -> None:
         """The door: refuses what can never be served."""
@@ -71,7 +86,6 @@ class Grammars:
         if self._tokenizer is None:
             raise RequestError(f"{PARAM} needs a tokenizer, and skip_tokenizer_init is set", PARAM)
         need_library()
-        check_limits(params.structured_outputs)
 
     def add(self, request: Request) -> None:
         """A request that came through the door; if it has a grammar, it is held back until that is compiled."""
@@ -79,13 +93,13 @@ class Grammars:
         if request.params.structured_outputs is None:
             return
         request.held = True
-        compiled = self._compiled(grammar_text(request.params.structured_outputs))
-        self._jobs[request.request_id] = _Job(compiled, request.params.n, time.monotonic() + COMPILE_SECONDS)
+        compiled = self._compiled(request.params.structured_outputs)
+        self._jobs[request.request_id] = _Job(compiled, time.monotonic() + COMPILE_SECONDS)
 
     def collect(self, scheduler: Scheduler) -> list[Delta]:
         """Lets go of requests whose grammar is compiled, ends those for which that failed, and forgets those that have ended."""
         news: list[Delta] = []
-        self._forget([name for name in (*self._jobs, *self._matchers) if name not in scheduler.requests])
+        self._forget([name for name in (*self._jobs, *self._guided) if name not in scheduler.requests])
         for name, job in list(self._jobs.items()):
             late = self._late or time.monotonic() > job.due
             if not late and not job.compiled.done():
@@ -93,12 +107,15 @@ class Grammars:
             del self._jobs[name]
             error = None if late else job.compiled.exception()
             if late:
-                news += _end_request(scheduler, name, f"{PARAM} took more than {COMPILE_SECONDS:.0f} s to compile")
+                news += _end_request(scheduler, name, f"{PARAM} took more than {COMPILE_SECONDS:.0f} s to compile", BUSY)
+            elif isinstance(error, OctavoError):
+                news += _end_request(scheduler, name, str(error))
             elif error is not None:
-                said = str(error) if isinstance(error, OctavoError) else f"{PARAM} cannot be compiled: {error!r}"
-                news += _end_request(scheduler, name, said)
+                news += _end_request(scheduler, name, f"{PARAM} could not be compiled: {error!r}", BUSY)
+            elif job.compiled.result().failed:  # for a request before this one
+                news += _end_request(scheduler, name, f"{PARAM} cannot be followed: {job.compiled.result().failed}")
             else:
-                self._matchers[name] = [job.compiled.result().copy() for _ in range(job.samples)]
+                self._guided[name] = _Guided(job.compiled.result())
                 scheduler.requests[name].held = False
         return news
 
@@ -113,10 +130,13 @@ class Grammars:
     def advance(self, scheduler: Scheduler, deltas: list[Delta]) -> list[Delta]:
         """Deltas on their way out: matchers learn what was sampled. Samples whose text is complete end behind them."""
         ends: list[Delta] = []
-        for delta in deltas if self._matchers else ():
-            matchers = self._matchers.get(delta.request_id)
-            if matchers is not None and delta.token_ids and delta.finish_reason != "stop":
-                ends += self._advance(scheduler, delta, matchers[delta.index])
+        for delta in deltas if self._guided else ():
+            guided = self._guided.get(delta.request_id)
+            if guided is not None and delta.token_ids and delta.finish_reason != "stop":
+                ends += self._advance(scheduler, delta, guided.matcher(delta.index))
+        for delta in (*deltas, *ends) if self._guided else ():
+            if delta.finish_reason is not None and delta.request_id in self._guided:
+                self._guided[delta.request_id].samples.pop(delta.index, None)
         return deltas + ends if ends else deltas
 
     def _advance(self, scheduler: Scheduler, delta: Delta, matcher: "Matcher") -> list[Delta]:
@@ -136,7 +156,7 @@ class Grammars:
     def _forget(self, names: Iterable[str]) -> None:
         for name in names:
             self._jobs.pop(name, None)
-            self._matchers.pop(name, None)
+            self._guided.pop(name, None)
 
     def fill(self, scheduler: Scheduler, plan: StepPlan) -> tuple[Masks | None, list[Delta]]:
         """What each of the plan's masked rows may say next, [mask_rows, words], and the ends of those that can say nothing."""
@@ -146,7 +166,7 @@ class Grammars:
         guide, running = self._guide.result(), {seq.seq_id: seq for seq in scheduler.running}
         masks = np.full((len(plan.mask_rows), guide.num_words), -1, np.int32)  # an ended one samples what it likes
         live = [(row, seq) for row, entry in enumerate(plan.mask_rows) if (seq := running.get(plan.seq_id[entry])) is not None]
-        matchers = [(row, self._matchers[seq.request.request_id][seq.index]) for row, seq in live]
+        matchers = [(row, self._guided[seq.request.request_id].matcher(seq.index)) for row, seq in live]
         guide.fill(matchers, masks)
         news: list[Delta] = []
         for (row, seq), (_, matcher) in zip(live, matchers, strict=True):
@@ -156,23 +176,25 @@ class Grammars:
                 masks[row] = -1
         return masks, news
 
-    def _compiled(self, text: str) -> "Future[Matcher]":
-        """That of this text; of the same text, the same."""
-        compiled = self._cache.pop(text, None)
-        self._cache_bytes -= 0 if compiled is None else _size(text)
-        if compiled is None or (compiled.done() and compiled.exception() is not None):
-            compiled = self._compile(text)
-        self._cache[text] = compiled
-        self._cache_bytes += _size(text)
+    def _compiled(self, form: StructuredOutputs) -> "Future[Matcher]":
+        """That of this form; of an equal one, the same."""
+        compiled = self._cache.pop(form, None)
+        self._cache_bytes -= 0 if compiled is None else _size(form)
+        if compiled is None or _has_failed(compiled):
+            compiled = self._compile(form)
+        self._cache[form] = compiled
+        self._cache_bytes += _size(form)
         while self._cache_bytes > CACHE_BYTES and len(self._cache) > 1:
             self._cache_bytes -= _size(self._cache.popitem(last=False)[0])
         return compiled
 
-    def _compile(self, text: str) -> "Future[Matcher]":
+    def _compile(self, form: StructuredOutputs) -> "Future[Matcher]":
         before = threading.stack_size(STACK_BYTES)  # of threads that start now
         try:
-            guide = self._guide = self._guide or self._threads.submit(self._make_guide)
-            return self._threads.submit(lambda: guide.result().compile(text))
+            if self._guide is None or _has_failed(self._guide):
+                self._guide = self._threads.submit(self._make_guide)
+            guide = self._guide
+            return self._threads.submit(lambda: guide.result().compile(grammar_text(form)))
         finally:
             threading.stack_size(before)
 
@@ -183,8 +205,12 @@ class Grammars:
         return guide(self._tokenizer(), self._vocab_size, self._end_ids)
 
 
-def _size(text: str) -> int:
-    return GRAMMAR_BYTES + BYTES_PER_CHAR * len(text)
+def _size(form: StructuredOutputs) -> int:
+    return GRAMMAR_BYTES + BYTES_PER_CHAR * form.num_chars
+
+
+def _has_failed(future: "Future[Any]") -> bool:
+    return future.done() and future.exception() is not None
 
 
 def _judge(scheduler: Scheduler, seq: Sequence, matcher: "Matcher", mask: NDArray[np.uint32]) -> list[Delta]:
@@ -199,9 +225,9 @@ def _judge(scheduler: Scheduler, seq: Sequence, matcher: "Matcher", mask: NDArra
     return [] if mask.any() else _complete(scheduler, seq)
 
 
-def _end_request(scheduler: Scheduler, name: str, error: str) -> list[Delta]:
+def _end_request(scheduler: Scheduler, name: str, error: str, code: str = CODE) -> list[Delta]:
     """What went wrong belongs to the grammar, which all samples share."""
-    return scheduler.fail_request(scheduler.requests[name], error, CODE)
+    return scheduler.fail_request(scheduler.requests[name], error, code)
 
 
 def _complete(scheduler: Scheduler, seq: Sequence) -> list[Delta]:

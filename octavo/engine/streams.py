@@ -61,7 +61,7 @@ class Stream:
 
 def error_of(delta: TextDelta) -> OctavoError:
     message = delta.error or "the engine failed"
-    if delta.code == "queue_timeout":
+    if delta.code in ("queue_timeout", "grammar_busy"):
         return UnavailableError(message, retry_after=1, code=delta.code)
     if delta.code == "grammar_error":
         return RequestError(message, "structured_outputs", delta.code)

@@ -70,15 +70,18 @@ async def held_to(server: Server, params: SamplingParams, asked: StructuredOutpu
 def chat_grammar(
     asked: StructuredOutputs | None, form: AnswerForm, tools: Sequence[Mapping[str, object]], choice: ToolChoice, prompt: str
 ) -> StructuredOutputs | None:
-    """What the answer to `prompt` is held to, if anything: the form asked for, calls of the tools offered, or either."""
+    """What the answer to `prompt` is held to, if anything: the form asked for, calls of the tools offered, or either.
+
+    A form that goes into a larger grammar, or is not needed, is checked for its limits here, because nobody sees it again.
+    """
     forced = choice.mode == "required"
-    if asked is not None:
-        check_limits(asked)
     parts: dict[str, StructuredOutputs] = {} if asked is None or forced else {"form": asked}
     if forced or (parts and tools and form.calls in FAMILIES):
         rules = forced_call(form.calls, tools, form.parallel and choice.name is None)
         parts["calls"] = StructuredOutputs(grammar=f"start: answer\n{rules}")
     if parts == {"form": asked} and form.reasoning == "none":
         return asked
+    if asked is not None:
+        check_limits(asked)
     frame = behind_thought(f"answer: {' | '.join(f'@{name}' for name in parts)}\n", form.reasoning, prompt)
     return StructuredOutputs(grammar=joined_grammars(frame, parts)) if parts else None

@@ -1,6 +1,7 @@
 """A conversation becomes an `Ask`: what chat and responses have in common."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from starlette.requests import Request
 
@@ -37,5 +38,7 @@ async def chat_ask(
     words = await spell_words(request, server, params.bad_words)
     check_totals(params, words, [len(ids)], server.llm.facts.limits)
     form = answer_form(server, offered, body.parallel_tool_calls)
-    params = await held_to(server, params, chat_grammar(asked, form, offered, choice, text))
+    if asked is not None or choice.mode == "required":  # in a thread: a form may have 200,000 characters
+        written = partial(chat_grammar, asked, form, offered, choice, text)
+        params = await held_to(server, params, await server.threads.run("bodies", request, written))
     return Ask(text, ids, params, *terms, bad_words=words), form

@@ -1,95 +1,154 @@
-"""The server's door for grammars: what a request asks for is compiled once, in a child process, before the engine hears of it.
+"""The server's door for grammars: what a request asks for is tried once, in a child process, before the engine hears of it.
 
-A grammar may take for ever, all memory, or the process with it: the child is killed, the request refused, and the next one gets a
-new child. Verdicts are kept, so that a schema which comes with every request is tried once. Whoever waits too long for the child is
-told to come back.
+A grammar may take for ever, all memory, or the process with it: the child ends, the request is refused, and the next one gets a
+new child. Verdicts are kept, so that a schema which comes with every request is tried once.
+
+A verdict is about the grammar alone: the child's own limits of CPU time and memory end it by signals that say so. Where the child was
+stopped, killed by somebody else, or did not get to work, nothing is known: the client is told to come back, and nothing is kept.
+The same holds for whoever waits too long for a turn. Turns go round the clients.
 """
 
 import asyncio
 import json
 import os
+import signal
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 
 from octavo.child import command
 from octavo.errors import RequestError, UnavailableError
+from octavo.log import logger
+from octavo.server.arrival import current_arrival
+from octavo.server.turns import Turns
 from octavo.structured_outputs import PARAM, StructuredOutputs
-from octavo.text.grammar_limits import check_limits, need_library
-from octavo.text.grammar_text import grammar_text
+from octavo.text.grammar_limits import need_library
+from octavo.text.tokenizer import Tokenizer
 
-SECONDS = 4.0  # for one grammar, and as long for its turn
+CPU_SECONDS = 2.0  # for one grammar
+SECONDS = 4.0  # until the child answers; as long again for a turn
 START_SECONDS = 30.0
 VERDICTS = 4096  # kept, each a digest and a line at most
+PIECES = 16_000  # of the vocabulary, that grammars are tried on
+MOST_WAITING = 64  # of one client, each with another grammar
+BY_TIME = (signal.SIGPROF,)  # how the child ends where the grammar is at fault
+BY_SIZE = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
 
 
 class GrammarChecker:
-    def __init__(self, special_tokens: Sequence[str] = (), seconds: float = SECONDS) -> None:
-        """`special_tokens`: the model's, which a grammar may name."""
+    def __init__(
+        self,
+        special_tokens: Sequence[str] = (),
+        pieces: Callable[[], Sequence[bytes]] = tuple,
+        seconds: float = SECONDS,
+        cpu_seconds: float = CPU_SECONDS,
+    ) -> None:
+        """`special_tokens`: the model's, which a grammar may name. `pieces`: of its vocabulary, asked for in a thread."""
         self._special_tokens = list(special_tokens)
+        self._pieces = pieces
         self._seconds = seconds
+        self._cpu_seconds = cpu_seconds
         self._child: asyncio.subprocess.Process | None = None
-        self._turn = asyncio.Lock()  # the child tries one at a time
-        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # digest of the text -> what is wrong with it
+        self._turns = Turns(MOST_WAITING)  # the child tries one at a time
+        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # digest of the question -> what is wrong with it
+        self._trials: dict[bytes, asyncio.Task[str | None]] = {}  # those that are going on
 
     async def check(self, structured: StructuredOutputs) -> None:
         """Raises RequestError for what cannot be compiled, within limits of time and memory."""
         need_library()
-        check_limits(structured)
-        text = grammar_text(structured)
-        digest = blake2b(text.encode()).digest()
-        if digest not in self._verdicts:
-            await self._take_turn()
-            try:
-                if digest not in self._verdicts:  # others brought the same meanwhile
-                    self._verdicts[digest] = await self._try(text)
-            finally:
-                self._turn.release()
-            if len(self._verdicts) > VERDICTS:
-                self._verdicts.popitem(last=False)
-        self._verdicts.move_to_end(digest)
-        if (wrong := self._verdicts[digest]) is not None:
+        question = json.dumps([structured.kind, getattr(structured, structured.kind)]).encode()
+        digest = blake2b(question).digest()
+        if digest in self._verdicts:
+            self._verdicts.move_to_end(digest)
+            wrong = self._verdicts[digest]
+        else:  # whoever brings the same meanwhile waits for the same trial
+            wrong = await asyncio.shield(self._trials.get(digest) or self._begin(digest, question))
+        if wrong is not None:
             raise RequestError(wrong, PARAM)
 
     async def close(self) -> None:
         """No child is left."""
-        async with self._turn:
-            await self._kill()
+        for trial in list(self._trials.values()):
+            trial.cancel()
+        await asyncio.gather(*self._trials.values(), return_exceptions=True)
+        await self._kill()
 
-    async def _take_turn(self) -> None:
+    def _begin(self, digest: bytes, question: bytes) -> "asyncio.Task[str | None]":
+        trial = self._trials[digest] = asyncio.create_task(self._trial(digest, question))
+
+        def ended(trial: "asyncio.Task[str | None]") -> None:
+            del self._trials[digest]
+            if not trial.cancelled():
+                trial.exception()  # everybody may have left
+
+        trial.add_done_callback(ended)
+        return trial
+
+    async def _trial(self, digest: bytes, question: bytes) -> str | None:
+        await self._take_turn(current_arrival().caller.name)
         try:
-            async with asyncio.timeout(self._seconds):
-                await self._turn.acquire()
+            wrong = await self._try(question)
+        finally:
+            self._turns.release()
+        self._verdicts[digest] = wrong
+        if len(self._verdicts) > VERDICTS:
+            self._verdicts.popitem(last=False)
+        return wrong
+
+    async def _take_turn(self, client: str) -> None:
+        try:
+            async with asyncio.timeout(2 * self._seconds):
+                if not await self._turns.take(client):
+                    raise self._busy(f"{MOST_WAITING} others of yours are waiting")
         except TimeoutError:
-            text = f"{PARAM} could not be tried within {self._seconds:g} s: others are being compiled, try again later"
-            raise UnavailableError(text, self._seconds, "grammar_busy") from None
+            raise self._busy(f"it did not get its turn within {2 * self._seconds:g} s") from None
 
-    async def _try(self, text: str) -> str | None:
+    async def _try(self, question: bytes) -> str | None:
         """What is wrong with it."""
-        child = self._child or await self._start()
+        child = self._child if self._child is not None and self._child.returncode is None else await self._start()
         try:
             async with asyncio.timeout(self._seconds):
-                return await _ask(child, text)
-        except BaseException as error:  # also where the client has gone: an answer to come would be taken for the next one's
+                return await _ask(child, question)
+        except BaseException as error:  # an answer to come would be taken for the next one's
             await self._kill()
             if isinstance(error, TimeoutError):
-                return f"{PARAM} takes more than {self._seconds:g} s to compile"
+                raise self._busy(f"there was no answer within {self._seconds:g} s") from None
             if isinstance(error, EOFError):
-                return f"{PARAM} takes too much memory to compile, or is nested too deeply"
+                return self._judged(child.returncode or 0)
             raise
+
+    def _judged(self, returncode: int) -> str:
+        """What a child that ended by itself says of the grammar."""
+        if -returncode in BY_TIME:
+            return f"{PARAM} takes more than {self._cpu_seconds:g} s of CPU time to compile"
+        if -returncode in BY_SIZE:
+            return f"{PARAM} takes too much memory to compile, or is nested too deeply"
+        logger.warning("the process that tries out grammars was ended from outside, with code %d", returncode)
+        raise self._busy("the process that tries it out was ended")
+
+    def _busy(self, why: str) -> UnavailableError:
+        return UnavailableError(f"{PARAM} could not be tried: {why}; try again later", self._seconds, "grammar_busy")
 
     async def _start(self) -> asyncio.subprocess.Process:
         pipe, nowhere = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         words = command("octavo.server.grammar_child", "main", os.getpid())
-        self._child = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=nowhere)
+        first = await asyncio.to_thread(self._first_line)
+        self._child = child = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=nowhere)
         try:
             async with asyncio.timeout(START_SECONDS):
-                await _ask(self._child, [self._seconds + 1, self._special_tokens])
-        except BaseException:
+                await _ask(child, first)
+        except BaseException as error:
             await self._kill()
+            if isinstance(error, (TimeoutError, EOFError)):
+                logger.warning("the process that tries out grammars did not start (%s)", type(error).__name__)
+                raise self._busy("the process that tries it out did not start") from None
             raise
-        return self._child
+        return child
+
+    def _first_line(self) -> bytes:
+        pieces = [piece.decode("latin-1") for piece in self._pieces()]
+        return json.dumps([self._cpu_seconds, self._special_tokens, pieces]).encode()
 
     async def _kill(self) -> None:
         child, self._child = self._child, None
@@ -99,11 +158,17 @@ class GrammarChecker:
             await child.wait()
 
 
-async def _ask(child: asyncio.subprocess.Process, question: object) -> str | None:
+def first_pieces(tokenizer: Tokenizer) -> list[bytes]:
+    """Of the vocabulary: as many as show what a mask costs, and make a child start no later."""
+    ids = (token for token in range(min(tokenizer.vocab_size, PIECES)) if token not in tokenizer.special_ids)
+    return [piece for piece in map(tokenizer.token_bytes, ids) if piece]
+
+
+async def _ask(child: asyncio.subprocess.Process, question: bytes) -> str | None:
     """A line for a line. EOFError where the child died of it."""
     assert child.stdin is not None and child.stdout is not None
     with suppress(ConnectionError):
-        child.stdin.write(json.dumps(question).encode() + b"\n")
+        child.stdin.write(question + b"\n")
         await child.stdin.drain()
     line = await child.stdout.readline()
     if not line.endswith(b"\n"):

@@ -59,7 +59,8 @@ class Guard:
             if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
                 await exchange.answer(204, b"", PREFLIGHT if b"access-control-allow-origin" in dict(exchange.headers) else {})
             else:
-                arrive_as(self._keys.check(scope["path"], headers.get(b"authorization")))
+                address = scope["client"][0] if scope.get("client") else ""
+                arrive_as(self._keys.check(scope["path"], headers.get(b"authorization"), address))
                 if self._server.state in ("loading", "draining") and not _is_always_answered(scope["path"]):
                     raise UnavailableError(f"the server is {self._server.state}", RETRY_SECONDS, self._server.state)
                 body.check()

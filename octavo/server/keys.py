@@ -21,14 +21,14 @@ def is_open(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whoever sent a request, as far as its key tells."""
+    """Whoever sent a request: the owner of a key where there are several keys, else an address."""
 
-    key: bytes = b""  # its digest, where others have other keys
+    name: str = ""
     reads_all: bool = True
 
     def may_read(self, other: "Caller") -> bool:
         """Whether what `other` sent is for its eyes."""
-        return self.reads_all or self.key == other.key
+        return self.reads_all or self.name == other.name
 
 
 class Keys:
@@ -36,9 +36,9 @@ class Keys:
         self._users = [_digest(key.encode()) for key in dict.fromkeys(config.api_key)]
         self._admins = [] if config.admin_key is None else [_digest(config.admin_key.encode())]
 
-    def check(self, path: str, authorization: bytes | None) -> Caller:
+    def check(self, path: str, authorization: bytes | None, address: str = "") -> Caller:
         if is_open(path) or (path not in ADMIN and not self._users):
-            return Caller()
+            return Caller(address)
         token = _digest(_bearer(authorization))
         user, admin = _among(token, self._users), _among(token, self._admins)
         if path in ADMIN and user and not admin:
@@ -46,7 +46,7 @@ class Keys:
         if not admin and (path in ADMIN or not user):
             said = "the API key is not valid" if authorization else "an API key is wanted: Authorization: Bearer KEY"
             raise ApiError(401, said, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-        return Caller() if admin or len(self._users) == 1 else Caller(token, reads_all=False)
+        return Caller(address) if admin or len(self._users) == 1 else Caller(token.hex(), reads_all=False)
 
 
 def _bearer(authorization: bytes | None) -> bytes:

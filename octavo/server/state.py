@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from octavo.server.grammar_check import GrammarChecker
+from octavo.server.grammar_check import GrammarChecker, first_pieces
 from octavo.server.observer import Observer
 from octavo.server.recorder import Recorder
 from octavo.server.threads import Threads
@@ -38,7 +38,8 @@ class Server:
         """Made when somebody asks: its words are the model's."""
         if self._grammars is None:
             tokenizer = self.llm.tokenizer
-            self._grammars = GrammarChecker([tokenizer.token(token) for token in sorted(tokenizer.special_ids)])
+            special = [tokenizer.token(token) for token in sorted(tokenizer.special_ids)]
+            self._grammars = GrammarChecker(special, lambda: first_pieces(tokenizer))
         return self._grammars
 
     async def close(self) -> None:

@@ -33,9 +33,7 @@ def check_totals(
 
 
 def check_form(asked: StructuredOutputs | None, num_prompts: int) -> None:
-    if asked is None:
-        return
-    chars = sum(map(len, (asked.json or "", asked.regex or "", asked.grammar or "", *asked.choice)))
+    chars = 0 if asked is None else asked.num_chars
     if chars * num_prompts > MOST_FORM_CHARS:
         message = f"{PARAM} has {chars:,} characters for each of {num_prompts:,} prompts, at most {MOST_FORM_CHARS:,} in all are allowed"
         raise RequestError(f"{message}; send fewer prompts at once", PARAM)

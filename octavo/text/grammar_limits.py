@@ -1,6 +1,8 @@
 """What a grammar may hold, checked before anything is compiled: what would take too long, or too much memory, is refused by name.
 
 Compilers of grammars have limits of their own, but some are met after seconds and hundreds of megabytes, and one by a crash.
+A check reads a text once, in one pass: no expression in here can go back. The server checks in the process that tries a grammar
+out, `LLM` before a request is added; the engine itself does not check again.
 """
 
 import json
@@ -12,22 +14,27 @@ from importlib.util import find_spec
 from octavo.errors import RequestError
 from octavo.structured_outputs import PARAM, StructuredOutputs
 
-MAX_CHARS = 200_000  # of a schema, a regex, a grammar, or all choices
+MAX_REGEX_CHARS = 10_000  # a text without choices takes 0.2 ms for each 1,000 characters, at every token
+MAX_LARK_CHARS = 50_000  # of a grammar that stands alone; compiling takes 0.2 s for so many
 MAX_DEPTH = 60  # of a schema's objects and lists
-MAX_VALUES = 10_000  # of all enums of a schema, or choices
-MAX_COUNT = 1_000_000  # times anything is repeated, repetitions inside it multiplied
+MAX_VALUES = 10_000  # of all enums of a schema
+MAX_PROPERTIES = 1_000  # of one object; compiling takes the square of those that may be left out, 0.2 s for so many
+MAX_COUNT = 1_000_000  # of items, properties or characters, in a schema
+MAX_REPEATS = 10_000  # of anything in a regex, repetitions inside it multiplied
 MAX_RULES = 1_000  # of a grammar
 MAX_GROUPS = 100  # inside each other, of a grammar or regex
 COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 
+# a set that is not closed goes on to the end
 _TOKEN = re.compile(
     r"(?P<anchor>[$^]|\\[AbBzZ])"
-    r"|(?P<atom>\\[pP]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\])"
-    r"|(?P<open>\((?:\?[^():]*:)?)|(?P<close>\))"
+    r"|(?P<atom>\\[pP]\{[^}]{0,60}\}|\\.|\[\^?+\]?+(?:\\.|\[:\w{1,20}:\]|[^\]\\])*+\]?)"
+    r"|(?P<open>\((?:\?[^():]{0,60}:)?)|(?P<close>\))"
     r"|(?P<repeat>(?:[*+?]|\{(?P<least>\d{1,18})(?P<comma>,)?(?P<most>\d{0,18})\})\??)"
     r"|(?P<other>.)",
     re.DOTALL,
 )
+_RULE = re.compile(r"^[ \t]*+[?!]*+\w[^\n\"/:]*+:", re.MULTILINE)
 
 
 def need_library() -> None:
@@ -36,26 +43,22 @@ def need_library() -> None:
 
 
 def check_limits(structured: StructuredOutputs) -> None:
-    """Raises RequestError for what is refused."""
-    chars = sum(map(len, structured.choice)) + sum(len(text or "") for text in (structured.json, structured.regex, structured.grammar))
-    _at_most(chars, MAX_CHARS, f"{structured.kind} has", "characters")
+    """Raises RequestError for what is refused. How long it may be was checked when it was made."""
     if structured.json is not None:
         _check_schema(json.loads(structured.json))
     elif structured.regex is not None:
         check_regex(structured.regex)
-    elif structured.choice:
-        _at_most(len(structured.choice), MAX_VALUES, "choice has", "texts")
     elif structured.grammar is not None:
-        _check_lark(structured.grammar)
+        _check_grammar(structured.grammar)
 
 
 def _bad(what: str) -> RequestError:
     return RequestError(f"{PARAM}: {what}", PARAM)
 
 
-def _at_most(number: int, limit: int, name: str, unit: str) -> None:
+def _at_most(number: int, limit: int, name: str, unit: str = "") -> None:
     if number > limit:
-        raise _bad(f"{name} {number:,} {unit}, at most {limit:,} are allowed")
+        raise _bad(f"{name} {number:,}{unit and ' '}{unit}, at most {limit:,} are allowed")
 
 
 def _check_schema(schema: object) -> None:
@@ -80,9 +83,13 @@ def _parts(schema: object) -> Iterable[object]:
 def _check_keywords(schema: dict[str, object]) -> None:
     for name in COUNTS:
         if isinstance(count := schema.get(name), int):
-            _at_most(count, MAX_COUNT, f"{name} is", "")
-    if isinstance(pattern := schema.get("pattern"), str):
-        check_regex(pattern)
+            _at_most(count, MAX_COUNT, f"{name} is")
+    if isinstance(properties := schema.get("properties"), dict):
+        _at_most(len(properties), MAX_PROPERTIES, "json has an object of", "properties")
+    named = schema.get("patternProperties")
+    for pattern in (schema.get("pattern"), *(named if isinstance(named, dict) else ())):
+        if isinstance(pattern, str):
+            check_regex(pattern)
     reference = schema.get("$ref")
     if isinstance(reference, str) and not reference.startswith("#"):
         raise _bad(f"$ref {reference[:60]!r} points outside the schema; only references inside it (#/...) are read")
@@ -105,6 +112,7 @@ class _Group:
 
 def check_regex(regex: str) -> None:
     """Refuses a repeated anchor, a repetition without end of nothing but another one, and counts that multiply beyond all use."""
+    _at_most(len(regex), MAX_REGEX_CHARS, "regex has", "characters")
     groups = [_Group()]
     for found in _TOKEN.finditer(regex):
         group, kind = groups[-1], found.lastgroup
@@ -129,8 +137,27 @@ def _repeat(group: _Group, found: re.Match[str]) -> None:
         raise _bad(f"regex repeats without end what is repeated without end already, at character {found.start()}; once is enough")
     group.weight *= max([1, *(int(number) for number in (least, most) if number)])
     group.heaviest, group.endless = max(group.heaviest, group.weight), endless
-    _at_most(group.weight, MAX_COUNT, "regex repeats something", "times")
+    _at_most(group.weight, MAX_REPEATS, "regex repeats something", "times")
 
 
-def _check_lark(grammar: str) -> None:
-    _at_most(len(re.findall(r"^\s*[?!]*\w[^\n\"/:]*:", grammar, re.MULTILINE)), MAX_RULES, "grammar has", "rules")
+def _check_grammar(text: str) -> None:
+    """Lark, or several grammars as JSON (see `grammar_text`)."""
+    if not text.lstrip().startswith("{"):
+        _at_most(len(text), MAX_LARK_CHARS, "grammar has", "characters")
+        _check_rules(text)
+        return
+    try:
+        several = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _bad(f"grammar is not JSON: {str(error)[:100]}") from None
+    parts = several.get("grammars")
+    for part in parts if isinstance(parts, list) else ():
+        schema, lark = (part.get("json_schema"), part.get("lark_grammar")) if isinstance(part, dict) else (None, None)
+        if schema is not None:
+            _check_schema(schema)
+        if isinstance(lark, str):
+            _check_rules(lark)
+
+
+def _check_rules(grammar: str) -> None:
+    _at_most(len(_RULE.findall(grammar)), MAX_RULES, "grammar has", "rules")

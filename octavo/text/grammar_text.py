@@ -1,7 +1,7 @@
 """From what a request asks for to one grammar text, which is what is compiled, and the key by which it is kept.
 
     json, json_object   {"grammars": [{"json_schema": {...}}]}
-    regex, choice       a Lark grammar of one rule
+    regex, choice       a Lark grammar of one terminal: as a rule, each choice would be an item of the parser's rows
     grammar             itself
     several             {"grammars": [...]}, the first of them a Lark grammar that names the others
 
@@ -18,7 +18,8 @@ from octavo.structured_outputs import StructuredOutputs
 WHITESPACE = r" ?|\n[ \t]{0,40}"
 
 _ESCAPE = re.compile(r"\\.|[/\n\r]", re.DOTALL)
-_PIECE = re.compile(rf"(?P<set>\[\^?\]?(?:\\.|[^\]\\])*\])|{_ESCAPE.pattern}", re.DOTALL)
+# a set that is not closed goes on to the end: nothing is read twice
+_PIECE = re.compile(rf"(?P<set>\[\^?+\]?+(?:\\.|[^\]\\])*+\]?)|{_ESCAPE.pattern}", re.DOTALL)
 _INSIDE = {"/": r"\/", "\n": r"\n", "\r": r"\r", r"\d": "0-9"}
 _OUTSIDE = _INSIDE | {r"\d": "[0-9]"}
 
@@ -31,14 +32,15 @@ def grammar_text(structured: StructuredOutputs) -> str:
     if structured.regex is not None:
         return f"start: /{_in_slashes(structured.regex)}/"
     if structured.choice:
-        return "start: " + " | ".join(map(_quoted, dict.fromkeys(structured.choice)))
+        return "start: CHOICE\nCHOICE: " + " | ".join(map(_quoted, dict.fromkeys(structured.choice)))
     assert structured.grammar is not None
     return structured.grammar
 
 
 def joined_grammars(frame: str, parts: Mapping[str, StructuredOutputs]) -> str:
     """One text of several grammars: a Lark grammar that names the others, as in `start: @form`."""
-    return json.dumps({"grammars": [{"lark_grammar": frame}, *(_part(name, one) for name, one in parts.items())]})
+    grammars = [{"lark_grammar": frame}, *(_part(name, one) for name, one in parts.items())]
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
 def _part(name: str, structured: StructuredOutputs) -> dict[str, object]:

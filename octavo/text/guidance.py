@@ -6,10 +6,16 @@
     Guide.fill(matchers, masks)         a bit for each id that may come next, least significant first
 
 A matcher never fails open: where it is in error, or allows nothing, it says so, and never that the text may end.
+
+The step loop waits for masks, so their work has bounds. The library's limits hold for each mask. A grammar's first masks are timed
+one by one, over all its samples (`Cost`), and one that takes too long fails, and no other. The others are filled together, in
+batches; after a slow batch its grammars are timed again.
 """
 
 import os
+import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import llguidance
 import numpy as np
@@ -20,29 +26,74 @@ from octavo.structured_outputs import PARAM
 from octavo.text.tokenizer import Tokenizer
 
 MOST_THREADS = 8  # that fill masks
-MOST_LEXER_STATES = 50_000  # of a grammar, each some 1.5 kB
 MOST_LETTERS = 300  # of a complaint
+MASK_SECONDS = 0.02  # of CPU time, for one mask of a grammar on average; 150,000 tokens and a heavy regex take 3 to 5 ms
+GRACE_SECONDS = 0.25  # beyond that average, while a call of `fill` has time
+FILL_SECONDS = 0.5  # of a call; then grammars that are above the average have no grace left
+TIMED_MASKS = 16  # of a grammar, before its masks are filled together with others
+FORCED_BYTES = 256  # of a text that must follow, spelled in tokens
+ROUNDS = 8  # of all threads, in a batch
+
+LIMITS = llguidance.LLParserLimits(
+    max_items_in_row=5_000,  # an object takes four for each property that may be left out
+    step_max_items=20_000,  # some 100 ms of a mask
+    initial_lexer_fuel=200_000,  # some 0.3 s of a compilation
+    step_lexer_fuel=50_000,  # some 90 ms of a mask, and 2 MB
+    max_lexer_states=25_000,  # of a sample, each some 1.5 kB; a counted text, such as .{0,20000}, takes two for each character
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+
+
+@dataclass(slots=True)
+class Cost:
+    """CPU time of a grammar: its masks, its copies, and its samples' tokens."""
+
+    seconds: float = 0.0  # of those that were timed
+    masks: int = 0  # that were timed
+    to_time: int = TIMED_MASKS
+    too_much: bool = False
+
+    def add(self, since: float) -> None:
+        """What this thread has worked since then."""
+        self.seconds += time.thread_time() - since
+
+    def judge(self, grace: float) -> None:
+        self.too_much = self.too_much or self.seconds > grace + MASK_SECONDS * self.masks
 
 
 class Matcher:
     """Where one sample stands in its grammar."""
 
-    __slots__ = ("_inner",)
+    __slots__ = ("_inner", "cost")
 
-    def __init__(self, inner: llguidance.LLMatcher) -> None:
+    def __init__(self, inner: llguidance.LLMatcher, cost: Cost) -> None:
         self._inner = inner
+        self.cost = cost  # all copies share it
 
     def copy(self) -> "Matcher":
-        return Matcher(self._inner.deep_copy())
+        start = time.thread_time()
+        copied = Matcher(self._inner.deep_copy(), self.cost)
+        self.cost.add(start)
+        return copied
 
     def advance(self, tokens: Sequence[int]) -> None:
         """The sample has said this; `failed` afterwards where the grammar does not allow it."""
+        start = time.thread_time()
         self._inner.consume_tokens(list(tokens))
+        self.cost.add(start)
 
     @property
     def failed(self) -> str:
         """Why it can go no further; empty where it can, or where it has ended."""
+        if self.cost.too_much:
+            return f"it is too much work, more than {1000 * MASK_SECONDS:.0f} ms of CPU time for a token"
         return _first_line(self._inner.get_error() or "it went wrong") if self._inner.is_error() else ""
+
+    @property
+    def dead_end(self) -> bool:
+        """It failed because no text goes on from here, and for no limit."""
+        return not self.cost.too_much and self._inner.is_error() and _is_dead_end(self._inner.get_error())
 
     @property
     def ended(self) -> bool:
@@ -62,31 +113,63 @@ class Guide:
         tokens = tokens + [b"<end>"] * (not end_ids)
         words = _Words(tokens, sorted({*special_ids, *ends}), ends[0], encode)
         self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(words), eos_token=ends)
-        self._limits = llguidance.LLParserLimits(max_lexer_states=MOST_LEXER_STATES, verbose_errors=False)
-        self._executor = llguidance.LLExecutor(min(len(os.sched_getaffinity(0)), MOST_THREADS))
+        self._threads = min(len(os.sched_getaffinity(0)), MOST_THREADS)
+        self._executor = llguidance.LLExecutor(self._threads)
         self.num_words = -(-len(tokens) // 32)  # of a mask
         self._own_end = None if end_ids else ends[0]
 
     def compile(self, text: str) -> Matcher:
-        inner = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+        inner = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=LIMITS)
+        cost = Cost(masks=1)
+        start = time.thread_time()
         allowed = b"" if inner.is_error() else inner.compute_bitmask()  # what it finds out now, copies know
+        cost.add(start)
         if inner.is_error():
             said = inner.get_error()
-            why = "no text can match it" if said.startswith("NoExtension") else _first_line(said)
+            why = "no text can match it" if _is_dead_end(said) else _first_line(said)
             raise RequestError(f"{PARAM} cannot be compiled: {why}", PARAM)
         if not any(allowed) and not inner.is_accepting():
             raise RequestError(f"{PARAM} cannot be compiled: no text can match it", PARAM)
-        return Matcher(inner)
+        return Matcher(inner, cost)
 
     def fill(self, matchers: Sequence[tuple[int, Matcher]], masks: NDArray[np.int32]) -> None:
-        """What may come next, for each (row of masks, matcher). masks: [rows, num_words]"""
+        """What may come next, for each (row of masks, matcher). masks: [rows, num_words]
+
+        Matchers of a grammar that has become too costly fail, and their masks stay as they are.
+        """
         assert masks.flags.c_contiguous and masks.shape[1] == self.num_words
-        if matchers:
-            self._executor.unsafe_compute_mask_ptr(
-                [(matcher._inner, row) for row, matcher in matchers], masks.ctypes.data, masks.strides[0], len(masks)
-            )
+        until, size = time.monotonic() + FILL_SECONDS, ROUNDS * self._threads
+        trusted = [each for each in matchers if not each[1].cost.to_time]
+        timed = [each for each in matchers if each[1].cost.to_time]
+        for start in range(0, len(trusted), size):
+            batch = trusted[start : start + size]
+            self._fill_batch([each for each in batch if not each[1].cost.to_time], masks)
+            timed += [each for each in batch if each[1].cost.to_time]
+        for row, matcher in timed:
+            _fill_timed(matcher, masks, row, GRACE_SECONDS if time.monotonic() < until else 0)
         if self._own_end is not None:  # it stands behind the last id, so that bits above it mean nothing
             masks[:, -1] &= (1 << (self._own_end & 31)) - 1
+
+    def _fill_batch(self, batch: Sequence[tuple[int, Matcher]], masks: NDArray[np.int32]) -> None:
+        """Where it is slow, nobody knows whose fault that was: all of its grammars are timed from here on."""
+        start = time.monotonic()
+        rows = [(matcher._inner, row) for row, matcher in batch]
+        self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.strides[0], len(masks))
+        if time.monotonic() - start > ROUNDS * MASK_SECONDS:
+            for _, matcher in batch:
+                matcher.cost.to_time = TIMED_MASKS
+
+
+def _fill_timed(matcher: Matcher, masks: NDArray[np.int32], row: int, grace: float) -> None:
+    """A grammar that was too costly for one sample is not asked for the others."""
+    cost = matcher.cost
+    cost.judge(grace)
+    if not cost.too_much:
+        start = time.thread_time()
+        matcher._inner.unsafe_compute_mask_ptr(masks.ctypes.data + row * masks.strides[0], masks.strides[0])
+        cost.add(start)
+        cost.masks, cost.to_time = cost.masks + 1, max(cost.to_time - 1, 0)
+        cost.judge(grace)
 
 
 def guide(tokenizer: Tokenizer, vocab_size: int, end_ids: Collection[int]) -> Guide:
@@ -109,7 +192,11 @@ class _Words:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, data: bytes) -> list[int]:
-        """Tokens of exactly these bytes: as the tokenizer spells them, unless it adds a space or sees a special token in them."""
+        """Tokens of exactly these bytes: as the tokenizer spells them, unless it adds a space or sees a special token in them.
+
+        The library asks at every mask for all the text that must follow, and needs the first token: of a long text, that of its start.
+        """
+        data = _start(data)
         ids = self._encode(data)
         if all(self._ids.get(self.tokens[token]) is not None for token in ids) and b"".join(self.tokens[token] for token in ids) == data:
             return ids
@@ -128,5 +215,17 @@ class _Words:
         return ids
 
 
+def _start(data: bytes) -> bytes:
+    """At most so many bytes, and whole characters."""
+    end = min(len(data), FORCED_BYTES)
+    while 0 < end < len(data) and data[end] & 0xC0 == 0x80:
+        end -= 1
+    return data[:end]
+
+
+def _is_dead_end(error: str) -> bool:
+    return error.startswith("NoExtension")
+
+
 def _first_line(text: str) -> str:
-    return " ".join(text.partition("<state>")[0].split())[:MOST_LETTERS]
+    return " ".join(text.partition("<state>")[0].replace("<non-verbose/>", "").split())[:MOST_LETTERS]

@@ -22,7 +22,7 @@ from octavo.engine.grammar import Grammars
 from octavo.errors import RequestError
 from octavo.messages import AddRequest
 from octavo.sampling_params import SamplingParams
-from octavo.text import grammar_limits
+from octavo.text import grammar_limits, guidance
 from tests.support.fake import VOCAB, FakeEngine
 
 END = VOCAB - 1
@@ -69,7 +69,7 @@ def run(engine: FakeEngine) -> None:
         engine.step()
     engine.assert_idle()
     grammars = engine.core.grammars
-    assert not grammars.collect(engine.scheduler) and not grammars._matchers and not grammars._jobs
+    assert not grammars.collect(engine.scheduler) and not grammars._guided and not grammars._jobs
 
 
 # ---- what a grammar promises
@@ -230,6 +230,69 @@ def test_what_cannot_be_compiled_or_takes_too_long_ends_its_own_request_with_an_
         assert (engine.tokens["plain", 0], "length") == engine.expected("plain")
 
 
+def test_a_grammar_whose_masks_take_too_long_fails_once_for_all_its_samples() -> None:
+    """A mask of this regex takes a tenth of a second, and each sample would find that out for itself."""
+    engine = engine_of(rows=40, num_blocks=2000)
+    slow: Any = {"grammar": "start: /(x{1000}){1000}/"}
+    start = time.process_time()
+    engine.add("slow", [1], asking(slow, n=40))
+    engine.add("fine", [1], asking({"regex": "x[yz]{9}"}))
+    engine.add("plain", [1], SamplingParams(max_tokens=9))
+    run(engine)
+    engine.add("slow again", [1], asking(slow, n=40))
+    run(engine)
+    assert time.process_time() - start < 8
+    for name in ("slow", "slow again"):
+        assert {engine.reason(name, index) for index in range(40)} == {"error"} and engine.ends[name, 0].code == "grammar_error"
+    assert re.fullmatch("x[yz]{9}", text_of(engine, "fine"))
+    assert (engine.tokens["plain", 0], "length") == engine.expected("plain")
+
+
+def test_a_grammar_above_its_time_fails_at_the_first_sample_and_stays_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(rows=40, num_blocks=2000)
+    engine.add("before", [1], asking({"regex": "x[yz]{9}"}))
+    run(engine)
+    monkeypatch.setattr(guidance, "MASK_SECONDS", 0)
+    monkeypatch.setattr(guidance, "GRACE_SECONDS", 0)
+    for name in ("first", "second"):
+        engine.add(name, [1], asking({"choice": ["xy", "zx"]}, n=40))
+        engine.add(f"plain {name}", [1], SamplingParams(max_tokens=9))
+        run(engine)
+        assert {engine.reason(name, index) for index in range(40)} == {"error"}
+        assert "too much work" in str(engine.ends[name, 0].error) and engine.ends[name, 0].code == "grammar_error"
+        assert (engine.tokens[f"plain {name}", 0], engine.reason(f"plain {name}")) == engine.expected(f"plain {name}")
+    (compiled,) = [future.result() for form, future in engine.core.grammars._cache.items() if form.choice]
+    assert compiled.cost.masks <= 1 + guidance.TIMED_MASKS, "nobody else was asked"
+
+
+def test_samples_have_matchers_while_they_run() -> None:
+    engine = engine_of(rows=4)
+    for number in range(10):
+        engine.add(f"r{number}", [1], asking({"regex": "x{4}"}, n=4))
+    most = 0
+    while engine.core.has_work:
+        engine.step()
+        most = max(most, sum(len(guided.samples) for guided in engine.core.grammars._guided.values()))
+    assert most == 4 and {engine.reason(*key) for key in engine.tokens} == {"stop"}
+
+
+def test_a_vocabulary_that_could_not_be_read_is_read_again() -> None:
+    engine, tries = engine_of(), list[int]()
+
+    def read() -> Any:
+        tries.append(1)
+        if len(tries) == 1:
+            raise OSError("the disk is away")
+        return Letters()
+
+    engine.core.grammars = Grammars(read, VOCAB, (END,))
+    for name in ("first", "second", "third"):
+        engine.add(name, [1], asking({"choice": ["xy"]}))
+        run(engine)
+    assert engine.reason("first") == "error" and engine.ends["first", 0].code == "grammar_busy"
+    assert engine.reason("second") == engine.reason("third") == "stop" and len(tries) == 2
+
+
 def test_while_a_grammar_is_compiled_others_run_nothing_spins_and_it_can_be_aborted() -> None:
     engine, go = engine_of(rows=2), threading.Event()
 
@@ -288,7 +351,7 @@ def test_two_thousand_schemas_take_no_more_memory_than_one_thousand(monkeypatch:
             taken.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
     grammars = engine.core.grammars
     assert taken[1] - taken[0] < 10 * 2**20
-    assert len(grammars._cache) < 40 and grammars._cache_bytes == sum(grammar._size(text) for text in grammars._cache)
+    assert len(grammars._cache) < 40 and grammars._cache_bytes == sum(map(grammar._size, grammars._cache))
 
 
 def test_one_grammar_is_compiled_once_and_one_that_failed_again() -> None:
@@ -302,7 +365,7 @@ def test_one_grammar_is_compiled_once_and_one_that_failed_again() -> None:
     engine.add("bad again", [1], asking({"regex": "("}))
     run(engine)
     now = engine.core.grammars._cache
-    assert [now[text] is first[text] for text in first] == ['"xy"' in text for text in first]
+    assert [now[form] is first[form] for form in first] == [bool(form.choice) for form in first]
 
 
 # ---- the door

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from octavo import LLM, SamplingParams, StructuredOutputs
+from octavo.engine import client
 from octavo.engine.async_llm import Ask
-from octavo.errors import RequestError
+from octavo.errors import RequestError, UnavailableError
 from octavo.outputs import RequestOutput
+from octavo.text import grammar_limits
 from tests.support.engine_process import engine_process, is_idle, read, run, until
 
 SCHEMA = {
@@ -82,6 +84,18 @@ def test_logprobs_are_those_of_the_raw_logits(said: dict[str, tuple[list[Request
         assert max(ranks) > 1, "what the model would have said is still told"
 
 
+def test_limits_are_checked_once_for_the_prompts_of_a_call(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the caller's thread, before the engine hears of it; a step does not check at all."""
+    checked = list[StructuredOutputs]()
+    monkeypatch.setattr(client, "check_limits", lambda form: (checked.append(form), grammar_limits.check_limits(form)))
+    with LLM(stories, num_gpu_blocks_override=200) as llm:
+        form = StructuredOutputs(grammar="\n" * 10_000 + 'start: "a"')
+        outputs = llm.generate(["Once"] * 16, SamplingParams(n=2, structured_outputs=form))
+        assert [sample.text for output in outputs for sample in output.outputs] == ["a"] * 32 and checked == [form]
+        with pytest.raises(RequestError, match="repeats something 1,000,000 times"):
+            llm.generate("Once", SamplingParams(structured_outputs=StructuredOutputs(regex="(a{1000}){1000}")))
+
+
 @pytest.mark.parametrize("switches", ["", "grammar.timeout=1"])
 def test_an_engine_process_finds_the_vocabulary_by_itself_and_fails_a_request_alone(stories: str, switches: str) -> None:
     """It knows nothing of text until the first grammar comes."""
@@ -95,11 +109,14 @@ def test_an_engine_process_finds_the_vocabulary_by_itself_and_fails_a_request_al
             bad = SamplingParams(structured_outputs=StructuredOutputs(json='{"$ref": "#"}'))
             good = [asked(params) for params in [*GUIDED[1:], PLAIN[1]]]
             refused, *told = await asyncio.gather(*(read(llm, one) for one in [asked(bad), *good]), return_exceptions=True)
-            assert isinstance(refused, RequestError) and (refused.param, refused.code) == ("structured_outputs", "grammar_error")
+            if switches:
+                assert isinstance(refused, UnavailableError) and refused.code == "grammar_busy", "it may be tried again"
+            else:
+                assert isinstance(refused, RequestError) and (refused.param, refused.code) == ("structured_outputs", "grammar_error")
             assert isinstance(told[-1], list) and len([token for delta in told[-1] for token in delta.token_ids]) >= 5
             for each in told[:-1]:
                 if switches:
-                    assert isinstance(each, RequestError) and "took more than" in str(each)
+                    assert isinstance(each, UnavailableError) and "took more than" in str(each)
                 else:
                     assert isinstance(each, list) and {delta.finish_reason for delta in each if delta.finish_reason} == {"stop"}
             if not switches:

@@ -1,6 +1,7 @@
 """Grammars at the server's door: what cannot be served is refused in time, with the field's name, and the next request is."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -13,8 +14,12 @@ from typing import Any
 import pytest
 
 from octavo.errors import RequestError, UnavailableError
-from octavo.server.grammar_check import GrammarChecker
-from octavo.structured_outputs import structured_outputs
+from octavo.server.arrival import arrive_as
+from octavo.server.grammar_check import MOST_WAITING, GrammarChecker
+from octavo.server.keys import Caller
+from octavo.structured_outputs import StructuredOutputs, structured_outputs
+from octavo.text.grammar_limits import _TOKEN, check_limits
+from octavo.text.grammar_text import grammar_text
 
 FINE = {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
 
@@ -62,6 +67,16 @@ BAD = [
     (74, {"json": {"type": "string", "maxLength": 10**9}}),
     (74, {"choice": [str(n) for n in range(20_000)]}),
     (74, {"grammar": 'start: "' + "a" * 2_000_000 + '"'}),
+    (70, {"regex": "[" * 9_000}),
+    (70, {"regex": "[" * 16_000}),
+    (70, {"json": {"type": "string", "pattern": "[" * 9_000}}),
+    (70, {"regex": r"\p{" * 3_000}),
+    (70, {"regex": "(?" * 5_000}),
+    (71, {"regex": "(a{1000}){1000}"}),
+    (71, {"grammar": "start: /(a{1000}){1000}/"}),
+    (72, {"grammar": json.dumps({"grammars": [{"json_schema": nested(100)}]})}),
+    (72, {"grammar": json.dumps({"grammars": [{"lark_grammar": chain(5_000)}]})}),
+    (74, {"json": {"type": "object", "properties": {f"p{n}": {} for n in range(1_001)}}}),
 ]
 
 
@@ -86,7 +101,7 @@ def test_every_bad_grammar_is_refused_in_time_by_name_and_the_next_one_served() 
             said, taken = str(refused.value), time.monotonic() - start
             assert refused.value.param == "structured_outputs" and taken < 5, f"row {row}: {said} after {taken:.1f} s"
             assert len(said) < 500 and "Traceback" not in said and "0x" not in said and str(Path.home()) not in said, said
-        assert alive(checker) == child, "limits are met before the child is"
+        assert alive(checker) == child, "limits are met before the child dies"
         await checker.check(structured_outputs({"grammar": 'start: <|tool|> "x" list\nlist: list "," /[0-9]/ | /[0-9]/'}))
         await checker.close()
 
@@ -95,27 +110,53 @@ def test_every_bad_grammar_is_refused_in_time_by_name_and_the_next_one_served() 
 
 def test_a_child_that_hangs_or_dies_costs_its_own_request_alone() -> None:
     async def work() -> None:
-        checker = GrammarChecker(seconds=1)
+        checker = GrammarChecker(seconds=2)
         await checker.check(structured_outputs(FINE))
-        for blow, said in ((signal.SIGSTOP, "takes more than 1 s"), (signal.SIGKILL, "too much memory")):
+        for blow in (signal.SIGSTOP, signal.SIGKILL, signal.SIGTERM):
             child = alive(checker)
+            os.kill(child, signal.SIGSTOP)
+            asked = asyncio.create_task(checker.check(structured_outputs({"regex": f"a{blow:d}"})))
+            await asyncio.sleep(0.05)
             os.kill(child, blow)
-            with pytest.raises(RequestError, match=said):
-                await checker.check(structured_outputs({"regex": f"a{blow:d}"}))
+            os.kill(child, signal.SIGSTOP if blow == signal.SIGSTOP else signal.SIGCONT)
+            with pytest.raises(UnavailableError, match="could not be tried") as told:
+                await asked
+            assert (told.value.code, told.value.retry_after) == ("grammar_busy", 2)
             with pytest.raises(ProcessLookupError):
                 os.kill(child, 0)
-            await checker.check(structured_outputs({"regex": f"b{blow:d}"}))
+            await checker.check(structured_outputs({"regex": f"a{blow:d}"}))  # it was not the grammar's fault
+        os.kill(alive(checker), signal.SIGKILL)
+        await asyncio.sleep(0.2)
+        await checker.check(structured_outputs({"regex": "idle"}))  # nobody asked it meanwhile
         await checker.close()
 
     run(work())
 
 
-def test_what_overflows_the_stack_takes_the_child_alone() -> None:
-    """Past the door's limits, as if nobody had thought of it."""
+def reference_chain(length: int) -> dict[str, Any]:
+    """Flat to look at; following it is what is deep."""
+    steps = {f"a{n}": {"$ref": f"#/$defs/a{n + 1}"} for n in range(length)}
+    return {"json": {"$defs": {**steps, f"a{length}": {"type": "integer"}}, "$ref": "#/$defs/a0"}}
 
+
+@pytest.mark.parametrize(
+    ("cpu_seconds", "asked", "said"),
+    [
+        (2, reference_chain(5_000), "nested too deeply"),
+        (0.1, {"json": {"type": "object", "properties": {f"property{n}": {"type": "string"} for n in range(1_000)}}}, "more than 0.1 s"),
+    ],
+    ids=["stack", "time"],
+)
+def test_what_a_grammar_does_to_the_child_is_a_verdict_that_is_kept(cpu_seconds: float, asked: dict[str, Any], said: str) -> None:
     async def work() -> None:
-        checker = GrammarChecker()
-        assert "nested too deeply" in (await checker._try(chain(20_000)) or "")
+        checker = GrammarChecker(seconds=20, cpu_seconds=cpu_seconds)  # on a busy machine time passes that is not the grammar's
+        await checker.check(structured_outputs(FINE))
+        child = alive(checker)
+        for _ in range(2):
+            with pytest.raises(RequestError, match=said):
+                await checker.check(structured_outputs(asked))
+            assert checker._child is None, "the second time, nobody is asked"
+        assert not Path(f"/proc/{child}").exists()
         await checker.check(structured_outputs(FINE))
         await checker.close()
 
@@ -124,7 +165,7 @@ def test_what_overflows_the_stack_takes_the_child_alone() -> None:
 
 def test_an_answer_nobody_waited_for_is_not_taken_for_the_next_one() -> None:
     async def work() -> None:
-        checker = GrammarChecker()
+        checker = GrammarChecker(seconds=1)
         await checker.check(structured_outputs(FINE))
         os.kill(alive(checker), signal.SIGSTOP)
         gone = asyncio.create_task(checker.check(structured_outputs({"regex": "("})))
@@ -149,33 +190,78 @@ def test_a_schema_that_comes_with_every_request_is_tried_once() -> None:
     run(work())
 
 
-def test_who_waits_too_long_for_the_child_is_told_to_come_back_and_equal_ones_are_tried_once() -> None:
+def test_many_of_one_client_wait_behind_each_other_and_nobody_else_does_and_equal_ones_are_tried_once() -> None:
     async def work() -> None:
-        checker = GrammarChecker(seconds=0.5)
+        checker = GrammarChecker(seconds=4)
         await checker.check(structured_outputs(FINE))
-        os.kill(alive(checker), signal.SIGSTOP)
-        start = time.monotonic()
-        slow, *behind = [asyncio.create_task(checker.check(structured_outputs({"regex": f"a{number}"}))) for number in range(40)]
-        equal = [asyncio.create_task(checker.check(structured_outputs({"regex": "a0"}))) for _ in range(3)]
-        with pytest.raises(RequestError, match="takes more than"):
-            await slow
-        told = await asyncio.gather(*behind, *equal, return_exceptions=True)
-        assert time.monotonic() - start < 3
-        busy = [error for error in told if isinstance(error, UnavailableError)]
-        assert len(busy) > 30 and {(error.code, error.retry_after) for error in busy} == {("grammar_busy", 0.5)}
-        await checker.check(structured_outputs({"regex": "b"}))
-        tried, ask = list[str](), checker._try
+        tried, ask = list[bytes](), checker._try
 
-        async def count(text: str) -> str | None:
-            tried.append(text)
-            return await ask(text)
+        async def count(question: bytes) -> str | None:
+            tried.append(question)
+            await asyncio.sleep(0.005)
+            return await ask(question)
 
         checker._try = count  # type: ignore[method-assign]
-        await asyncio.gather(*(checker.check(structured_outputs({"regex": "together"})) for _ in range(8)))
+
+        def asked_by(client: str, regex: str) -> asyncio.Task[None]:
+            arrive_as(Caller(client))
+            return asyncio.create_task(checker.check(structured_outputs({"regex": regex})))
+
+        many = [asked_by("greedy", f"a{number}") for number in range(MOST_WAITING + 10)]
+        await asyncio.sleep(0.01)
+        others = [asked_by(name, f"b{name}") for name in ("one", "two")]
+        told = await asyncio.gather(*many, *others, return_exceptions=True)
+        refused = [error for error in told if isinstance(error, UnavailableError)]
+        assert len(refused) == 9 and not any(told[-2:])
+        assert all((error.code, error.retry_after) == ("grammar_busy", 4) for error in refused)
+        assert [json.loads(question)[1] for question in tried[:4]] == ["a0", "a1", "bone", "btwo"]
+        tried.clear()
+        await asyncio.gather(*(checker.check(structured_outputs({"regex": "together"})) for _ in range(50)))
         assert len(tried) == 1
         await checker.close()
 
     run(work())
+
+
+def test_who_waits_too_long_for_a_turn_is_told_to_come_back() -> None:
+    async def work() -> None:
+        checker = GrammarChecker(seconds=0.2)
+        assert await checker._turns.take("somebody")
+        with pytest.raises(UnavailableError, match=r"did not get its turn within 0\.4 s"):
+            await checker.check(structured_outputs({"regex": "a"}))
+        checker._turns.release()
+        checker._seconds = 4
+        await checker.check(structured_outputs({"regex": "a"}))
+        await checker.close()
+
+    run(work())
+
+
+def test_a_wrong_start_of_the_child_is_told_as_such() -> None:
+    async def work() -> None:
+        checker = GrammarChecker(pieces=lambda: [b"x"])
+        checker._first_line = lambda: b"no JSON"  # type: ignore[method-assign]
+        with pytest.raises(UnavailableError, match="did not start"):
+            await checker.check(structured_outputs({"regex": "a"}))
+        del checker._first_line
+        await checker.check(structured_outputs({"regex": "a"}))
+        await checker.close()
+
+    run(work())
+
+
+def test_checks_read_a_text_once() -> None:
+    """Sizes beyond the limits: going back at every character would take minutes."""
+    lark = StructuredOutputs(grammar="\n" * 40_000 + 'start: "a"')
+    start = time.process_time()
+    for unclosed in ("[", "[^", r"\p{", "(?", "[[:", "(?a"):
+        text = unclosed * (40_000 // len(unclosed))
+        with pytest.raises(RequestError):
+            check_limits(StructuredOutputs(json=json.dumps({"pattern": text})))
+        grammar_text(StructuredOutputs(regex=text))
+        list(_TOKEN.finditer(text))
+    check_limits(lark)
+    assert time.process_time() - start < 5
 
 
 PARENT = """

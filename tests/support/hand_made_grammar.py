@@ -63,12 +63,12 @@ class HandMadeGrammars(Grammars):
     def check(self, params: SamplingParams) -> None:
         """Whatever is asked for was made by hand."""
 
-    def _compile(self, text: str) -> "Future[Any]":
+    def _compile(self, form: StructuredOutputs) -> "Future[Any]":
         """At once, so that two engines let a request go at the same step."""
         guide: Future[Any] = Future()
         guide.set_result(HandGuide(self._vocab_size))
         compiled: Future[Any] = Future()
-        compiled.set_result(guide.result().compile(text))
+        compiled.set_result(guide.result().compile(form.grammar))
         self._guide = guide
         return compiled
 

@@ -73,3 +73,60 @@ def test_what_is_forced_is_spelled_in_exactly_its_bytes(spells: str) -> None:
     guide.fill([(0, matcher)], masks)
     allowed = [token for token in range(len(tokens)) if int(masks[0, token >> 5]) >> (token & 31) & 1]
     assert allowed and all(b"yes".startswith(tokens[token]) for token in allowed)
+
+
+def followed(guide: Guide, tokens: list[bytes], text: str) -> bytes:
+    """What a model says that takes the longest token it may."""
+    matcher, said = guide.compile(grammar_text(structured_outputs({"choice": [text]}))), b""
+    masks = np.zeros((1, guide.num_words), np.int32)
+    while not matcher.ended and not matcher.failed:
+        guide.fill([(0, matcher)], masks)
+        allowed = [token for token in range(len(tokens)) if int(masks[0, token >> 5]) >> (token & 31) & 1]
+        token = max(allowed, key=lambda token: len(tokens[token]))
+        said += tokens[token]
+        matcher.advance([token])
+    assert not matcher.failed
+    return said
+
+
+def test_a_long_text_that_must_follow_is_spelled_piece_by_piece() -> None:
+    """The tokenizer is asked for its start alone, however long it is: at every mask, that is."""
+    tokens = [bytes([byte]) for byte in range(256)] + [b"<end>", b"ab", "é".encode(), b"abab"]
+    asked = list[int]()
+
+    def encode(data: bytes) -> list[int]:
+        asked.append(len(data))
+        data.decode()  # whole characters
+        ids: list[int] = []
+        while data:
+            token = max((token for token in range(len(tokens)) if data.startswith(tokens[token])), key=lambda token: len(tokens[token]))
+            ids, data = [*ids, token], data[len(tokens[token]) :]
+        return ids
+
+    text = "ababé" * 300
+    assert followed(Guide(tokens, [256], [256], encode), tokens, text) == text.encode()
+    assert max(asked) <= 256
+
+
+def test_a_choice_of_ten_thousand_texts_can_be_followed_to_any_of_them() -> None:
+    texts = [f"{number * 7919 % 10_007} of them" for number in range(10_000)]
+    for text in (texts[0], texts[5_000], texts[-1]):
+        assert accepts({"choice": texts}, text)
+    assert not accepts({"choice": texts}, texts[0] + "x")
+
+
+def test_an_object_of_a_thousand_optional_properties_can_be_followed() -> None:
+    schema = {"type": "object", "properties": {f"property{number}": {"type": "integer"} for number in range(1_000)}}
+    assert accepts({"json": schema}, '{"property3": 1, "property500": 2, "property999": 3}')
+
+
+def test_masks_that_are_filled_together_are_those_filled_one_by_one() -> None:
+    compiled = BYTES.compile(grammar_text(structured_outputs({"regex": "[a-z]{5}[0-9]+"})))
+    matchers = [(row, compiled.copy()) for row in range(70)]
+    for row, matcher in matchers:
+        matcher.advance(list(b"abcde12"[: row % 8]))
+    first, second = np.zeros((70, BYTES.num_words), np.int32), np.zeros((70, BYTES.num_words), np.int32)
+    BYTES.fill(matchers, first)
+    assert compiled.cost.to_time == 0, "they are trusted by now"
+    BYTES.fill(matchers, second)
+    assert (first == second).all() and len({row.tobytes() for row in first}) == 3
