@@ -6,9 +6,10 @@ regex or grammar makes sense is found where it is compiled.
 """
 
 import json as json_format
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
 
 from octavo.errors import RequestError
 
@@ -74,8 +75,10 @@ def _check_text(name: str, value: object) -> None:
     _check_length(name, len(value))
     if "\0" in value:
         raise _bad(f"{name} holds a NUL character, which no answer can have")
-    if (found := re.search(r"[\ud800-\udfff]", value)) is not None:
-        raise _bad(f"{name} holds an unpaired surrogate at character {found.start()}, so it is not valid Unicode")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise _bad(f"{name} holds an unpaired surrogate at character {error.start}, so it is not valid Unicode") from None
 
 
 def _check_length(name: str, chars: int) -> None:
@@ -88,9 +91,10 @@ def _choices(value: object) -> tuple[str, ...]:
         raise _bad("choice must be a list of texts")
     if len(value) > MAX_CHOICES:
         raise _bad(f"choice has {len(value):,} texts, at most {MAX_CHOICES:,} are allowed")
-    for item in value:
-        _check_text("choice", item)
-    _check_length("choice", sum(map(len, value)))
+    if not all(isinstance(item, str) and item for item in value):
+        raise _bad("choice must be a list of texts that are not empty")
+    if value:
+        _check_text("choice", "".join(value))
     return tuple(value)
 
 
@@ -98,8 +102,18 @@ def _schema_text(value: object) -> str:
     """The text of a schema, which has to be an object. A text is read and written anew, so that equal schemas have equal texts."""
     if isinstance(value, str):
         _check_length("json", len(value))
-    elif _is_long(value):
+        return _rewritten(value)
+    if isinstance(value, Mapping) and _is_long(value):
         raise _bad(f"json has more than {MAX_CHARS:,} characters")
+    return _written(value)
+
+
+@lru_cache(8)  # the prompts of one request bring the same text to the engine, one after another
+def _rewritten(text: str) -> str:
+    return _written(text)
+
+
+def _written(value: object) -> str:
     try:
         schema = json_format.loads(value) if isinstance(value, str) else value
         if not isinstance(schema, Mapping):
@@ -115,15 +129,14 @@ def _schema_text(value: object) -> str:
     return text
 
 
-def _is_long(value: object) -> bool:
+def _is_long(value: Mapping[object, object]) -> bool:
     """Whether the text of this JSON would be too long, counted without recursion and no further than need be."""
-    chars, waiting = 0, [value]
+    chars, waiting = 0, list[Any]([value])
     while waiting and chars <= MAX_CHARS:
         one = waiting.pop()
-        if isinstance(one, str):
-            chars += len(one)
-        elif isinstance(one, Mapping | list | tuple):
-            chars += 3 * len(one)  # an item has a character at least, and two stand behind it
-            if chars <= MAX_CHARS:
-                waiting += [*one, *one.values()] if isinstance(one, Mapping) else one
+        chars += 3 * len(one)  # an item has a character at least, and two stand behind it
+        if chars <= MAX_CHARS:
+            items = [*one, *one.values()] if isinstance(one, Mapping) else one
+            chars += sum([len(item) for item in items if type(item) is str])
+            waiting += [item for item in items if type(item) in (dict, list, tuple)]
     return chars > MAX_CHARS

@@ -24,24 +24,27 @@ class Turns:
         try:
             await turn
         except asyncio.CancelledError:
-            self._leave(client, turn)
+            if turn.cancelled():
+                self._leave(client, turn)
+            else:  # it came at the same time
+                self.release()
             raise
         return True
 
     def release(self) -> None:
-        if not self._waiting:
-            self._taken = False
-            return
-        client, queue = self._waiting.popitem(last=False)
-        queue.popleft().set_result(None)
-        if queue:
-            self._waiting[client] = queue  # behind the others
+        while self._waiting:
+            client, queue = self._waiting.popitem(last=False)
+            turn = queue.popleft()
+            if queue:
+                self._waiting[client] = queue  # behind the others
+            if not turn.done():  # else whoever waited is about to leave
+                turn.set_result(None)
+                return
+        self._taken = False
 
     def _leave(self, client: str, turn: "asyncio.Future[None]") -> None:
-        if not turn.cancelled():  # it came at the same time
-            self.release()
-            return
-        queue = self._waiting[client]
-        queue.remove(turn)
+        queue = self._waiting.get(client, deque())
+        if turn in queue:
+            queue.remove(turn)
         if not queue:
-            del self._waiting[client]
+            self._waiting.pop(client, None)

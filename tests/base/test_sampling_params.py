@@ -1,5 +1,6 @@
 """`SamplingParams`: what makes no sense is refused by the name of the field, whatever way Python is started."""
 
+import json
 import math
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
+from octavo.structured_outputs import StructuredOutputs
 from tests.cli.processes import ROOT, environment
 
 NAN, INF = math.nan, math.inf
@@ -44,7 +46,8 @@ BAD: dict[str, list[Any]] = {
         5, "json", [], {}, {"json": "{}", "regex": "a"}, {"json": ""}, {"json": "[]"}, {"json": [1]}, {"json": {"a": NAN}},
         {"json": {"a": {1}}}, {"json": '{"a":' * 10**5}, {"json_object": 1}, {"json_object": False}, {"regex": ""}, {"regex": "a\0"},
         {"regex": 5}, {"choice": []}, {"choice": "ab"}, {"choice": ["a", ""]}, {"choice": ["a", 5]}, {"grammar": "\ud83d"},
-        {"grammar": None}, {"xml": "a"}, {"x" * 999: 1},
+        {"grammar": None}, {"xml": "a"}, {"x" * 999: 1}, {"regex": "a" * 200_001}, {"json": '{"a":' + " " * 200_000 + "1}"},
+        {"json": {"enum": [1] * 100_000}}, {"json": {"a" * 200_001: 1}}, {"choice": ["a"] * 10_001}, {"choice": ["a" * 999] * 999},
     ],
     "logprobs": [-1, -2, "x", 1.0, True],
     "prompt_logprobs": [-1, -2, "x", 1.0, True],
@@ -60,6 +63,19 @@ def test_a_value_without_meaning_is_refused_by_the_name_of_its_field(name: str, 
     assert len(str(refusal.value)) < 200, "a huge value is not repeated"
 
 
+def test_a_schema_that_comes_again_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it does with every prompt of a request, on its way into the engine."""
+    reads, loads = list[str](), json.loads
+
+    def read(text: str) -> Any:
+        reads.append(text)
+        return loads(text)
+
+    monkeypatch.setattr(json, "loads", read)
+    text = json.dumps({"enum": list(range(20_000))})
+    assert len({StructuredOutputs(json=text) for _ in range(16)}) == 1 and len(reads) == 1
+
+
 def test_every_field_a_user_can_set_is_checked() -> None:
     settable = {name for name, field in SamplingParams.__dataclass_fields__.items() if field.init}
     assert set(BAD) == settable
@@ -69,6 +85,7 @@ UNDER_O = """
 import sys
 from tests.base.test_sampling_params import CASES
 from octavo.sampling_params import SamplingParams
+from octavo.structured_outputs import StructuredOutputs
 assert False, "this line must be off"
 for name, value in CASES:
     try:
