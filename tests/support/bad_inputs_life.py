@@ -58,6 +58,11 @@ def _leaving(server: Watched) -> None:
             time.sleep(0.03)
             sock.close()
             _alone(server, 0.5)
+    with server.process.connect() as sock:
+        data = json.dumps(LONG | {"stream": False}).encode()
+        sock.sendall(2 * (POST + b"Content-Length: %d\r\n\r\n" % len(data) + data))  # the second waits for the first
+        time.sleep(0.03)
+    _alone(server, 0.5)
 
 
 def _leaving_while_read_in(server: Watched) -> None:
