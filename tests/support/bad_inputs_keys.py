@@ -81,6 +81,14 @@ def _admin(server: Watched) -> None:
     assert server.ask("POST", "/reset_prefix_cache", authorization=f"Bearer {ADMIN_KEY}").json == {"status": "ok"}
 
 
+def _others(server: Watched) -> None:
+    """What was asked with one key is told to no other but the admin's."""
+    answer = server.ask("POST", COMPLETIONS, SOUND[COMPLETIONS], authorization=f"Bearer {KEY}").json["id"]
+    refused(server.ask("GET", f"/v1/requests/{answer}", authorization=f"Bearer {OTHER_KEY}"), 404)
+    for key in (KEY, ADMIN_KEY):
+        assert server.ask("GET", f"/v1/requests/{answer}", authorization=f"Bearer {key}").status == 200
+
+
 def _no_admin_route(server: Watched) -> Callable[[], None]:
     assert not ADMIN & {path for _, path in _routes(ServerConfig())}
     return lambda: Attempt("", "", 401).check(server.ask("POST", "/reset_prefix_cache", authorization=f"Bearer {ADMIN_KEY}"))
@@ -127,6 +135,7 @@ ROWS: list[Row] = [
     Row(21, "keys in constant time", _constant_time, "locked"),
     acted(22, "keys that are not ASCII", _not_ascii, "locked"),
     acted(23, "the operator's route with a user's key", _admin, "locked"),
+    acted(23, "the record of another key's request", _others, "locked"),
     Row(23, "the operator's route where there is none", _no_admin_route),
     acted(24, "what is told of the server", _no_secrets, "locked"),
     acted(25, "the log", _log, "locked"),
