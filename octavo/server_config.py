@@ -34,7 +34,7 @@ class ServerConfig:
     queue_timeout: float = _flag(300.0, "seconds a request may wait before it is told to come back later (503)", 0.001, 86400.0)
     request_timeout: float = _flag(3600.0, "seconds a request may take in all (504)", 0.001, 86400.0)
     read_timeout: float = _flag(30.0, "seconds a client may take to send a request (408)", 0.001, 86400.0)
-    write_timeout: float = _flag(30.0, "seconds a client may leave an answer unread before its request ends", 0.001, 86400.0)
+    write_timeout: float = _flag(30.0, "seconds a client may leave an answer unread before it is cut off", 0.001, 86400.0)
     shutdown_timeout: float = _flag(30.0, "seconds that open requests have to end once the server was told to stop", 0.0, 86400.0)
     max_restarts: int = _flag(3, "how often an engine or API process that died is started again; a healthy minute begins anew", 0, 1000)
     max_body_bytes: int = _flag(8 * 2**20, "largest body of a request (413)", 1024, 2**40)
