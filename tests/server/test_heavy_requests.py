@@ -10,13 +10,13 @@ ANSWERS = ("logprobs, streamed", "stop strings", "streams that nobody reads")
 
 
 def test_no_field_of_any_route_can_be_filled_so_that_others_wait(endless: str) -> None:
-    with Storm(endless, full=2**20, patience=2, shapes=3) as storm:
+    with Storm(endless, full=2**20, patience=1.5, shapes=3) as storm:
         storm.try_fields(((1, 128), (256, 1)))
         storm.check()
 
 
 def test_no_answer_is_so_hard_or_large_that_others_wait() -> None:
-    with Storm(None, full=2**20, patience=2) as storm:
+    with Storm(None, full=2**20, patience=1.5) as storm:
         storm.try_forms(FORMS, ((1, 1), (1, 128), (16, 1)))
         storm.try_answers(ANSWERS, tokens=200, streams=16)
         storm.check()

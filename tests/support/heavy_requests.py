@@ -90,7 +90,7 @@ def bodies(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _fields(properties: dict[str, Any], schema: dict[str, Any], inside: str = "") -> Iterator[tuple[str, tuple[Shape, ...]]]:
     for name, kind in properties.items():
         shapes = tuple(shape for one in _alternatives(kind, schema) for shape in _shapes(one, schema))
-        yield f"{inside}{name}", shapes
+        yield f"{inside}{name}", (*OWN.get(name, ()), *shapes)
         for one in _alternatives(kind, schema):
             if "properties" in one:
                 yield from _fields(one["properties"], schema, f"{inside}{name}.")
@@ -120,6 +120,11 @@ def keyed(item: str, size: int) -> str:
     return "{" + ",".join(f'"{number}":{item}' for number in range(max(1, size // (len(item) + 8)))) + "}"
 
 
+def _tool(number: int) -> str:
+    parameters = {"type": "object", "properties": {f"p{number}": {"type": "string", "description": "a" * 100}}}
+    return json.dumps({"type": "function", "function": {"name": f"tool{number}", "parameters": parameters}})
+
+
 TEXT = Shape("a text", lambda size: f'"{"a" * size}"')
 NUMBERS = Shape("numbers", lambda size: repeated("300", size))
 TEXTS = Shape("short texts", lambda size: repeated('"ab"', size))
@@ -127,6 +132,11 @@ OBJECTS = Shape("objects", lambda size: repeated('{"a":1}', size))
 KEYS = Shape("an object", lambda size: keyed("1.0", size))
 DEEP = Shape("lists inside each other", lambda size: "[" * min(size, 190) + repeated("[]", size) + "]" * min(size, 190))
 DIGITS = Shape("digits", lambda size: "9" * max(1, size))
+MANY_MESSAGES = Shape("messages", lambda size: repeated(json.dumps(MESSAGES[0]), size))
+LONG_MESSAGE = Shape("a long message", lambda size: json.dumps([{"role": "user", "content": "a" * size}]))
+TOOLS = Shape("tools", lambda size: "[" + ",".join(_tool(number) for number in range(max(1, size // len(_tool(0))))) + "]")
+# Of fields whose type does not say what they hold: what is right there, and may be a lot.
+OWN = {"messages": (MANY_MESSAGES, LONG_MESSAGE), "input": (MANY_MESSAGES, LONG_MESSAGE), "tools": (TOOLS,)}
 ANYTHING = (TEXT, KEYS, DEEP, NUMBERS, TEXTS, OBJECTS)
 
 
