@@ -138,7 +138,7 @@ LONG_MESSAGE = Shape("a long message", lambda size: json.dumps([{"role": "user",
 TOOLS = Shape("tools", lambda size: "[" + ",".join(_tool(number) for number in range(max(1, size // len(_tool(0))))) + "]")
 # Of fields whose type does not say what they hold: what is right there, and may be a lot.
 OWN = {"messages": (MANY_MESSAGES, LONG_MESSAGE), "input": (MANY_MESSAGES, LONG_MESSAGE), "tools": (TOOLS,)}
-ANYTHING = (TEXT, KEYS, DEEP, NUMBERS, TEXTS, OBJECTS)
+ANYTHING = (TEXT, KEYS, NUMBERS, DEEP, TEXTS, OBJECTS)
 
 
 def long_texts(size: int) -> Shape:
