@@ -10,6 +10,8 @@ import pytest
 import uvloop
 
 from octavo.engine.stall_watch import LOOK_SECONDS, OTHERS, SAID, StallWatch
+from tests.cli.processes import FAKE
+from tests.support.server_process import ServerProcess
 
 MOST = 100  # milliseconds
 
@@ -79,3 +81,19 @@ def test_a_turn_that_somebody_else_names_is_measured_from_its_begin_to_its_end(c
         watch.end()
     (line,) = said(caplog)
     assert line.startswith("the engine's loop did not turn for 3") and "in compute" in line
+
+
+def test_a_test_whose_server_has_a_slow_event_loop_fails() -> None:
+    with (
+        pytest.raises(AssertionError, match=rf"a loop {SAID} [4-9]\d\d ms of CPU time, at most 200 are allowed(.|\n)*in spin"),
+        ServerProcess("tests.support.stand_in_server") as server,
+    ):
+        assert server.ask("GET", "/spin").status == 200
+
+
+def test_a_test_whose_engine_has_a_slow_step_fails() -> None:
+    with (
+        pytest.raises(AssertionError, match=rf"a loop {SAID} \d+ ms of CPU time, at most 1 are allowed"),
+        ServerProcess("octavo serve", env=FAKE, watch="step.slow=1") as server,
+    ):
+        assert server.ask("POST", "/v1/completions", {"prompt": "a" * 4000, "n": 128, "max_tokens": 4}).status == 200

@@ -3,6 +3,8 @@
 The whole of it is in `make soak`; here bodies are smaller, and there are fewer of each kind.
 """
 
+from octavo.server.body import Body, takes
+from tests.support.heavy_requests import places
 from tests.support.heavy_storm import Storm
 
 FORMS = ("regex that opens classes", "regex that counts", "grammar of empty lines", "schema with a pattern")
@@ -10,13 +12,33 @@ ANSWERS = ("logprobs, streamed", "stop strings", "streams that nobody reads")
 
 
 def test_no_field_of_any_route_can_be_filled_so_that_others_wait(endless: str) -> None:
-    with Storm(endless, full=2**20, patience=2, shapes=3) as storm:
+    with Storm(endless, full=2**20, patience=1.5, shapes=3) as storm:
         storm.try_fields(((1, 128), (256, 1)))
         storm.check()
 
 
 def test_no_answer_is_so_hard_or_large_that_others_wait() -> None:
-    with Storm(None, full=2**20, patience=2) as storm:
+    with Storm(None, full=2**20, patience=1.5) as storm:
         storm.try_forms(FORMS, ((1, 1), (1, 128), (16, 1)))
         storm.try_answers(ANSWERS, tokens=200, streams=16)
         storm.check()
+
+
+class Inside(Body):
+    words: list[str]
+
+
+class New(Body):
+    number: int
+    text: str | None = None
+    inside: Inside | None = None
+
+
+def test_a_route_that_is_new_is_tried_in_all_its_fields() -> None:
+    operation = takes(New)
+    shared = operation["requestBody"]["content"]["application/json"]["schema"].pop("$defs")
+    found = places({"paths": {"/new": {"post": operation}}, "components": {"schemas": shared}})
+    assert [place.field for place in found] == ["number", "text", "inside", "inside.words"]
+    bodies = [place.heavy(place.shapes[0], 10).body for place in found if place.shapes]
+    assert bodies[:2] == [b'{"number":9999999999}', b'{"text":"aaaaaaaaaa","number": 1}']
+    assert bodies[-1] == b'{"inside":{"words":["ab","ab"]},"number": 1}'

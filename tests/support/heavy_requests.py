@@ -17,9 +17,10 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Once"}]
 # What a field that must be there holds where another one is heavy; a field that is not named here gets the least of its type.
 PLAIN: dict[str, Any] = {"prompt": "Once", "messages": MESSAGES, "input": "Once", "tokens": [5], "model": None}
+LATER = 9  # the priority of all that is heavy: who asks for little is served first
+SHORT = {"max_tokens": TOKENS, "max_output_tokens": TOKENS, "priority": LATER}  # wherever a route has these
 FORMS = ("structured_outputs", "response_format", "stream_options", "stream")  # some of them exclude others
 Multiples = tuple[tuple[int, int], ...]  # of prompts and samples
-LATER = 9  # the priority of all that is heavy: who asks for little is served first
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def places(schema: dict[str, Any]) -> list[Place]:
         properties = body["properties"]
         plain = {name: PLAIN.get(name, _least(properties[name], schema)) for name in body.get("required", ())}
         plain |= {"prompt": "Once"} if "messages" in properties and "prompt" in properties else {}  # /tokenize takes one of the two
-        plain |= {name: value for name, value in {"max_tokens": TOKENS, "priority": LATER}.items() if name in properties}
+        plain |= {name: value for name, value in SHORT.items() if name in properties}
         for field, kind in _fields(properties, schema):
             own = {name: value for name, value in plain.items() if name != "prompt" or field != "messages"}
             found.setdefault(f"{field} {sorted(shape.name for shape in kind)}", Place(path, field, kind, own))
@@ -90,7 +91,7 @@ def bodies(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _fields(properties: dict[str, Any], schema: dict[str, Any], inside: str = "") -> Iterator[tuple[str, tuple[Shape, ...]]]:
     for name, kind in properties.items():
         shapes = tuple(shape for one in _alternatives(kind, schema) for shape in _shapes(one, schema))
-        yield f"{inside}{name}", shapes
+        yield f"{inside}{name}", (*OWN.get(name, ()), *shapes)
         for one in _alternatives(kind, schema):
             if "properties" in one:
                 yield from _fields(one["properties"], schema, f"{inside}{name}.")
@@ -120,6 +121,11 @@ def keyed(item: str, size: int) -> str:
     return "{" + ",".join(f'"{number}":{item}' for number in range(max(1, size // (len(item) + 8)))) + "}"
 
 
+def _tool(number: int) -> str:
+    parameters = {"type": "object", "properties": {f"p{number}": {"type": "string", "description": "a" * 100}}}
+    return json.dumps({"type": "function", "function": {"name": f"tool{number}", "parameters": parameters}})
+
+
 TEXT = Shape("a text", lambda size: f'"{"a" * size}"')
 NUMBERS = Shape("numbers", lambda size: repeated("300", size))
 TEXTS = Shape("short texts", lambda size: repeated('"ab"', size))
@@ -127,7 +133,12 @@ OBJECTS = Shape("objects", lambda size: repeated('{"a":1}', size))
 KEYS = Shape("an object", lambda size: keyed("1.0", size))
 DEEP = Shape("lists inside each other", lambda size: "[" * min(size, 190) + repeated("[]", size) + "]" * min(size, 190))
 DIGITS = Shape("digits", lambda size: "9" * max(1, size))
-ANYTHING = (TEXT, KEYS, DEEP, NUMBERS, TEXTS, OBJECTS)
+MANY_MESSAGES = Shape("messages", lambda size: repeated(json.dumps(MESSAGES[0]), size))
+LONG_MESSAGE = Shape("a long message", lambda size: json.dumps([{"role": "user", "content": "a" * size}]))
+TOOLS = Shape("tools", lambda size: "[" + ",".join(_tool(number) for number in range(max(1, size // len(_tool(0))))) + "]")
+# Of fields whose type does not say what they hold: what is right there, and may be a lot.
+OWN = {"messages": (MANY_MESSAGES, LONG_MESSAGE), "input": (MANY_MESSAGES, LONG_MESSAGE), "tools": (TOOLS,)}
+ANYTHING = (TEXT, KEYS, NUMBERS, DEEP, TEXTS, OBJECTS)
 
 
 def long_texts(size: int) -> Shape:
@@ -212,18 +223,18 @@ class Taken:
     size: int
 
 
-def times(taken: Taken, prompts: int, n: int) -> Heavy:
-    """The same for many prompts or samples."""
+def times(taken: Taken, prompts: int, n: int, halvings: int) -> Heavy:
+    """The same, or a smaller one, for many prompts or samples."""
     more: dict[str, object] = {"n": n} | ({} if taken.place.field == "prompt" else {"prompt": ["Once"] * prompts})
-    return taken.place.heavy(taken.shape, taken.size, **more)
+    return taken.place.heavy(taken.shape, taken.size >> halvings, **more)
 
 
-def all_at_once(taken: list[Taken], most: int, prompts: int, n: int) -> Heavy:
-    """Every field of completions with its largest value, as far as they fit into one body."""
+def all_at_once(taken: list[Taken], most: int, prompts: int, n: int, halvings: int) -> Heavy:
+    """Every field of completions with its largest value, or a smaller one, as far as they fit into one body."""
     fields = {"prompt": json.dumps(["Once"] * prompts), "n": str(n), "max_tokens": str(TOKENS), "priority": str(LATER)}
     for one in sorted(taken, key=lambda one: one.size):
         name, room = one.place.field, most - sum(map(len, fields.values()))
         if one.place.generates_many and name not in (*fields, *FORMS) and "." not in name and one.size < room:
-            fields[name] = one.shape.value(one.size)
+            fields[name] = one.shape.value(one.size if one.shape is DIGITS else one.size >> halvings)
     body = ",".join(f'"{name}":{value}' for name, value in fields.items())
     return Heavy(f"all fields at once, {prompts} prompts of {n} samples", COMPLETIONS, f"{{{body}}}".encode())

@@ -2,6 +2,7 @@
 
     /health and a small chat    asked again and again by another process, each is answered within a second of what the machine has left
     loops                       no turn of the event loop takes more than 200 ms of CPU time, no turn of the engine's more than a second
+    answers                     none is a failure of the server (500)
     memory                      no process of the server grows by more than 300 MB, and at the end they give it back
 
 What was late is done twice more: only what is late every time counts, for one busy moment of the machine is no offence.
@@ -84,6 +85,7 @@ class Storm:
                 storm()
                 back = self._asker.answered_after(time.monotonic(), BACK_SECONDS)
             worse = [] if back else [f"nobody was answered for {BACK_SECONDS} s afterwards, busy in {self._last_words()}"]
+            worse += [f"an answer was 500: {self.server.stderr.splitlines()[-1]}"] if self._statuses[500] else []
             worse += [f"{found[1]} in {_place(found[2])}" for found in STALL.finditer(self.server.stderr[read:])] + memory.grown()
             late = self._asker.late_since(start, LATE_SECONDS / machine.left(time.monotonic() - start) ** 2)
             self.log.append(f"{time.monotonic() - start:6.2f} s  {name} {dict(self._statuses)}: {'; '.join(worse + late) or 'well'}")
@@ -106,8 +108,9 @@ class Storm:
         """Every field of every route by itself, then those of completions in one request."""
         for place in places(self.server.ask("GET", "/openapi.json").json):
             self.judge(f"{place.path} {place.field}", partial(self._try_place, place, multiples))
-        requests = [all_at_once(self._taken, self._full, prompts, n) for prompts, n in multiples]
-        self.judge("all fields at once", lambda: self.send(requests))
+        for prompts, n in multiples:
+            name = f"all fields at once, {prompts} prompts of {n} samples"
+            self.judge(name, partial(self._send_largest, partial(all_at_once, self._taken, self._full, prompts, n)))
 
     def try_forms(self, names: Iterable[str], multiples: Multiples) -> None:
         for name in names:
@@ -168,7 +171,13 @@ class Storm:
         if found and place.generates_many:
             largest = max(found, key=lambda taken: taken.size)
             for prompts, n in multiples:
-                self.send([times(largest, prompts, n)])
+                self._send_largest(partial(times, largest, prompts, n))
+
+    def _send_largest(self, make: Callable[[int], Heavy]) -> None:
+        """Halved until it is taken: what is allowed alone may be too much in all."""
+        for halvings in range(self._full.bit_length()):
+            if self.send([make(halvings)]) != [400]:
+                return
 
     def _largest(self, place: Place, shape: Shape) -> int:
         """Bytes of the largest value of this shape that is taken, to a factor of two; 0: none is."""
