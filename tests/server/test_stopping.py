@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import signal
+import socket
 import threading
 import time
 from unittest.mock import AsyncMock
@@ -20,25 +21,32 @@ from octavo.server.run import ApiProcess
 from octavo.server.siblings import Orders, Siblings
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
-from tests.support.server_process import Reply, ServerProcess
+from tests.support.server_process import Reply, ServerProcess, read_replies
 from tests.support.stand_in_llm import StandInLLM
 
 STAND_IN = "tests.support.stand_in_server"
 
 
 class Streams:
-    """Requests in flight, each of `words` words, 50 ms apart."""
+    """Requests whose answers have begun, each of `words` words, 50 ms apart."""
 
     def __init__(self, server: ServerProcess, count: int, words: int) -> None:
         self.replies: list[Reply | Exception] = []
+        self._begun = threading.Barrier(count + 1)
         self._threads = [threading.Thread(target=self._ask, args=(server, words)) for _ in range(count)]
         for thread in self._threads:
             thread.start()
-        time.sleep(0.3)
+        self._begun.wait(10)
 
     def _ask(self, server: ServerProcess, words: int) -> None:
+        data = b'{"words": %d}' % words
+        head = b"POST /slow HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
         try:
-            self.replies.append(server.ask("POST", "/slow", {"words": words}))
+            with server.connect() as sock:
+                sock.sendall(head + b"content-length: %d\r\n\r\n" % len(data) + data)
+                sock.recv(1, socket.MSG_PEEK)
+                self._begun.wait(10)
+                self.replies += read_replies(sock)
         except Exception as error:
             self.replies.append(error)
 
