@@ -27,7 +27,7 @@ from octavo.text.tokenizer import Tokenizer
 
 MOST_THREADS = 8  # that fill masks
 MOST_LETTERS = 300  # of a complaint
-MASK_SECONDS = 0.02  # of CPU time, for one mask of a grammar on average; 150,000 tokens and a heavy regex take 3 to 5 ms
+MASK_SECONDS = 0.01  # of CPU time, for one mask of a grammar on average; 150,000 tokens and a heavy regex take 3 to 5 ms
 GRACE_SECONDS = 0.25  # beyond that average, while a call of `fill` has time
 FILL_SECONDS = 0.5  # of a call; then grammars that are above the average have no grace left
 TIMED_MASKS = 16  # of a grammar, before its masks are filled together with others
