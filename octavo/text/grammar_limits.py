@@ -14,7 +14,8 @@ from importlib.util import find_spec
 from octavo.errors import RequestError
 from octavo.structured_outputs import PARAM, StructuredOutputs
 
-MAX_REGEX_CHARS = 10_000  # a text without choices takes 0.2 ms for each 1,000 characters, at every token
+MAX_REGEX_CHARS = 10_000
+MAX_TEXT_CHARS = 10_000  # of one choice, name or value: where it must follow, 1,000 characters take 0.2 ms at every token
 MAX_LARK_CHARS = 50_000  # of a grammar that stands alone; compiling takes 0.2 s for so many
 MAX_DEPTH = 60  # of a schema's objects and lists
 MAX_VALUES = 10_000  # of all enums of a schema
@@ -50,6 +51,8 @@ def check_limits(structured: StructuredOutputs) -> None:
         check_regex(structured.regex)
     elif structured.grammar is not None:
         _check_grammar(structured.grammar)
+    else:
+        _check_texts(structured.choice, "choice")
 
 
 def _bad(what: str) -> RequestError:
@@ -61,6 +64,11 @@ def _at_most(number: int, limit: int, name: str, unit: str = "") -> None:
         raise _bad(f"{name} {number:,}{unit and ' '}{unit}, at most {limit:,} are allowed")
 
 
+def _check_texts(texts: Iterable[object], name: str) -> None:
+    longest = max((len(text) for text in texts if isinstance(text, str)), default=0)
+    _at_most(longest, MAX_TEXT_CHARS, f"{name} has a text of", "characters")
+
+
 def _check_schema(schema: object) -> None:
     values = depth = 0
     level: list[object] = [schema]
@@ -68,7 +76,9 @@ def _check_schema(schema: object) -> None:
         _at_most(depth := depth + 1, MAX_DEPTH, "json is nested to", "levels")
         for one in level:
             if isinstance(one, dict):
-                values += len(one["enum"]) if isinstance(one.get("enum"), list) else 0
+                enum = one["enum"] if isinstance(one.get("enum"), list) else []
+                values += len(enum)
+                _check_texts([*one, *enum, one.get("const")], "json")
                 _check_keywords(one)
         _at_most(values, MAX_VALUES, "json has enums of", "values")
         level = [part for one in level for part in _parts(one)]

@@ -27,7 +27,7 @@ from octavo.text.tokenizer import Tokenizer
 
 MOST_THREADS = 8  # that fill masks
 MOST_LETTERS = 300  # of a complaint
-MASK_SECONDS = 0.02  # of CPU time, for one mask of a grammar on average; 150,000 tokens and a heavy regex take 3 to 5 ms
+MASK_SECONDS = 0.01  # of CPU time, for one mask of a grammar on average; 150,000 tokens and a heavy regex take 3 to 5 ms
 GRACE_SECONDS = 0.25  # beyond that average, while a call of `fill` has time
 FILL_SECONDS = 0.5  # of a call; then grammars that are above the average have no grace left
 TIMED_MASKS = 16  # of a grammar, before its masks are filled together with others
@@ -47,16 +47,20 @@ LIMITS = llguidance.LLParserLimits(
 
 @dataclass(slots=True)
 class Cost:
-    """CPU time of a grammar: its masks, its copies, and its samples' tokens."""
+    """CPU time of a grammar while it is timed: its masks, its copies, and its samples' tokens."""
 
-    seconds: float = 0.0  # of those that were timed
-    masks: int = 0  # that were timed
-    to_time: int = TIMED_MASKS
+    seconds: float = 0.0
+    masks: int = 0
+    to_time: int = TIMED_MASKS  # masks that are still to be timed; none: the grammar is trusted
     too_much: bool = False
 
     def add(self, since: float) -> None:
-        """What this thread has worked since then."""
-        self.seconds += time.thread_time() - since
+        """What this thread has worked since then. One that was slow ends all trust."""
+        taken = time.thread_time() - since
+        if taken > MASK_SECONDS:
+            self.to_time = TIMED_MASKS
+        if self.to_time:
+            self.seconds += taken
 
     def judge(self, grace: float) -> None:
         self.too_much = self.too_much or self.seconds > grace + MASK_SECONDS * self.masks

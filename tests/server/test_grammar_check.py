@@ -67,6 +67,8 @@ BAD = [
     (74, {"json": {"type": "string", "maxLength": 10**9}}),
     (74, {"choice": [str(n) for n in range(20_000)]}),
     (74, {"grammar": 'start: "' + "a" * 2_000_000 + '"'}),
+    (74, {"choice": ["a" * 10_001]}),
+    (74, {"json": {"const": "a" * 10_001}}),
     (70, {"regex": "[" * 9_000}),
     (70, {"regex": "[" * 16_000}),
     (70, {"json": {"type": "string", "pattern": "[" * 9_000}}),

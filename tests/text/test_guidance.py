@@ -128,5 +128,9 @@ def test_masks_that_are_filled_together_are_those_filled_one_by_one() -> None:
     first, second = np.zeros((70, BYTES.num_words), np.int32), np.zeros((70, BYTES.num_words), np.int32)
     BYTES.fill(matchers, first)
     assert compiled.cost.to_time == 0, "they are trusted by now"
+    seconds = compiled.cost.seconds
     BYTES.fill(matchers, second)
+    for _ in range(1_000):
+        compiled.copy().advance(list(b"abcde12"))
+    assert compiled.cost.seconds == seconds, "what lives long does not become too costly by its age"
     assert (first == second).all() and len({row.tobytes() for row in first}) == 3
