@@ -1,22 +1,13 @@
 """A real server process over the stand-in for the engine: `python -m tests.support.stand_in_server [flags of octavo serve]`.
 
-<<<<<<< HEAD
 It has some routes more: POST /slow says as many words as it is asked for, 50 ms apart, GET /large says 32 MiB at once and GET /endless says
-something for ever; GET /fail fails, GET /die is the engine's death.
-=======
-It has some routes more: POST /slow says as many words as it is asked for, 50 ms apart, GET /fail fails, GET /die is the engine's death.
-GET /spin computes for half a second in the event loop.
->>>>>>> h-storm
+something for ever; GET /fail fails, GET /die is the engine's death, GET /spin computes for half a second in the event loop.
 """
 
 import asyncio
 import sys
-<<<<<<< HEAD
-from collections.abc import AsyncGenerator, AsyncIterator
-=======
 import time
-from collections.abc import AsyncIterator
->>>>>>> h-storm
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import uvloop
 from fastapi import APIRouter
