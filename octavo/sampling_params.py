@@ -116,7 +116,7 @@ def _bad(name: str, value: object, wanted: str) -> RequestError:
 
 
 def _show(value: object) -> str:
-    text = repr(value)
+    text = repr(value[:60] if isinstance(value, (str, list, tuple)) else value)  # no more of it would be shown
     return text if len(text) <= 60 else text[:57] + "..."
 
 
