@@ -10,6 +10,7 @@ from tests.support.heavy_storm import Storm
 from tests.support.story_folder import story_folder
 
 FULL = 8 * 2**20 - 4096
+KEPT = 600 * 2**20  # of what threads took at once for such bodies, Python keeps a part for the next ones
 MULTIPLES = ((1, 128), (8, 128), (1024, 1))
 
 
@@ -17,7 +18,7 @@ MULTIPLES = ((1, 128), (8, 128), (1024, 1))
 def test_no_field_of_any_route_can_be_filled_so_that_others_wait_at_length(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    with Storm(str(story_folder(tmp_path / "endless", end_ids=[])), FULL, patience=10) as storm:
+    with Storm(str(story_folder(tmp_path / "endless", end_ids=[])), FULL, patience=10, kept=KEPT) as storm:
         storm.try_fields(MULTIPLES)
         storm.try_mixed(clients=16, seconds=120)
         record_property("storm", "\n".join(storm.log))
@@ -26,7 +27,7 @@ def test_no_field_of_any_route_can_be_filled_so_that_others_wait_at_length(
 
 @pytest.mark.soak
 def test_no_answer_is_so_hard_or_large_that_others_wait_at_length(record_property: Callable[[str, object], None]) -> None:
-    with Storm(None, FULL, patience=10) as storm:
+    with Storm(None, FULL, patience=10, kept=KEPT) as storm:
         storm.try_forms(HARD_FORMS, MULTIPLES)
         storm.try_answers(ANSWERS, tokens=480, streams=32)
         record_property("storm", "\n".join(storm.log))

@@ -91,7 +91,8 @@ def bodies(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _fields(properties: dict[str, Any], schema: dict[str, Any], inside: str = "") -> Iterator[tuple[str, tuple[Shape, ...]]]:
     for name, kind in properties.items():
         shapes = tuple(shape for one in _alternatives(kind, schema) for shape in _shapes(one, schema))
-        yield f"{inside}{name}", (*OWN.get(name, ()), *shapes)
+        own = OWN.get(name, ())
+        yield f"{inside}{name}", (*own[:1], *shapes, *own[1:])
         for one in _alternatives(kind, schema):
             if "properties" in one:
                 yield from _fields(one["properties"], schema, f"{inside}{name}.")
