@@ -4,7 +4,7 @@
     Upgrade              ignored: this server speaks HTTP/1.1, and the body belongs to the request
     body                 of a Content-Length, or chunked and nothing else
     what is no HTTP      a 400, behind the answers to what came before it
-    a client that sends no more, but listens, gets its answer; one that has left ends its request (`_ask_whether_it_listens`)
+    a client that sends no more before its answer begins, but listens, gets it; one that has left ends its request
     an answer            its client takes LEAST_BYTES of it in `write_timeout`, or all there is, or the connection is cut off
 
 A body that is read by a route has its time counted by the guard; here it is counted while nobody reads: before there is a
@@ -168,13 +168,13 @@ class BoundedProtocol(HttpToolsProtocol):
     def _ask_whether_it_listens(self) -> bool:
         """A client that sends no more may have left. The machine of one that did answers whatever is written with a reset.
 
-        Before an answer begins, HTTP has a word that says nothing: 100 Continue. It is not for clients of HTTP/1.0: those count as gone.
+        Before an answer begins, HTTP has a word that says nothing: 100 Continue. Inside an answer it has none, and for clients of
+        HTTP/1.0 neither: who sends no more then counts as gone.
         """
         assert self._running is not None
-        if self._running.scope["http_version"] == "1.0":
+        if self._running.response_started or self._running.scope["http_version"] == "1.0":
             return False
-        if not self._running.response_started:
-            self.transport.write(STATUS_LINE[100] + b"\r\n")
+        self.transport.write(STATUS_LINE[100] + b"\r\n")
         self._look_whether_it_left(_LOOK_SECONDS[0])
         return True
 

@@ -97,7 +97,7 @@ export function writeDetail({ detail }, state, layout, cell, block) {
   detail.replaceChildren(
     make("p", {}, several ? sayBlocks(state, from, to) : sayBlock(state, from)),
     ...readable.filter((number) => state.kind(number) !== "free").map((number) =>
-      make("p", { class: "pool-text" }, ...(several ? [make("b", {}, `${number} `)] : []), ...tokenList(state.blocks.tokens[number]))),
+      make("p", { class: "pool-text" }, ...(several ? [make("b", {}, `${number} `)] : []), ...tokenList(state.blocks.tokens[number], state.head))),
   );
 }
 

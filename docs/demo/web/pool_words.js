@@ -19,7 +19,8 @@ export function visible(text) {
 }
 
 /** Tokens side by side, each one visible as such. */
-export function tokenList(tokens) {
+export function tokenList(tokens, head) {
+  if (tokens !== null && head?.text === false) return [make("span", { class: "muted" }, "text is shown to the admin key alone")];
   if (tokens === null) return [make("span", { class: "muted" }, "text not known")];
   return tokens.map((token) => make("bdi", { class: "token" }, visible(token) || "∅"));
 }

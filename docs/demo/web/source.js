@@ -116,7 +116,7 @@ class Source {
     let came = false;
     try {
       const answer = await fetch(STREAM, { headers: this.#headers(), cache: "no-store", signal: AbortSignal.any([signal, silence.signal]) });
-      if (!answer.ok) return { came, ...refusal(answer.status) };
+      if (!answer.ok) return { came, ...refusal(answer.status, await wordsOf(answer)) };
       for await (const line of lines(answer.body)) {
         clearTimeout(timer);
         timer = setTimeout(() => silence.abort(), SILENCE_MS);
@@ -136,10 +136,16 @@ class Source {
   }
 }
 
-function refusal(status) {
+/** Why the server refuses, if it says so. */
+async function wordsOf(answer) {
+  const body = await answer.json().catch(() => null);
+  return typeof body?.error?.message === "string" ? body.error.message : `The server answers ${answer.status}`;
+}
+
+function refusal(status, words) {
   if (status === 401 || status === 403) return { why: "The server shows its pool only with a key", again: true };
   if (status === 404) return { why: "There is no stream of a pool here: a server has one unless it was started with --no-inspector", again: false };
-  return { why: `The server answers ${status}; trying again`, again: true };
+  return { why: `${words}; trying again`, again: true };
 }
 
 /** The lines of a stream. Between them, where reading has taken its slice, the page may draw. */

@@ -142,15 +142,15 @@ class OneTable {
       this.#entries.delete(index);
     }
     shown.forEach(([index, block, kept], place) => {
-      const { item } = this.#write(index, block, kept, kept ? state.blocks.tokens[block] : null, block === chosenBlock);
+      const { item } = this.#write(index, block, kept, kept ? state.blocks.tokens[block] : null, block === chosenBlock, state.head);
       if (this.#list.children[place] !== item) this.#list.insertBefore(item, this.#list.children[place] ?? null);
     });
   }
 
-  #write(index, block, kept, tokens, chosen) {
+  #write(index, block, kept, tokens, chosen, head) {
     const one = this.#entries.get(index) ?? this.#make(index);
     if (one.block !== block) one.place.textContent = `${index} → ${block}`;
-    if (one.kept !== kept || one.tokens !== tokens) one.text.replaceChildren(...(kept ? tokenList(tokens) : [make("span", { class: "muted" }, "has other content now")]));
+    if (one.kept !== kept || one.tokens !== tokens) one.text.replaceChildren(...(kept ? tokenList(tokens, head) : [make("span", { class: "muted" }, "has other content now")]));
     press(one.element, chosen);
     return Object.assign(one, { block, kept, tokens });
   }
