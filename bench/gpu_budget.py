@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -148,9 +149,10 @@ class Load:
             request = AddRequest(name, [rng.randrange(highest) for _ in range(context)], params)
             llm._client.add(request)
             llm._processor.add(request, None)
+            llm._streams[name] = deque()
 
     def step(self) -> None:
-        self.llm._pump(None)
+        self.llm._pump()
 
     def until_all_decode(self) -> None:
         scheduler: Any = self.llm._client._core.scheduler  # type: ignore[attr-defined]
@@ -162,7 +164,7 @@ class Load:
 
     def end(self) -> None:
         for name in self.ids:
-            self.llm._drop(name)
+            self.llm._drop([name])
         while self.llm._client._core.has_work:  # type: ignore[attr-defined]
             self.step()
 

@@ -127,8 +127,11 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> Non
 
 
 def _number(name: str, value: object, low: float, high: float = LARGEST_FLOAT, open_low: bool = False) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high or (open_low and value == low):
-        raise _bad(name, value, f"a finite number {'above' if open_low else 'of at least'} {low:g} and at most {high:g}")  # NaN is neither
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high or (open_low and value == low):  # type: ignore[operator]
+        wanted = f"a finite number {'above' if open_low else 'of at least'} {low:g}"
+        tell_high = high < LARGEST_FLOAT or (is_number and value > high)  # type: ignore[operator]
+        raise _bad(name, value, wanted + (f" and at most {high:g}" if tell_high else ""))
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:

@@ -4,7 +4,7 @@
     Upgrade              ignored: this server speaks HTTP/1.1, and the body belongs to the request
     body                 of a Content-Length, or chunked and nothing else
     what is no HTTP      a 400, behind the answers to what came before it
-    a client that sends no more before its answer begins, but listens, gets it; one that has left ends its request
+    a client that sends no more, but listens, gets its answer; one that has left ends its request (`_ask_whether_it_listens`)
     an answer            its client takes LEAST_BYTES of it in `write_timeout`, or all there is, or the connection is cut off
 
 A body that is read by a route has its time counted by the guard; here it is counted while nobody reads: before there is a
@@ -14,6 +14,7 @@ sending would see a reset connection and no answer.
 
 import asyncio
 import json
+import math
 import socket
 import struct
 from asyncio import TimerHandle
@@ -33,6 +34,7 @@ HEAD_BYTES = 65536
 NUM_HEADERS = 256
 URL_BYTES = 8192
 LEAST_BYTES = 65536
+SILENT_SECONDS = 3.0
 _PIECE = 4096  # heads are fed in pieces, so that little of one that is too long is kept
 _LOOK_SECONDS = 0.005, 1.0  # from the first look whether a client that sends no more is still there to the second, and at most
 _TCP_CLOSED = 7  # as Linux numbers the states of a connection
@@ -168,22 +170,27 @@ class BoundedProtocol(HttpToolsProtocol):
     def _ask_whether_it_listens(self) -> bool:
         """A client that sends no more may have left. The machine of one that did answers whatever is written with a reset.
 
-        Before an answer begins, HTTP has a word that says nothing: 100 Continue. Inside an answer it has none, and for clients of
-        HTTP/1.0 neither: who sends no more then counts as gone.
+        Before an answer begins, HTTP has a word that says nothing: 100 Continue. Inside an answer the next piece of it tells, and where
+        none comes for SILENT_SECONDS the client counts as gone. So does one of HTTP/1.0, which has no such word.
         """
         assert self._running is not None
-        if self._running.response_started or self._running.scope["http_version"] == "1.0":
+        if self._running.scope["http_version"] == "1.0":
             return False
-        self.transport.write(STATUS_LINE[100] + b"\r\n")
-        self._look_whether_it_left(_LOOK_SECONDS[0])
+        if not self._running.response_started:
+            self.transport.write(STATUS_LINE[100] + b"\r\n")
+        self._look_whether_it_left(_LOOK_SECONDS[0], self.loop.time() + SILENT_SECONDS, self._tcp_state()[1])
         return True
 
-    def _look_whether_it_left(self, pause: float) -> None:
+    def _look_whether_it_left(self, pause: float, deadline: float, taken_before: int) -> None:
         """A machine nearby answers at once, one far away later: each pause is twice as long as the one before."""
-        if self._tcp_state()[0] == _TCP_CLOSED:
+        state, taken = self._tcp_state()
+        if taken > taken_before:
+            deadline = math.inf  # it listens
+        if state == _TCP_CLOSED or self.loop.time() > deadline:
             self.transport.abort()
-        else:
-            self._look_timer = self.loop.call_later(pause, self._look_whether_it_left, min(2 * pause, _LOOK_SECONDS[1]))
+            return
+        longer = min(2 * pause, _LOOK_SECONDS[1])
+        self._look_timer = self.loop.call_later(pause, self._look_whether_it_left, longer, deadline, taken_before)
 
     def _complain(self, error: ApiError) -> None:
         self._complaint = error

@@ -4,6 +4,7 @@ import asyncio
 import re
 import shutil
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -179,8 +180,12 @@ def test_stop_ends_the_answer_and_the_request(open_stand_in: OpenPage) -> None:
         expect(answers(page).first).to_contain_text("stopped")
         assert "second" not in page.content()
         request = page.evaluate("JSON.parse(Object.values(localStorage)[0]).messages[1].request")
-        record = page.evaluate("id => fetch('./v1/requests/' + id).then(answer => answer.json())", request)
-        assert (record["state"], record["prompts"][0]["samples"][0]["finish_reason"]) == ("finished", "abort")
+        deadline = time.monotonic() + 20  # nothing more is being said, so that it takes the server a moment to see that nobody listens
+        read = "id => fetch('./v1/requests/' + id).then(answer => answer.json())"
+        while (record := page.evaluate(read, request))["state"] != "finished":
+            assert time.monotonic() < deadline, record
+            page.wait_for_timeout(100)
+        assert record["prompts"][0]["samples"][0]["finish_reason"] == "abort"
         page.get_by_role("button", name="Send").wait_for()
 
 
