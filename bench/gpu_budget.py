@@ -13,9 +13,8 @@ import json
 import re
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
