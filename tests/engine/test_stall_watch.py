@@ -23,10 +23,12 @@ def compute(seconds: float) -> None:
 
 
 def keep_the_interpreter(seconds: float) -> None:
-    """In one call that does not let go of it."""
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        sum(range(50_000_000))
+    """In calls that do not let go of it, each much longer than that; two, so that the stack is still there when the first is over."""
+    start = time.thread_time()
+    sum(range(2_000_000))
+    a_second = 2_000_000 / (time.thread_time() - start)
+    for _ in range(2):
+        sum(range(int(3 * seconds * a_second)))
 
 
 async def watched(*steps: str) -> None:
