@@ -49,8 +49,9 @@ OF_TORCH = list(dict.fromkeys(("float32", machine.fast_dtype(None))))
 @pytest.mark.parametrize(
     ("dtype", "native", "quantization", "within"),
     [
-        *((dtype, False, "auto", 0.05) for dtype in OF_TORCH), ("bfloat16", True, "auto", 0.05), ("float16", True, "auto", 0.05),
-        ("float32", True, "auto", 0.05), ("bfloat16", True, "none", 0.05), ("bfloat16", True, "int4", 0.10),
+        *((dtype, False, "auto", 0.05) for dtype in OF_TORCH), ("bfloat16", True, "auto", 0.05), ("bfloat16", True, "int4", 0.10),
+        *(pytest.param(dtype, True, kept, 0.05, marks=pytest.mark.soak)
+          for dtype, kept in (("float16", "auto"), ("float32", "auto"), ("bfloat16", "none"))),
     ],
 )  # fmt: skip
 def test_the_default_model_takes_what_was_planned(dtype: str, native: bool, quantization: str, within: float) -> None:

@@ -54,7 +54,7 @@ def agree(alone: list[RequestOutput], others: list[RequestOutput]) -> bool:
     return all(same_greedy_text(one, other) for one, other in zip(alone, others, strict=True))
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_among_32(folder: str, alone: list[RequestOutput], depth: int, runner: str) -> None:
     with engine(folder, runner, depth=depth) as llm:
         for number, target in enumerate(TARGETS):

@@ -9,8 +9,8 @@ import pytest
 from tests.cli.processes import ROOT, environment
 
 SEED = 20260
-MUTANTS = 1_000
-SOAK = 100  # times as many
+MUTANTS = 500
+SOAK = 200  # times as many
 
 
 def run_batch(first: int, last: int) -> dict[str, int]:

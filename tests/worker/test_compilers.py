@@ -46,6 +46,7 @@ def gone_soon(pid: int) -> bool:
     return not alive(pid)
 
 
+@pytest.mark.soak
 def test_what_they_compiled_is_found_and_no_cuda_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**build_no_cuda(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_INTERPRET": "0"}.items():
         monkeypatch.setenv(name, value)

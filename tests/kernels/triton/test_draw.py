@@ -73,7 +73,7 @@ def edges(draws: Draws, tokens: Tensor, vocab: int) -> Tensor:
     [
         (range(WIDE), torch.float32),
         pytest.param(range(WIDE), torch.bfloat16, marks=pytest.mark.soak),
-        (range(5, WIDE, GROUP), torch.float32),
+        pytest.param(range(5, WIDE, GROUP), torch.float32, marks=pytest.mark.soak),
     ],
     ids=["wide", "wide, equals", "narrow"],
 )

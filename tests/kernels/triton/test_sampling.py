@@ -52,7 +52,7 @@ def test_equal_logits_go_to_the_lower_id_within_a_block_and_between_blocks(devic
     assert sample(logits, torch.zeros(ROWS, device=device), noise, positions).tolist() == [5, 40, TILE, 0, TILE - 1, 3]
 
 
-@pytest.mark.parametrize("bad", [torch.nan, -torch.inf, torch.inf])
+@pytest.mark.parametrize("bad", [torch.nan, *(pytest.param(bad, marks=pytest.mark.soak) for bad in (-torch.inf, torch.inf))])
 def test_a_row_that_is_not_finite_yields_a_valid_id_and_disturbs_no_other(bad: float, device: str) -> None:
     noise, positions = draws(device)
     logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(4)).to(device)
