@@ -34,9 +34,9 @@ HEAD_BYTES = 65536
 NUM_HEADERS = 256
 URL_BYTES = 8192
 LEAST_BYTES = 65536
-SILENT_SECONDS = 3.0
+SILENT_SECONDS = 1.0
 _PIECE = 4096  # heads are fed in pieces, so that little of one that is too long is kept
-_LOOK_SECONDS = 0.005, 1.0  # from the first look whether a client that sends no more is still there to the second, and at most
+_LOOK_SECONDS = 0.005, 0.1  # from the first look whether a client that sends no more is still there to the second, and at most
 _TCP_CLOSED = 7  # as Linux numbers the states of a connection
 
 

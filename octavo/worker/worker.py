@@ -46,7 +46,7 @@ from octavo.worker.executor import Masks
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
 from octavo.worker.machine import num_cpus, num_threads, refuse_float16, resolve_dtype
-from octavo.worker.memory import memory, out_of_memory_explained
+from octavo.worker.memory import give_back_freed_memory, memory, out_of_memory_explained
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.native_program import NativeProgram
 from octavo.worker.program import Eager, Program
@@ -117,6 +117,7 @@ class Worker:
             return
         self._reserve(geometry)
         program = self._load(geometry, stored)
+        give_back_freed_memory()
         sampling: Sampling = torch_sampling if self.library is None else NativeSampling(self.library)
         self._log(geometry)
         blocks = -(-geometry.max_model_len // geometry.block_size)

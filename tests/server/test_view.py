@@ -55,7 +55,7 @@ class Watching:
 
     def _read(self) -> None:
         reply, held = Reply(), b""
-        while not reply.done and (data := self._socket.recv(65536)):
+        while not reply.done and (data := self._received()):
             *lines, held = (held + reply.feed(data)).split(b"\n")
             assert reply.headers["content-type"].startswith("application/x-ndjson")
             for text in lines:
@@ -64,6 +64,11 @@ class Watching:
                 self.frames.append(frame)
         self._socket.close()
         self.over = True
+
+    def _received(self) -> bytes:
+        with suppress(ConnectionResetError):  # the server saw that this client had left
+            return self._socket.recv(65536)
+        return b""
 
     def leave(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
@@ -114,7 +119,7 @@ def test_watchers_see_text_and_names_and_the_last_one_leaves_nothing(server: Ser
     server.ask("POST", "/v1/completions", BODY)
     wait_for(lambda: len(second.state.steps) > len(first.state.steps))
     second.leave()
-    assert seconds_until_idle(server, before) < 1.5
+    assert seconds_until_idle(server, before) < 2.5
 
 
 def test_a_server_that_is_told_to_stop_does_not_wait_for_watchers_and_a_new_engine_is_told(endless: str) -> None:
