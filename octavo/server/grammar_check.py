@@ -29,6 +29,7 @@ from octavo.text.tokenizer import Tokenizer
 CPU_SECONDS = 2.0  # for one grammar
 SECONDS = 4.0  # until the child answers; as long again for a turn
 START_SECONDS = 30.0
+LAST_SECONDS = 1.0  # for a child that is ending
 VERDICTS = 4096  # kept, each a digest and a line at most
 PIECES = 16_000  # of the vocabulary, that grammars are tried on
 MOST_WAITING = 64  # of one client, each with another grammar
@@ -111,6 +112,8 @@ class GrammarChecker:
             async with asyncio.timeout(self._seconds):
                 return await _ask(child, question)
         except BaseException as error:  # an answer to come would be taken for the next one's
+            if isinstance(error, EOFError):
+                await _ended(child)  # how it ended is the verdict
             await self._kill()
             if isinstance(error, TimeoutError):
                 raise self._busy(f"there was no answer within {self._seconds:g} s") from None
@@ -162,6 +165,13 @@ def first_pieces(tokenizer: Tokenizer) -> list[bytes]:
     """Of the vocabulary: as many as show what a mask costs, and make a child start no later."""
     ids = (token for token in range(min(tokenizer.vocab_size, PIECES)) if token not in tokenizer.special_ids)
     return [piece for piece in map(tokenizer.token_bytes, ids) if piece]
+
+
+async def _ended(child: asyncio.subprocess.Process) -> None:
+    """It will say no more: it ends, or has to be killed."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LAST_SECONDS):
+            await child.wait()
 
 
 async def _ask(child: asyncio.subprocess.Process, question: bytes) -> str | None:
