@@ -201,9 +201,11 @@ def test_many_of_one_client_wait_behind_each_other_and_nobody_else_does_and_equa
         await checker.check(structured_outputs(FINE))
         tried, ask = list[bytes](), checker._try
 
+        all_have_asked = asyncio.Event()
+
         async def count(question: bytes) -> str | None:
             tried.append(question)
-            await asyncio.sleep(0.005)
+            await all_have_asked.wait()
             return await ask(question)
 
         checker._try = count  # type: ignore[method-assign]
@@ -215,6 +217,8 @@ def test_many_of_one_client_wait_behind_each_other_and_nobody_else_does_and_equa
         many = [asked_by("greedy", f"a{number}") for number in range(MOST_WAITING + 10)]
         await asyncio.sleep(0.01)
         others = [asked_by(name, f"b{name}") for name in ("one", "two")]
+        await asyncio.sleep(0.01)
+        all_have_asked.set()
         told = await asyncio.gather(*many, *others, return_exceptions=True)
         refused = [error for error in told if isinstance(error, UnavailableError)]
         assert len(refused) == 9 and not any(told[-2:])
