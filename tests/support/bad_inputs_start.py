@@ -34,13 +34,13 @@ sys.exit(code)
 
 
 def refused(*words: str, user: str = "", env: dict[str, str] | None = None) -> str:
-    """The last line `octavo serve` says, within a second of its own CPU time, before it touches weights."""
+    """The last line `octavo serve` says, within a second or two of its own CPU time, most of it imports, before it touches weights."""
     command = [sys.executable, "-c", PROGRAM, user, *words]
     given = environment({**FAKE, "OCTAVO_LOG_LEVEL": "ERROR", **(env or {})})
     run = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=SECONDS)
     *_, last = run.stderr.splitlines()
     assert run.returncode == 1 and last.startswith("octavo: error: ") and "Traceback" not in run.stderr, run.stderr
-    assert float(run.stdout) < 1
+    assert float(run.stdout) < 2, f"{run.stdout} s"
     return last
 
 
