@@ -104,10 +104,9 @@ def test_a_short_call_does_not_wait_for_the_long_one_of_another_thread(llm: LLM)
 
 
 def test_closing_in_one_thread_ends_the_calls_of_others_with_an_error(llm: LLM) -> None:
-    threads = [
-        InThread(lambda: llm.generate(PROMPTS * 20, LONG, use_tqdm=False)),
-        InThread(lambda: list(llm.stream("Tim", LONG))),
-    ]
+    stream = llm.stream("Tim", LONG)
+    next(stream)  # it is under way
+    threads = [InThread(lambda: llm.generate(PROMPTS * 20, LONG, use_tqdm=False)), InThread(lambda: list(stream))]
     while llm.stats().running < 3:
         time.sleep(0.001)
     llm.close()

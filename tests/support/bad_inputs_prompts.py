@@ -9,7 +9,7 @@ from tests.support.bad_inputs_watch import Watched
 
 ALL = (COMPLETIONS, CHAT, RESPONSES)
 MAX_LEN, VOCAB = 256, 512
-MOST_BYTES, MOST_LAG_MS = ServerConfig().max_body_bytes, 100
+MOST_BYTES, MOST_LAG_MS = ServerConfig().max_body_bytes, 200
 SMALL_POOL = 32 * 4  # tokens that the blocks of the small server hold
 PICTURE_TOKEN = "<|image_pad|>"  # of the tokenizer of stories, too, in place of a letter nobody uses
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
