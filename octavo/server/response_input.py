@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from octavo.errors import RequestError
 from octavo.server.request_bodies import ResponseBody
-from octavo.text.conversation import check_messages
+from octavo.text.conversation import check_count, check_messages
 from octavo.text.tools import ToolChoice, check_tool_choice, check_tools
 
 TEXT_PARTS = ("input_text", "output_text", "text")
@@ -17,6 +17,7 @@ def messages_of(body: ResponseBody) -> list[dict[str, object]]:
         raise RequestError("the input is empty", "input")
     if isinstance(body.input, str):
         return [*said, {"role": "user", "content": body.input}]
+    check_count(body.input, "input")
     messages = [_message(item, f"input[{position}]") for position, item in enumerate(body.input)]
     with _in_other_words("messages", "input"):
         check_messages(messages)

@@ -2,17 +2,24 @@
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from octavo.errors import RequestError
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
+MOST_MESSAGES = 16_384  # each is copied, and a template goes through all of them
+
+
+def check_count(messages: Sequence[object], param: str) -> None:
+    if len(messages) > MOST_MESSAGES:
+        raise RequestError(f"{param} has {len(messages):,} items, at most {MOST_MESSAGES:,} are allowed", param=param)
 
 
 def check_messages(messages: object) -> list[dict[str, object]]:
     """The conversation as plain messages, text parts joined; a RequestError names the message at fault."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise RequestError("messages must be a list of at least one message", param="messages")
+    check_count(messages, "messages")
     return [_check_message(message, f"messages[{position}]") for position, message in enumerate(messages)]
 
 

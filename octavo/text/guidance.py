@@ -147,8 +147,9 @@ class Guide:
         timed = [each for each in matchers if each[1].cost.to_time]
         for start in range(0, len(trusted), size):
             batch = trusted[start : start + size]
-            self._fill_batch([each for each in batch if not each[1].cost.to_time], masks)
-            timed += [each for each in batch if each[1].cost.to_time]
+            timed += [each for each in batch if each[1].cost.to_time]  # their grammar was in a batch that was slow
+            if still := [each for each in batch if not each[1].cost.to_time]:
+                self._fill_batch(still, masks)
         for row, matcher in timed:
             _fill_timed(matcher, masks, row, GRACE_SECONDS if time.monotonic() < until else 0)
         if self._own_end is not None:  # it stands behind the last id, so that bits above it mean nothing

@@ -205,6 +205,15 @@ def test_the_schema_is_whole(server: ServerProcess) -> None:
     assert body["required"] == ["tokens"] and set(schema["paths"]["/health"]["get"]["responses"]) >= {"default"}
 
 
+def test_a_conversation_of_too_many_messages_is_refused_by_their_number(server: ServerProcess) -> None:
+    message = {"role": "user", "content": "a"}
+    for path, field in (("/tokenize", "messages"), ("/v1/chat/completions", "messages"), ("/v1/responses", "input")):
+        reply = server.ask("POST", path, {field: [message] * 16_385})
+        assert reply.status == 400 and reply.error["param"] == field
+        assert reply.error["message"] == f"{field} has 16,385 items, at most 16,384 are allowed"
+    assert server.ask("POST", "/tokenize", {"messages": [message] * 16_384}).status == 200
+
+
 def test_large_bodies_of_mistakes_do_not_hold_up_others(server: ServerProcess) -> None:
     """Many wrong items, names that nobody knows, and answers that are longer than their questions."""
     bodies = [

@@ -29,6 +29,6 @@ def test_no_field_of_any_route_can_be_filled_so_that_others_wait_at_length(
 def test_no_answer_is_so_hard_or_large_that_others_wait_at_length(record_property: Callable[[str, object], None]) -> None:
     with Storm(None, FULL, patience=10, kept=KEPT) as storm:
         storm.try_forms(HARD_FORMS, MULTIPLES)
-        storm.try_answers(ANSWERS, tokens=480, streams=32)
+        storm.try_answers(ANSWERS, tokens=480, streams=16)  # 128 samples: half of the rows
         record_property("storm", "\n".join(storm.log))
         storm.check()

@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from octavo.structured_outputs import structured_outputs
+from octavo.text import guidance
 from octavo.text.grammar_text import grammar_text
 from octavo.text.guidance import Guide
 
@@ -134,3 +135,15 @@ def test_masks_that_are_filled_together_are_those_filled_one_by_one() -> None:
         compiled.copy().advance(list(b"abcde12"))
     assert compiled.cost.seconds == seconds, "what lives long does not become too costly by its age"
     assert (first == second).all() and len({row.tobytes() for row in first}) == 3
+
+
+def test_after_a_slow_batch_the_masks_of_its_grammar_are_filled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = BYTES.compile(grammar_text(structured_outputs({"regex": "[a-z]+"})))
+    matchers = [(row, compiled.copy()) for row in range(3 * guidance.ROUNDS * guidance.MOST_THREADS)]
+    expected, masks = np.zeros((len(matchers), BYTES.num_words), np.int32), np.zeros((len(matchers), BYTES.num_words), np.int32)
+    BYTES.fill(matchers, expected)
+    assert compiled.cost.to_time == 0, "they are trusted by now"
+    monkeypatch.setattr(guidance, "MASK_SECONDS", -1.0)  # any batch is slow
+    monkeypatch.setattr(guidance, "_fill_timed", lambda matcher, masks, row, grace: masks[row].__setitem__(slice(None), expected[row]))
+    BYTES.fill(matchers, masks)
+    assert compiled.cost.to_time == guidance.TIMED_MASKS and (masks == expected).all()

@@ -80,7 +80,7 @@ class Story:
 
 @pytest.mark.parametrize("kernels", [KERNELS, TWINS], ids=["kernels", "twins"])
 def test_layouts_are_equal_bit_for_bit(kernels: SimpleNamespace, device: str) -> None:
-    @settings(max_examples=3 if device == "cpu" else 40)
+    @settings(max_examples=1 if device == "cpu" else 40)
     @given(CASES)
     @example({"lengths": [19, 9], "size": 8, "kv_heads": 2, "group": 3, "dtype": torch.bfloat16, "seed": 1})
     def told_twice(case: dict[str, Any]) -> None:
