@@ -32,11 +32,11 @@ GRACE_SECONDS = 0.25  # beyond that average, while a call of `fill` has time
 FILL_SECONDS = 0.5  # of a call; then grammars that are above the average have no grace left
 TIMED_MASKS = 16  # of a grammar, before its masks are filled together with others
 FORCED_BYTES = 256  # of a text that must follow, spelled in tokens
-ROUNDS = 8  # of all threads, in a batch
+ROUNDS = 2  # of all threads, in a batch: a batch cannot be stopped
 
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=5_000,  # an object takes four for each property that may be left out
-    step_max_items=20_000,  # some 100 ms of a mask
+    step_max_items=60_000,  # of a mask: 12 ms for 500 optional properties and 150,000 tokens; 0.3 s for the most ambiguous grammar
     initial_lexer_fuel=200_000,  # some 0.3 s of a compilation
     step_lexer_fuel=50_000,  # some 90 ms of a mask, and 2 MB
     max_lexer_states=25_000,  # of a sample, each some 1.5 kB; a counted text, such as .{0,20000}, takes two for each character

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +11,11 @@ from hypothesis import strategies as st
 
 from octavo.structured_outputs import structured_outputs
 from octavo.text import guidance
+from octavo.text.grammar_limits import MAX_PROPERTIES
 from octavo.text.grammar_text import grammar_text
 from octavo.text.guidance import Guide
+from octavo.text.tokenizer import Tokenizer
+from tests.support.tokenizers import qwen_folder
 
 END = 256
 BYTES = Guide([bytes([byte]) for byte in range(256)] + [b"<end>"], [END], [END], list)
@@ -116,9 +120,18 @@ def test_a_choice_of_ten_thousand_texts_can_be_followed_to_any_of_them() -> None
     assert not accepts({"choice": texts}, texts[0] + "x")
 
 
-def test_an_object_of_a_thousand_optional_properties_can_be_followed() -> None:
-    schema = {"type": "object", "properties": {f"property{number}": {"type": "integer"} for number in range(1_000)}}
-    assert accepts({"json": schema}, '{"property3": 1, "property500": 2, "property999": 3}')
+def test_an_object_of_as_many_optional_properties_as_are_allowed_can_be_followed_in_a_large_vocabulary(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(qwen_folder(tmp_path))
+    names = [f"{kind}_{number}" for number in range(MAX_PROPERTIES // 5) for kind in ("name", "price", "p", "order_date", "customer")]
+    schema = {"type": "object", "properties": {name: {"type": "integer"} for name in names}}
+    large = guidance.guide(tokenizer, 151_643, [151_642])
+    matcher = large.compile(grammar_text(structured_outputs({"json": schema})))
+    masks = np.zeros((1, large.num_words), np.int32)
+    for token in tokenizer.encode(json.dumps({names[3]: 1, names[250]: 2, names[-1]: 3}), False):
+        large.fill([(0, matcher)], masks)
+        assert not matcher.failed and masks[0, token >> 5] >> (token & 31) & 1
+        matcher.advance([token])
+    assert matcher.accepting
 
 
 def test_masks_that_are_filled_together_are_those_filled_one_by_one() -> None:
