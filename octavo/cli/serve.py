@@ -13,7 +13,8 @@ from types import FrameType
 from octavo import log
 from octavo.cli.args import MODEL_HELP, add_server_flags, server_configs
 from octavo.config import debug_from_environment, log_level
-from octavo.server.listen import bind, is_loopback
+from octavo.server.listen import bind
+from octavo.server.privacy import who_reads
 from octavo.server_config import ServerConfig
 
 
@@ -45,8 +46,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _warn(config: ServerConfig) -> None:
-    if not config.api_key and not is_loopback(config.host):
-        log.logger.warning(
-            "NO KEY IS ASKED FOR: whoever can reach %s may use this server; give it --api-key or OCTAVO_API_KEY, or leave --host out",
-            config.host,
-        )
+    """A server without a key that other machines can reach deserves a warning; with a key it is worth a line."""
+    if said := who_reads(config):
+        tell = log.logger.info if config.api_key else log.logger.warning
+        tell("%s", said)

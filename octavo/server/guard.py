@@ -60,7 +60,7 @@ class Guard:
                 await exchange.answer(204, b"", PREFLIGHT if b"access-control-allow-origin" in dict(exchange.headers) else {})
             else:
                 address = scope["client"][0] if scope.get("client") else ""
-                arrive_as(self._keys.check(scope["path"], headers.get(b"authorization"), address))
+                arrive_as(self._keys.check(scope["path"], headers, address))
                 if self._server.state in ("loading", "draining") and not _is_always_answered(scope["path"]):
                     raise UnavailableError(f"the server is {self._server.state}", RETRY_SECONDS, self._server.state)
                 body.check()
@@ -80,10 +80,9 @@ class Guard:
         if twice := next((name for name in _ONCE if names.count(name) > 1), None):
             raise ApiError(400, f"the header {twice.decode()} is there twice")
         _check_path(scope["path"])
-        host = headers[b"host"].decode("latin-1") if b"host" in headers else None
-        self._origins.check_host(host)
+        self._origins.check_host(headers.get(b"host"))
         origin = headers.get(b"origin", b"").decode("latin-1")
-        if origin and self._origins.allows(origin, host):
+        if origin and self._origins.allows(origin, headers.get(b"host", b"").decode("latin-1")):
             exchange.headers += [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin")]
             exchange.headers.append((b"access-control-expose-headers", b"x-request-id, retry-after"))
         elif origin and scope["method"] != "OPTIONS":

@@ -1,14 +1,13 @@
-"""Who may ask, and who may read what others ask: bearer keys, compared in constant time over their SHA-256 digests, all of them every time.
-
-Where several keys are valid their owners are strangers to each other: only the admin key reads what all of them send.
-"""
+"""Who may ask: bearer keys, compared in constant time over their SHA-256 digests, all of them every time."""
 
 import hashlib
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from octavo.server.errors import ApiError
+from octavo.server.origins import host_name
+from octavo.server.privacy import Holder, may_read_text
 from octavo.server_config import ServerConfig
 
 OPEN = frozenset({"/health", "/"})  # answered without a key, and so are the files of the page
@@ -21,32 +20,37 @@ def is_open(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whoever sent a request: the owner of a key where there are several keys, else an address."""
+    """Whoever sent a request. Its name is its key where several keys are set, else its address."""
 
     name: str = ""
-    reads_all: bool = True
+    reads_text: bool = False  # of everybody, see privacy.py
 
     def may_read(self, other: "Caller") -> bool:
-        """Whether what `other` sent is for its eyes."""
-        return self.reads_all or self.name == other.name
+        """Whether it may see what `other` sent."""
+        return self.reads_text or self.name == other.name
 
 
 class Keys:
     def __init__(self, config: ServerConfig) -> None:
+        self._config = config
         self._users = [_digest(key.encode()) for key in dict.fromkeys(config.api_key)]
         self._admins = [] if config.admin_key is None else [_digest(config.admin_key.encode())]
 
-    def check(self, path: str, authorization: bytes | None, address: str = "") -> Caller:
-        if is_open(path) or (path not in ADMIN and not self._users):
+    def check(self, path: str, headers: Mapping[bytes, bytes], address: str = "") -> Caller:
+        """`headers`: names in lower case. Raises where the key is missing, wrong or not enough for this path."""
+        if is_open(path):
             return Caller(address)
+        authorization = headers.get(b"authorization")
         token = _digest(_bearer(authorization))
         user, admin = _among(token, self._users), _among(token, self._admins)
         if path in ADMIN and user and not admin:
-            raise ApiError(403, "this route wants the admin key", code="admin_key_required")
-        if not admin and (path in ADMIN or not user):
-            said = "the API key is not valid" if authorization else "an API key is wanted: Authorization: Bearer KEY"
+            raise ApiError(403, "this route needs the admin key", code="admin_key_required")
+        if not admin and (path in ADMIN or (self._users and not user)):
+            said = "the API key is not valid" if authorization else "an API key is needed: Authorization: Bearer KEY"
             raise ApiError(401, said, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-        return Caller(address) if admin or len(self._users) == 1 else Caller(token.hex(), reads_all=False)
+        holder: Holder = "admin" if admin else "user" if user else "nobody"
+        name = token.hex() if holder == "user" and len(self._users) > 1 else address
+        return Caller(name, may_read_text(self._config, holder, host_name(headers.get(b"host")), headers))
 
 
 def _bearer(authorization: bytes | None) -> bytes:

@@ -18,23 +18,26 @@ PREFLIGHT = {
 }
 
 
+def host_name(host: bytes | None) -> str:
+    """The name or address in a Host header, without its port; "" where there is none."""
+    found = _HOST.fullmatch((host or b"").decode("latin-1"))
+    return found[1].lower().strip("[]") if found else ""
+
+
 class Origins:
     def __init__(self, config: ServerConfig) -> None:
         self._hosts = {name.lower().strip("[]") for name in (config.host, *config.allowed_hosts)}
         self._checks_hosts = bool(config.allowed_hosts) or (is_loopback(config.host) and not config.api_key)
         self._origins = frozenset(config.allowed_origins)
 
-    def check_host(self, host: str | None) -> None:
+    def check_host(self, host: bytes | None) -> None:
         """`None`: there was none, as HTTP/1.0 allows."""
-        found = _HOST.fullmatch(host or "")
-        if host is not None and found is None:
-            raise ApiError(400, "the Host header is not a name or an address with a port")
-        name = found[1].lower().strip("[]") if found else ""
+        name = host_name(host)
+        if host is not None and not name:
+            raise ApiError(400, "the Host header must be a name or an address, with or without a port")
         if self._checks_hosts and name not in self._hosts and not is_loopback(name):
             raise ApiError(403, f"this server is not called {name!r}; --allowed-hosts names it", code="host_not_allowed")
 
-    def allows(self, origin: str, host: str | None) -> bool:
+    def allows(self, origin: str, host: str) -> bool:
         """Sites that were named, and our own."""
-        if "*" in self._origins or origin in self._origins:
-            return True
-        return host is not None and origin.partition("://")[2] == host
+        return "*" in self._origins or origin in self._origins or (bool(host) and origin.partition("://")[2] == host)

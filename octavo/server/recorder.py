@@ -1,6 +1,6 @@
 """`--record FILE`: the lines of the view in a file, which the page replays without a server (docs/view.md).
 
-It is for its owner alone, for there is text of prompts in it. It ends at MOST_BYTES, with the server, or where the disk is full.
+Only its owner can read the file. Whether it has text says privacy.py. It ends at MOST_BYTES, with the server, or where the disk is full.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ class Recorder:
         self._size = 0
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self, hub: ViewHub) -> None:
-        self._task = asyncio.create_task(self._record(hub))
+    def begin(self, hub: ViewHub, with_text: bool) -> None:
+        self._task = asyncio.create_task(self._record(hub, with_text))
 
     async def close(self) -> None:
         if self._task is not None:
@@ -44,9 +44,9 @@ class Recorder:
             os.close(self._file)
             self._file = -1
 
-    async def _record(self, hub: ViewHub) -> None:
+    async def _record(self, hub: ViewHub, with_text: bool) -> None:
         with suppress(UnavailableError):  # the server ends before there was anything to see
-            async with aclosing(hub.lines()) as lines:
+            async with aclosing(hub.lines(with_text)) as lines:
                 async for text in lines:
                     if not self._write(text):
                         return

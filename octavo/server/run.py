@@ -22,6 +22,7 @@ from octavo.errors import EngineError, OctavoError
 from octavo.log import logger
 from octavo.server.app import build_app
 from octavo.server.listen import url_of
+from octavo.server.privacy import recording_has_text
 from octavo.server.protocol import BoundedProtocol
 from octavo.server.siblings import Siblings
 from octavo.server.state import Server
@@ -80,7 +81,7 @@ class ApiProcess(uvicorn.Server):
             if milliseconds := debug_from_environment().loop_slow:
                 StallWatch("the event loop", milliseconds).start(asyncio.get_running_loop())
             if self._server.recorder is not None:
-                self._server.recorder.begin(self._server.view)
+                self._server.recorder.begin(self._server.view, recording_has_text(self._server.config))
             if self._siblings is not None:
                 self._say_ready()
         except OctavoError as error:

@@ -67,7 +67,7 @@ class ViewHub:
         self._trouble: UnavailableError | None = None  # why there is nothing to see
         self._offset = 0.0  # of the engine's time from ours
 
-    async def lines(self, with_text: bool = True) -> AsyncGenerator[bytes, None]:
+    async def lines(self, with_text: bool) -> AsyncGenerator[bytes, None]:
         """Until the server is told to stop; what has come meanwhile in one piece."""
         self._join()
         try:
@@ -243,7 +243,7 @@ def router(server: "Server") -> APIRouter:
         async def view() -> Response:
             if server.state != "ready":
                 raise UnavailableError(f"the engine is {server.state}", retry_after=1)
-            lines = server.view.lines(with_text=current_arrival().caller.reads_all)
+            lines = server.view.lines(with_text=current_arrival().caller.reads_text)
             return EventStream(lines, "application/x-ndjson")
 
     return routes

@@ -191,7 +191,7 @@ def test_who_is_new_or_left_behind_starts_from_the_state_and_misses_nothing(monk
         llm, before = ScriptedLLM(), asyncio.all_tasks()
         server = Server(llm, ServerConfig(), "m")  # type: ignore[arg-type]
         states, heads = [ViewState() for _ in range(3)], [0, 0, 0]
-        streams = [server.view.lines() for _ in range(3)]
+        streams = [server.view.lines(True) for _ in range(3)]
 
         async def read(number: int) -> bool:
             """One piece; whether it said anything."""
@@ -222,7 +222,7 @@ def test_who_is_new_or_left_behind_starts_from_the_state_and_misses_nothing(monk
             await stream.aclose()
         await asyncio.sleep(0.02)
         assert llm.readers == 0 and not server.view._lines and asyncio.all_tasks() == before
-        again = server.view.lines()
+        again = server.view.lines(True)
         llm.script.put_nowait(frames[0])
         assert (await anext(again)).startswith(b'{"kind":"head"')
         server.draining = True

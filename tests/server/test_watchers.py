@@ -83,7 +83,7 @@ def test_all_who_come_at_once_are_served_from_one_encoding_and_too_many_are_told
         llm.facts = EngineFacts("stand-in", 1, Limits(8, 64, 256, 512, NUM_BLOCKS, BLOCK_SIZE))
         server = Server(llm, ServerConfig(), "m")  # type: ignore[arg-type]
         llm.script.put_nowait(large_pool(1.0, full=True))
-        streams = [server.view.lines() for _ in range(300)]
+        streams = [server.view.lines(True) for _ in range(300)]
         states = [ViewState() for _ in streams]
         refused: list[UnavailableError] = []
         pieces: list[dict[bytes, None]] = [{}, {}]  # different ones, in each round

@@ -39,7 +39,7 @@ def _constant_time(server: Watched) -> Callable[[], None]:
     def act() -> None:
         for key in sent:
             with patch("octavo.server.keys.secrets.compare_digest", wraps=secrets.compare_digest) as compare, suppress(ApiError):
-                keys.check("/v1/models", f"Bearer {key}".encode())
+                keys.check("/v1/models", {b"authorization": f"Bearer {key}".encode()})
             digest = hashlib.sha256(key.encode()).digest()
             assert [call.args for call in compare.call_args_list] == [(digest, one) for one in known]
             right = key in (KEY, OTHER_KEY, ADMIN_KEY)
