@@ -148,6 +148,7 @@ class Limits:
     vocab_size: int
     num_blocks: int
     block_size: int
+    model_max_len: int = 0  # the model's own maximum: max_model_len can be raised so far
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ def assemble(
         vocab_size=model.vocab_size,
         num_blocks=geometry.num_blocks,
         block_size=geometry.block_size,
+        model_max_len=model.max_position,
     )
     scheduler = Scheduler(
         kv,

@@ -21,7 +21,7 @@ def check_request(message: AddRequest, limits: Limits) -> None:
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), limits)
     _check_ids("logit_bias", params.logit_bias or (), limits)
     if params.n > limits.max_num_seqs:
-        raise RequestError(f"n is {params.n}, max_num_seqs is {limits.max_num_seqs}: every sample needs a row", "n")
+        raise RequestError(f"n is {params.n}, but at most {limits.max_num_seqs} sequences run at once (--max-num-seqs)", "n")
     _check_length(message, limits)
 
 
@@ -35,18 +35,32 @@ def _check_ids(name: str, ids: Collection[int], limits: Limits) -> None:
 def _check_length(message: AddRequest, limits: Limits) -> None:
     prompt, params = message.prompt_token_ids, message.params
     if len(prompt) + (params.max_tokens or 1) > limits.max_model_len:
-        asked = f"{len(prompt)} in the prompt" + (f" and {params.max_tokens} in the answer" if params.max_tokens else "")
         raise RequestError(
-            f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested {asked}; "
-            "shorten the prompt, lower max_tokens or raise max_model_len",
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, you requested {_asked(message)}; "
+            f"{_knobs(message, limits)}",
             "max_tokens" if len(prompt) < limits.max_model_len else "prompt",
             "context_length_exceeded",
         )
     needed = -(-(length_limit(message, limits) - 1) // limits.block_size)
     if needed > limits.num_blocks - 1:
         raise RequestError(
-            f"the request may grow to {needed} blocks of {limits.block_size} tokens, the KV pool has {limits.num_blocks - 1}; "
-            "lower max_tokens or enlarge the pool (kv_cache_memory_bytes, num_gpu_blocks_override)",
+            f"the request may grow to {needed} blocks of {limits.block_size} tokens, but the KV cache has {limits.num_blocks - 1}; "
+            "lower max_tokens or enlarge the KV cache (--kv-cache-memory-bytes, --num-gpu-blocks-override)",
             "max_tokens",
             "context_length_exceeded",
         )
+
+
+def _asked(message: AddRequest) -> str:
+    length, most = len(message.prompt_token_ids), message.params.max_tokens
+    if most is None:
+        return f"{length} tokens in the prompt"
+    return f"{length + most} tokens ({length} in the prompt and {most} in the answer)"
+
+
+def _knobs(message: AddRequest, limits: Limits) -> str:
+    """What helps: the model's own maximum cannot be raised."""
+    knobs = ["shorten the prompt"] + ([] if message.params.max_tokens is None else ["lower max_tokens"])
+    if limits.max_model_len < limits.model_max_len:
+        knobs.append(f"raise --max-model-len (up to {limits.model_max_len} tokens, the model's own maximum)")
+    return " or ".join(knobs)

@@ -18,6 +18,7 @@ from octavo.server import basic, chat, completions, lesson, metrics, records, re
 from octavo.server.errors import ApiError, error_response
 from octavo.server.guard import Guard
 from octavo.server.state import Server
+from octavo.server.unsupported import missing_route
 
 ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (
     basic.router, tokens.router, completions.router, chat.router, responses.router, metrics.router, records.router,
@@ -47,6 +48,8 @@ def build_app(server: Server) -> FastAPI:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code == 404:  # of the router
+        error = ApiError(404, missing_route(request.scope["path"]))
     return error_response(error)
 
 

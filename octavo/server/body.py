@@ -14,7 +14,7 @@ Fields that are lists fail at their first wrong item (`TokenIds`, `Texts`, `Numb
 import gc
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -26,11 +26,8 @@ from starlette.requests import Request
 from octavo.errors import RequestError
 from octavo.log import logger
 from octavo.server.state import Server
+from octavo.server.unsupported import FIELDS, Refusal, check_field
 
-# Fields of OpenAI's that mean something we do not do: to ignore them would be to answer another question.
-UNSUPPORTED = frozenset(
-    {"audio", "modalities", "prediction", "web_search_options", "functions", "function_call", "best_of", "use_beam_search"}
-)
 ACCEPTED = frozenset({"user", "metadata", "store", "service_tier"})  # they change nothing here
 MOST_WARNINGS = 256
 LARGE_BYTES = 256 * 2**10  # such a body is parsed and checked in a thread: only what the libraries take at once holds up the event loop
@@ -64,19 +61,20 @@ def takes(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-async def read_body(request: Request, model: type[Model]) -> Model:
+async def read_body(request: Request, model: type[Model], refused: Mapping[str, Refusal] = FIELDS) -> Model:
+    """`refused`: names that are no fields of the model, and must not be ignored."""
     data = await request.body()
     if not data:
         raise RequestError("the body is empty; it must be a JSON object")
     server: Server = request.app.state.server
-    checked = partial(_checked, data, model, server)
+    checked = partial(_checked, data, model, refused, server)
     return await server.threads.run("bodies", request, checked) if len(data) > LARGE_BYTES else checked()
 
 
-def _checked(data: bytes, model: type[Model], server: Server) -> Model:
+def _checked(data: bytes, model: type[Model], refused: Mapping[str, Refusal], server: Server) -> Model:
     with _without_collector():
         value = _parsed(data)
-    _check_names(value, model, server)
+    _check_names(value, model, refused, server)
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -117,14 +115,14 @@ def _not_finite(value: dict[str, Any] | list[Any], path: str = "") -> str:
     return ""
 
 
-def _check_names(value: dict[str, Any], model: type[BaseModel], server: Server) -> None:
+def _check_names(value: dict[str, Any], model: type[BaseModel], refused: Mapping[str, Refusal], server: Server) -> None:
     known = {name for field, info in model.model_fields.items() for name in (field, info.alias)}
     for name in value.keys() - known - ACCEPTED:
-        if name in UNSUPPORTED and value[name] is not None:
-            raise RequestError(f"{name} is not supported", name, "unsupported_parameter")
-        if name not in UNSUPPORTED and len(server.warned) < MOST_WARNINGS and name[:80] not in server.warned:
+        if name in refused:
+            check_field(name, value[name], refused[name])
+        elif len(server.warned) < MOST_WARNINGS and name[:80] not in server.warned:
             server.warned.add(name[:80])
-            logger.warning("a request has a field %s, which means nothing here and is ignored", ascii(name[:80]))
+            logger.warning("the field %s of a request is unknown and ignored; this is said once", ascii(name[:80]))
 
 
 def _first_mistake(mistakes: Sequence[ErrorDetails], value: dict[str, Any]) -> RequestError:

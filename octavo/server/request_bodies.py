@@ -1,8 +1,9 @@
-"""What the three routes that generate take: fields and types, and what of other servers is refused.
+"""The bodies of the three routes that generate text: their fields with their types, and the names that each of them refuses.
 
-What a number may be is said by `SamplingParams` and, for a server's caps, in sampling.py. A field with null was not given.
+`SamplingParams` checks the range of a number, sampling.py the limits of this server. A field that is null counts as left out.
 """
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -12,7 +13,9 @@ from octavo.errors import RequestError
 from octavo.server.basic import check_model
 from octavo.server.body import Body, Numbers, Texts, TokenIds, read_body
 from octavo.server.state import Server
+from octavo.server.unsupported import FIELDS, Refusal
 
+_NO_MEMORY = Refusal("the server keeps no conversations: send all messages as input")
 MOST_LABEL_CHARS = 65_536  # of user and metadata, which nobody here reads
 
 
@@ -51,7 +54,6 @@ class GenerationBody(BaseModel):
     include_timings: bool | None = None
     user: Any = None
     metadata: Any = None
-    prompt_embeds: Any = None
     structured_outputs: Any = None
 
 
@@ -63,7 +65,6 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     response_format: Any = None
     stream_options: StreamOptions | None = None
-    suffix: Any = None
 
 
 class ChatBody(GenerationBody):
@@ -75,7 +76,6 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     stream_options: StreamOptions | None = None
-    chat_template: Any = None
     response_format: Any = None
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -91,30 +91,27 @@ class ResponseBody(GenerationBody):
     instructions: str | None = None
     max_output_tokens: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    background: Any = None
-    chat_template: Any = None
-    conversation: Any = None
-    previous_response_id: Any = None
-    prompt: Any = None
     text: TextOptions | None = None
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    truncation: Any = None
 
 
-# Fields of each kind that cannot be served -> the values, beside null, that ask for nothing.
-_REFUSED: dict[type[GenerationBody], dict[str, tuple[object, ...]]] = {
-    CompletionBody: {"suffix": (), "prompt_embeds": ()},
-    ChatBody: {"chat_template": (), "prompt_embeds": ()},
-    ResponseBody: {
-        "background": (False,),
-        "chat_template": (),
-        "conversation": (),
-        "previous_response_id": (),
-        "prompt": (),
-        "prompt_embeds": (),
-        "truncation": ("disabled",),
+# Names that each kind refuses: those that every body does, and its own.
+_REFUSED: dict[type[GenerationBody], Mapping[str, Refusal]] = {
+    CompletionBody: FIELDS | {"suffix": Refusal("put it into the prompt", ("",))},
+    ChatBody: FIELDS | {"echo": Refusal(harmless=(False,)), "max_output_tokens": Refusal("use max_completion_tokens")},
+    ResponseBody: FIELDS
+    | {
+        "background": Refusal("use stream", (False,)),
+        "conversation": _NO_MEMORY,
+        "previous_response_id": _NO_MEMORY,
+        "prompt": Refusal("use input and instructions"),
+        "truncation": Refusal("shorten the input", ("disabled",)),
+        "max_tokens": Refusal("use max_output_tokens"),
+        "max_completion_tokens": Refusal("use max_output_tokens"),
+        "response_format": Refusal("use text.format"),
+        "top_logprobs": Refusal("use /v1/chat/completions for logprobs", (0,)),
     },
 }
 
@@ -122,10 +119,7 @@ Kind = TypeVar("Kind", bound=GenerationBody)
 
 
 async def read_generation_body(request: Request, kind: type[Kind], server: Server) -> Kind:
-    body = await read_body(request, kind)
-    for name, harmless in _REFUSED[kind].items():
-        if (value := getattr(body, name)) is not None and value not in harmless:
-            raise RequestError(f"{name} is not supported", name, "unsupported_parameter")
+    body = await read_body(request, kind, _REFUSED[kind])
     for name in ("user", "metadata"):
         if _is_longer(getattr(body, name), MOST_LABEL_CHARS):
             raise RequestError(f"{name} has more than {MOST_LABEL_CHARS:,} characters", name)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from octavo.errors import RequestError
 from octavo.server.request_bodies import ResponseBody
-from octavo.text.conversation import check_count, check_messages
+from octavo.text.conversation import check_count, check_medium, check_messages
 from octavo.text.tools import ToolChoice, check_tool_choice, check_tools
 
 TEXT_PARTS = ("input_text", "output_text", "text")
@@ -49,6 +49,7 @@ def _in_other_words(ours: str, theirs: str) -> Iterator[None]:
 
 def _message(item: object, where: str) -> dict[str, object]:
     kind = item.get("type", "message") if isinstance(item, Mapping) else None
+    check_medium(item, where)
     if not isinstance(item, Mapping) or kind not in ("message", "function_call", "function_call_output"):
         shown = str(kind)[:80] if isinstance(item, Mapping) else type(item).__name__
         raise RequestError(f"{where} must be a message, a function_call or a function_call_output, not {shown}", where)
@@ -65,6 +66,7 @@ def _content(content: object, where: str) -> object:
 
 
 def _part(part: object, where: str) -> dict[str, object]:
+    check_medium(part, where)
     if not isinstance(part, Mapping) or part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
         raise RequestError(f'{where} must be {{"type": "input_text", "text": ...}}', where)
     return {"type": "text", "text": part["text"]}

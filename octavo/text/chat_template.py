@@ -6,9 +6,10 @@ it makes, and whatever goes wrong in it is a TemplateError with one short line.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 
-from jinja2 import TemplateSyntaxError
+from jinja2 import TemplateSyntaxError, nodes
 
 from octavo.errors import RequestError, TemplateError
 from octavo.text.template_sandbox import TemplateSandbox
@@ -39,6 +40,11 @@ class ChatTemplate:
             return sandbox, sandbox.build(self._source, self._name)
         except Exception as error:
             raise self._failure("is not valid", error) from None
+
+    @cached_property
+    def reads_tools(self) -> bool:
+        """Whether it can write tools into the prompt."""
+        return any(name.name == "tools" for name in TemplateSandbox().parse(self._source).find_all(nodes.Name))
 
     def render(
         self,

@@ -7,6 +7,10 @@ from collections.abc import Mapping, Sequence
 from octavo.errors import RequestError
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
+MEDIA = {
+    "image": "images are", "image_url": "images are", "input_image": "images are", "input_audio": "audio is", "audio_url": "audio is",
+    "video_url": "video is", "input_video": "video is", "file": "files are", "input_file": "files are",
+}  # fmt: skip
 MOST_MESSAGES = 16_384  # each is copied, and a template goes through all of them
 
 
@@ -45,10 +49,19 @@ def _content(content: object, where: str) -> str:
         raise RequestError(f"{where} must be text or a list of text parts, not {type(content).__name__}", param=where)
     texts = []
     for position, part in enumerate(content):
+        check_medium(part, f"{where}[{position}]")
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(text := part.get("text"), str):
             raise RequestError(f'{where}[{position}] must be {{"type": "text", "text": ...}}', param=f"{where}[{position}]")
         texts.append(text)
     return "".join(texts)
+
+
+def check_medium(part: object, where: str) -> None:
+    """Of the parts of a message only text can be served."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(kind, str) and kind in MEDIA:
+        message = f"{where} has the type {kind}: {MEDIA[kind]} not supported yet; send text"
+        raise RequestError(message, where, "unsupported_parameter")
 
 
 def _calls(calls: object, where: str) -> list[dict[str, object]]:

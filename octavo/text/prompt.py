@@ -62,7 +62,10 @@ class PromptEncoder:
         """The conversation as the template writes it."""
         self._need_tokenizer("chat")
         if self._template is None:
-            raise RequestError("the model has no chat template; give one with chat_template", "messages")
+            raise RequestError("the model has no chat template; give one with --chat-template", "messages")
+        if tools and not self._template.reads_tools:
+            message = "the chat template of this model has no place for tools; leave them out, or give a template with --chat-template"
+            raise RequestError(message, "tools", "unsupported_parameter")
         _check_options(options)
         plain, goes_on = check_messages(messages), bool(options.get("continue_final_message"))
         thinking = {name: options[name] for name in ("enable_thinking",) if name in options}
@@ -122,8 +125,8 @@ def _check_length(text: str, tokenizer: Tokenizer, limit: int | None, param: str
     fewest = len(text.encode("utf-8", "replace")) // tokenizer.longest_token
     if fewest > limit:
         raise RequestError(
-            f"This model's maximum context length is {limit} tokens. However, you requested at least {fewest} in the prompt; "
-            "shorten it or raise max_model_len",
+            f"This model's maximum context length is {limit} tokens. However, you requested at least {fewest} tokens in the prompt; "
+            "shorten it",
             param,
             "context_length_exceeded",
         )

@@ -234,7 +234,7 @@ REFUSED = [
     ("a\ud83d", None, "unpaired surrogate at character 1", None, None),
     ([1] * 512, SamplingParams(max_tokens=1), "context length is 512 tokens.*512 in the prompt", "prompt", "context_length_exceeded"),
     ([1] * 500, SamplingParams(max_tokens=13), "500 in the prompt and 13 in the answer", "max_tokens", "context_length_exceeded"),
-    ([1], SamplingParams(n=9), "n is 9, max_num_seqs is 8", "n", None),
+    ([1], SamplingParams(n=9), "n is 9, but at most 8 sequences", "n", None),
     ([1], SamplingParams(logprobs=21), "logprobs is 21, max_logprobs is 20", "logprobs", None),
     ([1], SamplingParams(stop_token_ids=(512,)), "token id 512 in stop_token_ids is out of vocabulary", "stop_token_ids", None),
 ]  # fmt: skip

@@ -3,6 +3,8 @@
 import pytest
 
 from octavo.errors import RequestError
+from octavo.messages import AddRequest, Limits
+from octavo.policy.door import check_request
 from tests.support.fake import VOCAB, FakeEngine, sampling
 
 MAX = 32
@@ -30,7 +32,7 @@ def test_prompts_around_the_context_length(length: int, count: int, served: bool
         return
     with pytest.raises(RequestError, match=f"maximum context length is {MAX} tokens.*{length} in the prompt and {count} in") as refusal:
         engine.add("r", [1] * length, sampling(count))
-    assert refusal.value.code == "context_length_exceeded" and "max_model_len" in str(refusal.value)
+    assert refusal.value.code == "context_length_exceeded" and str(refusal.value).endswith("; shorten the prompt or lower max_tokens")
     assert refusal.value.param == ("max_tokens" if length < MAX else "prompt")
     engine.assert_idle()
 
@@ -38,18 +40,27 @@ def test_prompts_around_the_context_length(length: int, count: int, served: bool
 def test_without_max_tokens_a_request_runs_to_the_end_of_the_context() -> None:
     engine = FakeEngine(max_len=MAX)
     engine.add("r", [1] * (MAX - 5), sampling(None))
-    with pytest.raises(RequestError, match="32 in the prompt;"):
+    with pytest.raises(RequestError, match=r"you requested 32 tokens in the prompt; shorten the prompt$"):
         engine.add("full", [1] * MAX, sampling(None))
     engine.run()
     engine.assert_exact()
     assert len(engine.tokens["r", 0]) == 5
 
 
+@pytest.mark.parametrize(("own", "advised"), [(MAX, False), (MAX + 1, True)])
+def test_a_longer_context_is_advised_where_the_model_has_one(own: int, advised: bool) -> None:
+    limits = Limits(8, 64, MAX, 100, 64, 4, model_max_len=own)
+    with pytest.raises(RequestError) as refusal:
+        check_request(AddRequest("r", [1] * MAX, sampling(1)), limits)
+    said = f"raise --max-model-len (up to {own} tokens, the model's own maximum)"
+    assert (said in str(refusal.value)) == advised and ("--max-model-len" in str(refusal.value)) == advised
+
+
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_request_as_large_as_the_pool_is_served_and_a_larger_one_refused(size: int) -> None:
     most = 8 * size + 1  # the last token is never computed
     engine = FakeEngine(block_size=size, num_blocks=9, max_len=100, rows=2)
-    with pytest.raises(RequestError, match=r"grow to 9 blocks.*the KV pool has 8.*num_gpu_blocks_override") as refusal:
+    with pytest.raises(RequestError, match=r"grow to 9 blocks.*the KV cache has 8.*--num-gpu-blocks-override") as refusal:
         engine.add("more", [1] * 3, sampling(most - 3 + 1))
     assert refusal.value.param == "max_tokens" and refusal.value.code == "context_length_exceeded"
     engine.add("most", [1] * 3, sampling(most - 3))

@@ -128,7 +128,7 @@ def test_abort_of_a_sample_that_does_not_exist_is_ignored(index: int) -> None:
 
 def test_more_samples_than_rows_are_refused_and_as_many_are_served() -> None:
     engine = FakeEngine(rows=4)
-    with pytest.raises(RequestError, match="n is 5, max_num_seqs is 4") as refusal:
+    with pytest.raises(RequestError, match=r"n is 5, but at most 4 sequences run at once \(--max-num-seqs\)") as refusal:
         engine.add("five", [1, 2], sampling(4, 5))
     assert refusal.value.param == "n"
     engine.add("four", [1, 2], sampling(4, 4))

@@ -33,7 +33,8 @@ SERVERS: dict[Place, Callable[[str], Watched]] = {
         "--allowed-origins", "https://good.example", "--allowed-hosts", "named", debug="check=1",
     ),
     "optimized": lambda model: Watched(
-        model, *SMALL, "--num-gpu-blocks-override", "200", "--max-num-seqs", "16", debug="runner=fake", env={"PYTHONOPTIMIZE": "1"}
+        model, *SMALL, "--num-gpu-blocks-override", "200", "--max-num-seqs", "16", "--chat-template", f"{model}/no_tools.jinja",
+        debug="runner=fake", env={"PYTHONOPTIMIZE": "1"},
     ),
     "locked": lambda model: Watched(
         model, *SMALL, "--num-gpu-blocks-override", "200", "--api-key", KEY, "--api-key", OTHER_KEY, "--admin-key", ADMIN_KEY,
@@ -52,6 +53,7 @@ SERVERS: dict[Place, Callable[[str], Watched]] = {
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = story_folder(tmp_path_factory.mktemp("stories"), last_token=prompts.PICTURE_TOKEN)
     (folder / "chat_template.jinja").write_text(tools.TEMPLATE)
+    (folder / "no_tools.jinja").write_text(tools.TEMPLATE.replace(tools.WITH_TOOLS, ""))
     return str(folder)
 
 

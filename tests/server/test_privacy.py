@@ -46,7 +46,7 @@ def test_a_server_that_others_reach_shows_text_to_keys_alone() -> None:
         ({}, "use this server and watch its blocks. Nobody can read the prompts and answers of others. Set --api-key"),
         ({"record": "r"}, "The recording r has no text. Set --api-key"),
         ({"inspector": False}, "everyone who can reach 0.0.0.0 can use this server. Set --api-key"),
-        ({"admin_key": "a", "record": "r"}, "Only the admin key can read the prompts and answers of others. The recording r has their text."),
+        ({"admin_key": "a", "record": "r"}, "Only the admin key can read the prompts and answers of others. The recording r has their"),
         (ONE, "Everyone with the key can read all prompts and answers at /v1/view; --no-inspector removes it."),
         (ONE | {"inspector": False}, None),
         (SEVERAL, "Everyone with a key can use this server. Only the admin key can read"),
@@ -71,6 +71,8 @@ def test_the_view_has_text_by_this_rule_and_records_are_for_who_asked() -> None:
 
     with HttpServer(build_app(Server(StandInLLM(), ServerConfig(), "m"))) as server:  # type: ignore[arg-type]
         assert head(server) and not head(server, x_forwarded_for="192.0.2.9") and not head(server, via="1.1 proxy")
+    with HttpServer(build_app(Server(StandInLLM(), ServerConfig(**SEVERAL), "m"))) as server:  # type: ignore[arg-type]
+        assert not head(server, authorization="Bearer k") and head(server, authorization="Bearer a", via="1.1 proxy")
     config = ServerConfig(host="0.0.0.0", admin_key="a")
     with HttpServer(build_app(application := Server(StandInLLM(), config, "m"))) as server:  # type: ignore[arg-type]
         assert not head(server) and not head(server, authorization="Bearer x") and head(server, authorization="Bearer a")

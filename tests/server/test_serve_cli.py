@@ -1,5 +1,6 @@
 """`octavo serve` as its user starts it, over FakeKV: the order in which things go wrong, the ready line, the processes, the end."""
 
+import json
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from octavo.cli.args import Parser, server_configs
 from octavo.cli.serve import add_arguments
 from tests.cli.processes import ROOT, SECONDS, environment, octavo
 from tests.docs.blocks import FENCE
+from tests.support.http_server import wait_for
 from tests.support.server_process import ServerProcess
 
 NO_WEIGHTS = {"OCTAVO_DEBUG": "runner=fake"}
@@ -108,13 +110,18 @@ def test_a_temporary_folder_that_takes_no_file_is_told_in_one_line(spoiled: str)
     assert run.returncode == 1 and re.fullmatch(said, run.stderr), run.stderr
 
 
-def test_it_listens_on_this_machine_alone_unless_told_otherwise() -> None:
+def test_it_listens_on_this_machine_alone_unless_told_otherwise(tmp_path: Path) -> None:
     parser = Parser(prog="octavo serve", allow_abbrev=False)
     add_arguments(parser)
     _, config = server_configs(parser.parse([]))
     assert (config.host, config.port) == ("127.0.0.1", 8000)
-    with ServerProcess("octavo serve", "--host", "0.0.0.0", env=NO_WEIGHTS) as server:
-        assert "NO API KEY: everyone who can reach 0.0.0.0 can use this server and watch its blocks. Nobody can read" in server.stderr and server.ask("GET", "/v1/models", host="anything").status == 200
+    recording = tmp_path / "r.ndjson"
+    with ServerProcess("octavo serve", "--host", "0.0.0.0", "--record", str(recording), env=NO_WEIGHTS) as server:
+        said = "NO API KEY: everyone who can reach 0.0.0.0 can use this server and watch its blocks. Nobody can read the prompts"
+        assert said in server.stderr and f"The recording {recording} has no text." in server.stderr
+        assert server.ask("GET", "/v1/models", host="anything").status == 200
+        wait_for(lambda: recording.read_bytes().count(b"\n") >= 2)
+        assert json.loads(recording.read_bytes().splitlines()[0])["text"] is False
 
 
 def test_several_processes_answer_on_one_port_and_none_outlives_the_first() -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import time
 from collections.abc import Callable
 
@@ -194,6 +195,19 @@ def _many(items: bytes, *fields: tuple[str, str]) -> list[Attempt]:
     return [Attempt(path, b'{"prompt": "a", "%b": %b}' % (name.encode(), items), param=name) for path, name in fields]
 
 
+def _routes_of_others(server: Watched) -> None:
+    """What this server does not do is said by name, whatever is sent."""
+    names = {"/v1/embeddings": "embeddings", "/v1/audio/speech": "audio", "/v1/audio/transcriptions": "audio", "/v1/rerank": "reranking",
+             "/v1/images/generations": "image generation", "/v1/score": "scoring", "/score": "scoring", "/v1/moderations": "moderation",
+             "/v1/files": "files", "/v1/batches": "batches", "/v1/messages": "Anthropic's API", "/api/chat": "Ollama's API"}  # fmt: skip
+    for path, name in names.items():
+        for method in ("POST", "GET"):
+            error = refused(server.ask(method, path, {"model": "x", "input": "a"} if method == "POST" else b""), 404).error
+            assert re.match(rf"{name} (is|are) not supported; this server answers /v1/chat/completions", error["message"]), error
+    for path in ("/v1/embeddingsx", "/nothing", "/v1", "/apis"):
+        assert refused(server.ask("GET", path), 404).error["message"] == "there is no such route"
+
+
 ROWS: list[Row] = [
     acted(1, "a header of 8 MiB", _head(b"X-Forwarded-For: " + b"A" * 2**23 + b"\r\n")),
     acted(2, "10,000 headers", _head(b"".join(b"X-%d: a\r\n" % number for number in range(10_000)))),
@@ -228,6 +242,7 @@ ROWS: list[Row] = [
     ]),
     acted(15, "other kinds of bodies", _kinds),
     acted(16, "paths and methods that are none", _first_lines),
+    acted(16, "routes of other servers", _routes_of_others),
     acted(17, "a URL of 100 KB", _long_urls),
     acted(18, "two in a pipeline", _pipelined),
     acted(18, "other protocols and codings", _not_ours),

@@ -1,5 +1,7 @@
 """Section C: sampling parameters. Each is a 400 that names its field, in completions and in chat."""
 
+import re
+from dataclasses import replace
 from typing import Any
 
 from tests.support.bad_inputs_row import CHAT, COMPLETIONS, RESPONSES, SOUND, Attempt, Row, acted, fields, numbers, row
@@ -92,6 +94,37 @@ def _many_prompt_logprobs(server: Watched) -> None:
         assert len(found) == 249 and found[0] is None and all(20 <= len(each) <= 21 for each in found[1:])
 
 
+FORMS: dict[str, Any] = {
+    "guided_json": {"type": "object"}, "guided_regex": "a+", "guided_choice": ["a", "b"], "guided_grammar": "start: \"a\"",
+    "guided_json_object": True, "guided_decoding_backend": "outlines", "guided_whitespace_pattern": " ", "json_schema": {}, "regex": "a",
+    "ebnf": "root ::= \"a\"", "grammar": "root ::= \"a\"", "structural_tag": {},
+}  # fmt: skip
+OTHERS: dict[str, Any] = {
+    "audio": {}, "modalities": ["text", "audio"], "prediction": {}, "web_search_options": {}, "functions": [{"name": "f"}],
+    "function_call": "auto", "length_penalty": 0.5, "early_stopping": True, "prompt_logprobs": 0, "truncate_prompt_tokens": 5,
+    "logits_processors": ["x"], "documents": [{"text": "a"}], "mm_processor_kwargs": {}, "add_generation_prompt": False,
+    "continue_final_message": True, "n_predict": 5,
+}  # fmt: skip
+HARMLESS: dict[str, Any] = {"modalities": ["text"], "best_of": 1, "use_beam_search": False, "guided_json": None, "length_penalty": 1.0}
+
+
+def _of_other_servers() -> list[Attempt]:
+    """What changes an answer is refused by name, and what asks for nothing is not."""
+    named = [attempt for name, value in (FORMS | OTHERS).items() for attempt in fields(name, [value], *ALL)]
+    named += fields("suffix", ["x"], COMPLETIONS) + fields("max_output_tokens", [5], CHAT) + fields("echo", [True], CHAT)
+    own = {"max_tokens": 5, "max_completion_tokens": 5, "response_format": {"type": "json_object"}, "top_logprobs": 5, "background": True,
+           "previous_response_id": "resp_1", "conversation": "c", "prompt": {"id": "p"}, "truncation": "auto"}  # fmt: skip
+    named += [attempt for name, value in own.items() for attempt in fields(name, [value], RESPONSES)]
+    refused = [replace(attempt, code="unsupported_parameter") for attempt in named]
+    return refused + [attempt for name, value in HARMLESS.items() for attempt in fields(name, [value], *ALL, status=200)]
+
+
+def _what_to_use_instead(server: Watched) -> None:
+    for name, value in FORMS.items():
+        said = server.ask("POST", COMPLETIONS, SOUND[COMPLETIONS] | {name: value}).error["message"]
+        assert said.startswith(f"{name} is not supported; ") and re.search("structured_outputs|llguidance|json_object", said)
+
+
 def _optimized() -> list[Attempt]:
     return [attempt for attempts in ATTEMPTS.values() for attempt in attempts]
 
@@ -102,6 +135,8 @@ ROWS: list[Row] = [
     row(42, "too many prompt logprobs", _too_many_prompt_logprobs),
     row(46, "too much in all", _too_much_in_all),
     acted(42, "many prompt logprobs", _many_prompt_logprobs, canary=False),
+    row(38, "fields of other servers", _of_other_servers),
+    acted(38, "forms as other servers spell them", _what_to_use_instead),
     row(49, "unknown fields", fields("foo", [1, None, {"a": [1]}], *ALL, status=200)),
     row(51, "all of these under python -O", _optimized, place="optimized"),
 ]

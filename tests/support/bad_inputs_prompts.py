@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from octavo.server_config import ServerConfig
+from tests.support.bad_inputs_http import refused
 from tests.support.bad_inputs_row import CHAT, COMPLETIONS, RESPONSES, SOUND, Attempt, Row, acted, fields, row
 from tests.support.bad_inputs_watch import Watched
 
@@ -76,6 +77,17 @@ def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
+def _media(server: Watched) -> None:
+    """What is no text is refused by its name."""
+    kinds = {"image_url": "images are", "input_image": "images are", "input_audio": "audio is", "file": "files are"}
+    for kind, said in kinds.items():
+        for path, name, place in ((CHAT, "messages", "messages[0].content[1]"), (RESPONSES, "input", "input[0].content[1]")):
+            text = {"type": "text" if path == CHAT else "input_text", "text": "What is this?"}
+            error = refused(server.ask("POST", path, SOUND[path] | {name: [user([text, {"type": kind}])]}), 400).error
+            assert error["message"] == f"{place} has the type {kind}: {said} not supported yet; send text", error
+            assert (error["param"], error["code"]) == (place, "unsupported_parameter")
+
+
 def _enormous() -> list[Attempt]:
     return [
         Attempt(path, SOUND[path] | {name: value}, code="context_length_exceeded")
@@ -134,5 +146,6 @@ ROWS: list[Row] = [
     Row(59, "8 MiB of escapes", _escaped, "optimized"),
     row(60, "text that spells special tokens", _special_tokens),
     row(61, "10,000 pictures spelled", lambda: [one for many in (200, 10_000, 100_000) for one in spelled(PICTURE_TOKEN * many)]),
+    acted(93, "images, audio, video and files", _media),
     row(68, "labels of 10 MB", lambda: fields("user", ["x" * 10**7], *ALL) + fields("metadata", [{"a": {"b": ["x" * 10**7]}}], *ALL)),
 ]

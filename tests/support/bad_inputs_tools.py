@@ -15,10 +15,12 @@ HARM = {
     "grow": "{% set ns = namespace(s='ab') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
     "recurse": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
 }
+WITH_TOOLS = "{% if tools %}Tools: {% endif %}"
 TEMPLATE = (
     "{% set asked = messages[0].content %}"
     + "".join(f"{'{% if' if number == 0 else '{% elif'} asked == '{name}' %}}{harm}" for number, (name, harm) in enumerate(HARM.items()))
-    + "{% else %}{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}{% endif %}"
+    + f"{{% else %}}{{{{ bos_token }}}}{WITH_TOOLS}"
+    + "{% for message in messages %}{{ message.content }}{% endfor %}{% endif %}"
 )
 
 
@@ -64,6 +66,16 @@ def _streamed(body: bytes) -> str:
     return "".join(choice["delta"].get("content", "") for line in lines for choice in json.loads(line)["choices"])
 
 
+def _no_place_for_tools(server: Watched) -> None:
+    """A template that does not write tools into the prompt: the model would never hear of them."""
+    for path, offered in ((CHAT, tool()), (RESPONSES, {"type": "function", "name": "weather"})):
+        for choice in (None, "auto", "required"):
+            reply = server.ask("POST", path, SOUND[path] | {"tools": [offered], "tool_choice": choice})
+            assert reply.status == 400 and (reply.error["param"], reply.error["code"]) == ("tools", "unsupported_parameter"), reply
+            assert "has no place for tools" in reply.error["message"] and "--chat-template" in reply.error["message"]
+        assert server.ask("POST", path, SOUND[path] | {"tools": [offered], "tool_choice": "none"}).status == 200
+
+
 def _harm(*names: str) -> list[Attempt]:
     return [Attempt(CHAT, {"messages": [{"role": "user", "content": name}]}, 400, "messages") for name in names] + [
         Attempt(RESPONSES, {"input": names[0]}, 400, "input")
@@ -74,6 +86,7 @@ ROWS: list[Row] = [
     row(77, "tools", lambda: [Attempt(CHAT, SOUND[CHAT] | {"tools": value}, 400, "tools") for value in TOOLS]
         + [Attempt(CHAT, {"messages": HELLO, "tool_choice": value}, 400, "tool_choice") for value in CHOICES]
         + fields("functions", [[{"name": "f"}]], CHAT)),
+    acted(77, "tools for a template that has none", _no_place_for_tools, "optimized"),
     acted(78, "brackets for an answer", _calls_in_the_text),
     row(79, "a template that reaches out", _harm("escape", "classes")),
     row(80, "a template without end", _harm("loop", "repeat", "grow", "recurse", "loops")),

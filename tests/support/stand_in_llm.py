@@ -12,7 +12,7 @@ from octavo.text.prompt import PromptEncoder
 from octavo.text.tokenizer import Tokenizer
 from tests.support.tokenizers import stories_metadata
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+TEMPLATE = "{% if tools %}<tools>{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
 @dataclass

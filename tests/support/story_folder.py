@@ -10,7 +10,7 @@ from octavo.text.tokenizer import Tokenizer
 from tests.support.models import stories260k
 from tests.support.tokenizers import stories_metadata
 
-TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+TEMPLATE = "{{ bos_token }}{% if tools %}Tools: {% endif %}{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def story_folder(folder: Path, end_ids: list[int] | None = None, last_token: str | None = None) -> Path:
