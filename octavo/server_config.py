@@ -1,6 +1,6 @@
-"""Settings of the server, frozen like those of the engine: every field is a flag of `octavo serve` and a key of its --config file.
+"""Settings of the server. Every field is a flag of `octavo serve` and a key of its --config file.
 
-A field says its own range, so that a new one is a line here. Keys are secrets: no repr and no table shows them.
+A field states its help text and its range, so a new setting is one line here. Keys are secrets: no repr and no table shows them.
 """
 
 import re
@@ -22,35 +22,35 @@ def _flag(default: Any, text: str, least: float | None = None, most: float | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    host: str = _flag("127.0.0.1", "address to listen on; 0.0.0.0: every one this machine has, which wants --api-key")
-    port: int = _flag(8000, "port to listen on; 0: any that is free", 0, 65535)
-    api_key: tuple[str, ...] = _flag((), "ask for this key; may be repeated, and OCTAVO_API_KEY is one more", secret=True)
-    admin_key: str | None = _flag(None, "open the admin routes, with this key", secret=True)
-    served_model_name: str | None = _flag(None, "what clients call the model; default: its own name")
-    allowed_hosts: tuple[str, ...] = _flag((), "a name this server may be called by, beside its address; may be repeated")
-    allowed_origins: tuple[str, ...] = _flag((), "an origin (https://example.org) whose web sites may ask; may be repeated")
-    api_processes: int = _flag(1, "processes that answer HTTP, on one port, for one engine", 1, 64)
-    max_queue: int = _flag(1024, "most requests that wait; one more is told to come back later (429)", 0, 2**31 - 1)
-    queue_timeout: float = _flag(300.0, "seconds a request may wait before it is told to come back later (503)", 0.001, 86400.0)
-    request_timeout: float = _flag(3600.0, "seconds a request may take in all (504)", 0.001, 86400.0)
-    read_timeout: float = _flag(30.0, "seconds a client may take to send a request (408)", 0.001, 86400.0)
-    write_timeout: float = _flag(30.0, "seconds a client may leave an answer unread before it is cut off", 0.001, 86400.0)
-    shutdown_timeout: float = _flag(30.0, "seconds that open requests have to end once the server was told to stop", 0.0, 86400.0)
-    max_restarts: int = _flag(3, "how often an engine or API process that died is started again; a healthy minute begins anew", 0, 1000)
-    max_body_bytes: int = _flag(8 * 2**20, "largest body of a request (413)", 1024, 2**40)
-    max_prompts: int = _flag(1024, "most prompts in one request", 1, 2**31 - 1)
-    max_n: int = _flag(128, "most samples of a prompt", 1, 2**31 - 1)
-    max_stop: int = _flag(4, "most stop strings of a request", 0, 2**31 - 1)
-    max_temperature: float = _flag(2.0, "highest temperature of a request", 0.0, 1e6)
-    tool_call_parser: ToolCallParser = _flag("auto", "form of the model's tool calls; auto: as its chat template says")
-    reasoning_parser: ReasoningParser = _flag("auto", "think: <think> tells thinking from answers; auto: where the chat template has it")
-    metrics_prefix: str = _flag("octavo:", "how names at /metrics begin; vllm: makes dashboards made for vLLM work")
-    log_format: LogFormat = _flag("text", "json: an object a line")
-    lesson: bool = _flag(False, "play scenes that show how paging works, in a tiny pool; sets the pool and its limits itself")
-    lesson_pace: float = _flag(0.2, "seconds that a step takes in the lesson", 0.0, 60.0)
-    enable_log_requests: bool = _flag(False, "log a line for every request that the server answers; never its text")
-    inspector: bool = _flag(True, "let clients watch the engine at /v1/view, text of prompts included; --no-inspector: nobody can")
-    record: str | None = _flag(None, "write what can be watched to this file")
+    host: str = _flag("127.0.0.1", "address to listen on; 0.0.0.0 is every address of this machine, set --api-key with it")
+    port: int = _flag(8000, "port to listen on; 0: any free port", 0, 65535)
+    api_key: tuple[str, ...] = _flag((), "key that clients must send; may be repeated, and OCTAVO_API_KEY is one more", secret=True)
+    admin_key: str | None = _flag(None, "key for the admin routes, and for the text of all users", secret=True)
+    served_model_name: str | None = _flag(None, "name of the model for clients; default: its own name")
+    allowed_hosts: tuple[str, ...] = _flag((), "host name that clients may use for this server, besides its address; may be repeated")
+    allowed_origins: tuple[str, ...] = _flag((), "origin (https://example.org) whose web pages may use this server; may be repeated")
+    api_processes: int = _flag(1, "number of processes that answer HTTP, on one port, for one engine", 1, 64)
+    max_queue: int = _flag(1024, "max requests in the queue; a further one gets 429", 0, 2**31 - 1)
+    queue_timeout: float = _flag(300.0, "max seconds a request waits in the queue (503)", 0.001, 86400.0)
+    request_timeout: float = _flag(3600.0, "max seconds a request takes in all (504)", 0.001, 86400.0)
+    read_timeout: float = _flag(30.0, "max seconds a client takes to send a request (408)", 0.001, 86400.0)
+    write_timeout: float = _flag(30.0, "max seconds a client leaves an answer unread; then its connection is reset", 0.001, 86400.0)
+    shutdown_timeout: float = _flag(30.0, "seconds that open requests have to finish when the server is told to stop", 0.0, 86400.0)
+    max_restarts: int = _flag(3, "how often in a row the engine or an API process is restarted; a healthy minute resets the count", 0, 1000)
+    max_body_bytes: int = _flag(8 * 2**20, "max size of the body of a request, such as 8m (413)", 1024, 2**40)
+    max_prompts: int = _flag(1024, "max prompts in one request", 1, 2**31 - 1)
+    max_n: int = _flag(128, "max samples of a prompt", 1, 2**31 - 1)
+    max_stop: int = _flag(4, "max stop strings of a request", 0, 2**31 - 1)
+    max_temperature: float = _flag(2.0, "max temperature of a request", 0.0, 1e6)
+    tool_call_parser: ToolCallParser = _flag("auto", "format of the model's tool calls; auto: the one in its chat template")
+    reasoning_parser: ReasoningParser = _flag("auto", "think: text in <think> tags is reasoning; auto: if the chat template has these tags")
+    metrics_prefix: str = _flag("octavo:", "how names at /metrics begin; with vllm: dashboards for vLLM work")
+    log_format: LogFormat = _flag("text", "json: one JSON object for each log line")
+    lesson: bool = _flag(False, "play scenes that show how paging works, in a tiny KV cache; sets its size and limits itself")
+    lesson_pace: float = _flag(0.2, "seconds of one step in the lesson", 0.0, 60.0)
+    enable_log_requests: bool = _flag(False, "log one line for every request, without its text")
+    inspector: bool = _flag(True, "let clients watch the engine at /v1/view; text is shown on this machine, or with the key")
+    record: str | None = _flag(None, "write what /v1/view shows to this file; without text on a shared address without a key")
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -76,6 +76,12 @@ _FORMS: dict[str, tuple[re.Pattern[str], str]] = {
     "record": (re.compile(r"[^\0]+"), "the path of a file"),
     "allowed_origins": (re.compile(r"https?://[A-Za-z0-9._-]+(:\d{1,5})?|\*"), "an origin like https://example.org, or *"),
 }
+
+
+def in_flag(size: int) -> str:
+    """A size as its flag takes it: 8m."""
+    unit, power = next(((unit, power) for unit, power in (("g", 30), ("m", 20), ("k", 10)) if size % 2**power == 0), ("", 0))
+    return f"{size >> power}{unit}"
 
 
 def check_setting(name: str, value: object) -> None:

@@ -1,8 +1,8 @@
-"""`octavo top`: a running server's view at the terminal: its block pool, requests, steps and events, as they are.
+"""`octavo top`: the block pool, requests, steps and events of a running server, live in the terminal. It shows no text.
 
-    octavo top                               that of http://127.0.0.1:8000, redrawn in place; q or Ctrl-C ends it
+    octavo top                               the server at http://127.0.0.1:8000, redrawn in place; q or Ctrl-C ends it
     octavo top http://gpu-7:8000 --once      one picture
-    octavo top | tee log.txt                 a line a second, as with --plain
+    octavo top | tee log.txt                 one line a second, as with --plain
 """
 
 import argparse
@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "octavo top [URL] [options]"
     parser.add_argument("url", metavar="URL", nargs="?", default=DEFAULT_URL, help=f"a running Octavo server (default: {DEFAULT_URL})")
     add_key_flag(parser)
-    parser.add_argument("--plain", action="store_true", help="a line a second; so it is where no terminal looks on")
-    parser.add_argument("--once", action="store_true", help="one picture, and the end")
+    parser.add_argument("--plain", action="store_true", help="print one line a second; the default if the output is not a terminal")
+    parser.add_argument("--once", action="store_true", help="print one picture and end")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,7 +80,7 @@ async def _live(watch: "Watch", screen: "Screen") -> None:
     from octavo.cli.top_picture import picture
 
     async with _watching(watch) as task:
-        await asyncio.wait({task}, timeout=REDRAW_SECONDS)  # what is wrong from the beginning is said where it stays
+        await asyncio.wait({task}, timeout=REDRAW_SECONDS)  # an error at the start is printed outside the screen, where it stays
         if task.done():
             await task
         with screen:

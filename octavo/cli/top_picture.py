@@ -1,6 +1,6 @@
-"""A view as lines of a terminal, whatever its width: figures, the pool as a map of signs, steps as bars, requests, events.
+"""A view as lines for a terminal of any width: figures, the block pool as a map, steps as bars, requests, events.
 
-Every text that came from outside is made harmless in one place: where lines are cut to the width.
+Text from the server is made harmless in one place: where lines are cut to the width.
 """
 
 import unicodedata
@@ -15,8 +15,8 @@ from octavo.errors import RemoteError
 
 Line = list[tuple[str, str]]  # pieces of text, each with the name of its style
 
-KINDS = ("free", "cached", "held", "shared")
-SIGNS, LETTERS = "·░▒█", ".chS"
+KINDS = ("free", "cached", "in use", "shared")
+SIGNS, LETTERS = "·░▒█", ".cuS"
 BARS, STEEL = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 MAP_SHARE = 3  # the map takes at most this part of the height
 MOST_EVENTS = 6
@@ -41,11 +41,11 @@ def figures_line(watch: Watch) -> str:
 
 @contextmanager
 def _of_a_view(watch: Watch) -> Iterator[None]:
-    """What a frame holds may be anything."""
+    """A frame comes from outside and may hold anything."""
     try:
         yield
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        raise RemoteError(f"what listens at {watch.address} does not answer /v1/view as Octavo does", 200) from error
+        raise RemoteError(f"the server at {watch.address} does not answer /v1/view as Octavo does", 200) from error
 
 
 def _lines(watch: Watch, width: int, height: int) -> list[Line]:
@@ -80,20 +80,20 @@ def _figures(watch: Watch, kinds: bytes) -> list[str]:
     return [
         f"running {running}",
         f"waiting {len(state.seqs) - running}",
-        f"in use {used / max(len(kinds), 1):.0%}",
+        f"KV cache {used / max(len(kinds), 1):.0%}",
         f"prompt {prompt:,.0f} tok/s",
         f"output {output:,.0f} tok/s",
-        f"hits {counts.found / counts.asked:.0%}" if counts.asked else "hits -",
+        f"cache hits {counts.found / counts.asked:.0%}" if counts.asked else "cache hits -",
         f"preempted {counts.preempted:,}",
     ]
 
 
 def _pool(kinds: bytes, width: int, most_lines: int) -> list[Line]:
-    """A sign for a block, or for so many that all fit: what most of them are."""
+    """One character for a block, or for as many as needed to fit: then the kind that most of them are."""
     signs = SIGNS if can_show(SIGNS) else LETTERS
     each = max(-(-len(kinds) // (width * most_lines)), 1)
     legend = [f"{sign} {name} {kinds.count(kind):,}" for kind, (sign, name) in enumerate(zip(signs, KINDS))]
-    legend += [f"{each:,} blocks a sign"] if each > 1 else []
+    legend += [f"{each:,} blocks each"] if each > 1 else []
     found = [_most(kinds[start : start + each]) for start in range(0, len(kinds), each)]
     rows = [_runs(found[start : start + width], signs) for start in range(0, len(found), width)]
     return [*([(text, "dim")] for text in _wrapped(legend, width)), *rows]
@@ -121,13 +121,13 @@ def _steps(state: ViewState, width: int) -> list[Line]:
     shown = list(state.steps)[-width:]
     tokens = [step[3] + step[4] for step in shown]
     most, last = max(*tokens, 1), shown[-1]
-    said = [f"steps: tokens of each, at most {most:,}", f"the last: {tokens[-1]:,} in {last[2]:.1f} ms, {last[5]:,} rows"]
+    said = [f"tokens of each step, max {most:,}", f"last step: {tokens[-1]:,} tokens in {last[2]:.1f} ms, {last[5]:,} sequences"]
     drawn = "".join(bars[-(-count * (len(bars) - 1) // most)] for count in tokens)
-    return [*([(text, "dim")] for text in _wrapped(said, width)), [(drawn, "held")]]
+    return [*([(text, "dim")] for text in _wrapped(said, width)), [(drawn, "in use")]]
 
 
 def _requests(state: ViewState, width: int, room: int) -> list[Line]:
-    """Those that run first; where not all find room, how many more there are; where there is room, who ended last."""
+    """Running requests first, then waiting ones, then those that ended last; if they do not all fit, how many more there are."""
     live = sorted(state.seqs.values(), key=lambda seq: (seq["state"] != "running", seq["seq"]))
     listed = live + [{**seq, "state": f"ended ({how})"} for seq, how in reversed(state.ended)]
     if not listed or room < 3:
@@ -161,7 +161,7 @@ def _happened(kind: str, rest: Sequence[Any]) -> str:
         case "evict":
             return f"block {rest[0]} evicted"
         case "copy":
-            return f"block {rest[0]} copied to {rest[1]} for {rest[2]}, which writes to it"
+            return f"block {rest[0]} copied to {rest[1]}, so that {rest[2]} can write to it"
         case "preempt":
             return f"{rest[0]} preempted"
         case "hit":
@@ -199,5 +199,5 @@ def _fitted(line: Line, width: int) -> Line:
 
 
 def _harmless(char: str) -> str:
-    """What steers a terminal, or takes no or two columns, is a question mark."""
+    """A question mark in place of control characters, and of those that are not one column wide."""
     return char if char.isprintable() and unicodedata.east_asian_width(char) not in "WF" and not unicodedata.combining(char) else "?"

@@ -1,4 +1,4 @@
-"""The whole terminal as a picture that is redrawn in place, by rich; keys are heard while it stands."""
+"""The whole terminal as a picture that rich redraws in place; q ends it."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 STYLES = {
     "": "", "dim": "dim", "strong": "bold", "warn": "bold red",
-    "free": "dim", "cached": "yellow", "held": "cyan", "shared": "bold magenta",
+    "free": "dim", "cached": "yellow", "in use": "cyan", "shared": "bold magenta",
 }  # fmt: skip
 
 

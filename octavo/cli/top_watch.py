@@ -1,4 +1,4 @@
-"""`Watch`: the view of a server, followed; a server that went away is waited for."""
+"""`Watch` follows the live view of a server; if the server goes away, it waits for it."""
 
 import asyncio
 from collections import deque
@@ -63,7 +63,7 @@ class Watch:
         while True:
             try:
                 await self._follow()
-                trouble = RemoteError(f"the server at {self.address} has ended its view")
+                trouble = RemoteError(f"the server at {self.address} has closed the view")
             except RemoteError as error:
                 trouble = error
             loads, went = trouble.status == 503, trouble.status is None and self.told.is_set()
@@ -83,16 +83,16 @@ class Watch:
 
                 await self._server.follow(PATH, take)
         except TimeoutError as error:
-            raise RemoteError(f"the server at {self.address} has said nothing for {SILENCE_SECONDS:.0f} seconds") from error
+            raise RemoteError(f"the server at {self.address} has sent nothing for {SILENCE_SECONDS:.0f} seconds") from error
         except RemoteError as error:
             if error.status != 404:
                 raise
-            why = "it was started with --no-inspector, or is no Octavo server that has one"
-            raise RemoteError(f"{self.address} shows no view: {why}", 404) from error
+            why = "it was started with --no-inspector, or it is not an Octavo server"
+            raise RemoteError(f"{self.address} has no live view: {why}", 404) from error
 
     def _take(self, frame: dict[str, Any]) -> None:
         if frame["kind"] == "head" and not (frame["version"] == 1 and 2 <= frame["num_blocks"] <= MOST_BLOCKS):
-            raise ValueError("a view of another kind")
+            raise ValueError("a view of another version")
         self.state.apply(frame)
         if frame["kind"] == "full":
             if not self.told.is_set():

@@ -1,6 +1,6 @@
-"""The application: routers put together, every error in one form, the guard around it all.
+"""The application: all routers, errors in one form, and the guard around them.
 
-A room of routes is a module with `router(server) -> APIRouter`; to add one, name it in ROUTERS.
+A module with routes has a function `router(server) -> APIRouter`; to add one, list it in ROUTERS.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def build_app(server: Server) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         responses=ERROR,
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # it would record what is nobody's business
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # it would record more than we want
     )
     app.state.server = server
     for kind in (OctavoError, ApiError, HTTPException):

@@ -1,4 +1,4 @@
-"""A request's arrival, known wherever it is worked on: the guard says when and as what it came, records, spans and log lines take it up."""
+"""When a request arrived, its id and its caller: set by the guard, read by records, spans and log lines."""
 
 import time
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Routes that say what this server is: /health, /v1/models, /version; and for its operator, /reset_prefix_cache."""
+"""Routes about the server itself: /health, /v1/models, /version; and for the admin, /reset_prefix_cache."""
 
 from fastapi import APIRouter
 from starlette.responses import JSONResponse
@@ -13,7 +13,7 @@ def router(server: Server) -> APIRouter:
 
     @routes.get("/health")
     async def health() -> JSONResponse:
-        """200 while requests are served, else 503: loading, draining, dead."""
+        """200 while requests are served, else 503 (loading, draining, dead)."""
         return JSONResponse({"status": server.state}, 200 if server.state == "ready" else 503)
 
     @routes.get("/version")
@@ -40,9 +40,10 @@ def router(server: Server) -> APIRouter:
 
 
 def check_model(server: Server, name: str | None) -> None:
-    """What a request calls the model, if it calls it anything."""
+    """A request may leave out the model, or give its name."""
     if name is not None and name != server.model_name:
-        raise ApiError(404, f"there is no model {name[:100]!r} here; it is {server.model_name!r}", param="model", code="model_not_found")
+        message = f"the model {name[:100]!r} does not exist; this server has {server.model_name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def _model(server: Server) -> dict[str, object]:

@@ -99,7 +99,7 @@ def _parsed(data: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"the body must be a JSON object, not {_kind(value)}")
     if place := _not_finite(value):
-        raise RequestError(f"{place} is no finite number", place)
+        raise RequestError(f"{place} is not a finite number", place)
     return value
 
 

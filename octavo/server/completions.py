@@ -1,4 +1,4 @@
-"""/v1/completions: one prompt or many, as text or token ids; with `echo`, the prompt's own text and logprobs before the answer."""
+"""/v1/completions: one prompt or many, as text or token ids. With `echo` the answer begins with the text and logprobs of the prompt."""
 
 import asyncio
 import json

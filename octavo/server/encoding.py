@@ -1,4 +1,4 @@
-"""Text becomes token ids: at once where it is short, in a thread where it is long or a template has its say: the event loop goes on."""
+"""Text becomes token ids. Short text is encoded at once; long text and chat templates run in a thread, so that the event loop goes on."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -81,7 +81,7 @@ def _as_prompts(prompt: str | list[object], most: int) -> list[str | list[int]]:
     if type(prompt[0]) is int:
         return [_as_ids(prompt)]
     if len(prompt) > most:
-        raise RequestError(f"prompt is a list of {len(prompt):,} prompts, at most {most} are taken (--max-prompts)", "prompt")
+        raise RequestError(f"prompt is a list of {len(prompt):,} prompts, at most {most} are allowed (--max-prompts)", "prompt")
     if all(isinstance(one, str) for one in prompt):
         return list(prompt)  # type: ignore[arg-type]
     return [_as_ids(one) for one in prompt]

@@ -1,9 +1,9 @@
-"""Every error of the server has one form, whatever went wrong and wherever:
+"""Every error of the server has one form:
 
     {"error": {"message": ..., "type": ..., "param": ... or null, "code": ... or null}}
 
 Route code raises `RequestError` for what is wrong with a request, `ApiError` where the status matters; `answer_for` knows the rest.
-What was written for an operator (paths of files, addresses of objects, tracebacks) goes to the log and not to a client.
+Paths of files, addresses of objects and tracebacks go to the log, and never to a client.
 """
 
 import math
@@ -54,7 +54,7 @@ class Answer:
 
 
 def answer_for(error: BaseException) -> Answer:
-    """What a client is told. Logs what is our own fault, with its traceback."""
+    """The answer for a client. An error of the server itself is logged, with its traceback."""
     known = error if isinstance(error, ApiError) else _as_api_error(error)
     body = {"message": _sayable(known.message), "type": known.type, "param": known.param and _sayable(known.param), "code": known.code}
     return Answer(known.status, {"error": body}, dict(known.headers))
@@ -83,7 +83,7 @@ def _as_api_error(error: BaseException) -> ApiError:
         logger.error("a request failed in the engine: %s", error)
         return ApiError(500, said, code=error.code)
     logger.error("a request failed", exc_info=error)
-    return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
+    return ApiError(500, "the server failed on this request; see its log", code="internal_error")
 
 
 def _type_of(status: int) -> str:
@@ -91,7 +91,7 @@ def _type_of(status: int) -> str:
 
 
 def _router_message(status: int) -> str:
-    told = {404: "there is no such route", 405: "this route does not take that method"}
+    told = {404: "there is no such route", 405: "this route does not support that method"}
     return told.get(status, HTTPStatus(status).phrase.lower())
 
 
@@ -104,5 +104,5 @@ def _without_places(text: str) -> str:
 
 
 def _sayable(text: str) -> str:
-    """Short, and text in every encoding: half a surrogate pair would fail on its way out."""
+    """Short, and valid in every encoding: half a surrogate pair could not be sent."""
     return text[:MOST_CHARS].encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""Server-sent events, and clients that go away; one that does not read is cut off by protocol.py, and so has gone away.
+"""Server-sent events, and clients that go away. (A client that does not read is disconnected by protocol.py.)
 
 Text is written as ASCII JSON: lines of an event end at line feeds alone, but many clients also split at U+2028 and the like.
 Everything of one news list leaves in one write.

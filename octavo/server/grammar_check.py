@@ -1,11 +1,11 @@
-"""The server's door for grammars: what a request asks for is tried once, in a child process, before the engine hears of it.
+"""Checks grammars before the engine sees them: each one is compiled and tried once, in a child process.
 
-A grammar may take for ever, all memory, or the process with it: the child ends, the request is refused, and the next one gets a
-new child. Verdicts are kept, so that a schema which comes with every request is tried once.
+A grammar may run for ever, take all memory, or crash the process. Then the child ends, the request is refused, and the next one gets a
+new child. Verdicts are kept, so a schema that comes with every request is checked once.
 
-A verdict is about the grammar alone: the child's own limits of CPU time and memory end it by signals that say so. Where the child was
-stopped, killed by somebody else, or did not get to work, nothing is known: the client is told to come back, and nothing is kept.
-The same holds for whoever waits too long for a turn. Turns go round the clients.
+A verdict depends on the grammar alone: signals show whether the child ended by its own limits of CPU time and memory. If it was stopped or
+killed by somebody else, or got no CPU time, there is no verdict: the client is asked to try again, and nothing is kept. The same
+holds for a request that waits too long for its turn. Clients take turns.
 """
 
 import asyncio
@@ -101,9 +101,9 @@ class GrammarChecker:
         try:
             async with asyncio.timeout(2 * self._seconds):
                 if not await self._turns.take(client):
-                    raise self._busy(f"{MOST_WAITING} others of yours are waiting")
+                    raise self._busy(f"{MOST_WAITING} others of this client are waiting")
         except TimeoutError:
-            raise self._busy(f"it did not get its turn within {2 * self._seconds:g} s") from None
+            raise self._busy(f"it had no turn within {2 * self._seconds:g} s") from None
 
     async def _try(self, question: bytes) -> str | None:
         """What is wrong with it."""
@@ -127,11 +127,11 @@ class GrammarChecker:
             return f"{PARAM} takes more than {self._cpu_seconds:g} s of CPU time to compile"
         if -returncode in BY_SIZE:
             return f"{PARAM} takes too much memory to compile, or is nested too deeply"
-        logger.warning("the process that tries out grammars was ended from outside, with code %d", returncode)
-        raise self._busy("the process that tries it out was ended")
+        logger.warning("the process that checks grammars was killed from outside (exit code %d)", returncode)
+        raise self._busy("the process that checks it was killed")
 
     def _busy(self, why: str) -> UnavailableError:
-        return UnavailableError(f"{PARAM} could not be tried: {why}; try again later", self._seconds, "grammar_busy")
+        return UnavailableError(f"{PARAM} could not be checked: {why}; try again later", self._seconds, "grammar_busy")
 
     async def _start(self) -> asyncio.subprocess.Process:
         pipe, nowhere = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
@@ -144,8 +144,8 @@ class GrammarChecker:
         except BaseException as error:
             await self._kill()
             if isinstance(error, (TimeoutError, EOFError)):
-                logger.warning("the process that tries out grammars did not start (%s)", type(error).__name__)
-                raise self._busy("the process that tries it out did not start") from None
+                logger.warning("the process that checks grammars did not start (%s)", type(error).__name__)
+                raise self._busy("the process that checks it did not start") from None
             raise
         return child
 

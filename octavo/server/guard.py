@@ -1,12 +1,12 @@
-"""The guard stands before every route. In this order, each step an answer of its own where it refuses:
+"""The guard checks every request before its route does, in this order. Each check may refuse the request:
 
-    request id    the client's, if it is short and printable, else ours; on every answer
-    path, host    what does not look like a path or a host is none
-    origin        web sites that were not named are refused; a browser's question beforehand is answered here
+    request id    the client's, if it is short and printable, else a new one; every answer has it
+    path, host    must be well-formed, and the host allowed
+    origin        web sites that are not allowed are refused; preflight requests of browsers are answered here
     key           Bearer, see keys.py
-    body          its kind, its length before it is read, its length and time while it is read
+    body          its content type and declared length first, its length and time while it is read
 
-A body that was not read to its end is drained for a moment after the answer, so that a client that is still sending gets to read it.
+After an early answer the rest of the body is read for a moment, so that a client that is still sending can read the answer.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from octavo.server.errors import ApiError, answer_for
 from octavo.server.keys import Keys, is_open
 from octavo.server.origins import PREFLIGHT, Origins
 from octavo.server.state import Server
+from octavo.server_config import in_flag
 
 LINGER_SECONDS = 2.0
 RETRY_SECONDS = 5.0  # for a client that came too early or too late
@@ -78,7 +79,7 @@ class Guard:
     def _check(self, scope: Scope, headers: dict[bytes, bytes], exchange: "Exchange") -> None:
         names = [name for name, _ in scope["headers"]]
         if twice := next((name for name in _ONCE if names.count(name) > 1), None):
-            raise ApiError(400, f"the header {twice.decode()} is there twice")
+            raise ApiError(400, f"the header {twice.decode()} was sent twice")
         _check_path(scope["path"])
         self._origins.check_host(headers.get(b"host"))
         origin = headers.get(b"origin", b"").decode("latin-1")
@@ -86,7 +87,7 @@ class Guard:
             exchange.headers += [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin")]
             exchange.headers.append((b"access-control-expose-headers", b"x-request-id, retry-after"))
         elif origin and scope["method"] != "OPTIONS":
-            raise ApiError(403, "this origin may not ask here; --allowed-origins names those that may", code="origin_not_allowed")
+            raise ApiError(403, "this origin is not allowed; allow it with --allowed-origins", code="origin_not_allowed")
 
 
 def _is_always_answered(path: str) -> bool:
@@ -112,11 +113,11 @@ class IncomingBody:
         self.unread = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
 
     def check(self) -> None:
-        """By its headers alone."""
+        """What its headers say."""
         if not self.unread:
             return
         if self._headers.get(b"content-encoding", b"identity").lower() != b"identity":
-            raise ApiError(415, "compressed bodies are not taken; send it without Content-Encoding")
+            raise ApiError(415, "compressed bodies are not supported; send the body without Content-Encoding")
         if not _JSON.fullmatch(self._headers.get(b"content-type", b"")):
             raise ApiError(415, "the body must be JSON in UTF-8, with Content-Type: application/json")
         self._count(int(self._headers.get(b"content-length", b"0")))
@@ -144,11 +145,12 @@ class IncomingBody:
 
     def _count(self, num_bytes: int) -> None:
         if num_bytes > self._most_bytes:
-            raise ApiError(413, f"the body has more than {self._most_bytes:,} bytes (--max-body-bytes)", code="body_too_large")
+            message = f"the body is larger than {self._most_bytes:,} bytes (--max-body-bytes {in_flag(self._most_bytes)})"
+            raise ApiError(413, message, code="body_too_large")
 
 
 class Exchange:
-    """One answer on its way out: the headers every answer has, and a body left unread drained before the connection closes."""
+    """One answer on its way out: adds the headers that every answer has, and reads the rest of an unread body before it closes."""
 
     def __init__(self, scope: Scope, headers: dict[bytes, bytes], body: IncomingBody, send: Send) -> None:
         given = headers.get(b"x-request-id", b"")
@@ -182,7 +184,7 @@ class Exchange:
     async def fail(self, error: Exception) -> None:
         answer = answer_for(error)
         if self.status:  # begun: uvicorn ends the connection, so that nobody takes the half for the whole
-            logger.error("an answer (%s) broke off: %s", self.request_id.decode(), type(error).__name__)
+            logger.error("the answer to %s was cut off: %s", self.request_id.decode(), type(error).__name__)
             return
         await self.answer(answer.status, json.dumps(answer.body).encode(), {"content-type": "application/json", **answer.headers})
 

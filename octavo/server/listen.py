@@ -1,4 +1,4 @@
-"""The listening socket: taken before anything is loaded, so that a port that is not to be had is told at once."""
+"""The listening socket. It is opened before anything is loaded, so that a port in use fails at once."""
 
 import errno
 import ipaddress
@@ -8,14 +8,14 @@ from octavo.errors import ConfigError
 
 _BACKLOG = 2048
 _ADVICE = {
-    errno.EADDRINUSE: "is in use; choose another with --port, or 0 for any that is free",
-    errno.EACCES: "is not open to this user; choose one above 1023 with --port",
-    errno.EADDRNOTAVAIL: "cannot be had: this machine has no such address",
+    errno.EADDRINUSE: "is in use; choose another one with --port (0: any free port)",
+    errno.EACCES: "may not be used by this user; choose one above 1023 with --port",
+    errno.EADDRNOTAVAIL: "cannot be used: this machine has no such address (--host)",
 }
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens, so that clients that come while a model loads are told so."""
+    """A socket that listens already, so that clients get an answer while the model loads."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, proto)
@@ -26,7 +26,7 @@ def bind(host: str, port: int) -> socket.socket:
     except socket.gaierror as error:
         raise ConfigError(f"--host {host}: {str(error.strerror).lower()}") from error
     except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, f"cannot be had: {str(error.strerror or error).lower()}")
+        advice = _ADVICE.get(error.errno or 0, f"cannot be used: {str(error.strerror or error).lower()}")
         raise ConfigError(f"port {port} of {host} {advice}") from error
     return listener
 

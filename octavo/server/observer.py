@@ -1,7 +1,7 @@
-"""What the server keeps of requests: numbers for Prometheus, records, spans. One object watches one request:
+"""Observes requests, for metrics, records and spans. One object watches one request:
 
     watch = server.observer.watch("cmpl-", asks)     watch.id is that of the answer
-    with watch:                                      how the request ended it hears by how the block is left
+    with watch:                                      an exception that leaves the block says how the request ended
         async for news in ...:
             watch.take(news)                         of all prompts; the index of a delta is prompt * n + sample
 """

@@ -1,4 +1,4 @@
-"""Which name the server was called by, and which web sites may ask it.
+"""Which host names clients may use for the server, and which web sites may call it.
 
 A browser on this machine can be made to call a server on 127.0.0.1: by a site whose name suddenly means 127.0.0.1 (the Host header
 still says the site's name), or by a script of any site (the Origin header says which). Neither is possible from anything but a browser.
@@ -36,8 +36,8 @@ class Origins:
         if host is not None and not name:
             raise ApiError(400, "the Host header must be a name or an address, with or without a port")
         if self._checks_hosts and name not in self._hosts and not is_loopback(name):
-            raise ApiError(403, f"this server is not called {name!r}; --allowed-hosts names it", code="host_not_allowed")
+            raise ApiError(403, f"the host name {name!r} is not allowed; allow it with --allowed-hosts", code="host_not_allowed")
 
     def allows(self, origin: str, host: str) -> bool:
-        """Sites that were named, and our own."""
+        """Whether a page of this origin may call: the allowed ones, and our own."""
         return "*" in self._origins or origin in self._origins or (bool(host) and origin.partition("://")[2] == host)

@@ -97,7 +97,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._head_bytes += len(piece)
             self._feed(piece)
             if self._in_head and self._head_bytes > HEAD_BYTES:
-                self._refuse(ApiError(431, f"the head of the request has more than {HEAD_BYTES:,} bytes"))
+                self._refuse(ApiError(431, f"the request line and headers have more than {HEAD_BYTES:,} bytes"))
 
     def _feed(self, data: memoryview) -> None:
         while data and not self._refused:
@@ -137,10 +137,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self.parser.get_method() == b"CONNECT":
-            self._complain(ApiError(405, "CONNECT is not taken: this server is no proxy"))
+            self._complain(ApiError(405, "CONNECT is not supported: this server is not a proxy"))
         codings = b", ".join([value for name, value in self.headers if name == b"transfer-encoding"]).decode("latin-1")
         if codings.lower() not in ("", "chunked"):
-            self._complain(ApiError(400, f"Transfer-Encoding is {codings[:80]!a}, only chunked is taken"))
+            self._complain(ApiError(400, f"Transfer-Encoding is {codings[:80]!a}, only chunked is supported"))
         if self.parser.should_upgrade():
             return  # see _feed_again
         self._in_head, self._head_bytes = False, 0

@@ -18,7 +18,7 @@ HEAD = b'{"kind":"head"'
 
 
 class Recorder:
-    """Opened before a model is loaded, so that a file that is not to be had is told at once."""
+    """Opens its file before a model is loaded, so that a bad path fails at once."""
 
     def __init__(self, path: str, most_bytes: int = MOST_BYTES) -> None:
         self._path = path
@@ -54,7 +54,7 @@ class Recorder:
     def _write(self, data: bytes) -> bool:
         """Whole lines alone; whether it goes on."""
         if self._size + len(data) > self._most_bytes:
-            logger.warning("the recording %s is full, after some %d MiB: no more is written", self._path, self._most_bytes >> 20)
+            logger.warning("the recording %s ends here: it has reached %d MiB", self._path, self._most_bytes >> 20)
             return False
         try:
             if os.write(self._file, data) < len(data):

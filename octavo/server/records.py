@@ -1,7 +1,7 @@
-"""Life records: what happened to a request, kept for a while under the id of its answer, which nobody can guess: GET /v1/requests/{id}.
+"""GET /v1/requests/{id}: what happened to a request, found by the id of its answer.
 
-Where several keys are valid a record is told to the key that asked, and to the admin key. Times are seconds after arrival. No text is
-kept. Of the oldest nothing is left when there are more than MOST_SAMPLES answers.
+A record is shown to the client that made the request, and to whoever may read text (privacy.py). Times are seconds after arrival.
+No text is kept. When there are more than MOST_SAMPLES answers, the oldest records are dropped.
 """
 
 from dataclasses import dataclass, field
@@ -102,7 +102,7 @@ def router(server: "Server") -> APIRouter:
     async def request_record(id: str) -> dict[str, object]:
         record = server.observer.records.get(id)
         if record is None or not current_arrival().caller.may_read(record.arrival.caller):
-            raise ApiError(404, "there is no request of this id, or it is forgotten", param="id", code="request_not_found")
+            raise ApiError(404, "there is no record with this id, or it is no longer kept", param="id", code="request_not_found")
         return record.told()
 
     return routes

@@ -1,4 +1,4 @@
-"""What a response is asked with, in the words of chat: items as messages, functions as tools. Errors name the client's own places."""
+"""The input of a response as that of a chat: items become messages, functions become tools. Errors name the fields of the response."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

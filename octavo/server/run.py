@@ -101,7 +101,8 @@ class ApiProcess(uvicorn.Server):
         else:
             self._server.draining = True
             self._stop_at = time.monotonic() + self._server.config.shutdown_timeout
-            logger.info("%s: open requests have %g seconds to end", signal.Signals(sig).name, self._server.config.shutdown_timeout)
+            seconds = self._server.config.shutdown_timeout
+            logger.info("%s: draining, open requests have %g seconds to finish", signal.Signals(sig).name, seconds)
         if self._siblings is not None:
             self._siblings.pass_on(again)
 
@@ -109,7 +110,7 @@ class ApiProcess(uvicorn.Server):
         server = self._server
         server.observer.tick()
         if self._siblings is not None and not self._siblings.check():
-            self.fail(EngineError("an API process died again and again (--max-restarts)"))
+            self.fail(EngineError("an API process died more often than --max-restarts allows"))
         if server.draining and (self._is_drained or time.monotonic() > self._stop_at):
             self.should_exit = True
         return await super().on_tick(counter)

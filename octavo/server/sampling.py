@@ -1,6 +1,6 @@
 """From a body to `SamplingParams` and the rest of an `Ask`, within the caps of this server.
 
-What is wrong with a value by itself `SamplingParams` says; here is only what a server allows.
+`SamplingParams` checks each value by itself; here are the limits of this server.
 """
 
 import math

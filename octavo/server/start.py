@@ -1,4 +1,4 @@
-"""Puts a server together: the text side here, the engine in a process of its own, HTTP around it; and the same for a sibling."""
+"""Puts a server together: the tokenizer and HTTP in this process, the engine in another; and the same for further API processes."""
 
 import asyncio
 import socket

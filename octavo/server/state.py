@@ -1,4 +1,4 @@
-"""What every route is handed: the engine as the API process sees it, the settings, and what the server remembers."""
+"""The server's state, which every route gets: the engine, the settings, and what the server remembers."""
 
 import time
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Threads for work that a request can make long: a small pool for each kind, so that no kind of work keeps another waiting.
+"""Threads for work that can take long: a small pool for each kind, so that no kind keeps another waiting.
 
     bodies         JSON of large bodies: parsed and checked
     short_texts    conversations of ordinary length, through their template to token ids

@@ -30,7 +30,7 @@ class Tokenize(Body):
     @model_validator(mode="after")
     def _one_of_two(self) -> "Tokenize":
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("wanted prompt or messages, one of the two")
+            raise ValueError("give either prompt or messages")
         return self
 
 

@@ -1,4 +1,4 @@
-"""What a request may ask for in all: sums over its prompts and samples, each of which may be small by itself.
+"""Limits of a whole request: sums over its prompts and samples.
 
     answers    prompts * n                                              --max-prompts
     ids        those of bias, bans and stops * answers                  an engine keeps them for every one of its rows
@@ -60,6 +60,6 @@ def _check_numbers(params: SamplingParams, prompts: Sequence[int], limits: Limit
     numbers = params.n * (1 + (params.logprobs or 0)) * (answered + (sum(prompts) if echo else 0))
     if numbers > MOST_NUMBERS:
         name = "echo" if params.logprobs is None else "logprobs"
-        message = f"{name} may answer {numbers:,} numbers, at most {MOST_NUMBERS:,} are allowed: every token of an answer has one"
+        message = f"{name} may return {numbers:,} numbers, at most {MOST_NUMBERS:,} are allowed: one for each token of an answer"
         knobs = "send fewer prompts at once, or lower max_tokens, n or logprobs"
         raise RequestError(f"{message}, and one for each alternative; {knobs}", name)

@@ -1,4 +1,4 @@
-"""Turns at something that serves one at a time: they go round the clients, so that one with much to do keeps nobody else from theirs."""
+"""Clients take turns at something that serves one request at a time, so that a busy client does not keep others waiting."""
 
 import asyncio
 from collections import OrderedDict, deque

@@ -22,7 +22,7 @@ def _form(name: str) -> Refusal:
 
 
 _NO_BACKEND = Refusal("leave it out: every form is compiled by llguidance")
-_NO_BEAMS = Refusal("beam search is not there; use n for several samples", (False, 1))
+_NO_BEAMS = "there is no beam search; use n for several samples"
 
 # In every body. Of OpenAI's API, of vLLM's, and forms as SGLang and llama.cpp spell them.
 FIELDS: dict[str, Refusal] = {
@@ -33,9 +33,9 @@ FIELDS: dict[str, Refusal] = {
     "functions": Refusal("use tools"),
     "function_call": Refusal("use tool_choice"),
     "best_of": Refusal("use n for several samples", (1,)),
-    "use_beam_search": _NO_BEAMS,
-    "length_penalty": _NO_BEAMS,
-    "early_stopping": _NO_BEAMS,
+    "use_beam_search": Refusal(_NO_BEAMS, (False,)),
+    "length_penalty": Refusal(_NO_BEAMS, (1, 1.0)),
+    "early_stopping": Refusal(_NO_BEAMS, (False,)),
     "guided_json": Refusal('use structured_outputs {"json": ...} or response_format'),
     "guided_regex": _form("regex"),
     "guided_choice": _form("choice"),
@@ -91,7 +91,8 @@ SUPPORTED = "this server answers /v1/chat/completions, /v1/completions and /v1/r
 
 
 def check_field(name: str, value: object, refusal: Refusal) -> None:
-    if value is not None and value not in refusal.harmless:
+    is_harmless = value is None or any(type(value) is type(one) and value == one for one in refusal.harmless)  # True is not 1
+    if not is_harmless:
         raise RequestError(f"{name} is not supported" + (f"; {refusal.instead}" if refusal.instead else ""), name, CODE)
 
 

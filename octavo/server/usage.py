@@ -1,4 +1,4 @@
-"""What a request used, counted as its news come by: tokens as OpenAI counts them, and where the time went."""
+"""What a request used: tokens as OpenAI counts them, and where the time went."""
 
 import time
 from collections.abc import Sequence

@@ -90,7 +90,7 @@ class ViewHub:
                 elif not await self._hears_in_time():
                     yield line({"kind": "delta", "at": self._at()})
             if seen < 0:
-                raise self._trouble or UnavailableError("the engine cannot be watched now", retry_after=1)
+                raise self._trouble or UnavailableError("the engine cannot be watched at the moment", retry_after=1)
         finally:
             self._leave()
 
@@ -110,7 +110,7 @@ class ViewHub:
 
     def _join(self) -> None:
         if self._watchers >= MOST_WATCHERS:
-            raise UnavailableError(f"{MOST_WATCHERS} clients watch already, and no more can at the same time", retry_after=5)
+            raise UnavailableError(f"{MOST_WATCHERS} clients are watching already, which is the maximum", retry_after=5)
         self._watchers += 1
         if self._watchers == 1:
             self._task = asyncio.create_task(self._take_all(self._task))
@@ -133,7 +133,7 @@ class ViewHub:
         except UnavailableError as error:
             self._trouble = error
         except Exception:
-            logger.exception("the view ends, the server goes on")
+            logger.exception("the view failed; the server goes on")
         finally:
             self._wake()
 

@@ -1,7 +1,7 @@
 """The page: the files of octavo/web, read once at start, at `/` and `/web/*`.
 
-Nothing else is ever opened, whatever a path says. The headers allow the page its own files and its own server, and nothing else:
-no other site may frame it, no script runs but those, and nothing that a model says can load anything.
+No other file is ever opened, whatever the path. The headers allow the page to use its own files and its own server, and nothing else:
+no other site can frame it, no other script runs, and nothing that a model writes can load anything.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ def router(server: Server) -> APIRouter:
     @routes.api_route("/web/{path:path}", methods=["GET", "HEAD"])
     async def web_file(path: str, request: Request) -> Response:
         if path not in files:
-            raise ApiError(404, "there is no such file of the page")
+            raise ApiError(404, "there is no such file")
         return _answer(files[path], request)
 
     return routes

@@ -67,10 +67,10 @@ def test_one_picture_says_what_the_frames_say(hurried: None, capsys: pytest.Capt
     said = capsys.readouterr().out
     lines = said.splitlines()
     assert lines[0] == f"m  {server.url}" and server.asked == ["/v1/view"]
-    assert lines[1] == "running 2  waiting 1  in use 8%  prompt 30 tok/s  output 5 tok/s  hits 80%  preempted 1"
-    assert "· free 36  ░ cached 1  ▒ held 2  █ shared 1" in said
+    assert lines[1] == "running 2  waiting 1  KV cache 8%  prompt 30 tok/s  output 5 tok/s  cache hits 80%  preempted 1"
+    assert "· free 36  ░ cached 1  ▒ in use 2  █ shared 1" in said
     assert "█▒▒·····░" + "·" * 31 in lines
-    assert "steps: tokens of each, at most 32  the last: 3 in 1.0 ms, 3 rows" in said and "█▁" in lines
+    assert "tokens of each step, max 32  last step: 3 tokens in 1.0 ms, 3 sequences" in said and "█▁" in lines
     assert re.search(r"^cmpl-1 +running +53 +4 +80% +0$", said, re.MULTILINE)
     assert re.search(r"^cmpl-two #1 +running +53 +2 +80% +0$", said, re.MULTILINE)
     assert re.search(r"^cmpl-3 +waiting +53 +0 +0% +0\ncmpl-4 +ended \(stop\) +53 +4 +80% +0$", said, re.MULTILINE)
@@ -90,7 +90,7 @@ def test_in_a_pipe_it_is_a_line_a_second_and_a_server_that_went_is_waited_for() 
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 130 and err == ""
-    assert re.fullmatch(r"\d\d:\d\d:\d\d running 2  waiting 1  in use 8% .*\n", seen[0])
+    assert re.fullmatch(r"\d\d:\d\d:\d\d running 2  waiting 1  KV cache 8% .*\n", seen[0])
     told = [line[9:] for line in seen if "waiting: " in line]
     assert len(told) == len(set(told)) and "closed the connection" in told[0] and "503" in "".join(told[1:])
     assert "preempted 1" in seen[-1], "what was counted stays"
@@ -135,7 +135,7 @@ def test_what_is_wrong_is_one_line_with_what_to_do(
     strange = Shown([(0, HEAD), (0, EMPTY | {"seqs": [sequence(1, state=None)], "steps": [[1]]})])
     missing = Shown([(0, HEAD), (0, EMPTY | {"blocks": [[99, 1, 0, "", None, None]]})])
     cases = [
-        (Shown(status=404), "shows no view: it was started with --no-inspector, or is no Octavo server that has one"),
+        (Shown(status=404), "has no live view: it was started with --no-inspector, or it is not an Octavo server"),
         (Shown(status=401, error={"message": "wrong key"}), "answers 401: wrong key; give its key with --api-key or OCTAVO_API_KEY"),
         *((Shown([(0, line)]), "does not answer /v1/view as Octavo does") for line in (b"[]\n", b"{\n")),
         *((answer, "does not answer /v1/view as Octavo does") for answer in (other, strange, missing)),
@@ -143,11 +143,11 @@ def test_what_is_wrong_is_one_line_with_what_to_do(
     for answer, told in cases:
         with ViewServer(answer) as server:
             assert main(["top", server.url, *words]) == 1
-        assert capsys.readouterr().err == f"octavo: error: {'what listens at ' if 'as Octavo' in told else ''}{server.url} {told}\n"
+        assert capsys.readouterr().err == f"octavo: error: {'the server at ' if 'as Octavo' in told else ''}{server.url} {told}\n"
     assert main(["top", nobody, *words]) == 1
     assert capsys.readouterr().err.endswith("(Connection refused); is the server running there?\n")
     assert main(["top", silent, *words]) == 1
-    assert "has said nothing for" in capsys.readouterr().err
+    assert "has sent nothing for" in capsys.readouterr().err
     assert main(["top", "ftp://x", *words]) == 1
     assert "the URL 'ftp://x': wanted something like http://127.0.0.1:8000" in capsys.readouterr().err
 
@@ -165,7 +165,7 @@ def test_silence_after_a_while_is_no_end(hurried: None) -> None:
 
     with ViewServer(Shown(FRAMES, then="silence"), Shown(FRAMES, then="end"), Shown(FRAMES)) as server:
         seen = [trouble for trouble in asyncio.run(watched(server.url)) if trouble is not None]
-    assert [trouble.partition(" has ")[2] for trouble in seen] == ["said nothing for 0 seconds", "ended its view"]
+    assert [trouble.partition(" has ")[2] for trouble in seen] == ["sent nothing for 0 seconds", "closed the view"]
 
 
 def test_it_starts_in_half_a_second_and_the_engine_is_started_again_in_between() -> None:
@@ -223,7 +223,7 @@ def test_the_map_is_what_most_blocks_are(some: list[int], times: int, width: int
     text = " ".join(plain(lines))
     assert all(f"{sign} {name} {kinds.count(kind):,}" in text for kind, (sign, name) in enumerate(zip(SIGNS, KINDS)))
     signs = "".join(piece for line in lines for piece, style in line if style in KINDS and set(piece) <= set(SIGNS))
-    found = re.search(r"([\d,]+) blocks a sign", text)
+    found = re.search(r"([\d,]+) blocks each", text)
     each = int(found[1].replace(",", "")) if found else 1
     assert len(signs) == -(-len(kinds) // each)
     for place, sign in enumerate(signs):

@@ -123,7 +123,7 @@ def test_a_child_that_hangs_or_dies_costs_its_own_request_alone() -> None:
             os.kill(child, blow)
             with suppress(ProcessLookupError):  # it may be gone already
                 os.kill(child, signal.SIGSTOP if blow == signal.SIGSTOP else signal.SIGCONT)
-            with pytest.raises(UnavailableError, match="could not be tried") as told:
+            with pytest.raises(UnavailableError, match="could not be checked") as told:
                 await asked
             assert (told.value.code, told.value.retry_after) == ("grammar_busy", 2)
             with pytest.raises(ProcessLookupError):

@@ -116,7 +116,7 @@ def test_all_who_come_at_once_are_served_from_one_encoding_and_too_many_are_told
         await asyncio.gather(*(read(number, 1) for number in range(64)))  # the lines since, and the second half of the pool
         ticking.cancel()
         assert [len(different) for different in pieces] == [1, 1]
-        assert len(refused) == 300 - view.MOST_WATCHERS and "64 clients watch already" in str(refused[0])
+        assert len(refused) == 300 - view.MOST_WATCHERS and "64 clients are watching already" in str(refused[0])
         assert states[0].tokens == states[63].tokens and sum(states[0].sealed) == NUM_BLOCKS - 1
         assert states[0].at == states[63].at == view.YOUNG_LINES - 4
         assert max(pauses) < 1.0, f"the event loop stood still for {max(pauses):.1f} s"
