@@ -284,3 +284,15 @@ def no_color() -> bool:
 def state_dir() -> Path:
     """Where small things live from one run to the next, such as the history of a chat."""
     return Path("~/.local/state/octavo").expanduser()
+
+
+def rounded_size(size: int, up: bool) -> int:
+    """Whole MiB, or whole KiB of a small size: what can be written short."""
+    unit = 2**20 if size >= 64 * 2**20 else 2**10
+    return (-(-size // unit) if up else size // unit) * unit
+
+
+def in_flag(size: int) -> str:
+    """A size as its flag takes it: 8m."""
+    unit, power = next(((unit, power) for unit, power in (("g", 30), ("m", 20), ("k", 10)) if size % 2**power == 0), ("", 0))
+    return f"{size >> power}{unit}"

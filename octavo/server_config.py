@@ -78,12 +78,6 @@ _FORMS: dict[str, tuple[re.Pattern[str], str]] = {
 }
 
 
-def in_flag(size: int) -> str:
-    """A size as its flag takes it: 8m."""
-    unit, power = next(((unit, power) for unit, power in (("g", 30), ("m", 20), ("k", 10)) if size % 2**power == 0), ("", 0))
-    return f"{size >> power}{unit}"
-
-
 def check_setting(name: str, value: object) -> None:
     """One field by itself."""
     known = ServerConfig.__dataclass_fields__[name]

@@ -89,7 +89,7 @@ class RemoteServer:
                 for data in lines.feed(new):
                     take(json.loads(data))
             except (TypeError, LookupError, AttributeError, ValueError, RecursionError) as error:
-                raise RemoteError(f"what listens at {self.address} does not answer {path} as Octavo does", 200) from error
+                raise RemoteError(f"the server at {self.address} does not answer {path} as Octavo does", 200) from error
 
         reply = await self._http.ask("GET", path, b"", sink)
         if reply.status != 200:
@@ -117,7 +117,7 @@ class RemoteServer:
             raise self._no_api(path) from error
 
     def _no_api(self, path: str) -> RemoteError:
-        return RemoteError(f"what listens at {self.address} does not answer {path} as OpenAI's API does")
+        return RemoteError(f"the server at {self.address} does not answer {path} as OpenAI's API does")
 
     def _failure(self, status: int, body: Any) -> RemoteError:
         error = body.get("error") if isinstance(body, dict) else None

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from octavo.config import ResolvedConfig
+from octavo.config import ResolvedConfig, in_flag, rounded_size
 from octavo.errors import ConfigError
 from octavo.model_config import ModelConfig
 from octavo.policy.activations import FLOAT32, StepLoad, loaded_bytes, step_bytes
@@ -114,10 +114,10 @@ class MemoryPlan:
         use, memory = self.use, self.memory
         gone = [f"other processes hold {shown(memory.others)}"] if memory.others else []
         gone += [f"{shown(memory.lacking)} could not be had"] if memory.lacking else []
-        of_gpu = "" if memory.gpu is None else f" of the GPU's {shown(memory.gpu)} (gpu_memory_utilization)"
+        of_gpu = "" if memory.gpu is None else f" of the GPU's {shown(memory.gpu)} (--gpu-memory-utilization)"
         shared = ""
         if memory.unified and memory.gpu is not None:
-            shared, of_gpu = f"GPU and CPU share {shown(memory.gpu)} of memory, of which ", " (gpu_memory_utilization)"
+            shared, of_gpu = f"GPU and CPU share {shown(memory.gpu)} of memory, of which ", " (--gpu-memory-utilization)"
         return (
             f"this needs {shown(use.total)}: weights {shown(use.weights)}, KV cache {shown(use.kv_cache)}, "
             f"activations {shown(use.activations)}, {f'graphs {shown(use.graphs)}, ' if use.graphs else ''}rows {shown(use.rows)}, "
@@ -149,7 +149,7 @@ def plan_memory(needs: ModelNeeds, config: ResolvedConfig, memory: Memory) -> Me
     """The plan, with a refusal where it does not fit. Settings that are wrong on any machine are a `ConfigError`."""
     most = needs.config.max_position
     if config.max_model_len is not None and config.max_model_len > most:
-        raise ConfigError(f"max_model_len is {config.max_model_len}, the model's own maximum is {most}")
+        raise ConfigError(f"--max-model-len is {config.max_model_len} tokens, but the model's own maximum is {most}")
     planner = _Planner(needs, memory)
     plan = planner.plan(config)
     return plan if planner.fits(config, plan) else replace(plan, refusal=planner.refusal(config, plan))
@@ -256,10 +256,11 @@ class _Planner:
     def _check_blocks(self, config: ResolvedConfig, num_blocks: int) -> None:
         size, per_token = config.block_size, self.needs.bytes_per_token
         if num_blocks < 2 or self.most < 2:
+            enough = in_flag(rounded_size(2 * per_token * size, up=True))
             raise ConfigError(
-                f"the KV pool of {shown(config.kv_cache_memory_bytes or default_pool_bytes(self.memory.total))} holds "
+                f"the KV cache of {shown(config.kv_cache_memory_bytes or default_pool_bytes(self.memory.total))} holds "
                 f"{max(num_blocks, 0)} blocks of {size} tokens at {per_token} bytes a token; "
-                f"it needs 2 at least: raise kv_cache_memory_bytes to {2 * per_token * size} or more, or lower block_size"
+                f"it needs at least 2: raise --kv-cache-memory-bytes to {enough} or lower --block-size"
             )
 
     # -- what to say
@@ -272,17 +273,19 @@ class _Planner:
         if not self.fits(larger):
             asked = self.plan(larger)
             return f"{asked.account}: {self._advice(config)}{self._larger_share(config, asked)}"
-        enough = larger.kv_cache_memory_bytes
+        longest = self._most_of(config, "max_model_len", 2, wanted)
         return (
-            f"max_model_len is {wanted}, but the KV pool of {shown(plan.use.kv_cache)} holds {(plan.geometry.num_blocks - 1) * size} "
-            f"tokens ({plan.geometry.num_blocks} blocks of {size}, {self.needs.bytes_per_token} bytes a token): the largest max_model_len "
-            f"that fits is {self._most_of(config, 'max_model_len', 2, wanted)}; lower it or raise kv_cache_memory_bytes to {enough} or more"
+            f"--max-model-len is {wanted} tokens, but the KV cache of {shown(plan.use.kv_cache)} holds "
+            f"{(plan.geometry.num_blocks - 1) * size} tokens ({plan.geometry.num_blocks} blocks of {size}, "
+            f"{self.needs.bytes_per_token} bytes per token): lower --max-model-len to {longest}, the largest that fits, "
+            f"or raise --kv-cache-memory-bytes to {in_flag(larger.kv_cache_memory_bytes or 0)}"
         )
 
     def with_room(self, config: ResolvedConfig, plan: MemoryPlan) -> ResolvedConfig:
         """With a pool that holds the longest sequence of the plan."""
         size = config.block_size
-        return replace(config, kv_cache_memory_bytes=(-(-plan.geometry.max_model_len // size) + 1) * size * self.needs.bytes_per_token)
+        needed = (-(-plan.geometry.max_model_len // size) + 1) * size * self.needs.bytes_per_token
+        return replace(config, kv_cache_memory_bytes=rounded_size(needed, up=True))
 
     def _larger_share(self, config: ResolvedConfig, plan: MemoryPlan) -> str:
         """How much of a GPU would do, where all of it is enough: the plan is made again with that, since it may take more then."""
@@ -296,7 +299,7 @@ class _Planner:
             if not share.fits(config, made) and made.use.total <= share.memory.free:
                 made = share.plan(share.with_room(config, made))  # the pool is short: it has to grow, too
             if made.use.total <= share.memory.free:
-                return f"; or raise gpu_memory_utilization to {thousandths / 1000} or more"
+                return f"; or raise --gpu-memory-utilization to {thousandths / 1000}"
             needed = made.use.total
         return ""
 
@@ -304,38 +307,42 @@ class _Planner:
         """What to turn and how far, one knob if that is enough, and the longest sequence then."""
         if config.max_model_len is not None and (longest := self._most_of(config, "max_model_len", 2, config.max_model_len)):
             rows = self._most_of(config, "max_num_seqs", 1, config.max_num_seqs)
-            other_way = f" or lower max_num_seqs to {rows} or less" if rows else ""
-            return f"the largest max_model_len that fits is {longest}; lower it{other_way}"
-        for base, also in ((config, ""), (replace(config, max_model_len=None), "max_model_len and ")):
+            other_way = f" or --max-num-seqs to {rows}" if rows else ""
+            return f"lower --max-model-len to {longest}, the largest that fits{other_way}"
+        for base, also in ((config, ""), (replace(config, max_model_len=None), "--max-model-len and ")):
             smaller = self._with_a_smaller_pool(base)
             if smaller is not None:
                 name, value, turned = smaller
-                return f"lower {also}{name} to {value} or less; {self._longest(turned)}"
+                return f"lower {also}{_flag_of(name)} to {in_flag(value) if name.endswith('bytes') else value}; {self._longest(turned)}"
         seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
         for name, low, asked in (("max_num_seqs", 1, seqs), ("max_num_batched_tokens", seqs, tokens)):
             if (most := self._most_of(config, name, low, asked)) is not None:
-                return f"lower {name} to {most} or less; {self._longest(_with(config, name, most))}"
-        narrower = "set dtype to bfloat16, " if self.needs.dtype == "float32" else ""
-        return f"{narrower}take a smaller model or free memory; no max_model_len fits"
+                return f"lower {_flag_of(name)} to {most}; {self._longest(_with(config, name, most))}"
+        narrower = "set --dtype bfloat16, " if self.needs.dtype == "float32" else ""
+        return f"{narrower}take a smaller model or free memory; no --max-model-len fits"
 
     def _with_a_smaller_pool(self, config: ResolvedConfig) -> tuple[str, int, ResolvedConfig] | None:
         """The setting that asked for the pool, the most it may be, and the settings with that."""
         asked = self._asked_blocks(config)
         if asked is None:
             return None
-        blocks = self._most_blocks(config, asked) or 2
-        name, value = "num_gpu_blocks_override", blocks
+        blocks, block_bytes = self._most_blocks(config, asked) or 2, config.block_size * self.needs.bytes_per_token
+        name, values = "num_gpu_blocks_override", [blocks]
         if config.num_gpu_blocks_override is None:
-            name, value = "kv_cache_memory_bytes", blocks * config.block_size * self.needs.bytes_per_token
-        turned = _with(config, name, value)
-        return (name, value, turned) if self.fits(turned) else None
+            whole = rounded_size(blocks * block_bytes, up=False)
+            name, values = "kv_cache_memory_bytes", [whole] * (whole >= 2 * block_bytes) + [blocks * block_bytes]
+        return next(((name, value, turned) for value in values if self.fits(turned := _with(config, name, value))), None)
 
     def _longest(self, config: ResolvedConfig) -> str:
-        return f"the largest max_model_len that fits is then {self._most_of(config, 'max_model_len', 2, self.most)}"
+        return f"the largest --max-model-len that fits is then {self._most_of(config, 'max_model_len', 2, self.most)}"
 
     def _most_of(self, config: ResolvedConfig, name: str, low: int, high: int) -> int | None:
         """The largest value of a setting with which everything fits."""
         return largest(low, high, lambda value: self.fits(_with(config, name, value)))
+
+
+def _flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _with(config: ResolvedConfig, name: str, value: int) -> ResolvedConfig:

@@ -18,6 +18,7 @@ from secrets import token_hex
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from octavo.config import in_flag
 from octavo.errors import UnavailableError
 from octavo.log import logger
 from octavo.server.arrival import arrive, arrive_as
@@ -25,7 +26,6 @@ from octavo.server.errors import ApiError, answer_for
 from octavo.server.keys import Keys, is_open
 from octavo.server.origins import PREFLIGHT, Origins
 from octavo.server.state import Server
-from octavo.server_config import in_flag
 
 LINGER_SECONDS = 2.0
 RETRY_SECONDS = 5.0  # for a client that came too early or too late

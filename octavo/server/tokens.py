@@ -14,9 +14,12 @@ from octavo.errors import RequestError
 from octavo.server.basic import check_model
 from octavo.server.body import Body, TokenIds, read_body, takes
 from octavo.server.state import Server
+from octavo.server.unsupported import FIELDS, Refusal
 
 MOST_CHARS = 2**20  # a second or two: what is being tokenised cannot be stopped
 MOST_TOKENS = 2**20
+_IN_CHAT = Refusal("usage.prompt_tokens of /v1/chat/completions counts it", ([], {}))
+REFUSED = FIELDS | {"tools": _IN_CHAT, "chat_template_kwargs": _IN_CHAT}
 _PIECE = 8192  # items of a list that are written at once
 
 
@@ -44,7 +47,7 @@ def router(server: Server) -> APIRouter:
 
     @routes.post("/tokenize", openapi_extra=takes(Tokenize))
     async def tokenize(request: Request) -> Response:
-        asked = await read_body(request, Tokenize)
+        asked = await read_body(request, Tokenize, REFUSED)
         check_model(server, asked.model)
         return _answer(await server.threads.run("tokenize", request, partial(_tokenized, server, asked)))
 

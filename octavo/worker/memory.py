@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from octavo.config import ResolvedConfig
+from octavo.config import ResolvedConfig, in_flag, rounded_size
 from octavo.errors import ConfigError
 from octavo.policy.gpu_size import CONTEXT
 from octavo.policy.memory_plan import LIBRARIES, Memory, ModelNeeds, plan_memory
@@ -80,8 +80,8 @@ def _advice(needs: ModelNeeds, config: ResolvedConfig, now: Memory) -> str:
     failed = plan_memory(needs, config, now)
     smaller = plan_memory(needs, config, replace(now, lacking=now.free - min(now.free, failed.use.total * 3 // 4)))
     return smaller.refusal or (
-        f"{failed.account}: set kv_cache_memory_bytes to {smaller.use.kv_cache} or less; "
-        f"the largest max_model_len that fits is then {smaller.geometry.max_model_len}"
+        f"{failed.account}: set --kv-cache-memory-bytes to {in_flag(rounded_size(smaller.use.kv_cache, up=False))} or less; "
+        f"the largest --max-model-len that fits is then {smaller.geometry.max_model_len}"
     )
 
 

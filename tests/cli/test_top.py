@@ -74,7 +74,7 @@ def test_one_picture_says_what_the_frames_say(hurried: None, capsys: pytest.Capt
     assert re.search(r"^cmpl-1 +running +53 +4 +80% +0$", said, re.MULTILINE)
     assert re.search(r"^cmpl-two #1 +running +53 +2 +80% +0$", said, re.MULTILINE)
     assert re.search(r"^cmpl-3 +waiting +53 +0 +0% +0\ncmpl-4 +ended \(stop\) +53 +4 +80% +0$", said, re.MULTILINE)
-    assert re.search(r"^step 7  block 1 copied to 3 for 2, which writes to it\nstep 7  3 preempted\nstep 8  a note$", said, re.MULTILINE)
+    assert re.search(r"^step 7  block 1 copied to 3, so that 2 can write to it\nstep 7  3 preempted\nstep 8  a note$", said, re.MULTILINE)
 
 
 def test_in_a_pipe_it_is_a_line_a_second_and_a_server_that_went_is_waited_for() -> None:
