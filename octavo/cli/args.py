@@ -11,13 +11,13 @@ with --config stands between the two, and --show-config says which of the three 
 """
 
 import argparse
-import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from fractions import Fraction
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
+from octavo.cli.suggestions import FLAGS, VALUES, meant
 from octavo.config import EngineConfig, api_key
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams, is_unset
@@ -55,23 +55,23 @@ MODEL_HELP = field_help(EngineConfig.__dataclass_fields__["model"])
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, with the nearest name, and takes options and words in any order."""
+    """Says in one line what is wrong and what was probably meant, and takes options and words in any order."""
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        options = argv[: argv.index("--")] if "--" in argv else argv
+        for name in (word.partition("=")[0] for word in options):
+            if name in FLAGS and name not in self._option_string_actions:
+                self.unknown(name)  # before argparse, which reads -ngl as -n with the value gl
         args, unknown = self.parse_known_intermixed_args(argv)
         if unknown:
-            name = unknown[0].partition("=")[0]
-            known = re.findall(r"(?<!\w)--?\w[\w-]*", self.format_help())
-            self.error(f"unknown option {name}{nearest(name, known)}")
+            self.unknown(unknown[0].partition("=")[0])
         return args
+
+    def unknown(self, name: str) -> NoReturn:
+        self.error(f"unknown option {name}{meant(name, self._option_string_actions, FLAGS)}")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\nsee: {self.prog} --help\n")
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, only: Sequence[str] | None = None) -> None:
@@ -206,8 +206,8 @@ def _choice(field: Field[Any]) -> Callable[[str], str]:
 
     def convert(text: str) -> str:
         if text not in choices:
-            said = f"invalid choice: {text!r} (choose from {', '.join(choices)})"
-            raise argparse.ArgumentTypeError(said + (f": {because}" if because else ""))
+            said = f"invalid choice: {text!r} (choose from {', '.join(choices)})" + (f": {because}" if because else "")
+            raise argparse.ArgumentTypeError(said + meant(text, choices, VALUES))
         return text
 
     return convert

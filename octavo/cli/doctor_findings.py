@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from octavo.cli.args import nearest
 from octavo.cli.doctor_facts import OPTIONAL, REQUIRED, Facts, Library
+from octavo.cli.suggestions import nearest
 from octavo.config import VARIABLES
 from octavo.loading.default_model import INSTALL
 from octavo.worker.device import TOOLS, missing, platform_note, torch_refusal

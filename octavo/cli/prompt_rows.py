@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.args import nearest
+from octavo.cli.suggestions import nearest
 from octavo.errors import OctavoError, RequestError
 from octavo.sampling_params import SamplingParams
 from octavo.text.prompt import PromptEncoder

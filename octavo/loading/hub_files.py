@@ -75,7 +75,7 @@ def at_revision(name: HubName, revision: str | None) -> HubName:
 def choose_gguf(name: HubName, files: Iterable[str]) -> str | None:
     """The GGUF file to take of a repository, or None where the model is its safetensors folder; says why it is neither."""
     files = list(files)
-    whole = {file: _label(file) for file in files if _is_gguf(file) and not _SPLIT.search(PurePosixPath(file).stem)}
+    whole = gguf_labels(files)
     split = {_label(file) for file in files if _is_gguf(file)} - set(whole.values())
     if name.quant is None:
         if SINGLE in files or INDEX in files:
@@ -88,6 +88,11 @@ def choose_gguf(name: HubName, files: Iterable[str]) -> str | None:
     if len(matches) == 1:
         return matches[0]
     raise LoadError(f"{name.repo}: {_no_such_quant(name, matches, sorted(whole.values()), split)}")
+
+
+def gguf_labels(files: Iterable[str]) -> dict[str, str]:
+    """The GGUF files that are whole models, each with the name of its kind: Q4_K_M."""
+    return {file: _label(file) for file in files if _is_gguf(file) and not _SPLIT.search(PurePosixPath(file).stem)}
 
 
 def _is_gguf(file: str) -> bool:

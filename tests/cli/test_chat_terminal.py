@@ -14,7 +14,7 @@ def test_a_conversation_from_banner_to_ctrl_d(tmp_path: Path) -> None:
         chat.expect(">>> ")
         listed = re.findall(r"^(?:\x1b\[2m)?(/\w+)", chat.ask("/help"), re.MULTILINE)
         assert listed == ["/help", "/system", "/clear", "/retry", "/save", "/stats"]
-        assert "there is nothing to ask again" in chat.ask("/retry")
+        assert "no question to ask again" in chat.ask("/retry")
         assert re.search(r"blocks  [1-9] of \d+ in use", chat.ask_twice())
         chat.type('"""one\r')
         chat.expect(r"\.\.\. ")
@@ -24,7 +24,7 @@ def test_a_conversation_from_banner_to_ctrl_d(tmp_path: Path) -> None:
         assert "saved 2 turns" in chat.ask("/save talk.json")
         assert "talk.json: File exists" in chat.ask("/save talk.json")
         chat.ask("/clear")
-        assert "there is nothing to ask again" in chat.ask("/retry")
+        assert "no question to ask again" in chat.ask("/retry")
         assert "\x1b[2m" in chat.transcript  # notes are dim
         assert chat.leave() == 0
     messages = json.loads((tmp_path / "talk.json").read_text())["messages"]

@@ -19,11 +19,11 @@ def test_help_lists_the_commands_that_exist_and_no_others() -> None:
     assert run.returncode == 0
     assert listed == list(COMMANDS)
     for name in COMMANDS:
-        assert octavo(name, "--help").returncode == 0
+        assert octavo(name, "--help").stdout.startswith(f"usage: octavo {name} ")
 
 
 def test_the_default_model_answers_once_with_text_alone() -> None:
-    run = octavo("chat", "What is the capital of France?", "--temperature", "0", "--max-tokens", "8")
+    run = octavo("run", "smollm2-135m-instruct", "What is the capital of France?", "--temperature", "0", "--max-tokens", "8")
     assert (run.stdout, run.stderr, run.returncode) == ("The capital of France is Paris.\n", "", 0)
 
 
@@ -48,7 +48,15 @@ def test_a_question_on_stdin_is_answered_once() -> None:
         (["--versoin"], 2, "octavo: error: unknown option --versoin; did you mean --version?"),
         (["generat"], 2, "octavo: error: unknown command generat; did you mean generate?"),
         (["chat", "--max-modle-len", "4k", "Hi"], 2, "octavo chat: error: unknown option --max-modle-len; did you mean --max-model-len?"),
-        (["chat", "--tensor-parallel-size=2"], 2, "octavo chat: error: unknown option --tensor-parallel-size"),
+        (["server"], 2, "octavo: error: unknown command server; did you mean serve?"),
+        (["--model", "x", "chat"], 2, "octavo: error: unknown option --model; options come after the command: octavo chat --model"),
+        (["owner/name"], 2, "octavo: error: unknown command owner/name; a model comes after a command: octavo serve owner/name"),
+        (["run", "--temp", "0.5", "Hi"], 2, "octavo run: error: unknown option --temp; did you mean --temperature?"),
+        (["generate", "-ngl", "99", "Hi"], 2, "octavo generate: error: unknown option -ngl; not needed: a GPU computes the whole model"),
+        (["serve", "--temp=0.5"], 2, "octavo serve: error: unknown option --temp; each request sets it"),
+        (["chat", "--max-model", "4k"], 2, "octavo chat: error: unknown option --max-model; did you mean --max-model-len?"),
+        (["chat", "--dtype", "fp16", "Hi"], 2, "choose from auto, float32, bfloat16, float16); did you mean float16?"),
+        (["chat", "llama3.2:1b", "Hi"], 1, "octavo: error: 'llama3.2:1b' not found: a model is a folder, a .gguf file, owner/name"),
         (["chat", "--kv-cache-memory-bytes", "4q"], 2, "wanted a size like 4096, 32k, 512m, 1.5g, 24GiB or auto, got '4q'"),
         (["chat", "--scheduling-policy", "lifo"], 2, "invalid choice: 'lifo'"),
         (["chat", "--device", "mps"], 2, "invalid choice: 'mps' (choose from auto, cpu, cuda): it computes on the CPU or an NVIDIA GPU"),

@@ -68,7 +68,9 @@ def test_one_word_is_a_model_or_a_question(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     (tmp_path / "SmolLM2").mkdir()
     assert all(map(looks_like_model, ["SmolLM2", "gone.gguf", "owner/name", "./a", str(tmp_path)]))
+    assert all(map(looks_like_model, ["SmolLM2-135M-Instruct", "llama3.2", "qwen3:0.6b"]))
     assert not any(map(looks_like_model, ["Hello", "Is it a/b?", "either/or?", "what is /etc", "", "x" * 5000]))
+    assert not any(map(looks_like_model, ["llama", "2+2", "Qwen or llama3?"]))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,11 @@ ROOT = Path(__file__).resolve().parents[2]
 NAME = HubName("octo/tiny")
 SECRET = "hf_abcdefghijklmnopqrstuvwxyz"
 WEIGHTS = random.Random(7).randbytes(1_500_000)
-FOLDER = {"config.json": b"{}", "tokenizer.json": b"[]", "model.safetensors": WEIGHTS}
+CONFIG = json.dumps(
+    {"architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+     "num_attention_heads": 4, "num_key_value_heads": 2}
+).encode()  # fmt: skip
+FOLDER = {"config.json": CONFIG, "tokenizer.json": b"[]", "model.safetensors": WEIGHTS}
 
 
 @pytest.fixture
@@ -66,7 +70,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_only_what_makes_up_the_model_is_downloaded_and_once(server: FakeHub, hub: Hub) -> None:
     shards = {f"model-0000{i}-of-00002.safetensors": save({f"w{i}": torch.full((4,), float(i))}) for i in (1, 2)}
     index = {"weight_map": {f"w{i}": f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}}
-    wanted = {"config.json": b"{}", "chat_template.jinja": b"x", "model.safetensors.index.json": json.dumps(index).encode(), **shards}
+    wanted = {"config.json": CONFIG, "chat_template.jinja": b"x", "model.safetensors.index.json": json.dumps(index).encode(), **shards}
     others = ["pytorch_model.bin", "modeling.py", "consolidated.safetensors", "original/model.safetensors", "onnx/config.json"]
     server.repos["octo/tiny"].files = wanted | dict.fromkeys(others, b"never")
     folder = fetch_model(NAME, hub=hub)
@@ -81,7 +85,7 @@ def test_only_what_makes_up_the_model_is_downloaded_and_once(server: FakeHub, hu
 
 
 def test_a_gguf_file_comes_alone_and_a_revision_is_its_own(server: FakeHub, hub: Hub) -> None:
-    server.repos["octo/tiny"].files = {"config.json": b"{}", "t-Q8_0.gguf": b"eight", "t-Q4_0.gguf": b"four"}
+    server.repos["octo/tiny"].files = {"config.json": CONFIG, "t-Q8_0.gguf": b"eight", "t-Q4_0.gguf": b"four"}
     assert fetch_model(replace(NAME, quant="q4_0"), hub=hub).read_bytes() == b"four"
     assert server.downloads() == [("t-Q4_0.gguf", None)]
     server.repos["octo/tiny"].files["t-Q4_0.gguf"] = b"other"
@@ -91,7 +95,7 @@ def test_a_gguf_file_comes_alone_and_a_revision_is_its_own(server: FakeHub, hub:
 
 
 def test_without_weights_the_rest_of_a_folder_comes(server: FakeHub, hub: Hub) -> None:
-    wanted = {"config.json": b"{}", "tokenizer.json": b"[]"}
+    wanted = {"config.json": CONFIG, "tokenizer.json": b"[]"}
     for weights in ("model.safetensors", "pytorch_model.bin"):
         server.repos["octo/tiny"].files = wanted | {weights: b"never"}
         assert contents(fetch_model(NAME, weights=False, hub=hub)) == wanted
@@ -216,7 +220,7 @@ def test_without_the_hub_the_cache_answers_with_one_warning(
 
 def test_shards_that_are_not_all_there_are_no_model_without_the_hub(server: FakeHub, hub: Hub) -> None:
     index = json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}).encode()
-    files = {"config.json": b"{}", "model.safetensors.index.json": index, "1.safetensors": b"1", "2.safetensors": b"2"}
+    files = {"config.json": CONFIG, "model.safetensors.index.json": index, "1.safetensors": b"1", "2.safetensors": b"2"}
     server.repos["octo/tiny"].files = files
     folder, cut_off = fetch_model(NAME, hub=hub), replace(hub, endpoint=nobody())
     assert fetch_model(NAME, hub=cut_off) == folder
@@ -309,7 +313,7 @@ def test_a_damaged_file_is_thrown_away_and_comes_right_the_next_time(server: Fak
         server.served["model.safetensors"] = wrong
         assert reason in refusal(NAME, hub)
         assert not list(hub.cache.rglob("*.incomplete")) and not list(hub.cache.rglob("model.safetensors"))
-    server.served["config.json"] = b"[]"
+    server.served["config.json"] = CONFIG[::-1]
     shutil.rmtree(hub.cache)
     assert "config.json is not what the hub says" in refusal(NAME, hub)
     server.served.clear()
@@ -321,7 +325,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_comes(server: FakeHub,
     message = refusal(NAME, hub)
     assert "octo/tiny: 9000000000 GB to download, but " in message
     assert f"free on the disk of {hub.cache}: free some space, or set HF_HOME" in message
-    assert server.downloads() == []
+    assert server.downloads() == [("config.json", None)]  # a few bytes, to see whether it is a model for Octavo at all
 
 
 def test_a_disk_that_fills_up_or_cannot_be_written_is_told(server: FakeHub, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
