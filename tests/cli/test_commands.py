@@ -61,8 +61,8 @@ def test_a_question_on_stdin_is_answered_once() -> None:
         (["chat", "--scheduling-policy", "lifo"], 2, "invalid choice: 'lifo'"),
         (["chat", "--device", "mps"], 2, "invalid choice: 'mps' (choose from auto, cpu, cuda): it computes on the CPU or an NVIDIA GPU"),
         (["chat", "what", "is", "it?"], 2, "put the question in quotes"),
-        (["generate"], 2, "prompts come as words or with --file"),
-        (["generate", "--file", "p.txt", "Hello"], 2, "prompts come as words or with --file"),
+        (["generate"], 2, "give prompts as words, or a file of prompts with --file"),
+        (["generate", "--file", "p.txt", "Hello"], 2, "give prompts as words, or a file of prompts with --file"),
         (["chat", "models/absent.gguf", "Hello?"], 1, "octavo: error: 'models/absent.gguf' not found"),
         (["chat", "--temperature", "-1", "Hello"], 1, "octavo: error: temperature must be a finite number of at least 0, got -1.0"),
         (["generate", "-n", "0", "Hello"], 1, "octavo: error: n must be an integer of at least 1, got 0"),
@@ -158,13 +158,15 @@ def test_a_traceback_comes_only_when_asked_for() -> None:
     assert "Traceback" in octavo(*words, env={"OCTAVO_LOG_LEVEL": "DEBUG"}).stderr
 
 
-def test_ctrl_c_ends_a_script_quietly() -> None:
-    command = [sys.executable, "-m", "octavo", "chat", "Talk on and on"]
-    with subprocess.Popen(command, env=environment(FAKE), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stdout.read(1)
+@pytest.mark.parametrize("words", [["chat", "Talk on and on"], ["generate", "Talk on and on", "And on", "--max-tokens", "4000"]])
+def test_ctrl_c_ends_a_script_quietly(words: list[str]) -> None:
+    command = [sys.executable, "-m", "octavo", *words]
+    with subprocess.Popen(command, env=environment(FAKE), stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdout is not None and process.stdout.read(1)  # it streams: thousands of tokens are to come
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=SECONDS)[1] == b""
-        assert process.returncode == 130
+        out, err = process.communicate(timeout=SECONDS)
+        assert (err, process.returncode) == (b"", 130)
+        assert out.endswith(b"\n") or words[0] == "chat"
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
