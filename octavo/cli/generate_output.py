@@ -84,8 +84,8 @@ class TextWriter:
         while self._current < len(self._samples):
             sample = self._samples[self._current]
             if len(sample.text) > self._written:
-                print(for_stdout(sample.text[self._written :]), end="", flush=True)
-                self._written = len(sample.text)
+                piece, self._written = sample.text[self._written :], len(sample.text)  # before it is written: Ctrl-C may come in it
+                print(for_stdout(piece), end="", flush=True)
             if sample.finish_reason is None:
                 return
             self._current, self._written = self._current + 1, 0
