@@ -32,7 +32,7 @@ SETTINGS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "a model folder, a .gguf file, a config.json or a name on the hub; without one, the default model"
     parser.add_argument("words", metavar="MODEL", nargs="?", help=text)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     add_report_flag(parser)
     group = parser.add_argument_group("what if")
     text = "plan for this much memory of the device, all of it free (24GiB, 512m); default: what there is here"

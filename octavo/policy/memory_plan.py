@@ -1,17 +1,17 @@
-"""Where the memory goes, before any of it is taken: the one count that `octavo plan` shows and the engine starts by.
+"""How much memory is needed for what, before any of it is allocated. `octavo plan` shows it, and the engine starts by it.
 
     weights       what the model holds
-    KV cache      the block pool: reserved at start, taken as blocks are written; on a GPU, taken at start
-    activations   the most that one step holds at once, or that reading the weights takes beyond them and the pool
+    KV cache      the block pool: reserved at start, allocated as blocks are written; on a GPU, allocated at start
+    activations   the most that one step holds at once, or that reading the weights needs beyond the weights and the pool
     graphs        steps captured on a GPU
     rows          token ids and block tables of every row, and the rotation tables
-    other         Python and its libraries, the tokenizer, the pool's own lists, what malloc keeps back; on a GPU, CUDA's own
+    other         Python and its libraries, the tokenizer, the pool's own lists, what malloc keeps; on a GPU, CUDA's own
 
-A plan is one of the device's memory: the process's on a CPU, a share of the whole on a GPU. Where a GPU has no memory but the
-CPU's (`unified`), a plan has both processors' parts, and each byte is counted once.
+A plan is for the memory of one device: that of the process on a CPU, a share of the whole on a GPU. Where GPU and CPU share
+one memory (`unified`), a plan has the parts of both, and each byte is counted once.
 
-What a user asked for is planned as asked, and refused where it does not fit. What nobody asked for, the size of the pool
-and the longest sequence, is the most that fits. More memory is needed for more of anything, so `largest` finds it.
+What a user set is planned as set, and refused where it does not fit. What was left open, the size of the pool and the
+longest sequence, is the most that fits. More of anything needs more memory, so `largest` finds it.
 """
 
 from collections.abc import Callable
@@ -113,11 +113,11 @@ class MemoryPlan:
         """What is needed, for what, and what there is."""
         use, memory = self.use, self.memory
         gone = [f"other processes hold {shown(memory.others)}"] if memory.others else []
-        gone += [f"{shown(memory.lacking)} could not be had"] if memory.lacking else []
-        of_gpu = "" if memory.gpu is None else f" of the GPU's {shown(memory.gpu)} (gpu_memory_utilization)"
+        gone += [f"{shown(memory.lacking)} could not be allocated"] if memory.lacking else []
+        of_gpu = "" if memory.gpu is None else f" of the GPU's {shown(memory.gpu)} (--gpu-memory-utilization)"
         shared = ""
         if memory.unified and memory.gpu is not None:
-            shared, of_gpu = f"GPU and CPU share {shown(memory.gpu)} of memory, of which ", " (gpu_memory_utilization)"
+            shared, of_gpu = f"GPU and CPU share {shown(memory.gpu)} of memory, of which ", " (--gpu-memory-utilization)"
         return (
             f"this needs {shown(use.total)}: weights {shown(use.weights)}, KV cache {shown(use.kv_cache)}, "
             f"activations {shown(use.activations)}, {f'graphs {shown(use.graphs)}, ' if use.graphs else ''}rows {shown(use.rows)}, "
@@ -128,6 +128,12 @@ class MemoryPlan:
 
 def shown(size: int) -> str:
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
+
+
+def flag_size(size: int) -> str:
+    """As a flag takes it, exactly: 40k, 512m, 368639k (360.0 MiB)."""
+    factor, unit = next(((factor, unit) for factor, unit in ((MIB, "m"), (2**10, "k")) if size % factor == 0), (1, ""))
+    return f"{size // factor}{unit}" + (f" ({shown(size)})" if size > MIB > factor else "")
 
 
 def default_pool_bytes(memory_bytes: int) -> int:
@@ -149,7 +155,7 @@ def plan_memory(needs: ModelNeeds, config: ResolvedConfig, memory: Memory) -> Me
     """The plan, with a refusal where it does not fit. Settings that are wrong on any machine are a `ConfigError`."""
     most = needs.config.max_position
     if config.max_model_len is not None and config.max_model_len > most:
-        raise ConfigError(f"max_model_len is {config.max_model_len}, the model's own maximum is {most}")
+        raise ConfigError(f"--max-model-len is {config.max_model_len}, but the model's own maximum is {most}: lower it to {most} or less")
     planner = _Planner(needs, memory)
     plan = planner.plan(config)
     return plan if planner.fits(config, plan) else replace(plan, refusal=planner.refusal(config, plan))
@@ -257,9 +263,9 @@ class _Planner:
         size, per_token = config.block_size, self.needs.bytes_per_token
         if num_blocks < 2 or self.most < 2:
             raise ConfigError(
-                f"the KV pool of {shown(config.kv_cache_memory_bytes or default_pool_bytes(self.memory.total))} holds "
-                f"{max(num_blocks, 0)} blocks of {size} tokens at {per_token} bytes a token; "
-                f"it needs 2 at least: raise kv_cache_memory_bytes to {2 * per_token * size} or more, or lower block_size"
+                f"a KV cache of {shown(config.kv_cache_memory_bytes or default_pool_bytes(self.memory.total))} has room for "
+                f"{max(num_blocks, 0)} blocks of {size} tokens at {per_token:,} bytes per token, and needs at least 2: "
+                f"raise --kv-cache-memory-bytes to {flag_size(2 * per_token * size)} or more, or lower --block-size"
             )
 
     # -- what to say
@@ -274,9 +280,10 @@ class _Planner:
             return f"{asked.account}: {self._advice(config)}{self._larger_share(config, asked)}"
         enough = larger.kv_cache_memory_bytes
         return (
-            f"max_model_len is {wanted}, but the KV pool of {shown(plan.use.kv_cache)} holds {(plan.geometry.num_blocks - 1) * size} "
-            f"tokens ({plan.geometry.num_blocks} blocks of {size}, {self.needs.bytes_per_token} bytes a token): the largest max_model_len "
-            f"that fits is {self._most_of(config, 'max_model_len', 2, wanted)}; lower it or raise kv_cache_memory_bytes to {enough} or more"
+            f"--max-model-len is {wanted}, but the KV cache of {shown(plan.use.kv_cache)} holds {(plan.geometry.num_blocks - 1) * size} "
+            f"tokens ({plan.geometry.num_blocks} blocks of {size}, {self.needs.bytes_per_token:,} bytes per token): "
+            f"the largest --max-model-len that fits is {self._most_of(config, 'max_model_len', 2, wanted)}; "
+            f"lower it, or raise --kv-cache-memory-bytes to {flag_size(enough or 0)} or more"
         )
 
     def with_room(self, config: ResolvedConfig, plan: MemoryPlan) -> ResolvedConfig:
@@ -296,7 +303,7 @@ class _Planner:
             if not share.fits(config, made) and made.use.total <= share.memory.free:
                 made = share.plan(share.with_room(config, made))  # the pool is short: it has to grow, too
             if made.use.total <= share.memory.free:
-                return f"; or raise gpu_memory_utilization to {thousandths / 1000} or more"
+                return f"; or raise --gpu-memory-utilization to {thousandths / 1000} or more"
             needed = made.use.total
         return ""
 
@@ -304,19 +311,20 @@ class _Planner:
         """What to turn and how far, one knob if that is enough, and the longest sequence then."""
         if config.max_model_len is not None and (longest := self._most_of(config, "max_model_len", 2, config.max_model_len)):
             rows = self._most_of(config, "max_num_seqs", 1, config.max_num_seqs)
-            other_way = f" or lower max_num_seqs to {rows} or less" if rows else ""
-            return f"the largest max_model_len that fits is {longest}; lower it{other_way}"
-        for base, also in ((config, ""), (replace(config, max_model_len=None), "max_model_len and ")):
+            other_way = f", or lower --max-num-seqs to {rows} or less" if rows else ""
+            return f"the largest --max-model-len that fits is {longest}; lower it{other_way}"
+        for base, also in ((config, ""), (replace(config, max_model_len=None), "--max-model-len and ")):
             smaller = self._with_a_smaller_pool(base)
             if smaller is not None:
                 name, value, turned = smaller
-                return f"lower {also}{name} to {value} or less; {self._longest(turned)}"
+                limit = flag_size(value) if name == "kv_cache_memory_bytes" else value
+                return f"lower {also}{_flag(name)} to {limit} or less; {self._longest(turned)}"
         seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
         for name, low, asked in (("max_num_seqs", 1, seqs), ("max_num_batched_tokens", seqs, tokens)):
             if (most := self._most_of(config, name, low, asked)) is not None:
-                return f"lower {name} to {most} or less; {self._longest(_with(config, name, most))}"
-        narrower = "set dtype to bfloat16, " if self.needs.dtype == "float32" else ""
-        return f"{narrower}take a smaller model or free memory; no max_model_len fits"
+                return f"lower {_flag(name)} to {most} or less; {self._longest(_with(config, name, most))}"
+        narrower = "set --dtype to bfloat16, " if self.needs.dtype == "float32" else ""
+        return f"{narrower}take a smaller model or free memory; no --max-model-len fits"
 
     def _with_a_smaller_pool(self, config: ResolvedConfig) -> tuple[str, int, ResolvedConfig] | None:
         """The setting that asked for the pool, the most it may be, and the settings with that."""
@@ -331,7 +339,7 @@ class _Planner:
         return (name, value, turned) if self.fits(turned) else None
 
     def _longest(self, config: ResolvedConfig) -> str:
-        return f"the largest max_model_len that fits is then {self._most_of(config, 'max_model_len', 2, self.most)}"
+        return f"the largest --max-model-len that fits is then {self._most_of(config, 'max_model_len', 2, self.most)}"
 
     def _most_of(self, config: ResolvedConfig, name: str, low: int, high: int) -> int | None:
         """The largest value of a setting with which everything fits."""
@@ -342,3 +350,6 @@ def _with(config: ResolvedConfig, name: str, value: int) -> ResolvedConfig:
     changed: dict[str, Any] = {name: value}
     return replace(config, **changed)
 
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

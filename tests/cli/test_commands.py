@@ -57,9 +57,9 @@ def test_a_question_on_stdin_is_answered_once() -> None:
         (["chat", "--max-model", "4k"], 2, "octavo chat: error: unknown option --max-model; did you mean --max-model-len?"),
         (["chat", "--dtype", "fp16", "Hi"], 2, "choose from auto, float32, bfloat16, float16); did you mean float16?"),
         (["chat", "llama3.2:1b", "Hi"], 1, "octavo: error: 'llama3.2:1b' not found: a model is a folder, a .gguf file, owner/name"),
-        (["chat", "--kv-cache-memory-bytes", "4q"], 2, "wanted a size like 4096, 32k, 512m, 1.5g, 24GiB or auto, got '4q'"),
+        (["chat", "--kv-cache-memory-bytes", "4q"], 2, "must be a size like 4096, 32k, 512m, 1.5g, 24GiB or auto, got '4q'"),
         (["chat", "--scheduling-policy", "lifo"], 2, "invalid choice: 'lifo'"),
-        (["chat", "--device", "mps"], 2, "invalid choice: 'mps' (choose from auto, cpu, cuda): it computes on the CPU or an NVIDIA GPU"),
+        (["chat", "--device", "mps"], 2, "invalid choice: 'mps' (choose from auto, cpu, cuda): Octavo runs on a CPU or an NVIDIA GPU"),
         (["chat", "what", "is", "it?"], 2, "put the question in quotes"),
         (["generate"], 2, "give prompts as words, or a file of prompts with --file"),
         (["generate", "--file", "p.txt", "Hello"], 2, "give prompts as words, or a file of prompts with --file"),
@@ -195,6 +195,7 @@ def test_input_that_is_not_utf8_and_counts_without_meaning_are_refused_in_a_line
     command = [sys.executable, "-m", "octavo", "chat"]
     done = subprocess.run(command, input=b"\xff\xfe", cwd=ROOT, env=environment(FAKE), capture_output=True, timeout=SECONDS)
     assert (done.returncode, done.stderr) == (1, b"octavo: error: stdin is not UTF-8 text (byte 0)\n")
-    for count in ("0", "-5", "10000000000000", "many"):
+    for count in ("4", "-5", "10000000000000", "many"):
         refused = octavo("verify", f"--requests={count}")
-        assert refused.returncode == 2 and "wanted a number from 1 to 100000" in refused.stderr
+        assert refused.returncode == 2 and f"--requests: must be a number from 12 to 100000, got '{count}'" in refused.stderr
+        assert "fewer than 12 may not cause a prefix hit" in refused.stderr

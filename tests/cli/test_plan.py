@@ -55,7 +55,7 @@ def test_the_default_model_is_planned_without_torch_and_drawn_to_scale() -> None
 def test_what_does_not_fit_says_what_to_turn_and_exits_1_also_where_blocks_cannot_be_drawn() -> None:
     done = run("--memory", "1g", "--max-model-len", "8k", "--dtype", "float32", encoding="ascii")
     assert done.returncode == 1
-    assert re.match(r"Does not fit: .*the largest max_model_len that fits is \d+; lower it", done.stdout.splitlines()[-1])
+    assert re.match(r"Does not fit: .*the largest --max-model-len that fits is \d+; lower it", done.stdout.splitlines()[-1])
     longest = re.findall(r"fits is (\d+)", done.stdout)[0]
     assert run("--memory", "1g", "--max-model-len", longest, "--dtype", "float32").returncode == 0
     assert done.stdout.isascii() and "W weights" in done.stdout
@@ -121,7 +121,7 @@ def test_a_gpu_that_is_not_here_is_planned_for_without_torch(tmp_path: Path) -> 
     assert "of 2.00 GiB (gpu_memory_utilization 0.5 of 4.00 GiB)" in half.stdout and "graphs" not in half.stdout
     folder = str(stories260k(tmp_path / "stories"))
     refused = run(folder, "--device", "cuda", "--memory", "512m")
-    assert refused.returncode == 1 and "460.8 MiB of the GPU's 512.0 MiB (gpu_memory_utilization): " in refused.stdout
+    assert refused.returncode == 1 and "460.8 MiB of the GPU's 512.0 MiB (--gpu-memory-utilization): " in refused.stdout
 
 
 def test_a_cache_in_the_dtype_that_the_model_decides_on_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,5 +200,5 @@ def test_sizes_are_read_as_people_write_them(text: str, wanted: int | None) -> N
 
 @pytest.mark.parametrize("text", ["", "b", "12ib", "1.k", "-1g", "1e9", "g", "24 GiB", "1tb"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(Exception, match="wanted a size like"):
+    with pytest.raises(Exception, match="must be a size like"):
         size(text)

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from octavo import LLM, SamplingParams
 from octavo.attention.cpu import CpuBackend
+from octavo.cli.args import size
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.layers.comm import NullComm
@@ -74,7 +75,7 @@ def test_a_tiny_model_takes_what_was_planned_within_five_per_cent(stories: str, 
 
 def test_out_of_memory_at_start_says_what_is_needed_and_what_fits(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own complaint, and Python's, end in the plan's words; another RuntimeError stays what it is."""
-    said = r"memory ran out at start \(.*\): this needs .*: weights 1\.0 MiB, KV cache .*the largest max_model_len that fits is then \d+"
+    said = r"memory ran out at start \(.*\): this needs .*: weights 1\.0 MiB, KV cache .*the largest --max-model-len that fits is then \d+"
     monkeypatch.setattr(memory_module, "memory", lambda _: Memory(8 * GIB, others=GIB))
     monkeypatch.setattr(worker_module, "load_weights", lambda *_: torch.empty(2**60))
     with pytest.raises(ConfigError, match=said):
@@ -100,7 +101,7 @@ def test_what_was_taken_before_memory_ran_out_is_given_back_and_counts_as_nobody
 
     monkeypatch.setattr(worker_module, "load_weights", load)
     monkeypatch.setattr(memory_module, "memory", memory)
-    said = r"8\.00 GiB, of which \d\.\d\d GiB could not be had: lower num_gpu_blocks_override to \d+ or less; the largest max_model_len"
+    said = r"of which \d\.\d\d GiB could not be allocated: lower --num-gpu-blocks-override to \d+ or less; the largest --max-model-len"
     with pytest.raises(ConfigError, match=said):
         LLM(stories, native=False, num_gpu_blocks_override=10**5)
 
@@ -121,14 +122,14 @@ def take_gpu(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, reserved: int = 0, alloc
 H200 = Gpu("NVIDIA H200", (9, 0), 140 * GIB, 100 * GIB)
 ON_GPU = (
     r"this needs [\d.]+ [GM]iB: weights [\d.]+ [GM]iB, KV cache [\d.]+ [GM]iB, activations [\d.]+ MiB, graphs [\d.]+ MiB, rows [\d.]+ MiB, "
-    r"other 680\.0 MiB; this process may use 7\.20 GiB of the GPU's 8\.00 GiB \(gpu_memory_utilization\), "
+    r"other 680\.0 MiB; this process may use 7\.20 GiB of the GPU's 8\.00 GiB \(--gpu-memory-utilization\), "
     r"of which other processes hold 2\.49 GiB"
 )
 
 
 def test_what_does_not_fit_on_a_gpu_is_refused_before_it_is_touched(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch, 8 * GIB, 5 * GIB)  # this process's own context is among what is held
-    advice = r"lower kv_cache_memory_bytes to \d+ or less; the largest max_model_len that fits is then \d+"
+    advice = r"lower --kv-cache-memory-bytes to \d+[km]( \([\d.]+ [MG]iB\))? or less; the largest --max-model-len that fits is then \d+"
     with pytest.raises(ConfigError, match=rf"^{ON_GPU}: {advice}"):
         LLM(stories, device="cuda", kv_cache_memory_bytes=6 * GIB)
 
@@ -143,14 +144,14 @@ def test_what_does_not_fit_on_a_gpu_is_refused_before_it_is_touched(stories: str
 def test_a_gpu_that_runs_out_at_start_says_what_is_needed_and_what_fits(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch, 8 * GIB, 5 * GIB)
     needs, config = model_shape(None).needs("bfloat16", device="cuda"), resolved(EngineConfig(), "cuda")
-    advice = r"set kv_cache_memory_bytes to (\d+) or less; the largest max_model_len that fits is then \d+$"
+    advice = r"set --kv-cache-memory-bytes to (\d+[km])(?: \([\d.]+ [MG]iB\))? or less; the largest --max-model-len that fits is then \d+$"
     shown = re.escape(" ".join(said.split()))
     with (
         pytest.raises(ConfigError, match=rf"^memory ran out at start \({shown}\): {ON_GPU}: {advice}") as refusal,
         memory_module.out_of_memory_explained(needs, config, lambda: None),
     ):
         raise RuntimeError(said)
-    less = int(re.findall(advice, str(refusal.value))[0])
+    less = size(re.findall(advice, str(refusal.value))[0])
     smaller = plan_memory(needs, replace(config, kv_cache_memory_bytes=less), memory_module.memory(config))
     before = plan_memory(needs, config, memory_module.memory(config))
     assert smaller.refusal is None and smaller.use.total <= before.use.total * 3 // 4
@@ -159,7 +160,7 @@ def test_a_gpu_that_runs_out_at_start_says_what_is_needed_and_what_fits(said: st
 def test_what_cannot_fit_beside_other_processes_is_refused_before_weights_load(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "load_weights", lambda *_: pytest.fail("weights were loaded"))
     monkeypatch.setattr(worker_module, "memory", lambda _: Memory(8 * GIB, others=6 * GIB))
-    said = r"KV cache 3\.00 GiB, .* may use 8\.00 GiB, of which other processes hold 6\.00 GiB: lower kv_cache_memory_bytes to \d+"
+    said = r"KV cache 3\.00 GiB, .* may use 8\.00 GiB, of which other processes hold 6\.00 GiB: lower --kv-cache-memory-bytes to \d+"
     with pytest.raises(ConfigError, match=said):
         LLM(stories, kv_cache_memory_bytes=3 * GIB)
 
@@ -219,7 +220,7 @@ def test_memory_that_gpu_and_cpu_share_is_what_the_system_and_the_cgroup_leave(t
     assert memory_module.memory(config) == Memory(int(0.9 * 8 * GIB), others=8 * GIB - free, gpu=8 * GIB, unified=True)
     needs = model_shape(None).needs("bfloat16", device="cuda")
     said = plan_memory(needs, replace(config, kv_cache_memory_bytes=7 * GIB), memory_module.memory(config)).refusal or ""
-    assert "GPU and CPU share 8.00 GiB of memory, of which this process may use 7.20 GiB (gpu_memory_utilization), of which other" in said
+    assert "GPU and CPU share 8.00 GiB of memory, of which this process may use 7.20 GiB (--gpu-memory-utilization), of which other" in said
 
 
 # -- activations, tensor by tensor

@@ -139,11 +139,11 @@ def test_what_is_planned_fits_and_what_is_advised_works(
     if made.refusal is None:
         assert made.use.total <= made.memory.free
         return
-    assert ("GPU and CPU share" if unified else "of the GPU's") in made.refusal or "max_model_len is" in made.refusal
-    if found := re.search(r"raise gpu_memory_utilization to ([\d.]+) or more$", made.refusal):
+    assert ("GPU and CPU share" if unified else "of the GPU's") in made.refusal or "--max-model-len is" in made.refusal
+    if found := re.search(r"raise --gpu-memory-utilization to ([\d.]+) or more$", made.refusal):
         enough = plan(total, min(others, total), model, unified, **asked | {"gpu_memory_utilization": float(found[1])})
         assert enough.refusal is None or "but the KV pool" in enough.refusal
-    if "no max_model_len fits" in made.refusal:
+    if "no --max-model-len fits" in made.refusal:
         least: dict[str, Any] = {"max_model_len": 2, "num_gpu_blocks_override": 2}
         assert plan(total, min(others, total), model, unified, **asked | least).refusal is not None, "something would have helped"
         return
@@ -187,8 +187,8 @@ def test_an_orin_of_64_gb_with_a_desktop_on_it() -> None:
 def test_a_refusal_names_the_parts_the_share_and_the_knobs() -> None:
     said = plan(total=2 * GIB, others=100 * MIB).refusal or ""
     numbers = r"weights 1\.11 GiB, KV cache [\d.]+ MiB, activations [\d.]+ MiB, graphs [\d.]+ MiB, rows [\d.]+ MiB, other 680\.0 MiB"
-    share = r"this process may use 1\.80 GiB of the GPU's 2\.00 GiB \(gpu_memory_utilization\), of which other processes hold 100\.0 MiB"
+    share = r"this process may use 1\.80 GiB of the GPU's 2\.00 GiB \(--gpu-memory-utilization\), of which other processes hold 100\.0 MiB"
     assert re.match(rf"this needs [\d.]+ GiB: {numbers}; {share}: ", said), said
     assert CONTEXT + LIBRARIES == 680 * MIB
     gone = plan(total=2 * GIB, others=2 * GIB).refusal or ""
-    assert "of which other processes hold 2.00 GiB: take a smaller model or free memory; no max_model_len fits" in gone
+    assert "of which other processes hold 2.00 GiB: take a smaller model or free memory; no --max-model-len fits" in gone
