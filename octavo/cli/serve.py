@@ -13,7 +13,6 @@ from octavo.config import debug_from_environment, log_level
 from octavo.server.listen import bind, is_loopback
 from octavo.server_config import ServerConfig
 
-
 EXAMPLES = """examples:
   octavo serve                                     the default model at http://127.0.0.1:8000
   octavo serve Qwen/Qwen3-0.6B --max-model-len 8k  a model of the hub, with a shorter context

@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--batch-size", type=count, metavar="N", default=DEFAULT_BATCH, help=text)
     text = f"tokens in a prompt, chosen at random (default: {DEFAULT_INPUT})"
     group.add_argument("--input-len", type=count, metavar="N", default=DEFAULT_INPUT, help=text)
-    group.add_argument("--output-len", type=count, metavar="N", default=DEFAULT_OUTPUT, help=f"tokens in an answer (default: {DEFAULT_OUTPUT})")
+    text = f"tokens in an answer (default: {DEFAULT_OUTPUT})"
+    group.add_argument("--output-len", type=count, metavar="N", default=DEFAULT_OUTPUT, help=text)
     add_engine_flags(parser)
 
 
