@@ -36,7 +36,7 @@ def fetch_model(name: HubName, weights: bool = True, hub: Hub | None = None) -> 
         raise
     except Exception as error:  # whatever it is, it ends in one line
         if is_unreachable(error) and (cached := cached_model(hub, name, weights)) is not None:
-            log.logger.warning("%s: %s cannot be asked; using the copy in %s", name.shown, shown_address(hub.endpoint), cached)
+            log.logger.warning("%s: %s cannot be reached; using the copy in %s", name.shown, shown_address(hub.endpoint), cached)
             return cached
         raise explained(error, name, hub) from error
 
@@ -95,7 +95,7 @@ class Download:
         place = next(path for path in (folder, *folder.parents) if path.exists())
         if needed > (free := shutil.disk_usage(place).free):
             sizes = f"{in_units(needed)} to download, but {in_units(free)} are free on the disk of {self.hub.cache}"
-            raise LoadError(f"{self.name.shown}: {sizes}: free some space, or set HF_HOME to a folder on another one")
+            raise LoadError(f"{self.name.shown}: {sizes}: free some space, or set HF_HOME to a folder on another disk")
 
 
 def _keep_ref(folder: Path, revision: str, commit: str) -> None:

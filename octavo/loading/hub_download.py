@@ -86,7 +86,7 @@ def _append(hub: Hub, repo: str, commit: str, file: RemoteFile, part: Path, prog
         done = target.tell()
     if done != file.size:
         part.unlink()
-        raise LoadError(f"{repo}: {file.name} has {file.size:,} bytes, but {done:,} came: the copy on the way is damaged; try again")
+        raise LoadError(f"{repo}: {file.name} has {file.size:,} bytes, but {done:,} came: the download is damaged; try again")
 
 
 def _check(part: Path, repo: str, file: RemoteFile) -> None:
@@ -99,4 +99,4 @@ def _check(part: Path, repo: str, file: RemoteFile) -> None:
             digest.update(chunk)
     if digest.hexdigest() != file.digest:
         part.unlink()
-        raise LoadError(f"{repo}: {file.name} is not what the hub says it is (its digest differs), and was thrown away; try again")
+        raise LoadError(f"{repo}: {file.name} was damaged on the way (its digest differs) and is deleted; try again")

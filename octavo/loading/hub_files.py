@@ -110,10 +110,10 @@ def _no_single_model(name: HubName, files: list[str], labels: list[str], split: 
     if labels:
         return f"has {len(labels)} GGUF files: name one, as in {name.repo}:{labels[0]}; there are {', '.join(labels)}"
     if split:
-        return f"has only GGUF files split into parts ({', '.join(sorted(split))}), which are not read; {JOIN}"
+        return f"has only GGUF files split into parts ({', '.join(sorted(split))}), which Octavo does not read; {JOIN}"
     if any(file.endswith(PICKLED) for file in files):
         return "has only pickled weights, which can run code; look for a safetensors or GGUF copy, or convert it (save_pretrained does)"
-    return f"has no {SINGLE}, no {INDEX} and no GGUF file, so it is no model that can be loaded"
+    return f"has no {SINGLE}, no {INDEX} and no GGUF file, so Octavo cannot load it"
 
 
 def _no_such_quant(name: HubName, matches: list[str], labels: list[str], split: set[str]) -> str:
@@ -122,7 +122,7 @@ def _no_such_quant(name: HubName, matches: list[str], labels: list[str], split: 
         return f"{quant} could be {' or '.join(sorted(matches))}: name the file, as in {name.repo}:{PurePosixPath(matches[0]).name}"
     there = f"; there are {', '.join(labels)}" if labels else ""
     if quant.lower() in (label.lower() for label in split):
-        return f"{quant} is split into parts, which are not read; {JOIN}{there}"
+        return f"{quant} is split into parts, which Octavo does not read; {JOIN}{there}"
     if not labels:
         return f"has no GGUF file; for its safetensors leave :{quant} off"
     close = difflib.get_close_matches(quant.upper(), [label.upper() for label in labels], n=1, cutoff=0.5)
@@ -143,5 +143,5 @@ def choose_weights(repo: str, files: Iterable[str], weight_map: Mapping[str, str
     there = {file for file in files if "/" not in file and file.endswith(".safetensors")}
     shards = sorted(set(weight_map.values()))
     if missing := [shard for shard in shards if shard not in there]:
-        raise LoadError(f"{repo}: {INDEX} names {missing[0][:80]!r}, which is no weight file of the repository")
+        raise LoadError(f"{repo}: {INDEX} names {missing[0][:80]!r}, which is not a weight file of the repository")
     return shards

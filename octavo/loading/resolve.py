@@ -74,7 +74,7 @@ def locate(model: str | None, revision: str | None = None) -> ModelSource | HubN
             raise LoadError(f"{str(model)[:200]!r} {_why_not(Path(str(model)))}")
         return at_revision(name, revision)
     if revision is not None:
-        raise ConfigError(f"revision {revision[:80]!r} is for models of the hub, but {found.path} is here: leave it off")
+        raise ConfigError(f"--revision {revision[:80]!r} is for models of the hub, but {found.path} is on this machine: leave it out")
     return found
 
 

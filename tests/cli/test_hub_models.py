@@ -47,7 +47,7 @@ def test_a_name_is_downloaded_at_the_terminal_and_then_needs_no_hub(stories: Pat
     assert server.requests == []
     (warning,) = run.stderr.splitlines()
     snapshot = tmp_path / "hub" / "models--octo--stories" / "snapshots" / ("c" * 40)
-    assert warning.endswith(f"octo/stories: {server.url} cannot be asked; using the copy in {snapshot}")
+    assert warning.endswith(f"octo/stories: {server.url} cannot be reached; using the copy in {snapshot}")
 
 
 def test_an_llm_takes_a_name_and_a_revision(server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_what_is_wrong_is_one_line(server: FakeHub, tmp_path: Path) -> None:
     run = octavo("chat", "octo/story", "Hello?", cwd=tmp_path, env=home)
     assert (run.returncode, run.stdout) == (1, "")
     assert run.stderr == (
-        f"octavo: error: octo/story: no folder here, and not found on the hub at {server.url}; did you mean octo/stories? "
+        f"octavo: error: octo/story: not a folder on this machine, and not found on the hub at {server.url}; did you mean octo/stories? "
         "(if it is private: `hf auth login`, or set HF_TOKEN)\n"
     )
 

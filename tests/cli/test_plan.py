@@ -135,7 +135,7 @@ def test_a_gpu_without_a_size_has_to_be_here(capsys: pytest.CaptureFixture[str],
     monkeypatch.setattr(device, "GPU_SIGNS", ())
     monkeypatch.setattr(device, "torch_gpu", lambda: (None, "none"))
     assert main(["plan", "--device", "cuda"]) == 1
-    said = "octavo: error: device is cuda, which cannot be had: no NVIDIA GPU was found; .*; --memory 80g plans for a GPU of"
+    said = "octavo: error: --device is cuda, but no GPU can be used: no NVIDIA GPU was found; .*; --memory 80g plans for a GPU of"
     assert re.match(said, capsys.readouterr().err)
     gpu = device.Gpu("NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB)
     monkeypatch.setattr(device, "find", lambda: device.Found(device.TorchBuild("2.13", "13.0", None), True, gpu, triton="3.6.0"))
@@ -172,7 +172,7 @@ def test_a_plan_says_what_becomes_of_each_matrix(tmp_path: Path, capsys: pytest.
     assert re.search(r"MiB   of it 8-bit weights in groups of 32: 5 gate_up \(from Q4_0, Q8_0\)$", shown, re.MULTILINE)
     assert re.search(r"MiB   of it bfloat16: 5 down \(from F16\)$", shown, re.MULTILINE)
     main(["plan", str(mixed), "-q", "int8", "--no-native"])
-    assert "int8 at load; torch computes with floats and saves no memory" in capsys.readouterr().out
+    assert "int8 at load; torch computes with floats, so no memory is saved" in capsys.readouterr().out
 
 
 def test_a_quantised_folder_is_planned_without_torch(tmp_path: Path) -> None:
