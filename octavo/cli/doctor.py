@@ -30,7 +30,8 @@ FEATURES = {  # what a reader looks for -> any of these flags of the kernel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "The output can be pasted into a bug report: it holds no keys and no home folder.\nExit code 0: nothing to fix. 1: something to fix."
+    private = "The output can be pasted into a bug report: it holds no keys and no home folder."
+    parser.epilog = f"{private}\nExit code 0: nothing to fix. 1: something to fix."
 
 
 def run(args: argparse.Namespace) -> int:

@@ -61,7 +61,8 @@ def _model(facts: Facts) -> Iterator[Finding]:
     if facts.default_model is None:
         yield Finding("the default model is not installed", INSTALL)
     if facts.free_disk < LEAST_DISK:
-        what = f"the disk is nearly full: {facts.free_disk / GIB:.1f} GiB left in {facts.cache}; free some space, or keep models on another disk"
+        left = f"{facts.free_disk / GIB:.1f} GiB left in {facts.cache}"
+        what = f"the disk is nearly full: {left}; free some space, or keep models on another disk"
         yield Finding(what, "export HF_HOME=/a/larger/disk")
 
 

@@ -1,4 +1,4 @@
-"""The terminal: what it can show; in a chat, lines that are typed in, with history, and text that is written, dim where it is not the answer."""
+"""The terminal: what it can show, and for a chat reading lines, with history, and writing text, dim where it is not the answer."""
 
 import contextlib
 import sys

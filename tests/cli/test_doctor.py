@@ -43,7 +43,7 @@ H200 = Gpu("NVIDIA H200", (9, 0), total=140 * GIB, free=138 * GIB)
 CASES: list[tuple[dict[str, Any], str, str, bool]] = [  # what differs from a healthy machine, what is said, what helps, must it be fixed
     ({**broken("torch", None, "No module named 'torch'"), "torch": None}, "torch is not installed", "pip install 'torch>=2.11'", True),
     ({**broken("torch", "2.13.0", "lib is gone"), "torch": None}, "cannot be imported: lib is gone", "pip install --force-reinstall", True),
-    (broken("torch", "2.9.1+cpu", None), "torch 2.9.1+cpu is too old, 2.11 or newer is needed", "pip install --upgrade 'torch>=2.11'", True),
+    (broken("torch", "2.9.1+cpu", None), "torch 2.9.1+cpu is too old: 2.11 or newer", "pip install --upgrade 'torch>=2.11'", True),
     (broken("numpy", None, "No module"), "numpy is not installed", "pip install numpy", True),
     (broken("rich", None, "No module"), "rich is not installed; terminals show plain lines without it", "pip install rich", False),
     ({"torch": torch_found(None, "7.0")}, "torch 2.13.0 is a ROCm build", "pip install --force-reinstall torch --index-url", True),
