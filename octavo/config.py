@@ -1,7 +1,7 @@
-"""Settings, all frozen: nothing is written back, what start-up discovers is returned.
+"""Settings. They are frozen: nothing writes to them, and what start-up finds out is returned instead.
 
-`EngineConfig` is what a user sets (each field is a flag and a keyword of `LLM`), `Debug` what a test switches on
-through `OCTAVO_DEBUG`. What a model is stands in `model_config.py`. The environment is read here and nowhere else.
+`EngineConfig` is what a user sets: each field is a flag and a keyword of `LLM`. `Debug` is what a test switches on
+through `OCTAVO_DEBUG`. A model's own numbers are in `model_config.py`. Environment variables are read here and nowhere else.
 """
 
 import os
@@ -23,54 +23,54 @@ LogprobsMode = Literal["raw", "processed"]
 
 
 def _flag(default: Any, text: str, choices_because: str = "") -> Any:
-    """A field with its help text; the command line is built from these. `choices_because`: why there are no other choices."""
+    """A field with its help text, from which the command line is built. `choices_because`: why there are no other choices."""
     return field(default=default, metadata={"help": text, "because": choices_because})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    model: str | None = _flag(None, "a folder, a .gguf file, or owner/name[@revision][:QUANT] on the hub; without one, the default model")
+    model: str | None = _flag(
+        None, "a folder, a .gguf file, owner/name[@revision][:QUANT] on the hub, or SmolLM2-135M-Instruct, the default model"
+    )
     revision: str | None = _flag(None, "branch, tag or commit of a model on the hub")
-    dtype: Dtype = _flag("auto", "float32, bfloat16 or float16; auto: what the CPU is fast at, on a GPU what the file says")
+    dtype: Dtype = _flag("auto", "data type to compute in; auto: the fastest on this CPU, on a GPU that of the model")
     quantization: Quantization = _flag(
-        "auto", "keep weights as the file has them, as floats (none), or in codes of 8 or 4 bits",
-        "what a file holds (awq, gptq, gguf) is found by auto",
+        "auto", "auto: keep weights as the file has them; none: convert to floats; int8, int4: quantise floats at load",
+        "auto reads what the file holds (awq, gptq, gguf)",
     )  # fmt: skip
     device: Device = _flag(
-        "auto", "where to compute; auto: on an NVIDIA GPU where there is one that can", "it computes on the CPU or an NVIDIA GPU"
+        "auto", "where to compute; auto: an NVIDIA GPU if there is one, else the CPU", "Octavo runs on a CPU or an NVIDIA GPU"
     )
-    load_format: Literal["auto", "dummy"] = _flag("auto", "dummy: random weights, for trying out shapes")
-    max_model_len: int | None = _flag(None, "longest sequence, prompt and answer (4096, 32k, auto)")
-    block_size: int = _flag(16, "tokens in a block, a power of two from 1 to 256")
-    kv_cache_dtype: KVCacheDtype = _flag("auto", "numbers of the KV cache; auto: as dtype; int8: codes, a scale for each token and head")
-    kv_cache_layout: KVCacheLayout = _flag(
-        "auto", "on a GPU: whether a token's heads (nhd) or a head's tokens (hnd) lie side by side in a block; auto: nhd"
-    )
+    load_format: Literal["auto", "dummy"] = _flag("auto", "dummy: random weights, to try out the shape of a model")
+    max_model_len: int | None = _flag(None, "context length: most tokens of a prompt and its answer together (4096, 32k, auto)")
+    block_size: int = _flag(16, "tokens per block, a power of two from 1 to 256")
+    kv_cache_dtype: KVCacheDtype = _flag("auto", "data type of the KV cache; auto: as --dtype; int8: about half the size, on a CPU only")
+    kv_cache_layout: KVCacheLayout = _flag("auto", "on a GPU: order in a block, by token (nhd) or by head (hnd); auto: nhd")
     kv_cache_memory_bytes: int | None = _flag(
-        None, "memory for the KV pool (512m, 4g); default: a quarter of memory, at most 4 GiB; on a GPU, what is left of it"
+        None, "size of the KV cache (512m, 4g); default: a quarter of memory, at most 4 GiB; on a GPU, what is left of its memory"
     )
-    gpu_memory_utilization: float = _flag(0.9, "how much of a GPU's memory may be in use, that of other processes included")
-    num_gpu_blocks_override: int | None = _flag(None, "exact number of blocks in the KV pool")
-    max_num_seqs: int | None = _flag(None, "most sequences that run at once (rows); default: 256, on a GPU 512")
-    max_num_batched_tokens: int | None = _flag(None, "most tokens one step computes; default: 2048, on a GPU 8192")
-    enable_prefix_caching: bool = _flag(True, "reuse blocks of earlier prompts and answers")
-    scheduling_policy: SchedulingPolicy = _flag("fcfs", "fcfs: by arrival; priority: lower number first")
+    gpu_memory_utilization: float = _flag(0.9, "share of a GPU's memory that may be in use, other processes included")
+    num_gpu_blocks_override: int | None = _flag(None, "exact number of blocks in the KV cache, on a CPU too")
+    max_num_seqs: int | None = _flag(None, "most sequences that run at the same time; default: 256, on a GPU 512")
+    max_num_batched_tokens: int | None = _flag(None, "most tokens in one step; default: 2048, on a GPU 8192")
+    enable_prefix_caching: bool = _flag(True, "reuse cached blocks of earlier prompts and answers")
+    scheduling_policy: SchedulingPolicy = _flag("fcfs", "order of requests: fcfs: by arrival; priority: lowest number first")
     attention_backend: str = _flag(
-        "auto", "auto, cpu (paged), triton or, where it is installed, flashinfer (paged, for a GPU), or contiguous (the reference)"
+        "auto", "attention kernels: auto, cpu, triton, flashinfer (where it is installed), or contiguous, the reference without paging"
     )
-    enforce_eager: bool = _flag(False, "on a GPU: launch every kernel by itself, no CUDA graphs")
-    native: bool = _flag(True, "compute with the native CPU kernels: quantised weights stay packed, one call a step")
-    cpu_isa: CpuIsa = _flag("auto", "the instructions they may use: avx2 to amx on x86-64, neon, i8mm on ARM; auto: the best there are")
+    enforce_eager: bool = _flag(False, "on a GPU: do not use CUDA graphs")
+    native: bool = _flag(True, "use the native CPU kernels; --no-native: torch computes")
+    cpu_isa: CpuIsa = _flag("auto", "instruction set of the native kernels; auto: the best that this CPU has")
     pipeline_depth: int | None = _flag(None, "steps in flight, 1 or 2; default: 1, on a GPU 2")
-    max_logprobs: int = _flag(20, "most logprobs one request may ask for")
+    max_logprobs: int = _flag(20, "most logprobs that a request may ask for")
     logprobs_mode: LogprobsMode = _flag(
-        "raw", "logprobs of what the model says, or (processed) of what a token is drawn from: biased, penalised, masked, scaled, cut"
+        "raw", "raw: logprobs of the model's own output; processed: after bias, penalties, temperature and top-k/top-p/min-p"
     )
-    generation_config: Literal["auto", "none"] = _flag("auto", "none: do not sample as the makers recommend (generation_config.json)")
-    chat_template: str | None = _flag(None, "a .jinja file to use instead of the model's own template")
-    skip_tokenizer_init: bool = _flag(False, "token ids in, token ids out; no tokenizer is loaded")
-    trace: str | None = _flag(None, "write each step to this file, for ui.perfetto.dev or chrome://tracing")
-    seed: int = _flag(0, "seed of requests that bring none, and of dummy weights")
+    generation_config: Literal["auto", "none"] = _flag("auto", "none: ignore the sampling values that the model recommends")
+    chat_template: str | None = _flag(None, "a .jinja file to use instead of the model's chat template")
+    skip_tokenizer_init: bool = _flag(False, "load no tokenizer: prompts and outputs are token ids")
+    trace: str | None = _flag(None, "write every step to this file, for ui.perfetto.dev or chrome://tracing")
+    seed: int = _flag(0, "seed of requests without their own, and of dummy weights")
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -78,19 +78,19 @@ class EngineConfig:
         tokens, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if tokens is not None and seqs is not None and tokens < seqs:
             raise ConfigError(
-                f"max_num_batched_tokens is {tokens}, below max_num_seqs {seqs}: "
+                f"max_num_batched_tokens is {tokens}, which is less than max_num_seqs ({seqs}): "
                 "a step must hold one token of every running sequence; raise the first or lower the second"
             )
 
     @property
     def wants_native(self) -> bool:
-        """Unless another way to compute was asked for."""
+        """Whether the native kernels are to be used, unless the machine lacks them."""
         return self.native and self.attention_backend == "auto" and self.device != "cuda"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig(EngineConfig):
-    """With nothing left open that device and model decide (`policy/auto.py`)."""
+    """The same with a value for every setting that depends on device and model (`policy/auto.py`)."""
 
     device: Literal["cpu", "cuda"]
     kv_cache_layout: Literal["nhd", "hnd"]
@@ -100,7 +100,7 @@ class ResolvedConfig(EngineConfig):
 
 
 def check_setting(name: str, value: object) -> None:
-    """One field by itself; what two of them must agree on is checked when all are known."""
+    """Check one field. What concerns two fields is checked when all are known."""
     if name == "model" and not isinstance(value, (str, os.PathLike, type(None))):
         raise ConfigError(f"model must be a path or a name, got {value!r}")
     if name == "trace" and not (value is None or (isinstance(value, str) and value)):
@@ -180,7 +180,7 @@ class Debug:
 
     @property
     def switched_on(self) -> list[str]:
-        """The switches that are not at rest, to be told to whoever reads the log."""
+        """The switches that are set, for the log."""
         return [f"{f.name}={value}" for f in fields(self) if (value := getattr(self, f.name)) != f.default]
 
     def overrule(self, config: EngineConfig) -> EngineConfig:
@@ -215,17 +215,17 @@ def debug_from_environment() -> Debug:
 
 
 def api_key() -> str | None:
-    """OCTAVO_API_KEY, where set: a key of the server that no list of processes shows."""
+    """OCTAVO_API_KEY, where set: a key of the server that does not show in the list of processes."""
     return os.environ.get("OCTAVO_API_KEY") or None
 
 
 def spans_wanted() -> bool:
-    """Whether OpenTelemetry, which reads the rest itself, was told where spans go."""
+    """Whether an address for OpenTelemetry spans is set. OpenTelemetry reads the rest itself."""
     return any(os.environ.get(name) for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"))
 
 
 def visible_gpus() -> str | None:
-    """CUDA_VISIBLE_DEVICES, where set: CUDA itself shows no other GPUs to us."""
+    """CUDA_VISIBLE_DEVICES, where set. CUDA hides all other GPUs from this process."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
@@ -236,7 +236,7 @@ def log_level(default: str) -> str:
     return level
 
 
-# What matters of the environment: read here, or by a library on our behalf.
+# Environment variables that have an effect: read here, or by a library that Octavo uses.
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "NO_COLOR", "OCTAVO_API_KEY", "OCTAVO_DEBUG",
     "OCTAVO_LOG_LEVEL", "OMP_NUM_THREADS",
@@ -244,20 +244,20 @@ VARIABLES = (
 
 
 def environment() -> dict[str, str]:
-    """The variables above that are set, and any other called OCTAVO_*, fit to be shown to anybody."""
+    """The variables above that are set, and all others named OCTAVO_*, without secrets."""
     names = sorted({*VARIABLES, *(name for name in os.environ if name.startswith("OCTAVO_"))})
     return {name: _shown(name, value) for name in names if (value := os.environ.get(name))}
 
 
 def _shown(name: str, value: str) -> str:
-    """On one line, without secrets: a token, what we do not know, a password inside an address."""
+    """On one line. Hidden are tokens, values of unknown variables and passwords in addresses."""
     if name not in VARIABLES or name in ("HF_TOKEN", "OCTAVO_API_KEY"):
         return "(set)"
     return re.sub(r"//[^/]*@", "//(set)@", " ".join(value.split()))[:200]
 
 
 def model_cache() -> Path:
-    """Where models of the hub are kept."""
+    """The folder of models from the hub."""
     return Path(os.path.expanduser(os.environ.get("HF_HOME") or "~/.cache/huggingface"), "hub")
 
 
@@ -268,9 +268,9 @@ def thread_limit() -> int | None:
 
 
 def calm_threads() -> None:
-    """Let torch's threads spin only briefly before they sleep; works only before torch is imported.
+    """Let torch's threads spin only briefly before they sleep. This works only before torch is imported.
 
-    A thread that spins at a barrier keeps a busy core from the very thread it waits for: with one other process running,
+    A thread that spins at a barrier takes a core from the thread it waits for: with one other process running,
     a decode step was eight times slower.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -282,14 +282,8 @@ def no_color() -> bool:
 
 
 def state_dir() -> Path:
-    """Where small things live from one run to the next, such as the history of a chat."""
+    """The folder for small files that are kept between runs, such as the history of a chat."""
     return Path("~/.local/state/octavo").expanduser()
-
-
-def rounded_size(size: int, up: bool) -> int:
-    """Whole MiB, or whole KiB of a small size: what can be written short."""
-    unit = 2**20 if size >= 64 * 2**20 else 2**10
-    return (-(-size // unit) if up else size // unit) * unit
 
 
 def in_flag(size: int) -> str:

@@ -6,8 +6,8 @@ Threads share it in turns. A turn is one step, and brings news to every call and
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Literal, TypeVar
@@ -37,10 +37,9 @@ from octavo.messages import SchedulerStats
 from octavo.outputs import RequestOutput, TextDelta
 from octavo.progress import GenerateProgress
 from octavo.sampling_params import SamplingParams
-from octavo.text.prompt import Message, Prompt
+from octavo.text.prompt import Conversation, Prompt, as_conversations, as_prompts
 from octavo.text.tokenizer import Tokenizer
 
-Conversation = Sequence[Message]
 Encoded = tuple[str | None, list[int]]  # a prompt's text, where it has one, and its ids
 Item = TypeVar("Item")
 
@@ -162,7 +161,7 @@ class LLM:
 
         `priority`: lower runs first, where scheduling_policy is priority.
         """
-        encoded = _each(self.encoder.encode, _as_prompts(prompts))
+        encoded = _each(self.encoder.encode, as_prompts(prompts))
         wanted = _spread(self._own_params if params is None else params, len(encoded))
         return self._run(encoded, wanted, use_tqdm, _spread_priority(priority, len(encoded)))
 
@@ -177,17 +176,28 @@ class LLM:
 
         What `params` leaves open is as the model's makers recommend (generation_config.json), the length up to the rest of the context.
         """
-        encoded = _each(self.encoder.encode_chat, _as_conversations(messages))
+        encoded = _each(self.encoder.encode_chat, as_conversations(messages))
         wanted = [self._for_chat(one) for one in _spread(params or SamplingParams(), len(encoded))]
         return self._run(encoded, wanted, use_tqdm, _spread_priority(priority, len(encoded)))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
-        """Complete one prompt and yield news as it comes; leaving the loop early aborts the request."""
-        return self._stream(self.encoder.encode(prompt), params or self._own_params)
+        """Complete one prompt and yield its text as it comes; leaving the loop early aborts the request."""
+        return self._stream([next(self._ids)], [self.encoder.encode(prompt)], [params or self._own_params])
+
+    def stream_batch(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Generator[tuple[int, TextDelta], None, None]:
+        """Complete prompts in one batch and yield their texts as they come, each piece with the index of its prompt.
+
+        Leaving the loop early aborts all of them.
+        """
+        encoded = _each(self.encoder.encode, as_prompts(prompts))
+        ids = [next(self._ids) for _ in encoded]
+        return _numbered(ids, self._stream(ids, encoded, _spread(self._own_params if params is None else params, len(encoded))))
 
     def stream_chat(self, messages: Conversation, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
-        """Answer one conversation and yield news as it comes."""
-        return self._stream(self.encoder.encode_chat(messages), self._for_chat(params or SamplingParams()))
+        """Answer one conversation and yield its text as it comes."""
+        return self._stream([next(self._ids)], [self.encoder.encode_chat(messages)], [self._for_chat(params or SamplingParams())])
 
     def get_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -267,27 +277,29 @@ class LLM:
     def _for_chat(self, params: SamplingParams) -> SamplingParams:
         return params.with_defaults(self.sampling_defaults).for_chat()
 
-    def _add(self, request_id: str, encoded: Encoded, params: SamplingParams, bad_words: list[list[int]], priority: int = 0) -> None:
-        request = to_request(request_id, encoded[1], params, bad_words, self.config, priority)
-        self._client.add(request)
-        self._processor.add(request, encoded[0])
+    def _add(self, ids: Sequence[str], encoded: Sequence[Encoded], params: Sequence[SamplingParams], priority: Sequence[int]) -> None:
+        """Hand requests to the engine, all before its next step."""
+        spelled: dict[Sequence[str], list[list[int]]] = {}  # bad words, once for all prompts that have the same
+        with self._turn():
+            for index, request_id in enumerate(ids):
+                with _prompt_named(index):
+                    words = params[index].bad_words
+                    if words not in spelled:
+                        spelled[words] = self.encoder.spellings(words)
+                    text, token_ids = encoded[index]
+                    request = to_request(request_id, token_ids, params[index], spelled[words], self.config, priority[index])
+                    self._client.add(request)
+                    self._processor.add(request, text)
 
     def _run(
         self, encoded: Sequence[Encoded], params: Sequence[SamplingParams], use_tqdm: bool, priority: Sequence[int]
     ) -> list[RequestOutput]:
         ids = [next(self._ids) for _ in encoded]
-        spelled: dict[Sequence[str], list[list[int]]] = {}  # bad words, once for all prompts that have the same
         with DeferredInterrupt() as interrupt, GenerateProgress(len(ids), use_tqdm) as progress:
             try:
-                with self._turn():
-                    for index, request_id in enumerate(ids):
-                        self._progress[request_id] = progress
-                        with _prompt_named(index):
-                            words = params[index].bad_words
-                            if words not in spelled:
-                                spelled[words] = self.encoder.spellings(words)
-                            self._add(request_id, encoded[index], params[index], spelled[words], priority[index])
-                while any(request_id not in self._finished for request_id in ids):
+                self._progress |= dict.fromkeys(ids, progress)
+                self._add(ids, encoded, params, priority)
+                while self._unfinished(ids):
                     self._pump()
                     progress.show()
                     interrupt.check()
@@ -295,20 +307,25 @@ class LLM:
             finally:
                 self._in_a_turn(partial(self._drop, ids))
 
-    def _stream(self, encoded: Encoded, params: SamplingParams) -> Generator[TextDelta, None, None]:
-        request_id = next(self._ids)
-        queue = self._streams[request_id] = deque()
+    def _stream(
+        self, ids: Sequence[str], encoded: Sequence[Encoded], params: Sequence[SamplingParams]
+    ) -> Generator[TextDelta, None, None]:
+        queue: deque[TextDelta] = deque()
         try:
-            with DeferredInterrupt(), self._turn():
-                self._add(request_id, encoded, params, self.encoder.spellings(params.bad_words))
-            while queue or request_id not in self._finished:
+            self._streams |= dict.fromkeys(ids, queue)
+            with DeferredInterrupt():
+                self._add(ids, encoded, params, [0] * len(ids))
+            while self._unfinished(ids) or queue:  # in this order: another thread may bring the last news between the two
                 if not queue:
                     with DeferredInterrupt():
                         self._pump()
                 while queue:
                     yield queue.popleft()
         finally:
-            self._in_a_turn(partial(self._drop, [request_id]))
+            self._in_a_turn(partial(self._drop, ids))
+
+    def _unfinished(self, ids: Sequence[str]) -> bool:
+        return any(request_id not in self._finished for request_id in ids)
 
     def _pump(self) -> None:
         """One step; its news go to whoever waits for them, in other threads and in streams that rest, too."""
@@ -338,6 +355,13 @@ class LLM:
                 news.pop(request_id, None)
 
 
+def _numbered(ids: Sequence[str], deltas: Generator[TextDelta, None, None]) -> Generator[tuple[int, TextDelta], None, None]:
+    place = {request_id: index for index, request_id in enumerate(ids)}
+    with closing(deltas):
+        for delta in deltas:
+            yield place[delta.request_id], delta
+
+
 @contextmanager
 def _prompt_named(index: int) -> Iterator[None]:
     """A refusal in here is of the prompt at `index`."""
@@ -354,26 +378,6 @@ def _each(encode: Callable[[Item], Encoded], items: Sequence[Item]) -> list[Enco
         with _prompt_named(index):
             encoded.append(encode(item))
     return encoded
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt or many; a flat list of ints is one."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts must be one prompt or a list of them, not {type(prompts).__name__}", "prompts")
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
-
-
-def _as_conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:
-    """One conversation or many; an empty list is a conversation without messages, which the template refuses."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise RequestError(f"messages must be a list of messages or of such lists, not {type(messages).__name__}", "messages")
-    if not messages or isinstance(messages[0], Mapping):
-        return [messages]  # type: ignore[list-item]
-    return messages  # type: ignore[return-value]
 
 
 def _spread(params: SamplingParams | Sequence[SamplingParams], count: int) -> Sequence[SamplingParams]:

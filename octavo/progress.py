@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: a bar or a line that goes away where a terminal looks on, else a plain line now and then."""
+"""Progress of long work, on stderr: a bar or a line that is redrawn at a terminal, else a plain line every few seconds."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ REDRAW_EVERY = 0.2
 
 
 class GenerateProgress:
-    """Requests done, and tokens a second in and out."""
+    """Finished requests, and tokens per second in and out."""
 
     def __init__(self, total: int, enabled: bool) -> None:
         self._total = total
@@ -29,16 +29,18 @@ class GenerateProgress:
             self._bar.stop()
 
     def count(self, done: int, tokens_in: int, tokens_out: int) -> None:
-        """What came on top."""
+        """What is new since the last call."""
         self._done += done
         self._tokens_in += tokens_in
         self._tokens_out += tokens_out
 
     def show(self) -> None:
+        if not self._enabled or time.perf_counter() - self._last_line < (LINE_EVERY if self._bar is None else REDRAW_EVERY):
+            return
+        self._last_line = time.perf_counter()
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=self._done, rates=self._rates())
-        elif self._enabled and time.perf_counter() - self._last_line > LINE_EVERY:
-            self._last_line = time.perf_counter()
+        else:
             print(f"{self._done}/{self._total} requests, {self._rates()}", file=sys.stderr)
 
     def _rates(self) -> str:
@@ -67,12 +69,12 @@ def in_units(num_bytes: float) -> str:
 
 
 class DownloadProgress:
-    """Bytes that came, of how many: one line that goes away on a terminal, else a plain line now and then."""
+    """Bytes that have come, of how many, how fast, and how long the rest will take."""
 
     def __init__(self, name: str, total: int, enabled: bool = True) -> None:
         self._name = name
         self._total = total
-        self._done = 0
+        self._done = self._came = 0  # bytes that are here, and those of them that came now
         self._start = self._last_line = time.perf_counter()
         self._enabled = enabled
         self._at_terminal = sys.stderr.isatty()
@@ -87,15 +89,29 @@ class DownloadProgress:
         elif kind is None:
             self._show(f"downloaded {self._name} in {time.perf_counter() - self._start:.0f} s")
 
-    def update(self, num_bytes: int) -> None:
-        """What came on top since the last call; below zero where it has to come again."""
+    def skip(self, num_bytes: int) -> None:
+        """These bytes are here from an earlier download; below zero where they have to come again."""
         self._done += num_bytes
+
+    def update(self, num_bytes: int) -> None:
+        """So many bytes came."""
+        self._done += num_bytes
+        self._came += num_bytes
         now = time.perf_counter()
         if now - self._last_line > (REDRAW_EVERY if self._at_terminal else DOWNLOAD_LINE_EVERY):
             self._last_line = now
+            rate = max(self._came / (now - self._start), 1.0)
+            left = _duration(max(self._total - self._done, 0) / rate)
             percent = 100 * self._done // max(self._total, 1)
-            self._show(f"downloading {self._name}, {percent} % of {in_units(self._total)}")
+            self._show(f"downloading {self._name}, {percent} % of {in_units(self._total)}, {in_units(rate)}/s, {left} left")
 
     def _show(self, text: str) -> None:
         if self._enabled:
             print(f"\r\033[K{text}" if self._at_terminal else text, end="" if self._at_terminal else "\n", file=sys.stderr, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    """45 s, 12 min, 3.5 h"""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -1,48 +1,48 @@
-"""Flags out of dataclasses: every field of `EngineConfig`, and for a server of `ServerConfig`, is a flag, with the field's own help,
-type and default.
+"""Flags from dataclasses: every field of `EngineConfig`, and for a server of `ServerConfig`, is a flag with the field's help, type
+and default.
 
-A flag that is not given is absent from the parsed arguments, so the defaults stand in one place: the dataclass. A file given
-with --config stands between the two, and --show-config says which of the three each value came from.
+A flag that is not given is absent from the parsed arguments, so the defaults are in one place: the dataclass. A flag wins over
+the file of --config, the file over the default. --show-config says where each value came from.
 
     --max-model-len 32k      int | None: a number (k, m, g are powers of 1024) or auto
     --dtype float32          Literal: a choice
-    --no-enable-prefix-caching       bool: the flag and its --no- twin
-    --api-key A --api-key B          tuple[str, ...]: as often as needed
+    --no-enable-prefix-caching       bool: the flag and its --no- form
+    --api-key A --api-key B          tuple[str, ...]: may be repeated
 """
 
 import argparse
-import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from fractions import Fraction
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
+from octavo.cli.suggestions import FLAGS, VALUES, meant
 from octavo.config import EngineConfig, api_key
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams, is_unset
 from octavo.server_config import LESSON, ServerConfig
 
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
-SETTINGS = tuple(field.name for field in fields(EngineConfig) if field.name != "skip_tokenizer_init")  # commands speak text
+SETTINGS = tuple(field.name for field in fields(EngineConfig) if field.name != "skip_tokenizer_init")  # commands work with text
 SERVER_SETTINGS = tuple(field.name for field in fields(ServerConfig))
 
 SHORT = {"quantization": "-q"}
 
 SAMPLING_FLAGS: dict[str, tuple[Callable[[str], object], str]] = {
-    "temperature": (float, "0 takes the likeliest token, higher is more varied"),
-    "top_p": (float, "sample among the likeliest tokens that make up this much probability"),
-    "top_k": (int, "sample among this many likeliest tokens; 0 is off"),
-    "min_p": (float, "leave out tokens below this share of the likeliest one's probability"),
-    "repetition_penalty": (float, "above 1: less of what is already there, prompt included"),
-    "presence_penalty": (float, "from -2 to 2: less of what the answer already holds"),
-    "frequency_penalty": (float, "the same, growing with every repetition"),
-    "max_tokens": (int, "longest answer"),
+    "temperature": (float, "0: always the most likely token; higher: more varied"),
+    "top_p": (float, "sample from the most likely tokens that together have this probability"),
+    "top_k": (int, "sample from this many of the most likely tokens; 0: no limit"),
+    "min_p": (float, "leave out tokens less likely than this share of the most likely one"),
+    "repetition_penalty": (float, "above 1: fewer words that the prompt or the answer already has"),
+    "presence_penalty": (float, "from -2 to 2; above 0: fewer words that the answer already has"),
+    "frequency_penalty": (float, "the same, stronger with every repetition"),
+    "max_tokens": (int, "most tokens in an answer"),
 }
 
 
 def is_size(field: Field[Any]) -> bool:
-    """Its number may have a unit."""
+    """Whether its number may have a unit."""
     return field.type == int | None or field.name.endswith("_bytes")
 
 
@@ -55,41 +55,41 @@ MODEL_HELP = field_help(EngineConfig.__dataclass_fields__["model"])
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, with the nearest name, and takes options and words in any order."""
+    """Says in one line what is wrong and what was probably meant, and takes options and words in any order."""
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        options = argv[: argv.index("--")] if "--" in argv else argv
+        for name in (word.partition("=")[0] for word in options):
+            if name in FLAGS and name not in self._option_string_actions:
+                self.unknown(name)  # before argparse, which reads -ngl as -n with the value gl
         args, unknown = self.parse_known_intermixed_args(argv)
         if unknown:
-            name = unknown[0].partition("=")[0]
-            known = re.findall(r"(?<!\w)--?\w[\w-]*", self.format_help())
-            self.error(f"unknown option {name}{nearest(name, known)}")
+            self.unknown(unknown[0].partition("=")[0])
         return args
+
+    def unknown(self, name: str) -> NoReturn:
+        self.error(f"unknown option {name}{meant(name, self._option_string_actions, FLAGS)}")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\nsee: {self.prog} --help\n")
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
 def add_engine_flags(parser: argparse.ArgumentParser, only: Sequence[str] | None = None) -> None:
-    """A flag for each field, or for those in `only`: a command that sets the others itself does not offer them."""
+    """A flag for each field, or for those in `only` where a command sets the others itself."""
     group = parser.add_argument_group("engine")
     group.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     offered = SETTINGS if only is None else ("model", *only)
     for field in fields(EngineConfig):
         if field.name in offered and field.name != "model":
             _add_field(group, field)
-    text = "a TOML file with these settings, under the same names; flags win over it, paths are relative to the current folder"
+    text = "a TOML file with settings under the same names; flags win over it"
     group.add_argument("--config", metavar="FILE", help=text)
-    group.add_argument("--show-config", action="store_true", help="print each setting and where it came from, and do nothing else")
+    group.add_argument("--show-config", action="store_true", help="print each setting and where it came from, then exit")
     parser.set_defaults(settings=frozenset(offered))
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """Those of a server, beside all of the engine."""
+    """The flags of a server, and all of the engine."""
     group = parser.add_argument_group("server")
     for field in fields(ServerConfig):
         _add_field(group, field)
@@ -98,7 +98,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_config(args: argparse.Namespace, model: str | None = None) -> EngineConfig:
-    """`model`: the one a command found among its words; without it, that of `--model`. Ends here if asked to show it."""
+    """`model`: the one that was given as a word; without it, that of `--model`. With --show-config the command ends here."""
     given = _given(args, model)
     config = EngineConfig(**given.of(SETTINGS))
     if args.show_config:
@@ -122,7 +122,7 @@ def server_configs(args: argparse.Namespace, model: str | None = None) -> tuple[
 
 @dataclass(slots=True)
 class _Given:
-    """Settings that are not left at their defaults, and where each came from."""
+    """Settings that were given, and where each came from."""
 
     values: dict[str, Any]
     origins: dict[str, str]
@@ -133,7 +133,7 @@ class _Given:
 
     def take_lesson(self) -> None:
         if taken := next((name for name in LESSON if name in self.values), None):
-            raise ConfigError(f"{taken} is set by the lesson itself ({LESSON[taken]}); leave it out, or {_flag('lesson')}")
+            raise ConfigError(f"{taken} is set by the lesson ({LESSON[taken]}): leave out --{taken.replace('_', '-')} or --lesson")
         self.values |= LESSON
         self.origins |= dict.fromkeys(LESSON, "lesson")
 
@@ -148,7 +148,7 @@ def _given(args: argparse.Namespace, model: str | None) -> _Given:
     from octavo.cli.config_file import read_settings  # reads sizes with this module
 
     filed = read_settings(args.config) if args.config else {}
-    filed = {name: value for name, value in filed.items() if name in args.settings}  # one file may serve several commands
+    filed = {name: value for name, value in filed.items() if name in args.settings}  # one file may be used for several commands
     given = {name: value for name, value in vars(args).items() if name in args.settings}
     flags = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     if args.model is None:
@@ -159,20 +159,20 @@ def _given(args: argparse.Namespace, model: str | None) -> _Given:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, defaults: Mapping[str, object]) -> None:
-    """`defaults`: what this command takes where neither a flag nor the model says, and SamplingParams has something else."""
+    """`defaults`: values of this command, where neither a flag nor the model sets one and SamplingParams has another."""
     group = parser.add_argument_group("sampling")
     own = {field.name: field.default for field in fields(SamplingParams)}
     for name, (convert, text) in SAMPLING_FLAGS.items():
         default = {**own, **defaults}[name]
         default = "the rest of the context" if default is None else default
-        text += f" (default: {'as the model recommends, else ' if is_unset(own[name]) else ''}{default})"
+        text += f" (default: {'what the model recommends, else ' if is_unset(own[name]) else ''}{default})"
         group.add_argument(_flag(name), type=convert, metavar=_metavar(convert), default=argparse.SUPPRESS, help=text)
     text = "end the answer before this text; may be repeated"
     group.add_argument("--stop", action="append", metavar="TEXT", default=argparse.SUPPRESS, help=text)
 
 
 def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of SamplingParams that were given."""
+    """The fields of SamplingParams that were given as flags."""
     return {name: value for name, value in vars(args).items() if name in {*SAMPLING_FLAGS, "stop", "n"}}
 
 
@@ -180,7 +180,7 @@ def size(text: str) -> int | None:
     """4096, 32k, 512m, 1.5g, 24GiB, 24gb (units are powers of 1024 however they are written); auto is None."""
     found = re.fullmatch(r"(\d+|\d*\.\d+)([kmg]?)(?:(?<=[kmg])i?b)?", text.lower())
     if found is None and text.lower() != "auto":
-        raise argparse.ArgumentTypeError(f"wanted a size like 4096, 32k, 512m, 1.5g, 24GiB or auto, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a size like 4096, 32k, 512m, 1.5g, 24GiB or auto, got {text!r}")
     return None if found is None else int(Fraction(found[1]) * UNITS[found[2]])
 
 
@@ -201,13 +201,13 @@ def _add_field(group: argparse._ArgumentGroup, field: Field[Any]) -> None:
 
 
 def _choice(field: Field[Any]) -> Callable[[str], str]:
-    """argparse's own `choices`, which also says why there are no others."""
+    """Like argparse's `choices`, but it also says why there are no others and which one was probably meant."""
     choices, because = get_args(field.type), field.metadata["because"]
 
     def convert(text: str) -> str:
         if text not in choices:
-            said = f"invalid choice: {text!r} (choose from {', '.join(choices)})"
-            raise argparse.ArgumentTypeError(said + (f": {because}" if because else ""))
+            said = f"invalid choice: {text!r} (choose from {', '.join(choices)})" + (f": {because}" if because else "")
+            raise argparse.ArgumentTypeError(said + meant(text, choices, VALUES))
         return text
 
     return convert

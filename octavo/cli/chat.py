@@ -1,10 +1,4 @@
-"""`octavo chat`: a conversation at the terminal, or one answer for a script.
-
-    octavo chat                              talk to the default model
-    octavo chat MODEL "question"             one answer, text alone on stdout
-    echo question | octavo chat              the same
-    octavo chat --url http://127.0.0.1:8000  the same with a running server
-"""
+"""`octavo chat`: a conversation at the terminal, or one answer for a script."""
 
 import argparse
 import json
@@ -13,11 +7,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.cli.args import add_engine_flags, add_sampling_flags, engine_config, nearest, sampling_values
+from octavo.cli.args import add_engine_flags, add_sampling_flags, engine_config, sampling_values
 from octavo.cli.opening import opened
 from octavo.cli.prompt_rows import read_stdin
 from octavo.cli.remote import add_remote_flags, open_remote
+from octavo.cli.suggestions import nearest
 from octavo.errors import OctavoError, RequestError
+from octavo.loading.default_model import NAME, is_default_name
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -28,25 +24,34 @@ if TYPE_CHECKING:
 CHAT_DEFAULTS: dict[str, object] = {"temperature": 0.2, "top_p": 0.9, "max_tokens": None}
 
 COMMANDS = {
-    "/help": "what there is",
+    "/help": "show this list",
     "/system [TEXT]": "show the system prompt, or set it; - removes it",
-    "/clear": "forget the conversation; the system prompt stays",
+    "/clear": "forget the conversation, keep the system prompt",
     "/retry": "ask the last question again",
-    "/save FILE": "write the conversation as JSON",
+    "/save FILE": "write the conversation to a file, as JSON",
     "/stats": "speed and cache use of the last answer",
 }
-KEYS = 'Ctrl-C stops an answer, Ctrl-D leaves, """ opens and closes a message of several lines'
+KEYS = 'Ctrl-C stops an answer, Ctrl-D ends the chat, """ begins and ends a message of several lines'
+EXAMPLES = f"""examples:
+  octavo chat                               chat with the default model
+  octavo chat "Why is the sky blue?"        one answer, then the end
+  octavo chat Qwen/Qwen3-0.6B               chat with a model of the hub, downloaded first
+  echo "Name three primes." | octavo chat   the question from a pipe
+  octavo chat --url http://127.0.0.1:8000   chat with a running server
+
+In the chat: {", ".join(COMMANDS)}.
+{KEYS}."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "octavo chat [options] [MODEL] [QUESTION]"
-    parser.epilog = "In the chat: " + ", ".join(COMMANDS) + f"; {KEYS}."
+    parser.usage = "%(prog)s [options] [MODEL] [QUESTION]"
+    parser.epilog = EXAMPLES
     text = (
-        "a model folder, a .gguf file or a name on the hub (default: the default model), and a question to answer once. "
-        "One word alone is the model if it is a folder, ends in .gguf or is written like a path (a/b, no spaces), else the question"
+        "a model and a question. With one of the two, it is the model if it is a folder, a .gguf file, owner/name on the hub or "
+        f"{NAME}, else the question. Without a model, the default one answers. Without a question, the chat begins"
     )
     parser.add_argument("words", nargs="*", metavar="MODEL QUESTION", help=text)
-    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt")
     add_remote_flags(parser, required=False)
     add_sampling_flags(parser, CHAT_DEFAULTS)
     add_engine_flags(parser)
@@ -83,11 +88,11 @@ def _remotely(args: argparse.Namespace, model: str | None, question: str | None)
 
 
 def _check_no_engine(args: argparse.Namespace) -> None:
-    """Settings of an engine mean nothing to a server that runs already."""
+    """A running server has its own settings: those of an engine are refused."""
     given = [name for name in vars(args) if name in args.settings and name != "model"]
     given += ["config"] * (args.config is not None) + ["show_config"] * args.show_config
     if given:
-        args.fail(f"--{given[0].replace('_', '-')} is for a model that is opened here; with --url the server has its own settings")
+        args.fail(f"--{given[0].replace('_', '-')} does not go with --url: the server has its own settings")
 
 
 def _talk(answerer: "Answerer", system: str | None, question: str | None) -> int:
@@ -105,7 +110,7 @@ def _talk(answerer: "Answerer", system: str | None, question: str | None) -> int
 
 
 def chat_params(llm: "LLM", params: SamplingParams) -> SamplingParams:
-    """What was not set is the model's own; for models that have no opinion, ours."""
+    """What was not set is taken from the model's recommended values, else from CHAT_DEFAULTS."""
     return params.with_defaults(llm.sampling_defaults or CHAT_DEFAULTS).for_chat()
 
 
@@ -117,12 +122,19 @@ def _model_and_question(args: argparse.Namespace) -> tuple[str | None, str | Non
         return words[0], None
     if len(words) > 1:
         wanted = "QUESTION" if model is not None else "MODEL and QUESTION"
-        args.fail(f"{len(words)} words where {wanted} may stand; put the question in quotes")
+        args.fail(f"{len(words)} words instead of {wanted}; put the question in quotes")
     return model, words[0] if words else None
 
 
+# Single words such as llama3.2 or qwen3:0.6b, which are models for ollama. An error is better than the default model's answer to them.
+_FAMILIES = "tinyllama|llama|smollm|qwen|mistral|mixtral|gemma|phi|deepseek|gpt-oss|granite|olmo"
+_MODEL_WORD = re.compile(rf"({_FAMILIES})[\w.-]*[\d:][\w.:-]*", re.IGNORECASE)
+
+
 def looks_like_model(word: str) -> bool:
-    if word.endswith(".gguf") or (re.search(r"[\s?]", word) is None and ("/" in word or "\\" in word)):
+    if word.endswith(".gguf") or is_default_name(word) or _MODEL_WORD.fullmatch(word):
+        return True
+    if re.search(r"[\s?]", word) is None and ("/" in word or "\\" in word):
         return True
     try:
         return word != "" and Path(word).is_dir()
@@ -131,7 +143,7 @@ def looks_like_model(word: str) -> bool:
 
 
 class ChatLoop:
-    """Reads a line, obeys or answers it, until Ctrl-D."""
+    """Reads a line and answers it, or runs it as a command, until Ctrl-D."""
 
     def __init__(self, session: "ChatSession", terminal: "Terminal") -> None:
         from octavo.cli.terminal import LineReader
@@ -144,7 +156,7 @@ class ChatLoop:
     def run(self) -> int:
         model, context = self._session.answerer.model_name, self._session.answerer.max_model_len
         size = "" if context is None else f", context of {context} tokens"
-        self._say(f"{model}{size}; /help for help, Ctrl-D to leave")
+        self._say(f"{model}{size}; /help for help, Ctrl-D to end")
         while True:
             try:
                 if message := self._reader.message():
@@ -155,14 +167,14 @@ class ChatLoop:
             except KeyboardInterrupt:  # while typing: a fresh line
                 print()
             except UnicodeDecodeError as error:
-                self._say(f"error: that line is not {error.encoding}")
+                self._say(f"error: that line is not {error.encoding} text")
             except OctavoError as error:
                 self._say(f"error: {error}")
 
     def _take(self, message: str) -> None:
         first, _, rest = message.partition(" ")
         if re.fullmatch(r"/\w+", first):
-            self._obey(first, rest.strip())
+            self._command(first, rest.strip())
         else:
             self._answer(message)
 
@@ -177,7 +189,7 @@ class ChatLoop:
             print()
             self._say("stopped")
 
-    def _obey(self, command: str, rest: str) -> None:
+    def _command(self, command: str, rest: str) -> None:
         names = [name.split()[0] for name in COMMANDS]
         match command:
             case "/help":
@@ -186,11 +198,11 @@ class ChatLoop:
                 self._system(rest)
             case "/clear":
                 self._session.turns.clear()
-                self._say("the conversation is forgotten")
+                self._say("the conversation is cleared")
             case "/retry":
                 question = self._session.take_back()
                 if question is None:
-                    self._say("there is nothing to ask again")
+                    self._say("no question to ask again")
                 else:
                     self._answer(question)
             case "/save":
@@ -199,19 +211,19 @@ class ChatLoop:
                 stats = self._session.stats
                 self._say("no answer yet" if stats is None else "\n".join(stats.lines()))
             case _:
-                self._say(f"there is no command {command}{nearest(command, names)}")
+                self._say(f"unknown command {command}{nearest(command, names)}")
 
     def _system(self, text: str) -> None:
         if text:
             self._session.system = None if text == "-" else text
-        self._say("there is no system prompt" if self._session.system is None else f"system prompt: {self._session.system}")
+        self._say("no system prompt" if self._session.system is None else f"system prompt: {self._session.system}")
 
     def _save(self, name: str) -> None:
         if not name:
-            self._say("say where: /save FILE")
+            self._say("give a file name: /save FILE")
             return
         try:
-            with Path(name).open("x", encoding="utf-8") as file:  # never over something else
+            with Path(name).open("x", encoding="utf-8") as file:  # never over an existing file
                 file.write(json.dumps({"messages": self._session.messages()}, ensure_ascii=False) + "\n")
             self._say(f"saved {len(self._session.turns)} turns to {name}")
         except OSError as error:

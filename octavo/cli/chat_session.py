@@ -1,9 +1,9 @@
-"""A conversation that keeps within the context: turns, the messages they make, and what the last answer cost.
+"""A conversation that stays within the context length: its turns, the messages made of them, and the figures of the last answer.
 
     system | turn 1 | turn 2 | ... | question | room for the answer        <= the context
              oldest turns are left out first; the system prompt and the question stay
 
-Who answers is behind `Answerer`: a model here (chat_local.py) or a server somewhere (chat_remote.py).
+`Answerer` is a model in this process (chat_local.py) or a running server (chat_remote.py).
 """
 
 import time
@@ -26,7 +26,7 @@ class Turn:
 
 
 class AnswerStats:
-    """What a user would measure with a stop-watch, and what the engine says of its cache."""
+    """Times as the user sees them, and what the engine says of its cache."""
 
     def __init__(self) -> None:
         self.prompt_tokens: int | None = None
@@ -38,7 +38,7 @@ class AnswerStats:
         self._start = time.perf_counter()
 
     def note(self, tokens: int) -> None:
-        """So many came now."""
+        """So many tokens came."""
         self.tokens += tokens
         self.seconds = time.perf_counter() - self._start
         self.first_token = self.first_token or self.seconds

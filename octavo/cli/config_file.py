@@ -16,7 +16,8 @@ from dataclasses import Field, asdict
 from typing import Any
 
 from octavo import config, server_config
-from octavo.cli.args import SERVER_SETTINGS, SETTINGS, is_size, nearest, size
+from octavo.cli.args import SERVER_SETTINGS, SETTINGS, is_size, size
+from octavo.cli.suggestions import nearest
 from octavo.config import EngineConfig, environment
 from octavo.errors import ConfigError
 from octavo.server_config import SECRETS, ServerConfig

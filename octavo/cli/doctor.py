@@ -1,6 +1,6 @@
-"""`octavo doctor`: one block to paste into a report: what is here, what is missing, what to fix. Exit code 1 if something is.
+"""`octavo doctor`: what this machine has, what is missing and what to fix, as one block to paste into a bug report.
 
-It must work where little else does: each library may be missing or broken, torch too. No secret and no home folder is shown.
+It must work where little else does: each library may be missing or broken, torch too. It shows no secrets and no home folder.
 """
 
 import argparse
@@ -30,7 +30,8 @@ FEATURES = {  # what a reader looks for -> any of these flags of the kernel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "Exit code 0: nothing needs fixing. 1: something does."
+    private = "The output can be pasted into a bug report: it holds no keys and no home folder."
+    parser.epilog = f"{private}\nExit code 0: nothing to fix. 1: something to fix."
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def without_home(text: str, home: str) -> str:
-    """Paths as ~/...: a user's name is nobody's business."""
+    """Paths as ~/..., so that no user name is shown."""
     return text if home in ("/", "~") else re.sub(re.escape(home.rstrip("/")) + r"(?![\w.-])", "~", text)
 
 
@@ -50,16 +51,16 @@ def report(facts: Facts, found: list[Finding]) -> str:
         "octavo": f"{__version__}, {facts.python}",
         "platform": f"{facts.system} {facts.release} {facts.machine}, " + ("portable path" if _portable(facts) else "supported"),
         "torch": _torch(facts),
-        "device": str(choose_device("auto", facts.torch.found)) if facts.torch else "none without torch",
+        "device": str(choose_device("auto", facts.torch.found)) if facts.torch else "unknown without torch",
         "gpu": _gpu(facts),
         "cpu": _cpu(facts),
         "native": _native(facts),
         "threads": _threads(facts),
         "memory": _memory(facts),
         "default model": str(facts.default_model or "not installed"),
-        "model cache": f"{facts.cache}: {facts.cache_bytes / GIB:.2f} GiB there, {facts.free_disk / GIB:.1f} GiB of disk free",
+        "model cache": f"{facts.cache}: {facts.cache_bytes / GIB:.2f} GiB in use, {facts.free_disk / GIB:.1f} GiB of disk free",
         "libraries": ", ".join(f"{library.name} {library.version or '(missing)'}" for library in facts.libraries),
-        "environment": ", ".join(f"{name}={value}" for name, value in facts.variables.items()) or "nothing of ours is set",
+        "environment": ", ".join(f"{name}={value}" for name, value in facts.variables.items()) or "no variables of Octavo are set",
     }
     lines = [f"{name:15}{text}" for name, text in rows.items()]
     for title, must in (("to fix", True), ("good to know", False)):
@@ -103,7 +104,7 @@ def _cpu(facts: Facts) -> str:
 
 def _native(facts: Facts) -> str:
     if facts.native == "portable":
-        return "portable kernels alone, so torch computes; --cpu-isa portable takes them"
+        return "only portable kernels, so torch computes; --cpu-isa portable uses them"
     return f"{facts.native} kernels, dtype auto is {fast_dtype(facts.native)}" if facts.native else facts.no_native
 
 
@@ -118,4 +119,4 @@ def _memory(facts: Facts) -> str:
     limit = f"{facts.memory_bytes / GIB:.1f} GiB" if facts.memory_bytes < facts.total_bytes else "none"
     available = "unknown" if facts.available_bytes is None else f"{facts.available_bytes / GIB:.1f} GiB"
     pool = default_pool_bytes(facts.memory_bytes)
-    return f"{facts.total_bytes / GIB:.1f} GiB, available {available}, cgroup limit {limit}; KV pool by default {pool / GIB:.2f} GiB"
+    return f"{facts.total_bytes / GIB:.1f} GiB, available {available}, cgroup limit {limit}; KV cache by default {pool / GIB:.2f} GiB"

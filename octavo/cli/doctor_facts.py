@@ -1,5 +1,5 @@
-"""What `octavo doctor` finds out about this machine. Nothing here may fail: what cannot be known is None, what cannot be imported
-is kept with the reason.
+"""What `octavo doctor` finds out about this machine. Nothing here may fail: what is unknown is None, and a library that cannot be
+imported is kept with the reason.
 """
 
 import importlib
@@ -22,10 +22,10 @@ NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
 REQUIRED = {"torch": "2.11", "numpy": "", "safetensors": "", "tokenizers": "", "jinja2": ""}
 SERVER = ("fastapi", "uvicorn", "uvloop", "httptools", "pydantic", "pyzmq", "msgspec", "prometheus_client")
 OPTIONAL = {
-    "huggingface_hub": "models of the hub cannot be fetched without it",
+    "huggingface_hub": "models of the hub cannot be downloaded without it",
     "rich": "terminals show plain lines without it",
     **dict.fromkeys(SERVER, "octavo serve cannot start without it"),
-    "llguidance": "answers cannot be held to a form without it",
+    "llguidance": "structured outputs (JSON, regex, choice, grammar) do not work without it",
 }
 MODULES = {"pyzmq": "zmq"}  # where it is not the library's name
 

@@ -1,11 +1,11 @@
-"""What to fix, from what was found: each finding with the command that helps. Pure, so that every case is tested anywhere."""
+"""What to fix, each with the command that helps. Pure functions of the facts, so that every case can be tested anywhere."""
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from octavo.cli.args import nearest
 from octavo.cli.doctor_facts import OPTIONAL, REQUIRED, Facts, Library
+from octavo.cli.suggestions import nearest
 from octavo.config import VARIABLES
 from octavo.loading.default_model import INSTALL
 from octavo.worker.device import TOOLS, missing, platform_note, torch_refusal
@@ -36,7 +36,7 @@ def _libraries(facts: Facts) -> Iterator[Finding]:
         elif library.error is not None:
             yield Finding(f"{name} {library.version} cannot be imported: {library.error}", f"pip install --force-reinstall {wanted}")
         elif oldest and _older(library, oldest):
-            yield Finding(f"{name} {library.version} is too old, {oldest} is the least", f"pip install --upgrade {wanted}")
+            yield Finding(f"{name} {library.version} is too old: {oldest} or newer is needed", f"pip install --upgrade {wanted}")
     if facts.torch is not None:
         if refusal := torch_refusal(facts.torch.found.build):
             what, _, command = refusal.rpartition(": ")
@@ -61,7 +61,8 @@ def _model(facts: Facts) -> Iterator[Finding]:
     if facts.default_model is None:
         yield Finding("the default model is not installed", INSTALL)
     if facts.free_disk < LEAST_DISK:
-        what = f"the disk is nearly full: {facts.free_disk / GIB:.1f} GiB left in {facts.cache}; make room, or keep models elsewhere"
+        left = f"{facts.free_disk / GIB:.1f} GiB left in {facts.cache}"
+        what = f"the disk is nearly full: {left}; free some space, or keep models on another disk"
         yield Finding(what, "export HF_HOME=/a/larger/disk")
 
 

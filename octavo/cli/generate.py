@@ -1,40 +1,45 @@
-"""`octavo generate`: complete prompts, all in one batch.
-
-    octavo generate "Once upon a time" "The sea"             texts on stdout, --- between them
-    octavo generate --file prompts.jsonl --output out.jsonl  an object a line, in the order of the prompts
-"""
+"""`octavo generate`: complete prompts, all in one batch. Texts are written while they come, in the order of the prompts."""
 
 import argparse
-import json
 import os
+import stat
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from octavo.cli.args import add_engine_flags, add_sampling_flags, engine_config, sampling_values
 from octavo.cli.chat import chat_params
 from octavo.cli.opening import opened
 from octavo.cli.prompt_rows import Row, named, read_stdin, rows_of_file, rows_of_words
-from octavo.cli.terminal import for_stdout
-from octavo.errors import ConfigError, RequestError
+from octavo.cli.targets import check_target
+from octavo.errors import RequestError
+from octavo.progress import GenerateProgress
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from octavo.cli.generate_output import Answer, Writer
     from octavo.llm import LLM
-    from octavo.outputs import RequestOutput
 
-SEPARATOR = "---"
+EXAMPLES = """examples:
+  octavo generate "Once upon a time"                          the default model continues the text
+  octavo generate "Once upon a time" "The sea" --max-tokens 40
+  octavo generate --model Qwen/Qwen3-0.6B --chat "Name three primes."
+  octavo generate --file prompts.jsonl --output answers.jsonl
+
+Texts are written to stdout while they come, in the order of the prompts, with a line --- between two of them.
+Ctrl-C ends the command; what was written stays."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "octavo generate [options] PROMPT... | --file FILE"
-    parser.add_argument("words", nargs="*", metavar="PROMPT", help="a prompt; - is all of stdin as one")
-    text = ".txt: one prompt a line; .jsonl: objects with prompt or messages, and sampling fields; -: stdin"
+    parser.usage = "%(prog)s [options] PROMPT... | --file FILE"
+    parser.epilog = EXAMPLES
+    parser.add_argument("words", nargs="*", metavar="PROMPT", help="a prompt; - reads one from stdin")
+    text = "a .txt file with one prompt per line, a .jsonl file (prompt or messages, and sampling fields), or - for stdin"
     parser.add_argument("--file", metavar="FILE", help=text)
-    text = "write JSONL here (prompt, outputs, usage), - for stdout; without it, texts go to stdout"
+    text = "write one JSON object per prompt (prompt, outputs, usage) to this file; - is stdout"
     parser.add_argument("--output", metavar="FILE", help=text)
-    parser.add_argument("--chat", action="store_true", help="each prompt is a question, answered as `octavo chat` would")
+    parser.add_argument("--chat", action="store_true", help="answer each prompt as a chat message, with the chat template")
     add_sampling_flags(parser, {})
     parser.add_argument("-n", type=int, metavar="N", default=argparse.SUPPRESS, help="samples per prompt (default: 1)")
     add_engine_flags(parser)
@@ -44,63 +49,58 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     flags = sampling_values(args)
     if bool(args.words) == (args.file is not None):
-        args.fail("prompts come as words or with --file, one of the two")
+        args.fail("give prompts as words, or a file of prompts with --file")
     words = [read_stdin() if word == "-" else word for word in args.words]
     rows = rows_of_file(args.file, flags) if args.file else rows_of_words(words, flags)
-    if args.output not in (None, "-"):
-        _check_writable(Path(args.output))
+    if args.output != "-":
+        check_target("--output", args.output)
     with opened(config) as llm:
-        prompts = [{"prompt_token_ids": row.encode(llm.encoder, args.chat)} for row in rows]
+        answers = _generate(llm, rows, args)
+    return _report_errors(rows, answers)
+
+
+def _generate(llm: "LLM", rows: Sequence[Row], args: argparse.Namespace) -> "list[Answer]":
+    from octavo.cli.generate_output import Answer, Sample
+
+    prompts = [row.encode(llm.encoder, args.chat) for row in rows]
+    params = [_params(llm, row, args.chat) for row in rows]
+    answers = [Answer(row.given, len(ids), [Sample() for _ in range(one.n)]) for row, ids, one in zip(rows, prompts, params, strict=True)]
+    with _writer(args.output, answers) as writer, GenerateProgress(len(rows), _writes_a_file(args.output)) as progress:
         try:
-            outputs = llm.generate(prompts, [_params(llm, row, args.chat) for row in rows])
+            with closing(llm.stream_batch(prompts, params)) as deltas:
+                for index, delta in deltas:
+                    answers[index].take(delta)
+                    writer.advance()
+                    ended = delta.finish_reason is not None and answers[index].is_finished
+                    progress.count(int(ended), len(prompts[index]) if ended else 0, len(delta.token_ids))
+                    progress.show()
         except RequestError as error:
             with named("" if error.index is None else rows[error.index].place):
                 raise
-    _write(args.output, rows, outputs)
-    return _report_errors(rows, outputs)
+    return answers
+
+
+def _writes_a_file(target: str | None) -> bool:
+    """Then progress is shown. At a terminal and in a pipe the texts themselves show it, and a bar would stand between them."""
+    return target not in (None, "-") or stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
+
+
+def _writer(target: str | None, answers: "list[Answer]") -> "Writer":
+    from octavo.cli.generate_output import JsonWriter, TextWriter
+
+    return TextWriter(answers) if target is None else JsonWriter(answers, target)
 
 
 def _params(llm: "LLM", row: Row, as_chat: bool) -> SamplingParams:
-    """What neither a flag nor the line sets is the model's own."""
+    """What neither a flag nor the line sets is taken from the model's recommended values."""
     return chat_params(llm, row.params) if as_chat or "messages" in row.given else row.params.with_defaults(llm.sampling_defaults)
 
 
-def _check_writable(path: Path) -> None:
-    """Now, not after the work is done."""
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"--output {path} cannot be written")
-
-
-def _write(target: str | None, rows: Sequence[Row], outputs: Sequence["RequestOutput"]) -> None:
-    if target is None:
-        texts = [sample.text for output in outputs for sample in output.outputs]
-        print(for_stdout(f"\n{SEPARATOR}\n".join(texts)))
-        return
-    lines = "".join(json.dumps(_record(row, output), ensure_ascii=False) + "\n" for row, output in zip(rows, outputs, strict=True))
-    if target == "-":
-        print(for_stdout(lines), end="")
-        return
-    try:
-        Path(target).write_text(lines, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output {target}: {error.strerror}") from error
-
-
-def _record(row: Row, output: "RequestOutput") -> dict[str, object]:
-    samples = [{"text": one.text, "finish_reason": one.finish_reason, "tokens": len(one.token_ids)} for one in output.outputs]
-    usage = {
-        "prompt_tokens": len(output.prompt_token_ids),
-        "completion_tokens": sum(len(one.token_ids) for one in output.outputs),
-        "cached_tokens": output.num_cached_tokens,
-    }
-    return {**row.given, "outputs": samples, "usage": usage}
-
-
-def _report_errors(rows: Sequence[Row], outputs: Sequence["RequestOutput"]) -> int:
+def _report_errors(rows: Sequence[Row], answers: "Sequence[Answer]") -> int:
     failed = [
-        f"{row.place or 'the prompt'}: {sample.stop_reason}"
-        for row, output in zip(rows, outputs, strict=True)
-        for sample in output.outputs
+        f"{row.place or 'the prompt'}: {sample.error}"
+        for row, answer in zip(rows, answers, strict=True)
+        for sample in answer.samples
         if sample.finish_reason == "error"
     ]
     for line in failed:

@@ -1,11 +1,12 @@
-"""The `octavo` command: finds the sub-command, runs it, and turns whatever goes wrong into one line and an exit code.
+"""The `octavo` command: finds the sub-command, runs it, and turns an error into one line and an exit code.
 
-    0  done      1  an error, in one line      2  used wrongly      130  Ctrl-C      141  nobody reads our output any more
+    0  done      1  an error, in one line      2  wrong usage      130  Ctrl-C      141  the reader of stdout is gone
 
 A sub-command is a module with `add_arguments(parser)` and `run(args) -> int`, or a package with SUBCOMMANDS. Only
-the one that is asked for is imported, and it imports the engine only in `run`: help must not wait for torch.
+the one that is asked for is imported, and it imports the engine only in `run`, so that help does not wait for torch.
 """
 
+import argparse
 import importlib
 import io
 import os
@@ -17,21 +18,34 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from octavo import __version__
-from octavo.cli.args import Parser, nearest
+from octavo.cli import suggestions
+from octavo.cli.args import Parser
+from octavo.cli.suggestions import meant
 from octavo.config import log_level
 from octavo.errors import ConfigError, OctavoError
 from octavo.worker.device import platform_refusal
 
 COMMANDS = {
-    "serve": "answer HTTP as OpenAI's clients expect it",
-    "chat": "talk to a model, or ask it one question",
-    "generate": "complete prompts, from the command line or a file",
-    "bench": "measure throughput, latency, start-up, or a running server",
-    "plan": "say whether and how a model fits, before it is loaded",
-    "verify": "prove that paging is invisible, bit for bit",
-    "top": "watch a running server: its block pool, requests and steps",
-    "doctor": "say what is here, what is missing and what to fix",
+    "serve": "start a server with OpenAI's API and a web page",
+    "chat": "chat with a model, or ask it one question",
+    "run": "the same as chat, under the name that ollama has for it",
+    "generate": "complete one or more prompts",
+    "pull": "download a model",
+    "list": "list the models on this machine",
+    "rm": "remove a downloaded model",
+    "plan": "show how much memory a model needs, without loading it",
+    "bench": "measure throughput, latency, start-up time, or a running server",
+    "verify": "prove that the paged cache equals a contiguous one, bit for bit",
+    "top": "watch a running server: block pool, requests, steps",
+    "doctor": "check this machine, and say what to fix",
 }
+EXAMPLES = """examples:
+  octavo serve                        the default model at http://127.0.0.1:8000
+  octavo chat "Why is the sky blue?"  one answer in the terminal
+  octavo pull Qwen/Qwen3-0.6B         download a model from the hub
+  octavo chat Qwen/Qwen3-0.6B         chat with it
+
+"octavo COMMAND --help" lists the options of a command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,10 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a narrow terminal encoding is no reason to lose an answer
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? instead
     try:
-        code = _run("octavo", "A paged LLM inference engine", "octavo.cli", COMMANDS, words)
-        sys.stdout.flush()  # here, where a reader that has gone is handled
+        code = _run("octavo", "an LLM inference engine with paged KV memory", "octavo.cli", COMMANDS, words)
+        sys.stdout.flush()  # a reader that is gone is handled below
         return code
     except OctavoError as error:
         if _debugging():
@@ -53,12 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         if _debugging():
             traceback.print_exc()
-        print(f"octavo: error: {' '.join(str(error).split())[:300]}; `octavo doctor` says what helps", file=sys.stderr)
+        print(f"octavo: error: {' '.join(str(error).split())[:300]}; run `octavo doctor` to see what to fix", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more as it leaves
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
         return 141
 
 
@@ -69,33 +83,44 @@ def _run(program: str, summary: str, package: str, commands: Mapping[str, str], 
     command = importlib.import_module(f"{package}.{name}")
     if hasattr(command, "SUBCOMMANDS"):
         return _run(f"{program} {name}", commands[name], command.__name__, command.SUBCOMMANDS, rest)
-    parser = Parser(prog=f"{program} {name}", description=f"{commands[name]}.", allow_abbrev=False)
+    parser = _parser(f"{program} {name}", commands[name])
     parser.set_defaults(fail=parser.error, typed=_typed([*program.split(), *words]))
     command.add_arguments(parser)
     return int(command.run(parser.parse(rest)))
 
 
+def _parser(program: str, summary: str) -> Parser:
+    """Examples at the end of the help keep their lines."""
+    form = argparse.RawDescriptionHelpFormatter
+    return Parser(prog=program, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False, formatter_class=form)
+
+
 def _no_command(program: str, summary: str, commands: Mapping[str, str], words: Sequence[str]) -> NoReturn:
-    """Everything that is no sub-command: help, the version, and mistakes."""
-    parser = Parser(prog=program, description=f"{summary}.", allow_abbrev=False)
-    parser.epilog = f"{program} COMMAND --help says more."
+    """Everything that is not a sub-command: help, the version, and mistakes."""
+    parser = _parser(program, summary)
+    parser.epilog = EXAMPLES if commands is COMMANDS else f'"{program} COMMAND --help" lists the options of a command.'
     parser.add_argument("--version", action="version", version=f"octavo {__version__}")
     listed = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, summary in commands.items():
         listed.add_parser(name, help=summary)
-    kind = "option" if words[0].startswith("-") else "command"
-    if kind == "option":
+    word, known = words[0], [*commands, "--help", "--version"]
+    if word.startswith("-"):
         parser.parse_known_args(words[:1])  # --help and --version end here
-    parser.error(f"unknown {kind} {words[0]}{nearest(words[0], [*commands, '--help', '--version'])}")
+        later = next((other for other in words if other in commands), None)
+        order = "" if later is None else f"; options come after the command: {program} {later} {word}"
+        parser.error(f"unknown option {word}{order or meant(word, known, {})}")
+    if "/" in word or word.endswith(".gguf"):
+        parser.error(f"unknown command {word}; a model comes after a command: {program} {next(iter(commands))} {word}")
+    parser.error(f"unknown command {word}{meant(word, known, suggestions.COMMANDS)}")
 
 
 def _one_line(text: str) -> str:
-    """Names out of a file may hold anything, also what a terminal would obey."""
+    """Names from a file may hold any character, also those that control a terminal."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(text.split()))
 
 
 def _typed(words: Sequence[str]) -> str:
-    """The command as it is quoted in files that may be passed on: without keys."""
+    """The command line without its keys, for files that a user may share."""
     shown = list(words)
     for index, word in enumerate(shown):
         name, given, _ = word.partition("=")
@@ -109,5 +134,5 @@ def _typed(words: Sequence[str]) -> str:
 def _debugging() -> bool:
     try:
         return log_level("WARNING") == "DEBUG"
-    except ConfigError:  # a wrong level is reported like any error, and asks for nothing
+    except ConfigError:  # a wrong level is reported like any other error
         return False

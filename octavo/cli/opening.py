@@ -1,4 +1,4 @@
-"""Opening a model for a command: one line on the terminal while it loads, gone when it is ready."""
+"""Opens a model for a command. While it loads, a terminal shows one line, which is removed at the end."""
 
 import sys
 from collections.abc import Iterator

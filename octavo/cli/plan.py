@@ -1,7 +1,7 @@
-"""`octavo plan`: whether and how a model fits, from its config and headers, before any weight is read.
+"""`octavo plan`: how much memory a model needs, from its config and headers. No weights are read.
 
-The count is the one the engine starts by (`policy/memory_plan.py`). Flags ask what if: another memory, length, batch,
-dtype or quantization.
+The engine starts by the same plan (`policy/memory_plan.py`). Flags ask "what if": another memory size, context length,
+batch, dtype or quantization.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from octavo.cli.targets import add_report_flag, check_target, write_report
 from octavo.cli.terminal import can_show
 from octavo.config import Device, ResolvedConfig, no_color
 from octavo.errors import ConfigError
+from octavo.loading.default_model import NAME
 from octavo.policy.auto import check_cache_dtype, resolved
 from octavo.policy.memory_plan import Memory, MemoryPlan, ModelNeeds, plan_memory
 
@@ -29,13 +30,22 @@ SETTINGS = (
 )  # fmt: skip
 
 
+EXAMPLES = """examples:
+  octavo plan                                         the default model on this machine
+  octavo plan Qwen/Qwen3-8B --device cuda --memory 24GiB
+  octavo plan model.gguf --max-model-len 32k --max-num-seqs 8
+
+Exit code 0: it fits. 1: it does not, and the last line says what to change."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "a model folder, a .gguf file, a config.json or a name on the hub; without one, the default model"
+    parser.epilog = EXAMPLES
+    text = f"a folder, a .gguf file, a config.json, owner/name[@revision][:QUANT] on the hub, or {NAME}, the default model"
     parser.add_argument("words", metavar="MODEL", nargs="?", help=text)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     add_report_flag(parser)
     group = parser.add_argument_group("what if")
-    text = "plan for this much memory of the device, all of it free (24GiB, 512m); default: what there is here"
+    text = "plan for a device with this much memory, all of it free (24GiB, 512m); default: this machine"
     group.add_argument("--memory", type=size, metavar="SIZE", help=text)
     add_engine_flags(parser, only=SETTINGS)
 
@@ -67,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _device(asked: Device, size: int | None) -> Literal["cpu", "cuda"]:
-    """A GPU that is not here may be asked about; torch is asked only where there may be one."""
+    """With --memory, a GPU need not be here. torch is imported only where there may be one."""
     from octavo.worker.device import device_here, nvidia_signs
 
     if asked == "cuda" and size is not None:
@@ -77,7 +87,7 @@ def _device(asked: Device, size: int | None) -> Literal["cpu", "cuda"]:
     try:
         return device_here(asked).device
     except ConfigError as error:
-        raise ConfigError(f"{error}; --memory 80g plans for a GPU of that size which is not here") from error
+        raise ConfigError(f"{error}; add --memory 80g to plan for a GPU with that much memory") from error
 
 
 def _memory(config: ResolvedConfig, size: int | None) -> Memory:
@@ -89,7 +99,7 @@ def _memory(config: ResolvedConfig, size: int | None) -> Memory:
 
 
 def _record(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan, level: str | None) -> dict[str, Any]:
-    """Everything the table says, sizes in bytes."""
+    """All of the table, with sizes in bytes."""
     use, geometry = plan.use, plan.geometry
     return {
         "model": shape.name,

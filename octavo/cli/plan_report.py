@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def plan_report(command: str, head: str, shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan) -> Report:
     parts = [Part(name, size, shown(size)) for name, size in plan_sizes(plan).items()]
-    caption = f"All of the bar is {shown(max(plan.memory.total, plan.use.total + plan.memory.others))}."
+    caption = f"The whole bar is {shown(max(plan.memory.total, plan.use.total + plan.memory.others))}."
     rows = [("", "", ""), *plan_rows(shape, needs, config, plan)]
     sections = [
         Section("Where the memory goes", [pictured(parts_bar(parts), caption), table(rows, "memory", words=[2])]),
@@ -41,5 +41,5 @@ def _fits(plan: MemoryPlan, rows: int) -> list[Html]:
     drawing = curves([Curve("sequences the pool holds", found)], "tokens of each, prompt and answer", "sequences", logarithmic=True)
     cells = ([f"{length:,}", f"{count:,}", f"{min(count, rows):,}"] for length, count in found)
     lines = [["tokens of each", "sequences", "at once"], *cells]
-    text = f"Prefixes that are shared take their blocks once, so that more may fit. At once run at most {rows:,} (max_num_seqs)."
+    text = f"Sequences that share a prefix share its blocks, so more may fit. At most {rows:,} run at the same time (--max-num-seqs)."
     return [said(text), pictured(drawing), table(lines, "sequences that fit")]

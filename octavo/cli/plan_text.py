@@ -1,6 +1,6 @@
-"""A memory plan for the eye: a table, a bar of where the memory goes, and one sentence.
+"""A memory plan as text: a table, a bar of where the memory goes, and one sentence.
 
-    ██▓▓▓▓▓▓▓▓▓▓▓▓▒▒░░··································╱╱      the whole bar is what this process may use
+    ██▓▓▓▓▓▓▓▓▓▓▓▓▒▒░░··································╱╱      the whole bar is the memory that this process may use
 """
 
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ MARKS = {
 
 
 def plan_head(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, level: str | None) -> str:
-    """The model, and what computes it. `level`: of the native kernels, where they do."""
+    """The model, and what computes it. `level`: of the native kernels, where they compute."""
     by = "on a GPU" if config.device == "cuda" else f"on the CPU by {f'native kernels ({level})' if level else 'torch'}"
     return f"{shape.name}: {shape.config.architecture}, {num_parameters(shape.config):,} parameters, {needs.dtype}, {by}"
 
@@ -41,29 +41,29 @@ def plan_text(
 
 
 def plan_rows(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan) -> list[tuple[str, str, str]]:
-    """What it is, how much, and a note."""
+    """Rows of name, size and note."""
     use, geometry, memory = plan.use, plan.geometry, plan.memory
-    token = f"{geometry.bytes_per_token:,} bytes a token" + ("" if needs.kv_cache_dtype == needs.dtype else f" in {needs.kv_cache_dtype}")
+    token = f"{geometry.bytes_per_token:,} bytes per token" + ("" if needs.kv_cache_dtype == needs.dtype else f" in {needs.kv_cache_dtype}")
     blocks = f"{geometry.num_blocks:,} blocks of {geometry.block_size} tokens, {token}"
     on_gpu = memory.gpu is not None
     whole = ""
     if memory.gpu is not None:
         size = shown(memory.gpu)
         share = f"; GPU and CPU share {size} of memory" if memory.unified else f" of {size}"
-        whole = f" (gpu_memory_utilization {config.gpu_memory_utilization}{share})"
+        whole = f" (--gpu-memory-utilization {config.gpu_memory_utilization}{share})"
     own = [*(["CUDA and its libraries"] if on_gpu else []), *(["Python, libraries, tokenizer"] if memory.unified or not on_gpu else [])]
     held = f", {shown(memory.others)} of it held by other processes" if memory.others else ""
     return [
         ("weights", shown(use.weights), stored(shape, needs, config)),
         *(("", shown(form.nbytes), f"of it {form}") for form in matrix_forms(shape, needs, config)),
-        ("KV cache", shown(use.kv_cache), blocks if on_gpu else f"{blocks}; taken as used"),
+        ("KV cache", shown(use.kv_cache), blocks if on_gpu else f"{blocks}; allocated as it is used"),
         ("activations", shown(use.activations), f"steps of {config.max_num_batched_tokens:,} tokens, {config.max_num_seqs:,} sequences"),
-        *([("graphs", shown(use.graphs), "captured steps, estimated")] if use.graphs else []),
-        ("rows", shown(use.rows), f"{config.max_num_seqs:,} of {geometry.max_model_len:,} tokens"),
+        *([("graphs", shown(use.graphs), "CUDA graphs, estimated")] if use.graphs else []),
+        ("rows", shown(use.rows), f"{config.max_num_seqs:,} sequences of {geometry.max_model_len:,} tokens: ids and block tables"),
         ("other", shown(use.other), "; ".join(own)),
-        ("in all", shown(use.total), f"of {shown(memory.total)}{whole}{held}"),
-        ("longest sequence", f"{geometry.max_model_len:,}", f"tokens (the model's own maximum is {shape.config.max_position:,})"),
-        ("at that length", f"{plan.concurrency:,.1f}", "sequences at once"),
+        ("total", shown(use.total), f"of {shown(memory.total)}{whole}{held}"),
+        ("context length", f"{geometry.max_model_len:,}", f"tokens (the model's own maximum is {shape.config.max_position:,})"),
+        ("at that length", f"{plan.concurrency:,.1f}", "sequences at the same time"),
     ]
 
 
@@ -85,7 +85,7 @@ def _bar(plan: MemoryPlan, plain: bool, colour: bool) -> list[str]:
 
 
 def _cells(sizes: dict[str, int]) -> dict[str, int]:
-    """The width shared out by size, to the last cell; whatever is there at all gets one."""
+    """Cells of the bar in proportion to the sizes; every part gets at least one."""
     whole = sum(sizes.values())
     cells = {name: max(round(WIDTH * size / whole), 1) if size else 0 for name, size in sizes.items()}
     widest = max(cells, key=lambda name: cells[name])
@@ -95,5 +95,5 @@ def _cells(sizes: dict[str, int]) -> dict[str, int]:
 
 def plan_sentence(plan: MemoryPlan) -> str:
     if plan.refusal is not None:
-        return f"Does not fit: {plan.refusal}."
-    return f"Fits, with {shown(plan.memory.free - plan.use.total)} to spare when all of it is in use."
+        return f"It does not fit: {plan.refusal}."
+    return f"It fits: {shown(plan.memory.free - plan.use.total)} stay free when all of it is in use."

@@ -1,6 +1,6 @@
-"""What a plan says of the weights: how they lie on disk, and what becomes of each matrix.
+"""What a plan says of the weights: how they are stored, and how each matrix is kept in memory.
 
-    93.8 MiB   of it 4-bit codes in groups of 32: 30 qkv, 30 output, 30 gate_up, 30 down (from Q4_1)
+    93.8 MiB   of it 4-bit weights in groups of 32: 30 qkv, 30 output, 30 gate_up, 30 down (from Q4_1)
 """
 
 from collections import Counter
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MatrixForm:
-    """All matrices that are kept in one way."""
+    """All matrices that are kept in the same form."""
 
-    kept: str  # 4-bit codes in groups of 32, bfloat16
+    kept: str  # 4-bit weights in groups of 32, bfloat16
     matrices: dict[str, int]  # how many of each name
     stored: list[str]  # kinds in the file
     nbytes: int
@@ -30,26 +30,26 @@ class MatrixForm:
 
 def stored(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig) -> str:
     if shape.stored_bytes is None:
-        return "no weights here"
+        return "no weights on this machine"
     said = ""
     if config.quantization in ("int8", "int4"):
-        said = f", {config.quantization} at load" + ("" if needs.keeps_codes else "; torch computes with floats and saves no memory")
+        said = f", {config.quantization} at load" + ("" if needs.keeps_codes else "; torch computes with floats, so no memory is saved")
     elif shape.packed:
-        said = f", {'codes stay codes' if needs.keeps_codes and config.quantization == 'auto' else 'unpacked at load'}"
+        said = f", {'kept quantised' if needs.keeps_codes and config.quantization == 'auto' else 'converted to floats at load'}"
     return f"{shown(shape.stored_bytes)} on disk{said}"
 
 
 def matrix_forms(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig) -> list[MatrixForm]:
-    """Nothing where torch computes, or where all are floats from the beginning."""
+    """Empty where torch computes, or where no weights are quantised."""
     if not needs.keeps_codes or not (shape.packed or config.quantization in ("int8", "int4")):
         return []
     weights = {weight.name: weight for weight in shape.weights}
     found: dict[str, MatrixForm] = {}
     for one in shape.kept(needs.dtype, config.quantization, needs.device):
         parts = [weights[part] for part in one.matrix.parts if part in weights]
-        kept = needs.dtype if one.codes is None else f"{one.codes.bits}-bit codes in groups of {one.codes.group}"
+        kept = needs.dtype if one.codes is None else f"{one.codes.bits}-bit weights in groups of {one.codes.group}"
         if shape.expands(one, config.quantization):
-            kept += ", as their parts cannot be merged as codes"
+            kept += " (their parts cannot be merged as quantised)"
         form = found.get(kept, MatrixForm(kept, {}, [], 0))
         matrices = Counter(form.matrices) + Counter([one.matrix.name])
         kinds = dict.fromkeys([*form.stored, *(part.kind for part in parts)])

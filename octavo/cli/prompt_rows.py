@@ -1,11 +1,11 @@
-"""Prompts from the command line or a file, each with the place it came from and its own sampling parameters.
+"""Prompts from the command line or a file, each with its place and its own sampling parameters.
 
-    prompts.txt      one prompt a line
+    prompts.txt      one prompt per line
     prompts.jsonl    {"prompt": "Once upon", "max_tokens": 32}
                      {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
-    -                stdin: JSONL if it begins with {, else one prompt a line
+    -                stdin: JSONL if it begins with {, else one prompt per line
 
-What a line does not set comes from the flags. Empty lines are skipped. An error names file and line.
+What a line does not set is taken from the flags. Empty lines are skipped. Errors name the file and the line.
 """
 
 import json
@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.args import nearest
+from octavo.cli.suggestions import nearest
 from octavo.errors import OctavoError, RequestError
 from octavo.sampling_params import SamplingParams
 from octavo.text.prompt import PromptEncoder
@@ -57,13 +57,13 @@ def rows_of_file(name: str, flags: Mapping[str, Any]) -> list[Row]:
                 settings = {key: given.pop(key) for key in list(given) if key in LINE_SETTINGS}
                 rows.append(Row(place, given, SamplingParams(**{**flags, **settings})))
     if not rows:
-        raise RequestError(f"{shown} holds no prompt", "file")
+        raise RequestError(f"{shown} has no prompts", "file")
     return rows
 
 
 @contextmanager
 def named(place: str) -> Iterator[None]:
-    """Put the place before whatever goes wrong inside."""
+    """Put the place before the message of an error inside."""
     try:
         yield
     except OctavoError as error:
@@ -76,7 +76,7 @@ def _parse(line: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise RequestError(f"not valid JSON: {error}") from error
     if not isinstance(given, dict) or ("prompt" in given) == ("messages" in given):
-        raise RequestError('wanted an object with "prompt" or "messages"')
+        raise RequestError('must be an object with "prompt" or "messages"')
     for key in given:
         if key not in ("prompt", "messages", *LINE_SETTINGS):
             raise RequestError(f"unknown field {key!r}{nearest(key, ['prompt', 'messages', *LINE_SETTINGS])}")
@@ -95,7 +95,7 @@ def _read(name: str) -> str:
         if name == "-":
             return read_stdin()
         if not name.endswith((".txt", ".jsonl")):
-            raise RequestError(f"{name}: a file of prompts ends in .txt (one a line) or .jsonl", "file")
+            raise RequestError(f"{name}: a file of prompts must end in .txt (one prompt per line) or .jsonl", "file")
         return Path(name).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"{name} is not UTF-8 text (byte {error.start})", "file") from error

@@ -1,4 +1,4 @@
-"""The flags of a command that asks a running server, and the way to it."""
+"""The flags of a command that uses a running server, and the connection to it."""
 
 import argparse
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from octavo.config import api_key
 
 
 def add_remote_flags(parser: argparse.ArgumentParser, required: bool) -> None:
-    text = "a running server, this one's or any that speaks OpenAI's API: http://127.0.0.1:8000"
+    text = "use this running server, Octavo's or another with OpenAI's API: http://127.0.0.1:8000"
     parser.add_argument("--url", metavar="URL", required=required, help=text)
     add_key_flag(parser)
 
 
 def add_key_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--api-key", metavar="KEY", help="the key of that server (default: OCTAVO_API_KEY)")
+    parser.add_argument("--api-key", metavar="KEY", help="the server's key (default: OCTAVO_API_KEY)")
 
 
 @contextmanager

@@ -1,9 +1,6 @@
-"""`octavo serve`: a model behind HTTP, as OpenAI's clients expect it.
+"""`octavo serve`: a server with OpenAI's API and a web page.
 
-    octavo serve                             the default model on http://127.0.0.1:8000
-    octavo serve MODEL --port 8080 --api-key KEY
-
-What can be wrong is found out in the order of its price: settings, the port, the model's files, and only then the weights.
+The cheap checks come first: settings, the port, the model's files, and only then the weights.
 """
 
 import argparse
@@ -17,9 +14,18 @@ from octavo.server.listen import bind
 from octavo.server.privacy import who_reads
 from octavo.server_config import ServerConfig
 
+EXAMPLES = """examples:
+  octavo serve                                     the default model at http://127.0.0.1:8000
+  octavo serve Qwen/Qwen3-0.6B --max-model-len 8k  a model of the hub, with a shorter context
+  octavo serve model.gguf --port 8080 --api-key KEY
+  octavo serve --lesson                            a tiny KV cache, and scenes that show how paging works
+
+Open the address in a browser for the page. Clients use the address with /v1, such as http://127.0.0.1:8000/v1."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "octavo serve [options] [MODEL]"
+    parser.usage = "%(prog)s [options] [MODEL]"
+    parser.epilog = EXAMPLES
     parser.add_argument("words", metavar="MODEL", nargs="?", help=MODEL_HELP)
     add_server_flags(parser)
 
@@ -41,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Told to stop before anybody was served: there is nothing to wait for."""
+    """The signal came before the first request: there is nothing to wait for."""
     raise SystemExit(0)
 
 

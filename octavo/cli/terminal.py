@@ -1,4 +1,4 @@
-"""The user's side: what a terminal can show; in a chat, lines typed in, with history, and text written out, dim where it is no answer."""
+"""The terminal: what it can show, and for a chat reading lines, with history, and writing text, dim where it is not the answer."""
 
 import contextlib
 import sys
@@ -8,7 +8,7 @@ from octavo.text.reasoning import Piece
 
 QUOTES = '"""'
 HISTORY_LINES = 1000
-# Characters that steer a terminal, each on its own or as the first of a sequence: all control characters but new line and tab.
+# Characters that control a terminal, alone or at the start of a sequence: all control characters but new line and tab.
 STEERING = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
 STEERING |= dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}") | {0x7F: "\N{SYMBOL FOR DELETE}"}
 
@@ -22,7 +22,7 @@ def can_show(signs: str) -> bool:
 
 
 def for_stdout(text: str) -> str:
-    """Text of a model or a server, harmless where a terminal shows it. A file or a pipe gets it as it is."""
+    """Text of a model or a server, made harmless for a terminal. A file or a pipe gets it unchanged."""
     return text.translate(STEERING) if sys.stdout.isatty() else text
 
 
@@ -35,7 +35,7 @@ class Terminal:
         print(text if piece.kind == "content" else self._dim(text), end="", flush=True)
 
     def say(self, note: str) -> None:
-        """A line that is not the model's, though words of a server may be in it."""
+        """A line of Octavo's own, which may hold words of a server."""
         print(self._dim(for_stdout(note)), flush=True)
 
     def _dim(self, text: str) -> str:
@@ -43,7 +43,7 @@ class Terminal:
 
 
 class LineReader:
-    """`input` with editing and a history that survives; without readline or a place to write, it is `input` alone."""
+    """`input` with editing and a history that is kept between runs; without readline or a folder to write to, plain `input`."""
 
     def __init__(self) -> None:
         self._file = state_dir() / "history"

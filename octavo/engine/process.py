@@ -173,7 +173,7 @@ def main(parent: int) -> None:
         log.setup(orders.log_level, orders.log_format)
         serve(orders)
     except LoopBroke as error:
-        log.logger.error("the engine broke", exc_info=error.__cause__)
+        log.logger.error("the engine failed", exc_info=error.__cause__)
         code = BROKEN
     except (OctavoError, MemoryError, OSError) as error:
         os.write(answers, msgspec.json.encode(Reason(type(error).__name__, str(error) or type(error).__name__)))

@@ -154,7 +154,7 @@ def lasting(work: Coroutine[Any, Any, None], on_broken: Callable[[OctavoError], 
 
     def look(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("the server cannot go on", exc_info=error)
+            logger.error("the server cannot continue", exc_info=error)
             on_broken(EngineError(f"{type(error).__name__}: {error}"))
 
     task = asyncio.get_running_loop().create_task(work)

@@ -141,5 +141,5 @@ class StepTrace:
         try:
             os.write(self._file, text.encode())
         except OSError as error:
-            logger.warning("the trace %s ends here: %s", self._path, error.strerror)
+            logger.warning("the trace %s cannot be written any more: %s", self._path, error.strerror)
             self._left = 0

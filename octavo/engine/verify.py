@@ -1,7 +1,7 @@
-"""`octavo verify`: a stress schedule on a real model, with the shadow comparing every step bit for bit.
+"""`octavo verify`: a stress schedule on a real model; the shadow compares every step bit for bit.
 
-A tiny pool forces preemption and eviction; prompts share prefixes, come again, split into samples at every kind of block
-edge, and are computed in chunks. A run in which one of these did not happen proves nothing, and fails too.
+A tiny pool forces preemption and eviction. Prompts share prefixes, are repeated, fork into samples before, at and after a block
+edge, and are computed in chunks. A run in which one of these did not happen proves too little, so it fails.
 """
 
 from dataclasses import dataclass, replace
@@ -82,7 +82,8 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
     longest = BLOCKS_FOR_LONGEST * config.block_size + 1
     if model.max_position < longest:
         raise ConfigError(
-            f"verify wants a context of {BLOCKS_FOR_LONGEST} blocks, {longest} tokens, the model has {model.max_position}: lower block_size"
+            f"octavo verify needs a context of {BLOCKS_FOR_LONGEST} blocks of {config.block_size} tokens ({longest} tokens), "
+            f"but the model's maximum is {model.max_position}: lower --block-size"
         )
     config = stress_config(config, depth)
     debug = replace(debug_from_environment(), check=True, preempt_every=11)
@@ -150,4 +151,5 @@ def _demand_stress(verified: Verified, block_size: int) -> None:
         del seen["copies on write"]  # a block of one token is never part filled, so it is never copied
     missing = [name for name, count in seen.items() if count == 0]
     if missing:
-        raise VerifyError(f"the stress schedule saw no {', '.join(missing)}, so it proves too little; use more --requests")
+        more = f"raise --requests above {verified.requests}"
+        raise VerifyError(f"the stress schedule saw no {', '.join(missing)}, so it proves too little: {more}")

@@ -129,7 +129,7 @@ def _decoded(decoder: "msgspec.msgpack.Decoder[Item]", frame: bytes) -> Item | N
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
-        logger.warning("Dropped a frame of %d bytes between API and engine that is no message: %s", len(frame), str(error)[:200])
+        logger.warning("Dropped a frame of %d bytes between API and engine that is not a message: %s", len(frame), str(error)[:200])
         return None
 
 

@@ -1,9 +1,10 @@
-"""Models by their names on the hub: what a name means, the files that make it up, and a copy of them in the cache.
+"""Models by their names on the hub: finds the files of a model and downloads them into the cache.
 
-    resolve -> fetch_model -> Hub.listing (one question)     hub_client
-                           -> which files                    hub_files
-                           -> room on the disk, then each    hub_download
-    The ref of a revision is written last: where it leads, a model was complete. Without the hub, the cache answers.
+    resolve -> fetch_model -> Hub.listing (one request)          hub_client
+                           -> which files                        hub_files
+                           -> config.json, checked; disk space
+                           -> each file                          hub_download
+    The ref of a revision is written last, so a ref always leads to a complete model. Without the hub, the cached copy is used.
 """
 
 import contextlib
@@ -14,12 +15,14 @@ from pathlib import Path
 
 from octavo import log
 from octavo.errors import LoadError
-from octavo.loading.files import INDEX, read_weight_map
+from octavo.loading.files import INDEX, read_json_object, read_weight_map
 from octavo.loading.hub_client import Hub, Listing, RemoteFile
 from octavo.loading.hub_download import download, missing_bytes
 from octavo.loading.hub_errors import explained, is_unreachable, shown_address
 from octavo.loading.hub_files import HubName, choose_gguf, choose_texts, choose_weights
+from octavo.model_config import ModelConfig
 from octavo.progress import DownloadProgress, in_units
+from octavo.quant.quant_config import read_quant_config
 
 DEFAULT_BRANCH, CONFIG = "main", "config.json"
 
@@ -33,7 +36,7 @@ def fetch_model(name: HubName, weights: bool = True, hub: Hub | None = None) -> 
         raise
     except Exception as error:  # whatever it is, it ends in one line
         if is_unreachable(error) and (cached := cached_model(hub, name, weights)) is not None:
-            log.logger.warning("%s: %s cannot be asked; using the copy in %s", name.shown, shown_address(hub.endpoint), cached)
+            log.logger.warning("%s: %s cannot be reached; using the copy in %s", name.shown, shown_address(hub.endpoint), cached)
             return cached
         raise explained(error, name, hub) from error
 
@@ -52,9 +55,19 @@ class Download:
         if gguf is not None:
             self.take([gguf])
         else:
+            if weights:
+                self.check_config()
             self.take([*choose_texts(files), *(self.weight_files() if weights else [])])
         _keep_ref(self.hub.folder(self.name.repo), self.name.revision or DEFAULT_BRANCH, self.listing.commit)
         return self.snapshot / (gguf or "")
+
+    def check_config(self) -> None:
+        """A model that Octavo cannot open is refused before its weights are downloaded."""
+        if CONFIG in self.listing.files:
+            self.take([CONFIG], shown=False)
+            raw = read_json_object(self.snapshot / CONFIG)
+            ModelConfig.from_dict(raw, f"{self.name.repo}/{CONFIG}")
+            read_quant_config(raw, f"{self.name.repo}/{CONFIG}")
 
     @property
     def snapshot(self) -> Path:
@@ -82,7 +95,7 @@ class Download:
         place = next(path for path in (folder, *folder.parents) if path.exists())
         if needed > (free := shutil.disk_usage(place).free):
             sizes = f"{in_units(needed)} to download, but {in_units(free)} are free on the disk of {self.hub.cache}"
-            raise LoadError(f"{self.name.shown}: {sizes}: free some space, or set HF_HOME to a folder on another one")
+            raise LoadError(f"{self.name.shown}: {sizes}: free some space, or set HF_HOME to a folder on another disk")
 
 
 def _keep_ref(folder: Path, revision: str, commit: str) -> None:

@@ -40,7 +40,7 @@ def download(hub: Hub, repo: str, commit: str, file: RemoteFile, progress: Downl
         path.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(lock):
         if blob.exists():
-            progress.update(file.size)
+            progress.skip(file.size)
         else:
             _fill(hub, repo, commit, file, _part(blob), progress)
             _check(_part(blob), repo, file)
@@ -60,7 +60,7 @@ def _fill(hub: Hub, repo: str, commit: str, file: RemoteFile, part: Path, progre
     """Append to `part` until it is complete. A broken connection is taken up again; several in a row without a byte are an error."""
     if _size(part) > file.size:
         part.unlink()
-    progress.update(_size(part))
+    progress.skip(_size(part))
     tries = 0
     while (before := _size(part)) != file.size or not part.exists():
         try:
@@ -76,7 +76,7 @@ def _fill(hub: Hub, repo: str, commit: str, file: RemoteFile, part: Path, progre
 def _append(hub: Hub, repo: str, commit: str, file: RemoteFile, part: Path, progress: DownloadProgress) -> None:
     with hub.stream(repo, commit, file.name, start=_size(part)) as response, part.open("ab") as target:
         if response.status_code != PARTIAL_CONTENT:  # the whole file, from its beginning
-            progress.update(-target.tell())
+            progress.skip(-target.tell())
             target.truncate(0)
         for chunk in response.iter_bytes():
             target.write(chunk)
@@ -86,7 +86,7 @@ def _append(hub: Hub, repo: str, commit: str, file: RemoteFile, part: Path, prog
         done = target.tell()
     if done != file.size:
         part.unlink()
-        raise LoadError(f"{repo}: {file.name} has {file.size:,} bytes, but {done:,} came: the copy on the way is damaged; try again")
+        raise LoadError(f"{repo}: {file.name} has {file.size:,} bytes, but {done:,} came: the download is damaged; try again")
 
 
 def _check(part: Path, repo: str, file: RemoteFile) -> None:
@@ -99,4 +99,4 @@ def _check(part: Path, repo: str, file: RemoteFile) -> None:
             digest.update(chunk)
     if digest.hexdigest() != file.digest:
         part.unlink()
-        raise LoadError(f"{repo}: {file.name} is not what the hub says it is (its digest differs), and was thrown away; try again")
+        raise LoadError(f"{repo}: {file.name} was damaged on the way (its digest differs) and is deleted; try again")

@@ -1,4 +1,4 @@
-"""What went wrong with the hub, in one line each that says what helps.
+"""Errors of the hub, each as one line that says what helps.
 
 Only our own words and numbers go into a message, never the text of an exception: that may hold a signed address or a token.
 """
@@ -7,6 +7,7 @@ import errno
 import re
 
 from octavo.errors import LoadError
+from octavo.loading.default_model import NAME, is_default_name
 from octavo.loading.hub_client import Hub
 from octavo.loading.hub_files import HubName
 
@@ -23,14 +24,14 @@ def status_of(error: Exception) -> int | None:
 
 
 def is_transient(error: Exception) -> bool:
-    """Worth another try: the connection broke, nobody answered in time, or the hub said "later"."""
+    """Whether to try again: the connection broke, no answer came in time, or the hub said "later"."""
     from httpx2 import TransportError  # the library's own client
 
     return isinstance(error, TransportError) or status_of(error) in TRANSIENT
 
 
 def is_unreachable(error: Exception) -> bool:
-    """The hub could not be asked, so that a copy in the cache is the best there is."""
+    """Whether the hub could not be reached, so that a copy in the cache is used."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     error = _unwrapped(error)
@@ -47,11 +48,18 @@ def _unwrapped(error: Exception) -> Exception:
 
 
 def explained(error: Exception, name: HubName, hub: Hub) -> LoadError:
-    """The error in a user's words."""
-    from huggingface_hub import errors
-
+    """The error as a message for the user."""
     error = _unwrapped(error)
     host = shown_address(hub.endpoint)
+    if is_unreachable(error) and is_default_name(name.repo.partition("/")[2]):
+        said = str(_explained(error, name, hub, host))
+        return LoadError(f"{said}; {NAME}, without an owner, is the default model, which needs no hub")
+    return _explained(error, name, hub, host)
+
+
+def _explained(error: Exception, name: HubName, hub: Hub, host: str) -> LoadError:
+    from huggingface_hub import errors
+
     if isinstance(error, errors.OfflineModeIsEnabled):
         return LoadError(f"{name.shown}: not complete in the cache {hub.cache}, and HF_HUB_OFFLINE is set: unset it to download")
     if isinstance(error, errors.GatedRepoError):
@@ -61,7 +69,7 @@ def explained(error: Exception, name: HubName, hub: Hub) -> LoadError:
     if isinstance(error, errors.RepositoryNotFoundError) or status_of(error) == 404:
         near = hub.nearest(name.repo)
         hint = f"; did you mean {near}?" if near else ""
-        return LoadError(f"{name.repo}: no folder here, and not found on the hub at {host}{hint} (if it is private: {LOGIN})")
+        return LoadError(f"{name.repo}: not a folder on this machine, and not found on the hub at {host}{hint} (if it is private: {LOGIN})")
     return LoadError(f"{name.shown}: {_trouble(error, host, hub)}")
 
 
@@ -72,7 +80,7 @@ def _trouble(error: Exception, host: str, hub: Hub) -> str:
     if status in (401, 403):
         return f"{host} refused access ({status}): the token is wrong or may not read this: {LOGIN}"
     if status == RATE_LIMITED:
-        return f"{host} limits how often it may be asked (429): wait a few minutes, or {LOGIN}, which raises the limit"
+        return f"{host} accepts no more requests for now (429): wait a few minutes, or {LOGIN}, which raises the limit"
     if status is not None:
         return f"{host} answered with an error ({status}): try again later"
     if isinstance(error, TimeoutException):
@@ -80,10 +88,10 @@ def _trouble(error: Exception, host: str, hub: Hub) -> str:
     if isinstance(error, TransportError):
         return f"no connection to {host}, and not complete in the cache {hub.cache}: check the network, proxy settings and HF_ENDPOINT"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"the disk of {hub.cache} is full: free some space, or set HF_HOME to a folder on another one"
+        return f"the disk of {hub.cache} is full: free some space, or set HF_HOME to a folder on another disk"
     if isinstance(error, OSError) and error.errno is not None:
         return f"cannot use the cache {hub.cache} ({error.strerror}): set HF_HOME to a folder that can be written"
-    return f"{host} answered in a way that is not understood ({type(error).__name__}): check HF_ENDPOINT, or a proxy in between"
+    return f"{host} sent an answer that cannot be read ({type(error).__name__}): check HF_ENDPOINT, or a proxy in between"
 
 
 def shown_address(address: str) -> str:

@@ -75,7 +75,7 @@ def at_revision(name: HubName, revision: str | None) -> HubName:
 def choose_gguf(name: HubName, files: Iterable[str]) -> str | None:
     """The GGUF file to take of a repository, or None where the model is its safetensors folder; says why it is neither."""
     files = list(files)
-    whole = {file: _label(file) for file in files if _is_gguf(file) and not _SPLIT.search(PurePosixPath(file).stem)}
+    whole = gguf_labels(files)
     split = {_label(file) for file in files if _is_gguf(file)} - set(whole.values())
     if name.quant is None:
         if SINGLE in files or INDEX in files:
@@ -88,6 +88,11 @@ def choose_gguf(name: HubName, files: Iterable[str]) -> str | None:
     if len(matches) == 1:
         return matches[0]
     raise LoadError(f"{name.repo}: {_no_such_quant(name, matches, sorted(whole.values()), split)}")
+
+
+def gguf_labels(files: Iterable[str]) -> dict[str, str]:
+    """The GGUF files that are whole models, each with the name of its kind: Q4_K_M."""
+    return {file: _label(file) for file in files if _is_gguf(file) and not _SPLIT.search(PurePosixPath(file).stem)}
 
 
 def _is_gguf(file: str) -> bool:
@@ -105,10 +110,10 @@ def _no_single_model(name: HubName, files: list[str], labels: list[str], split: 
     if labels:
         return f"has {len(labels)} GGUF files: name one, as in {name.repo}:{labels[0]}; there are {', '.join(labels)}"
     if split:
-        return f"has only GGUF files split into parts ({', '.join(sorted(split))}), which are not read; {JOIN}"
+        return f"has only GGUF files split into parts ({', '.join(sorted(split))}), which Octavo does not read; {JOIN}"
     if any(file.endswith(PICKLED) for file in files):
         return "has only pickled weights, which can run code; look for a safetensors or GGUF copy, or convert it (save_pretrained does)"
-    return f"has no {SINGLE}, no {INDEX} and no GGUF file, so it is no model that can be loaded"
+    return f"has no {SINGLE}, no {INDEX} and no GGUF file, so Octavo cannot load it"
 
 
 def _no_such_quant(name: HubName, matches: list[str], labels: list[str], split: set[str]) -> str:
@@ -117,7 +122,7 @@ def _no_such_quant(name: HubName, matches: list[str], labels: list[str], split: 
         return f"{quant} could be {' or '.join(sorted(matches))}: name the file, as in {name.repo}:{PurePosixPath(matches[0]).name}"
     there = f"; there are {', '.join(labels)}" if labels else ""
     if quant.lower() in (label.lower() for label in split):
-        return f"{quant} is split into parts, which are not read; {JOIN}{there}"
+        return f"{quant} is split into parts, which Octavo does not read; {JOIN}{there}"
     if not labels:
         return f"has no GGUF file; for its safetensors leave :{quant} off"
     close = difflib.get_close_matches(quant.upper(), [label.upper() for label in labels], n=1, cutoff=0.5)
@@ -138,5 +143,5 @@ def choose_weights(repo: str, files: Iterable[str], weight_map: Mapping[str, str
     there = {file for file in files if "/" not in file and file.endswith(".safetensors")}
     shards = sorted(set(weight_map.values()))
     if missing := [shard for shard in shards if shard not in there]:
-        raise LoadError(f"{repo}: {INDEX} names {missing[0][:80]!r}, which is no weight file of the repository")
+        raise LoadError(f"{repo}: {INDEX} names {missing[0][:80]!r}, which is not a weight file of the repository")
     return shards

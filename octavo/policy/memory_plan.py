@@ -1,24 +1,24 @@
-"""Where the memory goes, before any of it is taken: the one count that `octavo plan` shows and the engine starts by.
+"""How much memory is needed for what, before any of it is allocated. `octavo plan` shows it, and the engine starts by it.
 
     weights       what the model holds
-    KV cache      the block pool: reserved at start, taken as blocks are written; on a GPU, taken at start
-    activations   the most that one step holds at once, or that reading the weights takes beyond them and the pool
+    KV cache      the block pool: reserved at start, allocated as blocks are written; on a GPU, allocated at start
+    activations   the most that one step holds at once, or that reading the weights needs beyond the weights and the pool
     graphs        steps captured on a GPU
     rows          token ids and block tables of every row, and the rotation tables
-    other         Python and its libraries, the tokenizer, the pool's own lists, what malloc keeps back; on a GPU, CUDA's own
+    other         Python and its libraries, the tokenizer, the pool's own lists, what malloc keeps; on a GPU, CUDA's own
 
-A plan is one of the device's memory: the process's on a CPU, a share of the whole on a GPU. Where a GPU has no memory but the
-CPU's (`unified`), a plan has both processors' parts, and each byte is counted once.
+A plan is for the memory of one device: that of the process on a CPU, a share of the whole on a GPU. Where GPU and CPU share
+one memory (`unified`), a plan has the parts of both, and each byte is counted once.
 
-What a user asked for is planned as asked, and refused where it does not fit. What nobody asked for, the size of the pool
-and the longest sequence, is the most that fits. More memory is needed for more of anything, so `largest` finds it.
+What a user set is planned as set, and refused where it does not fit. What was left open, the size of the pool and the
+longest sequence, is the most that fits. More of anything needs more memory, so `largest` finds it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from octavo.config import ResolvedConfig, in_flag, rounded_size
+from octavo.config import ResolvedConfig, in_flag
 from octavo.errors import ConfigError
 from octavo.model_config import ModelConfig
 from octavo.policy.activations import FLOAT32, StepLoad, loaded_bytes, step_bytes
@@ -113,7 +113,7 @@ class MemoryPlan:
         """What is needed, for what, and what there is."""
         use, memory = self.use, self.memory
         gone = [f"other processes hold {shown(memory.others)}"] if memory.others else []
-        gone += [f"{shown(memory.lacking)} could not be had"] if memory.lacking else []
+        gone += [f"{shown(memory.lacking)} could not be allocated"] if memory.lacking else []
         of_gpu = "" if memory.gpu is None else f" of the GPU's {shown(memory.gpu)} (--gpu-memory-utilization)"
         shared = ""
         if memory.unified and memory.gpu is not None:
@@ -128,6 +128,11 @@ class MemoryPlan:
 
 def shown(size: int) -> str:
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
+
+
+def flag_size(size: int) -> str:
+    """As a flag takes it, exactly, and readable: 40k, 512m, 368639k (360.0 MiB)."""
+    return in_flag(size) + (f" ({shown(size)})" if size > MIB and size % MIB else "")
 
 
 def default_pool_bytes(memory_bytes: int) -> int:
@@ -149,7 +154,7 @@ def plan_memory(needs: ModelNeeds, config: ResolvedConfig, memory: Memory) -> Me
     """The plan, with a refusal where it does not fit. Settings that are wrong on any machine are a `ConfigError`."""
     most = needs.config.max_position
     if config.max_model_len is not None and config.max_model_len > most:
-        raise ConfigError(f"--max-model-len is {config.max_model_len} tokens, but the model's own maximum is {most}")
+        raise ConfigError(f"--max-model-len is {config.max_model_len}, but the model's own maximum is {most}: lower it to {most} or less")
     planner = _Planner(needs, memory)
     plan = planner.plan(config)
     return plan if planner.fits(config, plan) else replace(plan, refusal=planner.refusal(config, plan))
@@ -256,11 +261,10 @@ class _Planner:
     def _check_blocks(self, config: ResolvedConfig, num_blocks: int) -> None:
         size, per_token = config.block_size, self.needs.bytes_per_token
         if num_blocks < 2 or self.most < 2:
-            enough = in_flag(rounded_size(2 * per_token * size, up=True))
             raise ConfigError(
-                f"the KV cache of {shown(config.kv_cache_memory_bytes or default_pool_bytes(self.memory.total))} holds "
-                f"{max(num_blocks, 0)} blocks of {size} tokens at {per_token} bytes a token; "
-                f"it needs at least 2: raise --kv-cache-memory-bytes to {enough} or lower --block-size"
+                f"a KV cache of {shown(config.kv_cache_memory_bytes or default_pool_bytes(self.memory.total))} has room for "
+                f"{max(num_blocks, 0)} blocks of {size} tokens at {per_token:,} bytes per token, and needs at least 2: "
+                f"raise --kv-cache-memory-bytes to {flag_size(2 * per_token * size)} or more, or lower --block-size"
             )
 
     # -- what to say
@@ -273,19 +277,18 @@ class _Planner:
         if not self.fits(larger):
             asked = self.plan(larger)
             return f"{asked.account}: {self._advice(config)}{self._larger_share(config, asked)}"
-        longest = self._most_of(config, "max_model_len", 2, wanted)
+        enough = larger.kv_cache_memory_bytes
         return (
-            f"--max-model-len is {wanted} tokens, but the KV cache of {shown(plan.use.kv_cache)} holds "
-            f"{(plan.geometry.num_blocks - 1) * size} tokens ({plan.geometry.num_blocks} blocks of {size}, "
-            f"{self.needs.bytes_per_token} bytes per token): lower --max-model-len to {longest}, the largest that fits, "
-            f"or raise --kv-cache-memory-bytes to {in_flag(larger.kv_cache_memory_bytes or 0)}"
+            f"--max-model-len is {wanted}, but the KV cache of {shown(plan.use.kv_cache)} holds {(plan.geometry.num_blocks - 1) * size} "
+            f"tokens ({plan.geometry.num_blocks} blocks of {size}, {self.needs.bytes_per_token:,} bytes per token): "
+            f"the largest --max-model-len that fits is {self._most_of(config, 'max_model_len', 2, wanted)}; "
+            f"lower it, or raise --kv-cache-memory-bytes to {flag_size(enough or 0)} or more"
         )
 
     def with_room(self, config: ResolvedConfig, plan: MemoryPlan) -> ResolvedConfig:
         """With a pool that holds the longest sequence of the plan."""
         size = config.block_size
-        needed = (-(-plan.geometry.max_model_len // size) + 1) * size * self.needs.bytes_per_token
-        return replace(config, kv_cache_memory_bytes=rounded_size(needed, up=True))
+        return replace(config, kv_cache_memory_bytes=(-(-plan.geometry.max_model_len // size) + 1) * size * self.needs.bytes_per_token)
 
     def _larger_share(self, config: ResolvedConfig, plan: MemoryPlan) -> str:
         """How much of a GPU would do, where all of it is enough: the plan is made again with that, since it may take more then."""
@@ -299,7 +302,7 @@ class _Planner:
             if not share.fits(config, made) and made.use.total <= share.memory.free:
                 made = share.plan(share.with_room(config, made))  # the pool is short: it has to grow, too
             if made.use.total <= share.memory.free:
-                return f"; or raise --gpu-memory-utilization to {thousandths / 1000}"
+                return f"; or raise --gpu-memory-utilization to {thousandths / 1000} or more"
             needed = made.use.total
         return ""
 
@@ -307,18 +310,19 @@ class _Planner:
         """What to turn and how far, one knob if that is enough, and the longest sequence then."""
         if config.max_model_len is not None and (longest := self._most_of(config, "max_model_len", 2, config.max_model_len)):
             rows = self._most_of(config, "max_num_seqs", 1, config.max_num_seqs)
-            other_way = f" or --max-num-seqs to {rows}" if rows else ""
-            return f"lower --max-model-len to {longest}, the largest that fits{other_way}"
+            other_way = f", or lower --max-num-seqs to {rows} or less" if rows else ""
+            return f"the largest --max-model-len that fits is {longest}; lower it{other_way}"
         for base, also in ((config, ""), (replace(config, max_model_len=None), "--max-model-len and ")):
             smaller = self._with_a_smaller_pool(base)
             if smaller is not None:
                 name, value, turned = smaller
-                return f"lower {also}{_flag_of(name)} to {in_flag(value) if name.endswith('bytes') else value}; {self._longest(turned)}"
+                limit = flag_size(value) if name == "kv_cache_memory_bytes" else value
+                return f"lower {also}{_flag(name)} to {limit} or less; {self._longest(turned)}"
         seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
         for name, low, asked in (("max_num_seqs", 1, seqs), ("max_num_batched_tokens", seqs, tokens)):
             if (most := self._most_of(config, name, low, asked)) is not None:
-                return f"lower {_flag_of(name)} to {most}; {self._longest(_with(config, name, most))}"
-        narrower = "set --dtype bfloat16, " if self.needs.dtype == "float32" else ""
+                return f"lower {_flag(name)} to {most} or less; {self._longest(_with(config, name, most))}"
+        narrower = "set --dtype to bfloat16, " if self.needs.dtype == "float32" else ""
         return f"{narrower}take a smaller model or free memory; no --max-model-len fits"
 
     def _with_a_smaller_pool(self, config: ResolvedConfig) -> tuple[str, int, ResolvedConfig] | None:
@@ -326,12 +330,12 @@ class _Planner:
         asked = self._asked_blocks(config)
         if asked is None:
             return None
-        blocks, block_bytes = self._most_blocks(config, asked) or 2, config.block_size * self.needs.bytes_per_token
-        name, values = "num_gpu_blocks_override", [blocks]
+        blocks = self._most_blocks(config, asked) or 2
+        name, value = "num_gpu_blocks_override", blocks
         if config.num_gpu_blocks_override is None:
-            whole = rounded_size(blocks * block_bytes, up=False)
-            name, values = "kv_cache_memory_bytes", [whole] * (whole >= 2 * block_bytes) + [blocks * block_bytes]
-        return next(((name, value, turned) for value in values if self.fits(turned := _with(config, name, value))), None)
+            name, value = "kv_cache_memory_bytes", blocks * config.block_size * self.needs.bytes_per_token
+        turned = _with(config, name, value)
+        return (name, value, turned) if self.fits(turned) else None
 
     def _longest(self, config: ResolvedConfig) -> str:
         return f"the largest --max-model-len that fits is then {self._most_of(config, 'max_model_len', 2, self.most)}"
@@ -341,11 +345,10 @@ class _Planner:
         return largest(low, high, lambda value: self.fits(_with(config, name, value)))
 
 
-def _flag_of(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _with(config: ResolvedConfig, name: str, value: int) -> ResolvedConfig:
     changed: dict[str, Any] = {name: value}
     return replace(config, **changed)
 
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -12,6 +12,7 @@ from octavo.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
 Message = Mapping[str, object]
+Conversation = Sequence[Message]
 TEMPLATE_OPTIONS = ("enable_thinking", "add_generation_prompt", "continue_final_message")
 _NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 
@@ -138,3 +139,23 @@ def _without_images(ids: list[int], tokenizer: Tokenizer, param: str) -> list[in
         found = next(token for token in ids if token in tokenizer.image_ids)
         raise RequestError(f"the {param} has {tokenizer.token(found)} in it, which stands for an image, and there is none", param)
     return ids
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt or many; a flat list of ints is one."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts must be one prompt or a list of them, not {type(prompts).__name__}", "prompts")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def as_conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:
+    """One conversation or many; an empty list is a conversation without messages, which the template refuses."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise RequestError(f"messages must be a list of messages or of such lists, not {type(messages).__name__}", "messages")
+    if not messages or isinstance(messages[0], Mapping):
+        return [messages]  # type: ignore[list-item]
+    return messages  # type: ignore[return-value]

@@ -17,10 +17,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from octavo.config import ResolvedConfig, in_flag, rounded_size
+from octavo.config import ResolvedConfig
 from octavo.errors import ConfigError
 from octavo.policy.gpu_size import CONTEXT
-from octavo.policy.memory_plan import LIBRARIES, Memory, ModelNeeds, plan_memory
+from octavo.policy.memory_plan import LIBRARIES, Memory, ModelNeeds, flag_size, plan_memory
 from octavo.worker.device import torch_gpu
 from octavo.worker.machine import OWN_STATUS, available_bytes, groups, memory_bytes, proc_bytes, read_number
 
@@ -80,7 +80,7 @@ def _advice(needs: ModelNeeds, config: ResolvedConfig, now: Memory) -> str:
     failed = plan_memory(needs, config, now)
     smaller = plan_memory(needs, config, replace(now, lacking=now.free - min(now.free, failed.use.total * 3 // 4)))
     return smaller.refusal or (
-        f"{failed.account}: set --kv-cache-memory-bytes to {in_flag(rounded_size(smaller.use.kv_cache, up=False))} or less; "
+        f"{failed.account}: set --kv-cache-memory-bytes to {flag_size(smaller.use.kv_cache)} or less; "
         f"the largest --max-model-len that fits is then {smaller.geometry.max_model_len}"
     )
 

@@ -96,7 +96,7 @@ class Worker:
         self.specs = self.needs.specs
         self.backend = choose_backend(config, self.dtype, self.on_device)
         if shadow and self.backend.name == "flashinfer":
-            raise ConfigError("attention backend flashinfer reads blocks alone and cannot be verified: leave attention_backend at auto")
+            raise ConfigError("--attention-backend flashinfer cannot be verified, for it has no contiguous form: leave it at auto")
 
     def start(self) -> CacheGeometry:
         torch.set_num_threads(num_threads() if self.library is None else 1)  # the native library has threads of its own
@@ -211,9 +211,9 @@ class Worker:
             return ModelShape(self.source.name, self.model_config)
         shape, asked = shape_of(self.source, self.model_config), self.config.quantization
         if shape.packed and asked in ("int8", "int4"):
-            logger.warning("The weights are codes already and are quantised again: quantization=auto keeps them as they are")
+            logger.warning("The weights are quantised already and are quantised again; --quantization auto keeps them as they are")
         if self.library is None and not self.on_device and asked in ("int8", "int4"):
-            logger.warning("quantization=%s saves no memory here: torch computes with the numbers that codes stand for", asked)
+            logger.warning("--quantization %s saves no memory here: torch computes with floats", asked)
         return shape
 
     @property
@@ -234,7 +234,7 @@ class Worker:
         floats = Counter(one.matrix.name for one in wanted if one.codes is None)
         names = ", ".join(f"{count} {name}" for name, count in floats.items())
         why = "their parts cannot be merged as codes, or their rows are not of whole groups"
-        return names and f"Some matrices are kept as {self.dtype}, not as codes: {names} ({why})"
+        return names and f"Some matrices are kept as {self.dtype}, not quantised: {names} ({why})"
 
     def _make_store(self, geometry: CacheGeometry) -> KVStore:
         if self.backend.paged:

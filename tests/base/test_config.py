@@ -52,13 +52,13 @@ def test_what_is_not_checked_here_is_a_path_or_a_name_that_another_door_knows() 
 
 
 def test_a_device_that_is_not_built_is_refused_with_the_reason() -> None:
-    said = "^device must be one of auto, cpu, cuda, got 'mps': it computes on the CPU or an NVIDIA GPU$"
+    said = "^device must be one of auto, cpu, cuda, got 'mps': Octavo runs on a CPU or an NVIDIA GPU$"
     with pytest.raises(ConfigError, match=said):
         EngineConfig(device="mps")  # type: ignore[arg-type]
 
 
 def test_a_step_must_hold_one_token_of_every_sequence() -> None:
-    with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 31, below max_num_seqs 32.*raise the first or lower the second"):
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 31, which is less than max_num_seqs \(32\)"):
         EngineConfig(max_num_seqs=32, max_num_batched_tokens=31)
     EngineConfig(max_num_seqs=32, max_num_batched_tokens=32)
     for size in (1, 2, 64, 256):

@@ -37,8 +37,8 @@ def test_a_download_says_its_size_and_how_far_it_is_every_ten_seconds(
         raise ZeroDivisionError
     assert capsys.readouterr().err.splitlines() == [
         "downloading o/n, 2.3 GB",
-        "downloading o/n, 50 % of 2.3 GB",
-        "downloading o/n, 83 % of 2.3 GB",
+        "downloading o/n, 50 % of 2.3 GB, 106 MB/s, 11 s left",
+        "downloading o/n, 83 % of 2.3 GB, 89 MB/s, 4 s left",
         "downloaded o/n in 22 s",
         "downloading o/n, 94 MB",
     ]
@@ -60,7 +60,8 @@ def test_a_terminal_sees_a_bar_if_rich_is_installed(
     rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(progress, "LINE_EVERY", -1.0)
+    for interval in ("LINE_EVERY", "REDRAW_EVERY"):
+        monkeypatch.setattr(progress, interval, -1.0)
     monkeypatch.setenv("TERM", "xterm")
     if not rich:
         monkeypatch.setitem(sys.modules, "rich.console", None)

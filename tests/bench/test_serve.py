@@ -262,8 +262,8 @@ def test_what_is_wrong_with_a_server_is_one_line(
     ("words", "code", "said"),
     [
         (["--slo", "ttfb:5ms"], 2, "wanted bounds like ttft:500ms,itl:50ms, of ttft, itl, tpot, e2e, each once; got 'ttfb:5ms'"),
-        (["--request-rate", "0"], 2, "wanted a number above 0, or inf, got '0'"),
-        (["--speedup", "2"], 2, "--speedup goes with the times of a --trace"),
+        (["--request-rate", "0"], 2, "must be a number above 0, or inf, got '0'"),
+        (["--speedup", "2"], 2, "--speedup needs --trace"),
         (["--input-len", "9000", "--api-key", "secret"], 1, "may grow to 9,064 tokens, max_model_len is 8,192"),
         (["--vocab-size", "49153", "--api-key", "secret"], 1, "token id 49152 in prompt is out of vocabulary"),
     ],

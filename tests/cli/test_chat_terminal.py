@@ -14,7 +14,7 @@ def test_a_conversation_from_banner_to_ctrl_d(tmp_path: Path) -> None:
         chat.expect(">>> ")
         listed = re.findall(r"^(?:\x1b\[2m)?(/\w+)", chat.ask("/help"), re.MULTILINE)
         assert listed == ["/help", "/system", "/clear", "/retry", "/save", "/stats"]
-        assert "there is nothing to ask again" in chat.ask("/retry")
+        assert "no question to ask again" in chat.ask("/retry")
         assert re.search(r"blocks  [1-9] of \d+ in use", chat.ask_twice())
         chat.type('"""one\r')
         chat.expect(r"\.\.\. ")
@@ -24,7 +24,7 @@ def test_a_conversation_from_banner_to_ctrl_d(tmp_path: Path) -> None:
         assert "saved 2 turns" in chat.ask("/save talk.json")
         assert "talk.json: File exists" in chat.ask("/save talk.json")
         chat.ask("/clear")
-        assert "there is nothing to ask again" in chat.ask("/retry")
+        assert "no question to ask again" in chat.ask("/retry")
         assert "\x1b[2m" in chat.transcript  # notes are dim
         assert chat.leave() == 0
     messages = json.loads((tmp_path / "talk.json").read_text())["messages"]
@@ -68,10 +68,18 @@ def test_a_full_context_leaves_out_the_oldest_turns_and_says_so(tmp_path: Path) 
 
 
 def test_generate_at_a_terminal_shows_one_line_at_a_time_and_clears_it(tmp_path: Path) -> None:
-    with Typist("generate", "One", "Two", "--max-tokens", "600", cwd=tmp_path, env={**FAKE, "TERM": "xterm"}) as batch:
+    words = ("generate", "One", "Two", "--max-tokens", "600", "--output", "out.jsonl")
+    with Typist(*words, cwd=tmp_path, env={**FAKE, "TERM": "xterm"}) as batch:
         assert batch.expect(r"\r\x1b\[K") == "loading the default model ...\r\x1b[K"
         assert "\n" not in batch.expect(r"generating [^\r]*\d/2[^\r]* in \d+ tok/s, out [1-9]\d* tok/s")
-        batch.expect(r"\x1b\[1A\x1b\[2K")  # up and gone: what follows is text
-        assert "tok/s" not in batch.expect(r"\n---\r\n")
-        batch.expect(r"\r\n")
+        batch.expect(r"\x1b\[1A\x1b\[2K")  # up and gone
         assert batch.process.wait(SECONDS) == 0
+    assert [json.loads(line)["prompt"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == ["One", "Two"]
+
+
+def test_generate_at_a_terminal_streams_and_ctrl_c_keeps_what_came(tmp_path: Path) -> None:
+    with Typist("generate", "One", "Two", "--max-tokens", "4000", cwd=tmp_path, env={**FAKE, "TERM": "xterm"}) as batch:
+        batch.expect(r"\r\x1b\[K\S")  # the first text is here, thousands of tokens are to come
+        batch.type("\x03")
+        assert batch.process.wait(SECONDS) == 130
+        assert "tok/s" not in batch.transcript and "Traceback" not in batch.transcript

@@ -43,7 +43,7 @@ H200 = Gpu("NVIDIA H200", (9, 0), total=140 * GIB, free=138 * GIB)
 CASES: list[tuple[dict[str, Any], str, str, bool]] = [  # what differs from a healthy machine, what is said, what helps, must it be fixed
     ({**broken("torch", None, "No module named 'torch'"), "torch": None}, "torch is not installed", "pip install 'torch>=2.11'", True),
     ({**broken("torch", "2.13.0", "lib is gone"), "torch": None}, "cannot be imported: lib is gone", "pip install --force-reinstall", True),
-    (broken("torch", "2.9.1+cpu", None), "torch 2.9.1+cpu is too old, 2.11 is the least", "pip install --upgrade 'torch>=2.11'", True),
+    (broken("torch", "2.9.1+cpu", None), "torch 2.9.1+cpu is too old: 2.11 or newer", "pip install --upgrade 'torch>=2.11'", True),
     (broken("numpy", None, "No module"), "numpy is not installed", "pip install numpy", True),
     (broken("rich", None, "No module"), "rich is not installed; terminals show plain lines without it", "pip install rich", False),
     ({"torch": torch_found(None, "7.0")}, "torch 2.13.0 is a ROCm build", "pip install --force-reinstall torch --index-url", True),
@@ -92,11 +92,11 @@ def test_the_block_tells_what_each_limit_is() -> None:
     assert [line[:15].strip() for line in shown.splitlines()[:-1]] == ROWS
     assert "A CPU: avx2 avx512 amx; torch dispatches to AVX512, and is fast at bfloat16" in shown
     assert "8 (8 CPUs allowed, cgroup quota none, OMP_NUM_THREADS not set); load average 0.5" in shown
-    assert "64.0 GiB, available 60.0 GiB, cgroup limit none; KV pool by default 4.00 GiB" in shown
-    assert "/cache/hub: 3.00 GiB there, 100.0 GiB of disk free" in shown
+    assert "64.0 GiB, available 60.0 GiB, cgroup limit none; KV cache by default 4.00 GiB" in shown
+    assert "/cache/hub: 3.00 GiB in use, 100.0 GiB of disk free" in shown
     limited = replace(HEALTHY, memory_bytes=8 * GIB, quota_cpus=3, threads=3, torch=replace(TORCH, amx=False))
     shown = report(limited, [])
-    assert "cgroup limit 8.0 GiB; KV pool by default 2.00 GiB" in shown and "3 (8 CPUs allowed, cgroup quota 3," in shown
+    assert "cgroup limit 8.0 GiB; KV cache by default 2.00 GiB" in shown and "3 (8 CPUs allowed, cgroup quota 3," in shown
     assert "amx refused by the kernel" in shown
 
 
@@ -142,7 +142,7 @@ def test_a_real_machine_in_one_block_without_home_or_secrets(tmp_path: Path) -> 
     assert rows["torch"].startswith(f"{torch.__version__}, ") and rows["threads"].startswith("1 (")
     assert rows["native"] in [f"{level} kernels, dtype auto is {dtype}" for level, dtype in LEVEL_DTYPES.items()]
     assert rows["default model"].endswith("SmolLM2-135M-Instruct.Q4_1.gguf")
-    assert rows["model cache"].startswith("~/hf/hub: 3.00 GiB there")
+    assert rows["model cache"].startswith("~/hf/hub: 3.00 GiB in use")
     assert rows["environment"] == "HF_HOME=~/hf, HF_HUB_OFFLINE=1, HF_TOKEN=(set), OCTAVO_SECRET=(set), OMP_NUM_THREADS=1"
     assert "OCTAVO_SECRET is set, but nothing reads it" in run.stdout
     assert "secret" not in run.stdout and str(tmp_path) not in run.stdout

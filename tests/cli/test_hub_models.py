@@ -1,6 +1,7 @@
-"""A model of the hub as a user meets it: a name on the command line, a download at the terminal, the same text ever after."""
+"""Models of the hub as users meet them: a name on the command line, a download at the terminal, the list of what is here."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def test_a_name_is_downloaded_at_the_terminal_and_then_needs_no_hub(stories: Pat
     assert server.requests == []
     (warning,) = run.stderr.splitlines()
     snapshot = tmp_path / "hub" / "models--octo--stories" / "snapshots" / ("c" * 40)
-    assert warning.endswith(f"octo/stories: {server.url} cannot be asked; using the copy in {snapshot}")
+    assert warning.endswith(f"octo/stories: {server.url} cannot be reached; using the copy in {snapshot}")
 
 
 def test_an_llm_takes_a_name_and_a_revision(server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +65,7 @@ def test_what_is_wrong_is_one_line(server: FakeHub, tmp_path: Path) -> None:
     run = octavo("chat", "octo/story", "Hello?", cwd=tmp_path, env=home)
     assert (run.returncode, run.stdout) == (1, "")
     assert run.stderr == (
-        f"octavo: error: octo/story: no folder here, and not found on the hub at {server.url}; did you mean octo/stories? "
+        f"octavo: error: octo/story: not a folder on this machine, and not found on the hub at {server.url}; did you mean octo/stories? "
         "(if it is private: `hf auth login`, or set HF_TOKEN)\n"
     )
 
@@ -86,3 +87,45 @@ def test_a_name_is_planned_from_its_headers_and_no_weight_is_fetched(stories: Pa
     assert [plan["num_blocks"] for plan in plans] == [plans[0]["num_blocks"]] * 3
     missing = octavo(*words, "octo/storys", cwd=tmp_path, env=home)
     assert missing.returncode == 1 and missing.stderr.count("\n") == 1 and "octo/stories" in missing.stderr
+
+
+def test_a_model_is_pulled_in_two_goes_listed_and_removed(stories: Path, server: FakeHub, tmp_path: Path) -> None:
+    home = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0"}
+    size = sum(path.stat().st_size for path in stories.iterdir()) / 10**6
+    folder = tmp_path / "cache" / "models--octo--stories"
+    server.pause["model.safetensors"] = 0.5  # seconds between pieces of it
+    server.repos["octo/bert"] = Repo({"config.json": b'{"architectures": ["BertModel"]}', "model.safetensors": b"weights"})
+    refused = octavo("pull", "octo/bert", cwd=tmp_path, env=home)
+    assert refused.returncode == 1 and refused.stderr.startswith("octavo: error: octo/bert/config.json: ") and "BertModel" in refused.stderr
+    assert server.downloads() == [("config.json", None)], "its weights were not asked for"
+    with Typist("pull", "octo/stories", cwd=tmp_path, env=home) as typist:
+        typist.expect(r"downloading octo/stories, \d+ % of 1\.1 MB, [\d.]+ [kM]B/s, \d+ s left")
+        typist.type("\x03")
+        assert typist.process.wait(60) == 130
+    (part,) = (folder / "blobs").glob("*.incomplete")
+    assert "octo/stories: not complete, `octavo pull` continues the download" in octavo("list", env=home).stdout
+    server.pause.clear()
+    server.requests.clear()
+    had = part.stat().st_size
+    pulled = octavo("pull", "octo/stories", cwd=tmp_path, env=home)
+    assert pulled.returncode == 0, pulled.stderr
+    assert pulled.stdout == f"octo/stories is ready: {size:.1f} MB in {folder}/snapshots/{'c' * 40}\n"
+    assert ("model.safetensors", f"bytes={had}-") in server.downloads() and had > 0
+    listed = octavo("list", env=home).stdout
+    assert re.search(rf"^octo/stories +{size:.1f} MB  Llama safetensors  less than an hour ago$", listed, re.MULTILINE)
+    assert re.search(r"^SmolLM2-135M-Instruct +98 MB  Llama GGUF", listed, re.MULTILINE)
+
+    outside = tmp_path / "outside.txt"
+    outside.write_text("kept")
+    (folder / "snapshots" / ("c" * 40) / "link.json").symlink_to(outside)
+    refused = octavo("rm", "octo/stories", env=home)
+    assert (refused.returncode, refused.stdout) == (1, "") and "give --yes" in refused.stderr and folder.exists()
+    for answer, code, said in (("n", 1, "nothing was removed"), ("y", 0, "removed octo/stories, 1.1 MB")):
+        with Typist("rm", "octo/stories", cwd=tmp_path, env=home) as typist:
+            typist.expect(rf"Remove octo/stories, 1\.1 MB, from {tmp_path}/cache\? Other programs share this cache\. \[y/N\] ")
+            assert folder.exists()
+            typist.type(f"{answer}\r")
+            typist.expect(said)
+            assert typist.process.wait(60) == code
+    assert not folder.exists() and outside.read_text() == "kept"
+    assert octavo("rm", "octo/stories", "--yes", env=home).stderr.startswith("octavo: error: octo/stories is not in the cache")

@@ -10,11 +10,11 @@ from typing import cast
 
 import pytest
 
-from octavo.cli import generate
 from octavo.cli.args import Parser, add_engine_flags, engine_config
 from octavo.cli.chat import looks_like_model
 from octavo.cli.chat_local import LocalAnswers
 from octavo.cli.chat_session import ChatSession
+from octavo.cli.generate_output import Answer, JsonWriter, Sample, TextWriter
 from octavo.cli.prompt_rows import Row
 from octavo.cli.terminal import Terminal
 from octavo.config import EngineConfig
@@ -23,7 +23,7 @@ from octavo.llm import LLM
 from octavo.loading.resolve import resolve_model
 from octavo.loading.text_side import load_tokenizer
 from octavo.messages import LifeRecord
-from octavo.outputs import CompletionOutput, RequestOutput, TextDelta
+from octavo.outputs import TextDelta
 from octavo.sampling_params import SamplingParams
 from octavo.text.prompt import PromptEncoder
 from octavo.text.reasoning import Piece
@@ -68,7 +68,9 @@ def test_one_word_is_a_model_or_a_question(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     (tmp_path / "SmolLM2").mkdir()
     assert all(map(looks_like_model, ["SmolLM2", "gone.gguf", "owner/name", "./a", str(tmp_path)]))
+    assert all(map(looks_like_model, ["SmolLM2-135M-Instruct", "llama3.2", "qwen3:0.6b"]))
     assert not any(map(looks_like_model, ["Hello", "Is it a/b?", "either/or?", "what is /etc", "", "x" * 5000]))
+    assert not any(map(looks_like_model, ["llama", "2+2", "Qwen or llama3?"]))
 
 
 @pytest.mark.parametrize(
@@ -106,19 +108,19 @@ def test_what_a_model_says_cannot_steer_a_terminal_and_a_pipe_gets_it_exactly(
 ) -> None:
     said = "a\tb\nc \x1b]0;owned\x07 \x9b31m \x90 \r \x08\x7f \u00a0\u00e9\u6f22"
     clean = "a\tb\nc \u241b]0;owned\u2407 \ufffd31m \ufffd \u240d \u2408\u2421 \u00a0\u00e9\u6f22"
-    output = RequestOutput("0", "p", [1], None, [CompletionOutput(0, said)], True, 0, LifeRecord(0.0))
-    row = Row("", {"prompt": "p"}, SamplingParams())
+    answers = [Answer({"prompt": "p"}, 1, [Sample(said, 1, "stop")])]
 
     def written() -> tuple[str, str, str, str]:
         for sign in said:  # in pieces, as it comes
             Terminal().write(Piece("content", sign))
         chat = capsys.readouterr().out
         Terminal().say(said)
-        note = capsys.readouterr().out
-        generate._write(None, [row], [output])
-        text = capsys.readouterr().out
-        generate._write("-", [row], [output])
-        return chat, note, text, capsys.readouterr().out
+        note, text, record = capsys.readouterr().out, "", ""
+        for writer in (TextWriter(answers), JsonWriter(answers, "-")):
+            with writer:
+                writer.advance()
+            text, record = record, capsys.readouterr().out
+        return chat, note, text, record
 
     monkeypatch.setenv("NO_COLOR", "1")
     chat, note, text, record = written()
@@ -127,6 +129,35 @@ def test_what_a_model_says_cannot_steer_a_terminal_and_a_pipe_gets_it_exactly(
     chat, note, text, record = written()
     assert (chat, note, text) == (clean, clean + "\n", clean + "\n")
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", record), "JSON writes some of them as they are"
+
+
+def test_texts_come_in_the_order_of_the_prompts_each_as_soon_as_it_is_due(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    answers = [Answer({"prompt": "a"}, 3, [Sample()]), Answer({"prompt": "b"}, 2, [Sample(), Sample()])]
+    news = [
+        (0, TextDelta("7", 0, "On", [1])),
+        (1, TextDelta("8", 1, "second", [2], "stop")),
+        (1, TextDelta("8", 0, "first ", [3])),
+        (0, TextDelta("7", 0, "ce", [4], "length", life=LifeRecord(0.0, cached_tokens=2))),
+        (1, TextDelta("8", 0, "sample", [5], "stop")),
+    ]
+    seen, lines = [], []
+    with TextWriter(answers) as texts, JsonWriter(answers, str(out)) as records:
+        for index, delta in news:
+            answers[index].take(delta)
+            texts.advance()
+            records.advance()
+            seen.append(capsys.readouterr().out)
+            lines.append(len(out.read_text().splitlines()) if out.exists() else 0)
+    assert seen == ["On", "", "", "ce\n---\nfirst ", "sample\n---\nsecond"] and capsys.readouterr().out == "\n"
+    assert lines == [0, 0, 0, 1, 2]
+    first, second = map(json.loads, out.read_text().splitlines())
+    assert first["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 2}
+    assert [sample["text"] for sample in second["outputs"]] == ["first sample", "second"]
+    with pytest.raises(KeyboardInterrupt), TextWriter([Answer({}, 1, [Sample("cut off")])]) as texts:
+        texts.advance()
+        raise KeyboardInterrupt
+    assert capsys.readouterr().out == "cut off\n"
 
 
 class Scripted:

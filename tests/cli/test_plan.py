@@ -38,14 +38,14 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object
 
 def test_the_default_model_is_planned_without_torch_and_drawn_to_scale() -> None:
     packed = run("--memory", "2GiB", "--dtype", "bfloat16")
-    assert re.search(r"^  weights +93\.8 MiB   92\.1 MiB on disk, codes stay codes$", packed.stdout, re.MULTILINE)
+    assert re.search(r"^  weights +93\.8 MiB   92\.1 MiB on disk, kept quantised$", packed.stdout, re.MULTILINE)
     done = run("--memory", "2GiB", "--dtype", "bfloat16", "--no-native")
     assert (done.returncode, done.stderr) == (0, "")
     head = "SmolLM2-135M-Instruct: LlamaForCausalLM, 134,515,008 parameters, bfloat16, on the CPU by"
     assert re.match(rf"{head} native kernels \(\w+\)\n", packed.stdout) and done.stdout.startswith(f"{head} torch\n")
     assert run("--dtype", "bfloat16", "--cpu-isa", "portable").stdout.startswith(f"{head} native kernels (portable)\n")
-    assert re.search(r"^  weights +256\.6 MiB   92\.1 MiB on disk, unpacked at load$", done.stdout, re.MULTILINE)
-    assert re.search(r"^  KV cache +511\.9 MiB   1,456 blocks of 16 tokens, 23,040 bytes a token", done.stdout, re.MULTILINE)
+    assert re.search(r"^  weights +256\.6 MiB   92\.1 MiB on disk, converted to floats at load$", done.stdout, re.MULTILINE)
+    assert re.search(r"^  KV cache +511\.9 MiB   1,456 blocks of 16 tokens, 23,040 bytes per token", done.stdout, re.MULTILINE)
     bar = next(line.strip() for line in done.stdout.splitlines() if set(line.strip()) <= set("█▓▒░·") and "█" in line)
     assert len(bar) == WIDTH
     assert bar.count("█") == round(WIDTH * 256.6 / 2048) and bar.count("▓") == round(WIDTH * 512 / 2048)
@@ -55,8 +55,8 @@ def test_the_default_model_is_planned_without_torch_and_drawn_to_scale() -> None
 def test_what_does_not_fit_says_what_to_turn_and_exits_1_also_where_blocks_cannot_be_drawn() -> None:
     done = run("--memory", "1g", "--max-model-len", "8k", "--dtype", "float32", encoding="ascii")
     assert done.returncode == 1
-    assert re.match(r"Does not fit: .*lower --max-model-len to \d+, the largest that fits", done.stdout.splitlines()[-1])
-    longest = re.findall(r"--max-model-len to (\d+), the largest", done.stdout)[0]
+    assert re.match(r"It does not fit: .*the largest --max-model-len that fits is \d+; lower it", done.stdout.splitlines()[-1])
+    longest = re.findall(r"fits is (\d+)", done.stdout)[0]
     assert run("--memory", "1g", "--max-model-len", longest, "--dtype", "float32").returncode == 0
     assert done.stdout.isascii() and "W weights" in done.stdout
 
@@ -105,20 +105,20 @@ def test_what_ifs_change_what_they_say(tmp_path: Path, capsys: pytest.CaptureFix
     few = planned(capsys, folder, "--memory", "1g", "--max-num-seqs", "8", "--kv-cache-memory-bytes", "1.5m", "--block-size", "32")
     assert few["num_blocks"] == 1.5 * MIB // (32 * 1280) and few["rows_bytes"] < base["rows_bytes"]  # type: ignore[operator]
     main(["plan", "--memory", "2GiB", "--dtype", "bfloat16", "--kv-cache-dtype", "int8"])
-    assert re.search(r"KV cache +511\.\d MiB   2,741 blocks of 16 tokens, 12,240 bytes a token in int8;", capsys.readouterr().out)
+    assert re.search(r"KV cache +511\.\d MiB   2,741 blocks of 16 tokens, 12,240 bytes per token in int8;", capsys.readouterr().out)
 
 
 def test_a_gpu_that_is_not_here_is_planned_for_without_torch(tmp_path: Path) -> None:
     done = run("--device", "cuda", "--memory", "4g")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("SmolLM2-135M-Instruct: LlamaForCausalLM, 134,515,008 parameters, bfloat16, on a GPU\n")
-    assert re.search(r"^  weights +99\.0 MiB   92\.1 MiB on disk, codes stay codes$", done.stdout, re.MULTILINE)
-    assert re.search(r"^ +68\.6 MiB   of it 4-bit codes in groups of 32: 30 qkv, 30 output, .* \(from Q4_1\)$", done.stdout, re.MULTILINE)
+    assert re.search(r"^  weights +99\.0 MiB   92\.1 MiB on disk, kept quantised$", done.stdout, re.MULTILINE)
+    assert re.search(r"^ +68\.6 MiB   of it 4-bit weights in groups of 32: 30 qkv, 30 output, .* \(from Q4_1\)$", done.stdout, re.MULTILINE)
     assert re.search(r"^  activations .* steps of 8,192 tokens, 512 sequences$", done.stdout, re.MULTILINE)
     assert re.search(r"^  graphs +[\d.]+ MiB   captured steps, estimated$", done.stdout, re.MULTILINE)
-    assert re.search(r"^  in all +3\.60 GiB   of 3\.60 GiB \(gpu_memory_utilization 0\.9 of 4\.00 GiB\)$", done.stdout, re.MULTILINE)
+    assert re.search(r"^  total +3\.60 GiB   of 3\.60 GiB \(--gpu-memory-utilization 0\.9 of 4\.00 GiB\)$", done.stdout, re.MULTILINE)
     half = run("--device", "cuda", "--memory", "4g", "--gpu-memory-utilization", "0.5", "--enforce-eager")
-    assert "of 2.00 GiB (gpu_memory_utilization 0.5 of 4.00 GiB)" in half.stdout and "graphs" not in half.stdout
+    assert "of 2.00 GiB (--gpu-memory-utilization 0.5 of 4.00 GiB)" in half.stdout and "graphs" not in half.stdout
     folder = str(stories260k(tmp_path / "stories"))
     refused = run(folder, "--device", "cuda", "--memory", "512m")
     assert refused.returncode == 1 and "460.8 MiB of the GPU's 512.0 MiB (--gpu-memory-utilization): " in refused.stdout
@@ -135,7 +135,7 @@ def test_a_gpu_without_a_size_has_to_be_here(capsys: pytest.CaptureFixture[str],
     monkeypatch.setattr(device, "GPU_SIGNS", ())
     monkeypatch.setattr(device, "torch_gpu", lambda: (None, "none"))
     assert main(["plan", "--device", "cuda"]) == 1
-    said = "octavo: error: device is cuda, which cannot be had: no NVIDIA GPU was found; .*; --memory 80g plans for a GPU of"
+    said = "octavo: error: --device is cuda, but no GPU can be used: no NVIDIA GPU was found; .*; --memory 80g plans for a GPU of"
     assert re.match(said, capsys.readouterr().err)
     gpu = device.Gpu("NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB)
     monkeypatch.setattr(device, "find", lambda: device.Found(device.TorchBuild("2.13", "13.0", None), True, gpu, triton="3.6.0"))
@@ -148,7 +148,7 @@ def test_a_gpu_without_a_size_has_to_be_here(capsys: pytest.CaptureFixture[str],
         board.setattr(memory, "gpu_memory", lambda share: Memory.of_gpu(62 * GIB, 60 * GIB, share, unified=True))
         assert planned(capsys, "--device", "cuda")["unified_memory"] is True and main(["plan", "--device", "cuda"]) == 0
         shown = capsys.readouterr().out
-        assert "of 55.80 GiB (gpu_memory_utilization 0.9; GPU and CPU share 62.00 GiB of memory), 2.00 GiB of it held by" in shown
+        assert "of 55.80 GiB (--gpu-memory-utilization 0.9; GPU and CPU share 62.00 GiB of memory), 2.00 GiB of it held by" in shown
         assert "MiB   CUDA and its libraries; Python, libraries, tokenizer" in shown
     assert planned(capsys)["device"] == "cpu"  # nothing points to a GPU, so torch is not asked
     monkeypatch.setattr(device, "GPU_SIGNS", (ROOT,))
@@ -161,24 +161,24 @@ def test_a_plan_says_what_becomes_of_each_matrix(tmp_path: Path, capsys: pytest.
     four = planned(capsys, str(folder), "--dtype", "bfloat16", "-q", "int4")
     assert plain["matrices"] == [] and four["quantization"] == "int4" and four["weights_bytes"] < plain["weights_bytes"]  # type: ignore[operator]
     assert [(form["kept"], form["matrices"]) for form in four["matrices"]] == [  # type: ignore[attr-defined]
-        ("4-bit codes in groups of 32", {"qkv": 5, "output": 5, "gate_up": 5}),
+        ("4-bit weights in groups of 32", {"qkv": 5, "output": 5, "gate_up": 5}),
         ("bfloat16", {"down": 5}),
-        ("8-bit codes in groups of 64", {"head": 1}),
+        ("8-bit weights in groups of 64", {"head": 1}),
     ]
     mixed = to_gguf(folder, tmp_path / "mixed.gguf", "Q4_0", kinds={"attn_v": "F16", "ffn_up": "Q8_0", "ffn_down": "F16"})
     assert main(["plan", str(mixed), "--dtype", "bfloat16", "--memory", "1g"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"MiB   of it bfloat16, as their parts cannot be merged as codes: 5 qkv \(from Q4_0, F16\)$", shown, re.MULTILINE)
-    assert re.search(r"MiB   of it 8-bit codes in groups of 32: 5 gate_up \(from Q4_0, Q8_0\)$", shown, re.MULTILINE)
+    assert re.search(r"MiB   of it bfloat16 \(their parts cannot be merged as quantised\): 5 qkv \(from Q4_0, F16\)$", shown, re.MULTILINE)
+    assert re.search(r"MiB   of it 8-bit weights in groups of 32: 5 gate_up \(from Q4_0, Q8_0\)$", shown, re.MULTILINE)
     assert re.search(r"MiB   of it bfloat16: 5 down \(from F16\)$", shown, re.MULTILINE)
     main(["plan", str(mixed), "-q", "int8", "--no-native"])
-    assert "int8 at load; torch computes with floats and saves no memory" in capsys.readouterr().out
+    assert "int8 at load; torch computes with floats, so no memory is saved" in capsys.readouterr().out
 
 
 def test_a_quantised_folder_is_planned_without_torch(tmp_path: Path) -> None:
     quantized, _ = write_both(tmp_path, Kind("gptq", act_order=True))
     shown = run(str(quantized), "--dtype", "bfloat16", "--memory", "1g").stdout
-    assert "codes stay codes" in shown and "of it 4-bit codes in groups of 32: 2 qkv, 2 output, 2 gate_up, 2 down (from GPTQ)" in shown
+    assert "kept quantised" in shown and "of it 4-bit weights in groups of 32: 2 qkv, 2 output, 2 gate_up, 2 down (from GPTQ)" in shown
     assert "of it bfloat16: 1 head (from F32)" in shown
 
 
@@ -200,5 +200,5 @@ def test_sizes_are_read_as_people_write_them(text: str, wanted: int | None) -> N
 
 @pytest.mark.parametrize("text", ["", "b", "12ib", "1.k", "-1g", "1e9", "g", "24 GiB", "1tb"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(Exception, match="wanted a size like"):
+    with pytest.raises(Exception, match="must be a size like"):
         size(text)

@@ -35,7 +35,7 @@ def test_a_plan_says_where_the_memory_goes_and_how_many_fit(tmp_path: Path, caps
     record: dict[str, Any] = json.loads(capsys.readouterr().out)
     report = ReportFile(file)
     rows = report.rows()
-    for name, key in (("weights", "weights_bytes"), ("KV cache", "kv_cache_bytes"), ("rows", "rows_bytes"), ("in all", "total_bytes")):
+    for name, key in (("weights", "weights_bytes"), ("KV cache", "kv_cache_bytes"), ("rows", "rows_bytes"), ("total", "total_bytes")):
         assert rows[name][0] == shown(record[key])
     assert f"KV cache {shown(record['kv_cache_bytes'])}, {record['kv_cache_bytes'] / 2**31:.0%}" in report.labels[0]
     held = record["num_blocks"] - 1
@@ -46,7 +46,7 @@ def test_a_plan_says_where_the_memory_goes_and_how_many_fit(tmp_path: Path, caps
     assert facts["command"] == f"octavo plan --memory 2g --json --report {file}"
     assert list(facts) == ["command", "model", "machine", "octavo", "date"]
     assert main(["plan", "--memory", "200m", "--report", str(file)]) == 1
-    assert ReportFile(file).of("p")[1].startswith("Does not fit: ")
+    assert ReportFile(file).of("p")[1].startswith("It does not fit: ")
 
 
 def test_a_name_is_text_whatever_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from octavo import LLM, SamplingParams
 from octavo.attention.cpu import CpuBackend
-from octavo.cli import args
+from octavo.cli.args import size
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.layers.comm import NullComm
@@ -101,7 +101,7 @@ def test_what_was_taken_before_memory_ran_out_is_given_back_and_counts_as_nobody
 
     monkeypatch.setattr(worker_module, "load_weights", load)
     monkeypatch.setattr(memory_module, "memory", memory)
-    said = r"8\.00 GiB, of which \d\.\d\d GiB could not be had: lower --num-gpu-blocks-override to \d+; the largest --max-model-len"
+    said = r"of which \d\.\d\d GiB could not be allocated: lower --num-gpu-blocks-override to \d+ or less; the largest --max-model-len"
     with pytest.raises(ConfigError, match=said):
         LLM(stories, native=False, num_gpu_blocks_override=10**5)
 
@@ -129,7 +129,7 @@ ON_GPU = (
 
 def test_what_does_not_fit_on_a_gpu_is_refused_before_it_is_touched(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch, 8 * GIB, 5 * GIB)  # this process's own context is among what is held
-    advice = r"lower --kv-cache-memory-bytes to \d+[kmg]; the largest --max-model-len that fits is then \d+"
+    advice = r"lower --kv-cache-memory-bytes to \d+[kmg]( \([\d.]+ [MG]iB\))? or less; the largest --max-model-len that fits is then \d+"
     with pytest.raises(ConfigError, match=rf"^{ON_GPU}: {advice}"):
         LLM(stories, device="cuda", kv_cache_memory_bytes=6 * GIB)
 
@@ -144,14 +144,14 @@ def test_what_does_not_fit_on_a_gpu_is_refused_before_it_is_touched(stories: str
 def test_a_gpu_that_runs_out_at_start_says_what_is_needed_and_what_fits(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch, 8 * GIB, 5 * GIB)
     needs, config = model_shape(None).needs("bfloat16", device="cuda"), resolved(EngineConfig(), "cuda")
-    advice = r"set --kv-cache-memory-bytes to (\d+[kmg]) or less; the largest --max-model-len that fits is then \d+$"
+    advice = r"set --kv-cache-memory-bytes to (\d+[kmg])(?: \([\d.]+ [MG]iB\))? or less; the largest --max-model-len that fits is then \d+$"
     shown = re.escape(" ".join(said.split()))
     with (
         pytest.raises(ConfigError, match=rf"^memory ran out at start \({shown}\): {ON_GPU}: {advice}") as refusal,
         memory_module.out_of_memory_explained(needs, config, lambda: None),
     ):
         raise RuntimeError(said)
-    less = args.size(re.findall(advice, str(refusal.value))[0])
+    less = size(re.findall(advice, str(refusal.value))[0])
     smaller = plan_memory(needs, replace(config, kv_cache_memory_bytes=less), memory_module.memory(config))
     before = plan_memory(needs, config, memory_module.memory(config))
     assert smaller.refusal is None and smaller.use.total <= before.use.total * 3 // 4
@@ -160,7 +160,7 @@ def test_a_gpu_that_runs_out_at_start_says_what_is_needed_and_what_fits(said: st
 def test_what_cannot_fit_beside_other_processes_is_refused_before_weights_load(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "load_weights", lambda *_: pytest.fail("weights were loaded"))
     monkeypatch.setattr(worker_module, "memory", lambda _: Memory(8 * GIB, others=6 * GIB))
-    said = r"KV cache 3\.00 GiB, .* may use 8\.00 GiB, of which other processes hold 6\.00 GiB: lower --kv-cache-memory-bytes to \d+[kmg]"
+    said = r"KV cache 3\.00 GiB, .* may use 8\.00 GiB, of which other processes hold 6\.00 GiB: lower --kv-cache-memory-bytes to \d+"
     with pytest.raises(ConfigError, match=said):
         LLM(stories, kv_cache_memory_bytes=3 * GIB)
 

@@ -181,7 +181,7 @@ def test_who_finds_a_full_queue_is_told_when_it_will_have_moved() -> None:
 
 def test_why_it_could_not_start_is_what_the_user_sees(endless: str, tmp_path: Path) -> None:
     async def main() -> None:
-        with pytest.raises(ConfigError, match="the largest max_model_len that fits"):
+        with pytest.raises(ConfigError, match="the largest --max-model-len that fits"):
             async with engine_process(endless, num_gpu_blocks_override=None, kv_cache_memory_bytes=100_000, max_model_len=500):
                 pass
         broken = tmp_path / "broken"

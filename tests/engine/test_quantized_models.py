@@ -136,8 +136,8 @@ def test_codes_are_quantised_again_and_torch_saves_nothing_with_a_warning_each(t
     assert_about_as_sure(fewer, as_is, mean=0.3, most=4)
     assert fewer_bytes < nbytes and len(warnings.messages) == 1
     run(path, native=False, quantization="int8")
-    assert "The weights are codes already and are quantised again: quantization=auto keeps them as they are" in warnings.messages[0]
-    assert "quantization=int8 saves no memory here" in warnings.messages[2] and len(warnings.messages) == 3
+    assert "The weights are quantised already and are quantised again: quantization=auto keeps them as they are" in warnings.messages[0]
+    assert "--quantization int8 saves no memory here" in warnings.messages[2] and len(warnings.messages) == 3
 
 
 def test_parts_that_are_not_of_one_kind_are_merged_or_floats_as_planned(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_parts_that_are_not_of_one_kind_are_merged_or_floats_as_planned(tmp_path
 
 
 def test_names_of_other_engines_are_refused_with_what_to_say_instead() -> None:
-    said = r"^quantization must be one of auto, none, int8, int4, got 'awq': what a file holds \(awq, gptq, gguf\) is found by auto$"
+    said = r"^quantization must be one of auto, none, int8, int4, got 'awq': auto reads what the file holds \(awq, gptq, gguf\)$"
     with pytest.raises(ConfigError, match=said):
         LLM(quantization="awq")  # type: ignore[arg-type]
     refused = octavo("generate", "x", "-q", "gptq")

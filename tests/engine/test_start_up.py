@@ -163,8 +163,8 @@ def test_a_switch_that_does_not_exist_is_refused(name: str, value: str, said: st
         (EngineConfig(attention_backend="flash"), "attention_backend 'flash' is not known on the CPU; there are auto, cpu, contiguous"),
         (EngineConfig(attention_backend="flashinfer"), "attention_backend 'flashinfer' is not known on the CPU; there are"),
         (EngineConfig(kv_cache_layout="hnd"), "is hnd, attention backend cpu has nhd alone: leave kv_cache_layout at auto"),
-        (EngineConfig(max_model_len=513), "--max-model-len is 513 tokens, but the model's own maximum is 512"),
-        (EngineConfig(kv_cache_memory_bytes=100), "raise --kv-cache-memory-bytes to 40k or lower --block-size"),
+        (EngineConfig(max_model_len=513), "--max-model-len is 513, but the model's own maximum is 512"),
+        (EngineConfig(kv_cache_memory_bytes=100), "raise --kv-cache-memory-bytes to 40k or more"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_weights_load(config: EngineConfig, said: str, stories: str, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_without_a_length_asked_for_it_is_the_longest_that_fits(stories: str) ->
 
 
 def test_rows_that_do_not_fit_memory_are_refused_with_the_numbers(stories: str) -> None:
-    with pytest.raises(ConfigError, match=r"rows [\d,.]+ GiB, .* may use [\d.]+ GiB.*lower --max-num-seqs to \d+"):
+    with pytest.raises(ConfigError, match=r"rows [\d,.]+ GiB, .* may use [\d.]+ GiB.*lower --max-num-seqs to \d+ or less"):
         LLM(stories, max_num_seqs=10**9, max_num_batched_tokens=10**9, num_gpu_blocks_override=50)
     with pytest.raises(ConfigError, match="without a tokenizer there is no chat"):
         LLM(stories, skip_tokenizer_init=True, chat_template="nope.jinja")

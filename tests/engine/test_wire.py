@@ -1,4 +1,4 @@
-"""What crosses between API and engine process arrives as it was sent, and what is no message does nothing."""
+"""What crosses between API and engine process arrives as it was sent, and what is not a message does nothing."""
 
 import logging
 from dataclasses import fields
@@ -114,7 +114,7 @@ def test_what_is_no_frame_is_dropped(data: bytes) -> None:
 def test_a_frame_of_the_right_shape_with_wrong_contents_is_dropped_and_logged(body: object, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", "octavo"):
         assert wire.decode_down(msgspec.msgpack.encode([1, 1, body])) is None
-    assert "is no message" in caplog.text
+    assert "is not a message" in caplog.text
 
 
 def test_deeply_nested_garbage_is_dropped() -> None:

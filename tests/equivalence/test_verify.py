@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from octavo.attention.forward_batch import ForwardBatch
+from octavo.cli.verify import LEAST_REQUESTS
 from octavo.config import EngineConfig
 from octavo.engine.verify import Verified, verify
 from octavo.errors import ConfigError, VerifyError
@@ -58,6 +59,11 @@ def test_tiny_model_agrees_at_both_depths_and_other_block_sizes(folder: str, dep
     verified = run(folder, native, depth, block_size=block_size, kv_cache_dtype=cache)
     assert verified.compared.cache_values > 100_000 and verified.compared.output_values > 10_000
     assert verified.kernels.startswith("native ") == native and verified.kv_cache_dtype == cache
+
+
+def test_the_fewest_requests_that_the_command_takes_cause_every_case(folder: str) -> None:
+    for depth, block_size in ((1, 8), (2, 16)):
+        assert run(folder, depth=depth, requests=LEAST_REQUESTS, block_size=block_size).requests == LEAST_REQUESTS
 
 
 @pytest.mark.parametrize("depth, block_size, layout", [(1, 2, "hnd"), (2, 16, "nhd")])

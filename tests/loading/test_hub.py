@@ -33,7 +33,11 @@ ROOT = Path(__file__).resolve().parents[2]
 NAME = HubName("octo/tiny")
 SECRET = "hf_abcdefghijklmnopqrstuvwxyz"
 WEIGHTS = random.Random(7).randbytes(1_500_000)
-FOLDER = {"config.json": b"{}", "tokenizer.json": b"[]", "model.safetensors": WEIGHTS}
+CONFIG = json.dumps(
+    {"architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+     "num_attention_heads": 4, "num_key_value_heads": 2}
+).encode()  # fmt: skip
+FOLDER = {"config.json": CONFIG, "tokenizer.json": b"[]", "model.safetensors": WEIGHTS}
 
 
 @pytest.fixture
@@ -66,7 +70,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_only_what_makes_up_the_model_is_downloaded_and_once(server: FakeHub, hub: Hub) -> None:
     shards = {f"model-0000{i}-of-00002.safetensors": save({f"w{i}": torch.full((4,), float(i))}) for i in (1, 2)}
     index = {"weight_map": {f"w{i}": f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}}
-    wanted = {"config.json": b"{}", "chat_template.jinja": b"x", "model.safetensors.index.json": json.dumps(index).encode(), **shards}
+    wanted = {"config.json": CONFIG, "chat_template.jinja": b"x", "model.safetensors.index.json": json.dumps(index).encode(), **shards}
     others = ["pytorch_model.bin", "modeling.py", "consolidated.safetensors", "original/model.safetensors", "onnx/config.json"]
     server.repos["octo/tiny"].files = wanted | dict.fromkeys(others, b"never")
     folder = fetch_model(NAME, hub=hub)
@@ -81,7 +85,7 @@ def test_only_what_makes_up_the_model_is_downloaded_and_once(server: FakeHub, hu
 
 
 def test_a_gguf_file_comes_alone_and_a_revision_is_its_own(server: FakeHub, hub: Hub) -> None:
-    server.repos["octo/tiny"].files = {"config.json": b"{}", "t-Q8_0.gguf": b"eight", "t-Q4_0.gguf": b"four"}
+    server.repos["octo/tiny"].files = {"config.json": CONFIG, "t-Q8_0.gguf": b"eight", "t-Q4_0.gguf": b"four"}
     assert fetch_model(replace(NAME, quant="q4_0"), hub=hub).read_bytes() == b"four"
     assert server.downloads() == [("t-Q4_0.gguf", None)]
     server.repos["octo/tiny"].files["t-Q4_0.gguf"] = b"other"
@@ -91,7 +95,7 @@ def test_a_gguf_file_comes_alone_and_a_revision_is_its_own(server: FakeHub, hub:
 
 
 def test_without_weights_the_rest_of_a_folder_comes(server: FakeHub, hub: Hub) -> None:
-    wanted = {"config.json": b"{}", "tokenizer.json": b"[]"}
+    wanted = {"config.json": CONFIG, "tokenizer.json": b"[]"}
     for weights in ("model.safetensors", "pytorch_model.bin"):
         server.repos["octo/tiny"].files = wanted | {weights: b"never"}
         assert contents(fetch_model(NAME, weights=False, hub=hub)) == wanted
@@ -205,7 +209,7 @@ def test_without_the_hub_the_cache_answers_with_one_warning(
     cut_off = replace(hub, endpoint=nobody()) if how == "no connection" else hub
     server.requests.clear()
     assert fetch_model(NAME, hub=cut_off) == folder
-    warning = f"octo/tiny: {cut_off.endpoint} cannot be asked; using the copy in {folder}"
+    warning = f"octo/tiny: {cut_off.endpoint} cannot be reached; using the copy in {folder}"
     assert [record.getMessage() for record in caplog.records] == [warning]
     assert len(server.requests) == (how == "down")
     (folder / "model.safetensors").unlink()
@@ -216,7 +220,7 @@ def test_without_the_hub_the_cache_answers_with_one_warning(
 
 def test_shards_that_are_not_all_there_are_no_model_without_the_hub(server: FakeHub, hub: Hub) -> None:
     index = json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}).encode()
-    files = {"config.json": b"{}", "model.safetensors.index.json": index, "1.safetensors": b"1", "2.safetensors": b"2"}
+    files = {"config.json": CONFIG, "model.safetensors.index.json": index, "1.safetensors": b"1", "2.safetensors": b"2"}
     server.repos["octo/tiny"].files = files
     folder, cut_off = fetch_model(NAME, hub=hub), replace(hub, endpoint=nobody())
     assert fetch_model(NAME, hub=cut_off) == folder
@@ -258,7 +262,7 @@ def refusal(name: HubName, hub: Hub) -> str:
 
 
 def test_what_the_hub_does_not_give_is_told_with_what_helps(server: FakeHub, hub: Hub) -> None:
-    assert "octo/tinny: no folder here, and not found on the hub at http" in refusal(HubName("octo/tinny"), hub)
+    assert "octo/tinny: not a folder on this machine, and not found on the hub at http" in refusal(HubName("octo/tinny"), hub)
     assert "; did you mean octo/tiny? (if it is private: `hf auth login`, or set HF_TOKEN)" in refusal(HubName("octo/tinny"), hub)
     assert "did you mean octo/tiny?" in refusal(HubName("oct/tiny"), hub)
     assert "did you mean" not in refusal(HubName("zzz/qqqqqq"), hub)
@@ -276,7 +280,7 @@ def test_what_the_hub_does_not_give_is_told_with_what_helps(server: FakeHub, hub
     [
         (401, r"refused access \(401\): the token is wrong or may not read this: `hf auth login`, or set HF_TOKEN"),
         (403, r"refused access \(403\)"),
-        (429, r"limits how often it may be asked \(429\): wait a few minutes"),
+        (429, r"accepts no more requests for now \(429\): wait a few minutes"),
         (500, r"answered with an error \(500\): try again later"),
         (503, r"answered with an error \(503\)"),
         (418, r"answered with an error \(418\)"),
@@ -296,22 +300,25 @@ def test_silence_and_absence_of_the_hub_are_told_apart(server: FakeHub, hub: Hub
     gone = nobody().replace("//", "//user:secret@")
     message = refusal(NAME, replace(hub, endpoint=gone))
     assert f"no connection to {gone.replace('user:secret@', '')}, and not complete in the cache {hub.cache}: check the network" in message
+    named = refusal(HubName("HuggingFaceTB/SmolLM2-135M-Instruct"), replace(hub, endpoint=gone))
+    assert "no connection to" in named
+    assert named.endswith("; SmolLM2-135M-Instruct, without an owner, is the default model, which needs no hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert refusal(NAME, hub) == f"octo/tiny: not complete in the cache {hub.cache}, and HF_HUB_OFFLINE is set: unset it to download"
 
 
 def test_a_damaged_file_is_thrown_away_and_comes_right_the_next_time(server: FakeHub, hub: Hub) -> None:
     for wrong, reason in (
-        (b"\0" + WEIGHTS[1:], "model.safetensors is not what the hub says it is (its digest differs)"),
+        (b"\0" + WEIGHTS[1:], "model.safetensors was damaged on the way (its digest differs)"),
         (WEIGHTS[:-5], "model.safetensors has 1,500,000 bytes, but 1,499,995 came"),
         (WEIGHTS + b"more", "model.safetensors has 1,500,000 bytes, but 1,500,004 came"),
     ):
         server.served["model.safetensors"] = wrong
         assert reason in refusal(NAME, hub)
         assert not list(hub.cache.rglob("*.incomplete")) and not list(hub.cache.rglob("model.safetensors"))
-    server.served["config.json"] = b"[]"
+    server.served["config.json"] = CONFIG[::-1]
     shutil.rmtree(hub.cache)
-    assert "config.json is not what the hub says" in refusal(NAME, hub)
+    assert "config.json was damaged on the way" in refusal(NAME, hub)
     server.served.clear()
     assert contents(fetch_model(NAME, hub=hub)) == FOLDER
 
@@ -321,7 +328,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_comes(server: FakeHub,
     message = refusal(NAME, hub)
     assert "octo/tiny: 9000000000 GB to download, but " in message
     assert f"free on the disk of {hub.cache}: free some space, or set HF_HOME" in message
-    assert server.downloads() == []
+    assert server.downloads() == [("config.json", None)]  # a few bytes, to see whether it is a model for Octavo at all
 
 
 def test_a_disk_that_fills_up_or_cannot_be_written_is_told(server: FakeHub, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +349,7 @@ def test_a_disk_that_fills_up_or_cannot_be_written_is_told(server: FakeHub, hub:
 
 def test_an_answer_from_something_else_than_a_hub_is_told(server: FakeHub, hub: Hub) -> None:
     server.repos["octo/tiny"].commit = "../../../x"
-    assert "answered in a way that is not understood (ValueError): check HF_ENDPOINT, or a proxy" in refusal(NAME, hub)
+    assert "sent an answer that cannot be read (ValueError): check HF_ENDPOINT, or a proxy" in refusal(NAME, hub)
     server.repos["octo/tiny"] = Repo(FOLDER | {"../evil.gguf": b"x"})
     assert "has no GGUF file" in refusal(replace(NAME, quant="evil"), hub)
 
@@ -355,7 +362,7 @@ def test_what_is_here_comes_before_the_hub_and_has_no_revision(tmp_path: Path, m
     (tmp_path / "octo" / "tiny").mkdir(parents=True)
     assert (resolve_model("octo/tiny").kind, resolve_model("octo/tiny").name) == ("folder", "tiny")
     for model in ("octo/tiny", None):
-        with pytest.raises(ConfigError, match=r"revision 'v1' is for models of the hub, but .* is here: leave it off"):
+        with pytest.raises(ConfigError, match=r"--revision 'v1' is for models of the hub, but .* is on this machine: leave it out"):
             resolve_model(model, "v1")
     with pytest.raises(ConfigError, match="o/n is asked for at 'v1' and with revision 'v2'"):
         resolve_model("o/n@v1", "v2")

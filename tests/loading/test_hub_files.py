@@ -63,13 +63,13 @@ def test_without_a_kind_it_is_safetensors_or_the_only_gguf_file() -> None:
     ("quant", "files", "reason"),
     [
         (None, GGUFS, "o/n: has 3 GGUF files: name one, as in o/n:Q4_K_M; there are Q4_K_M, Q8_0, UD-Q4_K_XL$"),
-        (None, SPLIT, r"only GGUF files split into parts \(F16\), which are not read; join them"),
+        (None, SPLIT, r"only GGUF files split into parts \(F16\), which Octavo does not read; join them"),
         (None, ["config.json", "pytorch_model.bin"], "o/n: has only pickled weights, which can run code; .* convert"),
         (None, ["config.json", "consolidated.safetensors"], "has no model.safetensors, no model.safetensors.index.json and no GGUF"),
         (None, ["config.json", "original/model.safetensors"], "has no model.safetensors"),
         ("Q4_K_S", GGUFS, "o/n: has no GGUF file Q4_K_S; did you mean o/n:Q4_K_M[?]; there are Q4_K_M, Q8_0, UD-Q4_K_XL$"),
         ("nonsense", GGUFS, "has no GGUF file nonsense; there are Q4_K_M"),
-        ("f16", GGUFS, "f16 is split into parts, which are not read; join them .*; there are Q4_K_M"),
+        ("f16", GGUFS, "f16 is split into parts, which Octavo does not read; join them .*; there are Q4_K_M"),
         ("Q8_0", ["model.safetensors"], "has no GGUF file; for its safetensors leave :Q8_0 off"),
         ("Q8_0", ["a-Q8_0.gguf", "b-Q8_0.gguf"], "Q8_0 could be a-Q8_0.gguf or b-Q8_0.gguf: name the file, as in o/n:a-Q8_0.gguf"),
     ],
@@ -89,5 +89,5 @@ def test_a_folder_is_what_its_index_names_and_nothing_that_could_run() -> None:
     assert choose_weights("o/n", files, {"a": weights[1], "b": weights[0], "c": weights[0]}) == weights
     assert choose_weights("o/n", files, None) == ["model.safetensors"]
     for shard in ("absent.safetensors", "../model.safetensors", "original/consolidated.safetensors", "pytorch_model.bin", "config.json"):
-        with pytest.raises(LoadError, match=r"names .*, which is no weight file of the repository"):
+        with pytest.raises(LoadError, match=r"names .*, which is not a weight file of the repository"):
             choose_weights("o/n", files, {"a": shard})

@@ -13,7 +13,8 @@ import torch
 from octavo.errors import LoadError
 from octavo.loading.gguf import GGUFTensor
 from octavo.loading.gguf_config import config_dict
-from octavo.loading.resolve import load_model_config, open_checkpoint, resolve_model
+from octavo.loading.hub_files import HubName
+from octavo.loading.resolve import load_model_config, locate, open_checkpoint, resolve_model
 from octavo.model_config import ModelConfig
 from tests.support.models import DATA, stories260k
 
@@ -44,6 +45,14 @@ def test_no_model_means_the_default_one() -> None:
     assert len(open_checkpoint(source).names()) == 272
 
 
+def test_the_default_model_has_a_name_and_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("smollm2-135m-instruct").path == resolve_model("SmolLM2-135M-Instruct").path == resolve_model(None).path
+    assert locate("HuggingFaceTB/SmolLM2-135M-Instruct") == HubName("HuggingFaceTB/SmolLM2-135M-Instruct")
+    (tmp_path / "SmolLM2-135M-Instruct").mkdir()
+    assert resolve_model("SmolLM2-135M-Instruct").kind == "folder"
+
+
 def test_default_model_that_is_not_installed_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
@@ -68,8 +77,9 @@ def test_folder_and_file_are_found_and_named(tmp_path: Path) -> None:
     [
         ("", "not found"),
         ("mdel", "did you mean .*model"),
-        ("nothing/like/it", "not found: a model is a folder, a .gguf file, or owner/name.* on the hub$"),
-        ("notes.txt", "is none: a model is a folder, a .gguf file, or owner/name"),
+        ("SmolLM2-135M", "did you mean SmolLM2-135M-Instruct[?]$"),
+        ("nothing/like/it", "not found: a model is a folder, a .gguf file, owner/name.* on the hub, or SmolLM2-135M-Instruct"),
+        ("notes.txt", "is a file of another kind: a model is a folder, a .gguf file, owner/name"),
         ("nul\0byte", "not found"),
         ("x" * 5000, "cannot be read|not found"),
     ],

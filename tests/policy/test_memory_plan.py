@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.cli import args
+from octavo.cli.args import size
 from octavo.config import EngineConfig, ResolvedConfig
 from octavo.errors import ConfigError
 from octavo.model_config import ModelConfig
@@ -43,9 +43,9 @@ def refused(model: ModelNeeds, config: ResolvedConfig, memory: Memory) -> str:
 
 
 def test_default_pool_is_a_quarter_of_memory_up_to_four_gib() -> None:
-    assert [default_pool_bytes(size * GIB) for size in (1, 8, 16, 64)] == [GIB // 4, 2 * GIB, 4 * GIB, 4 * GIB]
-    for size, pool in ((1, GIB // 4), (8, 2 * GIB), (64, 4 * GIB)):
-        plan = plan_memory(needs(), settings(), Memory(size * GIB))
+    assert [default_pool_bytes(gib * GIB) for gib in (1, 8, 16, 64)] == [GIB // 4, 2 * GIB, 4 * GIB, 4 * GIB]
+    for gib, pool in ((1, GIB // 4), (8, 2 * GIB), (64, 4 * GIB)):
+        plan = plan_memory(needs(), settings(), Memory(gib * GIB))
         assert (plan.refusal, plan.geometry.num_blocks) == (None, pool // (16 * PER_TOKEN))
 
 
@@ -59,33 +59,33 @@ def test_geometry_fills_the_pool_and_caps_the_length_at_the_models_own() -> None
     assert plan_memory(toy, settings(), MUCH).geometry.num_blocks == MOST_BLOCKS  # four GiB would be 67 million
 
 
-@given(blocks=st.integers(2, 400), size=st.sampled_from([1, 2, 16, 256]), spare=st.integers(0, 1000), more=st.integers(1, 5000))
-def test_the_suggested_length_is_accepted_and_one_more_is_refused(blocks: int, size: int, spare: int, more: int) -> None:
-    pool = blocks * size * PER_TOKEN + spare % (size * PER_TOKEN)
+@given(blocks=st.integers(2, 400), block=st.sampled_from([1, 2, 16, 256]), spare=st.integers(0, 1000), more=st.integers(1, 5000))
+def test_the_suggested_length_is_accepted_and_one_more_is_refused(blocks: int, block: int, spare: int, more: int) -> None:
+    pool = blocks * block * PER_TOKEN + spare % (block * PER_TOKEN)
 
     def plan(max_model_len: int, pool_bytes: int) -> MemoryPlan:
-        config = settings(block_size=size, kv_cache_memory_bytes=pool_bytes, max_model_len=max_model_len)
+        config = settings(block_size=block, kv_cache_memory_bytes=pool_bytes, max_model_len=max_model_len)
         return plan_memory(needs(10**9), config, MUCH)
 
-    wanted = blocks * size + more
+    wanted = blocks * block + more
     message = plan(wanted, pool).refusal or ""
-    assert message.startswith(f"--max-model-len is {wanted} tokens, but the KV cache")
-    longest = int(re.findall(r"lower --max-model-len to (\d+), the largest that fits", message)[0])
-    enough = size_of(re.findall(r"raise --kv-cache-memory-bytes to (\d+[kmg]?)$", message)[0])
+    assert message.startswith(f"--max-model-len is {wanted}, but the KV cache")
+    longest = int(re.findall(r"largest --max-model-len that fits is (\d+)", message)[0])
+    enough = size(re.findall(r"raise --kv-cache-memory-bytes to (\w+) ", message)[0]) or 0
     assert plan(longest, pool).refusal is None and plan(longest, pool).geometry.max_model_len == longest
     assert plan(longest + 1, pool).refusal is not None
     assert plan(wanted, enough).refusal is None
 
 
 def test_a_pool_below_two_blocks_is_refused_with_a_size_that_works() -> None:
-    with pytest.raises(ConfigError, match=r"holds 1 blocks of 16.*lower --block-size") as refusal:
+    with pytest.raises(ConfigError, match=r"has room for 1 blocks of 16 tokens.*lower --block-size") as refusal:
         plan_memory(needs(100), settings(kv_cache_memory_bytes=2 * 16 * PER_TOKEN - 1), MUCH)
-    enough = size_of(re.findall(r"--kv-cache-memory-bytes to (\d+[kmg]?)", str(refusal.value))[0])
+    enough = size(re.findall(r"--kv-cache-memory-bytes to (\w+) ", str(refusal.value))[0])
     assert plan_memory(needs(100), settings(kv_cache_memory_bytes=enough), MUCH).geometry.num_blocks == 2
 
 
 def test_a_length_above_the_models_own_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--max-model-len is 513 tokens, but the model's own maximum is 512"):
+    with pytest.raises(ConfigError, match="--max-model-len is 513, but the model's own maximum is 512: lower it to 512 or less"):
         plan_memory(needs(512), settings(kv_cache_memory_bytes=GIB, max_model_len=513), MUCH)
 
 
@@ -99,30 +99,21 @@ def test_an_exact_number_of_blocks_wins_over_memory_and_leaves_long_requests_to_
 def test_a_pool_larger_than_memory_is_refused_with_the_numbers(setting: dict[str, int]) -> None:
     message = refused(needs(weights=GIB), settings(**setting), Memory(8 * GIB, others=GIB))
     numbers = r"weights 1\.00 GiB, KV cache [\d,.]+ GiB, activations [\d.]+ MiB, rows [\d.]+ MiB, other [\d.]+ [MG]iB"
-    room = r"this process may use 8\.00 GiB, of which other processes hold 1\.00 GiB"
-    whole = rf"this needs [\d,.]+ GiB: {numbers}; {room}: lower --([\w-]+) to"
+    held = r"this process may use 8\.00 GiB, of which other processes hold 1\.00 GiB"
+    whole = rf"this needs [\d,.]+ GiB: {numbers}; {held}: lower --([\w-]+) to"
     found = re.match(whole, message)
     assert found and found[1].replace("-", "_") == next(iter(setting)), message
 
 
-def size_of(text: str) -> int:
-    """As the flag takes it."""
-    found = args.size(text)
-    assert found is not None
-    return found
-
-
 def follow(config: ResolvedConfig, message: str) -> tuple[ResolvedConfig, ResolvedConfig | None, int]:
     """The settings as advised, those with one more than that (None where nothing was to be lowered), the length promised."""
-    told = re.search(r"--max-model-len to (\d+), the largest|largest --max-model-len that fits is then (\d+)", message)
-    assert told is not None, message
-    longest = int(told[1] or told[2])
-    found = re.search(r"lower (--max-model-len and )?--([\w-]+) to (\d+[kmg]?); the largest", message)
+    longest = int(re.findall(r"largest --max-model-len that fits is (?:then )?(\d+)", message)[0])
+    found = re.search(r"lower (--max-model-len and )?--([\w-]+) to (\w+)(?: \(.*\))? or less; the largest", message)
     if found is None:
         return replace(config, max_model_len=longest), replace(config, max_model_len=longest + 1), longest
-    name = found[2].replace("-", "_")
-    value: dict[str, Any] = {name: size_of(found[3])}
-    more: dict[str, Any] = {name: size_of(found[3]) + 1}
+    name, number = found[2].replace("-", "_"), size(found[3]) or 0
+    value: dict[str, Any] = {name: number}
+    more: dict[str, Any] = {name: number + 1}
     base = replace(config, max_model_len=longest) if found[1] else config
     rows_or_tokens = name in ("max_num_seqs", "max_num_batched_tokens")
     return replace(base, **value), replace(base, **more) if rows_or_tokens else None, longest
@@ -169,11 +160,11 @@ def test_the_pool_nobody_asked_for_shrinks_before_anything_is_refused() -> None:
     pools = [plan_memory(model, settings(), Memory(2 * GIB, others)).use.kv_cache for others in (0, 900 * MIB, 1050 * MIB, 1100 * MIB)]
     assert pools[0] > 500 * MIB and pools == sorted(pools, reverse=True) and pools[-1] < 100 * MIB
     assert "take a smaller model or free memory" in refused(model, settings(), Memory(2 * GIB, 1300 * MIB))
-    assert "set --dtype bfloat16" in refused(needs(weights=GIB, dtype="float32"), settings(), Memory(GIB))
+    assert "set --dtype to bfloat16" in refused(needs(weights=GIB, dtype="float32"), settings(), Memory(GIB))
 
 
 def test_rows_cost_memory_and_are_named_when_they_are_too_many() -> None:
     config = settings(max_num_seqs=10**8, max_num_batched_tokens=10**8)
     message = refused(needs(), config, Memory(8 * GIB))
-    most = int(re.findall(r"lower --max-num-seqs to (\d+)", message)[0])
+    most = int(re.findall(r"lower --max-num-seqs to (\d+) or less", message)[0])
     assert plan_memory(needs(), replace(config, max_num_seqs=most), Memory(8 * GIB)).refusal is None

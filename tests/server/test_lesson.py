@@ -91,7 +91,7 @@ def test_the_lesson_sets_its_own_pool() -> None:
 
     engine, server = parsed("--lesson")
     assert server.lesson and {name: getattr(engine, name) for name in LESSON} == LESSON
-    with pytest.raises(ConfigError, match="block_size is set by the lesson itself"):
+    with pytest.raises(ConfigError, match="block_size is set by the lesson"):
         parsed("--lesson", "--block-size", "32")
     with pytest.raises(ConfigError, match="the lesson needs the inspector"):
         ServerConfig(lesson=True, inspector=False)

@@ -47,13 +47,13 @@ def refused(*words: str, user: str = "", env: dict[str, str] | None = None) -> s
 def _small_pool(server: Watched) -> None:
     """The largest length that fits is told; it does fit, and one more does not."""
     said = refused(server.model, "--max-model-len", "256", *POOL)
-    found = re.search(r"--max-model-len is 256 tokens, .*lower --max-model-len to (\d+), the largest that fits", said)
+    found = re.search(r"--max-model-len is 256, .*largest --max-model-len that fits is (\d+)", said)
     assert found is not None, said
     fits = int(found[1])
     with ServerProcess("octavo serve", server.model, "--max-model-len", str(fits), *POOL, env=FAKE) as small:
         reply = small.ask("POST", "/v1/completions", {"prompt": [7] * (fits - 1), "max_tokens": 1})
         assert reply.status == 200, reply
-    assert f"--max-model-len is {fits + 1} tokens" in refused(server.model, "--max-model-len", str(fits + 1), *POOL)
+    assert f"--max-model-len is {fits + 1}" in refused(server.model, "--max-model-len", str(fits + 1), *POOL)
 
 
 def _forbidden(server: Watched) -> None:

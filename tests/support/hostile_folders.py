@@ -279,7 +279,7 @@ def _limits() -> list[Case]:
 
     small = ("--kv-cache-memory-bytes", "2000", "--max-model-len", "60")
     return [
-        Case(129, "pool below the length asked for", sound.build, ("largest max_model_len that fits",), small),
+        Case(129, "pool below the length asked for", sound.build, ("largest --max-model-len that fits",), small),
         Case(129, "pool below two blocks", sound.build, ("raise --kv-cache-memory-bytes to",), ("--kv-cache-memory-bytes", "100")),
         Case(130, "no such folder", lambda folder: folder / "nothing", ("not found", "a model is")),
         forbidden("folder may not be read", ".", "cannot be read"),

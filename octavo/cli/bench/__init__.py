@@ -1,8 +1,8 @@
-"""`octavo bench`: what can be measured. Each is a sub-command, and a module here."""
+"""`octavo bench`: what can be measured. Each is a sub-command, and a module in this folder."""
 
 SUBCOMMANDS = {
-    "throughput": "tokens a second of a workload: a published load, chosen lengths, or a trace",
-    "latency": "how long one batch takes: to the first token, per token, to the end",
-    "serve": "a running server from outside: rates, waits and goodput as its clients see them",
-    "startup": "from starting a process to its first token",
+    "throughput": "tokens per second: published loads, lengths you choose, or a trace",
+    "latency": "time of one batch: to the first token, per token, to the end",
+    "serve": "a running server, as its clients see it: throughput, latency, goodput",
+    "startup": "time from the start of a process to its first token",
 }

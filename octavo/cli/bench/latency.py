@@ -1,4 +1,4 @@
-"""`octavo bench latency`: one batch of requests at a time: how long to the first token, per token, to the end."""
+"""`octavo bench latency`: the time of one batch: to the first token, per token, to the end."""
 
 import argparse
 from dataclasses import replace
@@ -16,14 +16,21 @@ SHOWN = ("first_token", "per_output_token", "end_to_end")
 STATISTICS = ("p10", "median", "p90", "p99")
 
 
+EXAMPLES = """examples:
+  octavo bench latency
+  octavo bench latency Qwen/Qwen3-0.6B --batch-size 8 --input-len 512 --output-len 128"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
     add_common_flags(parser, DEFAULT_ROUNDS)
     group = parser.add_argument_group("batch")
-    text = f"requests that arrive together (default: {DEFAULT_BATCH})"
+    text = f"requests in a batch (default: {DEFAULT_BATCH})"
     group.add_argument("--batch-size", type=count, metavar="N", default=DEFAULT_BATCH, help=text)
-    text = f"tokens of a prompt, ids drawn at random (default: {DEFAULT_INPUT})"
+    text = f"tokens in a prompt, chosen at random (default: {DEFAULT_INPUT})"
     group.add_argument("--input-len", type=count, metavar="N", default=DEFAULT_INPUT, help=text)
-    group.add_argument("--output-len", type=count, metavar="N", default=DEFAULT_OUTPUT, help=f"tokens after it (default: {DEFAULT_OUTPUT})")
+    text = f"tokens in an answer (default: {DEFAULT_OUTPUT})"
+    group.add_argument("--output-len", type=count, metavar="N", default=DEFAULT_OUTPUT, help=text)
     add_engine_flags(parser)
 
 

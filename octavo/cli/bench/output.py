@@ -1,4 +1,4 @@
-"""What `octavo bench` shares: MODEL, --rounds, and where the figures go."""
+"""What all of `octavo bench` has: MODEL, --rounds, and the files it writes."""
 
 import argparse
 import json
@@ -11,6 +11,7 @@ from octavo.bench.figures import Result
 from octavo.bench.picture import Panel, draw
 from octavo.bench.sections import sections
 from octavo.bench.table import Lines, aligned
+from octavo.cli.args import MODEL_HELP
 from octavo.cli.targets import add_report_flag, check_target, write_report, write_target
 from octavo.report.document import Report
 
@@ -23,29 +24,29 @@ MOST = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What people look at."""
+    """What is shown of the results."""
 
-    verdict: str  # in one sentence
-    head: str  # what the table is over
+    verdict: str  # one sentence
+    head: str  # above the table
     lines: Lines
     panels: Sequence[Panel]
 
 
 def add_common_flags(parser: argparse.ArgumentParser, rounds: int) -> None:
-    parser.add_argument("words", metavar="MODEL", nargs="?", help="a model folder or a .gguf file; without one, the default model")
-    parser.add_argument("--rounds", type=count, metavar="N", default=rounds, help=f"how often it is measured (default: {rounds})")
+    parser.add_argument("words", metavar="MODEL", nargs="?", help=MODEL_HELP)
+    parser.add_argument("--rounds", type=count, metavar="N", default=rounds, help=f"number of measurements (default: {rounds})")
     add_target_flags(parser)
 
 
 def add_target_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="FILE", help="write all figures here, with the machine and the command")
-    parser.add_argument("--picture", metavar="FILE.svg", help="draw the figures")
+    parser.add_argument("--json", metavar="FILE", help="write all figures to this file, with the machine and the command")
+    parser.add_argument("--picture", metavar="FILE.svg", help="write a chart of the figures to this file")
     add_report_flag(parser)
 
 
 def count(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= MOST:
-        raise argparse.ArgumentTypeError(f"wanted a number from 1 to {MOST}, got {text!r:.40}")
+        raise argparse.ArgumentTypeError(f"must be a number from 1 to {MOST}, got {text!r:.40}")
     return int(text)
 
 
@@ -55,7 +56,7 @@ def check_targets(args: argparse.Namespace) -> None:
 
 
 def publish(args: argparse.Namespace, kind: str, machine: "Machine | Client", results: Sequence[Result], shown: Shown) -> None:
-    """The table to stdout, the rest where it was asked for."""
+    """The table goes to stdout, the rest to the files that were given."""
     print(f"{machine}\n{shown.head}\n\n{aligned(shown.lines)}")
     if args.json is not None:
         found = {"kind": kind, "command": args.typed, "machine": asdict(machine), "results": [result.as_json() for result in results]}

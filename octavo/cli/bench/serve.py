@@ -1,9 +1,4 @@
-"""`octavo bench serve`: a running server, measured from outside, as its clients see it.
-
-    octavo bench serve --url http://127.0.0.1:8000 --request-rate 4 --num-prompts 100
-    octavo bench serve --url URL --load batch32 --concurrency 8
-    octavo bench serve --url URL --trace azure.csv --speedup 10 --slo ttft:500ms,itl:50ms
-"""
+"""`octavo bench serve`: a running server, measured as its clients see it."""
 
 import argparse
 import asyncio
@@ -35,29 +30,36 @@ STATISTICS = ("median", "p90", "p99")
 ROWS = [(name, "median") for name in ONCE] + [(name, statistic) for name in TIMES for statistic in STATISTICS]
 
 
+EXAMPLES = """examples:
+  octavo bench serve --url http://127.0.0.1:8000 --request-rate 4 --num-prompts 100
+  octavo bench serve --url http://127.0.0.1:8000 --load batch32 --concurrency 8
+  octavo bench serve --url http://127.0.0.1:8000 --trace azure.csv --speedup 10 --slo ttft:500ms,itl:50ms"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "octavo bench serve --url URL [options]"
+    parser.usage = "%(prog)s --url URL [options]"
+    parser.epilog = EXAMPLES
     add_remote_flags(parser, required=True)
-    parser.add_argument("--model", metavar="NAME", help="what the server calls it (default: the only one it has)")
+    parser.add_argument("--model", metavar="NAME", help="the model's name on the server (default: its only one)")
     add_target_flags(parser)
-    add_workload_flags(parser, "chosen lengths", "requests arrive as they did there, unless --request-rate is given")
+    add_workload_flags(parser, "chosen lengths", "requests arrive at its times, unless --request-rate is given")
     group = parser.add_argument_group("arrivals")
-    text = "requests a second on average, a Poisson process; inf sends all at once (default: inf, or a trace's own times)"
+    text = "requests per second on average, a Poisson process; inf: all at once (default: inf, or the times of a trace)"
     group.add_argument("--request-rate", type=_above_zero(may_be_infinite=True), metavar="X", help=text)
-    text = "so many times as fast as a trace's own times (default: 1)"
+    text = "replay a trace this many times faster (default: 1)"
     group.add_argument("--speedup", type=_above_zero(may_be_infinite=False), metavar="X", help=text)
-    group.add_argument("--concurrency", type=count, metavar="N", help="most requests in flight; others wait (default: no limit)")
-    group.add_argument("--seed", type=int, metavar="N", default=0, help="of drawn ids, lengths and arrivals (default: 0)")
-    text = f"ids are drawn below this; where it is the model's, all are (default: {DEFAULT_VOCABULARY})"
+    group.add_argument("--concurrency", type=count, metavar="N", help="most requests at the same time (default: no limit)")
+    group.add_argument("--seed", type=int, metavar="N", default=0, help="seed of random ids, lengths and arrivals (default: 0)")
+    text = f"random ids are below this number (default: {DEFAULT_VOCABULARY})"
     group.add_argument("--vocab-size", type=count, metavar="N", default=DEFAULT_VOCABULARY, help=text)
-    text = "bounds for goodput, like ttft:500ms,itl:50ms; also tpot and e2e. itl holds for every gap, tpot for their average"
+    text = "limits for goodput, such as ttft:500ms,itl:50ms; also tpot and e2e. itl is for every gap between tokens, tpot for their average"
     parser.add_argument("--slo", type=slo, metavar="BOUNDS", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     check_choice(args)
     if args.speedup is not None and (args.trace is None or args.request_rate is not None):
-        args.fail("--speedup goes with the times of a --trace")
+        args.fail("--speedup needs --trace, without --request-rate")
     check_targets(args)
     SamplingParams(temperature=args.temperature)
     if args.load is None and args.trace is None:
@@ -87,7 +89,7 @@ def _measured(runner: asyncio.Runner, server: RemoteServer, load: Load, args: ar
         print(f"{load.workload.name}: {failure}", file=sys.stderr)
     got, wanted = result.facts["output_tokens"], result.facts["output_tokens_wanted"]
     if not result.facts["failed"] and got != wanted:
-        print(f"{load.workload.name}: {got:,} tokens came where {wanted:,} were asked for; does it obey ignore_eos?", file=sys.stderr)
+        print(f"{load.workload.name}: {got:,} tokens came, but {wanted:,} were requested; does it support ignore_eos?", file=sys.stderr)
     return result
 
 
@@ -139,7 +141,7 @@ def _above_zero(may_be_infinite: bool) -> Callable[[str], float]:
         except ValueError:
             value = 0.0
         if not value > 0 or (math.isinf(value) and not may_be_infinite):
-            raise argparse.ArgumentTypeError(f"wanted a number above 0{', or inf' if may_be_infinite else ''}, got {text!r:.40}")
+            raise argparse.ArgumentTypeError(f"must be a number above 0{', or inf' if may_be_infinite else ''}, got {text!r:.40}")
         return value
 
     return convert

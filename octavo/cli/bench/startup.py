@@ -1,4 +1,4 @@
-"""`octavo bench startup`: real processes, timed from their start to `import`, to ready, to the first token."""
+"""`octavo bench startup`: the time from the start of a process to `import`, to ready, and to its first token."""
 
 import argparse
 from dataclasses import replace
@@ -15,6 +15,7 @@ STATISTICS = ("median", "min", "max")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "examples:\n  octavo bench startup\n  octavo bench startup Qwen/Qwen3-0.6B --rounds 3"
     add_common_flags(parser, DEFAULT_ROUNDS)
     add_engine_flags(parser)
 

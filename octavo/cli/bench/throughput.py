@@ -1,10 +1,4 @@
-"""`octavo bench throughput`: tokens a second over a workload, and what its requests waited for.
-
-    octavo bench throughput                                              the four loads that are cut from a text
-    octavo bench throughput --load batch32,shared32                      some of them
-    octavo bench throughput --input-len 64-512 --output-len 64 --num-prompts 32
-    octavo bench throughput --trace conversations.jsonl --num-prompts 100
-"""
+"""`octavo bench throughput`: tokens per second over a workload, and the latency of its requests."""
 
 import argparse
 from dataclasses import replace
@@ -28,16 +22,24 @@ ROWS += [(name, statistic) for name in TIMES for statistic in ("median", "p90", 
 PICTURED = ("output_throughput", "input_throughput", "first_token", "per_output_token")
 
 
+EXAMPLES = """examples:
+  octavo bench throughput                               the four published loads of text
+  octavo bench throughput --load batch32,shared32       two of them
+  octavo bench throughput --input-len 64-512 --output-len 64 --num-prompts 32
+  octavo bench throughput --trace conversations.jsonl --num-prompts 100"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
     add_common_flags(parser, DEFAULT_ROUNDS)
     add_workload_flags(parser, "the loads of text", "all requests arrive at once")
-    add_engine_flags(parser, only=[name for name in SETTINGS if name != "trace"])  # which is a load here, and no picture of steps
+    add_engine_flags(parser, only=[name for name in SETTINGS if name != "trace"])  # here --trace is a load
 
 
 def run(args: argparse.Namespace) -> int:
     check_choice(args)
     check_targets(args)
-    SamplingParams(temperature=args.temperature)  # refused now, not when the model is loaded
+    SamplingParams(temperature=args.temperature)  # checked before the model is loaded
     from octavo.bench.machine import describe
     from octavo.bench.measure import measure, say
     from octavo.loading.resolve import load_model_config, source_of
@@ -47,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     model = load_model_config(source)
     make = maker(args, model.vocab_size, config.seed)
     if not needs_text(args):
-        config = replace(config, skip_tokenizer_init=True)  # shapes alone can be measured, with --load-format dummy
+        config = replace(config, skip_tokenizer_init=True)  # so that --load-format dummy needs no tokenizer
     with opened(config) as llm:
         workloads = make(llm.max_model_len, llm.get_tokenizer)
         for workload in workloads:

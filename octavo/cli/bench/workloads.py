@@ -1,4 +1,4 @@
-"""The flags that choose a workload, and the workloads they choose."""
+"""The flags of a workload, and the workloads."""
 
 import argparse
 import re
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from octavo.bench.text import Encoder, text_ids
 from octavo.bench.traces import read_trace, traced
 from octavo.bench.workload import RANDOM_LOADS, TEXT_LOADS, Lengths, Workload, drawn, random_load, text_loads
-from octavo.cli.args import nearest
 from octavo.cli.bench.output import count
+from octavo.cli.suggestions import nearest
 
 Maker = Callable[[int, Callable[[], Encoder]], list[Workload]]  # from the longest sequence of a model and the way to its tokenizer
 
@@ -20,22 +20,22 @@ def add_workload_flags(parser: argparse.ArgumentParser, default: str, arrivals: 
     group = parser.add_argument_group(f"workload, one of (default: {default})")
     text = f"published loads, joined by commas: {', '.join(TEXT_LOADS)} (text), {', '.join(RANDOM_LOADS)} (random ids)"
     group.add_argument("--load", type=_loads, metavar="NAME", help=text)
-    text = f"what a service recorded, Azure CSV or Mooncake JSONL: lengths and shared beginnings; {arrivals}"
+    text = f"a recorded trace, Azure CSV or Mooncake JSONL: lengths and shared prefixes; {arrivals}"
     group.add_argument("--trace", metavar="FILE", help=text)
-    text = f"tokens of a prompt, ids drawn at random: 128, or a range, 64-512 (default: {DEFAULT_INPUT})"
+    text = f"tokens in a prompt, chosen at random: 128, or a range such as 64-512 (default: {DEFAULT_INPUT})"
     group.add_argument("--input-len", type=_lengths, metavar="N", help=text)
-    group.add_argument("--output-len", type=_lengths, metavar="N", help=f"tokens generated after it (default: {DEFAULT_OUTPUT})")
-    text = f"requests of chosen lengths (default: {DEFAULT_PROMPTS}), or the first of a trace (default: all)"
+    group.add_argument("--output-len", type=_lengths, metavar="N", help=f"tokens in an answer (default: {DEFAULT_OUTPUT})")
+    text = f"number of requests (default: {DEFAULT_PROMPTS}; of a trace: all)"
     group.add_argument("--num-prompts", type=count, metavar="N", help=text)
-    parser.add_argument("--temperature", type=float, metavar="X", default=0.0, help="0 takes the likeliest token (default: 0)")
+    parser.add_argument("--temperature", type=float, metavar="X", default=0.0, help="0: always the most likely token (default: 0)")
 
 
 def check_choice(args: argparse.Namespace) -> None:
     by_length = args.input_len is not None or args.output_len is not None
     if (args.load is not None) + (args.trace is not None) + by_length > 1:
-        args.fail("a workload comes from --load, from --trace, or from --input-len and --output-len: one of the three")
+        args.fail("give one of --load, --trace, or --input-len with --output-len")
     if args.num_prompts is not None and args.load is not None:
-        args.fail("--num-prompts goes with --trace or chosen lengths: a published load has its own number of requests")
+        args.fail("--num-prompts does not go with --load: a published load has its own number of requests")
 
 
 def needs_text(args: argparse.Namespace) -> bool:
@@ -70,7 +70,7 @@ def _lengths(text: str) -> Lengths:
     found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text, re.ASCII)
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= low <= high:
-        raise argparse.ArgumentTypeError(f"wanted a length of at least 1, like 128, or a range like 64-512, got {text!r:.40}")
+        raise argparse.ArgumentTypeError(f"must be a length of at least 1, like 128, or a range like 64-512, got {text!r:.40}")
     return Lengths(low, high)
 
 
@@ -78,5 +78,5 @@ def _loads(text: str) -> list[str]:
     names, known = text.split(","), [*TEXT_LOADS, *RANDOM_LOADS]
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
-        raise argparse.ArgumentTypeError(f"there is no load {unknown!r:.40}, only {', '.join(known)}{nearest(unknown, known)}")
+        raise argparse.ArgumentTypeError(f"unknown load {unknown!r:.40}, known are {', '.join(known)}{nearest(unknown, known)}")
     return list(dict.fromkeys(names))
