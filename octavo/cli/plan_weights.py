@@ -35,7 +35,7 @@ def stored(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig) -> str:
     if config.quantization in ("int8", "int4"):
         said = f", {config.quantization} at load" + ("" if needs.keeps_codes else "; torch computes with floats and saves no memory")
     elif shape.packed:
-        said = f", {'codes stay codes' if needs.keeps_codes and config.quantization == 'auto' else 'unpacked at load'}"
+        said = f", {'stay quantised' if needs.keeps_codes and config.quantization == 'auto' else 'unpacked at load'}"
     return f"{shown(shape.stored_bytes)} on disk{said}"
 
 
@@ -49,7 +49,7 @@ def matrix_forms(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig) -
         parts = [weights[part] for part in one.matrix.parts if part in weights]
         kept = needs.dtype if one.codes is None else f"{one.codes.bits}-bit codes in groups of {one.codes.group}"
         if shape.expands(one, config.quantization):
-            kept += ", as their parts cannot be merged as codes"
+            kept += ", as their parts cannot be merged when quantised"
         form = found.get(kept, MatrixForm(kept, {}, [], 0))
         matrices = Counter(form.matrices) + Counter([one.matrix.name])
         kinds = dict.fromkeys([*form.stored, *(part.kind for part in parts)])

@@ -82,7 +82,7 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
     longest = BLOCKS_FOR_LONGEST * config.block_size + 1
     if model.max_position < longest:
         raise ConfigError(
-            f"verify wants a context of {BLOCKS_FOR_LONGEST} blocks, {longest} tokens, the model has {model.max_position}: lower block_size"
+            f"verify needs a context of {BLOCKS_FOR_LONGEST} blocks, {longest} tokens, the model has {model.max_position}: lower block_size"
         )
     config = stress_config(config, depth)
     debug = replace(debug_from_environment(), check=True, preempt_every=11)

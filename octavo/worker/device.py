@@ -186,7 +186,7 @@ def choose_device(asked: str, found: Found) -> Choice:
         return Choice("cuda", f"{found.gpu}, Triton {found.triton}", found.gpu)
     why = f"{lack.what} ({lack.help})" if lack.help else lack.what
     if asked == "cuda":
-        raise ConfigError(f"device is cuda, which cannot be had: {why}; device auto computes on the CPU then")
+        raise ConfigError(f"device is cuda, but no GPU can be used: {why}; set device to auto to compute on the CPU")
     return Choice("cpu", why)
 
 

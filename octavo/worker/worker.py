@@ -211,9 +211,9 @@ class Worker:
             return ModelShape(self.source.name, self.model_config)
         shape, asked = shape_of(self.source, self.model_config), self.config.quantization
         if shape.packed and asked in ("int8", "int4"):
-            logger.warning("The weights are codes already and are quantised again: quantization=auto keeps them as they are")
+            logger.warning("The weights are already quantised and are quantised again: quantization=auto keeps them as they are")
         if self.library is None and not self.on_device and asked in ("int8", "int4"):
-            logger.warning("quantization=%s saves no memory here: torch computes with the numbers that codes stand for", asked)
+            logger.warning("quantization=%s saves no memory here: torch computes with dequantised weights", asked)
         return shape
 
     @property
@@ -233,8 +233,8 @@ class Worker:
         wanted = [one for one in self.kept if asked in ("int8", "int4") or shape.expands(one, asked)]
         floats = Counter(one.matrix.name for one in wanted if one.codes is None)
         names = ", ".join(f"{count} {name}" for name, count in floats.items())
-        why = "their parts cannot be merged as codes, or their rows are not of whole groups"
-        return names and f"Some matrices are kept as {self.dtype}, not as codes: {names} ({why})"
+        why = "their parts cannot be merged when quantised, or their rows are not of whole groups"
+        return names and f"Some matrices are kept as {self.dtype}, not quantised: {names} ({why})"
 
     def _make_store(self, geometry: CacheGeometry) -> KVStore:
         if self.backend.paged:

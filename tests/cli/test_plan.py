@@ -38,7 +38,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object
 
 def test_the_default_model_is_planned_without_torch_and_drawn_to_scale() -> None:
     packed = run("--memory", "2GiB", "--dtype", "bfloat16")
-    assert re.search(r"^  weights +93\.8 MiB   92\.1 MiB on disk, codes stay codes$", packed.stdout, re.MULTILINE)
+    assert re.search(r"^  weights +93\.8 MiB   92\.1 MiB on disk, stay quantised$", packed.stdout, re.MULTILINE)
     done = run("--memory", "2GiB", "--dtype", "bfloat16", "--no-native")
     assert (done.returncode, done.stderr) == (0, "")
     head = "SmolLM2-135M-Instruct: LlamaForCausalLM, 134,515,008 parameters, bfloat16, on the CPU by"
@@ -112,7 +112,7 @@ def test_a_gpu_that_is_not_here_is_planned_for_without_torch(tmp_path: Path) -> 
     done = run("--device", "cuda", "--memory", "4g")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("SmolLM2-135M-Instruct: LlamaForCausalLM, 134,515,008 parameters, bfloat16, on a GPU\n")
-    assert re.search(r"^  weights +99\.0 MiB   92\.1 MiB on disk, codes stay codes$", done.stdout, re.MULTILINE)
+    assert re.search(r"^  weights +99\.0 MiB   92\.1 MiB on disk, stay quantised$", done.stdout, re.MULTILINE)
     assert re.search(r"^ +68\.6 MiB   of it 4-bit codes in groups of 32: 30 qkv, 30 output, .* \(from Q4_1\)$", done.stdout, re.MULTILINE)
     assert re.search(r"^  activations .* steps of 8,192 tokens, 512 sequences$", done.stdout, re.MULTILINE)
     assert re.search(r"^  graphs +[\d.]+ MiB   captured steps, estimated$", done.stdout, re.MULTILINE)
@@ -135,7 +135,7 @@ def test_a_gpu_without_a_size_has_to_be_here(capsys: pytest.CaptureFixture[str],
     monkeypatch.setattr(device, "GPU_SIGNS", ())
     monkeypatch.setattr(device, "torch_gpu", lambda: (None, "none"))
     assert main(["plan", "--device", "cuda"]) == 1
-    said = "octavo: error: device is cuda, which cannot be had: no NVIDIA GPU was found; .*; --memory 80g plans for a GPU of"
+    said = "octavo: error: device is cuda, but no GPU can be used: no NVIDIA GPU was found; .*; --memory 80g plans for a GPU of"
     assert re.match(said, capsys.readouterr().err)
     gpu = device.Gpu("NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB)
     monkeypatch.setattr(device, "find", lambda: device.Found(device.TorchBuild("2.13", "13.0", None), True, gpu, triton="3.6.0"))
@@ -168,7 +168,7 @@ def test_a_plan_says_what_becomes_of_each_matrix(tmp_path: Path, capsys: pytest.
     mixed = to_gguf(folder, tmp_path / "mixed.gguf", "Q4_0", kinds={"attn_v": "F16", "ffn_up": "Q8_0", "ffn_down": "F16"})
     assert main(["plan", str(mixed), "--dtype", "bfloat16", "--memory", "1g"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"MiB   of it bfloat16, as their parts cannot be merged as codes: 5 qkv \(from Q4_0, F16\)$", shown, re.MULTILINE)
+    assert re.search(r"MiB   of it bfloat16, as their parts cannot be merged when quantised: 5 qkv \(from Q4_0, F16\)$", shown, re.MULTILINE)
     assert re.search(r"MiB   of it 8-bit codes in groups of 32: 5 gate_up \(from Q4_0, Q8_0\)$", shown, re.MULTILINE)
     assert re.search(r"MiB   of it bfloat16: 5 down \(from F16\)$", shown, re.MULTILINE)
     main(["plan", str(mixed), "-q", "int8", "--no-native"])
@@ -178,7 +178,7 @@ def test_a_plan_says_what_becomes_of_each_matrix(tmp_path: Path, capsys: pytest.
 def test_a_quantised_folder_is_planned_without_torch(tmp_path: Path) -> None:
     quantized, _ = write_both(tmp_path, Kind("gptq", act_order=True))
     shown = run(str(quantized), "--dtype", "bfloat16", "--memory", "1g").stdout
-    assert "codes stay codes" in shown and "of it 4-bit codes in groups of 32: 2 qkv, 2 output, 2 gate_up, 2 down (from GPTQ)" in shown
+    assert "stay quantised" in shown and "of it 4-bit codes in groups of 32: 2 qkv, 2 output, 2 gate_up, 2 down (from GPTQ)" in shown
     assert "of it bfloat16: 1 head (from F32)" in shown
 
 

@@ -119,8 +119,8 @@ def test_codes_say_what_their_floats_say_and_take_what_was_planned(tmp_path: Pat
     assert model.nbytes == needs.weights and needs.keeps_codes
     assert (model.nbytes < 0.8 * floats.nbytes) == (form.quantization != "none")
     assert {layer.few_rows for layer in model.layers} == {floats.layers[0].few_rows} != {0}  # of the fused kernels
-    expected = [f"Some matrices are kept as float32, not as codes: {form.floats}"] if form.floats else []
-    assert heads(said) == (expected if name != "int8 of codes" else ["The weights are codes already and are quantised again"])
+    expected = [f"Some matrices are kept as float32, not quantised: {form.floats}"] if form.floats else []
+    assert heads(said) == (expected if name != "int8 of codes" else ["The weights are already quantised and are quantised again"])
 
 
 @pytest.mark.parametrize(("name", "depth"), [("GPTQ with orders that differ", 1), ("GGUF, also the vocabulary", 2)])
@@ -133,7 +133,7 @@ def test_paging_is_invisible(tmp_path: Path, name: str, depth: int) -> None:
 
 def test_rows_that_are_no_whole_groups_stay_floats_and_it_is_said(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     _, model = run(small_shape(tmp_path, 64, 72), load_format="dummy", quantization="int4")
-    assert heads(said) == ["Some matrices are kept as float32, not as codes: 2 down"]
+    assert heads(said) == ["Some matrices are kept as float32, not quantised: 2 down"]
     assert model.nbytes == model_shape(str(tmp_path / "config.json")).needs("float32", "int4", device="cuda").weights
 
 

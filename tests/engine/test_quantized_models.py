@@ -136,7 +136,7 @@ def test_codes_are_quantised_again_and_torch_saves_nothing_with_a_warning_each(t
     assert_about_as_sure(fewer, as_is, mean=0.3, most=4)
     assert fewer_bytes < nbytes and len(warnings.messages) == 1
     run(path, native=False, quantization="int8")
-    assert "The weights are codes already and are quantised again: quantization=auto keeps them as they are" in warnings.messages[0]
+    assert "The weights are already quantised and are quantised again: quantization=auto keeps them as they are" in warnings.messages[0]
     assert "quantization=int8 saves no memory here" in warnings.messages[2] and len(warnings.messages) == 3
 
 
@@ -162,4 +162,4 @@ def test_names_of_other_engines_are_refused_with_what_to_say_instead() -> None:
 
 def test_the_command_line_quantises_the_default_model() -> None:
     run = octavo("generate", "Hello", "-q", "int4", "--max-tokens", "2", env={"OCTAVO_LOG_LEVEL": "INFO"})
-    assert run.returncode == 0 and "codes already and are quantised again" in run.stderr and "Model loading took 0.09 GiB" in run.stderr
+    assert run.returncode == 0 and "already quantised and are quantised again" in run.stderr and "Model loading took 0.09 GiB" in run.stderr

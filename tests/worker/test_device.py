@@ -66,7 +66,7 @@ def test_the_choice_says_why_and_what_an_idle_gpu_would_need(found: Found, why: 
     assert choose_device("auto", found) == Choice("cpu", why)
     with pytest.raises(ConfigError) as refusal:
         choose_device("cuda", found)
-    assert str(refusal.value) == f"device is cuda, which cannot be had: {why}; device auto computes on the CPU then"
+    assert str(refusal.value) == f"device is cuda, but no GPU can be used: {why}; set device to auto to compute on the CPU"
 
 
 def test_what_torch_says_of_a_gpu_is_kept_and_what_it_complains_of_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_a_worker_says_one_device_line_and_refuses_what_cannot_work(
     assert [said for said in messages if said.startswith("Device: cpu")] == messages
     assert "no NVIDIA GPU" in messages[0] and "NVIDIA GPU is there" in messages[1] and messages[2].endswith("as asked for")
     caplog.clear()
-    with pytest.raises(ConfigError, match="device is cuda, which cannot be had"):
+    with pytest.raises(ConfigError, match="device is cuda, but no GPU can be used"):
         worker(EngineConfig(device="cuda"))
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     monkeypatch.setattr(platform, "system", lambda: "Linux")
