@@ -31,48 +31,46 @@ def _flag(default: Any, text: str, choices_because: str = "") -> Any:
 class EngineConfig:
     model: str | None = _flag(None, "a folder, a .gguf file, or owner/name[@revision][:QUANT] on the hub; without one, the default model")
     revision: str | None = _flag(None, "branch, tag or commit of a model on the hub")
-    dtype: Dtype = _flag("auto", "type of the weights and activations; auto: the fastest type of this CPU, on a GPU the type in the file")
+    dtype: Dtype = _flag("auto", "float32, bfloat16 or float16; auto: what the CPU is fast at, on a GPU what the file says")
     quantization: Quantization = _flag(
-        "auto", "auto: weights as in the file; none: as floats; int8, int4: quantised to 8 or 4 bits at load",
+        "auto", "keep weights as the file has them, as floats (none), or in codes of 8 or 4 bits",
         "what a file holds (awq, gptq, gguf) is found by auto",
     )  # fmt: skip
     device: Device = _flag(
-        "auto", "device to compute on; auto: an NVIDIA GPU if one can be used, else the CPU", "it computes on the CPU or an NVIDIA GPU"
+        "auto", "where to compute; auto: on an NVIDIA GPU where there is one that can", "it computes on the CPU or an NVIDIA GPU"
     )
-    load_format: Literal["auto", "dummy"] = _flag("auto", "dummy: random weights, to try shapes")
-    max_model_len: int | None = _flag(None, "max tokens of a sequence, prompt and answer together (4096, 32k); auto: as many as fit")
-    block_size: int = _flag(16, "tokens per block of the KV cache, a power of two from 1 to 256")
-    kv_cache_dtype: KVCacheDtype = _flag("auto", "type of the KV cache; auto: the same as dtype; int8: quantised to 8 bits, on a CPU")
+    load_format: Literal["auto", "dummy"] = _flag("auto", "dummy: random weights, for trying out shapes")
+    max_model_len: int | None = _flag(None, "longest sequence, prompt and answer (4096, 32k, auto)")
+    block_size: int = _flag(16, "tokens in a block, a power of two from 1 to 256")
+    kv_cache_dtype: KVCacheDtype = _flag("auto", "numbers of the KV cache; auto: as dtype; int8: codes, a scale for each token and head")
     kv_cache_layout: KVCacheLayout = _flag(
-        "auto", "order of a block in memory, on a GPU: by token (nhd) or by head (hnd); auto: nhd"
+        "auto", "on a GPU: whether a token's heads (nhd) or a head's tokens (hnd) lie side by side in a block; auto: nhd"
     )
     kv_cache_memory_bytes: int | None = _flag(
-        None, "memory for the KV cache (512m, 4g); default: a quarter of the memory, at most 4 GiB; on a GPU: all that is left"
+        None, "memory for the KV pool (512m, 4g); default: a quarter of memory, at most 4 GiB; on a GPU, what is left of it"
     )
-    gpu_memory_utilization: float = _flag(0.9, "share of the GPU's memory that may be in use, other processes included")
-    num_gpu_blocks_override: int | None = _flag(None, "exact number of blocks in the KV cache")
-    max_num_seqs: int | None = _flag(None, "max number of sequences that run at once; default: 256, on a GPU 512")
-    max_num_batched_tokens: int | None = _flag(None, "max number of tokens in one step; default: 2048, on a GPU 8192")
+    gpu_memory_utilization: float = _flag(0.9, "how much of a GPU's memory may be in use, that of other processes included")
+    num_gpu_blocks_override: int | None = _flag(None, "exact number of blocks in the KV pool")
+    max_num_seqs: int | None = _flag(None, "most sequences that run at once (rows); default: 256, on a GPU 512")
+    max_num_batched_tokens: int | None = _flag(None, "most tokens one step computes; default: 2048, on a GPU 8192")
     enable_prefix_caching: bool = _flag(True, "reuse blocks of earlier prompts and answers")
-    scheduling_policy: SchedulingPolicy = _flag("fcfs", "fcfs: first come, first served; priority: lower numbers first")
+    scheduling_policy: SchedulingPolicy = _flag("fcfs", "fcfs: by arrival; priority: lower number first")
     attention_backend: str = _flag(
-        "auto", "auto, cpu, triton (for a GPU), flashinfer (for a GPU, if installed), or contiguous (not paged: the reference)"
+        "auto", "auto, cpu (paged), triton or, where it is installed, flashinfer (paged, for a GPU), or contiguous (the reference)"
     )
-    enforce_eager: bool = _flag(False, "do not use CUDA graphs, on a GPU")
-    native: bool = _flag(True, "use the native CPU kernels, which keep quantised weights quantised; without them, torch computes")
-    cpu_isa: CpuIsa = _flag("auto", "CPU instructions that the native kernels may use; auto: the best of this CPU")
-    pipeline_depth: int | None = _flag(None, "number of steps in flight, 1 or 2; default: 1, on a GPU 2")
-    max_logprobs: int = _flag(20, "max number of logprobs per token that a request may ask for")
+    enforce_eager: bool = _flag(False, "on a GPU: launch every kernel by itself, no CUDA graphs")
+    native: bool = _flag(True, "compute with the native CPU kernels: quantised weights stay packed, one call a step")
+    cpu_isa: CpuIsa = _flag("auto", "the instructions they may use: avx2 to amx on x86-64, neon, i8mm on ARM; auto: the best there are")
+    pipeline_depth: int | None = _flag(None, "steps in flight, 1 or 2; default: 1, on a GPU 2")
+    max_logprobs: int = _flag(20, "most logprobs one request may ask for")
     logprobs_mode: LogprobsMode = _flag(
-        "raw", "raw: logprobs of the model; processed: logprobs after penalties, bias, temperature and filters"
+        "raw", "logprobs of what the model says, or (processed) of what a token is drawn from: biased, penalised, masked, scaled, cut"
     )
-    generation_config: Literal["auto", "none"] = _flag(
-        "auto", "auto: take sampling defaults from the model's generation_config.json; none: ignore them"
-    )
-    chat_template: str | None = _flag(None, "a .jinja file to use instead of the model's chat template")
+    generation_config: Literal["auto", "none"] = _flag("auto", "none: do not sample as the makers recommend (generation_config.json)")
+    chat_template: str | None = _flag(None, "a .jinja file to use instead of the model's own template")
     skip_tokenizer_init: bool = _flag(False, "token ids in, token ids out; no tokenizer is loaded")
-    trace: str | None = _flag(None, "write a trace of all steps to this file, for ui.perfetto.dev or chrome://tracing")
-    seed: int = _flag(0, "seed for requests without their own seed, and for dummy weights")
+    trace: str | None = _flag(None, "write each step to this file, for ui.perfetto.dev or chrome://tracing")
+    seed: int = _flag(0, "seed of requests that bring none, and of dummy weights")
 
     def __post_init__(self) -> None:
         for each in fields(self):

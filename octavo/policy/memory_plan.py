@@ -43,7 +43,7 @@ class Memory:
     total: int  # what this process may use
     others: int = 0  # what other processes hold of it
     gpu: int | None = None  # bytes of the GPU that `total` is a share of
-    lacking: int = 0  # what was there by all accounts and could not be allocated
+    lacking: int = 0  # what was there by all accounts and could not be had
     unified: bool = False  # the GPU has no memory but the CPU's: what this process holds on the host comes out of it, too
 
     @staticmethod
@@ -113,7 +113,7 @@ class MemoryPlan:
         """What is needed, for what, and what there is."""
         use, memory = self.use, self.memory
         gone = [f"other processes hold {shown(memory.others)}"] if memory.others else []
-        gone += [f"{shown(memory.lacking)} could not be allocated"] if memory.lacking else []
+        gone += [f"{shown(memory.lacking)} could not be had"] if memory.lacking else []
         of_gpu = "" if memory.gpu is None else f" of the GPU's {shown(memory.gpu)} (gpu_memory_utilization)"
         shared = ""
         if memory.unified and memory.gpu is not None:

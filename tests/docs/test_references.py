@@ -188,3 +188,17 @@ def _anchors(path: Path) -> set[str]:
 def test_the_index_lists_every_document() -> None:
     index = (DOCS / "README.md").read_text()
     assert [path.name for path in DOCS.glob("*.md") if path.name != "README.md" and f"({path.name})" not in index] == []
+
+
+# -- the image
+
+
+def test_the_dockerfile_installs_by_the_scripts_that_ci_runs() -> None:
+    runs = re.findall(r"^RUN (.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    scripts = {f".ci/{name}" for line in runs for name in re.findall(r"/source/\.ci/(\w+)", line)}
+    assert scripts == {".ci/wheel", ".ci/install"}
+    package = (ROOT / ".ci/package").read_text()
+    assert all(script in package and (ROOT / script).stat().st_mode & 0o111 for script in scripts)
+    rest = [line for line in runs if "/source/.ci/" not in line]
+    known = ("apt-get ", "python -m pip install --quiet -c /source/requirements/dev.txt ", "useradd ")  # what CI's machine has already
+    assert [line for line in rest if not line.startswith(known)] == []

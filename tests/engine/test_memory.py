@@ -100,7 +100,7 @@ def test_what_was_taken_before_memory_ran_out_is_given_back_and_counts_as_nobody
 
     monkeypatch.setattr(worker_module, "load_weights", load)
     monkeypatch.setattr(memory_module, "memory", memory)
-    said = r"8\.00 GiB, of which \d\.\d\d GiB could not be allocated: lower num_gpu_blocks_override to \d+ or less; the largest max_model_len"
+    said = r"8\.00 GiB, of which \d\.\d\d GiB could not be had: lower num_gpu_blocks_override to \d+ or less; the largest max_model_len"
     with pytest.raises(ConfigError, match=said):
         LLM(stories, native=False, num_gpu_blocks_override=10**5)
 
