@@ -62,7 +62,7 @@ class HttpClient:
             _, connection = await loop.create_connection(_Connection, self.address.host, self.address.port, ssl=self._secure)
         except OSError as error:
             said = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or str(error)
-            raise RemoteError(f"nobody answers at {self.address} ({said}); is the server running there?") from error
+            raise RemoteError(f"no server answers at {self.address} ({said}); is the server running there?") from error
         return connection, False
 
 

@@ -237,7 +237,7 @@ def banner() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--url", "http://127.0.0.1:9"], "nobody answers at http://127.0.0.1:9 (Connection refused); is the server running there?"),
+        (["--url", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9 (Connection refused); is the server running there?"),
         (["--url", "SERVED"], "answers 401: "),
         (["--url", "SERVED", "--api-key", "wrong"], "; give its key with --api-key or OCTAVO_API_KEY"),
         (["--url", "SERVED", "--api-key", "secret", "--model", "gpt"], "there is no model 'gpt' at http://127.0.0.1:"),

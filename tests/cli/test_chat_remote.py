@@ -40,7 +40,7 @@ def test_a_conversation_with_a_server_from_banner_to_ctrl_d(tmp_path: Path) -> N
             assert re.search(r"server  queue \d+ ms, prefill \d+ ms, decode \d+ ms", chat.ask_twice())
             server.process.terminate()
             assert server.ended() == 0
-            assert "error: nobody answers at http://127.0.0.1" in chat.ask("Is anybody there?")
+            assert "error: no server answers at http://127.0.0.1" in chat.ask("Is anybody there?")
             assert chat.leave() == 0
 
 

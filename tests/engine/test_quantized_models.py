@@ -162,4 +162,4 @@ def test_names_of_other_engines_are_refused_with_what_to_say_instead() -> None:
 
 def test_the_command_line_quantises_the_default_model() -> None:
     run = octavo("generate", "Hello", "-q", "int4", "--max-tokens", "2", env={"OCTAVO_LOG_LEVEL": "INFO"})
-    assert run.returncode == 0 and "codes already and are quantised again" in run.stderr and "Model loading took 0.09 GiB" in run.stderr
+    assert run.returncode == 0 and "already quantised and are quantised again" in run.stderr and "Model loading took 0.09 GiB" in run.stderr

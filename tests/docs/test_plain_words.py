@@ -1,0 +1,60 @@
+"""Phrases that users did not understand, and that must not come back: in help, messages, documents and on the page."""
+
+from collections.abc import Iterable, Iterator
+
+from tests.docs.sources import Said, documents, helps, literals, page
+
+# phrase -> what to write instead
+PHRASES = {
+    "nobody watching costs nothing": "when nobody is watching, it costs nothing",
+    "codes stay codes": "quantised weights stay quantised",
+    "codes of floats": "quantised weights",
+    "floats of codes": "dequantised weights",
+    "codes of 8 bits": "8-bit weights, int8",
+    "numbers that codes stand for": "dequantised weights",
+    "which cannot be had": "say what is missing: no GPU can be used",
+    "nothing that is to be had": "costs no throughput",
+    "says what can be had": "measures the limits",
+    "nobody answers at": "no server answers at",
+    "are not ours alone": "are shared with others",
+    "fits in the head": "is small",
+    "is to be fixed": "needs fixing",
+    "asks nobody for anything": "loads nothing",
+    "beside its peers": "compared with other engines",
+    "the policy room": "policy/, the scheduler",
+    "hardened at the door": "checked when it arrives",
+    "a GPU wants": "a GPU needs",
+    "wants a server": "needs a server",
+    "are for the eye": "are not run",
+}
+OLD_WORDS = "docs/decisions.md"  # reasons as they were written down when they were decided
+
+
+
+def sources() -> Iterator[Said]:
+    yield from (Said(f"{command} --help", text) for command, text in helps().items())
+    yield from literals()
+    yield from (Said(path.as_posix(), path.read_text()) for path in [*documents(), *page()])
+
+
+def offences(texts: Iterable[Said]) -> Iterator[str]:
+    """Every listed phrase, in any case, also where a line breaks in it."""
+    for said in texts:
+        plain = " ".join(said.text.lower().split())
+        for phrase, instead in PHRASES.items():
+            if phrase.lower() in plain:
+                yield f"{said.where}: {phrase!r}; write instead: {instead}"
+
+
+def test_phrases_that_nobody_understood_do_not_come_back() -> None:
+    texts = list(sources())
+    assert list(offences(said for said in texts if not said.where.endswith(OLD_WORDS))) == []
+    every_kind = ("Octavo runs large language models", "port to listen on", " is not a multiple of ", "<title>Octavo</title>")
+    assert [text for text in every_kind if not any(text in said.text for said in texts)] == [], "some kind of text was not read"
+
+
+def test_a_phrase_is_found_across_lines_with_what_to_write() -> None:
+    said = Said("a.md", "It runs.\nNobody watching\n  costs nothing.")
+    assert list(offences([said])) == [
+        "a.md: 'nobody watching costs nothing'; write instead: when nobody is watching, it costs nothing"
+    ]
