@@ -81,8 +81,10 @@ export class ConversationList {
     const { item, opener } = this.#items.get(conversation.id);
     const field = make("input", { "aria-label": "Name of the conversation", maxlength: "80" });
     field.value = title(conversation);
+    let ended = false; // taking the field away is a "blur", too
     const end = (name) => {
-      if (!field.isConnected) return;
+      if (ended) return;
+      ended = true;
       field.replaceWith(opener);
       if (name !== null) this.#host.rename(conversation, name);
     };
