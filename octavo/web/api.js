@@ -60,7 +60,7 @@ async function ask(path, options) {
     const answer = await reach(path, { ...options, headers: { ...options.headers, ...authHeaders() } });
     if (answer.ok) return answer;
     const error = await errorOf(answer);
-    if (answer.status !== 401 || !again || !(await askForKey(error.message))) throw error;
+    if (answer.status !== 401 || !again || !(await askForKey())) throw error;
   }
 }
 

@@ -6,7 +6,7 @@ const NUMBERS = [
   { name: "temperature", label: "Temperature", least: 0, most: 2 },
   { name: "top_p", label: "Top p", above: 0, most: 1 },
   { name: "max_tokens", label: "Max tokens", least: 1, whole: true }, // at most the context, once the model is known
-  { name: "seed", label: "Seed", least: 0, most: Number.MAX_SAFE_INTEGER, whole: true },
+  { name: "seed", label: "Seed", least: 0, whole: true },
 ];
 
 /** Writes into `conversation`, and calls `changed` when it has. */
@@ -49,7 +49,7 @@ function field(number, sampling, changed) {
   input.value = sampling[name] ?? "";
   const isRight = () => (input.value === "" ? !input.validity.badInput : fits(input.valueAsNumber, number));
   const tell = (right) => {
-    trouble.textContent = right ? "" : `Not used: it must be ${rangeOf(number)}.`;
+    trouble.textContent = right ? "" : `Not used: must be ${rangeOf(number)}.`;
     input.setAttribute("aria-invalid", String(!right));
     return right;
   };
@@ -68,7 +68,7 @@ function fits(value, { least = -Infinity, above = -Infinity, most = Infinity, wh
 }
 
 function rangeOf({ least, above, most, whole }) {
-  const low = above === undefined ? `at least ${least}` : `above ${above}`;
-  const high = most === undefined ? "" : ` and at most ${most.toLocaleString("en")}`;
-  return `${whole ? "a whole number, " : ""}${low}${high}`;
+  const number = whole ? "a whole number " : "";
+  if (most === undefined) return `${number}of at least ${least}`;
+  return above === undefined ? `${number}from ${least} to ${most.toLocaleString("en")}` : `${number}above ${above} and at most ${most}`;
 }

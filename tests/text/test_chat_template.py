@@ -73,6 +73,7 @@ def test_the_system_prompt_that_a_template_adds_is_found() -> None:
         "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}",  # twice
         "[system]{{ messages[0].content if messages[0].role == 'system' else 'Be kind.' }}{{ messages|length }}",
         "[system]{{ messages[0].content|upper if messages[0].role == 'system' else 'Be kind.' }}",
+        "[system]{{ messages[0].content if messages[0].role == 'system' else 'Be kind.' }}{{ '!' if messages[0].content == 'Be kind.' }}",
         "{{ messages[5].content.none }}",
         "{% for i in range(10**9) %}{% endfor %}",
     ],

@@ -37,23 +37,23 @@ export function setKey(value) {
   for (const listener of listeners) listener();
 }
 
-/** Resolves to whether there is a new key. `said`: why the server wants one, in its words. */
-export function askForKey(said) {
-  asking ??= showQuestion(said).finally(() => { asking = null; });
+/** Resolves to whether there is a new key, one that the server accepts. */
+export function askForKey() {
+  asking ??= showQuestion().finally(() => { asking = null; });
   return asking;
 }
 
 /** The question stays open until a key is accepted or the user cancels. */
-function showQuestion(said) {
+function showQuestion() {
   const [title, reason, field, below] = [freshId("key-title"), freshId("key-reason"), freshId("key-field"), freshId("key-trouble")];
   const input = make("input", { id: field, type: "password", autocomplete: "off", spellcheck: "false", required: true, "aria-describedby": below });
-  const trouble = make("p", { id: below, class: "trouble", role: "alert" });
+  const trouble = make("p", { id: below, class: "trouble", role: "alert" }, hasKey() ? "The key of this tab is not valid." : "");
   const submit = make("button", { type: "submit", class: "primary" }, "Use this key");
   const form = make(
     "form",
     {},
     make("h2", { id: title }, "This server asks for a key"),
-    make("p", { id: reason, class: "muted" }, `${sentence(said)} The key stays in this tab and is forgotten when the tab closes.`),
+    make("p", { id: reason, class: "muted" }, "It was started with --api-key. The key stays in this tab and is forgotten when the tab closes."),
     make("label", { for: field }, "API key"),
     input,
     trouble,
