@@ -71,6 +71,23 @@ class ChatTemplate:
         finally:
             self._idle.append(renderer)
 
+    def default_system_prompt(self) -> str | None:
+        """What the template says as the system where the conversation has no system message; None if it says nothing or it cannot be told.
+
+        The text in the place of a system message is cut out, and then given as a system message: it must make the same prompt.
+        """
+        user = {"role": "user", "content": "a question"}
+        mark = "the system prompt stands here"
+        try:
+            without = self.render([user])
+            before, *after = self.render([{"role": "system", "content": mark}, user]).split(mark)
+            if len(after) != 1 or not (without.startswith(before) and without.endswith(after[0])):
+                return None
+            found = without[len(before) : len(without) - len(after[0])]
+            return found if found and self.render([{"role": "system", "content": found}, user]) == without else None
+        except TemplateError:  # it takes no system message, or wants something that is not there
+            return None
+
     def _failure(self, what: str, error: Exception) -> TemplateError:
         place, reason = "", str(error)
         if isinstance(error, TemplateSyntaxError):

@@ -75,6 +75,10 @@ class PromptEncoder:
             text = _open_last_message(text, str(plain[-1]["content"]))
         return text
 
+    def default_system_prompt(self) -> str | None:
+        """See `ChatTemplate.default_system_prompt`; None where there is no template. It renders, so ask once and keep the answer."""
+        return None if self._template is None else self._template.default_system_prompt()
+
     def spellings(self, words: Sequence[str]) -> list[list[int]]:
         """Token ids of each word, as it stands at the start of a text and behind a space."""
         if not words:

@@ -1,32 +1,39 @@
-/* The chat: conversations side by side, the list of those this browser keeps, and the button that forgets them all. */
+/* The chat: conversations side by side in columns, and the list of all that this browser has stored.
+
+An "octavo:ask" event on the document, { detail: { text } }, sends that text in the first column. */
 
 import { Column } from "./chat_column.js";
+import { ConversationList } from "./chat_list.js";
+import { Waiting } from "./chat_waiting.js";
 import { button, freshId, make } from "./dom.js";
-import { conversations, newConversation, openIds, removeAll, save, saveOpen, title } from "./store.js";
+import { conversations, newConversation, openIds, remove, removeAll, rename, restore, save, saveOpen, title } from "./store.js";
 
 const MOST_COLUMNS = 4;
-const NEW = "new";
+const LIST_WIDTH = 190; // px, with the space beside it
+const COLUMN_WIDTH = 270;
 
-/** Returns { allow(whether one may ask) }. `failed`: called when an answer was not to be had, for a reason that may pass. */
+/** Returns { allow(whether one may ask), know(the model's entry in /v1/models) }. `failed`: called when an answer could not be had, for a reason that may pass. */
 export function mountChat(element, view, failed) {
   const status = make("p", { class: "hidden", role: "status" });
   const strip = make("div", { class: "columns" });
   const adder = button("New column", () => add(newConversation()));
-  const bar = make("div", { class: "chat-bar" }, adder, button("Clear all", clearAll));
   const columns = [];
+  let used = null; // the column that had the focus last
   let allowed = true;
-  element.append(bar, strip, status);
 
   const host = {
+    model: null,
     announce: (text) => { status.textContent = text; },
     select: (request) => view.selection.set({ request }),
+    waiting: () => new Waiting(view),
     changed: refresh,
     failed,
-    open(column, id) {
-      const known = conversations().find((conversation) => conversation.id === id);
-      column.show(known ?? newConversation());
+    used(column) {
+      if (used === column) return;
+      used = column;
       refresh();
     },
+    sendAll: (text) => columns.forEach((column) => column.ask(text)),
     branch(column) {
       const copy = newConversation(column.conversation);
       save(copy);
@@ -36,10 +43,39 @@ export function mountChat(element, view, failed) {
       column.stop();
       column.element.remove();
       columns.splice(columns.indexOf(column), 1);
+      if (used === column) used = columns.at(-1);
       refresh();
       columns.at(-1).focus();
     },
   };
+
+  const list = new ConversationList({
+    open: show,
+    begin: () => show(newConversation()),
+    rename(conversation, name) {
+      rename(conversation, name);
+      refresh();
+    },
+    remove(conversation) {
+      remove(conversation.id);
+      for (const column of columns) if (column.conversation === conversation) column.show(newConversation());
+      refresh();
+    },
+    restore(conversation) {
+      restore(conversation);
+      show(conversation);
+    },
+    clear: clearAll,
+  });
+  element.append(make("div", { class: "chat-bar" }, list.toggle, adder), make("div", { class: "chat-body" }, ...list.elements, strip), status);
+
+  /** In the column used last, unless another column has it already. */
+  function show(conversation) {
+    const column = columns.find((each) => each.conversation === conversation) ?? used;
+    if (column.conversation !== conversation) column.show(conversation);
+    refresh();
+    column.focus();
+  }
 
   function add(conversation) {
     if (columns.length >= MOST_COLUMNS) return;
@@ -47,25 +83,27 @@ export function mountChat(element, view, failed) {
     column.allow(allowed);
     columns.push(column);
     strip.append(column.element);
+    used = column;
     refresh();
     column.focus();
   }
 
   function refresh() {
     const open = columns.map((column) => column.conversation.id);
-    const known = conversations();
+    const together = { several: columns.length > 1, busy: columns.some((column) => column.streams) };
     for (const [index, column] of columns.entries()) {
-      const own = column.conversation;
-      column.element.setAttribute("aria-label", `Column ${index + 1}`);
-      const listed = known.filter(({ id, messages }) => id === own.id || (messages.length && !open.includes(id)));
-      column.choice.replaceChildren(...listed.map((each) => make("option", { value: each.id }, title(each))), make("option", { value: NEW }, "New …"));
-      column.choice.value = own.id;
-      column.closer.hidden = columns.length === 1;
+      column.label(index + 1, title(column.conversation), together);
+      column.element.classList.toggle("used", column === used);
     }
+    list.draw(conversations().filter(({ id, messages }) => messages.length || open.includes(id)), used?.conversation.id);
     adder.disabled = columns.length >= MOST_COLUMNS;
-    element.style.setProperty("--num-columns", String(columns.length));
     saveOpen(open);
     markSelected();
+    makeRoom();
+  }
+
+  function makeRoom() {
+    list.setNarrow(element.clientWidth < LIST_WIDTH + columns.length * COLUMN_WIDTH);
   }
 
   function markSelected() {
@@ -88,11 +126,21 @@ export function mountChat(element, view, failed) {
   for (const id of open) add(known.get(id));
   if (!columns.length) add(newConversation());
   view.on(markSelected);
+  new ResizeObserver(makeRoom).observe(element);
   addEventListener("pagehide", () => columns.filter((column) => column.streams).forEach((column) => save(column.conversation)));
+  document.addEventListener("octavo:ask", ({ detail }) => {
+    columns[0].ask(String(detail.text));
+    columns[0].focusMessages();
+  });
   return {
     allow(whether) {
       allowed = whether;
       for (const column of columns) column.allow(whether);
+      refresh();
+    },
+    know(model) {
+      host.model = model;
+      for (const column of columns) column.know(model);
     },
   };
 }
@@ -102,9 +150,9 @@ function confirmed() {
   const dialog = make(
     "dialog",
     { class: "question", "aria-labelledby": id },
-    make("h2", { id }, "Forget every conversation?"),
-    make("p", { class: "muted" }, "They are in this browser alone; nobody can bring them back."),
-    make("div", { class: "row" }, button("Forget them all", () => dialog.close("yes"), { class: "primary" }), button("Keep them", () => dialog.close(""))),
+    make("h2", { id }, "Delete all conversations?"),
+    make("p", { class: "muted" }, "They are stored in this browser only. Nobody can bring them back."),
+    make("div", { class: "row" }, button("Delete all", () => dialog.close("yes"), { class: "primary" }), button("Keep them", () => dialog.close(""))),
   );
   document.body.append(dialog);
   return new Promise((resolve) => {

@@ -1,9 +1,11 @@
-/* A message on the page: what was asked, or an answer as it grows with its figures, its thinking folded, and what can be done with it. */
+/* A message on the page: what was asked, or an answer. An answer grows; until its first token there is a sign of waiting, at its end there
+are its figures, the chip about the cache, and the buttons. */
 
 import { cacheWords, figures } from "./chat_words.js";
-import { button, make } from "./dom.js";
+import { button, copyButton, freshId, make } from "./dom.js";
 import { shower, visible } from "./markdown.js";
 
+const WAITING_PACE = 250; // ms between two looks at what the request is waiting for
 const PACE = 50; // ms between two drawings of a growing answer, and four times what the last one took
 
 export function userMessage(message, edit) {
@@ -19,18 +21,20 @@ export class AnswerMessage {
   #text = make("div", { class: "text", dir: "auto" });
   #thought = make("div", { class: "text thought", dir: "auto" });
   #thinking = make("details", { class: "thinking", hidden: true }, make("summary", {}, "Thinking"), this.#thought);
+  #sign = make("p", { class: "waiting", hidden: true });
+  #timer = 0;
   #below = make("div", { class: "below" });
   #showText = shower(this.#text);
   #showThought = shower(this.#thought);
   #next = 0; // the earliest moment of the next drawing
-  #waiting = false;
+  #scheduled = false;
 
   constructor(answer, actions) {
     this.#answer = answer;
     this.#actions = actions;
     this.select = button("Show in the pool", actions.select, { "aria-pressed": "false", hidden: true });
     const head = make("div", { class: "head" }, make("h3", { class: "speaker" }, "Octavo"), this.select);
-    this.element = make("article", { class: "message from-model", "aria-label": "Answer" }, head, this.#thinking, this.#text, this.#below);
+    this.element = make("article", { class: "message from-model", "aria-label": "Answer" }, head, this.#thinking, this.#sign, this.#text, this.#below);
   }
 
   get request() {
@@ -42,11 +46,27 @@ export class AnswerMessage {
     this.element.classList.toggle("selected", selected);
   }
 
-  /** Soon; however fast it grows the page stays responsive. */
+  /** Until the first token: `waiting.words` says what is known. */
+  wait(waiting) {
+    const say = () => {
+      if (this.#sign.textContent !== waiting.words) this.#sign.textContent = waiting.words;
+      if (!this.element.isConnected) this.#endWaiting(); // the column shows another conversation
+    };
+    this.#sign.hidden = false;
+    this.#sign.textContent = waiting.words;
+    this.#timer = setInterval(say, WAITING_PACE);
+  }
+
+  #endWaiting() {
+    clearInterval(this.#timer);
+    this.#sign.hidden = true;
+  }
+
+  /** Draws soon. The page stays responsive, however fast the answer grows. */
   grow() {
-    if (this.#waiting) return;
-    this.#waiting = true;
-    setTimeout(() => requestAnimationFrame(() => this.#waiting && this.#draw(true)), Math.max(0, this.#next - performance.now()));
+    if (this.#scheduled) return;
+    this.#scheduled = true;
+    setTimeout(() => requestAnimationFrame(() => this.#scheduled && this.#draw(true)), Math.max(0, this.#next - performance.now()));
   }
 
   end(isLast) {
@@ -55,9 +75,8 @@ export class AnswerMessage {
     const { error, content } = this.#answer;
     const tools = make("div", { class: "tools" });
     if (isLast && again && !error) tools.append(button("Regenerate", again));
-    if (content && navigator.clipboard) tools.append(button("Copy", () => navigator.clipboard.writeText(content)));
-    const said = [figures(this.#answer), cacheWords(this.#answer)].filter(Boolean).map((text) => make("p", { class: "figures" }, text));
-    this.#below.replaceChildren(...said, ...(error ? [this.#told(error, isLast ? retry : undefined)] : []), tools);
+    if (content && navigator.clipboard) tools.append(copyButton(() => content));
+    this.#below.replaceChildren(...facts(this.#answer), ...(error ? [this.#told(error, isLast ? retry : undefined)] : []), tools);
   }
 
   #told(error, retry) {
@@ -70,7 +89,8 @@ export class AnswerMessage {
 
   #draw(growing) {
     const start = performance.now();
-    this.#waiting = false;
+    this.#scheduled = false;
+    if (!growing || this.#answer.content || this.#answer.reasoning) this.#endWaiting();
     this.#showText(this.#answer.content);
     if (this.#answer.reasoning) {
       this.#thinking.hidden = false;
@@ -83,4 +103,17 @@ export class AnswerMessage {
     this.#next = now + PACE + 4 * (now - start);
     this.drawn?.();
   }
+}
+
+/** The figures in a line, and behind them a chip about the cache. What it means appears when it is pointed at, focused or clicked. */
+function facts(answer) {
+  const cache = cacheWords(answer);
+  const line = make("p", { class: "facts" }, make("span", {}, figures(answer)));
+  if (!cache) return line.textContent ? [line] : [];
+  const id = freshId("cache");
+  const open = () => chip.setAttribute("aria-expanded", String(chip.getAttribute("aria-expanded") === "false"));
+  const close = () => chip.setAttribute("aria-expanded", "false");
+  const chip = button(cache.short, open, { class: "chip", "aria-expanded": "false", "aria-describedby": id, onblur: close });
+  line.append(chip, make("span", { id, class: "tip", role: "tooltip" }, cache.long));
+  return [line];
 }

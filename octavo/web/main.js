@@ -1,4 +1,8 @@
-/* The page put together: the chat, the block pool, the timeline, and what the server says of itself. */
+/* The page put together: the chat, the block pool, the timeline, and what the server says of itself.
+
+Parts of the page ask each other for things by events on the document:
+    octavo:ask       { detail: { text } }   sends the text in the first column of the chat (chat.js)
+    octavo:lesson                           opens the lesson */
 
 import { mountChat } from "./chat.js";
 import { authHeaders, hasKey, onKey, setKey } from "./key.js";
@@ -17,10 +21,14 @@ mountTimeline(part("timeline-body"), view);
 const source = connect(view, { headers: authHeaders });
 const chat = mountChat(part("chat"), view, () => askAgain());
 const lesson = mountLesson(part("lesson"), part("lesson-opener"), view);
-const askAgain = watchServer(part("state"), part("about"), (allowed) => {
-  chat.allow(allowed);
-  if (!allowed && !source.replays) lesson.open(); // a page without a server tells the story
+const askAgain = watchServer(part("state"), part("about"), {
+  know: chat.know,
+  allow(allowed) {
+    chat.allow(allowed);
+    if (!allowed && !source.replays) lesson.open(); // a page without a server tells the story
+  },
 });
+document.addEventListener("octavo:lesson", () => lesson.open());
 
 const forget = part("forget-key");
 const showForget = () => { forget.hidden = !hasKey(); };

@@ -1,6 +1,6 @@
-/* Conversations, kept in this browser and nowhere else: localStorage, a key for each, so that two tabs do not overwrite one another.
+/* Conversations, stored in this browser only: localStorage, with a key for each, so that two tabs do not overwrite each other.
 
-Bounded: the oldest go first. A store that is full, forbidden or damaged never stops a chat: it then lives as long as the page. */
+There is a limit, and the oldest go first. If the store is full, forbidden or damaged, the chat still works: it then lasts as long as the page. */
 
 const PREFIX = "octavo.conversation.";
 const OPEN = "octavo.open"; // of this tab: which conversations are side by side
@@ -9,7 +9,7 @@ const MOST_CHARACTERS = 1_500_000; // of all of them; browsers allow some 5 MB a
 const kept = new Map(); // id -> conversation: what this page knows, whatever the store does
 
 export function newConversation(from = null) {
-  const conversation = from ? structuredClone(from) : { system: "", sampling: {}, messages: [] };
+  const conversation = from ? structuredClone(from) : { name: "", system: "", sampling: {}, messages: [] };
   Object.assign(conversation, { id: crypto.getRandomValues(new Uint32Array(3)).join("-"), updated: Date.now() });
   kept.set(conversation.id, conversation);
   return conversation;
@@ -29,6 +29,22 @@ export function conversations() {
 export function save(conversation) {
   if (!kept.has(conversation.id)) return; // forgotten while its answer came
   conversation.updated = Date.now();
+  store(conversation);
+}
+
+/** `name` is shown in the place of the first message; an empty one brings that back. */
+export function rename(conversation, name) {
+  conversation.name = name;
+  store(conversation); // it stays where it is in the list
+}
+
+/** Takes back `remove`. */
+export function restore(conversation) {
+  kept.set(conversation.id, conversation);
+  store(conversation);
+}
+
+function store(conversation) {
   const text = JSON.stringify(conversation);
   if (text.length > MOST_CHARACTERS) return forgetStored(conversation.id);
   makeRoom(text.length, conversation.id);
@@ -51,6 +67,7 @@ export function removeAll() {
 }
 
 export function title(conversation) {
+  if (conversation.name) return conversation.name;
   const first = conversation.messages.find((message) => message.role === "user");
   const text = first ? first.content.trim().replace(/\s+/g, " ") : "";
   return text.length > 40 ? `${text.slice(0, 39)}…` : text || "New conversation";
@@ -109,10 +126,10 @@ function updatedOf(text) {
 /** Checked: what lies in the store may be another version's, or anybody's. */
 function readConversation(id, text) {
   try {
-    const { system, sampling, messages, updated } = JSON.parse(text);
-    if (typeof system !== "string" || typeof updated !== "number" || typeof sampling !== "object" || sampling === null) return null;
+    const { name = "", system, sampling, messages, updated } = JSON.parse(text);
+    if (typeof name !== "string" || typeof system !== "string" || typeof updated !== "number" || typeof sampling !== "object" || sampling === null) return null;
     const right = (message) => ["user", "assistant"].includes(message.role) && typeof message.content === "string";
-    return messages.every(right) ? { id, system, sampling, messages, updated } : null;
+    return messages.every(right) ? { id, name, system, sampling, messages, updated } : null;
   } catch {
     return null;
   }

@@ -22,8 +22,10 @@ class StandInLLM:
     asked: list[Ask] = field(default_factory=list)
     resets: int = 0
 
+    template = TEMPLATE
+
     def __post_init__(self) -> None:
-        self.tokenizer = Tokenizer.from_gguf({**stories_metadata(), "tokenizer.chat_template": TEMPLATE}, "tok512.bin")
+        self.tokenizer = Tokenizer.from_gguf({**stories_metadata(), "tokenizer.chat_template": self.template}, "tok512.bin")
         self.encoder = PromptEncoder(self.tokenizer, None)
         self.facts = EngineFacts("stand-in", 1, Limits(8, 64, 256, self.tokenizer.vocab_size, 64, 16))
         self.sampling_defaults: dict[str, object] = {}

@@ -52,6 +52,36 @@ def test_the_language_of_chat_templates_is_there() -> None:
     assert render("{% for k, v in {'b': 1, 'a': 2}|dictsort %}{{ k }}{{ v }}{% endfor %}{{ ('a', 1) == ('a', 1) }}") == "a2b1True"
 
 
+def default_system_prompt(source: str) -> str | None:
+    return ChatTemplate(source, "test", "<s>", "</s>").default_system_prompt()
+
+
+def test_the_system_prompt_that_a_template_adds_is_found() -> None:
+    qwen = (DATA / "templates" / "Qwen-Qwen2.5-7B-Instruct.jinja").read_text(encoding="utf-8")
+    assert default_system_prompt(qwen) == "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+    added = "{% if messages[0].role != 'system' %}[system]Be kind.\n{% endif %}"
+    each = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+    assert default_system_prompt(added + each) == "Be kind."
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",  # adds none
+        "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}",  # roles are not written
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}Be kind. {{ messages[0].content }}",
+        "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}",  # twice
+        "[system]{{ messages[0].content if messages[0].role == 'system' else 'Be kind.' }}{{ messages|length }}",
+        "[system]{{ messages[0].content|upper if messages[0].role == 'system' else 'Be kind.' }}",
+        "[system]{{ messages[0].content if messages[0].role == 'system' else 'Be kind.' }}{{ '!' if messages[0].content == 'Be kind.' }}",
+        "{{ messages[5].content.none }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+    ],
+)
+def test_a_template_of_which_it_cannot_be_told_has_no_system_prompt(source: str) -> None:
+    assert default_system_prompt(source) is None
+
+
 GROW = "{% set ns = namespace(s=SEED, t=SEED) %}{% for i in range(60) %}{% set ns.s = STEP %}{% endfor %}"
 DEEP = GROW.replace("SEED", "[1]").replace("STEP", "[ns.s, ns.s]")
 BOMBS = [

@@ -7,13 +7,16 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from octavo.engine.async_llm import Ask
+from octavo.engine.view_frame import SequenceState, ViewFrame
 from octavo.errors import OverloadError, RequestError
 from octavo.outputs import TextDelta
 from octavo.server.app import build_app
@@ -21,7 +24,7 @@ from octavo.server.state import Server
 from octavo.server.web import FOLDER
 from octavo.server_config import ServerConfig
 from tests.support.http_server import HttpServer
-from tests.support.stand_in_llm import StandInLLM
+from tests.support.stand_in_llm import TEMPLATE, StandInLLM
 from tests.web.conftest import NO_VIEW, OpenPage, Watched
 
 try:
@@ -51,16 +54,31 @@ HOSTILE = """<script>window.struck = 1</script> <img src=x onerror="window.struc
 
 
 class Speaker(StandInLLM):
-    """Says what it was told to; `gate` holds it back after the first piece until it is set."""
+    """Says what it was told to; `held` holds it back before the first piece until it is set, `gate` after it. Its view shows `row`."""
 
     pieces: tuple[str, ...] = ()
+    held: threading.Event | None = None
     gate: threading.Event | None = None
+    row: SequenceState | None = None
     trouble: Exception | None = None
+
+    template = "{% if messages[0].role != 'system' %}<system>You are Speaker.{% endif %}" + TEMPLATE
+
+    def label(self, request_id: str) -> str:
+        return request_id
+
+    async def view(self) -> AsyncIterator[ViewFrame]:
+        yield ViewFrame(True, 0.0, 0.0)
+        for number in count(1):
+            await asyncio.sleep(0.05)
+            yield ViewFrame(False, number / 20, 0.0, seqs=[self.row] if self.row is not None else [])
 
     async def generate(self, ask: Ask) -> AsyncIterator[list[TextDelta]]:
         self.asked.append(ask)
         if self.trouble is not None:
             raise self.trouble
+        while self.held is not None and not self.held.is_set():
+            await asyncio.sleep(0.01)
         for number, piece in enumerate(self.pieces):
             while number and self.gate is not None and not self.gate.is_set():
                 await asyncio.sleep(0.01)
@@ -71,12 +89,15 @@ class Speaker(StandInLLM):
 def speaking(*pieces: str, config: ServerConfig | None = None) -> Iterator[tuple[Speaker, str]]:
     llm = Speaker()
     llm.pieces = pieces
-    with HttpServer(build_app(Server(llm, config or ServerConfig(inspector=False), "speaker"))) as server:  # type: ignore[arg-type]
+    state = Server(llm, config or ServerConfig(inspector=False), "speaker")  # type: ignore[arg-type]
+    with HttpServer(build_app(state)) as server:
         try:
             yield llm, server.url
         finally:
-            if llm.gate is not None:
-                llm.gate.set()  # else what still streams would hold the server's end up
+            state.draining = True  # ends the view of a page that is still open
+            for event in (llm.held, llm.gate):
+                if event is not None:
+                    event.set()  # else what still streams would hold the server's end up
 
 
 @pytest.fixture
@@ -102,6 +123,10 @@ def answers(page: Page, column: int = 0) -> Locator:
     return page.locator(".column").nth(column).get_by_role("article", name="Answer")
 
 
+def listed(page: Page) -> Locator:
+    return page.locator(".conversations .opener")
+
+
 def set_setting(page: Page, label: str, value: str, column: int = 0) -> None:
     place = page.locator(".column").nth(column)
     place.get_by_text("Settings").click()
@@ -112,21 +137,31 @@ def set_setting(page: Page, label: str, value: str, column: int = 0) -> None:
 
 def test_a_question_is_answered_with_its_figures_and_what_the_cache_gave(page: Page) -> None:
     expect(page.locator("#about")).to_contain_text("stories · 512 tokens of context")
-    set_setting(page, "Most tokens", "40")
+    expect(page.locator(".empty")).to_contain_text("stored only in this browser. The server reads what you send, and people who may watch its block pool")
+    set_setting(page, "Max tokens", "40")
     send(page, "Once upon a time there was a brave little cat who lived in a house")
     first = answers(page).first
-    expect(first).to_contain_text(re.compile(r"40 tokens · [\d.]+ tokens/s · first after \d+ ms · ended by its length"))
-    expect(first).to_contain_text(re.compile(r"0 of \d+ prompt tokens came from the cache\. Nothing that was seen"))
+    expect(first).to_contain_text(re.compile(r"40 tokens · [\d.]+ tokens/s · first token after \d+ ms · max tokens reached"))
+    chip, reason = first.get_by_role("button", name=re.compile(r"^0 of \d+ cached$")), first.get_by_role("tooltip")
+    expect(reason).to_be_hidden()
+    chip.hover()
+    expect(reason).to_have_text(re.compile(r"0 of \d+ prompt tokens came from the cache\. No earlier prompt begins like this one\."))
+    chip.click()
+    page.mouse.move(0, 0)
+    expect(reason).to_be_visible()
+    chip.click()
+    page.mouse.move(0, 0)
+    expect(reason).to_be_hidden()
     send(page, "And then")
     second = answers(page).nth(1)
-    expect(second).to_contain_text("came from the cache")
-    cached, prompt = map(int, re.search(r"(\d+) of (\d+) prompt tokens", second.inner_text()).groups())  # type: ignore[union-attr]
+    expect(second).to_contain_text("cached")
+    cached, prompt = map(int, re.search(r"(\d+) of (\d+) cached", second.inner_text()).groups())  # type: ignore[union-attr]
     assert prompt > cached > 40
     assert len(first.locator("> .text").inner_text()) > 20
 
 
 def test_an_answer_shows_its_request_in_the_pool(page: Page) -> None:
-    set_setting(page, "Most tokens", "8")
+    set_setting(page, "Max tokens", "8")
     send(page, "Once upon a time")
     show = page.get_by_role("button", name="Show in the pool")
     expect(show).to_have_attribute("aria-pressed", "false")
@@ -144,7 +179,7 @@ def test_without_the_inspector_there_is_the_chat_and_a_word_on_the_rest(open_sta
 
 
 def test_regenerate_and_edit_ask_again_for_the_last_message(page: Page) -> None:
-    set_setting(page, "Most tokens", "8")
+    set_setting(page, "Max tokens", "8")
     send(page, "Once upon a time")
     page.get_by_role("button", name="Regenerate").click()
     expect(answers(page)).to_have_count(1)
@@ -156,17 +191,51 @@ def test_regenerate_and_edit_ask_again_for_the_last_message(page: Page) -> None:
     assert page.locator(".asked").all_inner_texts() == ["Lily saw a dog"]
 
 
-def test_settings_go_to_the_model(open_stand_in: OpenPage) -> None:
+def test_settings_show_the_defaults_go_to_the_model_and_say_beside_the_field_what_is_out_of_range(open_stand_in: OpenPage) -> None:
     with speaking("yes") as (llm, url):
+        llm.sampling_defaults.update(temperature=0.2, top_p=0.95)
         page = open_stand_in(url).page
-        given = {"Temperature": "0.5", "Top p": "0.9", "Most tokens": "7", "Seed": "11", "System prompt": "Be brief."}
+        sampling = {"Temperature": "0.2", "Top p": "0.95", "Max tokens": "rest of context", "Seed": "random"}
+        for label, value in {**sampling, "System prompt": "You are Speaker."}.items():
+            expect(page.get_by_label(label)).to_have_attribute("placeholder", value)
+        expect(page.locator(".settings")).to_contain_text("256 tokens")
+        given = {"Temperature": "0.5", "Top p": "0.9", "Max tokens": "7", "Seed": "11", "System prompt": "Be brief."}
         for label, value in given.items():
             set_setting(page, label, value)
+        wrong = {"Temperature": "2.5", "Top p": "0", "Max tokens": "257", "Seed": "1.5"}
+        for label, value in wrong.items():
+            set_setting(page, label, value)
+            assert not page.get_by_label(label).evaluate("node => node === document.activeElement")
+        page.get_by_text("Settings").click()
+        said = ["from 0 to 2", "above 0 and at most 1", "a whole number from 1 to 256", "a whole number of at least 0"]
+        expect(page.locator(".numbers .trouble")).to_have_text([f"Not used: must be {range_}." for range_ in said])
         send(page, "Hello")
         expect(answers(page).first).to_contain_text("yes")
         (ask,) = llm.asked
         assert (ask.params.temperature, ask.params.top_p, ask.params.max_tokens, ask.params.seed) == (0.5, 0.9, 7, 11)
         assert ask.prompt == "<system>Be brief.<user>Hello"
+        page.get_by_label("Temperature").fill("0.7")
+        expect(page.locator(".numbers .trouble").first).to_be_empty()
+
+
+def test_until_the_first_token_the_page_says_what_the_request_waits_for(open_page: OpenPage) -> None:
+    with speaking("yes", config=ServerConfig()) as (llm, url):
+        llm.held = threading.Event()
+        page = open_page(url, expected=[f"{STATUS} 503", "ERR_CONNECTION"]).page  # once the server ends, before the page does
+        sign = page.locator(".waiting")
+        page.wait_for_function("document.querySelector('.pool-figures').textContent")  # the view has begun
+        page.evaluate("document.dispatchEvent(new CustomEvent('octavo:ask', { detail: { text: 'Hello' } }))")
+        expect(page.locator(".asked")).to_have_text("Hello")
+        expect(sign).to_have_text(re.compile("^Waiting for the first token"))
+        llm.row = SequenceState(5, "r", 0, "waiting", 3000, 3000, 0, 0, "", 0, 0, [])
+        expect(sign).to_have_text(re.compile("^Waiting in the queue · \\d+ s$"))
+        llm.row = replace(llm.row, state="running", computed=2048)
+        expect(sign).to_have_text(re.compile(r"^Reading the prompt: 2,048 of 3,000 tokens · \d+ s$"))
+        llm.held.set()
+        expect(answers(page).first.locator("> .text")).to_have_text("yes")
+        expect(sign).to_be_hidden()
+        page.evaluate("document.dispatchEvent(new CustomEvent('octavo:lesson'))")
+        expect(page.locator("#lesson")).to_be_visible()
 
 
 def test_stop_ends_the_answer_and_the_request(open_stand_in: OpenPage) -> None:
@@ -176,7 +245,7 @@ def test_stop_ends_the_answer_and_the_request(open_stand_in: OpenPage) -> None:
         send(page, "Hello")
         expect(answers(page).first).to_contain_text("first")
         page.get_by_role("button", name="Stop").click()
-        expect(answers(page).first).to_contain_text("1 token · first after")
+        expect(answers(page).first).to_contain_text("1 token · first token after")
         expect(answers(page).first).to_contain_text("stopped")
         assert "second" not in page.content()
         request = page.evaluate("JSON.parse(Object.values(localStorage)[0]).messages[1].request")
@@ -189,12 +258,15 @@ def test_stop_ends_the_answer_and_the_request(open_stand_in: OpenPage) -> None:
         page.get_by_role("button", name="Send").wait_for()
 
 
-def test_two_conversations_stream_side_by_side(open_stand_in: OpenPage) -> None:
+def test_conversations_stream_side_by_side_and_one_message_goes_to_all(open_stand_in: OpenPage) -> None:
     with speaking("first", " second") as (llm, url):
         llm.gate = threading.Event()
         page = open_stand_in(url).page
+        to_all = page.get_by_role("button", name="Send to all")
+        expect(to_all).to_have_count(0)
         send(page, "one")
         page.get_by_role("button", name="New column").click()
+        expect(to_all).to_be_disabled()  # a column still answers
         send(page, "two", 1)
         for column in (0, 1):
             expect(answers(page, column).first.locator("> .text")).to_have_text("first")
@@ -203,31 +275,78 @@ def test_two_conversations_stream_side_by_side(open_stand_in: OpenPage) -> None:
         for column, asked in enumerate(("one", "two")):
             expect(answers(page, column).first.locator("> .text")).to_have_text("first second")
             expect(page.locator(".column").nth(column).get_by_role("article").locator("> .text")).to_have_text([asked, "first second"])
+        box(page, 1).fill("to both")
+        to_all.nth(1).click()
+        for column in (0, 1):
+            expect(answers(page, column).nth(1).locator("> .text")).to_have_text("first second")
+            expect(page.locator(".column").nth(column).locator(".asked").last).to_have_text("to both")
+        box(page).fill("by keys")
+        box(page).press("Control+Enter")
+        expect(answers(page, 1).nth(2).locator("> .text")).to_have_text("first second")
+        asked = [str(ask.prompt).rpartition("<user>")[2] for ask in llm.asked]
+        assert asked == ["one", "two", "to both", "to both", "by keys", "by keys"]
+
+
+def test_a_conversation_is_chosen_renamed_and_deleted_in_the_list(open_stand_in: OpenPage) -> None:
+    with speaking("yes") as (_, url):
+        page = open_stand_in(url).page
+        listing = page.get_by_role("navigation", name="Conversations")
+        for text in ("one", "two"):
+            listing.get_by_role("button", name="New conversation").first.click()
+            send(page, text)
+            expect(answers(page).first).to_contain_text("yes")
+        expect(listed(page)).to_have_text(["two", "one"])
+        listed(page).nth(1).click()
+        expect(page.locator(".asked")).to_have_text("one")
+        expect(listed(page).nth(1)).to_have_attribute("aria-current", "true")
+
+        page.locator(".conversations li").nth(1).hover()
+        listing.get_by_role("button", name="Rename").nth(1).click()
+        listing.get_by_label("Name of the conversation").fill("The first")
+        listing.get_by_label("Name of the conversation").press("Enter")
+        expect(listed(page)).to_have_text(["two", "The first"])
+        expect(page.get_by_role("heading", name="The first")).to_be_visible()
+        page.reload()
+        expect(listed(page)).to_have_text(["two", "The first"])
+
+        page.locator(".conversations li").nth(1).hover()
+        listing.get_by_role("button", name="Delete", exact=True).nth(1).click()
+        expect(listing).to_contain_text("Deleted “The first”.")
+        expect(answers(page)).to_have_count(0)
+        page.keyboard.press("Enter")  # Undo has the focus
+        expect(page.locator(".asked")).to_have_text("one")
+        page.locator(".conversations li").nth(1).hover()
+        listing.get_by_role("button", name="Delete", exact=True).nth(1).click()
+        page.reload()
+        expect(page.get_by_role("heading", name="New conversation")).to_be_visible()
+        assert "The first" not in page.evaluate("JSON.stringify(localStorage)")
+        page.get_by_role("button", name="Conversations").click()
+        expect(listing).to_be_hidden()
 
 
 def test_a_branch_goes_on_with_what_was_said(page: Page) -> None:
-    set_setting(page, "Most tokens", "24")
+    set_setting(page, "Max tokens", "24")
     send(page, "Once upon a time there was a girl")
     expect(answers(page).first).to_contain_text("24 tokens")
     page.get_by_role("button", name="Branch").click()
     send(page, "The end", 1)
     expect(answers(page, 1)).to_have_count(2)
-    expect(answers(page, 1).nth(1)).to_contain_text("came from the cache")
+    expect(answers(page, 1).nth(1)).to_contain_text(re.compile(r"[1-9]\d* of \d+ cached"))
     expect(answers(page, 0)).to_have_count(1)
 
 
-def test_conversations_survive_a_reload_until_all_are_cleared(page: Page) -> None:
-    set_setting(page, "Most tokens", "6")
+def test_conversations_survive_a_reload_until_all_are_deleted(page: Page) -> None:
+    set_setting(page, "Max tokens", "6")
     send(page, "Once upon a time")
     expect(answers(page).first).to_contain_text("6 tokens")
     told = answers(page).first.inner_text()
     page.reload()
     assert answers(page).first.inner_text() == told
-    page.get_by_role("button", name="Clear all").click()
+    page.get_by_role("button", name="Delete all").click()
     page.get_by_role("button", name="Keep them").click()
     expect(answers(page)).to_have_count(1)
-    page.get_by_role("button", name="Clear all").click()
-    page.get_by_role("button", name="Forget them all").click()
+    page.get_by_role("button", name="Delete all").click()
+    page.get_by_role("dialog").get_by_role("button", name="Delete all").click()
     expect(answers(page)).to_have_count(0)
     assert page.evaluate("Object.keys(localStorage).filter(name => name.includes('conversation'))") == []
     page.reload()
@@ -237,7 +356,7 @@ def test_conversations_survive_a_reload_until_all_are_cleared(page: Page) -> Non
 FULL = "Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }"
 DAMAGED = """
 const sound = { system: "", sampling: {}, messages: [], updated: 1 };
-const wrong = [{ system: 3 }, { sampling: null }, { updated: "now" }, { messages: 3 }, { messages: [null] },
+const wrong = [{ system: 3 }, { name: 3 }, { sampling: null }, { updated: "now" }, { messages: 3 }, { messages: [null] },
   { messages: [{ role: "user", content: 7 }] }, { messages: [{ role: "robot", content: "" }] }];
 const texts = ["{", "null", "[]", "7", ...wrong.map((one) => JSON.stringify({ ...sound, ...one }))];
 texts.forEach((text, index) => localStorage.setItem(`octavo.conversation.${index}`, text));
@@ -251,11 +370,11 @@ def test_a_store_that_is_full_or_damaged_does_not_stop_the_chat(open_page: OpenP
     page = open_page(server).page
     page.add_init_script(broken)
     page.reload()
-    set_setting(page, "Most tokens", "6")
+    set_setting(page, "Max tokens", "6")
     send(page, "Once upon a time")
     expect(answers(page).first).to_contain_text("6 tokens")
     expect(page.locator(".column")).to_have_count(1)
-    assert page.get_by_role("combobox", name="Conversation").locator("option").all_text_contents() == ["Once upon a time", "New …"]
+    expect(listed(page)).to_have_text(["Once upon a time"])
 
 
 def test_the_key_is_asked_for_kept_in_this_tab_and_sent_in_a_header(open_stand_in: OpenPage) -> None:
@@ -264,20 +383,23 @@ def test_the_key_is_asked_for_kept_in_this_tab_and_sent_in_a_header(open_stand_i
         page = watched.page
         seen: list[str] = []
         page.on("request", lambda request: seen.append(request.url))
-        page.get_by_label("API key").fill("wrong")
-        page.get_by_role("button", name="Use this key").click()
-        expect(page.locator("#about")).to_contain_text("the API key is not valid")
+        question = page.get_by_role("dialog")
+        for wrong, said in (("wrong", "The API key is not valid."), ("wröng", "ASCII only")):
+            question.get_by_label("API key").fill(wrong)
+            question.get_by_role("button", name="Use this key").click()
+            expect(question.get_by_role("alert")).to_contain_text(said)
+            expect(question.get_by_label("API key")).to_be_focused()
+        question.get_by_label("API key").fill("right")
+        question.get_by_label("API key").press("Enter")
+        expect(question).to_have_count(0)
         send(page, "Hello")
-        expect(page.get_by_role("dialog")).to_contain_text("The API key is not valid.")
-        page.get_by_label("API key").fill("right")
-        page.get_by_role("button", name="Use this key").click()
         expect(answers(page).first).to_contain_text("yes")
         page.reload()
         expect(page.locator("#about")).to_contain_text("speaker")
         expect(page.get_by_role("dialog")).to_have_count(0)
         assert page.evaluate("sessionStorage.getItem('octavo.key')") == "right"
         assert "right" not in page.evaluate("JSON.stringify(localStorage)") and not [url for url in seen if "right" in url]
-        page.get_by_role("button", name="Forget the key").click()
+        page.get_by_role("button", name="Forget key").click()
         expect(page.get_by_role("dialog")).to_be_visible()
 
 
@@ -324,12 +446,15 @@ class QuietFiles(SimpleHTTPRequestHandler):
 
 def test_what_a_model_says_is_inert(open_stand_in: OpenPage) -> None:
     with speaking(*HOSTILE.splitlines(keepends=True)) as (_, url):
-        page = open_stand_in(url).page
+        page = open_stand_in(url, permissions=["clipboard-read", "clipboard-write"]).page
         send(page, HOSTILE)
         answer = answers(page).first
-        expect(answer).to_contain_text("first after")
+        expect(answer).to_contain_text("first token after")
         made = set(answer.locator(".text *").evaluate_all("nodes => nodes.map(node => node.tagName.toLowerCase())"))
-        assert made <= {"p", "a", "code", "pre", "div", "table", "thead", "tbody", "tr", "th", "td"}
+        assert made <= {"p", "a", "code", "pre", "div", "span", "button", "table", "thead", "tbody", "tr", "th", "td"}
+        answer.locator(".text").get_by_role("button", name="Copy").click()
+        expect(answer.locator(".text button")).to_have_text(["Copied"])
+        assert page.evaluate("navigator.clipboard.readText()") == "</pre><script>window.struck = 9</script>"
         assert page.evaluate("window.struck") is None and page.locator("script").count() == 2
         links = answer.locator(".text a")
         assert links.evaluate_all("nodes => nodes.map(node => [node.href, node.rel])") == [
@@ -349,7 +474,7 @@ def test_a_megabyte_of_anything_leaves_the_page_usable(open_stand_in: OpenPage, 
         page = open_stand_in(url, viewport=PHONE).page
         send(page, "Hello")
         expect(answers(page).first).to_contain_text("more characters are not shown")
-        expect(answers(page).first).to_contain_text("first after")
+        expect(answers(page).first).to_contain_text("first token after")
         assert scrolls_sideways(page) is False
         page.get_by_role("button", name="New column").click()
         send(page, "Hello", 1)
@@ -375,12 +500,14 @@ def test_thinking_is_folded(open_stand_in: OpenPage) -> None:
 def test_no_serious_finding_of_axe(open_page: OpenPage, server: str, scheme: str) -> None:
     page = open_page(server, color_scheme=scheme).page
     assert page.evaluate("document.documentElement.dataset.theme") == scheme
-    set_setting(page, "Most tokens", "6")
+    set_setting(page, "Max tokens", "6")
     send(page, "Once upon a time")
     expect(answers(page).first).to_contain_text("6 tokens")
+    set_setting(page, "Temperature", "9")
     page.get_by_text("Settings").click()
+    answers(page).first.locator(".chip").click()
     page.get_by_role("button", name="New column").click()
-    page.get_by_role("button", name="Clear all").click()
+    page.get_by_role("button", name="Delete all").click()
     for _ in range(2):
         found = Axe().run(page).response["violations"]
         assert [(each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in ("serious", "critical")] == []
@@ -401,16 +528,55 @@ def test_the_theme_can_be_chosen_and_is_remembered(open_page: OpenPage, server: 
     assert page.evaluate(ground) == light
 
 
-def test_a_phone_shows_the_chat_first_and_never_scrolls_sideways(open_page: OpenPage, server: str) -> None:
+# Controls of the frame and the chat that are cut off by the window or by the part they are in, or that something lies over.
+CUT_OFF = """
+[...document.querySelectorAll(".masthead button, .part-chat button, .part-chat textarea, .places a")].filter((node) => {
+  if (!node.checkVisibility({ opacityProperty: true }) || node.closest(".log, .settings")) return false;
+  const { left, right, top, bottom } = node.getBoundingClientRect();
+  const frame = (node.closest(".columns, .chat-body, .masthead, .places") ?? document.body).getBoundingClientRect();
+  const outside = left < frame.left - 1 || right > frame.right + 1 || bottom > Math.min(innerHeight, frame.bottom + 1);
+  const above = document.elementFromPoint((left + right) / 2, (top + bottom) / 2);
+  return outside || !(node.contains(above) || above?.contains(node));
+}).length
+"""
+
+
+def expect_all_in_sight(page: Page, width: int, height: int) -> None:
+    page.set_viewport_size({"width": width, "height": height})
+    page.wait_for_function(f"innerWidth === {width} && {CUT_OFF} === 0")
+    assert scrolls_sideways(page) is False
+
+
+def test_nothing_is_cut_off_or_covered_on_a_desk_and_on_a_phone(open_page: OpenPage, server: str) -> None:
     page = open_page(server, viewport=PHONE).page
-    set_setting(page, "Most tokens", "60")
+    set_setting(page, "Max tokens", "60")
     send(page, "Once upon a time")
     expect(answers(page).first).to_contain_text("60 tokens")
     expect(page.get_by_role("button", name="Send")).to_be_in_viewport()
-    page.get_by_role("button", name="New column").click()
-    assert scrolls_sideways(page) is False
+    expect_all_in_sight(page, 390, 844)
+    page.get_by_text("Settings").click()
+    expect_all_in_sight(page, 390, 844)
+
+    listing, opener = page.get_by_role("navigation", name="Conversations"), page.get_by_role("button", name="Conversations")
+    expect(listing).to_be_hidden()
+    opener.click()
+    expect(listing.get_by_role("button", name="New conversation")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(opener).to_be_focused()
+    opener.click()
+    listed(page).first.click()
+    expect(listing).to_be_hidden()
+
     page.get_by_role("link", name="Timeline").click()
     expect(page.locator("#timeline-title")).to_be_in_viewport()
+    expect(page.get_by_role("link", name="Chat", exact=True)).to_be_in_viewport()
+    for width, height in ((1024, 768), (1440, 900)):
+        expect_all_in_sight(page, width, height)
+    page.get_by_role("button", name="New column").click()
+    for width, height in ((1440, 900), (1024, 768)):
+        expect_all_in_sight(page, width, height)
+    page.set_viewport_size(PHONE)  # type: ignore[arg-type]
+    assert scrolls_sideways(page) is False
 
 
 def test_first_paint_comes_within_a_second(page: Page, record_property: Callable[[str, object], None]) -> None:
@@ -441,10 +607,12 @@ def test_everything_can_be_done_from_the_keyboard(open_stand_in: OpenPage) -> No
         tab_to(page, page.get_by_role("button", name="Close this column").nth(1))
         page.keyboard.press("Enter")
         expect(page.locator(".column")).to_have_count(1)
-        tab_to(page, page.get_by_role("combobox", name="Conversation"))
-        page.keyboard.press("End")  # of the list: a new one
+        tab_to(page, page.get_by_role("button", name="New conversation").first)
+        page.keyboard.press("Enter")
         expect(answers(page)).to_have_count(0)
-        page.keyboard.press("ArrowDown")
+        expect(box(page)).to_be_focused()
+        tab_to(page, page.get_by_role("navigation", name="Conversations").get_by_role("button", name="one", exact=True))
+        page.keyboard.press("Enter")
         expect(answers(page).first).to_contain_text("stopped")
 
 

@@ -106,7 +106,7 @@ def test_an_answer_is_seen_in_the_pool_as_it_grows_and_what_stays_of_it_is_found
     page = open_page(live).page
     expect(figures(page)).to_have_text(f"0 of {BLOCKS} blocks in use (0.0 %), {BLOCK_SIZE} tokens each")
     cached_before = counts(page).get("cached", 0)
-    set_setting(page, "Most tokens", "120")
+    set_setting(page, "Max tokens", "120")
     send(page, question)
     answer = answers(page).first
     answer.get_by_role("button", name="Show in the pool").click()
@@ -115,7 +115,7 @@ def test_an_answer_is_seen_in_the_pool_as_it_grows_and_what_stays_of_it_is_found
     expect(page.locator(".entry").nth(15)).to_be_visible()  # the answer's own blocks, as it takes them
     expect(answer).to_contain_text("120 tokens")
     expect(figures(page)).to_have_text(IDLE)
-    prompt = int(re.search(r"0 of (\d+) prompt tokens", answer.inner_text())[1])  # type: ignore[index]
+    prompt = int(re.search(r"0 of (\d+) cached", answer.inner_text())[1])  # type: ignore[index]
     full = (prompt + 120 - 1) // BLOCK_SIZE  # the last token is never computed
     assert counts(page) == {"cached": cached_before + full, "sealed": cached_before + full, "free": BLOCKS - cached_before - full}
     first = table(page)
@@ -129,7 +129,7 @@ def test_an_answer_is_seen_in_the_pool_as_it_grows_and_what_stays_of_it_is_found
     lit = page.locator(".pool").get_attribute("data-lit")
     page.get_by_role("button", name="Regenerate").click()
     kept = (prompt - 1) // BLOCK_SIZE
-    expect(answer).to_contain_text(f"{kept * BLOCK_SIZE} of {prompt} prompt tokens came from the cache.")
+    expect(answer).to_contain_text(f"{kept * BLOCK_SIZE} of {prompt} cached")
     answer.get_by_role("button", name="Show in the pool").click()
     expect(page.locator(".pool")).not_to_have_attribute("data-lit", lit or "")
     assert table(page)[:kept] == first[:kept]
@@ -139,7 +139,7 @@ def test_time_is_stopped_gone_back_in_and_let_go_while_the_stream_goes_on(open_p
     page = open_page(live).page
     expect(figures(page)).to_have_text(IDLE)
     pool, timeline, slider = page.locator(".pool"), page.locator(".timeline"), page.get_by_label("Moment")
-    set_setting(page, "Most tokens", "250")
+    set_setting(page, "Max tokens", "250")
     send(page, "Lily and her dog went to the park to play")
     expect(page.locator(".pool-news")).to_contain_text("was admitted")
     expect(figures(page)).to_have_text(re.compile(r"^\d\d of "))
@@ -234,7 +234,7 @@ def test_any_server_shows_the_recorded_lesson_and_goes_back_to_its_own_pool(open
 
 def test_a_recording_shows_the_same_blocks_without_a_server(open_page: OpenPage, live: str, demo: str, recording: Path) -> None:
     page = open_page(live).page
-    set_setting(page, "Most tokens", "30")
+    set_setting(page, "Max tokens", "30")
     send(page, "One day a little bird")
     expect(answers(page).first).to_contain_text("30 tokens")
     expect(figures(page)).to_have_text(IDLE)
@@ -271,7 +271,7 @@ def test_without_the_inspector_the_page_says_so_and_the_chat_works(open_page: Op
     with ServerProcess("octavo serve", stories, "--max-model-len", "256", "--no-inspector", env=env) as process:
         page = open_page(address(process), expected=[NO_VIEW]).page
         expect(page.locator(".pool-status")).to_contain_text("started with --no-inspector")
-        set_setting(page, "Most tokens", "8")
+        set_setting(page, "Max tokens", "8")
         send(page, "Once upon a time")
         expect(answers(page).first).to_contain_text("8 tokens")
 

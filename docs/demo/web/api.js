@@ -60,7 +60,7 @@ async function ask(path, options) {
     const answer = await reach(path, { ...options, headers: { ...options.headers, ...authHeaders() } });
     if (answer.ok) return answer;
     const error = await errorOf(answer);
-    if (answer.status !== 401 || !again || !(await askForKey(sentence(error.message)))) throw error;
+    if (answer.status !== 401 || !again || !(await askForKey())) throw error;
   }
 }
 
@@ -82,11 +82,6 @@ async function errorOf(answer) {
     // a proxy's page, or nothing
   }
   return new ApiError(String(said.message ?? `The server answered ${answer.status}.`), { status: answer.status, code: said.code, retryAfter });
-}
-
-function sentence(text) {
-  const capital = text.charAt(0).toUpperCase() + text.slice(1);
-  return /[.!?]$/.test(capital) ? capital : `${capital}.`;
 }
 
 /** The data of each event of a stream, wherever its bytes were cut. */

@@ -2,38 +2,45 @@
 
 import { takeAnswer } from "./chat_answer.js";
 import { AnswerMessage, userMessage } from "./chat_message.js";
-import { settings } from "./chat_settings.js";
+import { Settings } from "./chat_settings.js";
 import { button, freshId, make } from "./dom.js";
 import { save } from "./store.js";
 
 const NEAR = 60; // px from the end: who reads there wants to stay there
 
-/** `host`: { announce(text), select(request), changed(), open(column, id), branch(column), close(column), failed() }. */
+const PRIVACY =
+  "Conversations are stored only in this browser. The server reads what you send, and people who may watch its block pool can see the text.";
+
+/** `host`: { announce(text), select(request), changed(), used(column), sendAll(text), branch(column), close(column), failed(), waiting(), model }. */
 export class Column {
   #host;
   #stream = null; // an AbortController while an answer comes
   #editing = false;
+  #several = false; // whether there are other columns
   #answers = [];
   #height = 0; // of the messages when they were last drawn
   #log = make("div", { class: "log", role: "log", "aria-live": "off", "aria-label": "Messages", tabindex: "0" });
-  #settings = make("div");
+  #place = make("div", { class: "settings-place" });
+  #settings;
+  #title = make("h3", { class: "column-title" });
+  #waiting = null; // see chat_waiting.js, while an answer comes
   #write;
   #send = make("button", { type: "submit", class: "primary" }, "Send");
   #stop = button("Stop", () => this.stop(), { class: "primary", hidden: true });
   #cancel = button("Cancel", () => this.#leaveEditing(), { hidden: true });
+  #sendAll = button("Send to all", () => this.#submitToAll(), { hidden: true, title: "Send this message in every column (Ctrl+Enter)" });
 
   constructor(conversation, host) {
     this.conversation = conversation;
     this.#host = host;
     const id = freshId("write");
     this.#write = make("textarea", { id, rows: "2", placeholder: "Ask something", dir: "auto", onkeydown: (event) => this.#key(event) });
-    this.choice = make("select", { "aria-label": "Conversation", onchange: () => host.open(this, this.choice.value) });
     this.closer = button("Close", () => host.close(this), { "aria-label": "Close this column" });
     const branch = button("Branch", () => host.branch(this), { title: "A copy of this conversation beside it" });
-    const head = make("div", { class: "column-head" }, this.choice, branch, this.closer);
+    const head = make("div", { class: "column-head" }, this.#title, branch, this.closer);
     const form = make("form", { class: "write", onsubmit: (event) => this.#submit(event) });
-    form.append(make("label", { for: id, class: "hidden" }, "Message"), this.#write, make("div", { class: "row" }, this.#cancel, this.#stop, this.#send));
-    this.element = make("section", { class: "column" }, head, this.#settings, this.#log, form);
+    form.append(make("label", { for: id, class: "hidden" }, "Message"), this.#write, make("div", { class: "row" }, this.#cancel, this.#stop, this.#send, this.#sendAll));
+    this.element = make("section", { class: "column", onfocusin: () => host.used(this) }, head, this.#place, this.#log, form);
     this.show(conversation);
   }
 
@@ -46,12 +53,54 @@ export class Column {
     this.#stream = null; // what still comes of it belongs to the other conversation
     this.conversation = conversation;
     this.#leaveEditing();
-    this.#settings.replaceChildren(settings(conversation, () => save(conversation)));
+    this.#settings = new Settings(conversation, () => save(conversation));
+    this.#place.replaceChildren(this.#settings.element);
+    this.know(this.#host.model);
     this.#draw();
+  }
+
+  /** `model`: its entry in /v1/models, once it is known. */
+  know(model) {
+    if (model) this.#settings.know(model);
+  }
+
+  /** What stands above the column, and whether there are others to send to. */
+  label(number, title, { several, busy }) {
+    this.element.setAttribute("aria-label", `Column ${number}`);
+    this.#title.textContent = this.#title.title = title;
+    this.closer.hidden = !several;
+    this.#several = several;
+    this.#sendAll.disabled = busy || this.#send.disabled;
+    this.#showSendAll();
+  }
+
+  /** Not while a message is being changed: the other columns have other messages. */
+  #showSendAll() {
+    this.#sendAll.hidden = !this.#several || this.streams || this.#editing;
+  }
+
+  /** Sends a message; where it cannot, the message waits in the box. Returns whether it was sent. */
+  ask(content) {
+    if (!this.isFree) {
+      this.#write.value = content;
+      return false;
+    }
+    this.conversation.messages.push({ role: "user", content });
+    this.#answerNext();
+    return true;
+  }
+
+  get isFree() {
+    return !this.streams && !this.#send.disabled;
   }
 
   focus() {
     this.#write.focus();
+  }
+
+  /** To the messages: a phone then opens no keyboard. */
+  focusMessages() {
+    this.#log.focus();
   }
 
   allow(allowed) {
@@ -70,7 +119,8 @@ export class Column {
   #key(event) {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
-      this.#submit(event);
+      if ((event.ctrlKey || event.metaKey) && !this.#sendAll.hidden) this.#submitToAll();
+      else this.#submit(event);
     } else if (event.key === "Escape") {
       if (this.streams) this.stop();
       else this.#leaveEditing();
@@ -80,11 +130,17 @@ export class Column {
   #submit(event) {
     event.preventDefault();
     const content = this.#write.value.trim();
-    if (!content || this.streams || this.#send.disabled) return;
+    if (!content || !this.isFree) return;
     if (this.#editing) this.#dropFrom(this.#lastAsked());
     this.#leaveEditing();
-    this.conversation.messages.push({ role: "user", content });
-    this.#answerNext();
+    this.ask(content);
+  }
+
+  #submitToAll() {
+    const content = this.#write.value.trim();
+    if (!content || this.#sendAll.disabled) return;
+    this.#write.value = "";
+    this.#host.sendAll(content);
   }
 
   #again() {
@@ -97,6 +153,7 @@ export class Column {
     if (this.streams) return;
     this.#editing = true;
     this.#cancel.hidden = false;
+    this.#showSendAll();
     this.#write.value = this.conversation.messages[this.#lastAsked()].content;
     this.focus();
   }
@@ -105,6 +162,7 @@ export class Column {
     this.#editing = false;
     this.#cancel.hidden = true;
     this.#write.value = "";
+    this.#showSendAll();
   }
 
   #lastAsked() {
@@ -120,6 +178,7 @@ export class Column {
     const answer = { role: "assistant", content: "" };
     conversation.messages.push(answer);
     const stream = (this.#stream = new AbortController());
+    this.#waiting = this.#host.waiting();
     save(conversation);
     this.#draw();
     this.#host.changed();
@@ -146,7 +205,7 @@ export class Column {
       if (message.role === "user") return userMessage(message, index === asked && !this.streams ? () => this.#edit() : undefined);
       return this.#answer(message, index === messages.length - 1);
     });
-    const empty = make("p", { class: "empty muted" }, "What is asked here stays in this browser.");
+    const empty = make("p", { class: "empty muted" }, PRIVACY);
     this.#log.replaceChildren(...(elements.length ? elements : [empty]));
     this.#log.scrollTop = this.#height = this.#log.scrollHeight;
     this.#stop.hidden = !this.streams;
@@ -157,6 +216,7 @@ export class Column {
     const again = () => this.#again();
     const shown = new AnswerMessage(message, { again, retry: again, select: () => this.#host.select(message.request) });
     if (isLast && this.streams) {
+      shown.wait(this.#waiting);
       shown.grow();
       shown.drawn = () => this.#follow();
     } else {

@@ -1,5 +1,7 @@
 /* Elements out of script. Text is always a text node, so nothing that a model or a server says can become an element. */
 
+const COPIED_MS = 1500;
+
 /** `make("button", { class: "small", onclick: f }, "Send")`; a property that is undefined is left out. */
 export function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
@@ -16,6 +18,17 @@ export function make(tag, properties = {}, ...children) {
 
 export function button(label, onclick, properties = {}) {
   return make("button", { type: "button", onclick, ...properties }, label);
+}
+
+/** A button that copies what `text()` returns, and says that it has. */
+export function copyButton(text) {
+  const copy = async () => {
+    await navigator.clipboard.writeText(text());
+    element.textContent = "Copied";
+    setTimeout(() => { element.textContent = "Copy"; }, COPIED_MS);
+  };
+  const element = button("Copy", copy);
+  return element;
 }
 
 /** `draw`, but once, with the next picture, however often it was asked for. */

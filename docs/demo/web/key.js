@@ -1,4 +1,4 @@
-/* The API key: asked for when the server wants one, kept for this tab alone (sessionStorage), sent as a header and never in a URL. */
+/* The API key: asked for when the server wants one, stored for this tab only (sessionStorage), sent in a header and never in a URL. */
 
 import { button, freshId, make } from "./dom.js";
 
@@ -37,35 +37,65 @@ export function setKey(value) {
   for (const listener of listeners) listener();
 }
 
-/** Resolves to whether there is a new key. `said`: why the server wants one, in its words. */
-export function askForKey(said) {
-  asking ??= showQuestion(said).finally(() => { asking = null; });
+/** Resolves to whether there is a new key, one that the server accepts. */
+export function askForKey() {
+  asking ??= showQuestion().finally(() => { asking = null; });
   return asking;
 }
 
-function showQuestion(said) {
-  const [title, reason, field] = [freshId("key-title"), freshId("key-reason"), freshId("key-field")];
-  const input = make("input", { id: field, type: "password", autocomplete: "off", spellcheck: "false", required: true });
+/** The question stays open until a key is accepted or the user cancels. */
+function showQuestion() {
+  const [title, reason, field, below] = [freshId("key-title"), freshId("key-reason"), freshId("key-field"), freshId("key-trouble")];
+  const input = make("input", { id: field, type: "password", autocomplete: "off", spellcheck: "false", required: true, "aria-describedby": below });
+  const trouble = make("p", { id: below, class: "trouble", role: "alert" }, hasKey() ? "The key of this tab is not valid." : "");
+  const submit = make("button", { type: "submit", class: "primary" }, "Use this key");
   const form = make(
     "form",
-    { method: "dialog" },
-    make("h2", { id: title }, "This server wants a key"),
-    make("p", { id: reason, class: "muted" }, `${said} The key stays in this tab and is forgotten when it closes.`),
+    {},
+    make("h2", { id: title }, "This server asks for a key"),
+    make("p", { id: reason, class: "muted" }, "It was started with --api-key. The key stays in this tab and is forgotten when the tab closes."),
     make("label", { for: field }, "API key"),
     input,
-    make("div", { class: "row" }, make("button", { type: "submit", class: "primary" }, "Use this key"), button("Cancel", () => dialog.close())),
+    trouble,
+    make("div", { class: "row" }, submit, button("Cancel", () => dialog.close(""))),
   );
   const dialog = make("dialog", { "aria-labelledby": title, "aria-describedby": reason, class: "question" }, form);
   document.body.append(dialog);
   return new Promise((resolve) => {
-    let given = "";
-    form.addEventListener("submit", () => { given = input.value.trim(); });
+    form.addEventListener("submit", async (event) => {
+      event.preventDefault();
+      submit.disabled = true;
+      const given = input.value.trim();
+      const refusal = await refusalOf(given);
+      submit.disabled = false;
+      trouble.textContent = refusal;
+      input.setAttribute("aria-invalid", String(refusal !== ""));
+      if (refusal || !dialog.open) return input.select();
+      setKey(given);
+      dialog.close("accepted");
+    });
     dialog.addEventListener("close", () => {
       dialog.remove();
-      if (given) setKey(given);
-      resolve(given !== "");
+      resolve(dialog.returnValue === "accepted");
     });
     dialog.showModal();
     input.focus();
   });
+}
+
+/** Why the server does not accept a key; "" where it does. */
+async function refusalOf(given) {
+  if (!/^[!-~]+$/.test(given)) return "A key has letters, digits and signs of ASCII only, and no spaces.";
+  try {
+    const answer = await fetch("./v1/models", { headers: { authorization: `Bearer ${given}` }, cache: "no-store" });
+    if (answer.status !== 401) return "";
+    return sentence(String((await answer.json()).error.message));
+  } catch {
+    return "The server cannot be reached. Please try again.";
+  }
+}
+
+function sentence(text) {
+  const capital = text.charAt(0).toUpperCase() + text.slice(1);
+  return /[.!?]$/.test(capital) ? capital : `${capital}.`;
 }

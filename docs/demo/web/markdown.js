@@ -3,7 +3,7 @@
 Raw HTML is shown as it was written. Links go to http and https alone, images are links: nothing loads by itself. Direction controls,
 which can make a text read other than it is, are shown by their numbers. What is too long or too deep for Markdown is plain text. */
 
-import { make } from "./dom.js";
+import { copyButton, make } from "./dom.js";
 import { lexer } from "./vendor/marked.esm.js";
 
 const MOST_MARKDOWN = 50_000; // characters; beyond, plain text
@@ -63,7 +63,7 @@ function block(token, depth) {
     case "blockquote":
       return [make("blockquote", {}, ...blocks(token.tokens, depth + 1))];
     case "code":
-      return [make("pre", { tabindex: "0", "aria-label": token.lang ? `Code, ${visible(token.lang)}` : "Code" }, make("code", {}, visible(token.text)))];
+      return [code(token)];
     case "list":
       return [list(token, depth)];
     case "table":
@@ -75,6 +75,12 @@ function block(token, depth) {
     default:
       return [make("p", { class: "plain" }, visible(token.raw))];
   }
+}
+
+function code({ text, lang }) {
+  const pre = make("pre", { tabindex: "0", "aria-label": lang ? `Code, ${visible(lang)}` : "Code" }, make("code", {}, visible(text)));
+  const copy = navigator.clipboard ? [copyButton(() => text)] : []; // browsers have one on https and on this machine
+  return make("div", { class: "code" }, make("div", { class: "code-head" }, make("span", {}, visible(lang ?? "")), ...copy), pre);
 }
 
 function list(token, depth) {

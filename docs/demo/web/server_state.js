@@ -12,8 +12,8 @@ const WORDS = {
   absent: "There is no server behind this page: the chat needs one.",
 };
 
-/** Shows it in `state` and the model in `about`; `allow` hears whether one may ask. Returns a function that asks again. */
-export function watchServer(state, about, allow) {
+/** Shows it in `state` and the model in `about`; `allow` hears whether one may ask, `know` the model's entry. Returns a function that asks again. */
+export function watchServer(state, about, { allow, know }) {
   let asking = false;
 
   async function ask() {
@@ -27,17 +27,18 @@ export function watchServer(state, about, allow) {
     asking = false;
     state.textContent = WORDS[health];
     allow(health === "ready");
-    if (health === "ready") await showModel(about);
+    if (health === "ready") await showModel(about, know);
   }
 
   ask();
   return ask;
 }
 
-async function showModel(about) {
+async function showModel(about, know) {
   try {
     const [model] = (await getJson("./v1/models")).data;
     about.textContent = `${model.id} · ${Number(model.max_model_len).toLocaleString("en")} tokens of context`;
+    know(model);
   } catch (error) {
     about.textContent = error.message;
   }
