@@ -7,7 +7,7 @@ import { conversations, newConversation, openIds, removeAll, save, saveOpen, tit
 const MOST_COLUMNS = 4;
 const NEW = "new";
 
-/** Returns { allow(whether one may ask) }. `failed`: called when an answer was not to be had, for a reason that may pass. */
+/** Returns { allow(whether one may ask), ask(text) }. `failed`: called when an answer was not to be had, for a reason that may pass. */
 export function mountChat(element, view, failed) {
   const status = make("p", { class: "hidden", role: "status" });
   const strip = make("div", { class: "columns" });
@@ -93,6 +93,9 @@ export function mountChat(element, view, failed) {
     allow(whether) {
       allowed = whether;
       for (const column of columns) column.allow(whether);
+    },
+    ask(text) {
+      columns[0].ask(text);
     },
   };
 }

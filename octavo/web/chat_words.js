@@ -1,6 +1,6 @@
 /* What is said of an answer: its figures, and why its prompt was or was not in the cache. */
 
-const REASONS = {
+export const REASONS = {
   end: "Every full block of this prompt was in the cache; only its last tokens were computed.",
   short: "The prompt does not fill one block, and only full blocks are kept.",
   differs: "The cached beginning ends where this prompt says something else than those before it.",

@@ -72,6 +72,7 @@ export class Column {
       event.preventDefault();
       this.#submit(event);
     } else if (event.key === "Escape") {
+      if (this.streams || this.#editing) event.preventDefault(); // it is used up here
       if (this.streams) this.stop();
       else this.#leaveEditing();
     }
@@ -79,7 +80,12 @@ export class Column {
 
   #submit(event) {
     event.preventDefault();
-    const content = this.#write.value.trim();
+    this.ask(this.#write.value);
+  }
+
+  /** Asks this, as if it had been written and sent. */
+  ask(text) {
+    const content = text.trim();
     if (!content || this.streams || this.#send.disabled) return;
     if (this.#editing) this.#dropFrom(this.#lastAsked());
     this.#leaveEditing();

@@ -12,7 +12,7 @@ import { createView } from "./view.js";
 const part = (id) => document.getElementById(id);
 
 const view = createView();
-mountPool(part("pool-body"), view);
+mountPool(part("pool-body"), view, { ask: (text) => chat.ask(text), teach: () => lesson.open() });
 mountTimeline(part("timeline-body"), view);
 const source = connect(view, { headers: authHeaders });
 const chat = mountChat(part("chat"), view, () => askAgain());
