@@ -87,8 +87,11 @@ class Loop:
     def turn(self) -> None:
         """Waits if there is nothing to do, and makes one step if there is."""
         core, scheduler = self._core, self._core.scheduler
-        refused = [refusal for command in self._router.take(wait=not core.has_work) if (refusal := self._obey(command))]
+        idle = not core.has_work
+        refused = [refusal for command in self._router.take(wait=idle) if (refusal := self._obey(command))]
         self._router.publish(self.pulse(busy=True))
+        if idle and core.has_work:
+            self._router.show(self._view.frames(busy=False))  # the step may be long: until its end nothing more can be told
         deltas = self._step() if core.has_work else []
         if self._queue_timeout is not None:
             deltas += scheduler.expire(self._queue_timeout)

@@ -17,9 +17,11 @@ class SequenceState:
     seq: int
     request: str
     sample: int
+    samples: int  # of its request
     state: str
     prompt: int
     tokens: int
+    limit: int  # the most tokens it may have, prompt and answer
     computed: int
     cached: int
     reason: str

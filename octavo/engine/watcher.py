@@ -82,8 +82,8 @@ class _Told:
 def _state_of(seq: Sequence, start: int) -> SequenceState:
     request, life = seq.request, seq.request.life
     return SequenceState(
-        seq.seq_id, request.request_id, seq.index, seq.status.value, request.num_prompt, seq.num_tokens, seq.num_computed,
-        life.cached_tokens, life.hit_reason or "", seq.preemptions, start, seq.table[start:],
+        seq.seq_id, request.request_id, seq.index, request.params.n, seq.status.value, request.num_prompt, seq.num_tokens, seq.limit,
+        seq.num_computed, life.cached_tokens, life.hit_reason or "", seq.preemptions, start, seq.table[start:],
     )  # fmt: skip
 
 

@@ -122,6 +122,7 @@ export class Column {
       if ((event.ctrlKey || event.metaKey) && !this.#sendAll.hidden) this.#submitToAll();
       else this.#submit(event);
     } else if (event.key === "Escape") {
+      if (this.streams || this.#editing) event.preventDefault(); // it is used up here
       if (this.streams) this.stop();
       else this.#leaveEditing();
     }

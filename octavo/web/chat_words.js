@@ -1,6 +1,6 @@
 /* What is said about an answer: its figures, and why its prompt was or was not in the cache. */
 
-const REASONS = {
+export const REASONS = {
   end: "Every full block of this prompt was cached. Only the last tokens were computed.",
   short: "The prompt does not fill one block, and only full blocks are cached.",
   differs: "From there on, this prompt is different from the ones before it.",

@@ -1,8 +1,4 @@
-/* The page put together: the chat, the block pool, the timeline, and what the server says of itself.
-
-Parts of the page ask each other for things by events on the document:
-    octavo:ask       { detail: { text } }   sends the text in the first column of the chat (chat.js)
-    octavo:lesson                           opens the lesson */
+/* The page put together: the chat, the block pool, the timeline, and what the server says of itself. */
 
 import { mountChat } from "./chat.js";
 import { authHeaders, hasKey, onKey, setKey } from "./key.js";
@@ -16,7 +12,7 @@ import { createView } from "./view.js";
 const part = (id) => document.getElementById(id);
 
 const view = createView();
-mountPool(part("pool-body"), view);
+mountPool(part("pool-body"), view, { ask: (text) => chat.ask(text), teach: () => lesson.open() });
 mountTimeline(part("timeline-body"), view);
 const source = connect(view, { headers: authHeaders });
 const chat = mountChat(part("chat"), view, () => askAgain());
@@ -28,7 +24,6 @@ const askAgain = watchServer(part("state"), part("about"), {
     if (!allowed && !source.replays) lesson.open(); // a page without a server tells the story
   },
 });
-document.addEventListener("octavo:lesson", () => lesson.open());
 
 const forget = part("forget-key");
 const showForget = () => { forget.hidden = !hasKey(); };

@@ -3,6 +3,8 @@
 // A sequence has one of twelve colours and one of 26 letters, both by its number alone: 156 pairs, the same on every page,
 // and never a colour without its letter or number nearby.
 
+import { make } from "./dom.js";
+
 const NAMES = ["ink", "paper", "muted", "accent", "warn", "free", "cached", "held", "shared"];
 const COLOURS = 12;
 export const MARKS = 156; // sequences with different marks: the least common multiple of 12 colours and 26 letters
@@ -46,4 +48,11 @@ export function inkOn([red, green, blue]) {
 export function onTheme(redraw) {
   document.addEventListener("themechange", redraw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+}
+
+/** The mark of a sequence beside its words: its colour and its letter. */
+export function swatch(seq) {
+  const mark = make("span", { class: "swatch", "aria-hidden": "true" });
+  mark.style.background = `var(--seq-${colourOf(seq)})`;
+  return make("span", { class: "seq-mark" }, mark, letterOf(seq));
 }

@@ -1,31 +1,27 @@
-// The pool by keyboard: a cursor that moves from cell to cell.
+// A picture of blocks by keyboard: a cursor that moves from cell to cell.
 
 import { blocksOf, cellOf } from "./pool_layout.js";
 
-/** `pool` has layout (null while there is nothing to move in), cursor (a block or null), moveTo, pickCell and pickNothing. */
-export function listenKeys(canvas, pool) {
+export function listenKeys(canvas, stage, pool) {
   canvas.addEventListener("focus", () => {
-    if (pool.layout && pool.cursor === null) pool.moveTo(1);
+    if (stage.layout?.cells && (pool.cursor === null || cellOf(stage.layout, pool.cursor) < 0)) go(stage, pool, 0, 1);
   });
   canvas.addEventListener("keydown", (event) => {
-    if (!pool.layout || event.ctrlKey || event.metaKey || event.altKey) return;
-    const { columns, cells } = pool.layout;
-    const cell = pool.cursor === null ? 0 : cellOf(pool.layout, pool.cursor);
-    const to = {
-      ArrowRight: cell + 1,
-      ArrowLeft: cell - 1,
-      ArrowDown: cell + columns,
-      ArrowUp: cell - columns,
-      PageDown: cell + 10 * columns,
-      PageUp: cell - 10 * columns,
-      Home: 0,
-      End: cells - 1,
-    }[event.key];
-    if (to !== undefined) {
-      if (to >= 0 && to < cells) pool.moveTo(blocksOf(pool.layout, to)[0]);
-    } else if (event.key === "Enter" || event.key === " ") pool.pickCell(cell);
-    else if (event.key === "Escape") pool.pickNothing();
+    if (!stage.layout || event.ctrlKey || event.metaKey || event.altKey) return;
+    const { columns, cells } = stage.layout;
+    const cell = pool.cursor === null ? 0 : Math.max(0, cellOf(stage.layout, pool.cursor));
+    const moves = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns, PageDown: 10 * columns, PageUp: -10 * columns };
+    if (event.key in moves) go(stage, pool, cell + moves[event.key], moves[event.key]);
+    else if (event.key === "Home") go(stage, pool, 0, 1);
+    else if (event.key === "End") go(stage, pool, cells - 1, -1);
+    else if (event.key === "Enter" || event.key === " ") pool.pickCell(stage, cell);
     else return;
     event.preventDefault();
   });
+}
+
+/** To a cell or, where that place is empty, to the next one in that direction. */
+function go({ layout }, pool, cell, direction) {
+  while (cell >= 0 && cell < layout.cells && !blocksOf(layout, cell)[0]) cell += direction;
+  if (cell >= 0 && cell < layout.cells) pool.moveTo(blocksOf(layout, cell)[0]);
 }

@@ -1,9 +1,14 @@
-// Where the cells lie: as large as they may be, all of them visible.
+// Where the cells lie. Both pictures of the pool use these functions:
 //
-//   sparse   a block is a cell of 6 to 40 pixels, with a gap
-//   dense    cells of 5 to 3 pixels without one; in a pool that is larger still, several blocks share one of 4
+//   the map    every block in physical order; in a large pool several blocks share a cell (layOut)
+//   the grid   blocks in use and cached blocks, each in a place of its own (pool_places.js)
+//
+// A map is sparse or dense:
+//   sparse   a block is a cell of 6 to 44 pixels, with a gap
+//   dense    cells of 5 to 3 pixels without a gap; in a pool that is larger still, several blocks share a cell of 4
 
-const LARGEST = 40;
+export const LARGEST = 44;
+export const READABLE = 22; // pixels of a cell in which a letter can be read
 const LEAST_SPARSE = 6;
 const LEAST_DENSE = 3;
 const MANY_IN_ONE = 4;
@@ -11,26 +16,39 @@ const MANY_IN_ONE = 4;
 export function layOut(width, height, numBlocks) {
   const count = numBlocks - 1; // the null block has no cell
   let size = LARGEST;
-  while (size >= LEAST_DENSE && Math.floor(width / size) * Math.floor(height / size) < count) size -= 1;
+  while (size >= LEAST_DENSE && capacity(width, height, size) < count) size -= 1;
   const dense = size < LEAST_SPARSE;
   if (size < LEAST_DENSE) size = MANY_IN_ONE;
   const columns = Math.max(1, Math.floor(width / size));
   const most = columns * Math.max(1, Math.floor(height / size));
   const per = dense ? Math.ceil(count / most) : 1; // blocks in a cell
   const cells = Math.ceil(count / per);
-  return { size, columns, dense, per, cells, count, rows: Math.ceil(cells / columns) };
+  return { size, columns, dense, per, cells, count, rows: Math.ceil(cells / columns), places: null };
 }
 
-export const cellOf = (layout, block) => Math.floor((block - 1) / layout.per);
+/** How many cells of a size there is room for. */
+export const capacity = (width, height, size) => Math.floor(width / size) * Math.floor(height / size);
 
-/** The blocks of a cell: from the first up to, not including, the second. */
-export const blocksOf = ({ per, count }, cell) => [cell * per + 1, Math.min(count, (cell + 1) * per) + 1];
+/** The cell of a block; -1: it has none. */
+export const cellOf = ({ places, per }, block) => (places ? places.cellOf(block) : Math.floor((block - 1) / per));
+
+/** The blocks of a cell: from the first up to, not including, the second. An empty place of the grid has none. */
+export function blocksOf({ places, per, count }, cell) {
+  if (!places) return [cell * per + 1, Math.min(count, (cell + 1) * per) + 1];
+  const block = places.blockAt(cell);
+  return block ? [block, block + 1] : [0, 0];
+}
 
 export const placeOf = ({ size, columns }, cell) => [(cell % columns) * size, Math.floor(cell / columns) * size];
 
-/** The cell under a point, or null. */
-export function cellAt({ size, columns, cells }, x, y) {
+/** The side of what is drawn in a cell. */
+export const sideOf = ({ size, dense }) => size - (dense ? 0 : size > 8 ? 3 : 1);
+
+/** The cell under a point that has a block, or null. */
+export function cellAt(layout, x, y) {
+  const { size, columns, cells } = layout;
   const column = Math.floor(x / size);
   const cell = Math.floor(y / size) * columns + column;
-  return column >= 0 && column < columns && y >= 0 && cell < cells ? cell : null;
+  if (column < 0 || column >= columns || y < 0 || cell >= cells) return null;
+  return blocksOf(layout, cell)[0] ? cell : null;
 }

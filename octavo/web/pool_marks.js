@@ -1,7 +1,7 @@
 // What is passing, drawn over the cells: new writes pulse, a copy is an arrow, evicted blocks are crossed out, blocks of a
 // preempted sequence and of a prefix hit are framed. Also the cursor. Where motion is unwanted marks stand still, then go.
 
-import { cellOf, placeOf } from "./pool_layout.js";
+import { cellOf, placeOf, sideOf } from "./pool_layout.js";
 import { css } from "./palette.js";
 
 const LASTS_MS = { write: 500, copy: 1600, evict: 1200, preempt: 1400, hit: 1400 };
@@ -11,7 +11,7 @@ const still = matchMedia("(prefers-reduced-motion: reduce)");
 export class Marks {
   #context;
   #marks = []; // { what, block, to, begun }
-  cursor = null; // cells
+  cursor = null; // a cell
   hover = null;
 
   constructor(canvas) {
@@ -23,10 +23,6 @@ export class Marks {
     if (this.#marks.length > MOST_MARKS) this.#marks.splice(0, this.#marks.length - MOST_MARKS);
   }
 
-  clear() {
-    this.#marks = [];
-  }
-
   /** Draws what still lasts; returns whether anything does. */
   draw(layout, palette, scale) {
     const context = this.#context;
@@ -35,12 +31,13 @@ export class Marks {
     context.setTransform(scale, 0, 0, scale, 0, 0);
     context.clearRect(0, 0, context.canvas.width, context.canvas.height);
     for (const mark of this.#marks) {
+      if (cellOf(layout, mark.block) < 0 || cellOf(layout, mark.to) < 0) continue; // it has no place any more
       context.globalAlpha = still.matches ? 1 : 1 - (now - mark.begun) / LASTS_MS[mark.what];
       DRAW[mark.what](context, this.#box(layout, mark.block), this.#box(layout, mark.to), palette);
     }
     context.globalAlpha = 1;
     if (this.hover !== null) frame(context, placed(layout, this.hover), css(palette.muted), 1);
-    if (this.cursor !== null) frame(context, placed(layout, this.cursor), css(palette.ink), 2);
+    if (this.cursor !== null && this.cursor >= 0) frame(context, placed(layout, this.cursor), css(palette.ink), 2);
     return this.#marks.length > 0;
   }
 
@@ -51,8 +48,7 @@ export class Marks {
 
 function placed(layout, cell) {
   const [x, y] = placeOf(layout, cell);
-  const side = layout.size - (layout.dense ? 0 : layout.size > 8 ? 2 : 1);
-  return { x, y, side };
+  return { x, y, side: sideOf(layout) };
 }
 
 function frame(context, { x, y, side }, colour, width) {

@@ -7,7 +7,7 @@ const inWords = new Intl.NumberFormat(); // made once: it takes longer than a se
 
 const plural = (count, word) => `${inWords.format(count)} ${word}${count === 1 ? "" : "s"}`;
 
-export const nameOf = (seq) => `${letterOf(seq)} ${seq}`;
+export const nameOf = (seq) => `${letterOf(seq)} (sequence ${seq})`;
 
 /** Control characters as their pictures, so that text stays on its line and nothing is hidden in it. */
 export function visible(text) {
@@ -25,7 +25,7 @@ export function tokenList(tokens, head) {
   return tokens.map((token) => make("bdi", { class: "token" }, visible(token) || "∅"));
 }
 
-const WORDS_OF_KIND = { free: "free", cached: "cached: kept until it is needed", held: "held", shared: "shared" };
+const WORDS_OF_KIND = { free: "free", cached: "cached, until its room is needed", held: "in use", shared: "shared" };
 
 /** A block in one sentence. */
 export function sayBlock(state, block) {
@@ -33,29 +33,30 @@ export function sayBlock(state, block) {
   const kind = state.kind(block);
   const parts = [`Block ${block}: ${kind === "shared" ? `shared by ${ref[block]}` : WORDS_OF_KIND[kind]}`];
   const owners = state.owners(block);
-  if (owners.length) parts.push(owners.slice(0, 8).map(([seq, index]) => `entry ${index} of sequence ${nameOf(seq)}`).join(", "));
+  if (owners.length) parts.push(owners.slice(0, 8).map(([seq, index]) => `entry ${index} of ${nameOf(seq)}`).join(", "));
   if (owners.length > 8) parts.push(`and ${owners.length - 8} more`);
-  if (sealed[block]) parts.push(`sealed, digest ${digests[block] || "not told"}`);
+  if (sealed[block]) parts.push(`full, digest ${digests[block] || "not known"}`);
   if (kind !== "free" && since[block]) parts.push(`for ${Math.max(0, state.at - since[block]).toFixed(1)} s`);
   if (tokens[block]) parts.push(`${tokens[block].length} of ${state.head.block_size} tokens`);
   return `${parts.join("; ")}.`;
 }
 
-/** Several blocks in one cell. */
+/** The blocks of one cell, from the first up to, not including, the second. */
 export function sayBlocks(state, from, to) {
+  if (to - from === 1) return sayBlock(state, from);
   const counts = {};
   for (let block = from; block < to; block += 1) counts[state.kind(block)] = (counts[state.kind(block)] ?? 0) + 1;
-  const kinds = Object.entries(counts).map(([kind, count]) => `${count} ${kind}`);
+  const kinds = Object.entries(counts).map(([kind, count]) => `${count} ${kind === "held" ? "in use" : kind}`);
   return `Blocks ${from} to ${to - 1} in one cell: ${kinds.join(", ")}.`;
 }
 
 const SENTENCES = {
-  evict: (block) => `block ${block} was evicted`,
-  copy: (from, to, seq) => `block ${from} was copied to ${to}: sequence ${nameOf(seq)} writes its own`,
-  preempt: (seq) => `sequence ${nameOf(seq)} was preempted and waits`,
-  hit: (seq, tokens, reason) => `sequence ${nameOf(seq)} found ${plural(tokens, "token")} in the cache (${reason})`,
-  fork: (seq, child) => `sequence ${nameOf(seq)} forked into ${nameOf(child)}`,
-  admit: (seq) => `sequence ${nameOf(seq)} was admitted`,
+  evict: (block) => `cached block ${block} was evicted to make room`,
+  copy: (from, to, seq) => `block ${from} was copied to ${to}, because ${nameOf(seq)} writes into it and others share it`,
+  preempt: (seq) => `${nameOf(seq)} was preempted: it gave its blocks back and waits`,
+  hit: (seq, tokens) => `${nameOf(seq)} found ${plural(tokens, "token")} of its prompt in the cache`,
+  fork: (seq, child) => `${nameOf(seq)} was split: ${nameOf(child)} is another sample of its prompt`,
+  admit: (seq) => `${nameOf(seq)} started`,
   note: (text) => text,
 };
 
@@ -65,7 +66,7 @@ export function sayEvents(events) {
   const evicted = Map.groupBy(events.filter(([, , what]) => what === "evict"), ([step]) => step);
   for (const [step, , what, ...details] of events.toReversed()) {
     const many = what === "evict" ? evicted.get(step).length : 1;
-    const sentence = many > 1 ? `${plural(many, "block")} were evicted` : SENTENCES[what]?.(...details);
+    const sentence = many > 1 ? `${plural(many, "cached block")} were evicted to make room` : SENTENCES[what]?.(...details);
     if (sentence) said.add(`Step ${step}: ${sentence}`);
   }
   return [...said];

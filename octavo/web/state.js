@@ -81,6 +81,7 @@ export class State {
     this.news = []; // events of the delta that led here
     this.note = null;
     this.lost = 0;
+    this.busySince = null; // when the first of the requests that run or wait now was told; null: there is none
   }
 
   clone() {
@@ -104,6 +105,7 @@ export class State {
     this.numSteps += frame.steps?.length ?? 0;
     this.numEvents += frame.events?.length ?? 0;
     this.lost += frame.lost ?? 0;
+    this.busySince = this.seqs.size ? (this.busySince ?? at) : null;
   }
 
   /** The last steps, at most as many as a full frame tells. */
@@ -113,6 +115,11 @@ export class State {
 
   get events() {
     return this.logs.events.between(this.numEvents - SHOWN_STEPS, this.numEvents);
+  }
+
+  /** Blocks that somebody holds. */
+  get numUsed() {
+    return this.blocks.ref.reduce((count, references) => count + (references > 0), 0);
   }
 
   /** Who holds a block: [[seq, index in its table], ...]. */
@@ -143,9 +150,9 @@ export class State {
   }
 
   /** A row's table, entry by entry: [index, block, whether that block still has what the row put there]. */
-  entries(row) {
+  entries(row, from = 0, to = row.table.length) {
     const { digests } = this.blocks;
-    return row.table.map((block, index) => [index, block, row.state !== "ended" || row.digests?.[index] === digests[block]]);
+    return row.table.slice(from, to).map((block, place) => [from + place, block, row.state !== "ended" || row.digests?.[from + place] === digests[block]]);
   }
 }
 

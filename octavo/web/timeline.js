@@ -7,10 +7,13 @@ import { onTheme, readPalette } from "./palette.js";
 import { Sheet } from "./sheet.js";
 import { buildControls } from "./timeline_controls.js";
 import { drawBars, drawLine } from "./timeline_draw.js";
-import { FIGURES, barsOf, columnsOf, firstFrom, stepAt } from "./timeline_series.js";
+import { AT, FIGURES, barsOf, columnsOf, firstFrom, stepAt } from "./timeline_series.js";
 
 const COLUMNS = 120; // of a line
 const STRETCHES = [2, 10, 30, 120, 600]; // seconds that may be shown at once
+const TICK_MS = 300; // between two drawings while no frame comes and figures still change
+const SETTLED_SECONDS = 6; // after the last step: by then every figure is what it stays
+const LONG_STEP = 1; // seconds after which the age of a step is told
 
 export function mountTimeline(element, view) {
   const timeline = new Timeline(element, view);
@@ -25,6 +28,7 @@ class Timeline {
   #palette = null;
   #stretch = 30;
   #shown = { from: 0, to: 30 };
+  #tick = 0;
   wake = oncePerPicture(() => this.#draw());
 
   constructor(element, view) {
@@ -63,51 +67,80 @@ class Timeline {
 
   #draw() {
     this.#controls.draw();
-    const { history, state, moment } = this.#view;
+    const { history, state, moment, now } = this.#view;
     this.#parts.root.toggleAttribute("data-empty", !state);
     if (!state) return;
     this.#palette ??= readPalette(this.#parts.root);
     const [steps, events] = [history.logs.steps.items, history.logs.events.items];
-    const to = this.#window(history, moment);
+    const to = this.#window(history, moment, now);
     const from = to - this.#stretch;
     const bars = barsOf(steps, from, to, Math.max(1, Math.floor(this.#parts.bars.width / 3)));
     this.#shown = { from, to };
     const marked = events.slice(firstFrom(events, from), firstFrom(events, to + 1e-6));
-    const { most, longest } = drawBars(this.#parts.bars, bars, marked, { from, to, moment }, this.#palette);
-    this.#parts.scale.textContent = `tallest bar ${most.toLocaleString()} tokens, longest ${longest.toFixed(1)} ms`;
+    const { most, longest } = drawBars(this.#parts.bars, bars, marked, { from, to, moment: now }, this.#palette);
+    this.#parts.scale.textContent = bars.length ? `tallest bar: ${most.toLocaleString()} tokens, longest step: ${longest.toFixed(1)} ms` : "";
     const step = stepAt(steps, moment);
-    this.#parts.step.textContent = step ? sayStep(step) : "No step yet.";
-    this.#drawFigures(steps, from, to, moment, state);
+    this.#parts.step.textContent = this.#sayNow(state, step, now);
+    this.#drawFigures(steps, from, to, now, state);
+    this.#goOn(state, step, now);
     Object.assign(this.#parts.root.dataset, { moment: moment.toFixed(3), step: step?.[0] ?? "" });
   }
 
   /** The end of the stretch shown: the newest moment, or, further back, one that keeps the moment inside. */
-  #window(history, moment) {
+  #window(history, moment, now) {
     const { to } = this.#shown;
-    if (this.#view.time === "live") return history.last;
+    if (this.#view.time === "live") return now;
     if (to <= history.last && moment <= to && moment >= to - this.#stretch) return to;
     return Math.min(history.last, moment + this.#stretch / 2);
   }
 
-  #drawFigures(steps, from, to, moment, state) {
+  /** The step under way, if it takes long; else the last one. */
+  #sayNow(state, step, now) {
+    const begun = Math.max(state.busySince ?? 0, step?.[AT] ?? 0);
+    if (this.#view.time === "live" && state.busySince !== null && now - begun > LONG_STEP) {
+      return `Step ${(step?.[0] ?? 0) + 1} is running, for ${(now - begun).toFixed(1)} s now.`;
+    }
+    return step ? sayStep(step) : "No step yet.";
+  }
+
+  #drawFigures(steps, from, to, now, state) {
     const sums = columnsOf(steps, from, to, COLUMNS);
     const seconds = this.#stretch / COLUMNS;
     const blocks = state.head.num_blocks - 1;
-    const lately = columnsOf(steps, moment - 1, moment, 1)[0];
-    const before = columnsOf(steps, from, moment, 1)[0];
+    const [shown] = columnsOf(steps, from, now, 1);
+    const { first } = this.#view.history;
     for (const [name, { line, number }] of Object.entries(this.#parts.figures)) {
-      const { value, say, most, empty = null } = FIGURES[name];
+      const { now: figure, value, say, most, empty = null } = FIGURES[name];
       const values = sums.map((sum) => (sum ? value(sum, seconds, blocks) : empty));
-      drawLine(line, values, most ?? Math.max(1, ...values), (moment - from) / (to - from), this.#palette);
-      const known = name === "throughput" ? lately && value(lately, 1, blocks) : before && value(before, 1, blocks);
-      number.textContent = known === null ? (empty === 0 ? say(0) : "–") : say(known);
+      drawLine(line, values, most ?? Math.max(1, ...values), (now - from) / (to - from), this.#palette);
+      const words = say(figure({ steps, state, now, first, shown }));
+      if (number.textContent !== words) number.textContent = words;
     }
+  }
+
+  /** Draws again soon, if no frame comes before, while there is something that changes by itself. */
+  #goOn(state, step, now) {
+    clearTimeout(this.#tick);
+    const settled = state.busySince === null && now - (step?.[AT] ?? -Infinity) > SETTLED_SECONDS;
+    if (this.#view.time === "live" && this.#view.status.ok && !settled) this.#tick = setTimeout(() => this.wake(), TICK_MS);
   }
 }
 
 function sayStep([step, at, ms, prefill, decode, rows]) {
-  return `Step ${step} at ${at.toFixed(2)} s: ${prefill} prefill and ${decode} decode tokens in ${rows} rows, ${ms.toFixed(1)} ms`;
+  return `Step ${step} at ${at.toFixed(2)} s: ${prefill} prefill and ${decode} decode tokens of ${rows} ${rows === 1 ? "sequence" : "sequences"}, ${ms.toFixed(1)} ms`;
 }
+
+const LEGEND = {
+  prefill: "prefill tokens",
+  decode: "decode tokens",
+  ms: "time taken",
+  "event-hit": "prefix hit",
+  "event-preempt": "preemption",
+  "event-copy": "copy or new sample",
+  "event-evict": "eviction",
+  again: "engine restart",
+  moment: "this moment",
+};
 
 function build(element, resized) {
   const title = freshId("steps");
@@ -123,15 +156,15 @@ function build(element, resized) {
     step: make("p", { class: "timeline-step", id: title }),
     scale: make("span", { class: "muted" }),
   };
-  const key = (name, words) => make("span", { class: "timeline-key" }, make("span", { class: `key key-${name}`, "aria-hidden": "true" }), words);
+  const key = ([name, words]) => make("span", { class: "timeline-key" }, make("span", { class: `key key-${name}`, "aria-hidden": "true" }), words);
   parts.root = make(
     "div",
     { class: "timeline" },
     parts.controls,
     parts.step,
     bars.canvas,
-    make("p", { class: "timeline-legend" }, key("prefill", "prefill"), key("decode", "decode"), key("ms", "time taken"), parts.scale),
     make("dl", { class: "figures" }, ...Object.entries(figures).map(([name, { line, number }]) => make("div", { class: "figure" }, make("dt", {}, FIGURES[name].label), number, make("dd", { class: "figure-drawing" }, line.canvas)))),
+    make("p", { class: "timeline-legend" }, ...Object.entries(LEGEND).map(key), parts.scale),
   );
   element.append(parts.root);
   return parts;

@@ -47,6 +47,7 @@ class Selection {
 class View {
   #listeners = new Set();
   #clock = null;
+  #heard = 0; // when the last frame of a live stream came, by this page's clock
 
   constructor() {
     this.history = new History();
@@ -82,6 +83,12 @@ class View {
     return this.time === "live" ? last : Math.min(last, Math.max(first, this.time));
   }
 
+  /** The present, by the engine's clock: a live stream says nothing while nothing changes or a step takes long. */
+  get now() {
+    const follows = this.time === "live" && this.status.ok && this.state;
+    return follows ? this.history.last + (performance.now() - this.#heard) / 1000 : this.moment;
+  }
+
   get running() {
     return this.recorded ? this.#clock !== null : this.time === "live";
   }
@@ -89,6 +96,7 @@ class View {
   /** A frame of a live stream. */
   apply(frame) {
     this.history.apply(frame);
+    this.#heard = performance.now();
     this.tell("frame");
   }
 

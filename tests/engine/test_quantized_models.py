@@ -136,7 +136,7 @@ def test_codes_are_quantised_again_and_torch_saves_nothing_with_a_warning_each(t
     assert_about_as_sure(fewer, as_is, mean=0.3, most=4)
     assert fewer_bytes < nbytes and len(warnings.messages) == 1
     run(path, native=False, quantization="int8")
-    assert "The weights are quantised already and are quantised again: quantization=auto keeps them as they are" in warnings.messages[0]
+    assert "The weights are quantised already and are quantised again; --quantization auto keeps them as they are" in warnings.messages[0]
     assert "--quantization int8 saves no memory here" in warnings.messages[2] and len(warnings.messages) == 3
 
 

@@ -7,21 +7,23 @@ import subprocess
 import sys
 from contextlib import aclosing
 
+import pytest
 import zmq
 
 from octavo.client.view import ViewState
 from octavo.engine import wire
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.process import Loop
-from octavo.engine.router import Gone, Watching
+from octavo.engine.router import Command, Gone, Watching
 from octavo.engine.supervisor import Serving
 from octavo.engine.trace import NoTrace
 from octavo.engine.view import EngineView
 from octavo.engine.view_frame import ViewFrame
 from octavo.engine.wire import DownFrame, Ping, View, Watch
+from octavo.messages import AddRequest, Delta
 from tests.engine.test_process import raw
 from tests.support.engine_process import ask, engine_process, run, tokens, until
-from tests.support.fake import FakeEngine
+from tests.support.fake import FakeEngine, sampling
 from tests.support.watching import HEAD, told
 
 WATCHED = Serving(inspector=True)
@@ -125,11 +127,41 @@ def test_a_client_that_does_not_ask_gets_nothing_and_one_that_is_gone_is_forgott
 class Mute:
     """A router that nobody listens to."""
 
-    def __init__(self) -> None:
-        self.shown: list[str] = []
+    def __init__(self, *commands: Command) -> None:
+        self.shown: list[ViewFrame] = []
+        self._commands = list(commands)
+
+    def take(self, wait: bool) -> list[Command]:
+        commands, self._commands = self._commands, []
+        return commands
 
     def show(self, views: list[tuple[str, ViewFrame]]) -> None:
-        self.shown += [name for name, _ in views]
+        self.shown += [frame for _, frame in views]
+
+    def publish(self, pulse: object) -> None:
+        pass
+
+    def give(self, deltas: object, refused: object, stats: object) -> None:
+        pass
+
+
+def test_a_request_to_an_idle_engine_is_shown_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step may take long, and until its end the engine can tell nothing."""
+    engine = FakeEngine()
+    request = AddRequest("a", list(range(9)), sampling(6, n=2))
+    router = Mute(Watching("page", "full"), request)
+    loop = Loop(engine.core, router, None, EngineView(engine.core), 0.0)  # type: ignore[arg-type]
+    step, shown_before = engine.core.step, []
+
+    def watched_step() -> list[Delta]:
+        shown_before.append(list(router.shown))
+        return step()
+
+    monkeypatch.setattr(engine.core, "step", watched_step)
+    loop.turn()
+    ((frame,),) = shown_before
+    (seq,) = frame.seqs
+    assert (seq.request, seq.state, seq.prompt, seq.limit, seq.samples, seq.table) == ("a", "waiting", 9, 15, 2, [])
 
 
 def test_a_client_that_is_given_up_stops_watching() -> None:

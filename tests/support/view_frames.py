@@ -125,7 +125,7 @@ class ViewModel:
         used = sum(block.ref > 0 for block in self.blocks) if len(self.blocks) < 1000 else 0
         self.new_steps.append([self.step, self.now, 7.5, wrote, len(self.seqs), len(self.seqs), len(self.seqs), 0, used, 0, 0, wrote])
 
-    def admit(self) -> None:
+    def admit(self) -> Sequence:
         seq = Sequence(self.arrivals, f"cmpl-{self.arrivals}", self.random.randrange(1, 20))
         self.arrivals += 1
         self.seqs[seq.seq] = seq
@@ -139,6 +139,7 @@ class ViewModel:
             seq.tokens = seq.cached = BLOCK_SIZE
             seq.reason = "differs"
             self.event("hit", seq.seq, BLOCK_SIZE, "differs")
+        return seq
 
     def hold(self, number: int) -> None:
         block = self.blocks[number]
@@ -262,7 +263,7 @@ class ViewModel:
         self.own_steps += self.new_steps
         self.own_events += self.new_events
         self._start_frame()
-        return frame if full else {key: value for key, value in frame.items() if value or self.random.random() < 0.2}
+        return frame if full else {key: value for key, value in frame.items() if value or key == "at" or self.random.random() < 0.2}
 
     def _block_row(self, number: int, full: bool) -> list[Any]:
         block = self.blocks[number]

@@ -1,4 +1,7 @@
-"""A small host of the pool's files with a view that a test scripts: what it sends, watchers get, late ones too."""
+"""A small host of the pool's files with a view that a test scripts: what it sends, watchers get, late ones too.
+
+`/` has the pool and the timeline alone, `/page` the whole page; nothing answers its chat.
+"""
 
 import json
 import threading
@@ -9,12 +12,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = {"web": ROOT / "octavo" / "web", "data": ROOT / "tests" / "web" / "data"}
-TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html; charset=utf-8"}
+FOLDERS = {"web": ROOT / "octavo" / "web", "web/vendor": ROOT / "octavo" / "web" / "vendor", "data": ROOT / "tests" / "web" / "data"}
+TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".html": "text/html; charset=utf-8"}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+WHOLE_PAGE = {  # the page itself, and what its chat asks of a server
+    "/page": ((FOLDERS["web"] / "index.html").read_bytes(), TYPES[".html"]),
+    "/health": (b'{"status":"ready"}', "application/json"),
+    "/v1/models": (b'{"data":[{"id":"model","max_model_len":8192}]}', "application/json"),
+}
 
 
 class ViewHost:
@@ -64,6 +72,8 @@ def handler_of(host: ViewHost) -> type[BaseHTTPRequestHandler]:
                 self.answer(host.files[name], "application/x-ndjson")
             elif not folder and not name:
                 self.answer((FOLDERS["data"] / "harness.html").read_bytes(), TYPES[".html"])
+            elif self.path in WHOLE_PAGE:
+                self.answer(*WHOLE_PAGE[self.path])
             elif folder in FOLDERS and (path := FOLDERS[folder] / name).is_file():
                 self.answer(path.read_bytes(), TYPES[path.suffix])
             else:

@@ -14,7 +14,7 @@ from octavo.policy.scheduler import Scheduler
 from octavo.server.view_lines import Pieces, delta, line
 
 HEAD = {"kind": "head", "version": 1}
-SEQUENCE = ("table", "request", "sample", "state", "prompt", "tokens", "computed", "cached", "preemptions")
+SEQUENCE = ("table", "request", "sample", "samples", "state", "prompt", "tokens", "limit", "computed", "cached", "preemptions")
 
 
 def told(frame: ViewFrame) -> dict[str, Any]:
@@ -28,8 +28,8 @@ def row_of(seq: Sequence) -> list[Any]:
     """What is to be told of a sequence: the fields of SEQUENCE."""
     request = seq.request
     return [
-        list(seq.table), request.request_id, seq.index, seq.status.value, request.num_prompt, seq.num_tokens, seq.num_computed,
-        request.life.cached_tokens, seq.preemptions,
+        list(seq.table), request.request_id, seq.index, request.params.n, seq.status.value, request.num_prompt, seq.num_tokens, seq.limit,
+        seq.num_computed, request.life.cached_tokens, seq.preemptions,
     ]  # fmt: skip
 
 

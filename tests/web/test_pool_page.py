@@ -1,6 +1,7 @@
 """The block pool and the timeline in a real browser, fed by a stream that the test scripts."""
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,10 +10,11 @@ import pytest
 
 from tests.support.view_frames import Frame, ViewModel
 from tests.support.view_host import ViewHost, view_host
+from tests.web.layout import assert_all_can_be_seen
 
 try:
     from axe_playwright_python.sync_playwright import Axe
-    from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect
+    from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Request, expect
 except ModuleNotFoundError:
     pytest.skip("the page is tested with playwright and axe-playwright-python (requirements/dev.txt)", allow_module_level=True)
 
@@ -27,6 +29,8 @@ PIXELS = """([canvas, x, y, side]) => {
   pixel.drawImage(document.querySelector(canvas), -Math.round(x * devicePixelRatio), -Math.round(y * devicePixelRatio));
   return [...pixel.getImageData(0, 0, side, side).data];
 }"""
+PALETTE = """async () => (await import(new URL("web/palette.js", location))).readPalette(document.querySelector(".pool"))"""
+OWN_COLOUR = """() => getComputedStyle(document.querySelector(".pool-drawer")).borderTopColor.match(/\\d+/g).map(Number)"""
 
 
 @pytest.fixture
@@ -112,6 +116,10 @@ def entries(page: Page) -> list[str]:
     return page.locator(".entry-place").all_text_contents()
 
 
+def request(page: Page, name: str) -> Locator:
+    return page.locator(f".request[data-request='{name}']").first
+
+
 def table_of(story: Story, seq: int) -> list[str]:
     return [f"{index} → {block}" for index, block in enumerate(story.model.seqs[seq].table)]
 
@@ -150,7 +158,7 @@ def test_the_pool_changes_as_it_runs(open_pool: OpenPage, pool_host: ViewHost) -
     page = open_pool()
     expect(page.locator(".pool-figures")).to_contain_text("3 of 19 blocks in use")
     legend = page.locator(".pool-legend")
-    expect(legend).not_to_contain_text("cached")
+    expect(legend.locator("[data-kind=cached]")).to_have_text("0")
     free = story.model.free[-2]
     before = pixel(page, free)
     story.write(0, 7)  # into two blocks more
@@ -161,8 +169,8 @@ def test_the_pool_changes_as_it_runs(open_pool: OpenPage, pool_host: ViewHost) -
     expect(page.locator(".pool-caption")).to_have_text("2 of 8: A boundaryIt is crossed.")
     story.go_on(lambda: story.model.end(story.model.seqs[0], "stop"))
     expect(page.locator(".pool-figures")).to_contain_text("0 of 19 blocks in use")
-    expect(legend).to_contain_text("cached 4")
-    expect(legend).not_to_contain_text("held")
+    expect(legend.locator("[data-kind=cached]")).to_have_text("4")
+    expect(legend.locator("[data-kind=held]")).to_have_text("0")
     assert pool_host.keys == ["Bearer secret"]
 
 
@@ -190,11 +198,15 @@ def test_a_request_lights_up_from_logical_to_physical(open_pool: OpenPage, pool_
     mine, other = story.model.seqs[0].table[0], story.model.seqs[1].table[0]
     before = pixel(page, mine), pixel(page, other)
     page.locator(".pool-marks").hover(position=position(page, mine))
-    expect(page.locator(".pool-detail")).to_contain_text(f"Block {mine}: held; entry 0 of sequence A 0; sealed, digest")
+    expect(page.locator(".pool-detail")).to_contain_text(f"Block {mine}: in use; entry 0 of A (sequence 0); full, digest")
     expect(page.locator(".pool-detail .token")).to_have_count(4)
     page.locator(".pool-marks").click(position=position(page, mine))  # or by the list beside it
-    expect(page.get_by_role("button", name="cmpl-0")).to_have_attribute("aria-pressed", "true")
+    expect(request(page, "cmpl-0")).to_have_attribute("aria-pressed", "true")
     expect(page.locator(".entry")).to_have_count(3)
+    drawer = page.get_by_role("complementary", name="Block table")
+    expect(drawer).to_contain_text(f"Block {mine}: in use")
+    assert page.evaluate(OWN_COLOUR) == page.evaluate(PALETTE)["seq"][0]
+    page.mouse.move(0, 0)
     assert entries(page) == table_of(story, 0)
     words = "".join(story.model.blocks[mine].tokens).replace("\n", "⏎")
     assert page.locator(".entry-text").first.inner_text().replace("∅", "") == words
@@ -217,10 +229,24 @@ def test_a_request_lights_up_from_logical_to_physical(open_pool: OpenPage, pool_
         story.model.end(story.model.seqs[2], "length")
 
     story.go_on(come_and_go)  # within one frame
-    page.get_by_role("button", name="cmpl-2 ended (length) · 9 tokens").click()
+    drawer.get_by_role("button", name="Close the block table").click()
+    expect(drawer).to_be_hidden()
+    page.locator(".request-group summary").click()
+    expect(request(page, "cmpl-2")).to_contain_text("reached its token limit")
+    request(page, "cmpl-2").click()
     wait_until(page, "document.querySelector('.pool').dataset.lit === '2'")
     assert [entries(page)] == short and len(short[0]) == 3
     assert page.locator(".entry .token").count() == 8
+    for _ in range(33):  # it leaves the list of those that ended last
+        story.go_on(lambda: story.model.end(story.model.admit(), "stop"))
+    expect(drawer).to_be_hidden()
+    assert page.evaluate("view.selection.get()") == {}
+    request(page, "cmpl-0").click()
+    expect(drawer).to_be_visible()
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("Escape")  # from anywhere
+    expect(drawer).to_be_hidden()
+    expect(request(page, "cmpl-0")).to_be_visible()
 
 
 def test_copies_evictions_preemptions_and_hits_are_seen(open_pool: OpenPage, pool_host: ViewHost) -> None:
@@ -233,24 +259,24 @@ def test_copies_evictions_preemptions_and_hits_are_seen(open_pool: OpenPage, poo
     blank = page.evaluate(marks)
     news = page.locator(".pool-news")
     story.go_on(lambda: model.fork(model.seqs[0]))
-    expect(news).to_contain_text("sequence A 0 forked into B 1")
+    expect(news).to_contain_text("A (sequence 0) was split: B (sequence 1) is another sample")
     source = model.seqs[0].table[2]
     story.write(1, 1)
-    expect(news).to_contain_text(f"block {source} was copied to {model.seqs[1].table[2]}: sequence B 1 writes its own")
+    expect(news).to_contain_text(f"block {source} was copied to {model.seqs[1].table[2]}, because B (sequence 1) writes into it")
     assert crossed(page, source) and not crossed(page, model.seqs[0].table[0])
     story.go_on(lambda: model.end(model.seqs[0], "stop"))
     wait_until(page, f"{marks} === {json.dumps(blank)}")
     story.go_on(lambda: model.preempt(model.seqs[1]))
-    expect(news).to_contain_text("sequence B 1 was preempted and waits")
+    expect(news).to_contain_text("B (sequence 1) was preempted")
     assert page.evaluate(marks) != blank
-    expect(page.get_by_role("button", name="B cmpl-0")).to_contain_text("waiting")
+    expect(page.locator(".request-group", has_text="Waiting 1").locator(".request")).to_contain_text("preempted 1×")
     story.go_on(model.admit, lambda: model.write(model.seqs[2], 20 - model.seqs[2].tokens))
     expect(news).to_contain_text("evicted")
     assert crossed(page, next(event[3] for event in story.sent[-1]["events"] if event[2] == "evict"))
     wait_until(page, f"{marks} === {json.dumps(blank)}")
     model.event("hit", 2, 8, "differs")
     story.go_on()
-    expect(news).to_contain_text("found 8 tokens in the cache (differs)")
+    expect(news).to_contain_text("found 8 tokens of its prompt in the cache")
     assert page.evaluate(marks) != blank
 
 
@@ -262,7 +288,7 @@ def test_pause_scrub_and_step_show_the_pool_of_that_moment(open_pool: OpenPage, 
         story.write(0, 4)
         tables.append(table_of(story, 0))
     wait_for_moment(page, 4.0)
-    page.get_by_role("button", name="cmpl-0").click()
+    request(page, "cmpl-0").click()
     page.get_by_role("button", name="Pause").click()
     story.write(0, 4)
     wait_until(page, "view.history.last === 4.5")
@@ -280,11 +306,13 @@ def test_pause_scrub_and_step_show_the_pool_of_that_moment(open_pool: OpenPage, 
     slider.press("ArrowRight")
     wait_for_moment(page, 2.0)
     assert entries(page) == tables[2]
-    assert page.locator(".timeline-step").inner_text() == "Step 2 at 2.00 s: 4 prefill and 2 decode tokens in 3 rows, 20.0 ms"
-    expect(page.locator("[data-figure=waiting]")).to_have_text("4")
+    assert page.locator(".timeline-step").inner_text() == "Step 2 at 2.00 s: 4 prefill and 2 decode tokens of 3 sequences, 20.0 ms"
+    expect(page.locator("[data-figure=running]")).to_have_text("1")  # as they are, not as the last step had them
+    expect(page.locator("[data-figure=waiting]")).to_have_text("0")
     expect(page.locator("[data-figure=hits]")).to_have_text("50 %")
     expect(page.locator("[data-figure=preempted]")).to_have_text("2")
-    expect(page.locator("[data-figure=throughput]")).to_have_text("12 tokens/s")
+    expect(page.locator("[data-figure=decode]")).to_have_text("4")  # of two steps in the one second that is remembered
+    expect(page.locator("[data-figure=prefill]")).to_have_text("8")
     page.get_by_role("button", name="Live").click()
     wait_for_moment(page, 4.5)
     assert entries(page) == table_of(story, 0)
@@ -324,7 +352,7 @@ def test_a_recording_is_played_and_scrubbed_without_a_server(open_pool: OpenPage
     page.get_by_label("Speed").select_option("8")
     wait_until(page, "view.moment > 6")  # at eight times its pace
     page.get_by_role("button", name="Pause").click()
-    page.get_by_role("button", name="cmpl-0").click()
+    request(page, "cmpl-0").click()
     slider, last = page.get_by_role("slider", name="Moment"), max(later, 20.0) + 1.5
     for moment in (20.5, 1.0, last, 11.0):  # at once, also where it has not been played
         slider.fill(str(moment))
@@ -393,7 +421,7 @@ def test_everything_is_done_by_keyboard(open_pool: OpenPage, pool_host: ViewHost
     page.keyboard.press("Home")
     for _ in range(last - 1):
         page.keyboard.press("ArrowRight")
-    said = f"Block {last}: held; entry 2 of sequence A 0; for 0.0 s; 2 of 4 tokens."
+    said = f"Block {last}: in use; entry 2 of A (sequence 0); for 0.0 s; 2 of 4 tokens."
     expect(page.locator(".pool-said[role=status]")).to_have_text(said)
     page.keyboard.press("Enter")
     expect(page.locator(".entry")).to_have_count(3)
@@ -404,7 +432,7 @@ def test_everything_is_done_by_keyboard(open_pool: OpenPage, pool_host: ViewHost
 def test_nothing_serious_is_found_by_axe(open_pool: OpenPage, pool_host: ViewHost) -> None:
     story = Story(pool_host)
     page = open_pool()
-    page.get_by_role("button", name="cmpl-0").click()
+    request(page, "cmpl-0").click()
     expect(page.locator(".entry")).to_have_count(3)
     found = Axe().run(page).response["violations"]
     assert [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")] == []
@@ -424,3 +452,150 @@ def test_it_is_sharp_fits_a_phone_and_follows_the_theme(open_pool: OpenPage, poo
     page.evaluate("document.documentElement.style.setProperty('--free', 'rgb(1 2 3)'); document.dispatchEvent(new Event('themechange'))")
     page.wait_for_timeout(200)
     assert before != pixel(page, free) == [1, 2, 3, 255]
+
+
+NUM_BLOCKS = 5824  # what the default model gets in 2 GB
+
+
+def block_at(page: Page, place: int) -> str:
+    """The block at a place of the grid, as who points at it reads it."""
+    size = int(page.locator(".pool").get_attribute("data-cell") or 0)
+    columns = page.evaluate("document.querySelector('.grid-stage').clientWidth") // size
+    page.locator(".grid-marks").hover(position={"x": (place % columns + 0.5) * size, "y": (place // columns + 0.5) * size})
+    return page.locator(".pool-detail p").first.inner_text().partition(":")[0]
+
+
+def test_before_anything_was_asked_it_says_what_a_square_is_and_then_used_blocks_are_large_and_stay(
+    open_pool: OpenPage, pool_host: ViewHost
+) -> None:
+    untouched = ViewModel(1, NUM_BLOCKS)
+    pool_host.send(untouched.head(), untouched.frame("full"))
+    page = open_pool()
+    pool, welcome = page.locator(".pool"), page.locator(".pool-welcome")
+    expect(welcome).to_contain_text("Each square here is a block: a piece of memory with room for 4 tokens")
+    prompts = welcome.locator(".welcome-prompt")
+    expect(prompts).to_have_count(3)
+    for choice in (*prompts.all(), welcome.get_by_role("button", name="Show me how paging works")):
+        choice.click()
+    assert page.evaluate("asked") == [*prompts.all_inner_texts(), "lesson"]
+    story = Story(pool_host, num_blocks=NUM_BLOCKS)
+    model = story.model
+    wait_for_moment(page, 1.0)
+    expect(welcome).to_be_hidden()
+    expect(pool).to_have_attribute("data-shows", "grid")
+    expect(pool).to_have_attribute("data-cell", "44")
+    first = sorted(model.seqs[0].table)
+    assert [block_at(page, place) for place in range(3)] == [f"Block {block}" for block in first]
+    story.go_on(model.admit, lambda: model.write(model.seqs[1], 8))  # blocks with lower numbers come behind those that are there
+    story.write(0, 8)
+    wait_for_moment(page, model.now)
+    later = [*model.seqs[1].table, *model.seqs[0].table[3:]]
+    assert [block_at(page, place) for place in range(3)] == [f"Block {block}" for block in first]
+    assert sorted(block_at(page, place) for place in range(3, 3 + len(later))) == sorted(f"Block {block}" for block in later)
+    kept = block_at(page, 3 + len(later) - 1)
+    story.go_on(lambda: model.end(model.seqs[1], "abort"), model.admit, lambda: model.write(model.seqs[2], 4))  # others come and go
+    wait_for_moment(page, model.now)
+    assert block_at(page, 3 + len(later) - 1) == kept
+    page.get_by_role("button", name="Show all").click()
+    expect(pool).to_have_attribute("data-shows", "map")
+    x, y, size = page.evaluate(PLACE, first[0])
+    page.locator(".pool-marks").hover(position={"x": x + size / 2, "y": y + size / 2})
+    expect(page.locator(".pool-detail")).to_contain_text(f"Block {first[0]}: in use")
+    page.get_by_role("button", name="Show the blocks in use").click()
+    expect(pool).to_have_attribute("data-shows", "grid")
+    assert [block_at(page, place) for place in range(3)] == [f"Block {block}" for block in first]
+
+
+def test_the_more_blocks_are_used_the_smaller_they_are_until_they_share_cells(open_pool: OpenPage, pool_host: ViewHost) -> None:
+    model = ViewModel(1, NUM_BLOCKS)
+    at = 1.0
+
+    def hold(count: int, cached: int = 0) -> tuple[str, int]:
+        """So many blocks in use, and so many cached: what is shown then, and how large a cell is."""
+        nonlocal at
+        at += 1
+        blocks = [[block, int(block <= count), int(block <= count + cached), f"{block:016x}", None, 1.0] for block in range(1, NUM_BLOCKS)]
+        pool_host.send({"kind": "delta", "at": at, "blocks": blocks})
+        wait_for_moment(page, at)
+        return str(page.locator(".pool").get_attribute("data-shows")), int(page.locator(".pool").get_attribute("data-cell") or 0)
+
+    pool_host.send(model.head(), {**model.frame("full"), "at": 1.0})
+    page = open_pool()
+    wait_for_moment(page, 1.0)
+    assert hold(20) == ("grid", 44)
+    assert hold(400)[0] == "grid" and 22 <= hold(400)[1] < 44
+    assert hold(20, 5000) == ("grid", 22)  # cached blocks have what room is left, and those in use can be read
+    assert block_at(page, 0) == "Block 1"
+    assert hold(1000)[0] == "grid" and 7 <= hold(1000)[1] < 22
+    assert hold(5800)[0] == "map"
+    assert page.get_by_role("button", name="Show the blocks in use").is_hidden()
+    expect(page.locator(".pool-overview")).to_contain_text("too many are in use")
+    assert hold(20) == ("grid", 44)
+
+
+def test_figures_are_of_now_even_while_nothing_comes(open_pool: OpenPage, pool_host: ViewHost) -> None:
+    """A step under way has an age, whoever waits for it is listed, and an idle engine makes no tokens."""
+    story = Story(pool_host)
+    model = story.model
+    page = open_pool()
+    story.write(0, 4)
+    figures = {name: page.locator(f"[data-figure={name}]") for name in ("decode", "prefill", "running", "waiting")}
+    expect(figures["decode"]).to_have_text("2")
+    expect(figures["prefill"]).to_have_text("4")
+    model.admit().state = "waiting"
+    pool_host.send(model.frame("delta"))
+    expect(page.locator(".request-group", has_text="Waiting 1")).to_be_visible()
+    expect(figures["waiting"]).to_have_text("1")
+    expect(page.locator(".timeline-step")).to_have_text(re.compile(r"^Step 2 is running, for \d+\.\d s now\.$"))
+    for seq in list(model.seqs.values()):
+        model.end(seq, "stop")
+    pool_host.send({**model.frame("delta"), "at": model.now + 4.5})
+    expect(page.get_by_text("No request is running or waiting.")).to_be_visible()
+    expect(figures["running"]).to_have_text("0")
+    expect(figures["decode"]).to_have_text("0")  # without another frame
+    expect(figures["prefill"]).to_have_text("0")
+    expect(page.locator(".timeline-step")).to_contain_text("Step 1 at 1.50 s")
+
+
+def test_requests_are_called_by_what_was_asked(open_pool: OpenPage, pool_host: ViewHost) -> None:
+    asked = ["<|im_start|>", "system\nBe kind.", "<|im_end|>", "\n", "<|im_start|>", "user\nWhy is the", " sky <b>blue</b>?", "<|im_end|>", "\n"]
+    prompts = [[*asked, "<|im_start|>", "assistant\n"], ["Once", " upon", " a", " time"], []]
+    rows, blocks = [], []
+    for seq, pieces in enumerate(prompts):
+        table = list(range(1 + 4 * seq, 1 + 4 * seq + -(-len(pieces) // 4)))
+        blocks += [[block, 1, 0, "", pieces[4 * index : 4 * index + 4], 1.0] for index, block in enumerate(table)]
+        rows.append({"seq": seq, "request": f"cmpl-{seq}", "sample": seq, "samples": 3, "state": "running" if pieces else "waiting",
+                     "prompt": len(pieces) or 900, "tokens": len(pieces) + 5, "limit": len(pieces) + 20, "computed": len(pieces) + 4,
+                     "cached": 4, "reason": "differs", "preemptions": 0, "from": 0, "table": table})  # fmt: skip
+    pool_host.send(ViewModel(1, 20).head(), {"kind": "full", "at": 1.0, "blocks": blocks, "seqs": rows})
+    page = open_pool()
+    expect(page.locator(".request-name")).to_have_text(["Why is the sky <b>blue</b>?", "Once upon a time", "cmpl-2"])
+    expect(request(page, "cmpl-1")).to_contain_text("sample 2 of 3 · 5 of at most 20 tokens · 4 from the cache")
+    expect(request(page, "cmpl-2")).to_contain_text("waiting, 900 prompt tokens")
+    request(page, "cmpl-0").click()
+    expect(page.locator(".drawer-title")).to_have_text("Why is the sky <b>blue</b>?")
+    expect(page.locator(".drawer-facts")).to_contain_text("4 of 11 prompt tokens came from the cache. The cached beginning ends where")
+
+
+def test_on_the_whole_page_everything_can_be_seen_at_every_size(open_pool: OpenPage, pool_host: ViewHost) -> None:
+    model = ViewModel(1, NUM_BLOCKS)
+    pool_host.send(model.head(), model.frame("full"))
+    page = open_pool("page")
+    expect(page.locator(".pool-welcome")).to_be_visible()
+    assert_all_can_be_seen(page, "first run")
+    for _ in range(9):
+        model.write(model.admit(), 60)
+    for seq in list(model.seqs.values())[:4]:
+        model.end(seq, "length")
+    for row in (frame := model.frame("delta"))["seqs"]:
+        row |= {"request": f"chatcmpl-{row['seq']:032x}", "samples": 4, "limit": 1_000_000, "reason": "differs", "cached": 4}
+    pool_host.send({**frame, "at": 2.0, "steps": [[1, 2.0, 1234.5, 12_000, 250, 250, 250, 12, 3000, 4, 5, 6]]})
+    expect(page.locator(".request-group", has_text="Running 5")).to_be_visible()
+    page.locator(".request-group summary").click()
+    assert_all_can_be_seen(page, "requests")
+    page.locator(".request").first.click()
+    expect(page.locator(".entry").first).to_be_visible()
+    assert_all_can_be_seen(page, "drawer")
+    page.get_by_role("button", name="Close the block table").click()
+    page.get_by_role("button", name="Show all").click()
+    assert_all_can_be_seen(page, "map")

@@ -1,6 +1,4 @@
-/* The chat: conversations side by side in columns, and the list of all that this browser has stored.
-
-An "octavo:ask" event on the document, { detail: { text } }, sends that text in the first column. */
+/* The chat: conversations side by side in columns, and the list of all that this browser has stored. */
 
 import { Column } from "./chat_column.js";
 import { ConversationList } from "./chat_list.js";
@@ -12,7 +10,9 @@ const MOST_COLUMNS = 4;
 const LIST_WIDTH = 190; // px, with the space beside it
 const COLUMN_WIDTH = 270;
 
-/** Returns { allow(whether one may ask), know(the model's entry in /v1/models) }. `failed`: called when an answer could not be had, for a reason that may pass. */
+/** Returns { allow(whether one may ask), know(the model's entry in /v1/models), ask(text) in the first column }.
+
+`failed`: called when an answer could not be had, for a reason that may pass. */
 export function mountChat(element, view, failed) {
   const status = make("p", { class: "hidden", role: "status" });
   const strip = make("div", { class: "columns" });
@@ -128,10 +128,6 @@ export function mountChat(element, view, failed) {
   view.on(markSelected);
   new ResizeObserver(makeRoom).observe(element);
   addEventListener("pagehide", () => columns.filter((column) => column.streams).forEach((column) => save(column.conversation)));
-  document.addEventListener("octavo:ask", ({ detail }) => {
-    columns[0].ask(String(detail.text));
-    columns[0].focusMessages();
-  });
   return {
     allow(whether) {
       allowed = whether;
@@ -141,6 +137,10 @@ export function mountChat(element, view, failed) {
     know(model) {
       host.model = model;
       for (const column of columns) column.know(model);
+    },
+    ask(text) {
+      columns[0].ask(text);
+      columns[0].focusMessages();
     },
   };
 }

@@ -16,6 +16,10 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
+export function press(element, pressed) {
+  if (element.getAttribute("aria-pressed") !== String(pressed)) element.setAttribute("aria-pressed", String(pressed));
+}
+
 export function button(label, onclick, properties = {}) {
   return make("button", { type: "button", onclick, ...properties }, label);
 }

@@ -1,22 +1,31 @@
-// The block pool, live: every block a cell, the requests beside it, and the table of the one selected.
+// The block pool, live: its blocks as cells, the requests beside them, and a drawer with the block table of the one selected.
 //
-//   mountPool(element, view)   draws the state of the view's moment, once in an animation frame in which something changed
+//   mountPool(element, view, { ask, teach })   draws the state of the view's moment, once in an animation frame in which something changed
+//
+// What is shown (data-shows):
+//   all     a small pool, in which every block can be read: the map, which is the whole pool in physical order
+//   grid    a larger one: blocks in use and cached blocks as large cells, and below them the map as a thin strip
+//   map     the map alone, large: the user opened it, or more blocks are in use than the grid has room for
 
 import { oncePerPicture } from "./dom.js";
 import { onTheme, readPalette } from "./palette.js";
-import { buildPool, sayCell, writeCaption, writeDetail, writeFigures, writeNews } from "./pool_build.js";
+import { buildPool, writeCaption, writeDetail, writeFigures, writeNews, writeOverview } from "./pool_build.js";
 import { HELD, encode, fillOf, kindOf } from "./pool_codes.js";
-import { CellPainter } from "./pool_draw.js";
-import { listenKeys } from "./pool_keys.js";
-import { blocksOf, cellAt, cellOf, layOut } from "./pool_layout.js";
-import { Marks } from "./pool_marks.js";
-import { Requests, Table, litBlocks } from "./table.js";
+import { Drawer } from "./pool_drawer.js";
+import { READABLE, blocksOf, cellOf, layOut } from "./pool_layout.js";
+import { Places } from "./pool_places.js";
+import { Requests } from "./pool_requests.js";
+import { Stage } from "./pool_stage.js";
+import { Titles } from "./pool_titles.js";
+import { Welcome } from "./pool_welcome.js";
+import { sayBlocks } from "./pool_words.js";
+import { litBlocks } from "./table.js";
 
-const FADE_STEP_MS = 40; // fading marks need no picture of every refresh
 const MOST_PULSES = 300; // more blocks written at once are another moment, no news
 
-export function mountPool(element, view) {
-  const pool = new Pool(element, view);
+/** `ask(text)` asks the chat; `teach()` opens the lesson. */
+export function mountPool(element, view, { ask, teach }) {
+  const pool = new Pool(element, view, ask, teach);
   view.on((what) => pool.hear(what));
   pool.wake();
 }
@@ -24,34 +33,37 @@ export function mountPool(element, view) {
 class Pool {
   #view;
   #parts;
-  #cells;
-  #marks;
+  #places = new Places();
   #requests;
-  #table;
+  #drawer;
+  #welcome;
   #palette = null;
-  #codes = null; // as they are on the canvas
-  #drawn = { history: null, at: 0, tables: new Map() }; // the moment on the canvas
-  #hover = null; // the cell under the pointer
+  #codes = null; // as they are on the canvases
+  #drawn = { history: null, at: 0, tables: new Map() }; // the moment on the canvases
+  #opened = false; // the map, by the user
+  #measured = null; // { count, all, map, grid, strip }: blocks of the pool, and the size of each picture
+  #stale = true; // the measures, or the colours
+  #mapLayout = null;
   wake = oncePerPicture(() => this.#draw());
-  #animated = false;
-  #stale = true; // the layout, which is good for keys until the next draw
-  layout = null;
   cursor = null; // the block at the keyboard's cursor
 
-  constructor(element, view) {
+  constructor(element, view, ask, teach) {
     this.#view = view;
-    this.#parts = buildPool(element);
-    this.#cells = new CellPainter(this.#parts.cells);
-    this.#marks = new Marks(this.#parts.marks);
-    this.#requests = new Requests(this.#parts.requests, view);
-    this.#table = new Table(this.#parts.table, view);
-    new ResizeObserver(() => this.#layAgain()).observe(this.#parts.stage);
+    this.#parts = buildPool(element, (name, label, help) => new Stage(name, label, help, this));
+    const titles = new Titles();
+    this.#requests = new Requests(this.#parts.requests, view, titles);
+    this.#drawer = new Drawer(this.#parts, view, titles, () => this.#main.focus());
+    this.#welcome = new Welcome(this.#parts.welcome, ask, teach);
+    new ResizeObserver(() => this.#measureAgain()).observe(this.#parts.pictures);
     onTheme(() => {
       this.#palette = null;
-      this.#layAgain();
+      this.#measureAgain();
     });
-    this.#listen(this.#parts.marks);
-    listenKeys(this.#parts.marks, this);
+    this.#parts.open.addEventListener("click", () => {
+      this.#opened = !this.#opened;
+      this.wake();
+    });
+    this.#listenToNumber(this.#parts.goTo);
   }
 
   hear(what) {
@@ -60,19 +72,25 @@ class Pool {
     this.wake();
   }
 
+  /** The picture that is large. */
+  get #main() {
+    const { grid, map, root } = this.#parts;
+    return root.dataset.shows === "grid" ? grid : map;
+  }
+
   moveTo(block) {
     const { state } = this.#view;
     if (!state) return; // the engine was just started again
     this.cursor = block;
-    this.#parts.said.textContent = sayCell(state, this.layout, cellOf(this.layout, block));
+    this.#parts.said.textContent = sayBlocks(state, ...this.#blocksAtCursor());
     this.wake();
   }
 
   /** Selects the sequence that holds a block of the cell, or the block alone. */
-  pickCell(cell) {
+  pickCell(stage, cell) {
     const { state } = this.#view;
     if (!state) return;
-    const [from, to] = blocksOf(this.layout, cell);
+    const [from, to] = blocksOf(stage.layout, cell);
     let block = from;
     while (block < to - 1 && state.blocks.ref[block] === 0) block += 1;
     this.#pick(state.blocks.ref[block] ? block : from);
@@ -83,109 +101,117 @@ class Pool {
     this.#view.selection.set(owner ? { seq: owner[0], block } : { block });
   }
 
-  pickNothing() {
-    this.cursor = null;
-    this.#view.selection.set({});
-  }
-
-  #listen(canvas) {
-    const under = (event) => this.layout && cellAt(this.layout, event.offsetX, event.offsetY);
-    const point = (cell) => {
-      if (cell === this.#hover) return;
-      this.#hover = cell;
-      this.wake();
-    };
-    canvas.addEventListener("pointermove", (event) => point(under(event)));
-    canvas.addEventListener("pointerleave", () => point(null));
-    canvas.addEventListener("click", (event) => {
-      const cell = under(event);
-      if (cell !== null) this.pickCell(cell);
-    });
-    this.#parts.goTo.addEventListener("change", ({ target }) => {
-      const block = Number(target.value);
+  #listenToNumber(input) {
+    input.addEventListener("change", () => {
+      const block = Number(input.value);
       const count = this.#view.state?.head.num_blocks ?? 0;
-      target.setCustomValidity(block > 0 && block < count ? "" : `Blocks have the numbers 1 to ${count - 1}`);
-      if (target.reportValidity()) this.#pick(block);
+      input.setCustomValidity(block > 0 && block < count ? "" : `Blocks have the numbers 1 to ${count - 1}`);
+      if (input.reportValidity()) this.#pick(block);
     });
   }
 
-  #layAgain() {
+  #measureAgain() {
     this.#stale = true;
     this.wake();
   }
 
-  #layOut(state) {
-    const { root, stage, cells, marks } = this.#parts;
-    const [width, height] = [stage.clientWidth, stage.clientHeight];
+  /** The size of each picture, however it is shown: asked for here alone, for the browser lays the page out to answer. */
+  #measure(count) {
+    const { root, map, grid } = this.#parts;
     this.#palette ??= readPalette(root);
-    this.#stale = false;
-    this.layout = layOut(width, height, state.head.num_blocks);
-    for (const canvas of [cells, marks]) {
-      canvas.width = Math.round(width * devicePixelRatio);
-      canvas.height = Math.round(height * devicePixelRatio);
+    const [before, sizes] = [this.#measured, { count }];
+    for (const [shows, picture, name] of [["all", map, "all"], ["map", map, "map"], ["grid", grid, "grid"], ["grid", map, "strip"]]) {
+      root.dataset.shows = shows;
+      sizes[name] = picture.size;
     }
-    this.#cells.clear(this.layout, this.#palette, devicePixelRatio);
-    this.#codes = null;
-    if (this.cursor >= state.head.num_blocks) this.cursor = null;
-    this.#hover = null;
-    this.#parts.root.dataset.perCell = this.layout.per;
+    delete root.dataset.shows;
+    if (before?.count !== count || String(before.grid) !== String(sizes.grid)) this.#places = new Places();
+    this.#measured = sizes;
+    this.#stale = false;
+  }
+
+  /** Decides what is shown; what was not shown before is drawn whole. Returns the grid's layout, if there is one. */
+  #arrange(count, codes) {
+    if (this.#stale || this.#measured.count !== count) this.#measure(count);
+    const { root, map, grid } = this.#parts;
+    const sizes = this.#measured;
+    const isSmall = layOut(...sizes.all, count).size >= READABLE;
+    const layout = isSmall ? null : this.#places.update(codes, ...sizes.grid);
+    const shows = isSmall ? "all" : layout && !this.#opened ? "grid" : "map";
+    if (shows !== root.dataset.shows) {
+      root.dataset.shows = shows;
+      const size = shows === "grid" ? sizes.strip : sizes[shows];
+      this.#mapLayout = layOut(...size, count);
+      map.clear(size, this.#palette);
+      grid.clear(sizes.grid, this.#palette);
+      this.#codes = null;
+    }
+    writeOverview(this.#parts, count - 1, shows, layout === null);
+    return shows === "grid" ? layout : null;
   }
 
   #draw() {
     const { state, status, selection } = this.#view;
     const { root } = this.#parts;
     root.toggleAttribute("data-empty", !state);
-    this.#parts.status.textContent = state ? "" : status.text || "Waiting for the first frame.";
-    if (!state) {
-      this.layout = null;
-      return;
-    }
-    if (this.#stale || this.layout?.count !== state.head.num_blocks - 1) this.#layOut(state);
+    this.#parts.status.textContent = state ? "" : status.text || "Waiting for the engine's first report.";
+    this.#drawer.draw(state);
+    if (!state) return;
     const { codes, counts } = encode(state, litBlocks(state, selection.get()));
-    const changed = this.#cells.draw(codes);
-    this.#markNews(state, codes, changed);
-    this.#codes = codes;
-    this.#animate();
+    if (this.#welcome.draw(state, counts, this.#view.recorded)) this.#stale = true;
+    this.#drawPictures(state, codes);
     writeCaption(this.#parts, state);
     writeFigures(this.#parts, state, counts);
     writeNews(this.#parts, state);
     this.#requests.draw(state);
-    this.#table.draw(state);
-    const cell = this.#hover ?? (this.cursor === null ? null : cellOf(this.layout, this.cursor));
-    const exact = this.#hover === null && selection.block !== undefined && selection.block === this.cursor;
-    writeDetail(this.#parts, state, this.layout, cell, exact ? this.cursor : null);
-    Object.assign(root.dataset, { at: state.at, changed: changed.length, lit: selection.seq ?? selection.request ?? "" });
+    writeDetail(this.#parts, state, this.#lookedAt());
+    Object.assign(root.dataset, { at: state.at, lit: selection.seq ?? selection.request ?? "", perCell: this.#mapLayout.per, cell: this.#main.layout.size });
   }
 
-  /** What led to this moment becomes marks, unless the view jumped here. */
+  #drawPictures(state, codes) {
+    const { map, grid } = this.#parts;
+    const layout = this.#arrange(state.head.num_blocks, codes);
+    if (this.cursor >= codes.length) this.cursor = null;
+    const changed = map.draw(this.#mapLayout, codes);
+    if (layout) grid.draw(layout, codes);
+    this.#markNews(state, codes, changed);
+    this.#codes = codes;
+    map.animate();
+    grid.animate();
+  }
+
+  /** The blocks under the pointer or else at the cursor, from the first up to, not including, the second; null: none. */
+  #lookedAt() {
+    const { map, grid } = this.#parts;
+    const stage = [grid, map].find(({ layout, hover }) => layout && hover !== null);
+    if (stage) return blocksOf(stage.layout, stage.hover);
+    return this.cursor === null ? null : this.#blocksAtCursor();
+  }
+
+  #blocksAtCursor() {
+    const { cursor } = this;
+    const { layout } = this.#main;
+    const cell = cellOf(layout, cursor);
+    return cell < 0 || this.#view.selection.block === cursor ? [cursor, cursor + 1] : blocksOf(layout, cell);
+  }
+
+  /** What led to this moment becomes marks on the large picture, unless the view jumped here. */
   #markNews(state, codes, changed) {
     const { history, at, tables } = this.#drawn;
     this.#drawn = { history: this.#view.history, at: state.at, tables: new Map(Array.from(state.seqs, ([seq, { table }]) => [seq, table])) };
     if (history !== this.#view.history || state.at <= at || this.#codes === null) return;
     const written = changed.filter((block) => kindOf(codes[block]) >= HELD && isWritten(this.#codes[block], codes[block]));
-    if (written.length <= MOST_PULSES) for (const block of written) this.#marks.add("write", block);
+    if (written.length <= MOST_PULSES) for (const block of written) this.#main.mark("write", block);
     for (const [, , what, ...details] of state.news) this.#markEvent(state, tables, what, details);
   }
 
   #markEvent(state, tables, what, [first, second]) {
-    if (what === "evict") this.#marks.add(what, first);
-    if (what === "copy") this.#marks.add(what, first, second);
+    const main = this.#main;
+    if (what === "evict") main.mark(what, first);
+    if (what === "copy") main.mark(what, first, second);
     const row = state.row(first);
-    if (what === "hit" && row) for (const block of row.table.slice(0, Math.ceil(second / state.head.block_size))) this.#marks.add(what, block);
-    if (what === "preempt") for (const block of tables.get(first) ?? []) this.#marks.add(what, block);
-  }
-
-  /** Draws the marks until the last of them has faded. */
-  #animate() {
-    if (!this.layout) return;
-    this.#marks.cursor = this.cursor === null ? null : cellOf(this.layout, this.cursor);
-    this.#marks.hover = this.#hover;
-    if (!this.#marks.draw(this.layout, this.#palette, devicePixelRatio) || this.#animated) return;
-    this.#animated = true;
-    setTimeout(() => {
-      this.#animated = false;
-      requestAnimationFrame(() => this.#animate());
-    }, FADE_STEP_MS);
+    if (what === "hit" && row) for (const block of row.table.slice(0, Math.ceil(second / state.head.block_size))) main.mark(what, block);
+    if (what === "preempt") for (const block of tables.get(first) ?? []) main.mark(what, block);
   }
 }
 

@@ -1,52 +1,56 @@
-// The elements of the pool, and its words beside the canvas: figures, legend, the cell looked at, what just happened.
+// The elements of the pool, and its words beside the pictures: figures, legend, the blocks looked at, what just happened.
 
-import { freshId, make } from "./dom.js";
-import { blocksOf } from "./pool_layout.js";
-import { sayBlock, sayBlocks, sayEvents, tokenList } from "./pool_words.js";
+import { button, freshId, make } from "./dom.js";
+import { sayBlocks, sayEvents, tokenList } from "./pool_words.js";
 
-const SHOWN_NEWS = 4;
+const SHOWN_NEWS = 3;
 const READ_NEWS = 60; // events that these may be made of
 const MOST_IN_DETAIL = 12; // blocks of one cell whose text is shown
-const HELP = "Arrow keys move from cell to cell, Enter selects the sequence that holds it, Escape selects nothing.";
+const HELP = "Arrow keys move from block to block, Enter opens the block table of the request that holds it, Escape closes it.";
 
-const LEGEND = {
-  held: "held (letter: sequence)",
-  shared: "shared (number: references)",
+const KINDS = {
+  held: "in use (letter: request)",
+  shared: "shared (number: by how many)",
   cached: "cached",
   free: "free",
-  sealed: "sealed",
+  sealed: "full",
 };
+const MARKS = { write: "written now", hit: "prefix hit", copy: "copied", evict: "evicted", preempt: "preempted", lit: "selected" };
 
-export function buildPool(element) {
+/** `stage(name, label, help)` makes a picture of blocks. */
+export function buildPool(element, stage) {
   const [help, block] = [freshId("pool-help"), freshId("pool-block")];
-  const cells = make("canvas", { class: "pool-cells", "aria-hidden": "true" });
-  const marks = make("canvas", { class: "pool-marks", tabindex: "0", role: "application", "aria-label": "Blocks of the pool", "aria-describedby": help });
   const parts = {
-    cells,
-    marks,
-    stage: make("div", { class: "pool-stage" }, cells, marks),
+    map: stage("pool", "Blocks of the pool", help),
+    grid: stage("grid", "Blocks in use and cached blocks", help),
+    welcome: make("div", { class: "pool-welcome", hidden: true }),
     status: make("p", { class: "pool-status", role: "status" }),
     caption: make("div", { class: "pool-caption", role: "status" }),
     figures: make("p", { class: "pool-figures" }),
-    legend: make("ul", { class: "pool-legend", "aria-label": "Legend" }),
-    requests: make("div", { class: "pool-side", role: "group", "aria-label": "Requests" }),
+    legend: make("ul", { class: "pool-legend", "aria-label": "Legend" }, ...legend()),
+    requests: make("div", { class: "pool-requests", role: "group", "aria-label": "Requests" }),
+    drawer: make("aside", { class: "pool-drawer", "aria-label": "Block table", hidden: true }),
     detail: make("div", { class: "pool-detail" }),
-    table: make("div", { class: "pool-tables" }),
     news: make("ol", { class: "pool-news", "aria-label": "What happened last" }),
     said: make("p", { class: "pool-said", role: "status" }),
     goTo: make("input", { id: block, type: "number", min: "1", step: "1", class: "pool-go" }),
+    open: button("", () => {}, { class: "pool-open" }),
+    whole: make("span"),
   };
+  parts.overview = make("div", { class: "pool-overview" }, parts.whole, parts.open);
+  parts.pictures = make("div", { class: "pool-pictures" }, parts.welcome, parts.grid.element, parts.overview, parts.map.element);
   parts.root = make(
     "div",
     { class: "pool" },
     parts.status,
     parts.caption,
-    make("div", { class: "pool-head" }, parts.figures, make("label", { for: block }, "Block ", parts.goTo)),
-    parts.legend,
-    make("div", { class: "pool-main" }, parts.stage, parts.requests),
-    parts.detail,
-    parts.table,
-    parts.news,
+    make("div", { class: "pool-head" }, parts.figures, make("label", { for: block }, "Go to block ", parts.goTo)),
+    make(
+      "div",
+      { class: "pool-main" },
+      make("div", { class: "pool-left" }, parts.pictures, parts.legend, parts.detail, parts.news),
+      make("div", { class: "pool-side" }, parts.requests, parts.drawer),
+    ),
     parts.said,
     make("p", { id: help, class: "pool-said" }, HELP),
   );
@@ -54,18 +58,32 @@ export function buildPool(element) {
   return parts;
 }
 
-export function writeFigures({ figures, legend }, state, counts) {
+function legend() {
+  const key = (name) => make("span", { class: `key key-${name}`, "aria-hidden": "true" });
+  const kinds = Object.entries(KINDS).map(([kind, words]) => make("li", {}, key(kind), `${words} `, make("b", { "data-kind": kind })));
+  return [...kinds, ...Object.entries(MARKS).map(([mark, words]) => make("li", {}, key(mark), words))];
+}
+
+function write(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+export function writeFigures({ figures, legend: list }, state, counts) {
   const total = state.head.num_blocks - 1;
   const used = counts.held + counts.shared;
-  figures.textContent = `${used.toLocaleString()} of ${total.toLocaleString()} blocks in use (${((100 * used) / total).toFixed(1)} %), ${state.head.block_size} tokens each`;
-  const there = Object.keys(LEGEND).filter((kind) => counts[kind] > 0);
-  if (legend.dataset.there !== there.join()) {
-    legend.dataset.there = there.join();
-    legend.replaceChildren(
-      ...there.map((kind) => make("li", {}, make("span", { class: `key key-${kind}`, "aria-hidden": "true" }), `${LEGEND[kind]} `, make("b", { "data-kind": kind }))),
-    );
-  }
-  for (const kind of there) legend.querySelector(`[data-kind="${kind}"]`).textContent = counts[kind].toLocaleString();
+  const share = (100 * used) / total;
+  const words = used > 0 && share < 0.1 ? "< 0.1" : share.toFixed(1);
+  write(figures, `${used.toLocaleString()} of ${total.toLocaleString()} blocks in use (${words} %), ${state.head.block_size} tokens each`);
+  for (const number of list.querySelectorAll("b")) write(number, counts[number.dataset.kind].toLocaleString());
+}
+
+/** The line between grid and map. `full`: the grid has no room, so the map cannot be closed. */
+export function writeOverview({ overview, whole, open }, total, shows, full) {
+  overview.hidden = shows === "all";
+  write(whole, full ? `All ${total.toLocaleString()} blocks: too many are in use to draw each of them` : `All ${total.toLocaleString()} blocks in physical order`);
+  open.hidden = full;
+  write(open, shows === "map" ? "Show the blocks in use" : "Show all");
+  open.setAttribute("aria-expanded", String(shows === "map"));
 }
 
 /** What a lesson says of this moment. */
@@ -76,26 +94,20 @@ export function writeCaption({ caption }, { note }) {
   caption.replaceChildren(...words.map((text, index) => make(index ? "p" : "b", {}, text)));
 }
 
-/** A cell in one sentence. */
-export function sayCell(state, layout, cell) {
-  const [from, to] = blocksOf(layout, cell);
-  return to - from === 1 ? sayBlock(state, from) : sayBlocks(state, from, to);
-}
-
-/** The cell looked at: in a sentence, and with its text; of a cell of many blocks, of those that have text. */
-export function writeDetail({ detail }, state, layout, cell, block) {
-  if (cell === null) {
-    if (detail.dataset.cell !== "none") detail.replaceChildren(make("p", { class: "muted" }, "Point at a cell, or move to it with the arrow keys, to read what is in it."));
+/** The blocks looked at: in a sentence, and with their text; of many blocks in one cell, of those that have text. */
+export function writeDetail({ detail }, state, range) {
+  if (range === null) {
+    if (detail.dataset.cell !== "none") detail.replaceChildren(make("p", { class: "muted" }, "Point at a block, or move to it with the arrow keys, to read what is in it."));
     detail.dataset.cell = "none";
     return;
   }
-  detail.dataset.cell = cell;
-  const [from, to] = block === null ? blocksOf(layout, cell) : [block, block + 1];
+  detail.dataset.cell = range[0];
+  const [from, to] = range;
   const numbers = Array.from({ length: to - from }, (_, index) => from + index);
   const several = numbers.length > 1;
   const readable = numbers.filter((number) => !several || state.blocks.tokens[number]).slice(0, MOST_IN_DETAIL);
   detail.replaceChildren(
-    make("p", {}, several ? sayBlocks(state, from, to) : sayBlock(state, from)),
+    make("p", {}, sayBlocks(state, from, to)),
     ...readable.filter((number) => state.kind(number) !== "free").map((number) =>
       make("p", { class: "pool-text" }, ...(several ? [make("b", {}, `${number} `)] : []), ...tokenList(state.blocks.tokens[number], state.head))),
   );

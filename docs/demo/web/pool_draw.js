@@ -1,11 +1,12 @@
-// The cells on their canvas. Sparse: each is drawn, with letter, count and marks as far as there is room. Dense: each is one
+// The cells on their canvas. Sparse: each is drawn, with letter, number and marks as far as there is room. Dense: each is one
 // pixel of a small image, the mean colour of its blocks, which the canvas shows enlarged. Both draw only what changed.
 
-import { CACHED, COLOURED, HELD, SHARED, countOf, fillOf, isDim, isLit, isSealed, kindOf, markOf } from "./pool_codes.js";
-import { blocksOf, cellOf, placeOf } from "./pool_layout.js";
+import { CACHED, COLOURED, FREE, HELD, SHARED, countOf, fillOf, isDim, isLit, isSealed, kindOf, markOf } from "./pool_codes.js";
+import { blocksOf, cellOf, placeOf, sideOf } from "./pool_layout.js";
 import { colourOf, css, inkOn, letterOf, mix } from "./palette.js";
 
 const LEAST_FOR_TEXT = 14;
+const LEAST_FOR_NUMBERS = 32; // of blocks
 const LEAST_FOR_MARKS = 9;
 
 function colour(palette, code) {
@@ -15,7 +16,8 @@ function colour(palette, code) {
 
 export class CellPainter {
   #context;
-  #drawn = new Uint32Array(0); // the codes as they are on the canvas
+  #drawn = new Uint32Array(0); // block -> its code as it is on the canvas
+  #shown = []; // cell -> its block on the canvas, 0: none
   #image = null; // of a dense pool: a pixel for each cell
   #colours = null; // and the red, green and blue of every code
 
@@ -29,6 +31,7 @@ export class CellPainter {
     this.palette = palette;
     this.scale = scale;
     this.#drawn = new Uint32Array(0);
+    this.#shown = [];
     this.#context.setTransform(scale, 0, 0, scale, 0, 0);
     this.#context.clearRect(0, 0, this.#context.canvas.width, this.#context.canvas.height);
     this.#image = layout.dense ? new OffscreenCanvas(layout.columns, layout.rows).getContext("2d") : null;
@@ -37,15 +40,33 @@ export class CellPainter {
   }
 
   /** Draws what differs from the canvas; returns the blocks that did. */
-  draw(codes) {
+  draw(layout, codes) {
+    this.layout = layout;
     const whole = this.#drawn.length !== codes.length;
     const changed = [];
     for (let block = 1; block < codes.length; block += 1) if (whole || codes[block] !== this.#drawn[block]) changed.push(block);
     this.#drawn = codes;
-    if (changed.length === 0) return changed;
-    if (this.layout.dense) this.#drawDense(changed, codes);
-    else for (const block of changed) this.#drawCell(block, codes[block]);
+    if (layout.places) this.#drawPlaces(new Set(changed), codes);
+    else if (changed.length && layout.dense) this.#drawDense(changed, codes);
+    else for (const block of changed) this.#drawCell(cellOf(layout, block), block, codes[block]);
     return changed;
+  }
+
+  /** Places whose block is another one, or has changed. */
+  #drawPlaces(changed, codes) {
+    const cells = Math.max(this.layout.cells, this.#shown.length);
+    for (let cell = 0; cell < cells; cell += 1) {
+      const [block] = blocksOf(this.layout, cell);
+      if (block === (this.#shown[cell] ?? 0) && !changed.has(block)) continue;
+      this.#shown[cell] = block;
+      if (block) this.#drawCell(cell, block, codes[block]);
+      else this.#clearCell(cell);
+    }
+  }
+
+  #clearCell(cell) {
+    const { size } = this.layout;
+    this.#context.clearRect(...placeOf(this.layout, cell), size, size);
   }
 
   #drawDense(changed, codes) {
@@ -81,13 +102,13 @@ export class CellPainter {
     data[4 * cell + 3] = 255;
   }
 
-  #drawCell(block, code) {
+  #drawCell(place, block, code) {
     const context = this.#context;
-    const cell = this.layout.size - (this.layout.size > 8 ? 2 : 1);
-    const [x, y] = placeOf(this.layout, cellOf(this.layout, block));
+    const cell = sideOf(this.layout);
+    const [x, y] = placeOf(this.layout, place);
     const fill = colour(this.palette, code);
     const kind = kindOf(code);
-    context.clearRect(x, y, this.layout.size, this.layout.size);
+    this.#clearCell(place);
     context.fillStyle = css(this.palette.free);
     context.fillRect(x, y, cell, cell);
     if (kind === HELD || kind === SHARED) {
@@ -102,7 +123,8 @@ export class CellPainter {
       this.#hatch(x, y, cell);
     }
     if (kind === SHARED) this.#inset(x, y, cell, fill);
-    if (cell >= LEAST_FOR_TEXT && kind >= HELD) this.#write(x, y, cell, code, fill);
+    if (cell >= LEAST_FOR_TEXT && kind >= HELD) this.#writeMark(x, y, cell, code, fill);
+    if (cell >= LEAST_FOR_NUMBERS) this.#writeNumber(x, y, cell, block, code, fill);
     if (cell >= LEAST_FOR_MARKS && isSealed(code)) this.#corner(x, y, cell, isDim(code));
     if (isLit(code)) this.#outline(x, y, cell);
   }
@@ -122,14 +144,27 @@ export class CellPainter {
     this.#context.strokeRect(x + 1.5, y + 1.5, cell - 3, cell - 3);
   }
 
-  #write(x, y, cell, code, fill) {
-    const text = kindOf(code) === SHARED ? String(countOf(code)) : letterOf(markOf(code));
+  /** The letter of the sequence that holds it, or how many share it. */
+  #writeMark(x, y, cell, code, fill) {
+    const numbered = cell >= LEAST_FOR_NUMBERS;
+    const text = kindOf(code) === SHARED ? `×${countOf(code)}` : letterOf(markOf(code));
+    const share = (numbered ? 0.42 : 0.55) * (text.length > 2 ? 0.8 : 1);
+    this.#text(text, `600 ${Math.round(cell * share)}px`, x + cell / 2, y + cell * (numbered ? 0.4 : 0.5) + 0.5, fillOf(code) > 0.6 ? inkOn(fill) : this.palette.ink);
+  }
+
+  /** The block's own number, at the foot of a large cell. */
+  #writeNumber(x, y, cell, block, code, fill) {
+    const ink = { [FREE]: this.palette.muted, [CACHED]: this.palette.ink }[kindOf(code)] ?? (fillOf(code) > 0.2 ? inkOn(fill) : this.palette.ink);
+    this.#text(String(block), block < 100_000 ? "10px" : "8px", x + cell / 2, y + cell - 7, ink, isDim(code) ? 0.5 : 0.9);
+  }
+
+  #text(text, font, x, y, ink, alpha = 1) {
     const context = this.#context;
-    context.font = `600 ${Math.round(cell * 0.55)}px system-ui, sans-serif`;
+    context.font = `${font} system-ui, sans-serif`;
     context.textAlign = "center";
     context.textBaseline = "middle";
-    context.fillStyle = fillOf(code) > 0.6 ? css(inkOn(fill)) : css(this.palette.ink);
-    context.fillText(text, x + cell / 2, y + cell / 2 + 0.5);
+    context.fillStyle = css(ink, alpha);
+    context.fillText(text, x, y);
   }
 
   #corner(x, y, cell, dim) {

@@ -66,14 +66,28 @@ export function barsOf(steps, from, to, most) {
   });
 }
 
-const rate = (sum, seconds) => (sum.prefill + sum.decode) / seconds;
+const AVERAGED_SECONDS = 5; // of tokens per second; less where less is remembered
 
-/** name -> { label, value: of a column (its seconds, blocks of the pool) -> number or null, say: number -> words } */
+const whole = (value) => Math.round(value).toLocaleString();
+const percent = (digits) => (share) => (share === null ? "none yet" : `${(100 * share).toFixed(digits)} %`);
+const rateOf = (name) => ({ steps, now, first }) => {
+  const seconds = Math.min(AVERAGED_SECONDS, Math.max(1, now - first));
+  return (columnsOf(steps, now - seconds, now, 1)[0]?.[name] ?? 0) / seconds;
+};
+const countOf = (wanted) => ({ state }) => [...state.seqs.values()].filter((row) => (row.state === "running") === wanted).length;
+
+/**
+ * name -> { label, now, say, value, most, empty }
+ *   now: the figure of a moment, of { steps, state, now (its time), first (where memory begins), shown (the steps of the stretch up to it, in one) }
+ *   say: that figure -> words
+ *   value: of a column of the line (its seconds, blocks of the pool) -> number or null; empty: of a column without steps
+ */
 export const FIGURES = {
-  throughput: { label: "Throughput", value: (sum, seconds) => rate(sum, seconds), say: (value) => `${Math.round(value).toLocaleString()} tokens/s`, empty: 0 },
-  running: { label: "Running", value: (sum) => sum.running, say: (value) => `${value}` },
-  waiting: { label: "Queue", value: (sum) => sum.waiting, say: (value) => `${value}` },
-  used: { label: "KV usage", value: (sum, _, blocks) => sum.used / blocks, say: (value) => `${(100 * value).toFixed(1)} %`, most: 1 },
-  hits: { label: "Prefix hit rate", value: (sum) => (sum.query ? sum.hit / sum.query : null), say: (value) => `${(100 * value).toFixed(0)} %`, most: 1 },
-  preempted: { label: "Preemptions", value: (sum) => sum.preempted, say: (value) => `${value}`, empty: 0 },
+  decode: { label: "Decode tokens/s", now: rateOf("decode"), say: whole, value: (sum, seconds) => sum.decode / seconds, empty: 0 },
+  prefill: { label: "Prefill tokens/s", now: rateOf("prefill"), say: whole, value: (sum, seconds) => sum.prefill / seconds, empty: 0 },
+  running: { label: "Running", now: countOf(true), say: whole, value: (sum) => sum.running },
+  waiting: { label: "Waiting", now: countOf(false), say: whole, value: (sum) => sum.waiting },
+  used: { label: "Blocks in use", now: ({ state }) => state.numUsed / (state.head.num_blocks - 1), say: percent(1), value: (sum, _, blocks) => sum.used / blocks, most: 1 },
+  hits: { label: "Prefix hit rate", now: ({ shown }) => (shown?.query ? shown.hit / shown.query : null), say: percent(0), value: (sum) => (sum.query ? sum.hit / sum.query : null), most: 1 },
+  preempted: { label: "Preemptions", now: ({ shown }) => shown?.preempted ?? 0, say: whole, value: (sum) => sum.preempted, empty: 0 },
 };

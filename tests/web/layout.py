@@ -1,0 +1,63 @@
+"""Whether everything on a page can be seen: nothing is cut off, sticks out of its box or lies over something else."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+SIZES = ((1440, 900), (1024, 768), (390, 844))
+
+FIND_TROUBLE = """(allowed) => {
+  const found = [];
+  const name = (element) => element.tagName.toLowerCase() + (element.className ? `.${String(element.className).replaceAll(" ", ".")}` : "");
+  const isShown = (element) => {
+    const { width, height } = element.getBoundingClientRect();
+    return width > 1 && height > 1 && element.checkVisibility({ visibilityProperty: true, opacityProperty: true });
+  };
+  const skipped = [".hidden, .skip, .pool-said, svg, select, option", ...allowed].join(", ");
+  const elements = [...document.body.querySelectorAll("*")].filter((element) => !element.closest(skipped) && isShown(element));
+  const wide = document.documentElement.clientWidth;
+  if (document.documentElement.scrollWidth > wide) found.push(`the page is ${document.documentElement.scrollWidth} pixels wide`);
+  for (const element of elements) {
+    const { overflowX, overflowY, textOverflow } = getComputedStyle(element);
+    const { clientWidth, scrollWidth, clientHeight, scrollHeight } = element;
+    const { left, right } = element.getBoundingClientRect();
+    if (clientWidth && scrollWidth > clientWidth + 1 && textOverflow !== "ellipsis" && !element.matches("input, textarea")) {
+      found.push(`${name(element)}: ${scrollWidth} pixels of content in a width of ${clientWidth} (${overflowX})`);
+    }
+    if (clientHeight && scrollHeight > clientHeight + 3 && ["hidden", "clip"].includes(overflowY)) {
+      found.push(`${name(element)}: ${scrollHeight} pixels of content in a height of ${clientHeight}`);
+    }
+    if (left < -1 || right > wide + 1) found.push(`${name(element)}: from ${Math.round(left)} to ${Math.round(right)} on a page ${wide} wide`);
+  }
+  const isOver = (element) => element.closest("dialog, .places") || ["fixed", "sticky", "absolute"].includes(getComputedStyle(element).position);
+  const covers = (element) => element && (isOver(element) ? true : covers(element.parentElement));
+  const isScrolledAway = (element, x, y) => {
+    for (let around = element.parentElement; around; around = around.parentElement) {
+      const { left, right, top, bottom } = around.getBoundingClientRect();
+      if (getComputedStyle(around).overflowY !== "visible" && (x < left || x > right || y < top || y > bottom)) return true;
+    }
+    return false;
+  };
+  for (const element of elements.filter((one) => one.matches("button, input, textarea, a, summary, p, h2, h3, li, dt, dd"))) {
+    const box = element.getClientRects()[0];
+    const [x, y] = [box.left + box.width / 2, box.top + box.height / 2];
+    if (isScrolledAway(element, x, y)) continue;
+    const top = document.elementFromPoint(x, y);
+    if (top && !element.contains(top) && !top.contains(element) && !covers(top)) found.push(`${name(element)} lies under ${name(top)}`);
+  }
+  return found;
+}"""
+
+
+def assert_all_can_be_seen(page: "Page", state: str, allowed: tuple[str, ...] = ()) -> None:
+    """At every size. `allowed`: selectors of what may be larger than its box, say because it scrolls sideways on purpose."""
+    before, trouble = page.viewport_size, {}
+    for width, height in SIZES:
+        page.set_viewport_size({"width": width, "height": height})
+        page.evaluate("() => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)))")
+        if found := page.evaluate(FIND_TROUBLE, list(allowed)):
+            trouble[f"{state}, {width}x{height}"] = found
+    if before:
+        page.set_viewport_size(before)
+    assert trouble == {}
