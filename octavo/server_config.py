@@ -47,7 +47,7 @@ class ServerConfig:
     metrics_prefix: str = _flag("octavo:", "how names at /metrics begin; vllm: makes dashboards made for vLLM work")
     log_format: LogFormat = _flag("text", "json: an object a line")
     lesson: bool = _flag(False, "play scenes that show how paging works, in a tiny pool; sets the pool and its limits itself")
-    lesson_pace: float = _flag(0.2, "seconds that a step takes in the lesson", 0.0, 60.0)
+    lesson_pace: float = _flag(0.3, "seconds that a step takes in the lesson", 0.0, 60.0)
     enable_log_requests: bool = _flag(False, "log a line for every request that the server answers; never its text")
     inspector: bool = _flag(True, "let clients watch the engine at /v1/view, text of prompts included; --no-inspector: nobody can")
     record: str | None = _flag(None, "write what can be watched to this file")
