@@ -11,7 +11,7 @@ export function mountLesson(element, opener, view, changed = () => {}) {
   const lesson = new Lesson(element, opener, view, changed);
   opener.addEventListener("click", () => (lesson.isOpen ? lesson.close() : lesson.open()));
   document.addEventListener("octavo:lesson", () => lesson.open());
-  document.addEventListener("keydown", (event) => lesson.key(event));
+  document.addEventListener("keydown", (event) => lesson.key(event), { capture: true }); // before others: Escape may be meant for them
   return lesson;
 }
 
@@ -86,11 +86,12 @@ class Lesson {
   }
 
   key(event) {
-    if (!this.isOpen || event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
-    if (event.target.closest?.("input, select, textarea, dialog, [role=application]")) return; // these have uses of their own for the keys
-    if (event.key === "ArrowRight") this.#step(1);
-    else if (event.key === "ArrowLeft") this.#step(-1);
-    else if (event.key === "Escape") this.close();
+    if (!this.isOpen || event.ctrlKey || event.metaKey || event.altKey) return;
+    const isIn = (selector) => event.target.closest?.(selector);
+    if (isIn("input, select, textarea, dialog")) return;
+    const steps = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (steps && !isIn("[role=application]")) this.#step(steps); // there the arrow keys go from block to block
+    else if (event.key === "Escape" && !Object.keys(this.#view.selection.get()).length) this.close(); // else it ends the selection
     else return;
     event.preventDefault();
   }
