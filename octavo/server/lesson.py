@@ -18,8 +18,8 @@ from octavo.server.events import disconnect, unless
 from octavo.server.lesson_scenes import SCENES, Part, Scene
 from octavo.server.state import Server
 
-LEAVE_SECONDS = 1.0  # a client that goes from one scene to another may ask for the new one before it has left the old one
-EMPTY_SECONDS = 0.4  # so that watchers see the emptied cache before the scene begins, not in it
+LEAVE_SECONDS = 5.0  # a client that goes from one scene to another may ask for the new one before it has left the old one
+EMPTY_SECONDS = 0.3  # so that watchers see the emptied cache before the scene begins, not in it
 Say = Callable[[int, int, dict[str, object]], None]  # number, of how many, caption: what watchers read from now on
 
 

@@ -10,6 +10,7 @@ from octavo.cli.args import Parser, add_server_flags, server_configs
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.supervisor import Serving
 from octavo.errors import ConfigError
+from octavo.server import lesson as lesson_module
 from octavo.server.errors import ApiError
 from octavo.server.lesson import Lesson
 from octavo.server.lesson_scenes import SCENES, Scene
@@ -67,7 +68,9 @@ def test_captions_are_short_and_scenes_fit_the_pool() -> None:
             assert sum(count for _, count in part.prompt) + part.answer <= LESSON["max_model_len"]
 
 
-def test_one_scene_plays_at_a_time_and_one_that_is_left_ends(endless: str) -> None:
+def test_one_scene_plays_at_a_time_and_one_that_is_left_ends(endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lesson_module, "LEAVE_SECONDS", 0.3)
+
     async def main() -> None:
         async with engine_process(endless, "", Serving(inspector=True, step_seconds=0.05), **LESSON) as llm:
             lesson = Lesson(llm, lambda *words: None)

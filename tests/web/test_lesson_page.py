@@ -28,7 +28,7 @@ IDLE = re.compile(r"^0 of 32 blocks")
 def lesson(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = story_folder(tmp_path_factory.mktemp("lesson") / "stories", end_ids=[])
     env = {"OCTAVO_LOG_LEVEL": "ERROR", "OCTAVO_DEBUG": "runner=fake"}
-    with ServerProcess("octavo serve", str(folder), "--lesson", "--lesson-pace", "0.03", env=env) as process:
+    with ServerProcess("octavo serve", str(folder), "--lesson", "--lesson-pace", "0.02", env=env) as process:
         yield address(process)
 
 
@@ -78,20 +78,26 @@ def test_the_engine_plays_scene_after_scene_and_the_page_is_the_lessons(open_pag
     expect(page.locator("#chat")).to_be_hidden()
     expect(page.get_by_role("link", name="Chat")).to_be_hidden()
 
-    press(page, "Scene 6: " + SCENES[5].title)  # the longest
-    expect(figures(page)).to_have_text(IN_USE)
-    press(page, "Pause")
-    expect(page.get_by_role("button", name=re.compile("^(Play|Pause|Resume)"))).to_have_count(1)  # no second one in the timeline
-    press(page, "Previous")  # instead
-    expect_scene(page, 5)
-    expect_over(page)
-    press(page, "Scene 8: " + SCENES[7].title)
-    expect(panel(page).get_by_role("button", name="Pause")).to_be_visible()
     press(page, "Finish")
     expect(panel(page)).to_be_hidden()
     expect(page.locator("#chat")).to_be_visible()
     expect(page.get_by_role("button", name="Lesson", exact=True)).to_be_focused()
-    expect(figures(page)).to_have_text(IDLE)  # what was played is ended
+    expect(figures(page)).to_have_text(IDLE)  # it is live again
+
+
+def test_a_scene_can_be_paused_and_one_that_is_left_is_ended(open_page: OpenPage, lesson: str) -> None:
+    page = open_page(lesson).page
+    page.route("**/v1/lesson/6", lambda route: None)  # this scene is never over
+    left = {"predicate": lambda request: request.url.endswith("/v1/lesson/6")}
+    page.get_by_role("button", name="Lesson", exact=True).click()
+    for leave in ("Previous", "Close the lesson"):
+        press(page, "Scene 6: " + SCENES[5].title)
+        press(page, "Pause")
+        expect(page.get_by_role("button", name=re.compile("^(Play|Pause|Resume)"))).to_have_text(["Play"])  # and none in the timeline
+        press(page, "Play")
+        with page.expect_event("requestfailed", **left):  # the server sees that the client is gone, and ends the scene
+            press(page, leave)
+    expect(figures(page)).to_have_text(IDLE)
 
 
 def test_the_demo_says_what_octavo_is_and_tells_the_lesson_without_a_server(open_page: OpenPage, demo: str) -> None:
