@@ -47,7 +47,7 @@ class ServerConfig:
     metrics_prefix: str = _flag("octavo:", "how names at /metrics begin; with vllm: dashboards for vLLM work")
     log_format: LogFormat = _flag("text", "json: one JSON object for each log line")
     lesson: bool = _flag(False, "play scenes that show how paging works, in a tiny KV cache; sets its size and limits itself")
-    lesson_pace: float = _flag(0.2, "seconds of one step in the lesson", 0.0, 60.0)
+    lesson_pace: float = _flag(0.3, "seconds of one step in the lesson", 0.0, 60.0)
     enable_log_requests: bool = _flag(False, "log one line for every request, without its text")
     inspector: bool = _flag(True, "let clients watch the engine at /v1/view; text is shown on this machine, or with the key")
     record: str | None = _flag(None, "write what /v1/view shows to this file; without text on a shared address without a key")

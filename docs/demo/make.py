@@ -1,9 +1,9 @@
-"""Makes this folder: the page as the server has it, and the lesson, recorded on the real engine with the default model.
+"""Makes this folder: the page's own files, started by `demo.js` instead of `main.js`, with a recording of the lesson.
 
-    python docs/demo/make.py               the page again, with the recording that is there
-    python docs/demo/make.py --record      the recording too; takes a minute and a half
+    python docs/demo/make.py               copies the page; keeps the recording that is there
+    python docs/demo/make.py --record      also records the lesson again, on the real engine with the default model; takes two minutes
 
-Any static host can show it: `python -m http.server --directory docs/demo`.
+Any static host can show it: `python -m http.server 8080`, then http://127.0.0.1:8080/docs/demo/.
 """
 
 import argparse
@@ -19,7 +19,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 WEB = HERE.parents[1] / "octavo" / "web"
 RECORDING = WEB / "lesson.ndjson"
-PAUSE_SECONDS = 2.5  # between scenes
+PAUSE_SECONDS = 1.0  # between scenes
+ENTRY, DEMO_ENTRY = 'src="./web/main.js"', 'src="./web/demo.js"'
 
 
 def record() -> None:
@@ -35,14 +36,17 @@ def record() -> None:
             urllib.request.urlopen(urllib.request.Request(f"{url}/v1/lesson/{scene['scene']}", method="POST")).close()
             time.sleep(PAUSE_SECONDS)
         server.terminate()
-    RECORDING.chmod(0o644)  # a recording is private, this one is for all
+    RECORDING.chmod(0o644)  # the server makes recordings readable for their owner only; this one is for everybody
     print(f"{RECORDING.name}: {RECORDING.stat().st_size:,} bytes")
 
 
 def copy() -> None:
     shutil.rmtree(HERE / "web", ignore_errors=True)
     shutil.copytree(WEB, HERE / "web", ignore=shutil.ignore_patterns("index.html", "__pycache__"))
-    shutil.copy(WEB / "index.html", HERE)
+    page = (WEB / "index.html").read_text()
+    if page.count(ENTRY) != 1:
+        raise SystemExit(f"octavo/web/index.html should have {ENTRY} once")
+    (HERE / "index.html").write_text(page.replace(ENTRY, DEMO_ENTRY))
 
 
 if __name__ == "__main__":

@@ -74,6 +74,7 @@ class Loop:
         self._router = router
         self._queue_timeout = queue_timeout
         self._step_seconds = step_seconds
+        self._next_step = 0.0  # not before then
         self._view = view
         self._taken = 0
         self._log = StatsLog(core.scheduler.snapshot())
@@ -87,6 +88,7 @@ class Loop:
     def turn(self) -> None:
         """Waits if there is nothing to do, and makes one step if there is."""
         core, scheduler = self._core, self._core.scheduler
+        self._keep_pace()
         idle = not core.has_work
         refused = [refusal for command in self._router.take(wait=idle) if (refusal := self._obey(command))]
         self._router.publish(self.pulse(busy=True))
@@ -101,12 +103,14 @@ class Loop:
         self._router.show(self._view.frames(pulse.busy))
         self._log.turn(pulse.stats)
 
+    def _keep_pace(self) -> None:
+        """Waits before commands are taken, not after: a watcher that asks meanwhile sees every step."""
+        if self._step_seconds and self._core.has_work:
+            time.sleep(max(0.0, self._next_step - time.monotonic()))
+
     def _step(self) -> list[Delta]:
-        start = time.monotonic()
-        deltas = self._core.step()
-        if self._step_seconds:
-            time.sleep(max(0.0, start + self._step_seconds - time.monotonic()))
-        return deltas
+        self._next_step = time.monotonic() + self._step_seconds
+        return self._core.step()
 
     def pulse(self, busy: bool) -> Pulse:
         scheduler = self._core.scheduler

@@ -1,6 +1,6 @@
-"""The lesson, played on this server's own engine (`--lesson`): GET /v1/lesson names its scenes, POST /v1/lesson/{scene} plays one.
+"""The lesson, played on this server's own engine (`--lesson`): GET /v1/lesson lists the scenes, POST /v1/lesson/{scene} plays one.
 
-The answer to the POST comes when the scene is over; a client that goes away ends it. Nothing of one scene is cached for the next.
+The POST is answered when the scene is over. If the client goes away, the scene ends. The prefix cache is emptied before each scene.
 """
 
 import asyncio
@@ -18,8 +18,9 @@ from octavo.server.events import disconnect, unless
 from octavo.server.lesson_scenes import SCENES, Part, Scene
 from octavo.server.state import Server
 
-LEAVE_SECONDS = 1.0  # whoever leaves one scene for another may be heard asking before he is heard leaving
-Say = Callable[[int, int, str, str], None]  # scene, of how many, title, text: what watchers read from now on
+LEAVE_SECONDS = 5.0  # a client that goes from one scene to another may ask for the new one before it has left the old one
+EMPTY_SECONDS = 0.3  # so that watchers see the emptied cache before the scene begins, not in it
+Say = Callable[[int, int, dict[str, object]], None]  # number, of how many, caption: what watchers read from now on
 
 
 class Lesson:
@@ -34,11 +35,12 @@ class Lesson:
             async with asyncio.timeout(LEAVE_SECONDS):
                 await self._playing.acquire()
         except TimeoutError as error:
-            raise ApiError(409, "a scene is being played; wait for its end", code="lesson_is_playing") from error
+            raise ApiError(409, "another scene is being played on this server; wait until it is over", code="lesson_is_playing") from error
         try:
             scene = SCENES[number - 1]
             await self._llm.reset_prefix_cache()
-            self._say(number, len(SCENES), scene.title, scene.text)
+            await asyncio.sleep(EMPTY_SECONDS)
+            self._say(number, len(SCENES), scene.caption)
             await _Performance(self._llm, scene).run()
         finally:
             self._playing.release()
@@ -85,7 +87,7 @@ class _Performance:
         return Ask(None, ids, params)
 
     def _cut(self, text: str, count: int) -> list[int]:
-        """So many tokens of it, again from its beginning where there are too few."""
+        """The first `count` tokens of a text; a text that is too short is repeated."""
         return list(islice(cycle(self.llm.tokenizer.encode(text, add_special_tokens=False)), count))
 
 
@@ -97,8 +99,7 @@ def router(server: Server) -> APIRouter:
 
     @routes.get("/v1/lesson")
     async def scenes() -> dict[str, object]:
-        told = [{"scene": number, "title": scene.title, "text": scene.text} for number, scene in enumerate(SCENES, 1)]
-        return {"object": "list", "data": told}
+        return {"object": "list", "data": [{"scene": number, **scene.caption} for number, scene in enumerate(SCENES, 1)]}
 
     @routes.post("/v1/lesson/{scene}")
     async def play(scene: int, request: Request) -> dict[str, object]:

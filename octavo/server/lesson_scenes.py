@@ -1,8 +1,9 @@
-"""The lesson as data: scenes that the real engine plays in a tiny pool (`octavo serve --lesson`), each told in two sentences.
+"""The lesson as data: scenes that the real engine plays in a tiny pool (`octavo serve --lesson`), each with a short caption.
 
-A scene is some requests. A prompt is made of texts cut, or repeated, to so many tokens, so that it means the same for every model; a
-request begins at once, or when an earlier one of the scene has so many tokens of its answer. `shows` names the events that must be seen,
-or it is not the scene it says it is. To add one, add it here.
+A scene is a few requests. A prompt is made of texts, each cut or repeated to a number of tokens, so that a scene is the same for every
+model. A request starts at once, or when an earlier one of the scene has so many tokens of its answer. `marks` are the marks in the picture
+that the page explains beside the caption (octavo/web/lesson_marks.js draws them). `shows` are the events that have to happen in the scene.
+To add a scene, add it here.
 """
 
 from dataclasses import dataclass
@@ -23,9 +24,15 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Scene:
     title: str
-    text: str
+    text: str  # two or three sentences: what happens, and what to look at
+    marks: tuple[str, ...]
     parts: tuple[Part, ...]
     shows: frozenset[str]
+
+    @property
+    def caption(self) -> dict[str, object]:
+        """What the page says about it."""
+        return {"title": self.title, "text": self.text, "marks": self.marks}
 
 
 RABBIT = "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do. "
@@ -39,51 +46,58 @@ TRIAL = "The King and Queen of Hearts were seated on their throne when they arri
 
 SCENES = (
     Scene(
-        "Blocks fill",
-        "A prompt of 40 tokens takes three blocks of 16, and only the last of them is not full: more is never wasted. "
-        "Nothing else is set aside for it, however long its answer may become.",
-        (Part(((RABBIT, 40),), 6),),
+        "A prompt takes blocks",
+        "A prompt of 40 tokens arrives and takes three blocks of 16 tokens. Look at the third block: it is only half full, and the answer "
+        "is written into it. No other memory is reserved for the answer.",
+        ("held", "fill", "sealed"),
+        (Part(((RABBIT, 40),), 8),),
         frozenset({"admit"}),
     ),
     Scene(
-        "A block boundary",
-        "Each token of the answer goes into the next slot of the last block. "
-        "When that is full any free block will do, for the block table says where each one lies.",
+        "The answer needs a new block",
+        "Every new token of the answer goes into the last block. Watch that block: when it is full, the sequence takes another free block. "
+        "The block table keeps the order, so any free block will do.",
+        ("held", "write"),
         (Part(((FALL, 44),), 24),),
         frozenset({"admit"}),
     ),
     Scene(
-        "A prefix is found again",
-        "A full block is sealed, and known by a digest of its tokens and of all that came before them. "
-        "The second request begins with the same 64 tokens: it finds their blocks and computes only what follows.",
-        (Part(((BOTTLE, 64), (CAT, 8)), 4), Part(((BOTTLE, 64), (TEA, 12)), 8, after=(0, END))),
+        "A prefix is found in the cache",
+        "The first request ends, and its full blocks stay in the cache. The second request begins with the same 64 tokens. "
+        "Look at the framed blocks: it takes these four from the cache and computes only the rest of its prompt.",
+        ("cached", "hit"),
+        (Part(((BOTTLE, 64), (CAT, 8)), 6), Part(((BOTTLE, 64), (TEA, 12)), 10, after=(0, END))),
         frozenset({"admit", "hit"}),
     ),
     Scene(
-        "A burst with one prefix",
-        "Four requests arrive together, all with the same 80 tokens in front. "
-        "One computes them while the others wait for its blocks; then all four hold the same five, and answer in blocks of their own.",
-        tuple(Part(((POOL, 80), (text, 8)), 12) for text in (RABBIT, FALL, CAT, TEA)),
+        "Four requests share a prefix",
+        "Four requests arrive together, and all begin with the same 80 tokens. The first one computes them while the others wait. "
+        "Look for the number 4: all four share the same five blocks, and each writes its answer into blocks of its own.",
+        ("shared", "held"),
+        tuple(Part(((POOL, 80), (text, 8)), answer) for text, answer in ((RABBIT, 15), (FALL, 14), (CAT, 14), (TEA, 14))),  # end together
         frozenset({"admit", "hit"}),
     ),
     Scene(
-        "Samples part by copy-on-write",
-        "One prompt, three answers: all three hold the prompt's blocks, even the last, which is not full. "
-        "Whoever writes into it gets a copy of his own, and the last one left writes in place.",
+        "Three answers to one prompt: copy-on-write",
+        "One prompt gets three answers, and at first all three share its blocks, even the half full one at the end. Look for the arrows: "
+        "a sequence gets a copy before it writes into a shared block. The last one left writes into the block itself.",
+        ("shared", "copy"),
         (Part(((CAT, 40),), 16, samples=3),),
         frozenset({"admit", "fork", "copy"}),
     ),
     Scene(
-        "Preempted, and back again",
-        "Three answers grow until no block is free, and the youngest request gives its blocks back and waits. "
-        "When there is room again it returns, finds what the cache still has of it, and computes the rest anew.",
-        tuple(Part(((text, 112),), 72) for text in (TEA, QUEEN, TRIAL)),
+        "No block is free: preemption",
+        "Three answers grow until no block is free. The youngest request then gives its blocks back and waits. "
+        "When there is room again it takes from the cache what is still there, and computes the rest again.",
+        ("preempt", "evict", "hit"),
+        tuple(Part(((text, 144),), 40) for text in (TEA, QUEEN, TRIAL)),
         frozenset({"admit", "preempt", "evict"}),
     ),
     Scene(
-        "What is cached is evicted",
-        "Blocks that nobody holds stay cached until somebody needs the room; those unused for longest go first, ends before beginnings. "
-        "The last request asks for the first one's prompt again, and only its beginning is still there.",
+        "Old blocks are evicted",
+        "Blocks that nobody uses stay cached until the room is needed. Look for the crosses: the blocks unused for longest are evicted "
+        "first. The last request repeats the first prompt, and only the beginning of it is still cached.",
+        ("cached", "evict", "hit"),
         (
             Part(((RABBIT, 96),), 3),
             *(Part(((text, 96),), 3, after=(number, END)) for number, text in enumerate((FALL, BOTTLE, POOL, CAT, TEA, RABBIT))),
@@ -92,9 +106,10 @@ SCENES = (
     ),
     Scene(
         "A long prompt beside an answer",
-        "A prompt of 200 tokens is computed in pieces, for a step takes 48 tokens at most. "
-        "The answer beside it gets its token in every step: nobody stands still while somebody reads.",
-        (Part(((QUEEN, 20),), 40), Part(((TRIAL, 200),), 8, after=(0, 5))),
+        "A prompt of 200 tokens arrives while an answer is being written. A step computes at most 48 tokens, so the prompt takes five "
+        "steps. Watch both letters: the prompt fills three blocks in a step, and the answer still gets its token.",
+        ("write", "prefill", "decode"),
+        (Part(((QUEEN, 20),), 30), Part(((TRIAL, 200),), 18, after=(0, 8))),
         frozenset({"admit"}),
     ),
 )

@@ -94,9 +94,9 @@ class ViewHub:
         finally:
             self._leave()
 
-    def note(self, scene: int, of: int, title: str, text: str) -> None:
+    def note(self, scene: int, of: int, caption: dict[str, object]) -> None:
         """The caption from here on; scene 0: there is none."""
-        note = {"kind": "note", "at": self._at(), "scene": scene, "of": of, "title": title, "text": text}
+        note = {"kind": "note", "at": self._at(), "scene": scene, "of": of, **caption}
         self._note = note if scene else None
         if self._number:  # somebody watches
             self._add(Line(note))

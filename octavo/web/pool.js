@@ -23,8 +23,8 @@ import { litBlocks } from "./table.js";
 
 const MOST_PULSES = 300; // more blocks written at once are another moment, no news
 
-/** `ask(text)` asks the chat; `teach()` opens the lesson. */
-export function mountPool(element, view, { ask, teach }) {
+/** `ask(text)` asks the chat; `teach()` opens the lesson. A page that shows recordings alone needs neither. */
+export function mountPool(element, view, { ask, teach } = {}) {
   const pool = new Pool(element, view, ask, teach);
   view.on((what) => pool.hear(what));
   pool.wake();

@@ -1,6 +1,7 @@
 // Where frames come from: the stream of a server, or a recording out of a file or beside the page.
 //
-//   connect(view, { headers })   `?replay=URL` plays that recording, otherwise the stream `./v1/view` is followed
+//   connect(view, { headers })         `?replay=URL` plays that recording, otherwise the stream `./v1/view` is followed
+//   connect(view, { server: false })   the same without a stream: the page of a static host
 //
 // A stream that ends is opened again, later each time; a recording is read whole, so that every moment of it is at hand.
 
@@ -14,13 +15,14 @@ const SILENCE_MS = 15_000; // three signs of life
 const SLICE_MS = 20; // of reading, before the page may draw
 const MOST_BYTES = 512 * 2 ** 20;
 
-export function connect(view, { headers = () => ({}) } = {}) {
+export function connect(view, { headers = () => ({}), server = true } = {}) {
   const source = new Source(view, headers);
+  source.hasServer = server;
   view.source = source;
   const replay = new URLSearchParams(location.search).get("replay");
   source.replays = replay !== null;
   if (source.replays) source.openAddress(replay);
-  else source.follow();
+  else if (server) source.follow();
   return source;
 }
 

@@ -83,7 +83,7 @@ function draw({ slider, pause, moment, live, speed, status }, view) {
   slider.setAttribute("aria-valuetext", words);
   const label = view.running ? "Pause" : view.recorded ? "Play" : "Resume";
   if (pause.textContent !== label) pause.textContent = label;
-  live.hidden = view.time === "live" || (view.recorded && !view.source);
+  live.hidden = view.time === "live" || (view.recorded && !view.source?.hasServer);
   speed.hidden = !view.recorded;
   if (status.textContent !== view.status.text) status.textContent = view.status.text;
   status.toggleAttribute("data-trouble", !view.status.ok);

@@ -10,6 +10,7 @@ from octavo.cli.args import Parser, add_server_flags, server_configs
 from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.supervisor import Serving
 from octavo.errors import ConfigError
+from octavo.server import lesson as lesson_module
 from octavo.server.errors import ApiError
 from octavo.server.lesson import Lesson
 from octavo.server.lesson_scenes import SCENES, Scene
@@ -19,7 +20,7 @@ from tests.support.engine_process import engine_process, is_idle, run, until
 from tests.support.http_server import wait_for
 from tests.support.server_process import ServerProcess
 
-Told = list[tuple[int, int, str, str]]
+Told = list[tuple[int, int, dict[str, object]]]
 
 
 async def _events(llm: AsyncLLM, lesson: Lesson, number: int) -> list[tuple[Any, ...]]:
@@ -53,27 +54,29 @@ def test_a_scene_shows_what_it_says(scene: Scene, endless: str) -> None:
             events = await _events(llm, lesson, number)
             kinds = {event[2] for event in events}
             assert kinds >= scene.shows, f"{scene.title} shows {kinds}"
-            assert told == [(number, len(SCENES), scene.title, scene.text)]
+            assert told == [(number, len(SCENES), scene.caption)]
             assert len([event for event in events if event[2] == "admit"]) >= len(scene.parts)
             await until(lambda: is_idle(llm), 2.0)
 
     run(main())
 
 
-def test_scenes_are_told_in_two_sentences_and_fit_the_pool() -> None:
+def test_captions_are_short_and_scenes_fit_the_pool() -> None:
     for scene in SCENES:
-        assert scene.text.count(". ") == 1 and scene.text.endswith("."), scene.title
+        assert scene.text.endswith(".") and scene.text.count(". ") <= 2 and len(scene.text) <= 250, scene.title
         for part in scene.parts:
             assert sum(count for _, count in part.prompt) + part.answer <= LESSON["max_model_len"]
 
 
-def test_one_scene_plays_at_a_time_and_one_that_is_left_ends(endless: str) -> None:
+def test_one_scene_plays_at_a_time_and_one_that_is_left_ends(endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lesson_module, "LEAVE_SECONDS", 0.3)
+
     async def main() -> None:
         async with engine_process(endless, "", Serving(inspector=True, step_seconds=0.05), **LESSON) as llm:
             lesson = Lesson(llm, lambda *words: None)
             playing = asyncio.create_task(lesson.play(6))
             await until(lambda: llm.num_open == 3, 2.0)
-            with pytest.raises(ApiError, match="a scene is being played"):
+            with pytest.raises(ApiError, match="another scene is being played"):
                 await lesson.play(1)
             playing.cancel()
             await asyncio.wait({playing})
@@ -111,7 +114,8 @@ def test_scenes_over_http_and_their_captions(endless: str) -> None:
         wait_for(lambda: late.state.note is not None)
         for watcher in (early, late):
             note = watcher.state.note
-            assert note is not None and (note["scene"], note["of"], note["title"]) == (3, len(SCENES), SCENES[2].title)
+            assert note is not None and (note["scene"], note["of"]) == (3, len(SCENES))
+            assert {name: note[name] for name in listed[2]} == listed[2]
             watcher.leave()
         for wrong in ("0", "99", "-1", "x", "3.5"):
             assert server.ask("POST", f"/v1/lesson/{wrong}").status in (400, 404), wrong

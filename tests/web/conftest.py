@@ -4,14 +4,19 @@ Where there is no browser the tests skip, and say how to get one; in CI, where n
 """
 
 import re
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import pytest
 
+from tests.cli.processes import ROOT
 from tests.support.chromium import launch
 from tests.support.server_process import ServerProcess
 from tests.support.story_folder import story_folder
@@ -91,6 +96,30 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     flags = ("--model", str(folder), "--served-model-name", "stories", "--max-model-len", "512", "--block-size", "4")
     with ServerProcess("octavo serve", *flags) as process:
         yield address(process)
+
+
+class QuietFiles(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def plain_files(folder: Path) -> Iterator[str]:
+    """The address of a static host that has this folder, and nothing else."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietFiles, directory=str(folder))) as host:
+        threading.Thread(target=host.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{host.server_port}"
+        host.shutdown()
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A static host that has docs/demo, not at its top."""
+    top = tmp_path_factory.mktemp("host")
+    (top / "some").mkdir()
+    (top / "some" / "where").symlink_to(ROOT / "docs" / "demo")
+    with plain_files(top) as url:
+        yield f"{url}/some/where/"
 
 
 @pytest.fixture

@@ -28,9 +28,12 @@ FIND_TROUBLE = """(allowed) => {
     if (clientHeight && scrollHeight > clientHeight + 3 && ["hidden", "clip"].includes(overflowY)) {
       found.push(`${name(element)}: ${scrollHeight} pixels of content in a height of ${clientHeight}`);
     }
-    if (left < -1 || right > wide + 1) found.push(`${name(element)}: from ${Math.round(left)} to ${Math.round(right)} on a page ${wide} wide`);
+    if (left < -1 || right > wide + 1) {
+      found.push(`${name(element)}: from ${Math.round(left)} to ${Math.round(right)} on a page ${wide} wide`);
+    }
   }
-  const isOver = (element) => element.closest("dialog, .places") || ["fixed", "sticky", "absolute"].includes(getComputedStyle(element).position);
+  const OVER = ["fixed", "sticky", "absolute"];
+  const isOver = (element) => element.closest("dialog, .places") || OVER.includes(getComputedStyle(element).position);
   const covers = (element) => element && (isOver(element) ? true : covers(element.parentElement));
   const isScrolledAway = (element, x, y) => {
     for (let around = element.parentElement; around; around = around.parentElement) {

@@ -8,8 +8,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from octavo.server.web import FOLDER
 from octavo.server_config import ServerConfig
 from tests.support.http_server import HttpServer
 from tests.support.stand_in_llm import TEMPLATE, StandInLLM
-from tests.web.conftest import NO_VIEW, OpenPage, Watched
+from tests.web.conftest import NO_VIEW, OpenPage, Watched, plain_files
 
 try:
     from axe_playwright_python.sync_playwright import Axe
@@ -137,7 +135,8 @@ def set_setting(page: Page, label: str, value: str, column: int = 0) -> None:
 
 def test_a_question_is_answered_with_its_figures_and_what_the_cache_gave(page: Page) -> None:
     expect(page.locator("#about")).to_contain_text("stories · 512 tokens of context")
-    expect(page.locator(".empty")).to_contain_text("stored only in this browser. The server reads what you send, and people who may watch its block pool")
+    said = "stored only in this browser. The server reads what you send, and people who may watch its block pool"
+    expect(page.locator(".empty")).to_contain_text(said)
     set_setting(page, "Max tokens", "40")
     send(page, "Once upon a time there was a brave little cat who lived in a house")
     first = answers(page).first
@@ -429,17 +428,11 @@ def test_the_page_waits_for_a_server_that_loads(open_stand_in: OpenPage) -> None
 def test_a_host_of_plain_files_shows_the_page_without_the_chat(open_page: OpenPage, tmp_path: Path) -> None:
     shutil.copytree(FOLDER, tmp_path / "some/place/web")
     shutil.copy(FOLDER / "index.html", tmp_path / "some/place")
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietFiles, directory=str(tmp_path))) as host:
-        threading.Thread(target=host.serve_forever, daemon=True).start()
-        page = open_page(f"http://127.0.0.1:{host.server_port}/some/place/", expected=[NO_VIEW, f"{STATUS} 404 .*/health$"]).page
+    with plain_files(tmp_path) as url:
+        page = open_page(f"{url}/some/place/", expected=[NO_VIEW, f"{STATUS} 404 .*/health$"]).page
         expect(page.locator("#state")).to_have_text("There is no server behind this page: the chat needs one.")
-        expect(box(page)).to_be_disabled()
-        host.shutdown()
-
-
-class QuietFiles(SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+        expect(page.locator("#chat")).to_be_hidden()
+        expect(page.get_by_role("region", name="Lesson")).to_contain_text("1 of 8")
 
 
 def test_what_a_model_says_is_inert(open_stand_in: OpenPage) -> None:

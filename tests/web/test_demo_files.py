@@ -14,10 +14,10 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_demo_is_the_page_file_by_file() -> None:
+def test_the_demo_is_the_page_file_by_file_with_a_start_of_its_own() -> None:
     page = files(FOLDER)
     index = page.pop("index.html")
-    assert (DEMO / "index.html").read_bytes() == index
+    assert (DEMO / "index.html").read_bytes() == index.replace(b"/main.js", b"/demo.js")
     demo = files(DEMO / "web")
     assert sorted(demo) == sorted(page)
     assert [name for name in page if demo[name] != page[name]] == []
@@ -25,5 +25,11 @@ def test_the_demo_is_the_page_file_by_file() -> None:
 
 def test_the_recorded_lesson_has_the_scenes_that_there_are() -> None:
     frames = [json.loads(text) for text in (FOLDER / "lesson.ndjson").read_text().splitlines()]
-    told = [(frame["scene"], frame["of"], frame["title"], frame["text"]) for frame in frames if frame["kind"] == "note"]
-    assert told == [(number, len(SCENES), scene.title, scene.text) for number, scene in enumerate(SCENES, 1)]
+    starts = [index for index, frame in enumerate(frames) if frame["kind"] == "note"]
+    told = [{name: frames[start][name] for name in ("scene", "of", "title", "text", "marks")} for start in starts]
+    assert told == [{"scene": number, "of": len(SCENES), **json.loads(json.dumps(scene.caption))} for number, scene in enumerate(SCENES, 1)]
+    for scene, start, end in zip(SCENES, starts, [*starts[1:], None], strict=True):
+        seen = [event[2] for frame in frames[start:end] for event in frame.get("events", [])]
+        assert scene.shows <= set(seen) and seen[0] == "admit", f"{scene.title}: {seen}"  # the cache was emptied before
+    steps = [len(frame["steps"]) for frame in frames[starts[0] :] if frame.get("steps")]
+    assert sum(steps) < 1.5 * len(steps), "most steps have a frame of their own"

@@ -1,32 +1,25 @@
-"""The whole page in a real browser before a real `octavo serve`: the chat, its blocks as they come and go, the lesson, recordings."""
+"""The whole page in a real browser before a real `octavo serve`: the chat, its blocks as they come and go, recordings."""
 
 import re
-import threading
 from collections.abc import Iterator
-from functools import partial
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from octavo.server.lesson_scenes import SCENES
-from tests.cli.processes import ROOT
 from tests.support.server_process import ServerProcess
 from tests.support.story_folder import story_folder
 from tests.web.conftest import NO_VIEW, OpenPage, address
 
 try:
-    from axe_playwright_python.sync_playwright import Axe
     from playwright.sync_api import Locator, Page, expect
 except ModuleNotFoundError:
     pytest.skip("tests of the page want playwright: pip install -r requirements/dev.txt", allow_module_level=True)
 
-from tests.web.test_chat_page import PHONE, QuietFiles, answers, scrolls_sideways, send, set_setting
+from tests.web.test_chat_page import answers, send, set_setting
 
 BLOCK_SIZE = 4
 BLOCKS = 299  # and the null block
 QUIET = {"OCTAVO_LOG_LEVEL": "ERROR"}
-NO_HEALTH = "404 .*/health$"
 IN_USE = re.compile(r"^[1-9]\d* of ")
 IDLE = re.compile(r"^0 of ")
 
@@ -50,25 +43,6 @@ def live(stories: str, recording: Path) -> Iterator[str]:
         yield address(process)
 
 
-@pytest.fixture(scope="module")
-def lesson(stories: str) -> Iterator[str]:
-    flags = ("--lesson", "--lesson-pace", "0.02")
-    with ServerProcess("octavo serve", stories, *flags, env=QUIET | {"OCTAVO_DEBUG": "runner=fake"}) as process:
-        yield address(process)
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A host of plain files that has docs/demo somewhere below its top."""
-    top = tmp_path_factory.mktemp("host")
-    (top / "some").mkdir()
-    (top / "some" / "where").symlink_to(ROOT / "docs" / "demo")
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietFiles, directory=str(top))) as host:
-        threading.Thread(target=host.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{host.server_port}/some/where/"
-        host.shutdown()
-
-
 def figures(page: Page) -> Locator:
     return page.locator(".pool-figures")
 
@@ -83,18 +57,6 @@ def table(page: Page) -> list[tuple[int, int, str]]:
     read = "nodes => nodes.map(node => [node.querySelector('.entry-place').textContent, node.querySelector('.entry-text').textContent])"
     rows = [(*place.split(" → "), text) for place, text in page.locator(".entry").evaluate_all(read)]
     return [(int(index), int(block), text) for index, block, text in rows if text != "has other content now"]
-
-
-def scene_button(page: Page, number: int) -> Locator:
-    return page.locator(".scenes button").nth(number - 1)
-
-
-def expect_scene(page: Page, number: int) -> None:
-    scene = SCENES[number - 1]
-    expect(scene_button(page, number)).to_have_attribute("aria-current", "step")
-    expect(page.locator(".scenes [aria-current]")).to_have_count(1)
-    expect(page.locator(".pool-caption b")).to_have_text(f"{number} of {len(SCENES)}: {scene.title}")
-    expect(page.locator(".pool-caption p")).to_have_text(scene.text)
 
 
 def expect_step_after(page: Page, step: int) -> None:
@@ -182,65 +144,6 @@ def test_time_is_stopped_gone_back_in_and_let_go_while_the_stream_goes_on(open_p
     expect(figures(page)).to_have_text(IDLE)
 
 
-def test_scenes_play_from_the_first_to_the_last_and_stop_when_told(open_page: OpenPage, lesson: str) -> None:
-    page = open_page(lesson).page
-    expect(figures(page)).to_have_text(IDLE)
-    page.get_by_role("button", name="Lesson", exact=True).click()
-    bar = page.locator("#lesson")
-    play_all, stop = bar.get_by_role("button", name="Play all"), bar.get_by_role("button", name="Stop")
-    expect(page.locator(".scenes button")).to_have_text([scene.title for scene in SCENES])
-    expect(stop).to_be_disabled()
-    for number in range(1, len(SCENES) + 1):
-        step = int(page.locator(".timeline").get_attribute("data-step") or 0)
-        scene_button(page, number).click()
-        expect_scene(page, number)
-        expect(stop).to_be_disabled()  # it is over
-        expect_step_after(page, step)
-        expect(figures(page)).to_have_text(IDLE)
-
-    scene_button(page, 6).click()  # the longest
-    expect(figures(page)).to_have_text(IN_USE)
-    scene_button(page, 8).click()  # instead
-    expect_scene(page, 8)
-    scene_button(page, 6).click()
-    expect_scene(page, 6)
-    expect(figures(page)).to_have_text(IN_USE)
-    stop.click()
-    expect(stop).to_be_disabled()
-    expect(figures(page)).to_have_text(IDLE)
-
-    play_all.click()
-    expect_scene(page, 1)
-    expect_scene(page, 2)
-    stop.click()
-    expect(stop).to_be_disabled()
-    expect(figures(page)).to_have_text(IDLE)
-    expect(bar.get_by_role("status")).to_have_text("")
-
-
-def test_the_demo_tells_the_lesson_on_a_host_of_plain_files(open_page: OpenPage, demo: str) -> None:
-    watched = open_page(demo, expected=[NO_VIEW, NO_HEALTH])
-    page = watched.page
-    expect(page.locator(".scenes button")).to_have_text([scene.title for scene in SCENES])
-    expect(page.get_by_role("button", name="Play all")).to_be_hidden()
-    for number in (*range(1, len(SCENES) + 1), 3):
-        scene_button(page, number).click()
-        expect_scene(page, number)
-    expect(figures(page)).to_have_text(IN_USE)
-    assert sorted(text.rpartition(" ")[2] for text in watched.errors) == [f"{demo}health", f"{demo}v1/view"]
-
-
-def test_any_server_shows_the_recorded_lesson_and_goes_back_to_its_own_pool(open_page: OpenPage, live: str) -> None:
-    page = open_page(live).page
-    expect(figures(page)).to_contain_text(f"of {BLOCKS} blocks")
-    page.get_by_role("button", name="Lesson", exact=True).click()
-    scene_button(page, 4).click()
-    expect_scene(page, 4)
-    page.get_by_role("button", name="Close the lesson").click()
-    expect(figures(page)).to_contain_text(f"of {BLOCKS} blocks")
-    expect(page.locator(".pool-caption")).to_be_empty()
-
-
 def test_a_recording_shows_the_same_blocks_without_a_server(open_page: OpenPage, live: str, demo: str, recording: Path) -> None:
     page = open_page(live).page
     set_setting(page, "Max tokens", "30")
@@ -252,11 +155,12 @@ def test_a_recording_shows_the_same_blocks_without_a_server(open_page: OpenPage,
     blocks = [block for _, block, _ in table(page)]
     page.wait_for_timeout(200)  # a frame more, for what is written to the file
 
-    replay = open_page(demo, expected=[NO_VIEW, NO_HEALTH]).page
-    expect(replay.locator(".timeline-status")).to_have_text("Recording ./web/lesson.ndjson")
+    replay = open_page(demo).page
+    expect(replay.get_by_role("button", name="Start the lesson")).to_be_enabled()
     replay.get_by_label("A recording").set_input_files(recording)
     expect(replay.locator(".timeline-status")).to_have_text("Recording run.ndjson")
     expect(figures(replay)).to_contain_text(f"of {BLOCKS} blocks")
+    expect(replay.get_by_role("button", name="Start the lesson")).to_be_hidden()
     replay.get_by_label("Moment").press("End")
     expect(replay.locator(".pool-legend")).to_have_text(page.locator(".pool-legend").inner_text().replace("\n", ""))
     expect(figures(replay)).to_have_text(figures(page).inner_text())
@@ -283,16 +187,3 @@ def test_without_the_inspector_the_page_says_so_and_the_chat_works(open_page: Op
         set_setting(page, "Max tokens", "8")
         send(page, "Once upon a time")
         expect(answers(page).first).to_contain_text("8 tokens")
-
-
-@pytest.mark.parametrize(("scheme", "size"), [("light", {"width": 1280, "height": 900}), ("dark", PHONE)], ids=["light", "dark phone"])
-def test_everybody_can_follow_the_lesson(open_page: OpenPage, lesson: str, scheme: str, size: dict[str, int]) -> None:
-    page = open_page(lesson, color_scheme=scheme, viewport=size).page
-    expect(page.locator(".pool-figures")).to_have_text(IDLE)
-    page.get_by_role("button", name="Lesson", exact=True).click()
-    scene_button(page, 4).click()
-    expect_scene(page, 4)
-    expect(page.locator("#lesson").get_by_role("button", name="Stop")).to_be_disabled()
-    found = Axe().run(page).response["violations"]
-    assert [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")] == []
-    assert not scrolls_sideways(page)

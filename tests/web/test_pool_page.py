@@ -558,7 +558,8 @@ def test_figures_are_of_now_even_while_nothing_comes(open_pool: OpenPage, pool_h
 
 
 def test_requests_are_called_by_what_was_asked(open_pool: OpenPage, pool_host: ViewHost) -> None:
-    asked = ["<|im_start|>", "system\nBe kind.", "<|im_end|>", "\n", "<|im_start|>", "user\nWhy is the", " sky <b>blue</b>?", "<|im_end|>", "\n"]
+    asked = ["<|im_start|>", "system\nBe kind.", "<|im_end|>", "\n", "<|im_start|>", "user\nWhy is the", " sky <b>blue</b>?"]
+    asked += ["<|im_end|>", "\n"]
     prompts = [[*asked, "<|im_start|>", "assistant\n"], ["Once", " upon", " a", " time"], []]
     rows, blocks = [], []
     for seq, pieces in enumerate(prompts):

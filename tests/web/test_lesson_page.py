@@ -1,0 +1,158 @@
+"""The lesson in a real browser: played by the engine of `octavo serve --lesson`, and from the recording, with a server and without."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from octavo.server.lesson_scenes import SCENES
+from tests.support.server_process import ServerProcess
+from tests.support.story_folder import story_folder
+from tests.web.conftest import OpenPage, address
+
+try:
+    from axe_playwright_python.sync_playwright import Axe
+    from playwright.sync_api import Locator, Page, expect
+except ModuleNotFoundError:
+    pytest.skip("tests of the page want playwright: pip install -r requirements/dev.txt", allow_module_level=True)
+
+from tests.web.test_chat_page import PHONE, scrolls_sideways
+
+LAST = len(SCENES)
+SCENE_MS = 60_000  # more than any scene takes on a busy machine
+IN_USE = re.compile(r"^[1-9]\d* of 32 blocks")
+IDLE = re.compile(r"^0 of 32 blocks")
+
+
+@pytest.fixture(scope="module")
+def lesson(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = story_folder(tmp_path_factory.mktemp("lesson") / "stories", end_ids=[])
+    env = {"OCTAVO_LOG_LEVEL": "ERROR", "OCTAVO_DEBUG": "runner=fake"}
+    with ServerProcess("octavo serve", str(folder), "--lesson", "--lesson-pace", "0.02", env=env) as process:
+        yield address(process)
+
+
+def panel(page: Page) -> Locator:
+    return page.get_by_role("region", name="Lesson")
+
+
+def press(page: Page, name: str) -> None:
+    panel(page).get_by_role("button", name=name, exact=True).click()
+
+
+def figures(page: Page) -> Locator:
+    return page.locator(".pool-figures")
+
+
+def expect_scene(page: Page, number: int) -> None:
+    """One stepper says where we are, beside the caption, and the marks of the scene are explained."""
+    scene = SCENES[number - 1]
+    expect(panel(page).locator(".lesson-count")).to_have_text(f"{number} of {LAST}")
+    expect(panel(page).get_by_role("heading")).to_have_text(scene.title)
+    expect(panel(page).locator(".lesson-caption p")).to_have_text(scene.text)
+    expect(panel(page).locator(".lesson-marks li")).to_have_count(len(scene.marks))
+    expect(panel(page).locator("[aria-current=step]")).to_have_attribute("aria-label", f"Scene {number}: {scene.title}")
+
+
+def expect_over(page: Page) -> None:
+    """The scene stands still at its last moment in which there was a request."""
+    expect(panel(page).get_by_role("button", name="Play again")).to_be_visible(timeout=SCENE_MS)
+    expect(figures(page)).to_have_text(IN_USE)
+
+
+def expect_clean(page: Page) -> None:
+    found = Axe().run(page).response["violations"]
+    assert [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")] == []
+    assert not scrolls_sideways(page)
+
+
+def test_the_engine_plays_scene_after_scene_and_the_page_is_the_lessons(open_page: OpenPage, lesson: str) -> None:
+    page = open_page(lesson).page
+    expect(figures(page)).to_have_text(IDLE)
+    page.evaluate("document.dispatchEvent(new CustomEvent('octavo:lesson'))")
+    for number in range(1, LAST + 1):
+        expect_scene(page, number)
+        expect_over(page)
+        if number < LAST:
+            page.keyboard.press("ArrowRight")
+    expect(page.locator("#chat")).to_be_hidden()
+    expect(page.get_by_role("link", name="Chat")).to_be_hidden()
+
+    press(page, "Finish")
+    expect(panel(page)).to_be_hidden()
+    expect(page.locator("#chat")).to_be_visible()
+    expect(page.get_by_role("button", name="Lesson", exact=True)).to_be_focused()
+    expect(figures(page)).to_have_text(IDLE)  # it is live again
+
+
+def test_a_scene_can_be_paused_and_one_that_is_left_is_ended(open_page: OpenPage, lesson: str) -> None:
+    page = open_page(lesson).page
+    page.route("**/v1/lesson/6", lambda route: None)  # this scene is never over
+    left = {"predicate": lambda request: request.url.endswith("/v1/lesson/6")}
+    page.get_by_role("button", name="Lesson", exact=True).click()
+    for leave in ("Previous", "Close the lesson"):
+        press(page, "Scene 6: " + SCENES[5].title)
+        press(page, "Pause")
+        expect(page.get_by_role("button", name=re.compile("^(Play|Pause|Resume)"))).to_have_text(["Play"])  # and none in the timeline
+        press(page, "Play")
+        with page.expect_event("requestfailed", **left):  # the server sees that the client is gone, and ends the scene
+            press(page, leave)
+    expect(figures(page)).to_have_text(IDLE)
+
+
+def test_the_demo_says_what_octavo_is_and_tells_the_lesson_without_a_server(open_page: OpenPage, demo: str) -> None:
+    """Nothing is asked of a server: a request that fails is an error on the console, and ends the test."""
+    page = open_page(demo).page
+    start = page.get_by_role("button", name="Start the lesson")
+    expect(page.get_by_role("heading", name="An LLM engine that shows its memory")).to_be_visible()
+    expect(page.get_by_role("link", name="Run it on your own machine")).to_have_attribute("href", "../../README.md")
+    expect(page.get_by_text("make serve")).to_be_visible()
+    expect(page.get_by_placeholder("Ask something")).to_have_count(0)
+    expect(figures(page)).to_have_text(IN_USE)
+    start.click()
+    expect_scene(page, 1)
+    expect_over(page)
+    for number in range(2, LAST + 1):
+        page.keyboard.press("ArrowRight")
+        expect_scene(page, number)
+    page.keyboard.press("ArrowLeft")
+    expect_scene(page, LAST - 1)
+    blocks = page.get_by_role("application", name="Blocks of the pool")
+    blocks.press("ArrowRight")  # goes from block to block, not from scene to scene
+    blocks.press("Enter")
+    blocks.press("Escape")  # ends the selection first
+    expect_scene(page, LAST - 1)
+    page.keyboard.press("Escape")
+    expect(panel(page)).to_be_hidden()
+    expect(start).to_be_focused()
+
+
+def test_any_server_shows_the_recorded_lesson_and_goes_back_to_its_own_pool(open_page: OpenPage, server: str) -> None:
+    page = open_page(server).page
+    expect(figures(page)).not_to_be_empty()
+    own = re.compile(re.search(r"of [\d,]+ blocks", figures(page).inner_text())[0])  # type: ignore[index]
+    page.get_by_role("button", name="Lesson", exact=True).click()
+    press(page, "Scene 4: " + SCENES[3].title)
+    expect_scene(page, 4)
+    expect(figures(page)).to_contain_text("of 32 blocks")
+    press(page, "Close the lesson")
+    expect(figures(page)).to_contain_text(own)
+    expect(page.locator("#chat")).to_be_visible()
+
+
+@pytest.mark.parametrize(("scheme", "size"), [("light", {"width": 1024, "height": 768}), ("dark", PHONE)], ids=["light", "dark phone"])
+def test_everybody_can_follow_the_lesson(open_page: OpenPage, demo: str, scheme: str, size: dict[str, int]) -> None:
+    page = open_page(demo, color_scheme=scheme, viewport=size, reduced_motion="reduce").page
+    start = page.get_by_role("button", name="Start the lesson")
+    expect(start).to_be_in_viewport()
+    expect(figures(page)).to_have_text(IN_USE)
+    expect_clean(page)
+    start.click()
+    press(page, "Scene 4: " + SCENES[3].title)
+    expect_scene(page, 4)
+    expect(figures(page)).to_have_text(IN_USE)
+    press(page, "Pause")
+    expect(panel(page).get_by_role("button", name="Next")).to_be_in_viewport(ratio=1)
+    expect(panel(page).get_by_role("heading")).to_be_in_viewport(ratio=1)
+    expect(page.get_by_role("application", name="Blocks of the pool")).to_be_in_viewport()
+    expect_clean(page)
