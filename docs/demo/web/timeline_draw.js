@@ -2,7 +2,7 @@
 
 import { css } from "./palette.js";
 
-const MARKED = { evict: "cached", copy: "ink", fork: "ink", hit: "accent", note: "accent", preempt: "warn" }; // the rarest on top
+const MARKED = { evict: "muted", copy: "ink", fork: "ink", hit: "accent", note: "accent", preempt: "warn" }; // the rarest on top
 const MARK_ROOM = 10; // pixels above the bars
 const MARK_EVERY = 2; // pixels
 const MS_ROOM = 14; // and below them, for how long a step took
