@@ -37,7 +37,7 @@ export class OneTable {
   draw(state, row, chosenBlock) {
     const shown = shownEntries(state.entries(row));
     const left = row.table.length - shown.length;
-    const about = row.table.length ? `Block table: ${row.table.length} entries${left ? `, ${left} in the middle left out` : ""}` : "It holds no blocks at this moment.";
+    const about = row.table.length ? `Block table of sequence ${this.seq}: ${row.table.length} entries${left ? `, ${left} in the middle left out` : ""}` : "It holds no blocks at this moment.";
     if (this.about.textContent !== about) {
       this.about.textContent = about;
       this.list.setAttribute("aria-label", about);
