@@ -5,7 +5,7 @@
     isRunning, isOver     whether the picture moves; whether the scene has come to its end
     play(number), pause(), resume(), leave()
 
-A scene that is over shows its last moment in which a request was there: after it the pool would be empty. */
+A scene that is over shows the last moment at which blocks were in use: after it the pool would be empty. */
 
 import { getJson, postJson } from "./api.js";
 
@@ -159,8 +159,10 @@ class EnginePlayer {
   }
 }
 
+/** The last moment between two at which a sequence had blocks. */
 function lastInUse(history, from, until) {
+  const isInUse = (moment) => [...history.at(moment).seqs.values()].some(({ table }) => table.length);
   let moment = history.neighbour(until, -1);
-  while (moment > from && history.at(moment).seqs.size === 0) moment = history.neighbour(moment, -1);
+  while (moment > from && !isInUse(moment)) moment = history.neighbour(moment, -1);
   return moment;
 }

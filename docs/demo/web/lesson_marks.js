@@ -9,7 +9,7 @@ const MARKS = {
   write: ["A", "This thin frame flashes where a token was just written."],
   cached: ["", "A block with a line is cached: nobody uses it, and its content is still there."],
   hit: ["C", "This frame marks blocks that a request found in the cache."],
-  shared: ["4", "The number says how many sequences share a block."],
+  shared: ["×4", "The number says how many sequences share a block."],
   copy: ["→", "The arrow goes from the shared block to its copy."],
   preempt: ["C", "This frame marks blocks that a preempted request gave back."],
   evict: ["", "A cross marks a cached block that was evicted: its content is gone."],
