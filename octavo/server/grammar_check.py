@@ -103,7 +103,7 @@ class GrammarChecker:
                 if not await self._turns.take(client):
                     raise self._busy(f"{MOST_WAITING} others of this client are waiting")
         except TimeoutError:
-            raise self._busy(f"it had no turn within {2 * self._seconds:g} s") from None
+            raise self._busy(f"it did not get its turn within {2 * self._seconds:g} s") from None
 
     async def _try(self, question: bytes) -> str | None:
         """What is wrong with it."""

@@ -95,6 +95,7 @@ def test_what_is_no_object_is_told_with_its_place(server: ServerProcess, body: b
         ("/tokenize", {"prompt": "a", "best_of": 2}, "best_of"),
         ("/tokenize", {"prompt": "a", "audio": {}}, "audio"),
         ("/tokenize", {"prompt": "a", "use_beam_search": True}, "use_beam_search"),
+        ("/tokenize", {"messages": [], "tools": [{}]}, "tools"),
     ],
     ids=repr,
 )

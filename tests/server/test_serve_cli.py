@@ -68,7 +68,7 @@ def test_a_port_that_is_not_to_be_had_ends_it_within_a_second() -> None:
         used = min(_seconds("--port", port) for _ in range(3))
         run = started("--port", port)
     assert run.returncode == 1 and used < 1
-    assert run.stderr == f"octavo: error: port {port} of 127.0.0.1 is in use; choose another with --port, or 0 for any that is free\n"
+    assert run.stderr == f"octavo: error: port {port} of 127.0.0.1 is in use; choose another one with --port (0: any free port)\n"
     run = started("--host", "192.0.2.1")
     assert run.returncode == 1 and re.fullmatch(r"octavo: error: port 8000 of 192\.0\.2\.1 cannot be used: [^\n]+\n", run.stderr)
     run = started("--host", "no.such.name.invalid")
