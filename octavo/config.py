@@ -42,7 +42,7 @@ class EngineConfig:
         "auto", "where to compute; auto: an NVIDIA GPU if there is one, else the CPU", "Octavo runs on a CPU or an NVIDIA GPU"
     )
     load_format: Literal["auto", "dummy"] = _flag("auto", "dummy: random weights, to try out the shape of a model")
-    max_model_len: int | None = _flag(None, "context length: most tokens of a prompt and its answer together (4096, 32k, auto)")
+    max_model_len: int | None = _flag(None, "context length: maximum number of tokens of a prompt and its answer (4096, 32k, auto)")
     block_size: int = _flag(16, "tokens per block, a power of two from 1 to 256")
     kv_cache_dtype: KVCacheDtype = _flag("auto", "data type of the KV cache; auto: as --dtype; int8: about half the size, on a CPU only")
     kv_cache_layout: KVCacheLayout = _flag("auto", "on a GPU: order in a block, by token (nhd) or by head (hnd); auto: nhd")
@@ -51,8 +51,8 @@ class EngineConfig:
     )
     gpu_memory_utilization: float = _flag(0.9, "share of a GPU's memory that may be in use, other processes included")
     num_gpu_blocks_override: int | None = _flag(None, "exact number of blocks in the KV cache, on a CPU too")
-    max_num_seqs: int | None = _flag(None, "most sequences that run at the same time; default: 256, on a GPU 512")
-    max_num_batched_tokens: int | None = _flag(None, "most tokens in one step; default: 2048, on a GPU 8192")
+    max_num_seqs: int | None = _flag(None, "maximum number of sequences that run at the same time; default: 256, on a GPU 512")
+    max_num_batched_tokens: int | None = _flag(None, "maximum number of tokens in one step; default: 2048, on a GPU 8192")
     enable_prefix_caching: bool = _flag(True, "reuse cached blocks of earlier prompts and answers")
     scheduling_policy: SchedulingPolicy = _flag("fcfs", "order of requests: fcfs: by arrival; priority: lowest number first")
     attention_backend: str = _flag(
@@ -62,7 +62,7 @@ class EngineConfig:
     native: bool = _flag(True, "use the native CPU kernels; --no-native: torch computes")
     cpu_isa: CpuIsa = _flag("auto", "instruction set of the native kernels; auto: the best that this CPU has")
     pipeline_depth: int | None = _flag(None, "steps in flight, 1 or 2; default: 1, on a GPU 2")
-    max_logprobs: int = _flag(20, "most logprobs that a request may ask for")
+    max_logprobs: int = _flag(20, "maximum number of logprobs per token in a request")
     logprobs_mode: LogprobsMode = _flag(
         "raw", "raw: logprobs of the model's own output; processed: after bias, penalties, temperature and top-k/top-p/min-p"
     )

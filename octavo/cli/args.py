@@ -37,7 +37,7 @@ SAMPLING_FLAGS: dict[str, tuple[Callable[[str], object], str]] = {
     "repetition_penalty": (float, "above 1: fewer words that the prompt or the answer already has"),
     "presence_penalty": (float, "from -2 to 2; above 0: fewer words that the answer already has"),
     "frequency_penalty": (float, "the same, stronger with every repetition"),
-    "max_tokens": (int, "most tokens in an answer"),
+    "max_tokens": (int, "maximum number of tokens in the answer"),
 }
 
 

@@ -39,6 +39,7 @@ Exit code 0: it fits. 1: it does not, and the last line says what to change."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options] [MODEL]"
     parser.epilog = EXAMPLES
     text = f"a folder, a .gguf file, a config.json, owner/name[@revision][:QUANT] on the hub, or {NAME}, the default model"
     parser.add_argument("words", metavar="MODEL", nargs="?", help=text)

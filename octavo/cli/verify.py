@@ -25,6 +25,7 @@ SETTINGS = ("revision", "dtype", "quantization", "device", "load_format", "block
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [options] [MODEL]"
     parser.epilog = EXAMPLES
     parser.add_argument("words", metavar="MODEL", nargs="?", help=MODEL_HELP)
     text = f"number of requests, at least {LEAST_REQUESTS} (default: {DEFAULT_REQUESTS})"

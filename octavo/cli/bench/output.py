@@ -33,6 +33,7 @@ class Shown:
 
 
 def add_common_flags(parser: argparse.ArgumentParser, rounds: int) -> None:
+    parser.usage = "%(prog)s [options] [MODEL]"
     parser.add_argument("words", metavar="MODEL", nargs="?", help=MODEL_HELP)
     parser.add_argument("--rounds", type=count, metavar="N", default=rounds, help=f"number of measurements (default: {rounds})")
     add_target_flags(parser)

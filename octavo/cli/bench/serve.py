@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--request-rate", type=_above_zero(may_be_infinite=True), metavar="X", help=text)
     text = "replay a trace this many times faster (default: 1)"
     group.add_argument("--speedup", type=_above_zero(may_be_infinite=False), metavar="X", help=text)
-    group.add_argument("--concurrency", type=count, metavar="N", help="most requests at the same time (default: no limit)")
+    group.add_argument("--concurrency", type=count, metavar="N", help="maximum number of requests at the same time (default: no limit)")
     group.add_argument("--seed", type=int, metavar="N", default=0, help="seed of random ids, lengths and arrivals (default: 0)")
     text = f"random ids are below this number (default: {DEFAULT_VOCABULARY})"
     group.add_argument("--vocab-size", type=count, metavar="N", default=DEFAULT_VOCABULARY, help=text)
