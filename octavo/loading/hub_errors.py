@@ -53,7 +53,7 @@ def explained(error: Exception, name: HubName, hub: Hub) -> LoadError:
     host = shown_address(hub.endpoint)
     if is_unreachable(error) and is_default_name(name.repo.partition("/")[2]):
         said = str(_explained(error, name, hub, host))
-        return LoadError(f"{said}; {NAME}, without an owner, is the default model, which needs no hub")
+        return LoadError(f"{said}; {NAME} alone is the default model, which needs no hub")
     return _explained(error, name, hub, host)
 
 

@@ -163,4 +163,4 @@ def test_a_command_that_lacks_a_library_points_to_the_doctor(tmp_path: Path) -> 
     (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: not found')\n")
     run = octavo("generate", "Hello", env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
     assert (run.returncode, run.stdout) == (1, "")
-    assert run.stderr == "octavo: error: libtorch.so: not found; `octavo doctor` says what helps\n"
+    assert run.stderr == "octavo: error: libtorch.so: not found; run `octavo doctor` to see what to fix\n"

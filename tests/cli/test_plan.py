@@ -49,7 +49,7 @@ def test_the_default_model_is_planned_without_torch_and_drawn_to_scale() -> None
     bar = next(line.strip() for line in done.stdout.splitlines() if set(line.strip()) <= set("█▓▒░·") and "█" in line)
     assert len(bar) == WIDTH
     assert bar.count("█") == round(WIDTH * 256.6 / 2048) and bar.count("▓") == round(WIDTH * 512 / 2048)
-    assert done.stdout.splitlines()[-1].startswith("Fits, with ")
+    assert done.stdout.splitlines()[-1].startswith("It fits: ")
 
 
 def test_what_does_not_fit_says_what_to_turn_and_exits_1_also_where_blocks_cannot_be_drawn() -> None:
@@ -64,7 +64,7 @@ def test_what_does_not_fit_says_what_to_turn_and_exits_1_also_where_blocks_canno
 def test_colours_are_for_terminals_without_no_color(tmp_path: Path) -> None:
     for env, coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
         with Typist("plan", "--memory", "2g", cwd=ROOT, env=env) as typist:
-            shown = typist.expect("Fits, with .*\n")
+            shown = typist.expect("It fits: .*\n")
             assert typist.process.wait(SECONDS) == 0
         assert ("\033[34m" in shown) is coloured
         assert MARKS["weights"][0] in shown
@@ -115,7 +115,7 @@ def test_a_gpu_that_is_not_here_is_planned_for_without_torch(tmp_path: Path) -> 
     assert re.search(r"^  weights +99\.0 MiB   92\.1 MiB on disk, kept quantised$", done.stdout, re.MULTILINE)
     assert re.search(r"^ +68\.6 MiB   of it 4-bit weights in groups of 32: 30 qkv, 30 output, .* \(from Q4_1\)$", done.stdout, re.MULTILINE)
     assert re.search(r"^  activations .* steps of 8,192 tokens, 512 sequences$", done.stdout, re.MULTILINE)
-    assert re.search(r"^  graphs +[\d.]+ MiB   captured steps, estimated$", done.stdout, re.MULTILINE)
+    assert re.search(r"^  graphs +[\d.]+ MiB   CUDA graphs, estimated$", done.stdout, re.MULTILINE)
     assert re.search(r"^  total +3\.60 GiB   of 3\.60 GiB \(--gpu-memory-utilization 0\.9 of 4\.00 GiB\)$", done.stdout, re.MULTILINE)
     half = run("--device", "cuda", "--memory", "4g", "--gpu-memory-utilization", "0.5", "--enforce-eager")
     assert "of 2.00 GiB (--gpu-memory-utilization 0.5 of 4.00 GiB)" in half.stdout and "graphs" not in half.stdout
@@ -135,7 +135,7 @@ def test_a_gpu_without_a_size_has_to_be_here(capsys: pytest.CaptureFixture[str],
     monkeypatch.setattr(device, "GPU_SIGNS", ())
     monkeypatch.setattr(device, "torch_gpu", lambda: (None, "none"))
     assert main(["plan", "--device", "cuda"]) == 1
-    said = "octavo: error: --device is cuda, but no GPU can be used: no NVIDIA GPU was found; .*; --memory 80g plans for a GPU of"
+    said = "octavo: error: --device is cuda, but no GPU can be used: no NVIDIA GPU was found; .*; add --memory 80g to plan for a GPU"
     assert re.match(said, capsys.readouterr().err)
     gpu = device.Gpu("NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB)
     monkeypatch.setattr(device, "find", lambda: device.Found(device.TorchBuild("2.13", "13.0", None), True, gpu, triton="3.6.0"))

@@ -41,7 +41,7 @@ def test_a_plan_says_where_the_memory_goes_and_how_many_fit(tmp_path: Path, caps
     held = record["num_blocks"] - 1
     assert rows["16"] == [f"{held:,}", str(record["max_num_seqs"])]
     assert rows[f"{record['max_model_len']:,}"] == [str(held // (record["max_model_len"] // 16))] * 2
-    assert report.of("p")[1].startswith("Fits, with ") and report.of("h1") == ["SmolLM2-135M-Instruct"]
+    assert report.of("p")[1].startswith("It fits: ") and report.of("h1") == ["SmolLM2-135M-Instruct"]
     facts = dict(zip(report.of("dt"), report.of("code") + report.of("dd"), strict=True))
     assert facts["command"] == f"octavo plan --memory 2g --json --report {file}"
     assert list(facts) == ["command", "model", "machine", "octavo", "date"]
