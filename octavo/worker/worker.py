@@ -233,7 +233,7 @@ class Worker:
         wanted = [one for one in self.kept if asked in ("int8", "int4") or shape.expands(one, asked)]
         floats = Counter(one.matrix.name for one in wanted if one.codes is None)
         names = ", ".join(f"{count} {name}" for name, count in floats.items())
-        why = "their parts cannot be merged when quantised, or their rows are not of whole groups"
+        why = "their parts cannot be merged, or their rows are not of whole groups"
         return names and f"Some matrices are kept as {self.dtype}, not quantised: {names} ({why})"
 
     def _make_store(self, geometry: CacheGeometry) -> KVStore:
