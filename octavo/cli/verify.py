@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from octavo.engine.verify import Verified
 
 DEFAULT_REQUESTS = 40
-LEAST_REQUESTS = 12  # tried with every block size, both depths and many seeds: with fewer, a case such as an eviction may not happen
+LEAST_REQUESTS = 12  # tried with block sizes of 1 to 256, both depths and many seeds: with fewer, a case such as an eviction may not happen
 MOST_REQUESTS = 100_000
 CASES = "a prefix hit, a fork, a copy on write, a preemption and an eviction"
 EXAMPLES = """examples:

@@ -20,7 +20,7 @@ export function visible(text) {
 
 /** Tokens side by side, each one visible as such. */
 export function tokenList(tokens, head) {
-  if (tokens !== null && head?.text === false) return [make("span", { class: "muted" }, "text is shown to the admin key alone")];
+  if (tokens !== null && head?.text === false) return [make("span", { class: "muted" }, "The text is hidden. It is shown on the machine of the server, or with its key.")];
   if (tokens === null) return [make("span", { class: "muted" }, "text not known")];
   return tokens.map((token) => make("bdi", { class: "token" }, visible(token) || "∅"));
 }

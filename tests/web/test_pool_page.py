@@ -186,7 +186,7 @@ def test_a_key_that_may_not_read_text_sees_blocks_and_is_told_so(open_pool: Open
     expect(page.locator(".pool-figures")).to_contain_text("3 of 19 blocks in use")
     page.locator(".pool-marks").click(position=position(page, model.seqs[0].table[0]))
     for place in (".pool-detail .pool-text", ".entry-text >> nth=0"):
-        expect(page.locator(place)).to_have_text("text is shown to the admin key alone")
+        expect(page.locator(place)).to_have_text("The text is hidden. It is shown on the machine of the server, or with its key.")
     expect(page.locator(".pool-detail")).to_contain_text("4 of 4 tokens")
 
 
