@@ -98,7 +98,7 @@ def refuse_float16(config: EngineConfig, device: str, level: str | None) -> None
     for name, value in (("dtype", config.dtype), ("kv_cache_dtype", config.kv_cache_dtype)):
         if value == "float16" and device == "cpu" and level is None:
             raise ConfigError(
-                f"{name} is float16, which on a CPU only the native kernels can compute in, and here torch computes: "
+                f"{name} is float16, which on a CPU only the native kernels support; torch computes here: "
                 f"set {name} to bfloat16 or float32"
             )
 

@@ -74,7 +74,7 @@ def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 def heads(said: pytest.LogCaptureFixture) -> list[str]:
     """Warnings up to their reasons, but for that of a debugging switch."""
     warnings = [record.message for record in said.records if record.levelno == logging.WARNING]
-    return [re.split(r" \(|: quantization", message)[0] for message in warnings if not message.startswith("OCTAVO_DEBUG")]
+    return [re.split(r" \(|; --quantization", message)[0] for message in warnings if not message.startswith("OCTAVO_DEBUG")]
 
 
 def run(path: Path, **engine: Any) -> tuple[list[RequestOutput], Decoder]:

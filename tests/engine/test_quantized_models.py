@@ -157,9 +157,9 @@ def test_names_of_other_engines_are_refused_with_what_to_say_instead() -> None:
     with pytest.raises(ConfigError, match=said):
         LLM(quantization="awq")  # type: ignore[arg-type]
     refused = octavo("generate", "x", "-q", "gptq")
-    assert refused.returncode == 2 and "invalid choice: 'gptq' (choose from auto, none, int8, int4): what a file holds" in refused.stderr
+    assert refused.returncode == 2 and "invalid choice: 'gptq' (choose from auto, none, int8, int4): auto reads what the file holds" in refused.stderr
 
 
 def test_the_command_line_quantises_the_default_model() -> None:
     run = octavo("generate", "Hello", "-q", "int4", "--max-tokens", "2", env={"OCTAVO_LOG_LEVEL": "INFO"})
-    assert run.returncode == 0 and "already quantised and are quantised again" in run.stderr and "Model loading took 0.09 GiB" in run.stderr
+    assert run.returncode == 0 and "quantised already and are quantised again" in run.stderr and "Model loading took 0.09 GiB" in run.stderr

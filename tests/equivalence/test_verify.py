@@ -225,5 +225,5 @@ def test_blocks_of_one_token_are_never_copied_and_agree_all_the_same(folder: str
 
 
 def test_a_context_too_short_for_the_schedule_is_refused(folder: str) -> None:
-    with pytest.raises(ConfigError, match="wants a context of 8 blocks, 2049 tokens"):
+    with pytest.raises(ConfigError, match=r"needs a context of 8 blocks of 256 tokens \(2049 tokens\)"):
         run(folder, block_size=256)

@@ -93,7 +93,7 @@ def _seconds(*words: str) -> float:
         (["a", "--max-queue", "x"], "invalid int value"),
         (["--port", "70000"], "port must be an integer from 0 to 65535, got 70000"),
         (["--prot", "1"], "unknown option --prot; did you mean --port?"),
-        (["--max-model-len", "8k", "--kv-cache-memory-bytes", "4m"], "--max-model-len is 8192 tokens"),
+        (["--max-model-len", "8k", "--kv-cache-memory-bytes", "4m"], "--max-model-len is 8192, but"),
         (["--api-key", "a b"], "api_key must be 1 to 512 visible ASCII characters"),
     ],
 )

@@ -192,7 +192,8 @@ def _not_ours(server: Watched) -> None:
 
 def _many(items: bytes, *fields: tuple[str, str]) -> list[Attempt]:
     """These, as a field of a path that does not take them."""
-    return [Attempt(path, b'{"prompt": "a", "%b": %b}' % (name.encode(), items), param=name) for path, name in fields]
+    prompt = {COMPLETIONS: b'"prompt": "a", '}
+    return [Attempt(path, b'{%b"%b": %b}' % (prompt.get(path, b""), name.encode(), items), param=name) for path, name in fields]
 
 
 def _routes_of_others(server: Watched) -> None:

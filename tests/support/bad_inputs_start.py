@@ -82,9 +82,10 @@ def _full_disk(server: Watched) -> None:
         said = refused("octo/stories", env=env)
         assert "9000000000 GB to download" in said and "free some space, or set HF_HOME" in said, said
         repo.said_sizes.clear()
-        (Path(place) / "hub").write_text("a file, where the cache should be")
-        assert "cannot use the cache" in refused("octo/stories", env=env)
-        assert hub.downloads() == [], hub.downloads()
+        (Path(place) / "file").mkdir()
+        (Path(place) / "file" / "hub").write_text("a file, where the cache should be")
+        assert "cannot use the cache" in refused("octo/stories", env=env | {"HF_HOME": f"{place}/file"})
+        assert {name for name, _ in hub.downloads()} <= {"config.json"}, hub.downloads()
 
 
 ROWS: list[Row] = [

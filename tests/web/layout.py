@@ -63,4 +63,4 @@ def assert_all_can_be_seen(page: "Page", state: str, allowed: tuple[str, ...] = 
             trouble[f"{state}, {width}x{height}"] = found
     if before:
         page.set_viewport_size(before)
-    assert trouble == {}
+    assert not trouble, trouble

@@ -226,7 +226,7 @@ def test_until_the_first_token_the_page_says_what_the_request_waits_for(open_pag
         send(page, "Hello")
         expect(page.locator(".asked")).to_have_text("Hello")
         expect(sign).to_have_text(re.compile("^Waiting for the first token"))
-        llm.row = SequenceState(5, "r", 0, "waiting", 3000, 3000, 0, 0, "", 0, 0, [])
+        llm.row = SequenceState(5, "r", 0, 1, "waiting", 3000, 3000, 3100, 0, 0, "", 0, 0, [])
         expect(sign).to_have_text(re.compile("^Waiting in the queue · \\d+ s$"))
         llm.row = replace(llm.row, state="running", computed=2048)
         expect(sign).to_have_text(re.compile(r"^Reading the prompt: 2,048 of 3,000 tokens · \d+ s$"))

@@ -67,7 +67,7 @@ def expect_clean(page: Page) -> None:
 def test_the_engine_plays_scene_after_scene_and_the_page_is_the_lessons(open_page: OpenPage, lesson: str) -> None:
     page = open_page(lesson).page
     expect(figures(page)).to_have_text(IDLE)
-    page.evaluate("document.dispatchEvent(new CustomEvent('octavo:lesson'))")
+    page.get_by_role("button", name="Lesson").click()
     for number in range(1, LAST + 1):
         expect_scene(page, number)
         expect_over(page)
