@@ -14,7 +14,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -116,7 +116,8 @@ def load(url: str, count: int, prompt: int, answer: int) -> None:
     def one(number: int) -> None:
         text = (OPENINGS[number % len(OPENINGS)] + ", so they said, ") * prompt + str(number)
         body = json.dumps({"prompt": text, "max_tokens": answer, "ignore_eos": True}).encode()
-        urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})).close()
+        with suppress(OSError):  # the picture is taken before the answers are complete, and then the server ends
+            urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})).close()
 
     for number in range(count):
         threading.Thread(target=one, args=(number,), daemon=True).start()

@@ -43,7 +43,7 @@ class Memory:
     total: int  # what this process may use
     others: int = 0  # what other processes hold of it
     gpu: int | None = None  # bytes of the GPU that `total` is a share of
-    lacking: int = 0  # what was there by all accounts and could not be had
+    lacking: int = 0  # what seemed to be free and could not be allocated
     unified: bool = False  # the GPU has no memory but the CPU's: what this process holds on the host comes out of it, too
 
     @staticmethod

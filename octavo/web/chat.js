@@ -12,7 +12,7 @@ const COLUMN_WIDTH = 270;
 
 /** Returns { allow(whether one may ask), know(the model's entry in /v1/models), ask(text) in the first column }.
 
-`failed`: called when an answer could not be had, for a reason that may pass. */
+`failed`: called when there was no answer, for a reason that may pass. */
 export function mountChat(element, view, failed) {
   const status = make("p", { class: "hidden", role: "status" });
   const strip = make("div", { class: "columns" });

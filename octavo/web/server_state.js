@@ -1,4 +1,4 @@
-/* What the server says of itself, asked again until it is ready, and whenever an answer was not to be had. */
+/* What the server says of itself, asked again until it is ready, and whenever a request failed. */
 
 import { askHealth, getJson } from "./api.js";
 

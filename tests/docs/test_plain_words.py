@@ -12,9 +12,17 @@ PHRASES = {
     "floats of codes": "dequantised weights",
     "codes of 8 bits": "8-bit weights, int8",
     "numbers that codes stand for": "dequantised weights",
-    "which cannot be had": "say what is missing: no GPU can be used",
-    "nothing that is to be had": "costs no throughput",
-    "says what can be had": "measures the limits",
+    "be had": "say what is missing: no GPU can be used, there was no answer",
+    "most tokens": "max tokens",
+    "ended by its length": "stopped at max tokens",
+    "as OpenAI's clients expect": "an OpenAI-compatible server",
+    "paging is invisible": "paging changes no bit of the result",
+    "as the makers recommend": "the model's recommended values",
+    "come back later": "gets 429, or 503",
+    "begins anew": "starts again, resets",
+    "means nothing here": "is unknown and ignored",
+    "which wants": "which needs",
+    "COMMAND --help says more": "lists the options of a command",
     "nobody answers at": "no server answers at",
     "are not ours alone": "are shared with others",
     "fits in the head": "is small",
@@ -28,7 +36,6 @@ PHRASES = {
     "are for the eye": "are not run",
 }
 OLD_WORDS = "docs/decisions.md"  # reasons as they were written down when they were decided
-
 
 
 def sources() -> Iterator[Said]:

@@ -157,7 +157,8 @@ def test_names_of_other_engines_are_refused_with_what_to_say_instead() -> None:
     with pytest.raises(ConfigError, match=said):
         LLM(quantization="awq")  # type: ignore[arg-type]
     refused = octavo("generate", "x", "-q", "gptq")
-    assert refused.returncode == 2 and "invalid choice: 'gptq' (choose from auto, none, int8, int4): auto reads what the file holds" in refused.stderr
+    said = "invalid choice: 'gptq' (choose from auto, none, int8, int4): auto reads what the file holds"
+    assert refused.returncode == 2 and said in refused.stderr
 
 
 def test_the_command_line_quantises_the_default_model() -> None:

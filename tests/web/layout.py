@@ -22,7 +22,7 @@ FIND_TROUBLE = """(allowed) => {
     const { overflowX, overflowY, textOverflow } = getComputedStyle(element);
     const { clientWidth, scrollWidth, clientHeight, scrollHeight } = element;
     const { left, right } = element.getBoundingClientRect();
-    if (clientWidth && scrollWidth > clientWidth + 1 && textOverflow !== "ellipsis" && !element.matches("input, textarea")) {
+    if (clientWidth && scrollWidth > clientWidth + 3 && textOverflow !== "ellipsis" && !element.matches("input, textarea")) {
       found.push(`${name(element)}: ${scrollWidth} pixels of content in a width of ${clientWidth} (${overflowX})`);
     }
     if (clientHeight && scrollHeight > clientHeight + 3 && ["hidden", "clip"].includes(overflowY)) {

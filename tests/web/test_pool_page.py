@@ -575,7 +575,8 @@ def test_requests_are_called_by_what_was_asked(open_pool: OpenPage, pool_host: V
     expect(request(page, "cmpl-2")).to_contain_text("waiting, 900 prompt tokens")
     request(page, "cmpl-0").click()
     expect(page.locator(".drawer-title")).to_have_text("Why is the sky <b>blue</b>?")
-    expect(page.locator(".drawer-facts")).to_contain_text("4 of 11 prompt tokens came from the cache. From there on, this prompt is different")
+    said = "4 of 11 prompt tokens came from the cache. From there on, this prompt is different"
+    expect(page.locator(".drawer-facts")).to_contain_text(said)
 
 
 def test_on_the_whole_page_everything_can_be_seen_at_every_size(open_pool: OpenPage, pool_host: ViewHost) -> None:

@@ -4,10 +4,11 @@
 //   the grid   blocks in use and cached blocks, each in a place of its own (pool_places.js)
 //
 // A map is sparse or dense:
-//   sparse   a block is a cell of 6 to 44 pixels, with a gap
+//   sparse   a block is a cell of 6 to 72 pixels, with a gap
 //   dense    cells of 5 to 3 pixels without a gap; in a pool that is larger still, several blocks share a cell of 4
 
-export const LARGEST = 44;
+export const LARGEST = 44; // of the grid
+const LARGEST_IN_MAP = 72; // a pool of some dozen blocks is seen whole, as in the lesson
 export const READABLE = 22; // pixels of a cell in which a letter can be read
 const LEAST_SPARSE = 6;
 const LEAST_DENSE = 3;
@@ -15,7 +16,7 @@ const MANY_IN_ONE = 4;
 
 export function layOut(width, height, numBlocks) {
   const count = numBlocks - 1; // the null block has no cell
-  let size = LARGEST;
+  let size = LARGEST_IN_MAP;
   while (size >= LEAST_DENSE && capacity(width, height, size) < count) size -= 1;
   const dense = size < LEAST_SPARSE;
   if (size < LEAST_DENSE) size = MANY_IN_ONE;
