@@ -19,7 +19,7 @@ from itertools import chain, islice
 from octavo.engine.view_frame import BlockState, EventWords, SequenceState, StepNumbers, ViewFrame
 from octavo.messages import FinishReason
 from octavo.policy.block_pool import BlockPool, Event
-from octavo.policy.request import Sequence
+from octavo.policy.request import Sequence, Status
 from octavo.policy.scheduler import Scheduler
 
 MOST_STEPS = 600
@@ -28,6 +28,7 @@ MOST_ENDED = 256
 ENDED_ENTRIES = 65_536  # of their tables together
 BLOCKS_A_FRAME = 4096
 TOKENS_A_FRAME = 1024  # blocks that are told with their tokens
+ASKED_TOKENS = 64  # of a prompt that waits
 
 
 class Contents:
@@ -81,9 +82,12 @@ class _Told:
 
 def _state_of(seq: Sequence, start: int) -> SequenceState:
     request, life = seq.request, seq.request.life
+    asked = None
+    if seq.status is Status.WAITING:
+        asked = list(seq.token_ids[max(0, request.num_prompt - ASKED_TOKENS) : request.num_prompt])
     return SequenceState(
         seq.seq_id, request.request_id, seq.index, request.params.n, seq.status.value, request.num_prompt, seq.num_tokens, seq.limit,
-        seq.num_computed, life.cached_tokens, life.hit_reason or "", seq.preemptions, start, seq.table[start:],
+        seq.num_computed, life.cached_tokens, life.hit_reason or "", seq.preemptions, start, seq.table[start:], asked=asked,
     )  # fmt: skip
 
 

@@ -31,10 +31,12 @@ class Line:
 
 def without_text(frame: Mapping[str, Any]) -> dict[str, Any]:
     """Of a block there is still to be seen how many tokens it holds."""
-    if "blocks" not in frame:
-        return dict(frame)
-    blocks = [(*block[:4], None if block[4] is None else [""] * len(block[4]), block[5]) for block in frame["blocks"]]
-    return {**frame, "blocks": blocks}
+    hidden = dict(frame)
+    if "blocks" in frame:
+        hidden["blocks"] = [(*block[:4], None if block[4] is None else [""] * len(block[4]), block[5]) for block in frame["blocks"]]
+    if "seqs" in frame:
+        hidden["seqs"] = [{name: value for name, value in seq.items() if name != "asked"} for seq in frame["seqs"]]
+    return hidden
 
 
 class Pieces:
@@ -69,7 +71,7 @@ def delta(frame: ViewFrame, pieces: Pieces, name: Callable[[SequenceState], str]
     """What has nothing in it is left out, but not of a full one. `name`: what a sequence's request is called."""
     parts: dict[str, Any] = {
         "blocks": [(*block[:4], None if block[4] is None else pieces.of(block[4]), block[5]) for block in frame.blocks],
-        "seqs": [_sequence(seq, name(seq)) for seq in frame.seqs],
+        "seqs": [_sequence(seq, name(seq), pieces) for seq in frame.seqs],
         "gone": frame.gone,
         "steps": frame.steps,
         "events": frame.events,
@@ -80,8 +82,9 @@ def delta(frame: ViewFrame, pieces: Pieces, name: Callable[[SequenceState], str]
     return {"kind": "delta", "at": frame.at, **{key: value for key, value in parts.items() if value}}
 
 
-def _sequence(seq: SequenceState, request: str) -> dict[str, Any]:
+def _sequence(seq: SequenceState, request: str, pieces: Pieces) -> dict[str, Any]:
     ended = {} if seq.digests is None else {"digests": seq.digests}
+    asked = {"asked": pieces.of(seq.asked)} if seq.asked else {}
     return {
         "seq": seq.seq,
         "request": request,
@@ -98,4 +101,5 @@ def _sequence(seq: SequenceState, request: str) -> dict[str, Any]:
         "from": seq.start,
         "table": seq.table,
         **ended,
+        **asked,
     }

@@ -1,8 +1,8 @@
 // What a request is called, and how far it has got.
 //
 // A title is what was asked: the last message of the user, if the prompt is a chat, else the prompt's first words. It is read from
-// the tokens in the blocks of the prompt, once they are known, and remembered, for the blocks may get other content. A request whose
-// text is not shown is called by its id.
+// the tokens in the blocks of the prompt, once they are known, and remembered, for the blocks may get other content. A request that
+// waits has no blocks: the server tells the end of its prompt. A request whose text is not shown is called by its id.
 
 const READ_BLOCKS = 64; // at the end of a prompt
 const MOST_LETTERS = 80;
@@ -16,7 +16,7 @@ export class Titles {
   of(state, row) {
     const known = this.#known.get(row.request);
     if (known !== undefined) return known;
-    const text = state.head.text === false ? "" : titleOf(readPrompt(state, row));
+    const text = state.head.text === false ? "" : titleOf(row.state === "waiting" ? (row.asked ?? []) : readPrompt(state, row));
     if (!text) return row.request;
     if (row.computed < row.prompt) return text; // more of it is to come
     this.#known.set(row.request, text);

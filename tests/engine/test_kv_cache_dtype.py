@@ -32,7 +32,7 @@ def loss(output: RequestOutput) -> float:
 def test_the_pool_keeps_what_was_asked_for(stories: str, native: bool, asked: str) -> None:
     kept = "bfloat16" if asked == "auto" else asked
     if asked == "float16" and not native:
-        with pytest.raises(ConfigError, match="kv_cache_dtype is float16, which on a CPU only the native kernels can compute in"):
+        with pytest.raises(ConfigError, match="kv_cache_dtype is float16, which on a CPU only the native kernels support"):
             engine(stories, native=False, kv_cache_dtype=asked)
         return
     with engine(stories, native=native, dtype="bfloat16", kv_cache_dtype=asked) as llm:

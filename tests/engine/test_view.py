@@ -17,6 +17,7 @@ from octavo.errors import UnavailableError
 from octavo.messages import FinishReason
 from octavo.policy.block_pool import Event
 from octavo.policy.request import Sequence
+from octavo.server.view_lines import without_text
 from tests.policy.machine_settings import machine_settings
 from tests.policy.test_engine_machine import EngineMachine
 from tests.support.fake import VOCAB, FakeEngine, sampling
@@ -156,6 +157,17 @@ def test_what_happens_is_told_in_order_and_the_figures_add_up() -> None:
     assert sum(step[9] for step in steps) == stats.preemptions
     assert (sum(step[10] for step in steps), sum(step[11] for step in steps)) == (stats.prefix_hits, stats.prefix_queries)
     assert steps[-1][6:9] == [0, 0, 0] and max(step[5] for step in steps) == 3 and all(step[2] >= 0 for step in steps)
+
+
+def test_the_end_of_a_prompt_is_told_while_it_waits_and_to_those_alone_who_read_text() -> None:
+    engine, reader = watched(end_ids=(), rows=1)
+    engine.add("runs", [1, 2, 3], sampling(9))
+    engine.step()
+    engine.add("waits", [number % VOCAB for number in range(70)], sampling(9))
+    reader.look()
+    told = {seq["request"]: seq.get("asked") for frame in reader.frames for seq in frame["seqs"]}
+    assert told == {"runs": None, "waits": [f"{number % VOCAB} " for number in range(6, 70)]}
+    assert all("asked" not in seq for frame in reader.frames for seq in without_text(frame)["seqs"])
 
 
 def test_how_a_sequence_ended_is_told() -> None:

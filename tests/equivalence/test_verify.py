@@ -41,6 +41,7 @@ def run(folder: str, native: bool = True, depth: int = 1, requests: int = 60, bl
     return verify(config, source, load_model_config(source), depth, requests)
 
 
+@pytest.mark.soak  # the README's own command runs with every change
 def test_default_model_agrees_bit_for_bit() -> None:
     command = [sys.executable, "-m", "octavo", "verify", "--requests", "12", "--dtype", "bfloat16", "--kv-cache-dtype", "int8"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)

@@ -24,14 +24,16 @@ from tests.support.story_folder import story_folder
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page, Request
 
+PATIENCE_MS = 15_000  # until something must have happened
 NO_VIEW = "404 .*/v1/view$"  # how a server without the inspector answers, and a host of plain files
 
 
 @pytest.fixture(scope="module")
 def browser() -> "Iterator[Browser]":
     """For one file: while it is open this thread has a running event loop, and other tests want one of their own."""
-    from playwright.sync_api import sync_playwright  # files of tests skip where it is missing
+    from playwright.sync_api import expect, sync_playwright  # files of tests skip where it is missing
 
+    expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
         yield launch(playwright)
 
@@ -77,7 +79,7 @@ def open_page(browser: "Browser") -> Iterator[OpenPage]:
             context = browser.new_context(**settings)  # type: ignore[arg-type]
             stack.callback(context.close)
             page = context.new_page()
-            page.set_default_timeout(15_000)
+            page.set_default_timeout(PATIENCE_MS)
             watched = Watched(page, expected or [])
             watched.watch(url)
             opened.append(watched)

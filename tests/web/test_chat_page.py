@@ -138,7 +138,7 @@ def test_a_question_is_answered_with_its_figures_and_what_the_cache_gave(page: P
     said = "stored only in this browser. The server reads what you send, and people who may watch its block pool"
     expect(page.locator(".empty")).to_contain_text(said)
     set_setting(page, "Max tokens", "40")
-    send(page, "Once upon a time there was a brave little cat who lived in a house")
+    send(page, f"{time.time_ns() % 10**9} brave little cats lived in a house")  # which nobody has asked this server before
     first = answers(page).first
     expect(first).to_contain_text(re.compile(r"40 tokens · [\d.]+ tokens/s · first token after \d+ ms · max tokens reached"))
     chip, reason = first.get_by_role("button", name=re.compile(r"^0 of \d+ cached$")), first.get_by_role("tooltip")
@@ -222,7 +222,7 @@ def test_until_the_first_token_the_page_says_what_the_request_waits_for(open_pag
         llm.held = threading.Event()
         page = open_page(url, expected=[f"{STATUS} 503", "ERR_CONNECTION"]).page  # once the server ends, before the page does
         sign = page.locator(".waiting")
-        page.wait_for_function("document.querySelector('.pool-figures').textContent")  # the view has begun
+        page.wait_for_function("() => document.querySelector('.pool-figures').textContent")  # the view has begun
         send(page, "Hello")
         expect(page.locator(".asked")).to_have_text("Hello")
         expect(sign).to_have_text(re.compile("^Waiting for the first token"))
@@ -534,7 +534,7 @@ CUT_OFF = """
 
 def expect_all_in_sight(page: Page, width: int, height: int) -> None:
     page.set_viewport_size({"width": width, "height": height})
-    page.wait_for_function(f"innerWidth === {width} && {CUT_OFF} === 0")
+    page.wait_for_function(f"() => innerWidth === {width} && {CUT_OFF} === 0")
     assert scrolls_sideways(page) is False
 
 
@@ -575,7 +575,7 @@ def test_first_paint_comes_within_a_second(page: Page, record_property: Callable
     painted = []
     for _ in range(5):  # the machine may have been busy with something else
         page.reload()
-        page.wait_for_function("performance.getEntriesByName('first-contentful-paint').length")
+        page.wait_for_function("() => performance.getEntriesByName('first-contentful-paint').length")
         painted.append(round(page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")))
     record_property("first paint in ms", painted)
     assert min(painted) < 1000

@@ -9,6 +9,7 @@ from octavo.server.lesson_scenes import SCENES
 from tests.support.server_process import ServerProcess
 from tests.support.story_folder import story_folder
 from tests.web.conftest import OpenPage, address
+from tests.web.layout import assert_all_can_be_seen
 
 try:
     from axe_playwright_python.sync_playwright import Axe
@@ -107,9 +108,11 @@ def test_the_demo_says_what_octavo_is_and_tells_the_lesson_without_a_server(open
     expect(page.get_by_text("make serve")).to_be_visible()
     expect(page.get_by_placeholder("Ask something")).to_have_count(0)
     expect(figures(page)).to_have_text(IN_USE)
+    assert_all_can_be_seen(page, "the demo's opening")
     start.click()
     expect_scene(page, 1)
     expect_over(page)
+    assert_all_can_be_seen(page, "a scene")
     expect(figures(page)).to_have_text(re.compile("^3 of 32 blocks"))  # it stands still while its blocks are in use
     for number in range(2, LAST + 1):
         page.keyboard.press("ArrowRight")

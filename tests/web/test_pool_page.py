@@ -568,13 +568,15 @@ def test_requests_are_called_by_what_was_asked(open_pool: OpenPage, pool_host: V
         rows.append({"seq": seq, "request": f"cmpl-{seq}", "sample": seq, "samples": 3, "state": "running" if pieces else "waiting",
                      "prompt": len(pieces) or 900, "tokens": len(pieces) + 5, "limit": len(pieces) + 20, "computed": len(pieces) + 4,
                      "cached": 4, "reason": "differs", "preemptions": 0, "from": 0, "table": table})  # fmt: skip
+    rows.append({**rows[2], "seq": 3, "request": "cmpl-3", "asked": ["kind.", *asked[2:], "<|im_start|>", "assistant\n"]})
     pool_host.send(ViewModel(1, 20).head(), {"kind": "full", "at": 1.0, "blocks": blocks, "seqs": rows})
     page = open_pool()
-    expect(page.locator(".request-name")).to_have_text(["Why is the sky <b>blue</b>?", "Once upon a time", "cmpl-2"])
+    question = "Why is the sky <b>blue</b>?"
+    expect(page.locator(".request-name")).to_have_text([question, "Once upon a time", "cmpl-2", question])
     expect(request(page, "cmpl-1")).to_contain_text("sample 2 of 3 · 5 of at most 20 tokens · 4 from the cache")
     expect(request(page, "cmpl-2")).to_contain_text("waiting, 900 prompt tokens")
     request(page, "cmpl-0").click()
-    expect(page.locator(".drawer-title")).to_have_text("Why is the sky <b>blue</b>?")
+    expect(page.locator(".drawer-title")).to_have_text(question)
     said = "4 of 11 prompt tokens came from the cache. From there on, this prompt is different"
     expect(page.locator(".drawer-facts")).to_contain_text(said)
 

@@ -1,8 +1,11 @@
 """Where the Triton kernels run: compiled on a GPU, where they are marked `gpu`; in Triton's interpreter where that was asked for
 before anything imported triton (`tests/kernels/test_triton.py` does); else not at all, since they have nothing to run on.
+
+In the interpreter float16 and bfloat16 differ in nothing but their rounding, so cases of float16 are left to the long run.
 """
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.parent == Path(__file__).parent:
             # numpy, in the interpreter, warns of numbers that overflow as they should
             item.add_marker("gpu" if ON_GPU else pytest.mark.filterwarnings("ignore::RuntimeWarning"))
+            if INTERPRETED and re.search(r"(?<!b)float16", item.name):
+                item.add_marker("soak")
 
 
 @pytest.fixture(scope="session")

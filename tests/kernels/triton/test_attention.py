@@ -194,7 +194,7 @@ def test_scores_are_capped_and_sloped_and_sinks_take_their_share(feature: str, d
 
 
 @pytest.mark.parametrize(
-    ("dim", "dtype"), [(80, torch.float32), pytest.param(96, torch.bfloat16, marks=pytest.mark.soak), (256, torch.bfloat16)], ids=str
+    ("dim", "dtype"), [(80, torch.float32), *(pytest.param(dim, torch.bfloat16, marks=pytest.mark.soak) for dim in (96, 256))], ids=str
 )
 def test_head_sizes_beside_the_usual(dim: int, dtype: torch.dtype, device: str) -> None:
     caches = Caches([(7, 37), (1, 300), (18, 18)], 16, dtype, device, dim=dim)

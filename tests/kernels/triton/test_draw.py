@@ -49,7 +49,7 @@ def assert_drawn_as_by_the_twin(logits: Tensor, draws: Draws, device: str) -> li
     return found
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(batch=st.lists(rows, min_size=1, max_size=3), vocab=st.sampled_from(VOCABS))
 @example([Row("equal", 1, top_p=0.5), Row("ties", 2, top_k=4500, top_p=0.5), Row("zeros", 1, top_k=4200)], WIDE)  # cuts among many equals
 @example([Row("masked", 1, top_k=50), Row("one", 2, top_p=0.9), Row("masked", 3, top_k=5000, min_p=0.1)], WIDE)
@@ -135,7 +135,7 @@ def test_no_filter_is_a_plain_draw_and_a_cut_row_beside_it_changes_nothing(devic
 
 
 def test_what_is_not_finite_gives_some_id_and_disturbs_no_neighbour(device: str) -> None:
-    kinds: list[dict[str, Any]] = [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 4500, "top_p": 0.7}]
+    kinds: list[dict[str, Any]] = [{}, {"top_k": 50}, {"top_k": 4500, "top_p": 0.7, "min_p": 0.05}]
     batch = [Row("normal", 1, **kind) for kind in kinds for _ in range(4)]
     logits, draws = logits_of(batch, WIDE), there(draws_of(batch), device)
     for row, bad in enumerate((torch.nan, INF, -INF)):

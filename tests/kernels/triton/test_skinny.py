@@ -54,7 +54,7 @@ def test_head_leaves_logits_and_normed_rows(dtype: torch.dtype, rows: int, devic
     assert_near(got[1], expected[1])
 
 
-@pytest.mark.parametrize("rows", [1, FEW_ROWS])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.soak), FEW_ROWS])
 def test_a_program_that_takes_turns_leaves_out_no_tile(rows: int, device: str) -> None:
     x, residual, scales, weight = inputs(rows, 72, 46, torch.float32, device)
     for turns in (2, 3, 64):  # 12 tiles over several programs, evenly and not, and over one
