@@ -29,7 +29,7 @@ class SequenceState:
     start: int
     table: list[int]
     digests: list[str] | None = None  # of its full blocks, where it has ended
-    asked: list[int] | None = None  # the last ids of the prompt of one that waits: no block holds them yet
+    asked: list[int] | None = None  # of a waiting sequence: the last ids of its prompt, which no block holds yet
 
 
 @dataclass(frozen=True, slots=True)

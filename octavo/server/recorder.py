@@ -1,6 +1,6 @@
 """`--record FILE`: the lines of the view in a file, which the page replays without a server (docs/view.md).
 
-Only its owner can read the file. Whether it has text says privacy.py. It ends at MOST_BYTES, with the server, or where the disk is full.
+Only its owner can read the file. privacy.py says whether it has text. It ends at MOST_BYTES, with the server, or where the disk is full.
 """
 
 import asyncio

@@ -30,7 +30,7 @@ class Line:
 
 
 def without_text(frame: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a block there is still to be seen how many tokens it holds."""
+    """The same frame without text. A block still shows how many tokens it holds."""
     hidden = dict(frame)
     if "blocks" in frame:
         hidden["blocks"] = [(*block[:4], None if block[4] is None else [""] * len(block[4]), block[5]) for block in frame["blocks"]]
