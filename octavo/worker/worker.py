@@ -10,6 +10,7 @@ import torch
 from octavo.attention.backend import choose_backend
 from octavo.attention.contiguous import ContiguousBackend
 from octavo.attention.triton import TritonRegions
+from octavo.child import give_back_freed_memory
 from octavo.config import Debug, EngineConfig
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.levels import open_native
@@ -46,7 +47,7 @@ from octavo.worker.executor import Masks
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
 from octavo.worker.machine import num_cpus, num_threads, refuse_float16, resolve_dtype
-from octavo.worker.memory import give_back_freed_memory, memory, out_of_memory_explained
+from octavo.worker.memory import memory, out_of_memory_explained
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.native_program import NativeProgram
 from octavo.worker.program import Eager, Program
