@@ -28,7 +28,7 @@ from octavo.loading.requantized import as_wanted
 from octavo.loading.resolve import ModelSource, open_checkpoint
 from octavo.loading.shape import ModelShape, shape_of
 from octavo.log import Stopwatch, logger
-from octavo.messages import StepPlan, StepResult
+from octavo.messages import StepPlan
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model
@@ -42,8 +42,8 @@ from octavo.worker.compilers import Compilers, Wanted
 from octavo.worker.device import device_here, start_lines
 from octavo.worker.device_program import DeviceProgram, Steps
 from octavo.worker.device_rows import DeviceRows
-from octavo.worker.device_runner import DeviceRunner, Pending
-from octavo.worker.executor import Masks
+from octavo.worker.device_runner import DeviceRunner
+from octavo.worker.executor import Masks, Promise
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
 from octavo.worker.machine import num_cpus, num_threads, refuse_float16, resolve_dtype
@@ -80,6 +80,7 @@ class Worker:
         self.source = source
         self.model_config = model_config
         self.compilers = compilers or Compilers()
+        self.debug = debug
         self.faults = Faults(debug)
         self._shadow_wanted = shadow
         self.device = torch.device(config.device)
@@ -190,7 +191,7 @@ class Worker:
     def forward(self, plan: StepPlan) -> None:
         self.runner.forward(plan)
 
-    def sample(self, masks: Masks | None = None) -> StepResult | Pending:
+    def sample(self, masks: Masks | None = None) -> Promise:
         return self.runner.sample(masks)
 
     def stop(self) -> None:
