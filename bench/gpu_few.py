@@ -19,11 +19,13 @@ from torch import Tensor
 
 from octavo.attention.backend import Rope, load_backend
 from octavo.attention.forward_batch import ForwardBatch
-from octavo.kernels.reference import attention_few as plain_attention
+from octavo.kernels.reference import fused_decode as plain_attention
+from octavo.kernels.reference import gemv as plain
 from octavo.kernels.reference import sampling as plain_sampling
-from octavo.kernels.reference import skinny as plain
-from octavo.kernels.triton import attention_few, sampling, skinny
-from octavo.kernels.triton.few_tiles import DecodeTiles, ProductTiles, decode_tiles, merge_tiles, product_tiles
+from octavo.kernels.triton.attention import fused_decode as attention_few
+from octavo.kernels.triton.gemv import products as skinny
+from octavo.kernels.triton.gemv.tiles import DecodeTiles, ProductTiles, decode_tiles, merge_tiles, product_tiles
+from octavo.kernels.triton.sampling import sample as sampling
 from octavo.layers.comm import NullComm
 from octavo.model_config import ModelConfig, RopeConfig
 from octavo.models.dense import DenseModel

@@ -20,17 +20,17 @@ from torch import Tensor
 
 from octavo.kernels.cache_layout import Layout, empty_cache
 from octavo.kernels.reference import activation as plain_activation
+from octavo.kernels.reference import gemv as plain_skinny
 from octavo.kernels.reference import norm as plain_norm
 from octavo.kernels.reference import paged_attention as plain_attention
 from octavo.kernels.reference import sampling as plain_sampling
-from octavo.kernels.reference import skinny as plain_skinny
 from octavo.kernels.reference import write_kv as plain_write
-from octavo.kernels.triton.activation import silu_and_mul
-from octavo.kernels.triton.attention import paged_attention, shares_of
-from octavo.kernels.triton.norm import add_rms_norm
-from octavo.kernels.triton.sampling import sample
-from octavo.kernels.triton.skinny import gate_up, linear, norm_linear
-from octavo.kernels.triton.write_kv import write_kv
+from octavo.kernels.triton.attention.paged_attention import paged_attention, shares_of
+from octavo.kernels.triton.gemv.products import gate_up, linear, norm_linear
+from octavo.kernels.triton.sampling.sample import sample
+from octavo.kernels.triton.step.activation import silu_and_mul
+from octavo.kernels.triton.step.norm import add_rms_norm
+from octavo.kernels.triton.step.write_kv import write_kv
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

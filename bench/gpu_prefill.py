@@ -25,8 +25,8 @@ from torch import Tensor
 
 from bench.gpu_kernels import DEVICE, ON_GPU, distance, microseconds
 from octavo.kernels.reference import paged_attention as plain
-from octavo.kernels.triton.attention import paged_attention, shares_of
-from octavo.kernels.triton.attention_tiles import Tiles, decode_tiles, prefill_tiles
+from octavo.kernels.triton.attention.paged_attention import paged_attention, shares_of
+from octavo.kernels.triton.attention.tiles import Tiles, decode_tiles, prefill_tiles
 from octavo.kernels.triton.target import capability
 
 SECONDS = 80  # no measurement begins later

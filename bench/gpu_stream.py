@@ -26,11 +26,11 @@ from bench.gpu_packed import DEVICE, DTYPE, ON_GPU, distance, inputs, microsecon
 from octavo.kernels.device_codes import DeviceCodes, zero_codes
 from octavo.kernels.reference import packed as twin
 from octavo.kernels.reference.norm import add_rms_norm as twin_norm
-from octavo.kernels.triton import packed
-from octavo.kernels.triton.attention_few import decode_attention_parts
-from octavo.kernels.triton.norm import add_rms_norm
-from octavo.kernels.triton.packed_rules import MEASURED, Few, How, One, power_of_rows, rule
-from octavo.kernels.triton.skinny import merge_parts
+from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
+from octavo.kernels.triton.gemv.products import merge_parts
+from octavo.kernels.triton.packed import products as packed
+from octavo.kernels.triton.packed.rules import MEASURED, Few, How, One, power_of_rows, rule
+from octavo.kernels.triton.step.norm import add_rms_norm
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM = 4096, 12288, 32, 8, 128
 BITS = 4

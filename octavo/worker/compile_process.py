@@ -25,8 +25,8 @@ from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 
 from octavo.child import die_with
-from octavo.kernels.triton.ahead import Ahead, kernel_keys
-from octavo.kernels.triton.packed_ahead import PackedShape
+from octavo.kernels.triton.packed.precompile import PackedShape
+from octavo.kernels.triton.precompile import Ahead, kernel_keys
 from octavo.model_config import ModelConfig, RopeConfig
 from octavo.worker.compilers import DONE, DRIVER, FAILED, SEEN, Wanted, variant
 

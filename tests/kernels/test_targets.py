@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from octavo.kernels.triton.attention_tiles import Tiles, prefill_tiles
-from octavo.kernels.triton.packed_rules import MEASURED, SMALL_TILE, Tile, small
+from octavo.kernels.triton.attention.tiles import Tiles, prefill_tiles
+from octavo.kernels.triton.packed.rules import MEASURED, SMALL_TILE, Tile, small
 from octavo.kernels.triton.target import has_copy_engine, has_dependent_launch, has_divided_prefill, is_roomy
 
 AMPERE_AND_ADA, HOPPER, B200, GB10 = (80, 86, 87, 89), 90, 100, 121

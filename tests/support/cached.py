@@ -13,7 +13,7 @@ from triton.runtime import build
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from octavo.kernels.triton.ahead import Ahead, kernel_keys
+from octavo.kernels.triton.precompile import Ahead, kernel_keys
 from octavo.worker.compile_process import NoGPU, read_wanted
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes, block_size, zero_codes
 from octavo.kernels.reference import packed as plain
-from octavo.kernels.triton import packed
-from octavo.kernels.triton.packed_ahead import PackedShape, packed_calls
-from octavo.kernels.triton.packed_rules import TILED_ROWS, Few, One, Tile
+from octavo.kernels.triton.packed import products as packed
+from octavo.kernels.triton.packed.precompile import PackedShape, packed_calls
+from octavo.kernels.triton.packed.rules import TILED_ROWS, Few, One, Tile
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # of the largest result
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "float16", "bfloat16"])

@@ -14,10 +14,10 @@ the next FAN: after a few rounds the last of the last has the row. So who is qui
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.attention_parts import HIDDEN, LN_2, LOG2E, LOWEST, begin, finish, load_lines, mix, places_of, score, weigh
-from octavo.kernels.triton.decode_shares import AT_ALL, AT_ARRIVED, WORDS, load_share
-from octavo.kernels.triton.dependent import begin as begin_dependents
-from octavo.kernels.triton.dependent import wait
+from octavo.kernels.triton.attention.common import HIDDEN, LN_2, LOG2E, LOWEST, begin, finish, load_lines, mix, places_of, score, weigh
+from octavo.kernels.triton.attention.decode_shares import AT_ALL, AT_ARRIVED, WORDS, load_share
+from octavo.kernels.triton.pdl import begin as begin_dependents
+from octavo.kernels.triton.pdl import wait
 
 LN2 = tl.constexpr(LN_2)
 FAN = tl.constexpr(8)  # parts merged at once; more than there are rounds, see `merge`

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.reference.sampling import Ranking
-from octavo.kernels.triton.distances import (
+from octavo.kernels.triton.sampling.distances import (
     CAPACITY,
     GROUP,
     KEY_BITS,

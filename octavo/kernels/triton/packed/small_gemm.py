@@ -16,10 +16,10 @@ out. WHOLE: stretches and tiles all are, and nothing but rows is masked. `each`:
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.activation import gated
-from octavo.kernels.triton.dependent import begin, wait
-from octavo.kernels.triton.packed_order import by_fours, gathered, side_by_side, spread
-from octavo.kernels.triton.packed_parts import MAX_SPAN, WORD_BITS, ask_for, four_bits, scale_and_offset
+from octavo.kernels.triton.packed.common import MAX_SPAN, WORD_BITS, ask_for, four_bits, scale_and_offset
+from octavo.kernels.triton.packed.register_order import by_fours, gathered, side_by_side, spread
+from octavo.kernels.triton.pdl import begin, wait
+from octavo.kernels.triton.step.activation import gated
 
 
 @triton.jit

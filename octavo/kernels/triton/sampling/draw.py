@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.reference.sampling import Draws
-from octavo.kernels.triton.distances import (
+from octavo.kernels.triton.sampling.distances import (
     CAPACITY,
     GROUP,
     HUGE,
@@ -47,7 +47,8 @@ from octavo.kernels.triton.distances import (
     warmth,
     within,
 )
-from octavo.kernels.triton.known import (
+from octavo.kernels.triton.sampling.draw_fallback import search
+from octavo.kernels.triton.sampling.draw_state import (
     AT_ONCE,
     BEFORE,
     COUNT,
@@ -72,8 +73,7 @@ from octavo.kernels.triton.known import (
     keep,
     number,
 )
-from octavo.kernels.triton.sampling import gumbel, tile_words, uniform_at
-from octavo.kernels.triton.search import search
+from octavo.kernels.triton.sampling.sample import gumbel, tile_words, uniform_at
 
 RACERS = tl.constexpr(16.0)  # in one row of ten millions none of so many races
 MOST_RACERS = tl.constexpr(256.0)

@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.cache_layout import tokens_together
-from octavo.kernels.triton.attention_parts import HIDDEN, LOG2_E, LOWEST, finish, mix, place_of, places_of, weigh
-from octavo.kernels.triton.attention_tiles import MIN_DOT
-from octavo.kernels.triton.dependent import begin, can_depend, wait
-from octavo.kernels.triton.few_tiles import DecodeTiles, decode_tiles
+from octavo.kernels.triton.attention.common import HIDDEN, LOG2_E, LOWEST, finish, mix, place_of, places_of, weigh
+from octavo.kernels.triton.attention.tiles import MIN_DOT
+from octavo.kernels.triton.gemv.tiles import DecodeTiles, decode_tiles
+from octavo.kernels.triton.pdl import begin, can_depend, wait
 
 
 @triton.jit

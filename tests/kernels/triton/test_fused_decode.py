@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference import attention_few as plain
-from octavo.kernels.reference import skinny as plain_products
-from octavo.kernels.triton.attention_few import decode_attention_parts
-from octavo.kernels.triton.few_tiles import FEW_ROWS, DecodeTiles, decode_tiles
-from octavo.kernels.triton.skinny import merge_linear, merge_parts
+from octavo.kernels.reference import fused_decode as plain
+from octavo.kernels.reference import gemv as plain_products
+from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
+from octavo.kernels.triton.gemv.products import merge_linear, merge_parts
+from octavo.kernels.triton.gemv.tiles import FEW_ROWS, DecodeTiles, decode_tiles
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}

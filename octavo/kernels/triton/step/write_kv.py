@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.cache_layout import tokens_together
-from octavo.kernels.triton.attention_parts import place_of
-from octavo.kernels.triton.dependent import begin, can_depend, wait
+from octavo.kernels.triton.attention.common import place_of
+from octavo.kernels.triton.pdl import begin, can_depend, wait
 
 
 @triton.jit

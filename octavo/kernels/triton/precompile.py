@@ -18,20 +18,20 @@ from octavo.kernels.ops import few_rows
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.row_words import RowLayout
 from octavo.kernels.step_tensors import StepMemory
-from octavo.kernels.triton.activation import silu_and_mul
-from octavo.kernels.triton.adjust import adjust
-from octavo.kernels.triton.attention import paged_attention
-from octavo.kernels.triton.attention_few import decode_attention_parts
-from octavo.kernels.triton.copy_blocks import copy_blocks
-from octavo.kernels.triton.draw import draw
-from octavo.kernels.triton.few_tiles import FEW_ROWS
-from octavo.kernels.triton.norm import add_rms_norm
-from octavo.kernels.triton.packed_ahead import PackedShape, packed_calls
-from octavo.kernels.triton.rank import rank
-from octavo.kernels.triton.rows import copy_words, finish, prepare
-from octavo.kernels.triton.sampling import sample
-from octavo.kernels.triton.skinny import gate_up, linear, merge_linear, merge_parts, norm_linear
-from octavo.kernels.triton.write_kv import write_kv
+from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
+from octavo.kernels.triton.attention.paged_attention import paged_attention
+from octavo.kernels.triton.gemv.products import gate_up, linear, merge_linear, merge_parts, norm_linear
+from octavo.kernels.triton.gemv.tiles import FEW_ROWS
+from octavo.kernels.triton.packed.precompile import PackedShape, packed_calls
+from octavo.kernels.triton.sampling.draw import draw
+from octavo.kernels.triton.sampling.logit_edits import adjust
+from octavo.kernels.triton.sampling.rank import rank
+from octavo.kernels.triton.sampling.sample import sample
+from octavo.kernels.triton.step.activation import silu_and_mul
+from octavo.kernels.triton.step.copy_blocks import copy_blocks
+from octavo.kernels.triton.step.norm import add_rms_norm
+from octavo.kernels.triton.step.rows import copy_words, finish, prepare
+from octavo.kernels.triton.step.write_kv import write_kv
 from octavo.model_config import ModelConfig
 
 Call = Callable[[], object]

@@ -10,9 +10,9 @@ program takes several tiles of W, the next on its way while one is multiplied, a
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.activation import gated
-from octavo.kernels.triton.dependent import begin, wait
-from octavo.kernels.triton.norm import normed
+from octavo.kernels.triton.pdl import begin, wait
+from octavo.kernels.triton.step.activation import gated
+from octavo.kernels.triton.step.norm import normed
 
 
 @triton.jit

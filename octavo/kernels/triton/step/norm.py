@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton.dependent import begin, can_depend, wait
+from octavo.kernels.triton.pdl import begin, can_depend, wait
 
 
 @triton.jit

@@ -15,9 +15,9 @@ picked as those of the codes stand. WHOLE: steps and turns divide the matrix. GA
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.dependent import begin, wait
-from octavo.kernels.triton.packed_few import column_of, stored
-from octavo.kernels.triton.packed_parts import MAX_SPAN, PAIRWISE, WORD_BITS, scale_and_offset
+from octavo.kernels.triton.packed.common import MAX_SPAN, PAIRWISE, WORD_BITS, scale_and_offset
+from octavo.kernels.triton.packed.small_gemm import column_of, stored
+from octavo.kernels.triton.pdl import begin, wait
 
 
 @triton.jit

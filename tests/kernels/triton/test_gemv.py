@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference import skinny as plain
-from octavo.kernels.triton import skinny
-from octavo.kernels.triton.few_tiles import FEW_ROWS, ProductTiles
+from octavo.kernels.reference import gemv as plain
+from octavo.kernels.triton.gemv import products as skinny
+from octavo.kernels.triton.gemv.tiles import FEW_ROWS, ProductTiles
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "float16", "bfloat16"])

@@ -11,8 +11,8 @@ and columns fill their tiles, so that those are not masked.
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.packed_order import gathered, side_by_side, spread
-from octavo.kernels.triton.packed_parts import MAX_SPAN, WORD_BITS, scale_and_offset, weights
+from octavo.kernels.triton.packed.common import MAX_SPAN, WORD_BITS, scale_and_offset, weights
+from octavo.kernels.triton.packed.register_order import gathered, side_by_side, spread
 
 
 @triton.jit(do_not_specialize=["rows", "each"])

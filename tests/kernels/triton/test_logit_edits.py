@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels.asks import pack
-from octavo.kernels.reference import adjust as twin
-from octavo.kernels.triton import adjust as kernels
+from octavo.kernels.reference import logit_edits as twin
+from octavo.kernels.triton.sampling import logit_edits as kernels
 from tests.support.asking import Asked, asking
 
 VOCAB = 24

@@ -10,9 +10,9 @@ first on; they are read TOGETHER at a time, the first of them before it is known
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.attention_parts import HIDDEN
-from octavo.kernels.triton.dependent import begin, wait
-from octavo.kernels.triton.product_few import multiply, tile_of
+from octavo.kernels.triton.attention.common import HIDDEN
+from octavo.kernels.triton.gemv.gemv import multiply, tile_of
+from octavo.kernels.triton.pdl import begin, wait
 
 TOGETHER = tl.constexpr(4)
 

@@ -9,7 +9,7 @@ that there are few.
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.distances import (
+from octavo.kernels.triton.sampling.distances import (
     INFINITE,
     LARGEST,
     collect,
@@ -20,7 +20,7 @@ from octavo.kernels.triton.distances import (
     read,
     within,
 )
-from octavo.kernels.triton.known import (
+from octavo.kernels.triton.sampling.draw_state import (
     AT_ONCE,
     HEAT,
     KNOWN,
@@ -40,7 +40,7 @@ from octavo.kernels.triton.known import (
     integer,
     number,
 )
-from octavo.kernels.triton.sampling import gumbel, uniform
+from octavo.kernels.triton.sampling.sample import gumbel, uniform
 
 PIVOT_1, PIVOT_2, PIVOT_3 = tl.constexpr(0x40000000), tl.constexpr(0x40C00000), tl.constexpr(0x41800000)  # distances 2, 6, 16
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.packed_parts import MAX_SPAN, WORD_BITS, scale_and_offset, weights
+from octavo.kernels.triton.packed.common import MAX_SPAN, WORD_BITS, scale_and_offset, weights
 
 
 @triton.jit(do_not_specialize=["first", "count"])

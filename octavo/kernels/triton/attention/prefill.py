@@ -18,7 +18,7 @@ late, while the weights of the next tile are computed; what is left of the last 
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.attention_parts import HIDDEN, LN_2, begin, finish, load_lines, mix, places_of, score, weigh
+from octavo.kernels.triton.attention.common import HIDDEN, LN_2, begin, finish, load_lines, mix, places_of, score, weigh
 
 LN2 = tl.constexpr(LN_2)
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 
 from octavo.kernels.device_codes import zero_codes
-from octavo.kernels.triton.packed import packed_gate_up, packed_linear, unpack, variant
-from octavo.kernels.triton.packed_rules import TILED_ROWS
+from octavo.kernels.triton.packed.products import packed_gate_up, packed_linear, unpack, variant
+from octavo.kernels.triton.packed.rules import TILED_ROWS
 
 
 class PackedShape(NamedTuple):

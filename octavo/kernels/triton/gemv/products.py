@@ -12,10 +12,10 @@ import torch
 import triton
 from torch import Tensor
 
-from octavo.kernels.triton.dependent import can_depend
-from octavo.kernels.triton.few_tiles import FEW_ROWS, MAX_HELD, ProductTiles, merge_tiles, product_tiles
-from octavo.kernels.triton.merge_few import merge_few, merge_heads
-from octavo.kernels.triton.product_few import product_few
+from octavo.kernels.triton.gemv.gemv import product_few
+from octavo.kernels.triton.gemv.merge import merge_few, merge_heads
+from octavo.kernels.triton.gemv.tiles import FEW_ROWS, MAX_HELD, ProductTiles, merge_tiles, product_tiles
+from octavo.kernels.triton.pdl import can_depend
 
 Norm = tuple[Tensor, Tensor, float]  # residual, weight, eps
 

@@ -27,8 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from octavo.kernels.triton import attention_parts
-from octavo.kernels.triton.attention_tiles import Tiles
+from octavo.kernels.triton.attention import common as attention_parts
+from octavo.kernels.triton.attention.tiles import Tiles
 
 LN2 = gl.constexpr(attention_parts.LN_2)
 HIDDEN, LOWEST = gl.constexpr(attention_parts.HIDDEN.value), gl.constexpr(attention_parts.LOWEST.value)

@@ -2,8 +2,8 @@
 
 import torch
 
-from octavo.kernels.triton.ahead import Ahead
-from octavo.kernels.triton.packed_ahead import PackedShape, packed_calls
+from octavo.kernels.triton.packed.precompile import PackedShape, packed_calls
+from octavo.kernels.triton.precompile import Ahead
 from octavo.model_config import ModelConfig
 
 SHAPE = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -12,14 +12,14 @@ import triton
 from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes
-from octavo.kernels.triton.activation import silu_and_mul
-from octavo.kernels.triton.dependent import can_depend
-from octavo.kernels.triton.packed_few import packed_few
-from octavo.kernels.triton.packed_one import packed_one
-from octavo.kernels.triton.packed_parts import sum_shares
-from octavo.kernels.triton.packed_rules import FEW_ROWS, TILED_ROWS, Few, How, One, Tile, one_steps, power_of_rows, rule
-from octavo.kernels.triton.packed_tile import packed_tile
-from octavo.kernels.triton.packed_unpack import unpack_tile
+from octavo.kernels.triton.packed.common import sum_shares
+from octavo.kernels.triton.packed.gemm import packed_tile
+from octavo.kernels.triton.packed.gemv import packed_one
+from octavo.kernels.triton.packed.rules import FEW_ROWS, TILED_ROWS, Few, How, One, Tile, one_steps, power_of_rows, rule
+from octavo.kernels.triton.packed.small_gemm import packed_few
+from octavo.kernels.triton.packed.unpack import unpack_tile
+from octavo.kernels.triton.pdl import can_depend
+from octavo.kernels.triton.step.activation import silu_and_mul
 
 SLAB = 1 << 24  # weights
 SUM_TILE = 512

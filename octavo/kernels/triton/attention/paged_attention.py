@@ -17,13 +17,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.cache_layout import tokens_together
 from octavo.kernels.share_words import most_parts, most_shares
-from octavo.kernels.triton.attention_decode import decode
-from octavo.kernels.triton.attention_hopper import prefill_divided
-from octavo.kernels.triton.attention_parts import LOG2_E
-from octavo.kernels.triton.attention_prefill import prefill
-from octavo.kernels.triton.attention_tiles import MIN_DOT, Tiles, decode_tiles, multiprocessors, prefill_tiles
-from octavo.kernels.triton.decode_shares import decode_shares
-from octavo.kernels.triton.dependent import can_depend
+from octavo.kernels.triton.attention.common import LOG2_E
+from octavo.kernels.triton.attention.decode import decode
+from octavo.kernels.triton.attention.decode_shares import decode_shares
+from octavo.kernels.triton.attention.prefill import prefill
+from octavo.kernels.triton.attention.prefill_hopper import prefill_divided
+from octavo.kernels.triton.attention.tiles import MIN_DOT, Tiles, decode_tiles, multiprocessors, prefill_tiles
+from octavo.kernels.triton.pdl import can_depend
 from octavo.kernels.triton.target import capability, has_copy_engine
 
 Pair = tuple[Tensor, Tensor]
