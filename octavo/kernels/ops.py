@@ -13,9 +13,9 @@ from torch import Tensor
 from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.reference import activation as reference_activation
 from octavo.kernels.reference import copy_blocks as reference_copy_blocks
-from octavo.kernels.reference import fused_decode as reference_attention_few
-from octavo.kernels.reference import gemv as reference_skinny
-from octavo.kernels.reference import logit_edits as reference_adjust
+from octavo.kernels.reference import fused_decode as reference_fused_decode
+from octavo.kernels.reference import gemv as reference_gemv
+from octavo.kernels.reference import logit_edits as reference_logit_edits
 from octavo.kernels.reference import norm as reference_norm
 from octavo.kernels.reference import packed as reference_packed
 from octavo.kernels.reference import paged_attention as reference_attention
@@ -25,7 +25,7 @@ from octavo.kernels.reference import write_kv as reference_write_kv
 from octavo.kernels.reference.sampling import Draws, Ranking
 from octavo.kernels.row_words import RowLayout
 from octavo.kernels.step_tensors import StepTensors
-from octavo.kernels.triton.gemv.tiles import FEW_ROWS  # rules alone: no triton there
+from octavo.kernels.triton.gemv.tiles import GEMV_ROWS  # rules alone: no triton there
 
 
 @cache
@@ -100,38 +100,38 @@ def decode_shares(query_start: Tensor, context_len: Tensor, k_cache: Tensor, win
 
 def few_rows(head_dim: int) -> int:
     """Up to how many rows of a decode step the kernels below are for."""
-    return FEW_ROWS if 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0 else 0
+    return GEMV_ROWS if 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0 else 0
 
 
 def norm_linear(
     x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual) W^T, the new residual)"""
-    product, stream = (_triton("gemv.products") if x.is_cuda else reference_skinny).norm_linear(x, residual, norm_weight, eps, weight, bias)
+    product, stream = (_triton("gemv.products") if x.is_cuda else reference_gemv).norm_linear(x, residual, norm_weight, eps, weight, bias)
     return product, stream
 
 
 def gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor]:
     """(silu(gate) * up of rms_norm(x + residual), the new residual); weight [2 * size, in], gate over up"""
-    gated, stream = (_triton("gemv.products") if x.is_cuda else reference_skinny).gate_up(x, residual, norm_weight, eps, weight)
+    gated, stream = (_triton("gemv.products") if x.is_cuda else reference_gemv).gate_up(x, residual, norm_weight, eps, weight)
     return gated, stream
 
 
 def merge_linear(parts: Tensor, parts_lse: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The merged parts [rows, splits, heads, head_dim] times W^T, [rows, out]"""
-    product: Tensor = (_triton("gemv.products") if parts.is_cuda else reference_skinny).merge_linear(parts, parts_lse, weight, bias)
+    product: Tensor = (_triton("gemv.products") if parts.is_cuda else reference_gemv).merge_linear(parts, parts_lse, weight, bias)
     return product
 
 
 def merge_parts(parts: Tensor, parts_lse: Tensor, dtype: torch.dtype) -> Tensor:
     """The merged parts [rows, splits, heads, head_dim] as [rows, heads * head_dim]"""
-    merged: Tensor = (_triton("gemv.products") if parts.is_cuda else reference_skinny).merge_parts(parts, parts_lse, dtype)
+    merged: Tensor = (_triton("gemv.products") if parts.is_cuda else reference_gemv).merge_parts(parts, parts_lse, dtype)
     return merged
 
 
 def few_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [rows, in], weight [out, in] -> [rows, out]"""
-    product: Tensor = (_triton("gemv.products") if x.is_cuda else reference_skinny).linear(x, weight, bias)
+    product: Tensor = (_triton("gemv.products") if x.is_cuda else reference_gemv).linear(x, weight, bias)
     return product
 
 
@@ -150,7 +150,7 @@ def decode_attention_parts(
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """(parts [rows, splits, heads, head_dim], their log-sum-exp [rows, splits, heads] in units of log2), both float32"""
-    kernels = _triton("attention.fused_decode") if qkv.is_cuda else reference_attention_few
+    kernels = _triton("attention.fused_decode") if qkv.is_cuda else reference_fused_decode
     parts, parts_lse = kernels.decode_attention_parts(
         qkv, norms, cos, sin, positions, slots, tables, context_len, k_cache, v_cache, scale, window
     )
@@ -190,7 +190,7 @@ def adjust(
     num_prompt: Tensor,  # [rows]
 ) -> Tensor:
     """The entries' logits after allowed ids, bans, bias and penalties, [len(entries), V] float32."""
-    kernels = _triton("sampling.logit_edits") if logits.is_cuda else reference_adjust
+    kernels = _triton("sampling.logit_edits") if logits.is_cuda else reference_logit_edits
     scores: Tensor = kernels.adjust(logits, entries, rows, asks, token_ids, num_tokens, num_prompt)
     return scores
 

@@ -24,10 +24,10 @@ def texts(folder: Path, rows: int) -> list[RequestOutput]:
 def test_nobody_reads_what_is_not_yet_written(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = random_model(tmp_path, "Qwen3ForCausalLM", "cuda")
     early = texts(folder, rows)
-    modules = [module for name, module in sys.modules.items() if name.startswith("octavo.kernels.triton") and hasattr(module, "can_depend")]
+    modules = [module for name, module in sys.modules.items() if name.startswith("octavo.kernels.triton") and hasattr(module, "use_pdl")]
     assert len(modules) >= 6
     for module in modules:
-        monkeypatch.setattr(module, "can_depend", lambda: False)
+        monkeypatch.setattr(module, "use_pdl", lambda: False)
     for one, other in zip(early, texts(folder, rows), strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids and len(one.outputs[0].token_ids) == STEPS
         assert one.outputs[0].logprobs == other.outputs[0].logprobs

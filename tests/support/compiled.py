@@ -50,7 +50,7 @@ SHARED_MEMORY = {80: 163 * KIB, 86: 99 * KIB, 87: 163 * KIB, 89: 99 * KIB, 90: 2
 SPILLED = {  # what was quickest on an H200 spills a little
     90: {"prefill": 1024, "prefill_hopper": 640},
     100: {"prefill": 672},
-    121: {"prefill": 80, "nearest": 64, "search": 56},  # that of float32
+    121: {"prefill": 80, "nearest": 64, "draw_fallback": 56},  # that of float32
 }
 PRODUCTS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}  # what the matrix units are asked with
 HEADS, KV_HEADS, DIM, SIZE = 32, 8, 128, 4096

@@ -14,21 +14,21 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.kernels.triton.target import capability, has_dependent_launch
+from octavo.kernels.triton.target import capability, has_pdl
 
 
-def can_depend() -> bool:
+def use_pdl() -> bool:
     """Hopper and later; not in the interpreter."""
-    return has_dependent_launch(capability())
+    return has_pdl(capability())
 
 
 @triton.jit
-def begin(DEPENDENT: tl.constexpr):
-    if DEPENDENT:
+def begin(PDL: tl.constexpr):
+    if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
-def wait(DEPENDENT: tl.constexpr):
-    if DEPENDENT:
+def wait(PDL: tl.constexpr):
+    if PDL:
         gdc_wait()

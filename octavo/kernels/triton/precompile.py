@@ -21,7 +21,7 @@ from octavo.kernels.step_tensors import StepMemory
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention
 from octavo.kernels.triton.gemv.products import gate_up, linear, merge_linear, merge_parts, norm_linear
-from octavo.kernels.triton.gemv.tiles import FEW_ROWS
+from octavo.kernels.triton.gemv.tiles import GEMV_ROWS
 from octavo.kernels.triton.packed.precompile import PackedShape, packed_calls
 from octavo.kernels.triton.sampling.draw import draw
 from octavo.kernels.triton.sampling.logit_edits import adjust
@@ -53,7 +53,7 @@ def kernel_keys() -> list[str]:
     return keys
 
 
-class Ahead:
+class KernelCalls:
     """Calls of every kernel, on tensors of the model's shape."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Ahead:
         x, scale = self.numbers(2, hidden), self.numbers(hidden)
         windows = {window is not None: window for window in config.windows}.values()
         calls: list[Call] = [self.attend_to(1, 1, None), *(self.attend_to(1, 32, window) for window in windows)]
-        few = (1, 2, FEW_ROWS) if few_rows(config.head_dim) else ()
+        few = (1, 2, GEMV_ROWS) if few_rows(config.head_dim) else ()
         calls += [self.few_rows(rows, window) for rows in few for window in windows]
         calls += [self.few_products(rows) for rows in few]
         return [

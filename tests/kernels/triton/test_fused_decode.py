@@ -8,7 +8,7 @@ from octavo.kernels.reference import fused_decode as plain
 from octavo.kernels.reference import gemv as plain_products
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.gemv.products import merge_linear, merge_parts
-from octavo.kernels.triton.gemv.tiles import FEW_ROWS, DecodeTiles, decode_tiles
+from octavo.kernels.triton.gemv.tiles import GEMV_ROWS, DecodeTiles, decode_tiles
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -93,15 +93,15 @@ def test_splits_are_few_until_contexts_are_long() -> None:
     assert decode_tiles(torch.bfloat16, rows=1, max_context=2048).splits == 8
     assert decode_tiles(torch.bfloat16, rows=1, max_context=8192).splits == 16
     assert decode_tiles(torch.bfloat16, rows=1, max_context=131_072).splits == 16  # no more programs than begin at once
-    assert decode_tiles(torch.bfloat16, rows=FEW_ROWS, max_context=2048).splits == 4
+    assert decode_tiles(torch.bfloat16, rows=GEMV_ROWS, max_context=2048).splits == 4
 
 
 @pytest.mark.parametrize(
     ("dtype", "rows"),
     [
-        (torch.float32, 1), (torch.float16, 1), (torch.bfloat16, FEW_ROWS),
+        (torch.float32, 1), (torch.float16, 1), (torch.bfloat16, GEMV_ROWS),
         *(pytest.param(*one, marks=pytest.mark.soak) for one in (
-            (torch.float32, 3), (torch.float32, FEW_ROWS), (torch.float16, 3), (torch.float16, FEW_ROWS), (torch.bfloat16, 1),
+            (torch.float32, 3), (torch.float32, GEMV_ROWS), (torch.float16, 3), (torch.float16, GEMV_ROWS), (torch.bfloat16, 1),
         )),
     ],
     ids=str,
@@ -122,6 +122,6 @@ def test_merging_reads_only_splits_that_hold_something(dtype: torch.dtype, rows:
 
 
 def test_more_rows_than_a_few_are_refused(device: str) -> None:
-    parts = torch.zeros(FEW_ROWS + 1, 1, HEADS, DIM, device=device)
+    parts = torch.zeros(GEMV_ROWS + 1, 1, HEADS, DIM, device=device)
     with pytest.raises(AssertionError, match="5 rows, at most 4"):
         merge_linear(parts, parts[..., 0], torch.zeros(4, HEADS * DIM, device=device))

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from octavo.kernels.triton.attention.common import HIDDEN, LN_2, LOG2E, LOWEST, begin, finish, load_lines, mix, places_of, score, weigh
 from octavo.kernels.triton.attention.decode_shares import AT_ALL, AT_ARRIVED, WORDS, load_share
-from octavo.kernels.triton.pdl import begin as begin_dependents
+from octavo.kernels.triton.pdl import begin as begin_pdl
 from octavo.kernels.triton.pdl import wait
 
 LN2 = tl.constexpr(LN_2)
@@ -57,11 +57,11 @@ def decode(
     WITH_LSE: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """left [most_parts, GROUP, DIM], left_lse [most_parts, GROUP], both float32: what the shares of rows that are cut leave"""
-    begin_dependents(DEPENDENT)
-    wait(DEPENDENT)
+    begin_pdl(PDL)
+    wait(PDL)
     share = tl.program_id(0)
     if share >= tl.load(shares + AT_ALL):
         return

@@ -5,7 +5,7 @@
                     split, tile by tile                                      writes them to their slot, which no program reads
 
 The splits grow with the context, and so does their number, so that a short context is not cut to pieces that cost more to merge
-than they gain, and a long one fills the GPU. Each program leaves its part and its log-sum-exp; `merge_few` weighs them.
+than they gain, and a long one fills the GPU. Each program leaves its part and its log-sum-exp; `merge_gemv` weighs them.
 """
 
 import torch
@@ -17,7 +17,7 @@ from octavo.kernels.cache_layout import tokens_together
 from octavo.kernels.triton.attention.common import HIDDEN, LOG2_E, LOWEST, finish, mix, place_of, places_of, weigh
 from octavo.kernels.triton.attention.tiles import MIN_DOT
 from octavo.kernels.triton.gemv.tiles import DecodeTiles, decode_tiles
-from octavo.kernels.triton.pdl import begin, can_depend, wait
+from octavo.kernels.triton.pdl import begin, use_pdl, wait
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def turned(head, exchanged, scales, scales_exchanged, eps, cos, sin, DIM: tl.con
 
 
 @triton.jit(do_not_specialize=["table_width", "window"])
-def decode_few(
+def fused_decode(
     qkv,
     q_weight,
     k_weight,
@@ -64,9 +64,9 @@ def decode_few(
     LEAST_SHARE: tl.constexpr,
     LONG_SHARE: tl.constexpr,
     TILE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    begin(DEPENDENT)
+    begin(PDL)
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = DIM // 2
@@ -76,7 +76,7 @@ def decode_few(
     if NORM:
         q_scales, q_scales_exchanged = tl.load(q_weight + dim), tl.load(q_weight + other)
         k_scales, k_scales_exchanged = tl.load(k_weight + dim), tl.load(k_weight + other)
-    wait(DEPENDENT)
+    wait(PDL)
     length = tl.load(context_len + row).to(tl.int32)
     position = tl.load(positions + row).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
@@ -153,7 +153,7 @@ def decode_attention_parts(
     window: int | None = None,
     splits: int | None = None,  # up to which a context is cut; by default as many as the widest table calls for
     tiles: DecodeTiles | None = None,
-    dependent: bool = True,
+    pdl: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """(parts [rows, splits, heads, head_dim], their log-sum-exp [rows, splits, heads] in units of log2), both float32"""
     size, kv_heads, head_dim = k_cache.shape[1:]
@@ -165,15 +165,15 @@ def decode_attention_parts(
     parts = torch.empty(rows, splits, heads, head_dim, dtype=torch.float32, device=qkv.device)
     parts_lse = torch.empty(rows, splits, heads, dtype=torch.float32, device=qkv.device)
     q_weight, k_weight, eps = norms or (qkv, qkv, 0.0)
-    dependent = dependent and can_depend()
+    pdl = pdl and use_pdl()
     if rows:
-        decode_few[(rows, kv_heads, splits)](
+        fused_decode[(rows, kv_heads, splits)](
             qkv, q_weight, k_weight, eps, cos, sin, positions, slots, tables, context_len, k_cache, v_cache, parts, parts_lse,
             scale * LOG2_E, tables.stride(0), window or 0,
             HEADS=heads, KV_HEADS=kv_heads, DIM=head_dim, GROUP_TILE=max(triton.next_power_of_2(heads // kv_heads), MIN_DOT),
             BLOCK_SIZE=size, TOGETHER=tokens_together(k_cache), NORM=norms is not None, WINDOWED=window is not None, SPLITS=splits,
             FEW_SPLITS=chosen.few_splits, LEAST_SHARE=chosen.least_share, LONG_SHARE=chosen.long_share, TILE=chosen.keys,
-            DEPENDENT=dependent, num_warps=chosen.warps, num_stages=1, launch_pdl=dependent,
+            PDL=pdl, num_warps=chosen.warps, num_stages=1, launch_pdl=pdl,
         )  # fmt: skip
     return parts, parts_lse
 

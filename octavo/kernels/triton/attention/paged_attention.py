@@ -23,7 +23,7 @@ from octavo.kernels.triton.attention.decode_shares import decode_shares
 from octavo.kernels.triton.attention.prefill import prefill
 from octavo.kernels.triton.attention.prefill_hopper import prefill_divided
 from octavo.kernels.triton.attention.tiles import MIN_DOT, Tiles, decode_tiles, multiprocessors, prefill_tiles
-from octavo.kernels.triton.pdl import can_depend
+from octavo.kernels.triton.pdl import use_pdl
 from octavo.kernels.triton.target import capability, has_copy_engine
 
 Pair = tuple[Tensor, Tensor]
@@ -108,12 +108,12 @@ def _decode(tensors: Given, numbers: Given, shared: dict[str, Any], shares: Tens
     assert len(shares) == most + 1, f"{len(shares)} lines for {programs} programs, {len(context_len)} rows"
     left = torch.empty(most_parts(programs, tiles.shares), group, head_dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(left.shape[:2], dtype=torch.float32, device=q.device)
-    dependent = tiles.dependent and can_depend()
+    pdl = tiles.pdl and use_pdl()
     members = triton.next_power_of_2(group)
     decode[(most,)](
         q, k_cache, v_cache, tables, shares, out, lse, sinks, slopes, left, sums, scale, unit, cap, width, size, **shared,
-        GROUP_TILE=max(members, MIN_DOT), MERGE_TILE=members, TILE=tiles.keys, STAGES=tiles.stages, DEPENDENT=dependent,
-        num_warps=tiles.warps, launch_pdl=dependent,
+        GROUP_TILE=max(members, MIN_DOT), MERGE_TILE=members, TILE=tiles.keys, STAGES=tiles.stages, PDL=pdl,
+        num_warps=tiles.warps, launch_pdl=pdl,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@
     warps 0-3    | scores 0 | weights 0 | scores 1, values 0 | weights 1 | ...      consumer: lines 0 to 63
     warps 4-7    | the same ...                                                     consumer: lines 64 to 127
 
-Work is cut as in `attention_prefill`, which this stands in for wherever there are no windows, caps, slopes or sinks: a program takes
+Work is cut as in `prefill.py`, which this stands in for wherever there are no windows, caps, slopes or sinks: a program takes
 a tile of a row's queries and one KV head. Consumers see tiles of keys in order and know nothing of where they came from, so paged,
 contiguous and new tokens' own keys and values give the same bits. The copy engine brings tiles that lie side by side and end before
 their row does; all others come line by line, zeros past the end. A tile's values are mixed one step late, while tensor cores
@@ -27,11 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from octavo.kernels.triton.attention import common as attention_parts
+from octavo.kernels.triton.attention import common
 from octavo.kernels.triton.attention.tiles import Tiles
 
-LN2 = gl.constexpr(attention_parts.LN_2)
-HIDDEN, LOWEST = gl.constexpr(attention_parts.HIDDEN.value), gl.constexpr(attention_parts.LOWEST.value)
+LN2 = gl.constexpr(common.LN_2)
+HIDDEN, LOWEST = gl.constexpr(common.HIDDEN.value), gl.constexpr(common.LOWEST.value)
 LINES = 128
 HALF = gl.constexpr(LINES // 2)  # lines of a consumer
 REGISTERS = {"PRODUCER_REGISTERS": 40, "CONSUMER_REGISTERS": 232}  # of a thread: 168 each when it starts
@@ -70,7 +70,7 @@ def copy_lines(source, table, kv_head, start, end, shift, region_size, place, ST
             else:
                 slot = gl.load(table).to(gl.int64) * region_size + position
             among = slot & (TOGETHER - 1)
-            line = ((slot - among) * KV_HEADS + among) * DIM  # with the head's first below, what `place_of` of attention_parts has
+            line = ((slot - among) * KV_HEADS + among) * DIM  # with the head's first below, what `place_of` of common.py has
         pointers = source + kv_head * HEAD + line[:, None] + dim[None, :]
         async_copy.async_copy_global_to_shared(place.slice(piece * PIECE, PIECE), pointers, mask=inside[:, None])
     async_copy.commit_group()

@@ -25,7 +25,7 @@ class Tiles:
     programs: int = 4  # decode: that a multiprocessor runs at once
     shares: int = 2  # decode: that rows are cut into for each of these, at most
     grain: int = 16  # decode: tiles of a share; there is a second one where there are twice as many to read
-    dependent: bool = True  # decode is launched while the kernel before still runs
+    pdl: bool = True  # decode is launched while the kernel before still runs
     divided: bool = False  # prefill: Hopper's own kernel, one group of warps to copy and two to compute
 
 

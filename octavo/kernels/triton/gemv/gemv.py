@@ -54,7 +54,7 @@ def multiply(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def product_few(
+def gemv(
     x,
     residual,
     norm_weight,
@@ -74,9 +74,9 @@ def product_few(
     BIASED: tl.constexpr,
     KEEP_NORMED: tl.constexpr,  # what goes to `stream`: the rows after the norm, else before
     LOOPED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    begin(DEPENDENT)
+    begin(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
     kind = x.dtype.element_ty
     k = tl.arange(0, PADDED)
@@ -87,7 +87,7 @@ def product_few(
         second = tile_of(weight + OUT * SIZE, program, SIZE, PADDED, OUT, COLUMNS)
     if NORM:
         scales = tl.load(norm_weight + k, mask=inside, other=0.0)
-    wait(DEPENDENT)
+    wait(PDL)
 
     held = ()
     for row in tl.static_range(ROWS):

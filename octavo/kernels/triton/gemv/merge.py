@@ -64,7 +64,7 @@ def merged(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def merge_few(
+def merge_gemv(
     parts,
     parts_lse,
     weight,
@@ -79,12 +79,12 @@ def merge_few(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     BIASED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    begin(DEPENDENT)
+    begin(PDL)
     program = tl.program_id(0)
     matrix = tile_of(weight, program, HEADS * DIM, HEADS_TILE * DIM, OUT, COLUMNS)
-    wait(DEPENDENT)
+    wait(PDL)
     held = ()
     for row in tl.static_range(ROWS):
         at = row * SPLITS * HEADS
@@ -94,11 +94,11 @@ def merge_few(
 
 
 @triton.jit
-def merge_heads(parts, parts_lse, out, HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, DEPENDENT: tl.constexpr):
+def merge_heads(parts, parts_lse, out, HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr):
     """A row's head a program. out [rows, HEADS, DIM]"""
-    begin(DEPENDENT)
+    begin(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     at = row * SPLITS * HEADS + head
-    wait(DEPENDENT)
+    wait(PDL)
     whole = merged(parts + at * DIM, parts_lse + at, True, SPLITS, HEADS, 1, DIM, out.dtype.element_ty)
     tl.store(out + (row * HEADS + head) * DIM + tl.arange(0, DIM), whole)

@@ -1,4 +1,4 @@
-"""How the kernels for the fewest rows cut their work: by shape alone, never tried out at run time.
+"""How the kernels for at most GEMV_ROWS rows divide their work: by shape alone, never tried out at run time.
 
 `bench/gpu_few.py` tries others in whole decode steps and prints the best, which is how these rules are checked.
 """
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-FEW_ROWS = 4
+GEMV_ROWS = 4
 MAX_HELD = 32768  # the longest row of W that a program holds in registers
 HELD_TILE = 16384  # numbers of W a program holds
 PER_THREAD = 64  # of them in one thread's registers

@@ -16,7 +16,7 @@ from octavo.kernels.triton.packed.register_order import gathered, side_by_side, 
 
 
 @triton.jit(do_not_specialize=["rows", "each"])
-def packed_tile(
+def packed_gemm(
     x,
     words,
     scales,

@@ -158,7 +158,7 @@ def asked_for(
 
 
 @triton.jit
-def packed_one(
+def packed_gemv(
     x,
     order,
     words,
@@ -179,7 +179,7 @@ def packed_one(
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
     WARPS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     SPAN: tl.constexpr = min(GROUP, MAX_SPAN)
     BLOCK: tl.constexpr = WORD_BITS // BITS * SPAN
@@ -187,7 +187,7 @@ def packed_one(
     STEP: tl.constexpr = 8 * WARPS * BLOCK
     tl.static_assert(STEPS == 1 or TURNS == 1)
 
-    begin(DEPENDENT)
+    begin(PDL)
     kind = x.dtype.element_ty
     first, blocks = tl.program_id(0) * TURNS, tl.cdiv(size, BLOCK)
     columns = tl.arange(0, STEP)
@@ -195,7 +195,7 @@ def packed_one(
     for one in tl.static_range(min(AHEAD, TURNS * STEPS)):
         ours = words, scales, first + one // STEPS, one % STEPS, blocks, wide
         asked = asked + (asked_for(*ours, BITS, GROUP, COLUMNS, GATED, WARPS, WHOLE),)  # type: ignore[assignment]
-    wait(DEPENDENT)
+    wait(PDL)
 
     now = x_of_a_step(x, order, columns, size, ORDERED, WHOLE)
     spans = in_spans(now, BITS, SPAN)

@@ -7,7 +7,7 @@ import torch
 
 from octavo.kernels.device_codes import zero_codes
 from octavo.kernels.triton.packed.products import packed_gate_up, packed_linear, unpack, variant
-from octavo.kernels.triton.packed.rules import TILED_ROWS
+from octavo.kernels.triton.packed.rules import GEMM_ROWS
 
 
 class PackedShape(NamedTuple):
@@ -25,7 +25,7 @@ def packed_calls(shapes: Iterable[PackedShape], dtype: torch.dtype, device: torc
     found: dict[tuple[object, ...], Callable[[], object]] = {}
     for shape in set(shapes):
         weight = zero_codes(shape.out_features, shape.in_features, shape.bits, shape.group, "meta")
-        for rows in range(1, TILED_ROWS + 2):
+        for rows in range(1, GEMM_ROWS + 2):
             found.setdefault(variant(rows, weight, shape.bias, shape.gated), _call(shape, rows, dtype, device))
     return list(found.values())
 
@@ -39,7 +39,7 @@ def _call(shape: PackedShape, rows: int, dtype: torch.dtype, device: torch.devic
             packed_gate_up(x, weight)
         else:
             packed_linear(x, weight, bias)
-        if rows > TILED_ROWS:
+        if rows > GEMM_ROWS:
             unpack(weight, dtype, torch.zeros(1, dtype=torch.int32, device=device))
 
     return call

@@ -1,7 +1,7 @@
 """Products with packed codes, by the number of rows: `packed_linear`, `packed_gate_up`; and `unpack`.
 
-    rows    few           codes are multiplied, scales come after (packed_few; packed_one for one row, without the matrix units)
-            up to 512     weights are made in registers, tile by tile (packed_tile)
+    rows    few           codes are multiplied, scales come after (packed_small_gemm; packed_gemv for one row, without the matrix units)
+            up to 512     weights are made in registers, tile by tile (packed_gemm)
             more          weights are made once, a slab of rows at a time that fits the L2, for a product of floats
 
 More than 512 rows share the making of a slab so widely that it hardly counts, and torch's product is faster than ours.
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.triton.packed.common import sum_shares
-from octavo.kernels.triton.packed.gemm import packed_tile
-from octavo.kernels.triton.packed.gemv import packed_one
-from octavo.kernels.triton.packed.rules import FEW_ROWS, TILED_ROWS, Few, How, One, Tile, one_steps, power_of_rows, rule
-from octavo.kernels.triton.packed.small_gemm import packed_few
+from octavo.kernels.triton.packed.gemm import packed_gemm
+from octavo.kernels.triton.packed.gemv import packed_gemv
+from octavo.kernels.triton.packed.rules import GEMM_ROWS, SMALL_GEMM_ROWS, Gemm, Gemv, How, SmallGemm, gemv_steps, power_of_rows, rule
+from octavo.kernels.triton.packed.small_gemm import packed_small_gemm
 from octavo.kernels.triton.packed.unpack import unpack_tile
-from octavo.kernels.triton.pdl import can_depend
+from octavo.kernels.triton.pdl import use_pdl
 from octavo.kernels.triton.step.activation import silu_and_mul
 
 SLAB = 1 << 24  # weights
@@ -30,27 +30,27 @@ def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, ou
     """x [rows, in] -> [rows, out], in `out` if that is given"""
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device) if out is None else out
     assert out.is_contiguous() and out.dtype == x.dtype and out.shape == (len(x), len(weight))
-    if len(x) > TILED_ROWS:
+    if len(x) > GEMM_ROWS:
         return by_slabs(in_order(x, weight), weight, bias, out)
     return divided(x, weight, bias, out, rule(len(x), weight))
 
 
 def packed_gate_up(x: Tensor, weight: DeviceCodes) -> Tensor:
     """silu(gate) * up; weight has rows of gate over rows of up"""
-    how = rule(len(x), weight, gated=True) if len(x) <= TILED_ROWS else None
+    how = rule(len(x), weight, gated=True) if len(x) <= GEMM_ROWS else None
     out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-    if isinstance(how, One):
-        return one(x, weight, None, out, how, gated=True)
-    if isinstance(how, Few):
-        return few(in_order(x, weight), weight, None, out, how, gated=True)
+    if isinstance(how, Gemv):
+        return gemv(x, weight, None, out, how, gated=True)
+    if isinstance(how, SmallGemm):
+        return small_gemm(in_order(x, weight), weight, None, out, how, gated=True)
     return silu_and_mul(packed_linear(x, weight))
 
 
 def divided(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: How) -> Tensor:
-    if isinstance(how, One):
-        return one(x, weight, bias, out, how)
+    if isinstance(how, Gemv):
+        return gemv(x, weight, bias, out, how)
     x = in_order(x, weight)
-    return few(x, weight, bias, out, how) if isinstance(how, Few) else tiled(x, weight, bias, out, how)
+    return small_gemm(x, weight, bias, out, how) if isinstance(how, SmallGemm) else gemm(x, weight, bias, out, how)
 
 
 def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
@@ -63,66 +63,66 @@ def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) 
 def variant(rows: int, weight: DeviceCodes, bias: bool, gated: bool) -> tuple[object, ...]:
     """What a compiled kernel of this product depends on."""
     kind = weight.bits, weight.group, weight.words.device, bias
-    if rows > TILED_ROWS:
+    if rows > GEMM_ROWS:
         return kind
     how = rule(rows, weight, gated)
-    if isinstance(how, One):
-        return *kind, *how, gated, one_steps(weight, how.warps), _whole_turns(how, weight, gated)
+    if isinstance(how, Gemv):
+        return *kind, *how, gated, gemv_steps(weight, how.warps), _whole_turns(how, weight, gated)
     once = *kind, *how._replace(shares=min(how.shares, 2))
-    if isinstance(how, Few):
+    if isinstance(how, SmallGemm):
         return *once, power_of_rows(rows), gated, _whole(how, weight, gated)
     return *once, len(weight) % how.columns == 0 and weight.size % weight.block == 0
 
 
-def _whole(how: Few, weight: DeviceCodes, gated: bool) -> bool:
+def _whole(how: SmallGemm, weight: DeviceCodes, gated: bool) -> bool:
     """Whether programs and stretches divide the matrix."""
     columns = how.lines // how.splits
     wide, columns = (len(weight) // 2, columns // 2) if gated else (len(weight), columns)
     return wide % columns == 0 and weight.size % (weight.block * how.splits * how.shares) == 0
 
 
-def _whole_turns(how: One, weight: DeviceCodes, gated: bool) -> bool:
+def _whole_turns(how: Gemv, weight: DeviceCodes, gated: bool) -> bool:
     """Whether programs and steps divide the matrix."""
     wide, columns = (len(weight) // 2, how.columns // 2) if gated else (len(weight), how.columns)
     return wide % (columns * how.turns) == 0 and weight.size % (weight.block * 8 * how.warps) == 0
 
 
-def one(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: One, gated: bool = False) -> Tensor:
+def gemv(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: Gemv, gated: bool = False) -> Tensor:
     """Of one row, or of none."""
-    wide, columns, steps = out.shape[1], how.columns // 2 if gated else how.columns, one_steps(weight, how.warps)
+    wide, columns, steps = out.shape[1], how.columns // 2 if gated else how.columns, gemv_steps(weight, how.warps)
     assert len(x) <= 1 and x.is_contiguous() and x.shape[1] == weight.size
     if len(x):
-        packed_one[(triton.cdiv(wide, columns * how.turns),)](
+        packed_gemv[(triton.cdiv(wide, columns * how.turns),)](
             x, weight.scales if weight.order is None else weight.order, weight.words.view(torch.uint32), weight.scales,
             x if bias is None else bias, out, weight.factor, weight.size, wide,
             BITS=weight.bits, GROUP=weight.group, COLUMNS=how.columns, TURNS=how.turns, STEPS=steps, AHEAD=how.ahead,
             WHOLE=_whole_turns(how, weight, gated), ORDERED=weight.order is not None, BIAS=bias is not None,
-            GATED=gated, WARPS=how.warps, DEPENDENT=can_depend(), num_warps=how.warps, launch_pdl=can_depend(),
+            GATED=gated, WARPS=how.warps, PDL=use_pdl(), num_warps=how.warps, launch_pdl=use_pdl(),
         )  # fmt: skip
     return out
 
 
-def few(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: Few, gated: bool = False) -> Tensor:
+def small_gemm(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: SmallGemm, gated: bool = False) -> Tensor:
     rows, wide = power_of_rows(len(x)), out.shape[1]
-    assert rows * how.splits <= FEW_ROWS and how.lines % how.splits == 0 and not (gated and how.shares > 1)
+    assert rows * how.splits <= SMALL_GEMM_ROWS and how.lines % how.splits == 0 and not (gated and how.shares > 1)
     columns, stretches = how.lines // how.splits, how.splits * how.shares
     parts = _parts(out, how.shares)
     if len(x):
-        packed_few[(triton.cdiv(wide, columns // 2 if gated else columns), how.shares)](
+        packed_small_gemm[(triton.cdiv(wide, columns // 2 if gated else columns), how.shares)](
             x, weight.words, weight.scales, x if bias is None else bias, out, parts, weight.factor, len(x), weight.size, wide,
             triton.cdiv(weight.blocks, stretches),
             BITS=weight.bits, GROUP=weight.group, ROWS=rows, LANES=8 if rows * how.splits <= 8 else 16, COLUMNS=columns,
             SPLITS=how.splits, SHARED=how.shares > 1, WHOLE=_whole(how, weight, gated), BIAS=bias is not None, GATED=gated,
-            WARPS=how.warps, STAGES=how.stages, AHEAD=how.ahead and can_depend(), DEPENDENT=can_depend(),
-            num_warps=how.warps, launch_pdl=can_depend(),
+            WARPS=how.warps, STAGES=how.stages, AHEAD=how.ahead and use_pdl(), PDL=use_pdl(),
+            num_warps=how.warps, launch_pdl=use_pdl(),
         )  # fmt: skip
     return _summed(out, parts, weight.factor, bias, how.shares)
 
 
-def tiled(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: Tile) -> Tensor:
+def gemm(x: Tensor, weight: DeviceCodes, bias: Tensor | None, out: Tensor, how: Gemm) -> Tensor:
     parts = _parts(out, how.shares)
     whole = len(weight) % how.columns == 0 and weight.size % weight.block == 0
-    packed_tile[(triton.cdiv(len(x), how.rows), triton.cdiv(len(weight), how.columns), how.shares)](
+    packed_gemm[(triton.cdiv(len(x), how.rows), triton.cdiv(len(weight), how.columns), how.shares)](
         x, weight.words, weight.scales, x if bias is None else bias, out, parts, weight.factor, len(x), weight.size, len(weight),
         triton.cdiv(weight.blocks, how.shares), BITS=weight.bits, GROUP=weight.group, ROWS=how.rows, COLUMNS=how.columns,
         SHARED=how.shares > 1, WHOLE=whole, BIAS=bias is not None, WARPS=how.warps, STAGES=how.stages, num_warps=how.warps,

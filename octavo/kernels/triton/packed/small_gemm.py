@@ -83,7 +83,7 @@ def stored(
 
 
 @triton.jit(do_not_specialize=["rows", "each"])
-def packed_few(
+def packed_small_gemm(
     x,
     words,
     scales,
@@ -108,7 +108,7 @@ def packed_few(
     STAGES: tl.constexpr,
     WARPS: tl.constexpr,
     AHEAD: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     PER_WORD: tl.constexpr = WORD_BITS // BITS
     SPAN: tl.constexpr = min(GROUP, MAX_SPAN)
@@ -117,7 +117,7 @@ def packed_few(
     LINES: tl.constexpr = SPLITS * COLUMNS
     blocks = tl.cdiv(size, BLOCK)
 
-    begin(DEPENDENT)
+    begin(PDL)
     kind = x.dtype.element_ty
     share = tl.program_id(1)
     line, lane = tl.arange(0, LINES), tl.arange(0, LANES)
@@ -132,7 +132,7 @@ def packed_few(
     line_of_x = x + tl.minimum(lane % ROWS, rows - 1)[:, None] * size + tl.arange(0, RUN * SPAN)[None, :]
     split_of_x = tl.minimum(lane // ROWS, SPLITS - 1)
     total = tl.zeros([LINES, LANES], tl.float32)
-    wait(DEPENDENT)
+    wait(PDL)
     for step in tl.range(0, each, num_stages=STAGES):
         block = first + step * SPLITS + line // COLUMNS
         loaded_block = first + step * SPLITS + loaded // COLUMNS

@@ -1,12 +1,12 @@
 """Drawing one id a row over what min-p, top-k and top-p leave, without ordering the row.
 
     find_tops    the largest logit of every 64 tokens                                                              one pass
-    survey       what there is to know of a row, from those: `known.py`. With top-k, the k-th smallest of the groups' least
+    survey       what there is to know of a row, from those: `draw_state.py`. With top-k, the k-th smallest of the groups' least
                  distances: k tokens are so near. Else about how small a chance can still win
     gather       members: with top-k all tokens as near as that, else those that may come first in the race        one pass
     settle       cuts the members by halving over bits, then over ids, and races them. Without top-k, top-p comes after the race
     weigh        the mass of a row with top-p, and what of it lies before its first picks                          one pass
-    search       rows with more than CAPACITY members, or whose first picks all lie beyond the cut: `search.py`
+    draw_fallback  rows with more than CAPACITY members, or whose first picks all lie beyond the cut (`draw_fallback.py`)
 
 A token with mass m scores -log(SHARE) or more if -log(u) <= SHARE * m, u being its noise in (0, 1): then 1 - u is no more either, which
 costs no logarithm. With SHARE = RACERS / Z, and Z the mass of the row, RACERS tokens do; Z is taken low, and top-p divides it.
@@ -47,7 +47,7 @@ from octavo.kernels.triton.sampling.distances import (
     warmth,
     within,
 )
-from octavo.kernels.triton.sampling.draw_fallback import search
+from octavo.kernels.triton.sampling.draw_fallback import draw_fallback
 from octavo.kernels.triton.sampling.draw_state import (
     AT_ONCE,
     BEFORE,
@@ -323,5 +323,5 @@ def draw(logits: Tensor, draws: Draws, tiling: Tiling = TILING) -> Tensor:
     gather[share](logits, peaks, known, ids, *size, tiling.tile, tiles, CAPACITY, num_warps=tiling.gather_warps)
     settle[(rows,)](logits, known, ids, out, *size, CAPACITY, FEW, vocab.bit_length(), num_warps=4)
     weigh[share](logits, known, *size, tiling.tile, tiles, num_warps=tiling.weigh_warps)
-    search[(rows,)](logits, peaks, known, bits, ids, out, *size, tiling.tile, tiles, CAPACITY, vocab.bit_length(), num_warps=16)
+    draw_fallback[(rows,)](logits, peaks, known, bits, ids, out, *size, tiling.tile, tiles, CAPACITY, vocab.bit_length(), num_warps=16)
     return out

@@ -228,7 +228,7 @@ def winning_pick(logits, known, most, heat, reach, p, VOCAB: tl.constexpr, TILE:
 
 
 @triton.jit
-def search(
+def draw_fallback(
     logits,
     peaks,
     known,

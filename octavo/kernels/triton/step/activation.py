@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton.pdl import begin, can_depend, wait
+from octavo.kernels.triton.pdl import begin, use_pdl, wait
 
 TILE = 1024
 
@@ -17,11 +17,11 @@ def gated(gate, up, kind: tl.constexpr):
 
 
 @triton.jit
-def gate_rows(x, out, SIZE: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr):
-    begin(DEPENDENT)
+def gate_rows(x, out, SIZE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < SIZE
-    wait(DEPENDENT)
+    wait(PDL)
     gate = tl.load(x + row * 2 * SIZE + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * SIZE + SIZE + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + column, gated(gate, up, x.dtype.element_ty), mask=inside)
@@ -33,6 +33,6 @@ def silu_and_mul(x: Tensor) -> Tensor:
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     if rows:
-        depends = can_depend()
-        gate_rows[(rows, triton.cdiv(size, TILE))](x, out, SIZE=size, TILE=TILE, DEPENDENT=depends, num_warps=4, launch_pdl=depends)
+        pdl = use_pdl()
+        gate_rows[(rows, triton.cdiv(size, TILE))](x, out, SIZE=size, TILE=TILE, PDL=pdl, num_warps=4, launch_pdl=pdl)
     return out

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.triton.pdl import begin, can_depend, wait
+from octavo.kernels.triton.pdl import begin, use_pdl, wait
 
 
 @triton.jit
@@ -16,14 +16,14 @@ def normed(wide, weight, eps, SIZE: tl.constexpr, kind: tl.constexpr):
 
 
 @triton.jit
-def add_norm(x, residual, weight, out, stream, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, DEPENDENT: tl.constexpr):
-    begin(DEPENDENT)
+def add_norm(x, residual, weight, out, stream, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
     column = tl.arange(0, PADDED)
     inside = column < SIZE
     at = tl.program_id(0).to(tl.int64) * SIZE + column
     kind = x.dtype.element_ty
     scales = tl.load(weight + column, mask=inside, other=0.0)
-    wait(DEPENDENT)
+    wait(PDL)
     added = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     rounded = added.to(kind)
     tl.store(stream + at, rounded, mask=inside)
@@ -38,7 +38,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     if x.numel():
         padded = triton.next_power_of_2(size)
         add_norm[(x.numel() // size,)](
-            x, residual, weight, out, stream, eps, SIZE=size, PADDED=padded, DEPENDENT=can_depend(),
-            num_warps=min(max(padded // 512, 1), 16), launch_pdl=can_depend(),
+            x, residual, weight, out, stream, eps, SIZE=size, PADDED=padded, PDL=use_pdl(),
+            num_warps=min(max(padded // 512, 1), 16), launch_pdl=use_pdl(),
         )  # fmt: skip
     return out, stream

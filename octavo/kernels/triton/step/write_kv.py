@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.kernels.cache_layout import tokens_together
 from octavo.kernels.triton.attention.common import place_of
-from octavo.kernels.triton.pdl import begin, can_depend, wait
+from octavo.kernels.triton.pdl import begin, use_pdl, wait
 
 
 @triton.jit
@@ -42,9 +42,9 @@ def write(
     HEADS_TILE: tl.constexpr,
     NORM: tl.constexpr,
     TOGETHER: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    begin(DEPENDENT)
+    begin(PDL)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)  # part: q, k or v
     HALF: tl.constexpr = DIM // 2
     kind = qkv.dtype.element_ty
@@ -53,7 +53,7 @@ def write(
     head, half = tl.arange(0, HEADS_TILE)[:, None], tl.arange(0, HALF_TILE)[None, :]
     present = (head < num_heads) & (half < HALF)
     source = qkv + token * STRIDE + (first_head + head) * DIM + half
-    wait(DEPENDENT)
+    wait(PDL)
     first = tl.load(source, mask=present, other=0.0)
     second = tl.load(source + HALF, mask=present, other=0.0)
     slot = tl.load(slots + token).to(tl.int64)
@@ -100,6 +100,6 @@ def write_kv(
             qkv, q_weight, k_weight, eps, cos, sin, positions, slots, k_cache, v_cache,
             STRIDE=qkv.shape[1], HEADS=heads, KV_HEADS=kv_heads, DIM=head_dim, HALF_TILE=triton.next_power_of_2(head_dim // 2),
             HEADS_TILE=triton.next_power_of_2(max(heads, kv_heads)), NORM=norms is not None,
-            TOGETHER=tokens_together(k_cache), DEPENDENT=can_depend(), num_warps=4, launch_pdl=can_depend(),
+            TOGETHER=tokens_together(k_cache), PDL=use_pdl(), num_warps=4, launch_pdl=use_pdl(),
         )  # fmt: skip
     return qkv.view(len(qkv), -1, head_dim)[:, :heads]
