@@ -32,7 +32,7 @@ from octavo.sampling_params import SamplingParams
 
 FIRST_KERNEL, LAST_NORM = "prepare_entries", "add_norm"
 KINDS = {  # the first that matches; what follows the last norm of a step is vocabulary and sampling
-    "products": r"gemm|gemv|nvjet|cutlass|cublas|splitK|product|merge_few|merge_linear|packed",
+    "products": r"gemm|gemv|nvjet|cutlass|cublas|splitK|product|merge_gemv|merge_linear|packed",
     "attention": r"decode|merge|prefill|attention",
     "norms, rotation, KV writes": r"add_norm|^write",
     "gate": r"gate",

@@ -171,6 +171,6 @@ def test_dummy_weights_are_drawn_as_codes(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_plan_counts_the_slab_that_the_kernels_make() -> None:
-    from octavo.kernels.triton.packed import SLAB
+    from octavo.kernels.triton.packed.products import SLAB
 
     assert gpu_size.SLAB == SLAB
