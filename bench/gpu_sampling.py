@@ -19,14 +19,14 @@ import torch
 import triton
 from torch import Tensor
 
-from octavo.kernels.asks import pack
+from octavo.kernels.logit_edits import pack
 from octavo.kernels.reference import logit_edits as twin_adjust
 from octavo.kernels.reference import sampling as twin
 from octavo.kernels.reference.philox import uniform
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.precompile import kernel_keys
 from octavo.kernels.triton.sampling.draw import TILING, Tiling, draw
-from octavo.kernels.triton.sampling.logit_edits import adjust
+from octavo.kernels.triton.sampling.logit_edits import edit_logits
 from octavo.kernels.triton.sampling.rank import rank
 from octavo.sampling_params import SamplingParams
 
@@ -149,7 +149,7 @@ class Asking:
         packed = [pack(params, (3, 4), words) if row % 8 < 7 else pack(some, (5,), words) for row in range(rows)]
         self.asks = [torch.from_numpy(one) for one in packed if one is not None]
 
-    def adjust(self, logits: Tensor, kernel: Callable[..., Tensor], device: str) -> Callable[[], Tensor]:
+    def edit_logits(self, logits: Tensor, kernel: Callable[..., Tensor], device: str) -> Callable[[], Tensor]:
         every = list(range(len(self.asks)))
         step = len(self.token_ids[0])
         words = torch.stack([self.token_ids, self.num_tokens[:, None].expand(-1, step), self.num_prompt[:, None].expand(-1, step)])
@@ -160,8 +160,8 @@ class Asking:
 
 def check_adjust(vocab: int, dtype: torch.dtype, rows: int, length: int) -> str:
     logits, asking = rows_of("random", rows, vocab, dtype), Asking(rows, vocab, length)
-    found = asking.adjust(logits.to(DEVICE), adjust, DEVICE)().cpu()
-    expected = asking.adjust(logits, twin_adjust.adjust, "cpu")()
+    found = asking.edit_logits(logits.to(DEVICE), edit_logits, DEVICE)().cpu()
+    expected = asking.edit_logits(logits, twin_adjust.edit_logits, "cpu")()
     return "ok" if torch.allclose(found, expected, rtol=1e-6, atol=1e-6) else f"WRONG by {(found - expected).abs().nan_to_num().max():.1e}"
 
 
@@ -174,7 +174,7 @@ def checks(tiny: bool) -> Iterator[tuple[str, Callable[[], str]]]:
     for kind in ("ties",) if tiny else ("random", "ties", "equal", "masked"):
         for count in (5, 1000) if tiny else (0, 5, 20, 63, 1000):
             yield f"rank {kind} {count}", lambda k=kind, c=count: check_rank(k, vocab, torch.bfloat16, rows // 4, c)
-    yield "adjust", lambda: check_adjust(vocab, torch.bfloat16, 8 if tiny else 64, 40 if tiny else 2000)
+    yield "edit_logits", lambda: check_adjust(vocab, torch.bfloat16, 8 if tiny else 64, 40 if tiny else 2000)
 
 
 def microseconds(run: Callable[[], object]) -> tuple[float, float]:
@@ -258,7 +258,7 @@ def timings(tiny: bool) -> Iterator[tuple[str, Callable[[], object]]]:
             if spread == "random":
                 ids = torch.arange(rows, device=DEVICE)
                 yield f"rank {rows}, 5", lambda lo=logits, i=ids: rank(lo, i, 5)
-                yield f"adjust {rows}, 2000 ids", Asking(rows, vocab, 40 if tiny else 2000).adjust(logits, adjust, DEVICE)
+                yield f"edit_logits {rows}, 2000 ids", Asking(rows, vocab, 40 if tiny else 2000).edit_logits(logits, edit_logits, DEVICE)
 
 
 def main() -> None:

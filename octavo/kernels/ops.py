@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes
+from octavo.kernels.logit_edits import LogitEdits
 from octavo.kernels.reference import activation as reference_activation
 from octavo.kernels.reference import copy_blocks as reference_copy_blocks
 from octavo.kernels.reference import fused_decode as reference_fused_decode
@@ -26,6 +27,8 @@ from octavo.kernels.reference.sampling import Draws, Ranking
 from octavo.kernels.row_words import RowLayout
 from octavo.kernels.step_tensors import StepTensors
 from octavo.kernels.triton.gemv.tiles import GEMV_ROWS  # rules alone: no triton there
+
+Edits = Tensor | LogitEdits
 
 
 @cache
@@ -180,18 +183,18 @@ def rank(logits: Tensor, ids: Tensor, count: int) -> Ranking:
     return found
 
 
-def adjust(
+def edit_logits(
     logits: Tensor,  # [P, V]
     entries: list[int],  # which of these
     rows: list[int],  # the row of each
-    asks: list[Tensor],  # what each asks for, packed, int32
+    edits: list[Edits],  # what each asks for: packed, on the GPU; else unpacked (`kernels/logit_edits.py`)
     token_ids: Tensor,  # [rows, positions]
     num_tokens: Tensor,  # [rows], the provisional one among them
     num_prompt: Tensor,  # [rows]
 ) -> Tensor:
     """The entries' logits after allowed ids, bans, bias and penalties, [len(entries), V] float32."""
     kernels = _triton("sampling.logit_edits") if logits.is_cuda else reference_logit_edits
-    scores: Tensor = kernels.adjust(logits, entries, rows, asks, token_ids, num_tokens, num_prompt)
+    scores: Tensor = kernels.edit_logits(logits, entries, rows, edits, token_ids, num_tokens, num_prompt)
     return scores
 
 

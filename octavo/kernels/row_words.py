@@ -1,6 +1,6 @@
-"""The words of a request's row on the device: everything a step has to know of a sequence is one line of int32.
+"""The words of a request's row: everything a step has to know of a sequence is one line of int32.
 
-    | 16 words: lengths, sampling, noise key | block table, max_blocks words | token ids, max_len words |
+    | 8 words: lengths, temperature, noise key | block tables, max_blocks words for each cache group | token ids, max_len words |
 
 A line is copied, written and read as words; floats lie in it as their bits. What kernels and host agree on stands here.
 
@@ -12,28 +12,33 @@ from dataclasses import dataclass
 
 from octavo.errors import ConfigError
 
-NUM_TOKENS, NUM_PROMPT, TEMPERATURE, TOP_K, TOP_P, MIN_P, NOISE = range(7)
+NUM_TOKENS, NUM_PROMPT, TEMPERATURE, NOISE = range(4)
 NOISE_WORDS = 4  # key, key, stream, high
-HEAD = 16  # where the block table begins
+HEAD = 8  # where the first block table begins
 MOST_WORDS = 65_535 * 1024  # of a line: a run of words is copied by programs that stand in the second dimension of a grid
 
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    max_blocks: int
+    max_blocks: int  # of one table
     max_len: int
+    groups: int = 1  # cache groups, each with a table of its own
 
     def __post_init__(self) -> None:
         if self.width > MOST_WORDS:
             raise ConfigError(
-                f"max_model_len is too large for a device: a row of {self.max_len:,} tokens in {self.max_blocks:,} blocks takes "
+                f"max_model_len is too large: a row of {self.max_len:,} tokens in {self.max_blocks:,} blocks takes "
                 f"{self.width:,} words, at most {MOST_WORDS:,}"
             )
+
+    def table(self, group: int) -> int:
+        """Where the block table of a group begins."""
+        return HEAD + group * self.max_blocks
 
     @property
     def tokens(self) -> int:
         """Where the token ids begin."""
-        return HEAD + self.max_blocks
+        return self.table(self.groups)
 
     @property
     def width(self) -> int:

@@ -1,4 +1,4 @@
-"""The tensors of a step on the device, at fixed addresses, so that a captured graph finds them again.
+"""The tensors of a step, at fixed addresses, so that a captured graph finds them again.
 
     entries   what the host sends: query_start [P+1] | row [P] | start [P] | samples [P], one line of words
     the rest  what `prepare` reads out of the rows for them
@@ -31,9 +31,9 @@ class StepTensors:
     samples: Tensor  # [P]: 1 where an id is sampled after the last one
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    slots: Tensor  # [T] int64
+    slots: Tensor  # [groups, T] int64: where each token goes in the cache of a group
     context_len: Tensor  # [P] int32
-    tables: Tensor  # [P, max_blocks] int32, garbage past a row's last block
+    tables: Tensor  # [groups, P, max_blocks] int32, garbage past a row's last block
     sample_index: Tensor  # [P] int64: the last token of each entry
     temperature: Tensor  # [P] float32
     noise: Tensor  # [P, 4] int32
@@ -48,9 +48,10 @@ class StepMemory:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.entries = words(4 * part_words(max_entries))
-        self._token_ids, self._positions, self._slots = (words(max_tokens, dtype=torch.int64) for _ in range(3))
+        self._token_ids, self._positions = (words(max_tokens, dtype=torch.int64) for _ in range(2))
+        self._slots = words(layout.groups, max_tokens, dtype=torch.int64)
         self._context_len, self._draw_positions = words(max_entries), words(max_entries)
-        self._tables = words(max_entries, layout.max_blocks)
+        self._tables = words(layout.groups, max_entries, layout.max_blocks)
         self._sample_index = words(max_entries, dtype=torch.int64)
         self._temperature = words(max_entries, dtype=torch.float32)
         self._noise = words(max_entries, NOISE_WORDS)
@@ -66,9 +67,9 @@ class StepMemory:
             samples=samples[:size],
             token_ids=self._token_ids[:tokens],
             positions=self._positions[:tokens],
-            slots=self._slots[:tokens],
+            slots=self._slots[:, :tokens],
             context_len=self._context_len[:size],
-            tables=self._tables[:size],
+            tables=self._tables[:, :size],
             sample_index=self._sample_index[:size],
             temperature=self._temperature[:size],
             noise=self._noise[:size],

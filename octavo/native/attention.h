@@ -17,12 +17,12 @@ const int AHEAD = 8;             // keys that are asked for before they are need
 const int QUERIES_AT_ONCE = 4;   // their sums stay in registers
 
 struct Slots {  // of a row's positions, one after the other, through its block table
-    const int64_t *block;
+    const int32_t *block;
     int64_t size, at;
 
-    Slots(const int64_t *table, int64_t block_size, int64_t position) : block(table + position / block_size), size(block_size), at(position % block_size) {}
+    Slots(const int32_t *table, int64_t block_size, int64_t position) : block(table + position / block_size), size(block_size), at(position % block_size) {}
     int64_t next() {
-        int64_t slot = *block * size + at;
+        int64_t slot = int64_t(*block) * size + at;
         if (++at == size) at = 0, block++;
         return slot;
     }
@@ -71,7 +71,7 @@ struct FloatTile {  // 64 keys of one kv head
 };
 
 // Keys [begin, begin + count) of a row, found through its block table. memory: [2][KEYS][width]
-inline void load_tile(const Model &model, const Layer &layer, const int64_t *table, int64_t kv_head, int64_t begin, int64_t count, int64_t width,
+inline void load_tile(const Model &model, const Layer &layer, const int32_t *table, int64_t kv_head, int64_t begin, int64_t count, int64_t width,
                       float *memory, FloatTile &tile) {
     const int64_t bytes = model.head_dim * cache_item(model);
     const bool in_place = model.cache_kind == OCTAVO_F32 && width == model.head_dim, scaled = model.cache_kind == OCTAVO_Q8;
@@ -185,7 +185,7 @@ void attend_floats(const Model &model, const Layer &layer, const Step &step, con
                    void *scratch) {
     const int64_t dim = model.head_dim, group = model.heads / model.kv_heads, heads = model.heads + 2 * model.kv_heads;
     const int64_t width = (dim + LANE_COUNT - 1) / LANE_COUNT * LANE_COUNT, count = task.queries * group;
-    const int64_t *table = step.tables + task.row * step.table_width;
+    const int32_t *table = step.tables + task.row * step.table_width;
     float *memory = (float *)scratch, *queries = memory + 2 * KEYS * width, *sums = queries + count * width;
     Online *states = (Online *)(sums + count * width);
     std::fill(sums, sums + count * width, 0.0f);

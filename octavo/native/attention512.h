@@ -34,7 +34,7 @@ inline void widen(const int8_t *codes, uint16_t *to, int64_t dim) {
 }
 
 // Where keys [begin, begin + count) of a row lie, found through its block table.
-inline void find_tile(const Model &model, const Layer &layer, const int64_t *table, int64_t kv_head, int64_t begin, int64_t count, Tile &tile) {
+inline void find_tile(const Model &model, const Layer &layer, const int32_t *table, int64_t kv_head, int64_t begin, int64_t count, Tile &tile) {
     const int64_t bytes = model.head_dim * (model.cache_kind == OCTAVO_Q8 ? 1 : 2);
     tile.count = std::min<int64_t>(KEYS, count);
     tile.scaled = model.cache_kind == OCTAVO_Q8;
@@ -223,7 +223,7 @@ void attend_avx512bf16(const Model &model, const Layer &layer, const Step &step,
     uint16_t *widened = (uint16_t *)place;
     place += 2 * KEYS * dim * 2;
     Queries queries = load_queries(model, layer, step, qkv, task, place);
-    const int64_t *table = step.tables + task.row * step.table_width;
+    const int32_t *table = step.tables + task.row * step.table_width;
     int64_t begin = std::max(task.begin, queries.earliest);
     Tile tile, next;
     find_tile(model, layer, table, task.kv_head, begin, task.end - begin, next);

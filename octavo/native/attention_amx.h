@@ -213,7 +213,7 @@ void attend_amx(const Model &model, const Layer &layer, const Step &step, const 
     Set *sets = (Set *)place;
     uint16_t *turned = (uint16_t *)(sets + count);
     for (int64_t i = 0; i < count; i++) sets[i] = make_set(queries, i * LANES, dim, task.end, turned + i * LANES * dim);
-    const int64_t *table = step.tables + task.row * step.table_width;
+    const int32_t *table = step.tables + task.row * step.table_width;
     for (int64_t begin = std::max(task.begin, queries.earliest); begin < task.end; begin += KEYS) {
         Tile tile;
         find_tile(model, layer, table, task.kv_head, begin, task.end - begin, tile);

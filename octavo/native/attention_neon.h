@@ -24,7 +24,7 @@ struct HalfTile {                // 64 keys of one kv head
 };
 
 // Where keys [begin, begin + count) of a row lie, found through its block table; zeros stand for those that are missing.
-inline void find_tile(const Model &model, const Layer &layer, const int64_t *table, int64_t kv_head, int64_t begin, int64_t count,
+inline void find_tile(const Model &model, const Layer &layer, const int32_t *table, int64_t kv_head, int64_t begin, int64_t count,
                       const float16_t *zeros, HalfTile &tile) {
     tile.count = std::clamp<int64_t>(count, 0, KEYS);
     Slots slots(table, model.block_size, begin);
@@ -202,7 +202,7 @@ void attend_halves(const Model &model, const Layer &layer, const Step &step, con
                    void *scratch) {
     if (!fits_halves(model)) return attend_floats(model, layer, step, qkv, out, partials, task, scratch);
     const int64_t dim = model.head_dim, group = model.heads / model.kv_heads;
-    const int64_t *table = step.tables + task.row * step.table_width;
+    const int32_t *table = step.tables + task.row * step.table_width;
     float *memory = (float *)scratch;
     std::fill(memory, memory + dim, 0.0f);  // a key that is missing
     const HalfQueries queries = load_queries(model, layer, step, qkv, task, memory + dim);

@@ -69,10 +69,10 @@ typedef struct {
 typedef struct {
     int32_t num_tokens, num_rows, table_width, num_samples;
     const int64_t *token_ids, *positions, *slots;      // [tokens]
-    const int64_t *query_start;                        // [rows + 1]
-    const int64_t *context_len;                        // [rows]
-    const int64_t *tables;                             // [rows][table_width]
-    const int64_t *shared;                             // [rows] or null: first tokens that lie in the same blocks as those of the row before
+    const int32_t *query_start;                        // [rows + 1]
+    const int32_t *context_len;                        // [rows]
+    const int32_t *tables;                             // [rows][table_width]
+    const int32_t *shared;                             // [rows] or null: first tokens that lie in the same blocks as those of the row before
     const int64_t *sample_index;                       // [samples], into tokens
     float *hidden;                                     // [tokens][hidden] after the final norm
     float *logits;                                     // [samples][vocab]

@@ -165,7 +165,7 @@ struct Run {  // rows of one token each, one behind the other, whose contexts be
 static Run run_from(const Step &step, int64_t row) {
     Run run{1, INT64_MAX};
     while (step.shared && row + run.rows < step.num_rows && queries_of(step, row) == 1 && queries_of(step, row + run.rows) == 1) {
-        int64_t next = row + run.rows, shared = std::min({run.shared, step.shared[next], step.context_len[row] - 1, step.context_len[next] - 1});
+        int64_t next = row + run.rows, shared = std::min<int64_t>({run.shared, step.shared[next], step.context_len[row] - 1, step.context_len[next] - 1});
         if (shared < LEAST_SHARED || (run.rows > 1 && run.rows * shared < (run.rows - 1) * run.shared)) break;
         run = {run.rows + 1, shared};
     }
@@ -190,7 +190,7 @@ static void add_run(Tasks &made, const Model &model, const Step &step, int64_t r
 static void add_row(Tasks &made, const Model &model, const Step &step, int64_t row, int64_t split) {
     const int64_t group = model.heads / model.kv_heads;
     for (int64_t token = step.query_start[row]; token < step.query_start[row + 1]; token += QUERIES) {
-        int64_t queries = std::min(QUERIES, step.query_start[row + 1] - token);
+        int64_t queries = std::min<int64_t>(QUERIES, step.query_start[row + 1] - token);
         int64_t context = step.positions[token + queries - 1] + 1;
         int64_t parts = std::clamp<int64_t>(context / LEAST_KEYS, 1, split);
         for (int64_t head = 0; head < model.kv_heads; head++) {

@@ -1,146 +1,121 @@
-"""`ModelRunner`: carries out a plan with a model. Order: copies, row writes, forward, sample.
+"""`ModelRunner`: carries out plans with a program, without ever waiting for a device.
 
-    plan (ids) -> rows and cache brought up to date -> ForwardBatch (tensors) -> hidden, logits of sampled rows -> ids
+    forward   block copies, row changes and entries go to where the rows lie; the step is launched
+    sample    special rows are drawn; the result starts on its way to the host; who wants it waits for it, and nobody else
 
-New ids go into the device rows at once; the host learns them from the result.
+The host plans the next step meanwhile. Plans run in order, so that what a plan frees the next may use. On a CPU all of it is done when
+a call returns.
 """
 
-from math import isfinite
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.attention.forward_batch import ForwardBatch
-from octavo.messages import PromptPiece, StepPlan, StepResult
+from octavo.kernels.ops import copy_blocks
+from octavo.kernels.step_tensors import part_words
+from octavo.messages import NoiseKey, RowFork, StepPlan, StepResult
 from octavo.policy.block_pool import NULL_BLOCK
-from octavo.worker.executor import Kept, Masks
+from octavo.worker.executor import Masks
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import KVStore
-from octavo.worker.program import Forward, Program
-from octavo.worker.prompt_logprobs import prompt_logprobs
-from octavo.worker.request_table import RequestTable
-from octavo.worker.sampler import Sampling, sample
+from octavo.worker.program import Forward, Program, Shape
+from octavo.worker.prompt_logprobs import PromptLogprobs, PromptRankings
+from octavo.worker.request_table import RequestTable, Words, send
+from octavo.worker.sampler import NO_RANKINGS, Rankings, Sampler, Sampling
+
+PADDING = -1  # the row of an entry that stands for no sequence
 
 
 class ModelRunner:
     def __init__(
-        self,
-        program: Program,
-        sampling: Sampling,
-        store: KVStore,
-        table: RequestTable,
-        block_size: int,
-        faults: Faults,
-        processed: bool = False,  # which logprobs (`worker/sampler.py`)
+        self, program: Program, sampling: Sampling, store: KVStore, table: RequestTable, faults: Faults, processed: bool = False
     ) -> None:
+        """`processed`: which logprobs (`worker/sampler.py`)"""
         self.program = program
-        self.sampling = sampling
         self.store = store
         self.table = table
-        self.block_size = block_size
         self.faults = faults
-        self.processed = processed
+        self.sampler = Sampler(table, program.vocab_size, sampling, processed)
+        self.prompts = PromptLogprobs(table, program.vocab_size, sampling)
+        self._pieces: list[PromptRankings] = []
         self._plan = StepPlan(0)
-        self._rows = torch.empty(0)
-        self._forward = Forward(torch.empty(0), torch.empty(0))
-        self._bad: list[int] = []
-        self._prompt_logprobs: dict[int, PromptPiece] = {}
+        self._forward: Forward | None = None
+
+    @torch.inference_mode()
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Calls all that is called around steps, once, in a way that changes nothing: none of it is compiled or loaded later."""
+        copy_blocks([buffer for cache in self.store.caches for buffer in cache.values()], [(NULL_BLOCK, NULL_BLOCK)])
+        self.table.apply(StepPlan(0, row_forks=[RowFork(0, 0, 0, NoiseKey((0, 0), 0, 0))]))
+        self.sampler.warm_up(dtype)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:
         self.faults.before_forward(plan.step)
         self.store.apply(plan)
-        self.table.apply(plan)
-        self._plan, self._bad, self._prompt_logprobs = plan, [], {}
-        if not plan.row:
-            return
-        batch = gather(plan, self.table, self.store, self.block_size)
-        self._forward = self.program.run(batch)
-        if self.faults.poisons(plan.step, 0):
-            self._forward.states[: plan.num_query[0]] = torch.nan
-        self._bad = _rows_not_finite(self._forward, batch)
-        if batch.whole:
-            self._prompt_logprobs = prompt_logprobs(self._forward.states, plan, self.table, self.program, self.sampling)
-        self._rows = batch.sample_row
+        for part in (self.table, self.sampler, self.prompts):
+            part.apply(plan)
+        self._plan, self._forward, self._pieces = plan, None, []
+        if plan.row:
+            shape = self.program.shape_of(len(plan.row), sum(plan.num_query))
+            send(entries(plan, shape), self.program.memory.entries)
+            self._forward = self.program.run(shape, self.prompts.reached(plan))
+            self._pieces = self.prompts.rankings(self._forward.hidden, plan, self.program.logits)
 
     @torch.inference_mode()
-    def sample(self, masks: Masks | None = None) -> Kept:
-        plan = self._plan
-        tokens: list[list[int]] = [[] for _ in plan.row]
-        result = StepResult(plan.step, tokens, prompt_logprobs=self._prompt_logprobs, bad_rows=self._bad)
-        entries = [entry for entry, samples in enumerate(plan.samples) if samples]
-        if not entries:
-            return Kept(result)
-        masked = {} if masks is None else {entries.index(entry): mask for entry, mask in zip(plan.mask_rows, masks, strict=True)}
-        sampled = sample(self._forward.logits, self._rows, self.table, self.sampling, self._forward.best, masked, self.processed)
-        ids = self._valid_ids(sampled.ids, entries)
-        self.table.append(self._rows, ids)
-        for entry, token in zip(entries, ids.tolist(), strict=True):
-            tokens[entry].append(token)
-        result.logprobs = {entries[index]: found for index, found in sampled.logprobs.items()}
-        return Kept(result)
+    def sample(self, masks: Masks | None = None) -> "Pending":
+        plan, forward = self._plan, self._forward
+        if forward is None:
+            return Pending(plan, torch.empty(0, dtype=torch.int32), NO_RANKINGS, [], [], None)
+        ids, special = forward.result[: len(plan.row)], self.sampler.special(plan)
+        masked = {} if masks is None else dict(zip(plan.mask_rows, masks, strict=True))
+        rankings = self.sampler.sample(forward.logits, special, plan.row, ids, masked) if special else NO_RANKINGS
+        spoiled = [0] if self.faults.poisons(plan.step, 0) or self.faults.spoils_id(plan.step) else []
+        host = torch.empty(len(ids), dtype=ids.dtype, pin_memory=ids.is_cuda).copy_(ids, non_blocking=True)
+        pieces = [piece.to_host() for piece in self._pieces]
+        pending = Pending(plan, host, rankings.to_host(), pieces, spoiled, torch.cuda.Event() if ids.is_cuda else None)
+        if pending.event is not None:
+            pending.event.record()
+        return pending
 
-    def _valid_ids(self, ids: Tensor, entries: list[int]) -> Tensor:
-        """An id outside the vocabulary must never be fed back: its row is bad."""
-        vocab_size = self.program.vocab_size
-        if self.faults.spoils_id(self._plan.step):
-            ids[0] = vocab_size
-        numbers = ids.numpy()
-        if numbers.min() < 0 or numbers.max() >= vocab_size:
-            outside = (ids < 0) | (ids >= vocab_size)
-            self._bad += [entries[index] for index in outside.nonzero().flatten().tolist() if entries[index] not in self._bad]
-            ids = ids.masked_fill(outside, 0)
-        return ids
+    def stop(self) -> None:
+        """Drops every reference, so that all memory goes."""
+        self.__dict__.clear()
 
 
-def gather(plan: StepPlan, table: RequestTable, store: KVStore, block_size: int) -> ForwardBatch:
-    """The plan as tensors, read out of the device rows. Made in numpy, which is quicker at small arrays."""
-    rows, starts, counts = np.array(plan.row), np.array(plan.start), np.array(plan.num_query)
-    query_start = np.concatenate([[0], counts.cumsum()])
-    token_rows = rows.repeat(counts)  # [T]
-    positions = np.arange(len(token_rows)) + (starts - query_start[:-1]).repeat(counts)
-    context_len = starts + counts
-    num_blocks = -(-int(context_len.max()) // block_size)
-    token_ids, tables = table.token_ids.numpy(), table.tables.numpy()
-    row_tables, samples = tables[rows, :num_blocks], np.array(plan.samples)
-    tensor = torch.from_numpy
-    return ForwardBatch(
-        token_ids=tensor(token_ids[token_rows, positions]),
-        positions=tensor(positions)[None],
-        rows=tensor(rows),
-        query_start=tensor(query_start),
-        context_len=tensor(context_len),
-        tables=tensor(row_tables),
-        slots=tensor(tables[token_rows, positions // block_size] * block_size + positions % block_size),
-        sample_index=tensor(query_start[1:][samples] - 1),
-        sample_row=tensor(rows[samples]),
-        caches=store.caches,
-        block_size=block_size,
-        shared=tensor(_shared_blocks(row_tables) * block_size),
-        whole=any(table.params[row].prompt_logprobs is not None for row in plan.row),
-    )
+@dataclass(slots=True)
+class Pending:
+    """A result on its way."""
+
+    plan: StepPlan
+    ids: Tensor  # [R], in memory of the host, as all the rest
+    rankings: Rankings
+    pieces: list[PromptRankings]
+    spoiled: list[int]  # entries that tests made bad
+    event: torch.cuda.Event | None  # when all of it is there
+
+    def result(self) -> StepResult:
+        if self.event is not None:
+            self.event.synchronize()
+        ids, samples = self.ids.tolist(), self.plan.samples
+        tokens = [[max(token, 0)] if sampled else [] for token, sampled in zip(ids, samples)]
+        return StepResult(
+            self.plan.step,
+            tokens,
+            logprobs=self.rankings.logprobs(),
+            prompt_logprobs={piece.entry: piece.piece() for piece in self.pieces},
+            bad_rows=self.spoiled + [entry for entry, token in enumerate(ids) if token < 0],
+        )
 
 
-def _shared_blocks(tables: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many blocks each row begins with that the row before it begins with, too."""
-    same = (tables[1:] == tables[:-1]) & (tables[1:] != NULL_BLOCK)
-    return np.concatenate([[0], np.logical_and.accumulate(same, axis=1).sum(axis=1)])
-
-
-def _rows_not_finite(forward: Forward, batch: ForwardBatch) -> list[int]:
-    """Plan entries with a state, of any planned token, that is not finite."""
-    tokens = _not_finite(forward.states)
-    if forward.sampled is not None:
-        tokens = torch.cat([tokens, batch.sample_index[_not_finite(forward.sampled)]])
-    return sorted(set((torch.searchsorted(batch.query_start, tokens, right=True) - 1).tolist())) if len(tokens) else []
-
-
-def _not_finite(states: Tensor) -> Tensor:
-    """Which of them have a number that is not."""
-    with np.errstate(invalid="ignore"):
-        total = states.numpy().sum() if states.dtype == torch.float32 else states.sum()  # numpy is quicker at the few of a decode step
-    if isfinite(float(total)):  # as it nearly always is
-        return torch.empty(0, dtype=torch.int64)
-    return (~states.isfinite().all(dim=1)).nonzero().flatten()
+def entries(plan: StepPlan, shape: Shape) -> Words:
+    """Returns the plan as words, padded to a shape: query_start | row | start | samples"""
+    count, size = len(plan.row), shape.entries
+    words = np.zeros((4, part_words(size)), np.int32)
+    query_start, row, start, samples = words
+    np.cumsum(plan.num_query, out=query_start[1 : count + 1])
+    query_start[count + 1 : size + 1] = query_start[count] + (np.arange(1, size - count + 1) if shape.decodes else 0)
+    row[:count], row[count:] = plan.row, PADDING
+    start[:count], samples[:count] = plan.start, plan.samples
+    return words.ravel()

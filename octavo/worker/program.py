@@ -1,57 +1,121 @@
-"""The program seam: how a model is run over a batch. Choosing one is the only branch in the runner."""
+"""The program seam: how a model computes a step, from entries that the host sent to sampled ids that lie in the rows.
 
+    prepare (rows -> tensors) -> model -> logits -> ids, greedy or by temperature -> finish (ids -> rows, result)
+
+    Eager     layer by layer, op by op: the readable one, on any device
+    Graph     the same, padded to shapes that are captured as CUDA graphs (`worker/graph_program.py`)
+    Native    one call of the native library a step (`worker/native_program.py`)
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from octavo.attention.backend import AttentionBackend
 from octavo.attention.forward_batch import ForwardBatch
+from octavo.kernels.ops import finish, prepare, sample
+from octavo.kernels.step_tensors import StepMemory, StepTensors
 from octavo.models.decoder import Decoder
+from octavo.worker.kv_store import Caches
+from octavo.worker.request_table import RequestTable
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    entries: int
+    tokens: int
+
+    @property
+    def decodes(self) -> bool:
+        """Every entry has one token."""
+        return self.entries == self.tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What a batch came to."""
+    """What a step left behind, where it was computed."""
 
-    states: Tensor  # [T, size]: hidden states after the final norm, if the batch is whole; else finite where what is in the caches is
-    logits: Tensor  # [S, vocab] float32, of the tokens to sample from
-    best: Tensor | None = None  # [S] int64: the argmax of each row of logits, where the program has found it already
-    sampled: Tensor | None = None  # [S, hidden]: hidden states of the tokens to sample from, where `states` are none
+    step: StepTensors
+    hidden: Tensor  # after the final norm: [T, hidden] of all tokens, if the step is whole; else of the last of each entry at least
+    logits: Tensor  # [P, vocab], of the last token of each entry
+    result: Tensor  # [P] int32: the id, 0 where none was sampled, -1 where a hidden state is not finite
 
 
 class Program(Protocol):
     vocab_size: int
+    memory: StepMemory  # the runner puts a step's entries there
 
     @property
     def nbytes(self) -> int:
         """What the weights take."""
 
-    def run(self, batch: ForwardBatch) -> Forward: ...
+    def shape_of(self, entries: int, tokens: int) -> Shape:
+        """Returns the shape a step is padded to."""
+
+    def run(self, shape: Shape, whole: bool) -> Forward:
+        """Computes a step over the entries that lie in `memory`. `whole`: hidden states of all tokens are wanted."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, hidden] -> [N, vocab] float32"""
+        """[N, hidden] -> [N, vocab]"""
 
 
 class Eager:
-    """Layer by layer, op by op: the readable one."""
-
-    def __init__(self, model: Decoder, backend: type[AttentionBackend]) -> None:
+    def __init__(
+        self, model: Decoder, backend: type[AttentionBackend], caches: Caches, table: RequestTable, block_size: int, max_tokens: int
+    ) -> None:
         self.vocab_size = model.config.vocab_size
-        self._model = model
+        self.model = model
+        self.table = table
         self._backend = backend
+        self._caches = caches
+        self._block_size = block_size
+        most_rows, device = len(table.words), table.words.device
+        self.memory = StepMemory(table.layout, most_rows, max(max_tokens, most_rows), device)
+        self._result = torch.zeros(most_rows, dtype=torch.int32, device=device)
+        # one place for the logits of all steps: what each graph kept for itself would be gigabytes
+        self.logits_memory = torch.empty(most_rows, self.vocab_size, dtype=model.norm.weight.dtype, device=device)
 
     @property
     def nbytes(self) -> int:
-        return self._model.nbytes
+        return self.model.nbytes
 
-    def run(self, batch: ForwardBatch) -> Forward:
+    def shape_of(self, entries: int, tokens: int) -> Shape:
+        return Shape(entries, tokens)
+
+    def run(self, shape: Shape, whole: bool = False, layers: Iterable[nn.Module] | None = None) -> Forward:
+        """`layers`: all, if not said."""
+        states, hidden, logits = self.compute(shape, whole, layers)
+        step, result = self.memory.step(shape.entries, shape.tokens), self._result[: shape.entries]
+        ids = sample(logits, step.temperature, step.noise, step.draw_positions)
+        finish(self.table.words, self.table.layout, step, ids, states, hidden, result)
+        return Forward(step, states if whole else hidden, logits, result)
+
+    def compute(self, shape: Shape, whole: bool = False, layers: Iterable[nn.Module] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """States of all tokens, hidden states of the last of each entry, and logits, which last until the next step.
+
+        The first are hidden states, too, if the step is whole; else what `Decoder.sampled` gives. The rows stay as they are.
+        """
+        step = self.memory.step(shape.entries, shape.tokens)
+        prepare(self.table.words, self.table.layout, self._block_size, step)
+        batch = self._batch(step, shape)
         batch.attention = self._backend.prepare(batch)
-        if batch.whole or len(batch.sample_index) == len(batch.token_ids):
-            hidden: Tensor = self._model(batch)
-            return Forward(hidden, self.logits(hidden[batch.sample_index]))
-        sampled, mixed = self._model.sampled(batch)
-        return Forward(mixed, self.logits(sampled), sampled=sampled)
+        if whole or shape.decodes:
+            states: Tensor = self.model(batch, layers)
+            hidden = states if shape.decodes else states.index_select(0, step.sample_index)
+        else:
+            hidden, states = self.model.sampled(batch, layers)
+        return states, hidden, self.model.head(hidden, self.logits_memory[: shape.entries])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._model.logits(hidden)
+        logits: Tensor = self.model.head(hidden)
+        return logits
+
+    def _batch(self, step: StepTensors, shape: Shape) -> ForwardBatch:
+        return ForwardBatch(
+            token_ids=step.token_ids, positions=step.positions[None], rows=step.row, query_start=step.query_start,
+            context_len=step.context_len, tables=step.tables[0], slots=step.slots[0], sample_index=step.sample_index,
+            caches=self._caches, block_size=self._block_size, max_query=1 if shape.decodes else shape.tokens,
+        )  # fmt: skip

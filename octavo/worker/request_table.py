@@ -1,110 +1,101 @@
-"""`RequestTable`: what the worker knows of each running sequence, in stable rows on the device.
+"""`RequestTable`: what the worker knows of each running sequence, a line of words a row (`kernels/row_words.py`).
 
-    row   token_ids                 num_tokens   table            sampling
-     0    [ 12  7 99  4 .. ]             4       [ 5  9  0 .. ]   temperature, top_p, noise key, ...
-     1    [ 12  7 31 .. ]                3       [ 5  2  0 .. ]
+    row   lengths, temperature, noise   block tables             token_ids
+     0    4, 4, 0.7, ...                [ 5  9  0 .. ]           [ 12  7 99  4 .. ]
+     1    3, 2, 0.0, ...                [ 5  2  0 .. ]           [ 12  7 31 .. ]
 
-A step sends only what changed: rows written at admission, rows forked, blocks appended. A sampled id goes straight into
-its row, so the next step can be planned and launched before the host has seen it. A freed row needs no message: whoever
-gets it next overwrites it.
+A step sends only what changed, in one upload: runs of words and where they go. Forks are copies inside the table. A sampled id is
+appended where the table lies, so the next step can be planned and launched before the host has seen it. A freed row needs no
+message: whoever gets it next overwrites it; what lies past a row's blocks and ids is never read.
 """
 
-from dataclasses import dataclass
-
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.kernels.ops import copy_words
+from octavo.kernels.row_words import HEAD, NOISE, NOISE_WORDS, NUM_PROMPT, NUM_TOKENS, TEMPERATURE, RowLayout
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
-from octavo.policy.block_pool import NULL_BLOCK
 from octavo.sampling_params import SamplingParams
 
-# columns of `values`, the float parameters a batch of rows is drawn with
-TEMPERATURE, TOP_P, MIN_P = range(3)
-
-
-@dataclass(frozen=True, slots=True)
-class LogitEdits:
-    """What a request asks to be done to its logits, as tensors: made once when its row is written, and read in every step."""
-
-    allowed: frozenset[int]  # empty: every id is
-    allowed_ids: Tensor  # [allowed]
-    bias_ids: Tensor  # [biases]
-    biases: Tensor  # [biases]
-    single_words: frozenset[int]  # bad words of one id
-    longer_words: dict[int, list[list[int]]]  # the others, by their last id but one
-    longest_word: int
-
-    @classmethod
-    def of(cls, params: SamplingParams, bad_words: list[list[int]]) -> "LogitEdits":
-        allowed, bias = params.allowed_token_ids or (), params.logit_bias or {}
-        longer: dict[int, list[list[int]]] = {}
-        for word in bad_words:
-            if len(word) > 1:
-                longer.setdefault(word[-2], []).append(word)
-        return cls(
-            allowed=frozenset(allowed),
-            allowed_ids=torch.tensor(allowed, dtype=torch.int64),
-            bias_ids=torch.tensor(list(bias), dtype=torch.int64),
-            biases=torch.tensor(list(bias.values()), dtype=torch.float32),
-            single_words=frozenset(word[0] for word in bad_words if len(word) == 1),
-            longer_words=longer,
-            longest_word=max(map(len, bad_words), default=0),
-        )
-
-
-NO_EDITS = LogitEdits.of(SamplingParams(), [])
+Words = NDArray[np.int32]
 
 
 class RequestTable:
-    def __init__(self, num_rows: int, max_len: int, max_blocks: int) -> None:
-        self.token_ids = torch.zeros(num_rows, max_len, dtype=torch.int64)  # [rows, positions]
-        self.num_tokens = torch.zeros(num_rows, dtype=torch.int64)
-        self.num_prompt = torch.zeros(num_rows, dtype=torch.int64)
-        self.tables = torch.zeros(num_rows, max_blocks, dtype=torch.int64)  # [rows, blocks], null block past the end
-        self.values = torch.zeros(num_rows, 3)
-        self.top_k = torch.zeros(num_rows, dtype=torch.int64)
-        self.noise = torch.zeros(num_rows, 4, dtype=torch.int64)  # key, key, stream, high
-        self.params: list[SamplingParams] = [SamplingParams()] * num_rows
-        self.end_ids: list[tuple[int, ...]] = [()] * num_rows
-        self.edits: list[LogitEdits] = [NO_EDITS] * num_rows
+    def __init__(self, num_rows: int, layout: RowLayout, device: torch.device) -> None:
+        self.layout = layout
+        self.words = torch.zeros(num_rows, layout.width, dtype=torch.int32, device=device)  # [rows, width]; the rest are views
+        self.num_tokens, self.num_prompt = self.words[:, NUM_TOKENS], self.words[:, NUM_PROMPT]
+        self.token_ids = self.words[:, layout.tokens :]  # [rows, max_len]
 
     def apply(self, plan: StepPlan) -> None:
-        """Everything a plan changes in the rows, in the order it was decided."""
+        """Makes every change of a plan in the rows, in the order it was decided."""
+        if plan.row_forks:
+            self._copy_lines(plan.row_forks)
+        runs: list[tuple[int, Words]] = []  # where they go, and what
         for fork in plan.row_forks:
-            self._fork(fork)
+            runs.append((self._at(fork.row, NOISE), noise_words(fork.noise)))
         for write in plan.row_writes:
-            self._write(write)
+            runs.append((self._at(write.row, 0), np.concatenate([_head(write), np.array(write.table, np.int32)])))
+            runs.append((self._at(write.row, self.layout.tokens), np.array(write.token_ids, np.int32)))
         if plan.new_blocks:
-            rows, index, blocks = torch.tensor(plan.new_blocks).unbind(1)
-            self.tables[rows, index] = blocks
+            rows, index, blocks = np.array(plan.new_blocks).T
+            runs.extend(zip((rows * self.layout.width + HEAD + index).tolist(), blocks.astype(np.int32)[:, None], strict=True))
+        if runs:
+            self._write(runs)
 
-    def append(self, rows: Tensor, ids: Tensor) -> None:
-        """Sampled ids join their rows. rows and ids: [S]. In numpy, which is quicker at small arrays."""
-        places, lengths = rows.numpy(), self.num_tokens.numpy()
-        ends = lengths[places]
-        self.token_ids.numpy()[places, ends] = ids.numpy()
-        lengths[places] = ends + 1
+    def _at(self, row: int, word: int) -> int:
+        return row * self.layout.width + word
 
-    def _write(self, write: RowWrite) -> None:
-        row, count = write.row, len(write.token_ids)
-        self.token_ids[row, :count] = torch.tensor(write.token_ids, dtype=torch.int64)
-        self.num_tokens[row] = count
-        self.num_prompt[row] = write.num_prompt
-        self.tables[row] = NULL_BLOCK
-        self.tables[row, : len(write.table)] = torch.tensor(write.table, dtype=torch.int64)
-        self.end_ids[row] = write.end_ids
-        named = write.bad_words or write.params.allowed_token_ids or write.params.logit_bias
-        self.edits[row] = LogitEdits.of(write.params, write.bad_words) if named else NO_EDITS
-        self._write_params(row, write.params, write.noise)
+    def _copy_lines(self, forks: list[RowFork]) -> None:
+        width = self.layout.width
+        runs = np.array([(fork.source * width, fork.row * width, width) for fork in forks], np.int64)  # [N, 3]
+        flat = self.words.view(-1)
+        copy_words(flat, flat, _runs(upload(runs.ravel().view(np.int32), self.words.device)), width)
 
-    def _write_params(self, row: int, params: SamplingParams, noise: NoiseKey) -> None:
-        self.params[row] = params
-        self.values[row] = torch.tensor([params.temperature, params.top_p, params.min_p])
-        self.top_k[row] = max(params.top_k, 0)
-        self.noise[row] = torch.tensor([*noise.key, noise.stream, noise.high])
+    def _write(self, runs: list[tuple[int, Words]]) -> None:
+        counts = np.array([len(words) for _, words in runs])
+        starts = 6 * len(runs) + counts.cumsum() - counts
+        places = np.array([place for place, _ in runs], np.int64)
+        table = np.stack([starts, places, counts], axis=1).ravel().view(np.int32)  # [N, 3] of two words each
+        sent = upload(np.concatenate([table, *(words for _, words in runs)]), self.words.device)
+        copy_words(sent, self.words.view(-1), _runs(sent[: table.size]), int(counts.max()))
 
-    def _fork(self, fork: RowFork) -> None:
-        for tensor in (self.token_ids, self.num_tokens, self.num_prompt, self.tables):
-            tensor[fork.row] = tensor[fork.source]
-        self.end_ids[fork.row], self.edits[fork.row] = self.end_ids[fork.source], self.edits[fork.source]
-        self._write_params(fork.row, self.params[fork.source], fork.noise)
+
+def _runs(words: Tensor) -> Tensor:
+    """Runs of `copy_words`, [N, 3] int64: all rows together may have more than 2^31 words."""
+    return words.view(torch.int64).view(-1, 3)
+
+
+def upload(words: Words, device: torch.device) -> Tensor:
+    """Returns the words on the device, without waiting for it."""
+    if device.type == "cpu":
+        return torch.from_numpy(words)
+    sent = torch.empty(words.shape, dtype=torch.int32, device=device)
+    send(words, sent)
+    return sent
+
+
+def send(words: Words, target: Tensor) -> None:
+    """Puts words at the beginning of a tensor. A copy to a device reads pinned memory, which is kept until it is done."""
+    host = torch.from_numpy(words)
+    target[: len(host)].copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
+
+
+def _head(write: RowWrite) -> Words:
+    head = np.zeros(HEAD, np.int32)
+    head[NUM_TOKENS], head[NUM_PROMPT] = len(write.token_ids), write.num_prompt
+    head.view(np.float32)[TEMPERATURE] = _temperature(write.params)
+    head[NOISE : NOISE + NOISE_WORDS] = noise_words(write.noise)
+    return head
+
+
+def _temperature(params: SamplingParams) -> float:
+    """What a step samples a row with: 0, which is greedy, also where the sampler draws the row again."""
+    again = params.filtered or params.edits_logits or params.structured_outputs is not None
+    return 0.0 if params.greedy or again else params.temperature
+
+
+def noise_words(noise: NoiseKey) -> Words:
+    return np.array([*noise.key, noise.stream, noise.high], np.uint32).view(np.int32)

@@ -1,4 +1,4 @@
-"""The sampler: from logits to the next id of each sampled row. The order is that of vLLM V1:
+"""`Sampler`: what a step leaves to be done for rows that ask for more than greedy or temperature alone. The order is that of vLLM V1:
 
     raw logits -> logprobs to report, unless those of the processed kind are wanted
                -> what a grammar allows -> allowed ids -> bad words, end ids until min_tokens -> bias
@@ -7,31 +7,42 @@
                -> others: temperature, min-p, top-k, top-p -> Gumbel noise, argmax
                -> logprobs of the processed kind: of what greedy rows take the best, and others draw
 
-Penalties read the row's own ids, so forks, preemption and steps in flight need no counts kept beside them. Noise is
-keyed by (seed, sample) and counted by (token, position). A row's result therefore depends on its logits, ids, parameters
-and key alone, never on its neighbours, its row number or its place in the batch. Equal scores go to the lower id. A row
-of logits that are not finite still yields some valid id, and disturbs no other.
+A step samples every row by its temperature alone and appends that id to the row. For special rows it is provisional: they are
+drawn here, and the id takes its place. The host may be a step behind and never looks at ids: whatever depends on them is read out of
+the rows, where they lie. Nothing here waits for a device.
+
+Penalties read the row's own ids, so forks, preemption and steps in flight need no counts kept beside them. Noise is keyed by
+(seed, sample) and counted by (token, position). A row's result therefore depends on its logits, ids, parameters and key alone, never
+on its neighbours, its row number or its place in the batch. Equal scores go to the lower id. A row of logits that are not finite
+still yields some valid id, and disturbs no other.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.kernels import logit_edits, ops
 from octavo.kernels.drawn_from import rank_drawn
+from octavo.kernels.mask import mask_logits
+from octavo.kernels.ops import Edits, edit_logits
 from octavo.kernels.reference.sampling import ONE, Draws, Ranking
-from octavo.messages import TokenLogprobs
+from octavo.messages import NoiseKey, RowWrite, StepPlan, TokenLogprobs
+from octavo.policy.gpu_size import ADJUSTED_LOGITS
 from octavo.sampling_params import SamplingParams
 from octavo.worker.executor import Masks
-from octavo.worker.request_table import MIN_P, TEMPERATURE, TOP_P, LogitEdits, RequestTable
+from octavo.worker.request_table import RequestTable, Words, noise_words, upload
+
+ENTRY, ROW, TEMPERATURE, TOP_K, TOP_P, MIN_P, NOISE = range(7)  # words of an entry that is drawn
+ENTRY_WORDS = NOISE + 4
 
 
 class Sampling(Protocol):
-    """What reads whole rows of the vocabulary: the module `kernels.reference.sampling`, or the native library."""
+    """What reads whole rows of the vocabulary: the module `kernels.ops`, or the native library."""
 
     def draw(self, logits: Tensor, draws: Draws) -> Tensor: ...
 
@@ -39,130 +50,245 @@ class Sampling(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    ids: Tensor  # [S] int64
-    logprobs: dict[int, TokenLogprobs]  # index into ids -> where asked for
+class Special:
+    """A row that asks for more."""
+
+    line: Words  # [ENTRY_WORDS]; entry and row are filled in when it is drawn
+    edits: Edits | None  # what is to be done to its logits
+    redrawn: bool  # the step's own id is provisional
+    greedy: bool
+    filtered: bool
+    logprobs: int | None
 
 
-def sample(
-    logits: Tensor,  # [S, V] float32, left as they are
-    rows: Tensor,  # [S], rows of the table
-    table: RequestTable,
-    sampling: Sampling,
-    best: Tensor | None = None,  # the argmax of each, if known
-    masks: Mapping[int, Masks] | None = None,  # index into rows -> [words], where a grammar decides, too
-    processed: bool = False,  # logprobs are of what an id was drawn from, not of the logits
-) -> Sampled:
-    """The id that follows each row."""
-    row_list = rows.tolist()
-    params = [table.params[row] for row in row_list]
-    scores = _adjusted(logits, row_list, table, masks or {})
-    random = [i for i, p in enumerate(params) if not p.greedy]
-    if len(random) == len(params):
-        ids = sampling.draw(scores, _draws(rows, table))
-    else:
-        ids = best if best is not None and scores is logits else torch.from_numpy(scores.numpy().argmax(-1))  # the first of equals
-        if random:
-            ids[random] = sampling.draw(scores[random], _draws(rows[random], table))
-    asked = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
-    if not asked:
-        return Sampled(ids, {})
-    some, counts = list(asked), list(asked.values())
-    if processed:
-        found = _rank_drawn(scores, ids, rows, some, max(counts), table, sampling)
-    else:
-        every = len(some) == len(ids)
-        found = sampling.rank(logits if every else logits[some], ids if every else ids[some], max(counts))
-    return Sampled(ids, dict(zip(some, listed(found, counts), strict=True)))
+Chosen = tuple[int, int, Special]  # entry, row, and what that asks for
 
 
-def _rank_drawn(
-    scores: Tensor, ids: Tensor, rows: Tensor, some: list[int], count: int, table: RequestTable, sampling: Sampling
-) -> Ranking:
-    """Where some of the ids stand among what they were drawn from. scores: [S, V], adjusted; ids and rows: [S]"""
-    return rank_drawn(
-        lambda part: scores[some[part]],
-        scores.shape[1],
-        _draws(rows[some], table),
-        ids[some],
-        filtered=any(table.params[row].filtered for row in rows[some].tolist()),
-        rank=lambda logits, chosen: sampling.rank(logits, chosen, count),
-    )
+@dataclass(frozen=True, slots=True)
+class Rankings:
+    """What logprobs are made of, on its way to the host."""
+
+    entries: list[int]
+    counts: list[int]
+    found: Ranking | None
+
+    def to_host(self) -> "Rankings":
+        """Returns the same in memory of the host: readable when the device has come this far."""
+        return self if self.found is None else replace(self, found=on_host(self.found))
+
+    def logprobs(self) -> dict[int, TokenLogprobs]:
+        """Returns what each entry asked for."""
+        return {} if self.found is None else dict(zip(self.entries, listed(self.found, self.counts), strict=True))
 
 
-def _draws(rows: Tensor, table: RequestTable) -> Draws:
-    values = table.values[rows]
+NO_RANKINGS = Rankings([], [], None)
+
+
+class Sampler:
+    def __init__(self, table: RequestTable, vocab_size: int, sampling: Sampling = ops, processed: bool = False) -> None:
+        """`processed`: logprobs are of what an id was drawn from, not of the logits."""
+        self._table = table
+        self._sampling = sampling
+        self._processed = processed
+        self._vocab_size = vocab_size
+        self._rows_at_once = max(ADJUSTED_LOGITS // vocab_size, 1)
+        self._masked_at_once = max(min(self._rows_at_once, len(table.words)) // 2, 1)  # a copy is made of these first, in the same memory
+        self._device = table.words.device
+        self._special: dict[int, Special] = {}  # row -> what its latest tenant asks for; a freed row stays until the next
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Runs every kernel once on logits of this kind, so that none is compiled later. The rows have to be empty, and stay so."""
+        logits = torch.zeros(1, self._vocab_size, dtype=dtype, device=self._device)
+        words = torch.zeros(1, ENTRY_WORDS, dtype=torch.int32, device=self._device)
+        draws = _draws(words, words[:, ENTRY])
+        edits = self._held(logit_edits.pack(SamplingParams(min_tokens=1), (), []))
+        mask_logits(logits, torch.zeros(1, -(-self._vocab_size // 32), dtype=torch.int32, device=self._device))
+        table = self._table.token_ids, self._table.num_tokens, self._table.num_prompt
+        self._sampling.draw(edit_logits(logits, [0], [0], [edits], *table), draws)
+        ids = self._sampling.draw(logits, draws).to(torch.int32)
+        self._sampling.rank(logits, ids, 1)
+        if self._processed:
+            self._rank_drawn(logits, [(0, 0, Special(words[0].cpu().numpy(), None, True, False, True, 1))], {}, ids)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Learns of the rows a plan forks and writes."""
+        sources = [self._special.get(fork.source) for fork in plan.row_forks]
+        for fork, special in zip(plan.row_forks, sources):
+            self._set(fork.row, special and replace(special, line=_with_noise(special.line, fork.noise)))
+        for write in plan.row_writes:
+            self._set(write.row, self._asked(write))
+
+    def special(self, plan: StepPlan) -> list[int]:
+        """Returns the entries of the plan that are sampled and ask for more."""
+        if not self._special:
+            return []
+        return [entry for entry, (row, sampled) in enumerate(zip(plan.row, plan.samples)) if sampled and row in self._special]
+
+    def sample(
+        self, logits: Tensor, special: list[int], rows: list[int], ids: Tensor, masks: Mapping[int, Masks] | None = None
+    ) -> Rankings:
+        """Draws the special entries again where they ask for it. logits: [P, V], raw; rows: of each entry; ids: [P], changed in place.
+
+        It has to come after the step appended `ids` to their rows: the newest id of a row is the provisional one, so ids before it
+        are what was said so far, and the place it has, num_tokens - 1, is the position noise is counted by. The drawn id goes into
+        `ids` and into that place. An id below 0 stands for a row that is not finite, and stays. masks: of entries with a grammar, [words]
+        """
+        masks = masks or {}
+        asked = [(entry, rows[entry], self._special[rows[entry]]) for entry in special]
+        for some in _at_once([one for one in asked if one[0] in masks], self._masked_at_once):
+            entries = _entries(some)
+            words = upload(np.stack([masks[entry] for entry in entries]), self._device)
+            self._draw_again(mask_logits(self._chosen(logits, entries), words), list(enumerate(some)), ids)
+        self._draw_again(logits, [(one[0], one) for one in asked if one[0] not in masks and one[2].redrawn], ids)
+        wanted = [one for one in asked if one[2].logprobs is not None]
+        if not wanted:
+            return NO_RANKINGS
+        if self._processed:
+            return self._rank_drawn(logits, wanted, masks, ids)
+        entries, counts = _entries(wanted), _counts(wanted)
+        return Rankings(entries, counts, self._sampling.rank(self._chosen(logits, entries), self._said(ids, entries), max(counts)))
+
+    def _rank_drawn(self, logits: Tensor, wanted: list[Chosen], masks: Mapping[int, Masks], ids: Tensor) -> Rankings:
+        """Ranks the ids among what they were drawn from: that is made once more for those who ask, a few rows at a time."""
+        entries, counts = _entries(wanted), _counts(wanted)
+        lines = np.stack([one.line for _, _, one in wanted])
+        lines[[one.greedy for _, _, one in wanted], TEMPERATURE] = 0  # greedy rows scale and cut nothing
+        words = upload(lines, self._device)
+        found = rank_drawn(
+            lambda part: self._scores(logits, wanted[part], masks),
+            self._vocab_size,
+            _draws(words, words[:, ENTRY]),  # nothing is drawn, so that positions do not matter
+            self._said(ids, entries),
+            filtered=any(one.filtered for _, _, one in wanted),
+            rank=lambda scores, chosen: self._sampling.rank(scores, chosen, max(counts)),
+        )
+        return Rankings(entries, counts, found)
+
+    def _scores(self, logits: Tensor, some: list[Chosen], masks: Mapping[int, Masks]) -> Tensor:
+        """Returns the logits of some entries, masked and edited where they ask for it, [len(some), V] float32."""
+        chosen = self._chosen(logits, _entries(some))
+        if any(entry in masks for entry in _entries(some)):
+            free = np.full_like(next(iter(masks.values())), -1)
+            chosen = mask_logits(chosen, upload(np.stack([masks.get(entry, free) for entry in _entries(some)]), self._device))
+        asking = [place for place, (_, _, one) in enumerate(some) if one.edits is not None]
+        if not asking:
+            return chosen.float()
+        where = upload(np.array(asking, np.int32), self._device)
+        return chosen.float().index_copy(0, where.long(), self._edited(chosen, asking, [some[place] for place in asking]))
+
+    def _edited(self, logits: Tensor, places: list[int], some: list[Chosen]) -> Tensor:
+        """Returns the edited rows of logits at these places, [len(some), V] float32. All of `some` ask for it."""
+        table = self._table.token_ids, self._table.num_tokens, self._table.num_prompt
+        edits = [one.edits for _, _, one in some if one.edits is not None]
+        return edit_logits(logits, places, [row for _, row, _ in some], edits, *table)
+
+    def _draw_again(self, logits: Tensor, some: list[tuple[int, Chosen]], ids: Tensor) -> None:
+        """Draws each of these from its row of logits, edited where it asks for that."""
+        place = {chosen[0]: row for row, chosen in some}
+        for part in _at_once([chosen for _, chosen in some if chosen[2].edits is not None], self._rows_at_once):
+            self._draw(self._edited(logits, [place[entry] for entry in _entries(part)], part), part, ids)
+        others = [chosen for _, chosen in some if chosen[2].edits is None]
+        if others:
+            self._draw(self._chosen(logits, [place[entry] for entry in _entries(others)]), others, ids)
+
+    def _draw(self, scores: Tensor, some: list[Chosen], ids: Tensor) -> None:
+        """Draws one id for each from its scores, [len(some), V]; it takes the place of the provisional one."""
+        lines = np.stack([one.line for _, _, one in some])
+        lines[:, ENTRY], lines[:, ROW] = _entries(some), [row for _, row, _ in some]
+        words = upload(lines, self._device)  # [n, ENTRY_WORDS]
+        entries, rows = words[:, :TEMPERATURE].T.long()
+        positions = self._table.num_tokens.index_select(0, rows) - 1
+        drawn = self._sampling.draw(scores, _draws(words, positions))
+        self._table.token_ids[rows, positions.long()] = drawn.to(torch.int32)
+        provisional = ids.index_select(0, entries)
+        ids.index_copy_(0, entries, torch.where(provisional < 0, provisional, drawn.to(ids.dtype)))
+
+    def _chosen(self, source: Tensor, entries: list[int]) -> Tensor:
+        """Returns some rows of a tensor; a view, where they are the first ones."""
+        if entries == list(range(len(entries))):
+            return source[: len(entries)]
+        return source.index_select(0, upload(np.array(entries, np.int32), self._device))
+
+    def _said(self, ids: Tensor, entries: list[int]) -> Tensor:
+        """Returns the entries' ids as ids of the vocabulary, whatever a row is marked with."""
+        return self._chosen(ids, entries).clamp(min=0)
+
+    def _set(self, row: int, special: Special | None) -> None:
+        if special is None:
+            self._special.pop(row, None)
+        else:
+            self._special[row] = special
+
+    def _asked(self, write: RowWrite) -> Special | None:
+        params = write.params
+        edited = logit_edits.wanted(params, write.bad_words)
+        redrawn = params.filtered or edited or params.structured_outputs is not None
+        if not redrawn and params.logprobs is None:
+            return None
+        edits = self._held(logit_edits.pack(params, write.end_ids, write.bad_words)) if edited else None
+        return Special(_with_noise(_line(params), write.noise), edits, redrawn, params.greedy, params.filtered, params.logprobs)
+
+    def _held(self, packed: Words) -> Edits:
+        """Returns packed edits as kernels of this device read them."""
+        return upload(packed, self._device) if self._device.type == "cuda" else logit_edits.unpack(packed)
+
+
+def _at_once(some: list[Chosen], most: int) -> Iterator[list[Chosen]]:
+    """Yields no more at a time than memory is planned for."""
+    return (some[start : start + most] for start in range(0, len(some), most))
+
+
+def _entries(some: list[Chosen]) -> list[int]:
+    return [entry for entry, _, _ in some]
+
+
+def _counts(some: list[Chosen]) -> list[int]:
+    return [one.logprobs for _, _, one in some if one.logprobs is not None]
+
+
+def _draws(words: Tensor, positions: Tensor) -> Draws:
+    """words: [n, ENTRY_WORDS]"""
+    floats = words.view(torch.float32)
     return Draws(
-        temperature=values[:, TEMPERATURE],
-        top_k=table.top_k[rows],
-        top_p=values[:, TOP_P],
-        min_p=values[:, MIN_P],
-        noise=table.noise[rows],
-        positions=table.num_tokens[rows],  # the place the new id will take
+        temperature=floats[:, TEMPERATURE],
+        top_k=words[:, TOP_K],
+        top_p=floats[:, TOP_P],
+        min_p=floats[:, MIN_P],
+        noise=words[:, NOISE:],
+        positions=positions,
     )
 
 
-def _adjusted(logits: Tensor, row_list: list[int], table: RequestTable, masks: Mapping[int, Masks]) -> Tensor:
-    """Logits after grammars, minimum lengths and penalties: a copy if any row needs them, else the logits themselves. [S, V]"""
-    scores = logits
-    for i, row in enumerate(row_list):
-        params = table.params[row]
-        asks = params.min_tokens or _penalised(params) or params.logit_bias or params.allowed_token_ids or params.bad_words
-        if not asks and i not in masks:
-            continue
-        scores = logits.clone() if scores is logits else scores
-        if i in masks:
-            bits = np.unpackbits(masks[i].view(np.uint8), bitorder="little")
-            scores[i].numpy()[bits[: scores.shape[1]] == 0] = -np.inf
-        ids = table.token_ids[row, : int(table.num_tokens[row])]
-        output = ids[int(table.num_prompt[row]) :]
-        edits = table.edits[row]
-        if edits.allowed:
-            kept = scores[i, edits.allowed_ids]
-            scores[i] = -torch.inf
-            scores[i, edits.allowed_ids] = kept
-        banned = _word_ends(edits, output)
-        if len(output) < params.min_tokens:
-            banned.update(table.end_ids[row])
-        if not edits.allowed or not edits.allowed <= banned:  # else nothing would be left
-            scores[i, list(banned)] = -torch.inf
-        if params.logit_bias:
-            scores[i, edits.bias_ids] += edits.biases
-        if _penalised(params):
-            _penalise(scores[i], ids, output, params)
-    return scores
+def on_host(found: Ranking) -> Ranking:
+    """Returns a copy in memory of the host, begun and not waited for."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        if not tensor.is_cuda:
+            return tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+    return Ranking(copy(found.chosen), copy(found.ranks), copy(found.totals), copy(found.near), copy(found.near_ids))
 
 
-def _word_ends(edits: LogitEdits, output: Tensor) -> set[int]:
-    """Ids that would complete a bad word: all but its last stand at the end of the output."""
-    tail = output[max(len(output) - edits.longest_word + 1, 0) :].tolist() if edits.longest_word > 1 else []
-    words = edits.longer_words.get(tail[-1], ()) if tail else ()
-    ends = {word[-1] for word in words if len(word) <= len(tail) + 1 and tail[len(tail) - len(word) + 1 :] == word[:-1]}
-    return ends | edits.single_words
+def _line(params: SamplingParams) -> Words:
+    line = np.zeros(ENTRY_WORDS, np.int32)
+    floats = line.view(np.float32)
+    if params.greedy:  # the best one, the lower id of equals
+        line[TOP_K], floats[TEMPERATURE], floats[TOP_P] = 1, 1, 1
+    else:
+        line[TOP_K] = max(params.top_k, 0)
+        floats[TEMPERATURE], floats[TOP_P], floats[MIN_P] = params.temperature, params.top_p, params.min_p
+    return line
 
 
-def _penalised(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
-
-
-def _penalise(scores: Tensor, ids: Tensor, output: Tensor, params: SamplingParams) -> None:
-    """Makes ids of the row less likely, in place. scores: [V]; ids: prompt and output; output: its end alone"""
-    repetition = params.repetition_penalty
-    if repetition != 1:
-        seen = scores[ids]
-        scores[ids] = torch.where(seen > 0, seen / repetition, seen * repetition)  # an id met twice is written twice, alike
-    if params.frequency_penalty != 0 or params.presence_penalty != 0:
-        met, counts = output.unique(return_counts=True)
-        scores[met] -= params.frequency_penalty * counts + params.presence_penalty
-
-
-def token_logprobs(logits: Tensor, ids: Tensor, counts: Sequence[int], sampling: Sampling) -> list[TokenLogprobs]:
-    """Of each row's id, and the best of the row, as many as its count says. logits: [S, V], raw; ids: [S]"""
-    return listed(sampling.rank(logits, ids, max(counts)), counts)
+def _with_noise(line: Words, noise: NoiseKey) -> Words:
+    line = line.copy()
+    line[NOISE:] = noise_words(noise)
+    return line
 
 
 def listed(found: Ranking, counts: Sequence[int]) -> list[TokenLogprobs]:
-    """What a ranking says of each row, with as many of its best as its count says."""
+    """Returns what a ranking says of each row, with as many of its best as its count says."""
     columns = (found.totals, found.ranks, found.chosen, found.near, found.near_ids)
     return [
         _with_total(total, rank, [chosen, *near[:count]], near_ids[:count])

@@ -100,7 +100,7 @@ def test_kernels_compile_without_spilling(tmp_path: Path) -> None:
     products = {"gemv", "merge_gemv", "merge_heads"}
     products |= {"packed_gemv", "packed_small_gemm", "packed_gemm", "sum_shares", "unpack_tile"}
     sampling = {"best_of_blocks", "best_of_rows", "find_tops", "survey", "gather", "settle", "weigh", "draw_fallback", "stand", "nearest"}
-    assert names == layers | products | sampling | {"lay_out", "adjust_rows"}
+    assert names == layers | products | sampling | {"lay_out", "edit_rows"}
     units = {(capability, name, units) for capability, name, units in taken if name.startswith(("packed_gemm", "prefill"))}
     hopper = {("90", "packed_gemm", "wgmma"), ("90", "prefill_hopper", "wgmma"), ("90", "prefill", "-")}  # no matrix units for float32
     older = {("86", "packed_gemm", "mma"), ("86", "prefill", "mma")}

@@ -25,7 +25,7 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from octavo.kernels.asks import HEAD
+from octavo.kernels.logit_edits import HEAD
 from octavo.kernels.cache_layout import Layout, empty_cache
 from octavo.kernels.device_codes import zero_codes
 from octavo.kernels.reference.sampling import Draws
@@ -34,7 +34,7 @@ from octavo.kernels.triton.attention.paged_attention import paged_attention
 from octavo.kernels.triton.gemv.products import gate_up, linear, merge_linear, merge_parts, norm_linear
 from octavo.kernels.triton.packed.products import packed_gate_up, packed_linear, unpack
 from octavo.kernels.triton.sampling.draw import draw
-from octavo.kernels.triton.sampling.logit_edits import adjust
+from octavo.kernels.triton.sampling.logit_edits import edit_logits
 from octavo.kernels.triton.sampling.rank import rank
 from octavo.kernels.triton.sampling.sample import sample
 from octavo.kernels.triton.step.activation import silu_and_mul
@@ -123,7 +123,7 @@ def compile_sampling() -> None:
     floats = lines.view(torch.float32)
     draw(logits, Draws(floats[:, 2], lines[:, 3], floats[:, 4], floats[:, 5], lines[:, 6:10], index.int()))
     rank(logits, index, 5)
-    adjust(logits, [0], [0], [torch.zeros(HEAD, dtype=torch.int32)], lines[:, 2:], lines[:, 0], lines[:, 1])
+    edit_logits(logits, [0], [0], [torch.zeros(HEAD, dtype=torch.int32)], lines[:, 2:], lines[:, 0], lines[:, 1])
 
 
 def compile_every() -> None:

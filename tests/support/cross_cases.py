@@ -206,7 +206,7 @@ def attend_case(case: AttentionCase, name: str, title: str) -> Case:
 def attention_case(kernel: str, title: str, case: AttentionCase, qkv: Floats, caches: tuple[Cache, Cache]) -> Case:
     found = Case(kernel, title, model_numbers(case), step_arrays(case))
     found.arrays |= {"qkv": qkv, **cache_arrays(caches)}
-    found.arrays["shared"] = np.array(case.shared or [0] * len(case.rows)) * case.block_size
+    found.arrays["shared"] = np.array(case.shared or [0] * len(case.rows), np.int32) * np.int32(case.block_size)
     found.numbers["layer0.window"] = case.window
     if case.norms is not None:
         found.arrays |= {"layer0.q_norm": case.norms[0], "layer0.k_norm": case.norms[1]}
@@ -281,8 +281,9 @@ def argmax_cases() -> Iterator[Case]:
             head[:, 0], one[0, 0] = logits / 8, 1
             case = Case("argmax", f"{kind} logits of {vocab}", {"hidden": 64, "vocab": vocab, "embed_kind": F32, "num_layers": 0, "eps": 0})
             case.numbers |= {"heads": 1, "kv_heads": 1, "head_dim": 16, "block_size": 16, "attention_scale": 1.0, "intermediate": 16}
-            zero, ends = np.zeros(1, np.int64), {"query_start": np.arange(2), "context_len": np.ones(1, np.int64)}
-            case.arrays |= {"token_ids": zero, "positions": zero, "slots": zero, "tables": zero[None], "sample_index": zero, **ends}
+            zero, ends = np.zeros(1, np.int64), {"query_start": np.arange(2, dtype=np.int32), "context_len": np.ones(1, np.int32)}
+            ends["tables"] = np.zeros((1, 1), np.int32)
+            case.arrays |= {"token_ids": zero, "positions": zero, "slots": zero, "sample_index": zero, **ends}
             case.arrays |= {"embed": one, "norm": np.ones(64, np.float32)}
             with_weights(case, Weights(None, head, F32, 0, None, None, {"values": head}), "head.")
             case.expected.append(Expected("logits", "floats", logits[None], "largest", 0.0))  # a zero may lose its sign

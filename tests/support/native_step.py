@@ -66,7 +66,7 @@ class Run:
         self.decoder, self.case, tokens = decoder, case, len(case.positions)
         random = np.random.default_rng(tokens)
         self.ids = random.integers(0, decoder.vocab, tokens)
-        self.samples = case.query_start[1:] - 1 if sampled else np.zeros(0, np.int64)
+        self.samples = case.query_start[1:].astype(np.int64) - 1 if sampled else np.zeros(0, np.int64)
         self.caches = [case.past() for _ in decoder.layers]
         self.cos, self.sin = np.cos(case.angles), np.sin(case.angles)
         self.hidden = np.full((tokens, HIDDEN), np.nan, np.float32)

@@ -18,6 +18,7 @@ from octavo.kernels.cpu.library import BF16, F16, F32, Layer, Model, NativeLibra
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
+Words = NDArray[np.int32]
 
 
 def to_bf16(values: Floats) -> NDArray[np.uint16]:
@@ -73,23 +74,23 @@ class AttentionCase:
         return np.random.default_rng(self.seed)
 
     @cached_property
-    def context_len(self) -> Integers:
-        return np.array([past + new for past, new in self.rows])
+    def context_len(self) -> Words:
+        return np.array([past + new for past, new in self.rows], np.int32)
 
     @cached_property
-    def query_start(self) -> Integers:
-        return np.cumsum([0] + [new for _, new in self.rows])
+    def query_start(self) -> Words:
+        return np.cumsum([0] + [new for _, new in self.rows], dtype=np.int32)
 
     @cached_property
     def positions(self) -> Integers:
         return np.concatenate([past + np.arange(new) for past, new in self.rows])
 
     @cached_property
-    def tables(self) -> Integers:
+    def tables(self) -> Words:
         """[rows, blocks of the longest]; no row has block 0, which is what the rest of a table names."""
         held = -(-self.context_len // self.block_size)
         blocks = 1 + self.random.permutation(int(held.sum()) + 3)
-        tables = np.zeros((len(self.rows), int(held.max())), np.int64)
+        tables = np.zeros((len(self.rows), int(held.max())), np.int32)
         for row, count in enumerate(held):
             tables[row, :count], blocks = blocks[:count], blocks[count:]
         for row, count in enumerate(self.shared):
@@ -101,7 +102,7 @@ class AttentionCase:
         return np.repeat(np.arange(len(self.rows)), [new for _, new in self.rows])
 
     def slots(self, rows: Integers, positions: Integers) -> Integers:
-        return np.asarray(self.tables[rows, positions // self.block_size] * self.block_size + positions % self.block_size)
+        return self.tables[rows, positions // self.block_size].astype(np.int64) * self.block_size + positions % self.block_size
 
     @cached_property
     def new_slots(self) -> Integers:
@@ -146,7 +147,7 @@ class AttentionCase:
             cache_kind=self.cache_kind, eps=1e-6, attention_scale=self.head_dim**-0.5, layers=ctypes.pointer(layer),
             cos=address(cos), sin=address(sin),
         )  # fmt: skip
-        shared = np.array(self.shared or [0] * len(self.rows)) * self.block_size
+        shared = np.array(self.shared or [0] * len(self.rows), np.int32) * np.int32(self.block_size)
         step = Step(
             num_tokens=len(self.positions), num_rows=len(self.rows), table_width=self.tables.shape[1], positions=address(self.positions),
             slots=address(self.new_slots), query_start=address(self.query_start), context_len=address(self.context_len),

@@ -6,11 +6,13 @@ them the result where two scores, or a mass and a cut, are closer than that.
 
 import ctypes
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.kernels.cpu import library as native
 from octavo.kernels.cpu.library import NativeLibrary
+from octavo.kernels.reference.philox import LOW32
 from octavo.kernels.reference.sampling import Draws, Ranking
 
 
@@ -18,9 +20,19 @@ class NativeSampling:
     def __init__(self, library: NativeLibrary) -> None:
         self._library = library
 
+    def sample(self, logits: Tensor, best: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor) -> Tensor:
+        """One id a row, [S] int64, with no filter: `best`, the argmax, at temperature 0, else drawn. noise: [S, 4]; positions: [S]"""
+        (warm,) = np.nonzero(temperature.numpy())
+        if len(warm):
+            index, off = torch.from_numpy(warm), torch.zeros(len(warm))
+            draws = Draws(temperature[index], torch.zeros(len(warm), dtype=torch.int64), off + 1, off, noise[index], positions[index])
+            best[index] = self.draw(logits if len(warm) == len(logits) else logits[index], draws)
+        return best
+
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         """One id a row. logits: [S, V] float32; returns [S] int64"""
-        kept = {name: getattr(draws, name).contiguous() for name in ("temperature", "top_p", "min_p", "top_k", "noise", "positions")}
+        kept = {name: getattr(draws, name).contiguous() for name in ("temperature", "top_p", "min_p")}
+        kept |= {"top_k": draws.top_k.long(), "noise": draws.noise.long() & LOW32, "positions": draws.positions.long()}
         logits, ids = logits.contiguous(), torch.empty(len(logits), dtype=torch.int64)
         struct = native.Draws(*logits.shape, logits=logits.data_ptr(), ids=ids.data_ptr(), **{n: t.data_ptr() for n, t in kept.items()})
         self._library.call.octavo_draw(ctypes.byref(struct))
@@ -30,7 +42,7 @@ class NativeSampling:
         """Where each row's id stands, and the row's `count` best. logits: [S, V] float32; ids: [S]"""
         rows, vocab = logits.shape
         assert len(ids) == 0 or 0 <= int(ids.min()) <= int(ids.max()) < vocab, "ids of the vocabulary"
-        logits, ids, count = logits.contiguous(), ids.contiguous(), min(count, vocab)
+        logits, ids, count = logits.contiguous(), ids.long().contiguous(), min(count, vocab)
         chosen, near = torch.empty(rows), torch.empty(rows, count)
         ranks, totals, near_ids = (torch.empty(shape, dtype=torch.int64) for shape in ((rows,), (rows,), (rows, count)))
         struct = native.Ranking(

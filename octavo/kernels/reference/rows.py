@@ -1,9 +1,16 @@
-"""The twins of the kernels around a forward: changes into the rows, a step's tensors out of them, results back into them."""
+"""The twins of the kernels around a forward: changes into the rows, a step's tensors out of them, results back into them.
 
+They work in numpy, which is quicker than torch at the small arrays of a decode step.
+"""
+
+from math import isfinite
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.kernels.row_words import HEAD, NOISE, NOISE_WORDS, NUM_TOKENS, TEMPERATURE, RowLayout
+from octavo.kernels.row_words import NOISE, NOISE_WORDS, NUM_TOKENS, TEMPERATURE, RowLayout
 from octavo.kernels.step_tensors import StepTensors
 
 
@@ -12,32 +19,46 @@ def copy_words(source: Tensor, target: Tensor, runs: Tensor, longest: int) -> No
 
     runs: place in source, place in target, count, [N, 3] int64
     """
+    words, places = source.numpy(), target.numpy()
     for start, place, count in runs.tolist():
-        target[place : place + count] = source[start : start + count].clone()
+        places[place : place + count] = words[start : start + count]
 
 
 def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors) -> None:
-    """Fills the tensors of a step out of the rows. words: [rows, width] int32"""
-    starts, rows, firsts = step.query_start.tolist(), step.row.tolist(), step.start.tolist()
-    for part in (step.token_ids, step.positions, step.slots, step.context_len, step.sample_index, step.temperature, step.noise):
-        part.zero_()
-    step.draw_positions.zero_()
-    for entry, (row, first) in enumerate(zip(rows, firsts, strict=True)):
-        begin, end = starts[entry : entry + 2]
-        step.sample_index[entry] = max(end - 1, 0)
-        if row < 0:  # padding: nothing is read, and what is written goes to the null block
-            continue
-        line, context = words[row], first + end - begin
-        positions = torch.arange(first, context, device=words.device)
-        table = line[HEAD : HEAD + -(-context // block_size)].long()
-        step.token_ids[begin:end] = line[layout.tokens + first : layout.tokens + context]
-        step.positions[begin:end] = positions
-        step.slots[begin:end] = table[positions // block_size] * block_size + positions % block_size
-        step.context_len[entry] = context
-        step.tables[entry, : len(table)] = table
-        step.temperature[entry] = line[TEMPERATURE].view(torch.float32)
-        step.noise[entry] = line[NOISE : NOISE + NOISE_WORDS]
-        step.draw_positions[entry] = line[NUM_TOKENS]
+    """Fills the tensors of a step out of the rows. words: [rows, width] int32
+
+    A table is null past a row's last block, up to the longest one of the step.
+    """
+    lines, rows, starts, firsts = words.numpy(), step.row.numpy(), step.query_start.numpy(), step.start.numpy()
+    counts, total = np.diff(starts), int(starts[-1])
+    context = np.where(rows < 0, 0, firsts + counts)
+    token_rows = rows.repeat(counts)
+    positions = np.arange(total) + (firsts - starts[:-1]).repeat(counts)
+    if rows[-1] < 0:  # the rest is padding: it reads row 0, and what it computes goes to the null block
+        positions[token_rows < 0] = 0
+    _fill(step.positions, positions, total)
+    _fill(step.token_ids, lines[token_rows, layout.tokens + positions], total, token_rows)
+    longest = -(-int(context.max()) // block_size)
+    held = -(-context // block_size)
+    for group in range(layout.groups):
+        table = layout.table(group)
+        slots = lines[token_rows, table + positions // block_size].astype(np.int64) * block_size + positions % block_size
+        _fill(step.slots[group], slots, total, token_rows)
+        tables = lines[rows, table : table + longest]
+        step.tables[group].numpy()[:, :longest] = np.where(np.arange(longest) < held[:, None], tables, 0)
+    present = rows >= 0
+    step.context_len.numpy()[:] = context
+    step.sample_index.numpy()[:] = np.maximum(starts[1:] - 1, 0)
+    step.temperature.numpy()[:] = np.where(present, lines[rows, TEMPERATURE].view(np.float32), 0)
+    step.noise.numpy()[:] = np.where(present[:, None], lines[rows, NOISE : NOISE + NOISE_WORDS], 0)
+    step.draw_positions.numpy()[:] = np.where(present, lines[rows, NUM_TOKENS], 0)
+
+
+def _fill(target: Tensor, values: NDArray[np.int64], total: int, rows: NDArray[np.int32] | None = None) -> None:
+    """Writes the values of a step's tokens, 0 for those of no row and behind the last entry."""
+    numbers = target.numpy()
+    numbers[:total] = values if rows is None or rows[-1] >= 0 else np.where(rows < 0, 0, values)
+    numbers[total:] = 0
 
 
 def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, states: Tensor, hidden: Tensor, result: Tensor) -> None:
@@ -45,15 +66,29 @@ def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, sta
 
     states: of all tokens [T, any size]; hidden: of the last token of each entry [entries, size], which may be the same tensor
     """
-    finite, last = states.isfinite().all(dim=1), hidden.isfinite().all(dim=1)  # [T], [P]
-    starts, rows, samples = step.query_start.tolist(), step.row.tolist(), step.samples.tolist()
-    for entry, (row, sampled) in enumerate(zip(rows, samples, strict=True)):
-        if row < 0:
-            continue
-        result[entry] = ids[entry] if sampled else 0
-        if sampled:
-            length = int(words[row, NUM_TOKENS])
-            words[row, layout.tokens + length] = ids[entry]
-            words[row, NUM_TOKENS] = length + 1
-        if not bool(finite[starts[entry] : starts[entry + 1]].all() & last[entry]):
-            result[entry] = -1
+    lines, rows, starts, found = words.numpy(), step.row.numpy(), step.query_start.numpy(), result.numpy()
+    (sampled,) = np.nonzero((rows >= 0) & (step.samples.numpy() != 0))
+    places = rows[sampled]
+    lengths, tokens = lines[places, NUM_TOKENS], ids.numpy()[sampled]
+    lines[places, layout.tokens + lengths] = tokens
+    lines[places, NUM_TOKENS] = lengths + 1
+    found[:] = 0
+    found[sampled] = tokens
+    for entry in _bad_entries(states, hidden, starts):
+        if entry < len(rows) and rows[entry] >= 0:
+            found[entry] = -1
+
+
+def _bad_entries(states: Tensor, hidden: Tensor, starts: NDArray[np.int32]) -> set[int]:
+    """The entries of tokens that are not finite; those behind the last entry count as one more."""
+    bad = np.searchsorted(starts, _not_finite(states), side="right") - 1
+    return set(bad.tolist()) | (set() if hidden is states else set(_not_finite(hidden).tolist()))
+
+
+def _not_finite(states: Tensor) -> NDArray[np.int64]:
+    """Returns which of the states have a number that is not finite."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        total = states.numpy().sum() if states.dtype == torch.float32 else states.sum()
+    if isfinite(float(total)):  # as it nearly always is
+        return np.zeros(0, np.int64)
+    return np.flatnonzero(~states.isfinite().all(dim=1).numpy())

@@ -80,10 +80,13 @@ def rank(logits: Tensor, ids: Tensor, count: int) -> Ranking:
 
 def sample(logits: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor) -> Tensor:
     """One id a row, [S] int64, with no filter: argmax at temperature 0, else with noise. noise: [S, 4]; positions: [S]"""
-    logits, noise = logits.float(), noise.long() & LOW32  # words of 32 bits have no sign here
-    unused = torch.zeros_like(temperature)
-    drawn = _draw_plain(distances(logits, temperature), Draws(temperature, unused, unused, unused, noise, positions.long()))
-    return torch.where(temperature > 0, drawn, logits.argmax(-1))
+    logits, warm = logits.float(), temperature > 0
+    best = logits.argmax(-1)
+    if warm.any():
+        unused, noise = torch.zeros(int(warm.sum())), noise[warm].long() & LOW32  # words of 32 bits have no sign here
+        draws = Draws(temperature[warm], unused, unused, unused, noise, positions[warm].long())
+        best[warm] = _draw_plain(distances(logits[warm], draws.temperature), draws)
+    return best
 
 
 def distances(logits: Tensor, temperature: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from octavo.kernels.asks import HEAD
+from octavo.kernels.logit_edits import HEAD
 from octavo.kernels.cache_layout import Layout, empty_cache
 from octavo.kernels.ops import few_rows
 from octavo.kernels.reference.sampling import Draws
@@ -24,7 +24,7 @@ from octavo.kernels.triton.gemv.products import gate_up, linear, merge_linear, m
 from octavo.kernels.triton.gemv.tiles import GEMV_ROWS
 from octavo.kernels.triton.packed.precompile import PackedShape, packed_calls
 from octavo.kernels.triton.sampling.draw import draw
-from octavo.kernels.triton.sampling.logit_edits import adjust
+from octavo.kernels.triton.sampling.logit_edits import edit_logits
 from octavo.kernels.triton.sampling.rank import rank
 from octavo.kernels.triton.sampling.sample import sample
 from octavo.kernels.triton.step.activation import silu_and_mul
@@ -146,7 +146,7 @@ class KernelCalls:
             lambda: draw(logits, draws),
             lambda: draw(scores, draws),
             lambda: rank(logits, ids, 1),
-            lambda: adjust(logits, [0], [0], [self.words(HEAD)], line, line[:, 0], line[:, 0]),
+            lambda: edit_logits(logits, [0], [0], [self.words(HEAD)], line, line[:, 0], line[:, 0]),
         ]
 
     def written(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:

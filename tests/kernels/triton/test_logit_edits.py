@@ -5,18 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.kernels.asks import pack
+from octavo.kernels.logit_edits import pack, unpack
 from octavo.kernels.reference import logit_edits as twin
 from octavo.kernels.triton.sampling import logit_edits as kernels
 from tests.support.asking import Asked, asking
 
 VOCAB = 24
-
-
-def packed(asked: Asked) -> torch.Tensor:
-    found = pack(asked.params, asked.end_ids, asked.bad_words)
-    assert found is not None
-    return torch.from_numpy(found)
 
 
 @settings(max_examples=40)
@@ -31,9 +25,10 @@ def test_rows_are_adjusted_as_by_the_twin(device: str, batch: list[Asked], seed:
         line[2 : 2 + len(asked.ids)] = torch.tensor(asked.ids)
     entries, rows = list(range(len(batch), 0, -1)), list(range(1, 2 * len(batch), 2))
     found = []
-    for adjust, where in ((kernels.adjust, device), (twin.adjust, "cpu")):
-        table = lines.to(where)
-        asks = [packed(asked).to(where) for asked in batch]
-        found.append(adjust(logits.to(where, torch.bfloat16), entries, rows, asks, table[:, 2:], table[:, 0], table[:, 1]).cpu())
+    packed = [pack(asked.params, asked.end_ids, asked.bad_words) for asked in batch]
+    ways = ((kernels.edit_logits, device, lambda words: torch.from_numpy(words).to(device)), (twin.edit_logits, "cpu", unpack))
+    for edit_logits, where, held in ways:
+        table, edits = lines.to(where), [held(words) for words in packed]
+        found.append(edit_logits(logits.to(where, torch.bfloat16), entries, rows, edits, table[:, 2:], table[:, 0], table[:, 1]).cpu())
     monkey.undo()
     assert torch.allclose(found[0], found[1], rtol=1e-6, atol=1e-6), (found[0] - found[1]).abs().nan_to_num()

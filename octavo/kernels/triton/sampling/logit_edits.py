@@ -1,7 +1,7 @@
 """Logits after what a request asks to be done to them, in two launches: a copy in float32, then its own ids and lists, a program a row.
 
     lay_out       scores = logits, or -inf where some ids only are allowed; marks = 0      every token
-    adjust_rows   allowed ids -> bans -> bias -> penalties                                 only tokens that are named
+    edit_rows     allowed ids -> bans -> bias -> penalties                                 only tokens that are named
 
 `marks` [n, V] says of a token that it is banned, or where in the row it was met: all of its places mark it, and the one that takes
 the mark away applies the penalty, so that an id met often is penalised once, by its count. What the host knows of a row's ids is not
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels import asks as words
+from octavo.kernels import logit_edits as words
 
 TILE, CHUNK = 2048, 1024
 AT_ALLOWED, AT_BIAS, AT_ENDS, AT_WORDS, AT_LONGEST = map(
@@ -63,7 +63,7 @@ def completing(starts, ids, word, num_words, longest, output, length, VOCAB: tl.
 
 
 @triton.jit(do_not_specialize=["row_step"], do_not_specialize_on_alignment=["token_ids", "num_tokens", "num_prompt"])
-def adjust_rows(
+def edit_rows(
     logits,
     entries,
     token_ids,
@@ -154,7 +154,7 @@ def adjust_rows(
             tl.store(scores + token, tl.where(count > 0, score - penalty, score), mask=first)
 
 
-def adjust(
+def edit_logits(
     logits: Tensor,  # [P, V]
     entries: list[int],  # which of these
     rows: list[int],  # the row of each
@@ -176,7 +176,7 @@ def adjust(
     table = torch.tensor(lines, dtype=torch.int64, pin_memory=logits.is_cuda).to(device, non_blocking=True)  # [n, 3]
     shape = {"VOCAB": vocab, "STRIDE": logits.stride(0)}
     lay_out[(count, triton.cdiv(vocab, TILE))](logits, table, scores, marks, **shape, TILE=TILE, num_warps=4)
-    adjust_rows[(count,)](
+    edit_rows[(count,)](
         logits, table, token_ids, num_tokens, num_prompt, scores, marks, row_step,
         **shape, CHUNK=CHUNK, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip

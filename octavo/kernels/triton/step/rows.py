@@ -23,7 +23,7 @@ def copy_runs(source, target, runs, TILE: tl.constexpr):
     tl.store(target + place + word, tl.load(source + start + word, mask=inside), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_entries", "num_tokens", "width", "tokens_at", "table_width"])
+@triton.jit(do_not_specialize=["num_entries", "num_tokens", "width", "tokens_at", "table_width", "slots_stride", "tables_stride"])
 def prepare_entries(
     words,
     query_start,
@@ -43,7 +43,10 @@ def prepare_entries(
     width,
     tokens_at,
     table_width,
+    slots_stride,
+    tables_stride,
     BLOCK_SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     entry = tl.program_id(0)
@@ -55,7 +58,8 @@ def prepare_entries(
             nothing = tl.zeros([TILE], tl.int64)
             tl.store(token_ids + at + lane, nothing, mask=inside)
             tl.store(positions + at + lane, nothing, mask=inside)
-            tl.store(slots + at + lane, nothing, mask=inside)
+            for group in tl.static_range(GROUPS):
+                tl.store(slots + group * slots_stride + at + lane, nothing, mask=inside)
         return
     end = tl.load(query_start + entry + 1)
     row = tl.load(rows + entry)
@@ -67,15 +71,19 @@ def prepare_entries(
         inside = (at + lane < end - begin) & present
         position = tl.where(inside, first + at + lane, 0)
         token = tl.load(line + tokens_at + position, mask=inside, other=0)
-        block = tl.load(line + AT_TABLE + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         place, written = begin + at + lane, at + lane < end - begin
         tl.store(token_ids + place, token.to(tl.int64), mask=written)
         tl.store(positions + place, position.to(tl.int64), mask=written)
-        tl.store(slots + place, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=written)
+        for group in tl.static_range(GROUPS):
+            table = line + AT_TABLE + group * table_width
+            block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            tl.store(slots + group * slots_stride + place, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=written)
     for at in range(0, tl.cdiv(context, BLOCK_SIZE), TILE):
         index = at + lane
         inside = index < tl.cdiv(context, BLOCK_SIZE)
-        tl.store(tables + entry.to(tl.int64) * table_width + index, tl.load(line + AT_TABLE + index, mask=inside), mask=inside)
+        for group in tl.static_range(GROUPS):
+            blocks = tl.load(line + AT_TABLE + group * table_width + index, mask=inside)
+            tl.store(tables + group * tables_stride + entry.to(tl.int64) * table_width + index, blocks, mask=inside)
     tl.store(context_len + entry, context)
     tl.store(sample_index + entry, tl.maximum(end - 1, 0).to(tl.int64))
     warmth = tl.load(line + AT_TEMPERATURE, mask=present, other=0).to(tl.float32, bitcast=True)
@@ -128,7 +136,8 @@ def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors
     prepare_entries[(entries + 1,)](
         words, step.query_start, step.row, step.start, step.token_ids, step.positions, step.slots, step.context_len, step.tables,
         step.sample_index, step.temperature, step.noise, step.draw_positions, entries, len(step.token_ids), layout.width, layout.tokens,
-        step.tables.stride(0), BLOCK_SIZE=block_size, TILE=TILE, num_warps=4,
+        layout.max_blocks, step.slots.stride(0), step.tables.stride(0), BLOCK_SIZE=block_size, GROUPS=layout.groups, TILE=TILE,
+        num_warps=4,
     )  # fmt: skip
 
 

@@ -1,0 +1,101 @@
+"""`Graph`: steps of a few shapes, captured as CUDA graphs and replayed: launching a step is then one call.
+
+A step is padded to the next shape; what is padding computes on the null block and ends nowhere. Steps larger than any shape run
+kernel by kernel, which costs them nothing: the device computes for longer than the host takes to launch them
+(`policy/gpu_size.py` says from where on).
+
+    decode   1 2 4 8, then by 8 to 256, by 16 to the row limit: as many tokens as entries
+    mixed    by 256 to 2048 tokens, then 4096 8192, as far as that holds; as many entries as there are rows, in small ones half as many
+"""
+
+from bisect import bisect_left
+
+import torch
+from torch import nn
+
+from octavo.layers.linear import Linear
+from octavo.quant.base import Unquantized
+from octavo.worker.program import Eager, Forward, Shape
+
+MIXED_TOKENS = (*range(256, 2048, 256), 2048, 4096, 8192)
+SMALL = 512  # tokens: a lone prompt should not wait for logits of rows that are not there
+
+
+class Graph:
+    def __init__(self, eager: Eager, max_rows: int, max_tokens: int, captured: int = MIXED_TOKENS[-1]) -> None:
+        """`captured`: tokens of the largest shape."""
+        self.vocab_size, self.memory, self.logits = eager.vocab_size, eager.memory, eager.logits
+        self.eager = eager
+        self._most_tokens = max_tokens
+        every = shapes(max_rows, max_tokens, captured)
+        self._decode = [shape for shape in every if shape.decodes]
+        self._mixed = [shape for shape in every if not shape.decodes]
+        self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Forward]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self.eager.nbytes
+
+    def shape_of(self, entries: int, tokens: int) -> Shape:
+        """Returns the shape a step is padded to; its own, where it is larger than any."""
+        if entries == tokens:
+            return self._decode[bisect_left(self._decode, entries, key=lambda shape: shape.entries)]
+        fits = (shape for shape in self._mixed if shape.entries >= entries and shape.tokens >= tokens)
+        return next(fits, Shape(entries, tokens))
+
+    def run(self, shape: Shape, whole: bool = False) -> Forward:
+        """Replays a graph where there is one; none was captured of a whole step, but where it decodes."""
+        if shape not in self._graphs or (whole and not shape.decodes):
+            return self.eager.run(shape, whole)
+        graph, forward = self._graphs[shape]
+        graph.replay()
+        return forward
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Runs every shape once, over no sequence at all: what is compiled, loaded and set up once is done then, and captured after that.
+
+        One layer of a kind is enough for that; the last step, the smallest, is one of all layers.
+        """
+        self.memory.entries.zero_()
+        kinds, shapes = self._kinds, [Shape(1, self._most_tokens), *reversed(self._decode + self._mixed)]
+        for shape in shapes:
+            self._multiply(shape)  # kernels of others: ours may still be compiled elsewhere
+        for shape in shapes:
+            self.eager.run(shape, layers=kinds if shape.decodes else [*kinds, kinds[-1]])  # the last layer of a step differs from others
+        self.eager.run(self._decode[0])
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Large shapes first: smaller ones live in what those leave in the pool they share."""
+        pool = None
+        for shape in reversed(self._decode + self._mixed):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                forward = self.eager.run(shape)
+            self._graphs[shape] = (graph, forward)
+            pool = graph.pool()
+
+    @property
+    def _kinds(self) -> list[nn.Module]:
+        """The first layer with a window and the first without one: between them they call all that any layer calls."""
+        model = self.eager.model
+        backwards = zip(reversed(model.config.windows), reversed(model.layers))
+        return list({window is None: layer for window, layer in backwards}.values())
+
+    def _multiply(self, shape: Shape) -> None:
+        """The products of a layer of each kind and of the vocabulary, of anything: what torch sets up for their shapes is set up."""
+        model, memory = self.eager.model, self.eager.logits_memory
+        for linear in [module for layer in self._kinds for module in layer.modules() if isinstance(module, Linear)]:
+            if isinstance(linear.scheme, Unquantized):
+                linear(memory.new_empty(shape.tokens, linear.in_features))
+        model.head(memory.new_empty(shape.entries, model.config.hidden_size), memory[: shape.entries])
+
+
+def shapes(max_rows: int, max_tokens: int, captured: int) -> list[Shape]:
+    """Those that are captured, small ones first."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_rows, 16)]
+    decode = [Shape(size, size) for size in sizes if size < max_rows] + [Shape(max_rows, max_rows)]
+    sizes = [tokens for tokens in MIXED_TOKENS if tokens <= min(max_tokens - 1, captured)] + [max_tokens] * (max_tokens <= captured)
+    most = [tokens // 2 if tokens <= SMALL and tokens < max_tokens else tokens - 1 for tokens in sizes]
+    return decode + [Shape(min(max_rows, entries), tokens) for entries, tokens in zip(most, sizes) if entries]
