@@ -23,6 +23,7 @@ from octavo.kernels.ops import finish, prepare, sample
 from octavo.kernels.step_tensors import StepMemory, StepTensors
 from octavo.layers.linear import Linear
 from octavo.models.decoder import Decoder
+from octavo.models.registry import describe
 from octavo.quant.base import Unquantized
 from octavo.worker.device_rows import DeviceRows
 from octavo.worker.kv_store import Caches
@@ -66,13 +67,12 @@ class DeviceProgram:
         self.memory = StepMemory(rows.layout, most_rows, max(max_tokens, most_rows), device)
         self._result = torch.zeros(most_rows, dtype=torch.int32, device=device)
         # one place for the logits of all graphs: what each kept for itself would be gigabytes
-        self._logits = torch.empty(most_rows, self.vocab_size, dtype=model.norm.weight.dtype, device=device)
+        self._logits = torch.empty(most_rows, self.vocab_size, dtype=model.dtype, device=device)
 
     @property
     def kinds(self) -> list[nn.Module]:
-        """The first layer with a window and the first without one: between them they call all that any layer calls."""
-        backwards = zip(reversed(self._model.config.windows), reversed(self._model.layers))
-        return list({window is None: layer for window, layer in backwards}.values())
+        """The first layer of each kind: between them they call all that any layer calls."""
+        return [self._model.layers[index] for index in describe(self._model.config).kinds.values()]
 
     def run(self, shape: Shape, layers: Iterable[nn.Module] | None = None, whole: bool = False) -> DeviceForward:
         """A step over the entries that lie in the memory of steps. `layers`: all, if not said; `whole`: see `ForwardBatch`"""
