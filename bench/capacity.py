@@ -22,6 +22,7 @@ from octavo.config import EngineConfig
 from octavo.loading.shape import ModelShape
 from octavo.messages import AddRequest, Limits, StepPlan, StepResult
 from octavo.model_config import ModelConfig
+from octavo.models.registry import read_config
 from octavo.policy.auto import resolved
 from octavo.policy.block_pool import BlockPool
 from octavo.policy.kv_manager import KVManager, PrefixHit
@@ -161,7 +162,7 @@ def main() -> None:
     lengths = {name: one for name, one in load_lengths().items() if name in args.loads.split(",")}
     found: dict[tuple[str, int], dict[str, dict[str, Fit]]] = {}
     for name, shape in MODELS.items():
-        model = ModelConfig.from_dict(shape, name)
+        model = read_config(shape, name)
         for gpu in map(int, args.gpu.split(",")):
             num_blocks, max_len = blocks_of(model, gpu * GIB)
             found[name, gpu] = {

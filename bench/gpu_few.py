@@ -27,8 +27,9 @@ from octavo.kernels.triton.gemv import products
 from octavo.kernels.triton.gemv.tiles import DecodeTiles, ProductTiles, decode_tiles, merge_tiles, product_tiles
 from octavo.kernels.triton.sampling import sample as sampling
 from octavo.layers.comm import NullComm
-from octavo.model_config import ModelConfig, RopeConfig
+from octavo.model_config import RopeConfig
 from octavo.models.dense import DenseModel
+from octavo.models.dense_family import DenseConfig
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -48,8 +49,8 @@ class Shape:
     tied: bool
     family: str = "Qwen3"
 
-    def config(self) -> ModelConfig:
-        return ModelConfig(
+    def config(self) -> DenseConfig:
+        return DenseConfig(
             architecture=f"{self.family}ForCausalLM", vocab_size=self.vocab, hidden_size=self.hidden, intermediate_size=self.intermediate,
             num_layers=self.layers, num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.head_dim, max_position=4096,
             norm_eps=1e-6, rope=RopeConfig(theta=1e6), tie_embeddings=self.tied, qkv_bias=self.family == "Qwen2", output_bias=False,

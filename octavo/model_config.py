@@ -1,6 +1,7 @@
-"""What a model is: `ModelConfig`, read from a config.json or from GGUF metadata put in the same words.
+"""What a model is: `ModelConfig`, and the reader that takes checked values out of a config.json.
 
-Only what the dense families need; every value is checked here, so that the model code may trust it.
+A family (`models/family.py`) reads the fields of its own layers with the same reader. GGUF metadata is translated into the keys
+of a config.json first. Every value is checked while it is read, so that the model code can trust it.
 """
 
 import reprlib
@@ -8,8 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from octavo.errors import LoadError
-
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
@@ -36,34 +35,21 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
+    """What the engine has to know of every model. Each family derives its own from it, with the fields of its layers."""
+
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     max_position: int
-    norm_eps: float
-    rope: RopeConfig
     tie_embeddings: bool
-    qkv_bias: bool
-    output_bias: bool  # bias of the attention output projection
-    mlp_bias: bool
-    qk_norm: bool
-    windows: tuple[int | None, ...]  # per layer: sliding window in tokens, None = full attention
     dtype: str | None  # what the checkpoint says, if it says
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
 
-    @staticmethod
-    def from_dict(raw: dict[str, Any], source: str) -> "ModelConfig":
-        return _Reader(raw, source).config()
 
-
-class _Reader:
-    """Takes checked values out of a raw config; every complaint names the file and the key."""
+class ConfigReader:
+    """Takes checked values out of a raw config.json. Every error names the file and the key."""
 
     def __init__(self, raw: dict[str, Any], source: str) -> None:
         self.raw = raw
@@ -101,53 +87,20 @@ class _Reader:
             raise self.fail(key, "a token id or a list of them")
         return tuple(values)
 
-    def architecture(self) -> str:
-        names = self.raw.get("architectures")
-        name = names[0] if isinstance(names, list) and len(names) == 1 else None
-        if name not in ARCHITECTURES:
-            raise LoadError(f"{self.source}: architectures is {reprlib.repr(names)}; supported: {', '.join(ARCHITECTURES)}")
-        return str(name)
-
-    def config(self) -> ModelConfig:
-        architecture = self.architecture()
-        heads = self.integer("num_attention_heads", high=65536)
-        kv_heads = self.integer("num_key_value_heads", heads, high=65536)
-        hidden = self.integer("hidden_size", high=2**20)
-        if heads % kv_heads:
-            raise LoadError(f"{self.source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-        if self.raw.get("head_dim") is None and hidden % heads:
-            raise LoadError(f"{self.source}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-        head_dim = self.integer("head_dim", hidden // heads, high=4096)
-        if head_dim % 2:
-            raise self.fail("head_dim", "even, for rotary positions")
-        if self.raw.get("hidden_act", "silu") != "silu":
-            raise self.fail("hidden_act", "silu")
-        layers = self.integer("num_hidden_layers", high=1024)
-        bias = self.flag("attention_bias", False)
-        eos = self.ids("eos_token_id")
+    def common(self, architecture: str) -> dict[str, Any]:
+        """Returns the fields of `ModelConfig`, under the keys that all families share."""
         bos = self.ids("bos_token_id")
-        return ModelConfig(
-            architecture=architecture,
-            vocab_size=self.integer("vocab_size", high=2**24),
-            hidden_size=hidden,
-            intermediate_size=self.integer("intermediate_size", high=2**22),
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            max_position=self.integer("max_position_embeddings", 2048),
-            norm_eps=self.number("rms_norm_eps", 1e-6, *NORM_EPSILONS),
-            rope=self.rope(),
-            tie_embeddings=self.flag("tie_word_embeddings", False),
-            qkv_bias=bias or architecture == "Qwen2ForCausalLM",
-            output_bias=bias and architecture != "Qwen2ForCausalLM",
-            mlp_bias=self.flag("mlp_bias", False),
-            qk_norm=architecture == "Qwen3ForCausalLM",
-            windows=self.windows(layers),
-            dtype=self.dtype(),
-            eos_token_ids=eos,
-            bos_token_id=bos[0] if bos else None,
-        )
+        return {
+            "architecture": architecture,
+            "vocab_size": self.integer("vocab_size", high=2**24),
+            "hidden_size": self.integer("hidden_size", high=2**20),
+            "num_layers": self.integer("num_hidden_layers", high=1024),
+            "max_position": self.integer("max_position_embeddings", 2048),
+            "tie_embeddings": self.flag("tie_word_embeddings", False),
+            "dtype": self.dtype(),
+            "eos_token_ids": self.ids("eos_token_id"),
+            "bos_token_id": bos[0] if bos else None,
+        }
 
     def dtype(self) -> str | None:
         name = self.raw.get("dtype") or self.raw.get("torch_dtype")
@@ -155,26 +108,12 @@ class _Reader:
             raise self.fail("dtype", "a name such as bfloat16")
         return name
 
-    def windows(self, layers: int) -> tuple[int | None, ...]:
-        """Qwen2 and Qwen3 may slide: `layer_types` says which layers, older files give `max_window_layers`."""
-        if not self.flag("use_sliding_window", False) or self.raw.get("sliding_window") is None:
-            return (None,) * layers
-        window = self.integer("sliding_window")
-        types = self.raw.get("layer_types")
-        if types is None:
-            first = self.integer("max_window_layers", 28, low=0)
-            types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-        known = ("sliding_attention", "full_attention")
-        if not isinstance(types, list) or len(types) != layers or not all(kind in known for kind in types):
-            raise self.fail("layer_types", f"{layers} of full_attention or sliding_attention")
-        return tuple(window if kind == "sliding_attention" else None for kind in types)
-
     def rope(self) -> RopeConfig:
-        """`rope_parameters` (new files) or `rope_theta` with `rope_scaling` (older ones)."""
+        """Reads `rope_parameters` (new files), or `rope_theta` with `rope_scaling` (older ones)."""
         scaling = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
         if not isinstance(scaling, dict):
             raise self.fail("rope_scaling", "an object")
-        inner = _Reader(scaling, f"{self.source}: rope")
+        inner = ConfigReader(scaling, f"{self.source}: rope")
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
         if kind not in ROPE_KINDS:
             raise LoadError(f"{self.source}: rope_type is {reprlib.repr(kind)}; supported: {', '.join(ROPE_KINDS)}")

@@ -6,28 +6,14 @@ A backend is built once per layer from an `AttentionSpec`; what it lacks it refu
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from octavo.attention.forward_batch import ForwardBatch
+from octavo.attention.forward_batch import Cache, ForwardBatch
+from octavo.attention.spec import AttentionSpec
 from octavo.config import ResolvedConfig
 from octavo.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """Everything about a layer's attention that is known when the model is built."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None = None  # a query sees this many keys, itself included
-    soft_cap: float | None = None
-    sinks: bool = False
-    alibi: bool = False
-    kind: Literal["decoder", "encoder", "cross"] = "decoder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +48,19 @@ class AttentionBackend(Protocol):
     def prepare(batch: ForwardBatch) -> Any:
         """Index work all layers share; the runner puts it into `batch.attention`."""
 
-    def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
+    def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
         """Normalise and rotate q and k, store k and v in the cache; returns q [T, heads, head_dim].
 
         qkv [T, (heads + 2 * kv_heads) * head_dim] may be overwritten.
         """
 
-    def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
+    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor) -> Tensor:
         """Attention of q over what the cache holds; fills and returns out [T, heads, head_dim]."""
 
 
 class FewBackend(AttentionBackend, Protocol):
     def attend_few(
-        self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch
+        self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
         """`write` and `attend` at once for a few rows of one query, their context in splits.
 
@@ -130,14 +116,7 @@ def choose_backend(config: ResolvedConfig, dtype: str, on_device: bool) -> type[
 
 
 def refuse_unsupported(backend: str, spec: AttentionSpec, supported: tuple[str, ...]) -> None:
-    """Raise for each field of `spec` that is set and not in `supported`."""
-    asked = {
-        "window": spec.window is not None,
-        "soft_cap": spec.soft_cap is not None,
-        "sinks": spec.sinks,
-        "alibi": spec.alibi,
-        f"kind={spec.kind}": spec.kind != "decoder",
-    }
-    missing = [name for name, wanted in asked.items() if wanted and name not in supported]
+    """Raises if `spec` asks for something that is not in `supported`."""
+    missing = [name for name in spec.features if name not in supported]
     if missing:
         raise ConfigError(f"attention backend {backend} does not support {', '.join(missing)}")

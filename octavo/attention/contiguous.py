@@ -12,10 +12,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from octavo.attention.backend import AttentionSpec, QKNorm, Rope, refuse_unsupported, split_heads
+from octavo.attention.backend import QKNorm, Rope, refuse_unsupported, split_heads
 from octavo.attention.cpu import attend_group, keep, norm_and_rotate, recall
-from octavo.attention.forward_batch import ForwardBatch
+from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.row_groups import RowGroup, group_rows
+from octavo.attention.spec import AttentionSpec
 from octavo.kernels.reference.attention import load_regions
 
 
@@ -41,7 +42,7 @@ class ContiguousBackend:
     def prepare(batch: ForwardBatch) -> Prepared:
         return Prepared(batch.rows.repeat_interleave(batch.query_start.diff()), group_rows(batch))
 
-    def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
+    def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
         q, k, v = split_heads(qkv, self.spec)
         positions = batch.positions[0]
         q, k = norm_and_rotate(q, k, norms, rope, positions)
@@ -50,7 +51,7 @@ class ContiguousBackend:
         keep(cache, k, v, slots)
         return q
 
-    def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
+    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor) -> Tensor:
         for group in batch.attention.groups:
             rows, length = batch.rows[group.index], group.num_blocks * batch.block_size
             k, v = recall(cache, partial(load_regions, rows=rows, length=length), q.dtype)

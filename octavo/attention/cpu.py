@@ -22,9 +22,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import AttentionSpec, QKNorm, Rope, refuse_unsupported, split_heads
-from octavo.attention.forward_batch import ForwardBatch
+from octavo.attention.backend import QKNorm, Rope, refuse_unsupported, split_heads
+from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.row_groups import RowGroup, group_rows
+from octavo.attention.spec import AttentionSpec
 from octavo.kernels.reference.attention import attend, load_blocks, store, zero_tail
 from octavo.kernels.reference.kv_codes import from_codes, to_codes
 from octavo.kernels.reference.norm import rms_norm
@@ -48,13 +49,13 @@ class CpuBackend:
         """Groups of rows, each with the blocks to gather for it [rows * num_blocks]."""
         return [(group, batch.tables[group.index, : group.num_blocks].flatten()) for group in group_rows(batch)]
 
-    def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
+    def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
         q, k, v = split_heads(qkv, self.spec)
         q, k = norm_and_rotate(q, k, norms, rope, batch.positions[0])
         keep(cache, k, v, batch.slots)
         return q
 
-    def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
+    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor) -> Tensor:
         for group, blocks in batch.attention:
             k, v = recall(cache, partial(load_blocks, blocks=blocks, num_rows=len(group.index)), q.dtype)
             attend_group(q, k, v, group.edge, group, self.spec, out)
@@ -69,7 +70,7 @@ def norm_and_rotate(q: Tensor, k: Tensor, norms: QKNorm | None, rope: Rope, posi
     return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
-def keep(cache: dict[str, Tensor], k: Tensor, v: Tensor, slots: Tensor) -> None:
+def keep(cache: Cache, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Puts k and v into the cache, rounded to its dtype."""
     for name, values in (("k", k), ("v", v)):
         buffer = cache[name]
@@ -79,7 +80,7 @@ def keep(cache: dict[str, Tensor], k: Tensor, v: Tensor, slots: Tensor) -> None:
         store(buffer, values.to(buffer.dtype), slots)
 
 
-def recall(cache: dict[str, Tensor], load: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def recall(cache: Cache, load: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """k and v out of the cache, in `dtype`; `load` gathers tokens of a buffer."""
 
     def loaded(name: str) -> Tensor:

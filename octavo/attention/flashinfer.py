@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import AttentionSpec, QKNorm, Rope, refuse_unsupported
-from octavo.attention.forward_batch import ForwardBatch
+from octavo.attention.backend import QKNorm, Rope, refuse_unsupported
+from octavo.attention.forward_batch import Cache, ForwardBatch
+from octavo.attention.spec import AttentionSpec
 from octavo.attention.triton import norm_weights
 from octavo.errors import ConfigError
 from octavo.kernels.cache_layout import tokens_together
@@ -72,10 +73,10 @@ class FlashInferBackend:
     def prepare(batch: ForwardBatch) -> Planned:
         return Planned(batch)
 
-    def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
+    def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
         return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], batch.slots, cache["k"], cache["v"])
 
-    def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
+    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor) -> Tensor:
         planned: Planned = batch.attention
         count = planned.num_query  # behind them, in a padded step, stands nothing
         if count:

@@ -1,4 +1,4 @@
-"""`ForwardBatch`: one step as tensors. The model sees nothing else; it is an argument, never a global.
+"""`ForwardBatch`: one step as tensors. It is all that a model sees, and it is an argument, never a global.
 
     plan entries    row 3: 1 token        row 0: 5 tokens           T = 6 tokens, R = 2 rows
     token_ids       [ 911 |  17  4  88 23  9 ]                      [T]
@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+Cache = dict[str, Tensor]  # the buffers of one layer: a mixer knows their names
+
 
 @dataclass(slots=True)
 class ForwardBatch:
@@ -22,10 +24,10 @@ class ForwardBatch:
     query_start: Tensor  # [R+1] int64
     context_len: Tensor  # [R] int64, tokens in the cache once this step's are written
     tables: Tensor  # [R, B] int64, block tables, padded with the null block 0
-    slots: Tensor  # [T] int64, where each token's k and v go
+    slots: Tensor  # [T] int64, where in the cache each token goes
     sample_index: Tensor  # [S] int64, tokens whose logits are wanted
     sample_row: Tensor  # [S] int64, the rows they belong to
-    caches: list[dict[str, Tensor]]  # per layer, by buffer name, [num_blocks, block_size, *shape]
+    caches: list[Cache]  # per layer, [num_blocks, block_size, *shape] each
     block_size: int
     shared: Tensor | None = None  # [R] int64, first tokens that lie in the same blocks as those of the row before
     whole: bool = False  # hidden states of all tokens are wanted, not only of those to sample from

@@ -11,8 +11,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import AttentionSpec, QKNorm, Rope, refuse_unsupported
-from octavo.attention.forward_batch import ForwardBatch
+from octavo.attention.backend import QKNorm, Rope, refuse_unsupported
+from octavo.attention.forward_batch import Cache, ForwardBatch
+from octavo.attention.spec import AttentionSpec
 from octavo.kernels.ops import decode_attention_parts, decode_shares, few_rows, paged_attention, write_kv
 
 
@@ -45,17 +46,17 @@ class TritonBackend:
     def prepare(batch: ForwardBatch) -> Shares:
         return Shares(batch)
 
-    def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
+    def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
         return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], batch.slots, cache["k"], cache["v"])
 
-    def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
+    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor) -> Tensor:
         return paged_attention(
             q, cache["k"], cache["v"], batch.tables, batch.query_start, batch.context_len, self.spec.scale, out, batch.max_query,
             batch.attention.of(self.spec.window, cache["k"]), self.spec.window, fresh=_fresh(q, self.spec), soft_cap=self.spec.soft_cap,
         )  # fmt: skip
 
     def attend_few(
-        self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch
+        self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
         return decode_attention_parts(
             qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], batch.slots, batch.tables, batch.context_len,
@@ -101,11 +102,11 @@ class TritonRegions:
             shares=Shares(batch),
         )
 
-    def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
+    def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
         slots = batch.attention.slots
         return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], slots, cache["k"], cache["v"])
 
-    def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
+    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor) -> Tensor:
         regions: Regions = batch.attention
         return paged_attention(
             q, cache["k"], cache["v"], regions.of_rows, batch.query_start, batch.context_len, self.spec.scale, out, batch.max_query,
@@ -114,7 +115,7 @@ class TritonRegions:
         )  # fmt: skip
 
     def attend_few(
-        self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch
+        self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
         k_cache, v_cache = (cache[name].view(-1, batch.block_size, *cache[name].shape[2:]) for name in "kv")
         regions: Regions = batch.attention

@@ -18,7 +18,7 @@ from octavo.cli.terminal import can_show
 from octavo.config import Device, ResolvedConfig, no_color
 from octavo.errors import ConfigError
 from octavo.loading.default_model import NAME
-from octavo.policy.auto import check_cache_dtype, resolved
+from octavo.policy.auto import check_cache_dtype, resolved, suited
 from octavo.policy.memory_plan import Memory, MemoryPlan, ModelNeeds, plan_memory
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
     asked = engine_config(args, args.words)
     shape = model_shape(asked.model, asked.revision)
-    config = resolved(asked, _device(asked.device, args.memory))
+    config = suited(resolved(asked, _device(asked.device, args.memory)), shape.model)
     level = level_used(config)
     refuse_float16(config, config.device, level)
     dtype, threads = resolve_dtype(config.dtype, shape.config.dtype, config.device, level), num_threads() if level else 0

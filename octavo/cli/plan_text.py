@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from octavo.cli.plan_weights import matrix_forms, stored
 from octavo.config import ResolvedConfig
 from octavo.policy.memory_plan import MemoryPlan, ModelNeeds, shown
-from octavo.policy.model_size import num_parameters
 
 if TYPE_CHECKING:
     from octavo.loading.shape import ModelShape
@@ -28,7 +27,7 @@ MARKS = {
 def plan_head(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, level: str | None) -> str:
     """The model, and what computes it. `level`: of the native kernels, where they compute."""
     by = "on a GPU" if config.device == "cuda" else f"on the CPU by {f'native kernels ({level})' if level else 'torch'}"
-    return f"{shape.name}: {shape.config.architecture}, {num_parameters(shape.config):,} parameters, {needs.dtype}, {by}"
+    return f"{shape.name}: {shape.config.architecture}, {needs.model.num_parameters:,} parameters, {needs.dtype}, {by}"
 
 
 def plan_text(

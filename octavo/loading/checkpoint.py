@@ -20,8 +20,7 @@ from octavo.errors import LoadError
 from octavo.kernels.reference.dequant import DENSE, SUPPORTED_KINDS, dequantize
 from octavo.loading.files import INDEX, SINGLE, fingerprint, read_weight_map
 from octavo.loading.gguf import GGUFFile, GGUFTensor
-from octavo.loading.gguf_config import config_dict, gguf_architecture
-from octavo.loading.gguf_names import hf_name
+from octavo.loading.gguf_config import read_gguf_model
 from octavo.loading.packed_modules import WHOLE_NUMBERS, Header, PackedModule, find_packed
 from octavo.quant.fold_gguf import fold_gguf
 from octavo.quant.packed import PackedWeight
@@ -48,7 +47,7 @@ class Checkpoint(Protocol):
 
 
 def _listed(names: set[str]) -> str:
-    """Names for a message: the first few, and how many more."""
+    """Returns names for a message: the first few, and how many more there are."""
     first = ", ".join(name[:80] for name in sorted(names)[:5])
     return first if len(names) <= 5 else f"{first} and {len(names) - 5} more"
 
@@ -81,7 +80,7 @@ class SafetensorsCheckpoint:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """A complaint about a tensor in here is of this folder."""
+        """Puts the folder's name in front of an error about a tensor in it."""
         try:
             yield
         except LoadError as error:
@@ -199,6 +198,7 @@ class GGUFCheckpoint:
         self.source = str(gguf.path)
         self._gguf = gguf
         self._data = torch.from_numpy(np.memmap(gguf.path, np.uint8, mode="c"))  # private pages: nothing can be written back
+        self._model = read_gguf_model(gguf.metadata, gguf.tensors, self.source)
         self._tensor_of = self._by_hf_name()
         self._interleaved_heads = self._find_interleaved_heads()
         self._check_rope_factors()
@@ -210,21 +210,18 @@ class GGUFCheckpoint:
             if tensor.kind not in SUPPORTED_KINDS:
                 supported = ", ".join(SUPPORTED_KINDS)
                 raise LoadError(f"{self.source}: tensor {tensor.name[:80]!r} is of kind {tensor.kind}; supported: {supported}")
-            name = hf_name(tensor.name)
+            name = self._model.family.rules.of_gguf(tensor.name)
             if name is not None:
                 found[name] = tensor
             elif tensor.name != ROPE_FACTORS:
                 unknown.add(repr(tensor.name[:80]))
         if unknown:
-            raise LoadError(f"{self.source}: has tensors that no dense model has: {_listed(unknown)}")
+            raise LoadError(f"{self.source}: has tensors that no {self._model.family.name} model has: {_listed(unknown)}")
         return found
 
     def _find_interleaved_heads(self) -> dict[str, int]:
-        """How many heads share the rows of the projections (by their GGUF name) that are stored in interleaved rotary order."""
-        config = config_dict(self._gguf.metadata, self._gguf.tensors, self.source)
-        if gguf_architecture(self._gguf.metadata, self.source) != "llama":
-            return {}
-        heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+        """Returns how many heads share the rows of each projection that is stored in interleaved rotary order, by its GGUF name."""
+        heads = self._model.interleaved
         for tensor in self._tensor_of.values():
             rows, sharers = tensor.shape[0], heads.get(_part(tensor))
             if sharers and rows % (2 * sharers):

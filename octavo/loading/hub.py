@@ -20,7 +20,7 @@ from octavo.loading.hub_client import Hub, Listing, RemoteFile
 from octavo.loading.hub_download import download, missing_bytes
 from octavo.loading.hub_errors import explained, is_unreachable, shown_address
 from octavo.loading.hub_files import HubName, choose_gguf, choose_texts, choose_weights
-from octavo.model_config import ModelConfig
+from octavo.models.registry import read_config
 from octavo.progress import DownloadProgress, in_units
 from octavo.quant.quant_config import read_quant_config
 
@@ -66,7 +66,7 @@ class Download:
         if CONFIG in self.listing.files:
             self.take([CONFIG], shown=False)
             raw = read_json_object(self.snapshot / CONFIG)
-            ModelConfig.from_dict(raw, f"{self.name.repo}/{CONFIG}")
+            read_config(raw, f"{self.name.repo}/{CONFIG}")
             read_quant_config(raw, f"{self.name.repo}/{CONFIG}")
 
     @property

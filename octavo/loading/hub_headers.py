@@ -30,7 +30,7 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 class Headers:
     """A model without its weights."""
 
-    config: dict[str, Any]  # for ModelConfig.from_dict: config.json, or what it would say of a GGUF file
+    config: dict[str, Any]  # for `read_config`: config.json, or what it would say of a GGUF file
     tensors: Tensors  # name in the file -> (dtype or GGUF kind, shape as in torch)
     weight_bytes: int  # of all tensors, as stored
     source: str  # what to call it in errors: owner/name/config.json

@@ -1,11 +1,10 @@
-"""Weights into a model, by its RULES, and completely: a name nobody wants or a parameter nobody fills is an error.
+"""Reads weights into a model, by the rules of its family. An unknown name or a parameter that is not filled is an error.
 
     checkpoint  model.layers.3.self_attn.k_proj.weight
     rule        model.layers.*.self_attn.k_proj          ->  (layers.*.attention.qkv, part k)
     target      rows `parts["k"]` of layers.3.attention.qkv.weight
 """
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from octavo.errors import LoadError
 from octavo.layers.linear import Linear, MergedLinear
 from octavo.loading.checkpoint import Checkpoint
 from octavo.models.decoder import Decoder
+from octavo.models.registry import family_of
 
 NAMES_SHOWN = 8
 
@@ -32,7 +32,7 @@ def load_weights(model: Decoder, checkpoint: Checkpoint) -> None:
 
 
 def check_weights(model: Decoder, checkpoint: Checkpoint) -> dict[str, Target]:
-    """Where each weight goes, once names and shapes are known to fit. No matrix is read, and `model` may be one without memory."""
+    """Returns where each weight goes, or raises if names or shapes do not fit. No matrix is read; `model` may be on the meta device."""
     targets = weight_targets(model)
     found: dict[str, Target] = {}
     unknown, twice, misshapen = [], [], []
@@ -55,14 +55,13 @@ def check_weights(model: Decoder, checkpoint: Checkpoint) -> dict[str, Target]:
 
 
 def weight_targets(model: Decoder) -> dict[str, Target]:
-    """Checkpoint name -> where it goes, for every parameter (part) of the model exactly once."""
-    sources: dict[tuple[str, str | None], str] = {place: source for source, place in model.RULES.items()}
+    """Returns where each checkpoint name goes. Every parameter of the model, or part of one, is there exactly once."""
+    rules = family_of(model.config).rules
     targets = {}
     for parameter_name, parameter in model.named_parameters():  # a tied head is not listed: the embedding is
         module_name, _, leaf = parameter_name.rpartition(".")
-        pattern, number = re.sub(r"\.(\d+)\.", ".*.", module_name, count=1), re.search(r"\.(\d+)\.", module_name)
         for part, rows in _parts(model.get_submodule(module_name)):
-            source = sources[pattern, part].replace("*", number[1] if number else "")
+            source = rules.checkpoint_module(module_name, part)
             label = parameter_name if part is None else f"{parameter_name}[{part}]"
             targets[f"{source}.{leaf}"] = Target(label, parameter.data[rows])
     return targets
@@ -73,8 +72,9 @@ def _parts(module: nn.Module) -> Iterable[tuple[str | None, slice]]:
 
 
 def _redundant(name: str, model: Decoder) -> bool:
-    """What old checkpoints carry although it follows from the rest."""
-    return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and model.config.tie_embeddings)
+    """Whether this is a tensor of old checkpoints that follows from the others."""
+    head = family_of(model.config).rules.checkpoint_module("head")
+    return name.endswith(".rotary_emb.inv_freq") or (name == f"{head}.weight" and model.config.tie_embeddings)
 
 
 def _zero_bias(name: str, targets: dict[str, Target], checkpoint: Checkpoint) -> bool:

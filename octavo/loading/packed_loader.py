@@ -25,7 +25,7 @@ def load_packed(model: Decoder, stored: StoredParameters) -> None:
 
 
 def _fill(layer: Linear | Embedding | LMHead, name: str, stored: StoredParameters, model: Decoder) -> None:
-    device, dtype = model.norm.weight.device, model.norm.weight.dtype
+    device, dtype = model.device, model.dtype
     looked_up = isinstance(layer, Embedding) and not model.config.tie_embeddings
     codes = None if looked_up else stored.codes(name)
     assert isinstance(layer.scheme, Packed)

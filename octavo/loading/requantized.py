@@ -5,9 +5,8 @@
     int8, int4    codes of 8 or 4 bits in every matrix of a product (`policy/model_size.py` says which); codes of the file are
                   dequantised first, so that what their makers rounded is rounded once more
 
-The program that computes is not asked: the native one and a GPU keep the codes, torch's gets the very numbers they stand for.
-A GPU has larger groups. Floats become codes on the device that will hold them. Dummy weights are drawn as codes: nobody would
-know them from rounded ones.
+This does not depend on the program that computes: the native one and a GPU keep the codes, torch gets the numbers they stand for.
+A GPU has larger groups. Floats become codes on the device that will hold them. Dummy weights are drawn as codes at once.
 """
 
 import torch
@@ -17,6 +16,8 @@ from octavo.config import Quantization
 from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.dummy import CPU, DummyCheckpoint
 from octavo.model_config import ModelConfig
+from octavo.models.registry import describe
+from octavo.policy.description import ModelDescription
 from octavo.policy.model_size import Codes, requantised
 from octavo.quant.packed import PackedWeight
 from octavo.quant.quantize import quantize
@@ -25,17 +26,18 @@ from octavo.quant.quantize import quantize
 def as_wanted(
     checkpoint: Checkpoint, quantization: Quantization, config: ModelConfig, device: torch.device = CPU, form: str = "cpu"
 ) -> Checkpoint:
-    """`form`: whose codes to make, the CPU's or (cuda) a GPU's"""
-    return checkpoint if quantization == "auto" else Requantized(checkpoint, quantization, config.tie_embeddings, device, form)
+    """`form`: for which device the codes are made, cpu or cuda."""
+    return checkpoint if quantization == "auto" else Requantized(checkpoint, quantization, describe(config), device, form)
 
 
 class Requantized:
-    def __init__(self, stored: Checkpoint, quantization: Quantization, tied: bool, device: torch.device, form: str) -> None:
-        """`tied`: the embedding is the head, too."""
+    def __init__(
+        self, stored: Checkpoint, quantization: Quantization, model: ModelDescription, device: torch.device, form: str
+    ) -> None:
         self.source = stored.source
         self._stored = stored
         self._quantization = quantization
-        self._tied = tied
+        self._matrices = {part: matrix for matrix in model.matrices for part in matrix.parts}
         self._device = device
         self._form = form
 
@@ -58,10 +60,9 @@ class Requantized:
         return quantize(self._stored.read(name).to(self._device), wanted.bits, wanted.group, f"{self.source}: {name}")
 
     def _codes(self, name: str) -> Codes | None:
-        shape = self.shape(name)
-        if self._quantization == "none" or len(shape) != 2:
+        if self._quantization == "none" or name not in self._matrices:
             return None
-        return requantised(name, shape[1], self._quantization, self._tied, self._form)
+        return requantised(self._matrices[name], self._quantization, self._form)
 
     def fingerprint(self) -> bytes:
         return self._stored.fingerprint()

@@ -20,6 +20,7 @@ from octavo.loading.gguf_config import config_dict
 from octavo.loading.hub import fetch_model
 from octavo.loading.hub_files import HubName, at_revision, parse_hub_name
 from octavo.model_config import ModelConfig
+from octavo.models.registry import read_config
 from octavo.quant.quant_config import QuantConfig, read_quant_config
 
 if TYPE_CHECKING:
@@ -106,12 +107,12 @@ def _why_not(path: Path) -> str:
 
 def load_model_config(source: ModelSource) -> ModelConfig:
     if source.kind == "gguf":
-        return ModelConfig.from_dict(config_dict(source.gguf.metadata, source.gguf.tensors, str(source.path)), str(source.path))
+        return read_config(config_dict(source.gguf.metadata, source.gguf.tensors, str(source.path)), str(source.path))
     path = source.path / "config.json"
     if not path.exists() and (gguf := next(source.path.glob("*.gguf"), None)):
         raise LoadError(f"{path}: not found; to use the GGUF file there, name it: {gguf}")
     raw = read_json_object(path)
-    config = ModelConfig.from_dict(raw, str(path))
+    config = read_config(raw, str(path))
     read_quant_config(raw, str(path))  # what it cannot read is refused now, before torch is imported
     return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + read_generation_config(source.path).end_ids)))
 

@@ -20,13 +20,14 @@ from octavo.loading.hub_client import Hub
 from octavo.loading.hub_files import HubName
 from octavo.loading.hub_headers import fetch_headers
 from octavo.loading.resolve import ModelSource, in_cache, load_model_config, locate
-from octavo.loading.stored_weights import StoredWeight, of_config, of_folder, stored_weights
+from octavo.loading.stored_weights import StoredWeight, of_description, of_folder, stored_weights
 from octavo.model_config import ModelConfig
-from octavo.models.registry import cache_specs
+from octavo.models.registry import cache_specs, describe, family_of, read_config
 from octavo.policy.cache_spec import ITEM_BYTES, LayerCacheSpec
+from octavo.policy.description import ModelDescription
 from octavo.policy.gpu_size import gpu_matrices, gpu_slab_bytes, gpu_weight_bytes
 from octavo.policy.memory_plan import ModelNeeds
-from octavo.policy.model_size import Codes, Kept, matrices, requantised, weight_bytes
+from octavo.policy.model_size import Codes, Kept, requantised, weight_bytes
 from octavo.policy.native_size import native_matrices, native_weight_bytes
 from octavo.quant.quant_config import read_quant_config
 
@@ -42,6 +43,10 @@ class ModelShape:
     weights: tuple[StoredWeight, ...] = ()  # in the order of the file, where a header was read
 
     @property
+    def model(self) -> ModelDescription:
+        return describe(self.config)
+
+    @property
     def packed(self) -> bool:
         """Whether weights are quantised."""
         return any(weight.codes is not None for weight in self.weights)
@@ -49,44 +54,44 @@ class ModelShape:
     def needs(
         self, dtype: str, quantization: Quantization = "auto", kv_cache_dtype: str = "auto", native_threads: int = 0, device: str = "cpu"
     ) -> ModelNeeds:
-        """On a CPU without threads, torch computes."""
-        specs = cache_specs(self.config, dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
-        item = ITEM_BYTES[dtype]
+        """Returns what a memory plan has to know. On a CPU without native threads, torch computes."""
+        cache_dtype = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+        specs, item = cache_specs(self.config, cache_dtype), ITEM_BYTES[dtype]
         if device == "cuda":
-            return self._gpu_needs(dtype, quantization, specs)
+            return self._gpu_needs(dtype, cache_dtype, quantization, specs)
         if native_threads:
             unpacked = REQUANTISED_BYTES if self.packed and quantization in ("int8", "int4") else 0
-            weights, loading = native_weight_bytes(self.config, item, self._forms(quantization, "cpu"), unpacked)
+            weights, loading = native_weight_bytes(self.model, item, self._forms(quantization, "cpu"), unpacked)
         else:
-            weights, loading = weight_bytes(self.config, dtype), self._loading_bytes(item, quantization in ("int8", "int4"))
-        return ModelNeeds(self.config, dtype, weights, specs, loading, native_threads)
+            weights, loading = weight_bytes(self.model, dtype), self._loading_bytes(item, quantization in ("int8", "int4"))
+        return ModelNeeds(self.model, dtype, weights, specs, cache_dtype, loading, native_threads)
 
-    def _gpu_needs(self, dtype: str, quantization: Quantization, specs: list[LayerCacheSpec]) -> ModelNeeds:
+    def _gpu_needs(self, dtype: str, cache_dtype: str, quantization: Quantization, specs: list[LayerCacheSpec]) -> ModelNeeds:
         """Files are read on the host, a matrix at a time; floats become codes on the device."""
         item, forms = ITEM_BYTES[dtype], self._forms(quantization, "cuda")
-        weights = gpu_weight_bytes(self.config, item, forms)
-        sizes = [matrix.rows * matrix.columns for matrix in matrices(self.config)] if quantization in ("int8", "int4") else [0]
+        weights = gpu_weight_bytes(self.model, item, forms)
+        sizes = [matrix.numbers for matrix in self.model.matrices] if quantization in ("int8", "int4") else [0]
         loading = weights + max(sizes) * REQUANTISED_BYTES
-        return ModelNeeds(self.config, dtype, weights, specs, loading, device="cuda", slab=gpu_slab_bytes(self.config, item, forms))
+        slab = gpu_slab_bytes(self.model, item, forms)
+        return ModelNeeds(self.model, dtype, weights, specs, cache_dtype, loading, device="cuda", slab=slab)
 
     def kept(self, dtype: str, quantization: Quantization, device: str = "cpu") -> list[Kept]:
-        """What becomes of each matrix, in the native program or on a GPU."""
+        """Returns how each matrix is kept, in the native program or on a GPU."""
         lay_out = gpu_matrices if device == "cuda" else native_matrices
-        return lay_out(self.config, ITEM_BYTES[dtype], self._forms(quantization, device))
+        return lay_out(self.model, ITEM_BYTES[dtype], self._forms(quantization, device))
 
     def expands(self, one: Kept, quantization: Quantization) -> bool:
-        """Whether its parts, or some of them, are codes in the file, and it is floats all the same: they cannot be merged."""
+        """Whether some of its parts are codes in the file, and it is kept as floats, because they cannot be merged."""
         stored = {weight.name for weight in self.weights if weight.codes is not None}
         return quantization == "auto" and one.codes is None and not stored.isdisjoint(one.matrix.parts)
 
     def _forms(self, quantization: Quantization, device: str) -> dict[str, Codes | None]:
-        """What each weight is once it has been read, for a CPU or a GPU."""
+        """Returns what each weight becomes when it is read, for a CPU or a GPU."""
         if quantization == "auto":
             return {weight.name: weight.codes for weight in self.weights}
         if quantization == "none":
             return {}
-        tied = self.config.tie_embeddings
-        return {part: requantised(part, one.columns, quantization, tied, device) for one in matrices(self.config) for part in one.parts}
+        return {part: requantised(one, quantization, device) for one in self.model.matrices for part in one.parts}
 
     def _loading_bytes(self, item: int, quantised_again: bool) -> int:
         filled = most = 0
@@ -98,7 +103,7 @@ class ModelShape:
 
 
 def model_shape(model: str | None, revision: str | None = None) -> ModelShape:
-    """Of whatever a user may name, and of a config.json by itself."""
+    """Returns the shape of whatever a user may name, or of a config.json alone."""
     if model is not None and Path(model).suffix == ".json" and Path(model).is_file():
         return _config_shape(Path(model))
     found = locate(model, revision)
@@ -107,8 +112,8 @@ def model_shape(model: str | None, revision: str | None = None) -> ModelShape:
 
 def _config_shape(path: Path) -> ModelShape:
     raw = read_json_object(path)
-    config, quantized = ModelConfig.from_dict(raw, str(path)), read_quant_config(raw, str(path))
-    return ModelShape(path.resolve().parent.name, config, None, of_config(config, str(path), quantized) if quantized else ())
+    config, quantized = read_config(raw, str(path)), read_quant_config(raw, str(path))
+    return ModelShape(path.resolve().parent.name, config, None, of_description(describe(config), str(path), quantized) if quantized else ())
 
 
 def _hub_shape(name: HubName) -> ModelShape:
@@ -117,22 +122,25 @@ def _hub_shape(name: HubName) -> ModelShape:
         source = in_cache(name, path)
         return shape_of(source, load_model_config(source))
     headers = fetch_headers(name, hub)
-    weights = stored_weights(headers.tensors, headers.source, read_quant_config(headers.config, headers.source))
-    return ModelShape(name.shown, ModelConfig.from_dict(headers.config, headers.source), headers.weight_bytes, weights)
+    config = read_config(headers.config, headers.source)
+    quantized = read_quant_config(headers.config, headers.source)
+    weights = stored_weights(headers.tensors, headers.source, quantized, family_of(config).rules)
+    return ModelShape(name.shown, config, headers.weight_bytes, weights)
 
 
 def shape_of(source: ModelSource, config: ModelConfig) -> ModelShape:
     if source.kind == "gguf":
         tensors = source.gguf.tensors.values()
-        weights = stored_weights({tensor.name: (tensor.kind, tensor.shape) for tensor in tensors}, str(source.path), None)
+        kinds = {tensor.name: (tensor.kind, tensor.shape) for tensor in tensors}
+        weights = stored_weights(kinds, str(source.path), None, family_of(config).rules)
         return ModelShape(source.name, config, sum(tensor.num_bytes for tensor in tensors), weights)
     files = _weight_files(source.path)
     stored_bytes = _total_bytes(files)
     if source.quantization is None:
         return ModelShape(source.name, config, stored_bytes)
     if stored_bytes is None:
-        return ModelShape(source.name, config, None, of_config(config, str(source.path), source.quantization))
-    return ModelShape(source.name, config, stored_bytes, of_folder(files, str(source.path), source.quantization))
+        return ModelShape(source.name, config, None, of_description(describe(config), str(source.path), source.quantization))
+    return ModelShape(source.name, config, stored_bytes, of_folder(files, str(source.path), source.quantization, family_of(config).rules))
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -141,8 +149,8 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _total_bytes(files: list[Path]) -> int | None:
-    """None if they are not all there."""
+    """Returns None if some file is missing."""
     try:
         return sum(file.stat().st_size for file in files)
-    except (OSError, ValueError):  # not there, or no name for a file: whoever opens it will say so
+    except (OSError, ValueError):  # missing, or no valid name: opening it will raise the error
         return None

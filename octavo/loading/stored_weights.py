@@ -1,4 +1,4 @@
-"""How each weight of a model is stored, told from headers: what plans go by. No torch here.
+"""How each weight of a model is stored, as headers say it: what plans read. No torch here.
 
     GGUF          by the kind of each tensor
     AWQ, GPTQ     by `quantization_config`, for modules that have a qweight; their other tensors belong to it
@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from octavo.loading.gguf_names import hf_name
 from octavo.loading.safetensors_header import Entry, read_header
-from octavo.model_config import ModelConfig
-from octavo.policy.model_size import EMBEDDING, HEAD, Codes, matrices
+from octavo.models.family import Rules
+from octavo.policy.description import ModelDescription
+from octavo.policy.model_size import Codes
 from octavo.quant.groups import whole_group
 from octavo.quant.quant_config import QuantConfig
 
@@ -27,7 +27,7 @@ GGUF_CODES = {
     **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q8_0"), Codes(8, 32)),
     "Q6_K": Codes(8, 16),
 }
-SOME_ORDER = "act-order"  # where nobody has looked: one for all modules, as its makers find them from the same inputs
+SOME_ORDER = "act-order"  # where the order was not read: one for all modules, since it is found from the same inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class StoredWeight:
 
 
 def stored_weights(
-    tensors: Tensors, source: str, quantization: QuantConfig | None, orders: Mapping[str, str] | None = None
+    tensors: Tensors, source: str, quantization: QuantConfig | None, rules: Rules, orders: Mapping[str, str] | None = None
 ) -> tuple[StoredWeight, ...]:
-    """`source`: to be named in complaints; `orders`: of the columns of each module with act-order, where they are known."""
+    """`source`: for messages; `orders`: of the columns of each module with act-order, where they are known."""
     found = []
     for name, (kind, shape) in tensors.items():
         module, _, part = name.rpartition(".")
         if quantization is None or f"{module}.qweight" not in tensors or part == "bias":
-            found.append(StoredWeight(hf_name(name) or name, kind, prod(shape), GGUF_CODES.get(kind)))
+            found.append(StoredWeight(rules.of_gguf(name) or name, kind, prod(shape), GGUF_CODES.get(kind)))
         elif part == "qweight" and len(shape) == 2:
             per_word = 32 // quantization.bits
             columns = shape[0] * (1 if quantization.method == "awq" else per_word)
@@ -55,15 +55,15 @@ def stored_weights(
     return tuple(found)
 
 
-def of_config(config: ModelConfig, source: str, quantization: QuantConfig) -> tuple[StoredWeight, ...]:
-    """As such a model is usually stored: its linear layers quantised, the vocabulary not."""
-    parts = [(part, matrix, rows) for matrix in matrices(config) for part, rows in matrix.parts.items() if part not in (EMBEDDING, HEAD)]
-    modules = [(part.removesuffix(".weight"), matrix.columns, rows) for part, matrix, rows in parts]
+def of_description(model: ModelDescription, source: str, quantization: QuantConfig) -> tuple[StoredWeight, ...]:
+    """Returns the weights as such a model is usually stored: its linear layers quantised, the vocabulary not."""
+    products = [matrix for matrix in model.matrices if not matrix.vocabulary]
+    modules = [(part.removesuffix(".weight"), matrix.columns, rows) for matrix in products for part, rows in matrix.parts.items()]
     order = SOME_ORDER if quantization.desc_act else ""
     return tuple(_packed(source, name, rows * k, k, quantization, order) for name, k, rows in modules if quantization.converts(name))
 
 
-def of_folder(files: Iterable[Path], source: str, quantization: QuantConfig) -> tuple[StoredWeight, ...]:
+def of_folder(files: Iterable[Path], source: str, quantization: QuantConfig, rules: Rules) -> tuple[StoredWeight, ...]:
     entries: dict[str, Entry] = {}
     orders: dict[str, str] = {}
     for path in files:
@@ -72,13 +72,13 @@ def of_folder(files: Iterable[Path], source: str, quantization: QuantConfig) -> 
         for name in [name for name in header if name.endswith(".g_idx")]:
             orders[name.removesuffix(".g_idx")] = _order(path, begin, header[name], quantization.group_size)
     tensors = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
-    return stored_weights(tensors, source, quantization, orders)
+    return stored_weights(tensors, source, quantization, rules, orders)
 
 
 def _order(path: Path, begin: int, entry: Entry, group_size: int) -> str:
-    """Empty where columns stand in the order of their groups."""
+    """Returns a digest of the order of columns, or nothing if they stand in the order of their groups."""
     if entry.stop - entry.start > path.stat().st_size:
-        return SOME_ORDER  # whoever opens the file will say so
+        return SOME_ORDER  # opening the file will raise the error
     with path.open("rb") as file:
         file.seek(begin + entry.start)
         group_of = file.read(entry.stop - entry.start)

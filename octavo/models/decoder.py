@@ -1,12 +1,12 @@
 """The shell every decoder shares: embed, layers over a residual stream, final norm, logits.
 
 A layer is called as `layer(x, residual, batch) -> (x, residual)`: x is what the last sub-layer adds to the stream, and is
-added by the next norm. It has three parts: in `attend` tokens look at each other, in `join` and `mlp` each is by itself. So the
-tokens that are sampled from can go through the rest of the last layer alone.
+added by the next norm. How it orders norms, mixer and MLP is its own business. Its second method, `sampled`, is for the last
+layer: after the mixer each token is by itself, so that only the tokens to sample from have to go through the rest.
 """
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,22 +14,24 @@ from torch import Tensor, nn
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.layers.comm import Comm
 from octavo.layers.embedding import Embedding, LMHead
-from octavo.layers.norm import RMSNorm
 from octavo.model_config import ModelConfig
 from octavo.quant.base import QuantScheme
 
 
 class Decoder(nn.Module):
-    # Module of the checkpoint -> (module here, named part of it); `*` is the number of a layer.
-    RULES: ClassVar[dict[str, tuple[str, str | None]]]
-
-    def __init__(self, config: ModelConfig, layers: Iterable[nn.Module], scheme: QuantScheme, dtype: torch.dtype, comm: Comm) -> None:
+    def __init__(
+        self, config: ModelConfig, layers: Iterable[nn.Module], norm: nn.Module, scheme: QuantScheme, dtype: torch.dtype, comm: Comm
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.dtype = config, dtype
         self.embed = Embedding(config.vocab_size, config.hidden_size, scheme, dtype)
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        self.norm = norm
         self.head = LMHead(self.embed, config.tie_embeddings, scheme, comm)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
 
     @property
     def nbytes(self) -> int:
@@ -37,21 +39,19 @@ class Decoder(nn.Module):
         return sum(parameter.nbytes for parameter in self.parameters())
 
     def forward(self, batch: ForwardBatch, layers: Iterable[nn.Module] | None = None) -> Tensor:
-        """Hidden states of all tokens [T, hidden]. `layers`: all, if not said."""
+        """Returns hidden states of all tokens [T, hidden]. `layers`: all, if not given."""
         hidden: Tensor = self.norm(*self._through(self.layers if layers is None else layers, batch))[0]
         return hidden
 
     def sampled(self, batch: ForwardBatch, layers: Iterable[nn.Module] | None = None) -> tuple[Tensor, Tensor]:
-        """Hidden states of the tokens to sample from [S, hidden], and what attention of the last layer gave every token [T, size].
+        """Returns hidden states of the tokens to sample from [S, hidden], and what the last mixer gave every token [T, size].
 
-        The second is finite only where the keys and values that a token leaves in the caches are.
+        The second is finite only where the values are that a token leaves in the caches.
         """
         last: Any
         *before, last = self.layers if layers is None else layers
-        mixed, residual = last.attend(*self._through(before, batch), batch)
-        index = batch.sample_index
-        x, residual = last.join(mixed.index_select(0, index), residual.index_select(0, index))
-        hidden: Tensor = self.norm(last.mlp(x), residual)[0]
+        x, residual, mixed = last.sampled(*self._through(before, batch), batch)
+        hidden: Tensor = self.norm(x, residual)[0]
         return hidden, mixed
 
     def _through(self, layers: Iterable[nn.Module], batch: ForwardBatch) -> tuple[Tensor, Tensor]:
@@ -62,6 +62,6 @@ class Decoder(nn.Module):
         return x, residual
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states of the tokens to sample from [S, hidden] -> [S, vocab] float32."""
+        """Returns logits [S, vocab] in float32 of hidden states [S, hidden]."""
         logits: Tensor = self.head(hidden)
         return logits.float()

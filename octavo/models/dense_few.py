@@ -1,4 +1,4 @@
-"""A dense layer over the fewest rows of a decode step, as five kernels: each product takes along what stands in front of it.
+"""A dense layer over a few rows of a decode step, as five kernels. Each product includes the small operations before it.
 
     norm_linear              residual add, norm, q k v
     attend_few               norms of the heads, rotation, cache write, attention in splits
@@ -6,8 +6,8 @@
     gate_up                  residual add, norm, gate and up, silu(gate) * up
     few_linear               down
 
-Of matrices that are kept as codes, norms and the merge stand apart from the products.
-It means what `DenseLayer.forward` does. One stream is all latency: fewer kernels, and each begins while the last one runs.
+For matrices that are kept as codes, norms and the merge are kernels of their own.
+The result is that of `DenseLayer.forward`. One stream is all latency: there are fewer kernels, and each begins while the last one runs.
 """
 
 from typing import TYPE_CHECKING, Any, cast
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def few_rows(layer: "DenseLayer") -> int:
-    """Up to how many rows the kernels compute this layer: none unless it is on one rank, with no bias on gate and up."""
+    """Returns up to how many rows the kernels compute this layer: 0 unless it is on one rank, with no bias on gate and up."""
     attention, mlp = layer.attention, layer.mlp
     linears = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
     known = all(isinstance(linear.scheme, (Unquantized, Packed)) and linear.in_features <= MAX_HELD for linear in linears)
@@ -45,10 +45,10 @@ def few_rows(layer: "DenseLayer") -> int:
 
 
 def few(layer: "DenseLayer", x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-    """One new token in each row."""
+    """Computes the layer for one new token in each row."""
     attention = layer.attention
     qkv, residual = _norm_linear(attention.qkv, x, residual, layer.attention_norm)
-    cache = batch.caches[attention.layer]
+    cache = batch.caches[layer.layer]
     parts, parts_lse = cast(FewBackend, attention.backend).attend_few(qkv, attention.norms, attention.rope, cache, batch)
     x = _merge_linear(attention.output, parts, parts_lse, x.dtype)
     gated, residual = _gate_up(layer.mlp.gate_up, x, residual, layer.mlp_norm)
@@ -85,5 +85,5 @@ def _is_packed(linear: Linear) -> bool:
 
 
 def _parameters(linear: Linear) -> tuple[Any, Tensor | None]:
-    """The matrix, a tensor or codes, and the bias."""
+    """Returns the matrix, a tensor or codes, and the bias."""
     return linear.codes if _is_packed(linear) else linear.weight, cast(Tensor | None, linear.bias)

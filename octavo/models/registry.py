@@ -1,14 +1,16 @@
-"""Model families by the name a config.json gives them, imported when chosen; and what a model will keep of each token.
+"""The families that there are, and what they say of a model. Importing this does not import torch: a memory plan asks here."""
 
-Importing this does not import torch: a memory plan asks here.
-"""
-
+import reprlib
+from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import LoadError
-from octavo.model_config import ModelConfig
-from octavo.policy.cache_spec import Buffer, LayerCacheSpec
+from octavo.model_config import ConfigReader, ModelConfig
+from octavo.models import dense_family
+from octavo.models.family import FAMILIES, Family, register
+from octavo.policy.cache_spec import LayerCacheSpec
+from octavo.policy.description import ModelDescription
 
 if TYPE_CHECKING:
     import torch
@@ -18,12 +20,38 @@ if TYPE_CHECKING:
     from octavo.models.decoder import Decoder
     from octavo.quant.base import QuantScheme
 
-# architecture -> "module:Class"
-MODELS = {
-    "LlamaForCausalLM": "octavo.models.dense:DenseModel",
-    "Qwen2ForCausalLM": "octavo.models.dense:DenseModel",
-    "Qwen3ForCausalLM": "octavo.models.dense:DenseModel",
-}
+register(dense_family.FAMILY)
+
+
+def families() -> list[Family]:
+    return list({family.name: family for family in FAMILIES.values()}.values())
+
+
+def family_of(config: ModelConfig) -> Family:
+    if config.architecture not in FAMILIES:
+        raise LoadError(f"architecture {config.architecture} is not supported; there are {', '.join(FAMILIES)}")
+    return FAMILIES[config.architecture]
+
+
+def read_config(raw: dict[str, Any], source: str) -> ModelConfig:
+    """Reads a config.json, by the family that knows its architecture. `source`: the file, for messages."""
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise LoadError(f"{source}: architectures is {reprlib.repr(names)}; supported: {', '.join(FAMILIES)}")
+    config: ModelConfig = FAMILIES[name].read(ConfigReader(raw, source), name)
+    return config
+
+
+@lru_cache(maxsize=8)
+def describe(config: ModelConfig) -> ModelDescription:
+    return family_of(config).describe(config)
+
+
+def cache_specs(config: ModelConfig, dtype: str) -> list[LayerCacheSpec]:
+    """What each layer keeps of a token, in a cache of this dtype."""
+    mixers = [layer.mixer for layer in describe(config).layers]
+    return [LayerCacheSpec(index, mixer.buffers(dtype), mixer.window) for index, mixer in enumerate(mixers)]
 
 
 def build_model(
@@ -34,20 +62,7 @@ def build_model(
     max_len: int,
     scheme: "QuantScheme | None" = None,
 ) -> "Decoder":
-    """The model with uninitialised parameters, able to see positions below `max_len`. `scheme`: of its matrices, if not dense."""
-    if config.architecture not in MODELS:
-        raise LoadError(f"architecture {config.architecture} is not supported; there are {', '.join(MODELS)}")
-    module, _, name = MODELS[config.architecture].partition(":")
+    """Builds the model with uninitialised parameters, for positions below `max_len`. `scheme`: of its matrices, if not dense."""
+    module, _, name = family_of(config).model.partition(":")
     model: Decoder = getattr(import_module(module), name)(config, dtype, backend, comm, max_len, *([] if scheme is None else [scheme]))
     return model
-
-
-def cache_specs(config: ModelConfig, dtype: str) -> list[LayerCacheSpec]:
-    """`dtype`: of the cache. Codes of 8 bits have a scale for each head of a token."""
-    token = Buffer((config.num_kv_heads, config.head_dim), dtype)
-    buffers = {"k": token, "v": token}
-    if dtype == "int8":
-        scale = Buffer((config.num_kv_heads,), "float32")
-        buffers |= {"k_scale": scale, "v_scale": scale}
-    return [LayerCacheSpec(layer, buffers, window) for layer, window in enumerate(config.windows)]
-

@@ -9,11 +9,15 @@
 What was asked for stays, and what was not gives way to it: a step holds at least one token of every row.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from octavo.config import EngineConfig, ResolvedConfig
 from octavo.errors import ConfigError
+from octavo.log import logger
+from octavo.policy.description import ModelDescription
+from octavo.policy.gpu_size import graph_refusal
+from octavo.policy.native_size import native_refusal
 
 MAX_NUM_SEQS = {"cpu": 256, "cuda": 512}  # on a GPU weights are read once for all rows of a step: many make it worth while
 BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -34,6 +38,17 @@ def resolved(config: EngineConfig, device: Literal["cpu", "cuda"]) -> ResolvedCo
         "pipeline_depth": config.pipeline_depth or PIPELINE_DEPTH[device],
     }
     return ResolvedConfig(**{**asdict(config), **settled})
+
+
+def suited(config: ResolvedConfig, model: ModelDescription) -> ResolvedConfig:
+    """Turns off the programs that cannot run this model, and logs why. What remains is the eager one, which runs every model."""
+    if config.wants_native and (why := native_refusal(model)) is not None:
+        logger.info("Native kernels are off for this model, torch computes: %s", why)
+        config = replace(config, native=False)
+    if config.device == "cuda" and not config.enforce_eager and (why := graph_refusal(model)) is not None:
+        logger.info("CUDA graphs are off for this model: %s", why)
+        config = replace(config, enforce_eager=True)
+    return config
 
 
 def _check(config: EngineConfig, device: str) -> None:

@@ -10,9 +10,9 @@ Nothing depends on the length of a context: attention gathers no keys, and masks
 
 from collections.abc import Mapping
 
-from octavo.model_config import ModelConfig
-from octavo.policy.activations import FLOAT32, StepLoad
-from octavo.policy.model_size import SCALE_AND_OFFSET, Codes, Kept, Matrix, kept_matrices, num_norms, num_parameters
+from octavo.policy.activations import FLOAT32
+from octavo.policy.description import LayerShape, Matrix, ModelDescription, StepLoad
+from octavo.policy.model_size import SCALE_AND_OFFSET, Codes, Kept, kept_matrices
 
 MIB = 2**20
 CONTEXT = 520 * MIB  # of a process, once CUDA has started
@@ -26,10 +26,6 @@ ENTRY_WORDS = 16  # of a step, for each row it may have
 TOKEN_WORDS = 6  # and for each token: id, position, slot
 ADJUSTED_LOGITS = 2**24  # at once, under penalties
 ADJUSTED = 2 * FLOAT32  # bytes for each: the score, and what the row has of the token
-DECODE_PROGRAMS = 640  # of decode attention at most: four for each of 160 multiprocessors
-DECODE_SHARES = 2  # for each of them
-LEFT_PARTS = 2  # of long rows, for each of those
-SHARE_WORDS = 16  # of a step, for each of those, and each row and KV head
 LAUNCHED = 10**13  # parameters * tokens: a larger step computes for longer than it takes to launch, kernel by kernel (30 ms on an H200)
 MOST_CAPTURED = 8192  # tokens
 GRAPHS = 62  # as many as there are shapes, for 512 rows
@@ -38,63 +34,61 @@ KERNEL_BYTES = 16 * 2**10  # a graph keeps for each
 DECODED, MIXED, LARGE = 20, 9216, 12288  # tokens of all graphs: of those that decode for each row, of mixed ones to 2,048, and beyond
 
 
-def gpu_matrices(config: ModelConfig, item: int, stored: Mapping[str, Codes | None]) -> list[Kept]:
+def gpu_matrices(model: ModelDescription, item: int, stored: Mapping[str, Codes | None]) -> list[Kept]:
     """`item`: bytes of a float; `stored`: how each weight comes, by its name."""
-    return kept_matrices(config, stored, lambda matrix, codes: _matrix_bytes(matrix, codes, item))
+    return kept_matrices(model, stored, lambda matrix, codes: _matrix_bytes(matrix, codes, item))
 
 
-def gpu_weight_bytes(config: ModelConfig, item: int, stored: Mapping[str, Codes | None]) -> int:
-    embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
-    return sum(one.nbytes for one in gpu_matrices(config, item, stored)) + (num_norms(config) + embedding) * item
+def gpu_weight_bytes(model: ModelDescription, item: int, stored: Mapping[str, Codes | None]) -> int:
+    embedding = 0 if model.lookup is None else model.lookup.numbers
+    return sum(one.nbytes for one in gpu_matrices(model, item, stored)) + (model.vector_numbers + embedding) * item
 
 
-def gpu_slab_bytes(config: ModelConfig, item: int, stored: Mapping[str, Codes | None]) -> int:
-    sizes = [one.matrix.rows * one.matrix.columns for one in gpu_matrices(config, item, stored) if one.codes is not None]
+def gpu_slab_bytes(model: ModelDescription, item: int, stored: Mapping[str, Codes | None]) -> int:
+    sizes = [one.matrix.numbers for one in gpu_matrices(model, item, stored) if one.codes is not None]
     return min(max(sizes, default=0), SLAB) * item
 
 
-def gpu_step_bytes(model: ModelConfig, item: int, load: StepLoad) -> int:
+def gpu_step_bytes(model: ModelDescription, item: int, load: StepLoad) -> int:
     """The most that a step holds at once: logits of all rows, and layers or what draws. `item`: bytes of a number of the run's dtype."""
     logits, adjusted = load.rows * model.vocab_size, min(load.rows, max(ADJUSTED_LOGITS // model.vocab_size, 1)) * model.vocab_size
     return logits * item + max(_layer_bytes(model, item, load), adjusted * ADJUSTED, logits * item)  # those that are filtered, side by side
 
 
-def captured_tokens(model: ModelConfig) -> int:
+def graph_refusal(model: ModelDescription) -> str | None:
+    """Says why steps of this model cannot be captured as CUDA graphs, or returns None."""
+    return None if model.captured else f"the {model.family} family does not say that its steps can be captured"
+
+
+def captured_tokens(model: ModelDescription) -> int:
     """Of the largest step that is captured; padding a larger one would take longer than launching it."""
-    return min(LAUNCHED // num_parameters(model), MOST_CAPTURED)
+    return min(LAUNCHED // model.num_parameters, MOST_CAPTURED)
 
 
-def gpu_graph_bytes(model: ModelConfig, item: int, load: StepLoad) -> int:
+def gpu_graph_bytes(model: ModelDescription, item: int, load: StepLoad) -> int:
     """What graphs take: they share the memory of the largest step; each keeps its kernels, and the hidden states it ends with."""
     captured = captured_tokens(model)
     largest = StepLoad(min(load.tokens, max(captured, load.rows)), load.rows, load.context, load.gathered)
     hidden = load.rows * DECODED + MIXED + (LARGE if captured >= load.tokens else 0)
-    return _layer_bytes(model, item, largest) + hidden * model.hidden_size * item + GRAPHS * model.num_layers * KERNELS * KERNEL_BYTES
+    return _layer_bytes(model, item, largest) + hidden * model.hidden_size * item + GRAPHS * len(model.layers) * KERNELS * KERNEL_BYTES
 
 
-def gpu_row_bytes(model: ModelConfig, rows: int, tokens: int, max_len: int, max_blocks: int) -> int:
+def gpu_row_bytes(model: ModelDescription, rows: int, tokens: int, max_len: int, max_blocks: int) -> int:
     """Of the rows themselves, of the largest step made out of them, and of the rotation tables. `tokens`: of a step"""
     step = rows * (max_blocks + ENTRY_WORDS) + tokens * TOKEN_WORDS
-    return (rows * (ROW_HEAD + max_blocks + max_len) + step) * WORD + max_len * model.head_dim * FLOAT32
+    return (rows * (ROW_HEAD + max_blocks + max_len) + step) * WORD + max_len * model.position_numbers * FLOAT32
 
 
-def _token_bytes(model: ModelConfig, item: int) -> int:
-    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = q + 2 * kv + 2 * q  # all three, what was read of earlier context, and the result
-    mlp = 3 * model.intermediate_size  # gate and up, their product
-    stream = 2 * model.hidden_size  # input and sum; both once more where a norm makes new ones
-    return (stream + max(attention, mlp, stream)) * item
+def _layer_bytes(model: ModelDescription, item: int, load: StepLoad) -> int:
+    """The most that a layer of any kind holds."""
+    return max(_of_layer(layer, model.hidden_size, item, load) for layer in model.kinds)
 
 
-def _layer_bytes(model: ModelConfig, item: int, load: StepLoad) -> int:
-    return load.tokens * _token_bytes(model, item) + _decode_bytes(model, load.rows)
-
-
-def _decode_bytes(model: ModelConfig, rows: int) -> int:
-    """The shares of decode attention, and what is left of contexts in several of them, in float32, with its sums."""
-    shares = DECODE_PROGRAMS * DECODE_SHARES
-    parts = shares * LEFT_PARTS * (model.num_heads // model.num_kv_heads) * (model.head_dim + 1)
-    return parts * FLOAT32 + (shares + rows * model.num_kv_heads) * SHARE_WORDS * WORD
+def _of_layer(layer: LayerShape, hidden: int, item: int, load: StepLoad) -> int:
+    mixer, mlp = layer.mixer.gpu_token_numbers, layer.mlp.gpu_token_numbers
+    stream = 2 * hidden  # input and sum; both once more where a norm makes new ones
+    token = stream + max(mixer + mlp if layer.parallel else max(mixer, mlp), stream)
+    return load.tokens * token * item + layer.mixer.gpu_step_bytes(load.rows)
 
 
 def _matrix_bytes(matrix: Matrix, codes: Codes | None, item: int) -> int:

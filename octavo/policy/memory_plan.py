@@ -20,9 +20,9 @@ from typing import Any
 
 from octavo.config import ResolvedConfig, in_flag
 from octavo.errors import ConfigError
-from octavo.model_config import ModelConfig
-from octavo.policy.activations import FLOAT32, StepLoad, loaded_bytes, step_bytes
+from octavo.policy.activations import FLOAT32, step_bytes
 from octavo.policy.cache_spec import ITEM_BYTES, CacheGeometry, LayerCacheSpec
+from octavo.policy.description import ModelDescription, StepLoad
 from octavo.policy.gpu_size import CONTEXT, FLASHINFER, gpu_graph_bytes, gpu_row_bytes, gpu_step_bytes
 from octavo.policy.gpu_size import LIBRARIES as GPU_LIBRARIES
 from octavo.policy.model_size import largest_matrix
@@ -60,10 +60,11 @@ class Memory:
 class ModelNeeds:
     """What the count has to know of a model."""
 
-    config: ModelConfig
+    model: ModelDescription
     dtype: str
     weights: int  # bytes
     specs: list[LayerCacheSpec]
+    kv_cache_dtype: str
     loading: int = 0  # the most bytes held while weights are read, weights included
     native_threads: int = 0  # of the native program; none: torch computes
     device: str = "cpu"
@@ -76,10 +77,6 @@ class ModelNeeds:
     @property
     def bytes_per_token(self) -> int:
         return sum(spec.bytes_per_token for spec in self.specs)
-
-    @property
-    def kv_cache_dtype(self) -> str:
-        return self.specs[0].buffers["k"].dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +149,7 @@ def largest(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
 
 def plan_memory(needs: ModelNeeds, config: ResolvedConfig, memory: Memory) -> MemoryPlan:
     """The plan, with a refusal where it does not fit. Settings that are wrong on any machine are a `ConfigError`."""
-    most = needs.config.max_position
+    most = needs.model.max_position
     if config.max_model_len is not None and config.max_model_len > most:
         raise ConfigError(f"--max-model-len is {config.max_model_len}, but the model's own maximum is {most}: lower it to {most} or less")
     planner = _Planner(needs, memory)
@@ -166,12 +163,12 @@ class _Planner:
     def __init__(self, needs: ModelNeeds, memory: Memory) -> None:
         self.needs = needs
         self.memory = memory
-        self.most = needs.config.max_position
+        self.most = needs.model.max_position
         # where memory is unified, the matrix that the host has read comes on top of what the device holds by then
-        self.loading = needs.loading + (largest_matrix(needs.config) * FLOAT32 if memory.unified else 0)
+        self.loading = needs.loading + (largest_matrix(needs.model) * FLOAT32 if memory.unified else 0)
 
     def use(self, config: ResolvedConfig, num_blocks: int, max_len: int) -> Use:
-        needs, model, size = self.needs, self.needs.config, config.block_size
+        needs, model, size = self.needs, self.needs.model, config.block_size
         tokens = (num_blocks - 1) * size
         table_blocks = -(-max_len // size)
         contiguous = config.attention_backend == "contiguous"  # a region for every row, on a GPU one for padding
@@ -189,19 +186,18 @@ class _Planner:
             step = native_step_bytes(model, load, needs.native_threads)
             kept = 0  # buffers that grow take the place of what reading the weights left behind
         else:
-            loaded = max(loaded_bytes(spec, needs.dtype) for spec in needs.specs)
-            step = step_bytes(model, ITEM_BYTES[needs.dtype], loaded, load)
+            step = step_bytes(model, needs.dtype, needs.kv_cache_dtype, load)
             kept = min(MOST_KEPT, step * 2 // 5)
         return Use(
             weights=needs.weights,
             kv_cache=kv_cache,
             activations=max(step, needs.loading - needs.weights - kv_cache),  # nothing is in the pool yet while weights are read
-            rows=config.max_num_seqs * (8 * (max_len + table_blocks) + BYTES_PER_ROW) + max_len * model.head_dim * FLOAT32,
+            rows=config.max_num_seqs * (8 * (max_len + table_blocks) + BYTES_PER_ROW) + max_len * model.position_numbers * FLOAT32,
             other=LIBRARIES + kept + BYTES_PER_WORD * model.vocab_size + BYTES_PER_BLOCK * num_blocks,
         )
 
     def _gpu_use(self, config: ResolvedConfig, kv_cache: int, num_blocks: int, max_len: int) -> Use:
-        needs, model, item, rows = self.needs, self.needs.config, ITEM_BYTES[self.needs.dtype], config.max_num_seqs
+        needs, model, item, rows = self.needs, self.needs.model, ITEM_BYTES[self.needs.dtype], config.max_num_seqs
         tokens = min(config.max_num_batched_tokens, (num_blocks - 1) * config.block_size)
         load = StepLoad(max(tokens, rows), rows, max_len, gathered=0)  # padded to all rows
         on_host = LIBRARIES + BYTES_PER_WORD * model.vocab_size + BYTES_PER_BLOCK * num_blocks if self.memory.unified else 0

@@ -5,10 +5,12 @@ filled up to 64, or to a group.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-from octavo.model_config import ModelConfig
-from octavo.policy.activations import FLOAT32, StepLoad
-from octavo.policy.model_size import SCALE_AND_OFFSET, Codes, Kept, Matrix, kept_matrices, num_norms
+from octavo.policy.activations import FLOAT32
+from octavo.policy.description import Matrix, ModelDescription, StepLoad
+from octavo.policy.model_size import SCALE_AND_OFFSET, Codes, Kept, kept_matrices
 
 PANEL, COLUMNS = 16, 64
 SCRATCH_BYTES = 4 * 2 * PANEL  # of each thread, for each column of the widest matrix: four panels unpacked for many rows
@@ -17,41 +19,56 @@ SCRATCH_BYTES = 4 * 2 * PANEL  # of each thread, for each column of the widest m
 CODES_ON_THE_WAY, FLOATS_ON_THE_WAY, PARTS_ON_THE_WAY = 1.25, 5.3, 4
 
 
-def native_matrices(config: ModelConfig, item: int, stored: Mapping[str, Codes | None]) -> list[Kept]:
+def native_refusal(model: ModelDescription) -> str | None:
+    """Says why the native program cannot run this model, or returns None. Its layers are alike, but for their windows."""
+    if (why := model.unlike_the_plain_layer()) is not None:
+        return why
+    mixers: list[Any] = [layer.mixer for layer in model.kinds]
+    lacking = [name for mixer in mixers for name in mixer.features if name != "window"]
+    if lacking or any(mixer.position_table is None for mixer in mixers):
+        return f"attention has {', '.join(lacking) or 'no rotation'}"
+    alike = {(replace(mixer, window=None), layer.mlp, layer.norm) for mixer, layer in zip(mixers, model.kinds)}
+    return None if len(alike) == 1 else "its layers differ in more than their windows"
+
+
+def native_matrices(model: ModelDescription, item: int, stored: Mapping[str, Codes | None]) -> list[Kept]:
     """`item`: bytes of a float; `stored`: how each weight comes, by its name."""
-    return kept_matrices(config, stored, lambda matrix, codes: _panel_bytes(matrix, codes, item))
+    return kept_matrices(model, stored, lambda matrix, codes: _panel_bytes(matrix, codes, item))
 
 
-def native_weight_bytes(config: ModelConfig, item: int, stored: Mapping[str, Codes | None], unpacked: int = 0) -> tuple[int, int]:
+def native_weight_bytes(
+    model: ModelDescription, item: int, stored: Mapping[str, Codes | None], unpacked: int = 0
+) -> tuple[int, int]:
     """(the weights, the most that is held while they are packed). `unpacked`: bytes a weight takes while it is quantised again."""
-    kept = num_norms(config) * FLOAT32
-    if not config.tie_embeddings:
-        kept += config.vocab_size * config.hidden_size * item
+    kept = model.vector_numbers * FLOAT32
+    if model.lookup is not None:
+        kept += model.lookup.numbers * item
     most = 0
-    for one in native_matrices(config, item, stored):
+    for one in native_matrices(model, item, stored):
         on_the_way = CODES_ON_THE_WAY
         if one.codes is None:
             on_the_way = FLOATS_ON_THE_WAY + (PARTS_ON_THE_WAY if len(one.matrix.parts) > 1 else 0)
-        size = one.matrix.rows * one.matrix.columns
+        size = one.matrix.numbers
         most = max(most, kept + size * unpacked, kept + one.nbytes + int(size * on_the_way))
         kept += one.nbytes
     return kept, most
 
 
-def native_step_bytes(model: ModelConfig, load: StepLoad, threads: int) -> int:
+def native_step_bytes(model: ModelDescription, load: StepLoad, threads: int) -> int:
     """Buffers grow to the fullest step and stay; hidden states and logits come on top, those of the step before too, and what each
     thread needs to draw from a row. A level that multiplies bfloat16 leaves some of the floats counted here untouched."""
-    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    widest = max(model.hidden_size, model.intermediate_size, q) + COLUMNS
+    layer = {matrix.name: matrix for matrix in model.matrices if matrix.layer == 0}
+    widest = max(matrix.columns for matrix in layer.values()) + COLUMNS
     prepared = model.hidden_size + widest  # rows as products read them: of norms, and of attention or gates
-    token = 3 * model.hidden_size + 2 * q + 2 * kv + model.intermediate_size + prepared
+    # the stream, what is new, the norm; q, k, v and the result of attention; gates
+    token = 3 * model.hidden_size + layer["qkv"].rows + layer["output"].columns + layer["down"].columns + prepared
     logits = load.rows * model.vocab_size
     return load.tokens * token * FLOAT32 + 2 * FLOAT32 * logits + threads * (SCRATCH_BYTES * widest + 2 * FLOAT32 * model.vocab_size)
 
 
 def _panel_bytes(matrix: Matrix, codes: Codes | None, item: int) -> int:
     # gate and up stand in turn, each filled up by itself
-    rows = sum(_up(part, PANEL) for part in matrix.parts.values()) if matrix.name == "gate_up" else _up(matrix.rows, PANEL)
+    rows = sum(_up(part, PANEL) for part in matrix.parts.values()) if matrix.gated else _up(matrix.rows, PANEL)
     bias = rows * FLOAT32 if matrix.bias else 0
     if codes is None:
         return rows * _up(matrix.columns, COLUMNS) * item + bias

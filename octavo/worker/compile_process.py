@@ -25,9 +25,8 @@ from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 
 from octavo.child import die_with
-from octavo.kernels.triton.packed.precompile import PackedShape
+from octavo.kernels.kernel_shapes import KernelShapes, PackedShape
 from octavo.kernels.triton.precompile import KernelCalls, kernel_keys
-from octavo.model_config import ModelConfig, RopeConfig
 from octavo.worker.compilers import DONE, DRIVER, FAILED, SEEN, Wanted, variant
 
 SLOW = (  # slowest first
@@ -73,8 +72,7 @@ def find_jobs(wanted: Wanted) -> tuple[list[Job], list[str]]:
     driver.set_active(NoGPU(wanted.capability))
     knobs.runtime.jit_cache_hook = write_down
     dtype, cpu = getattr(torch, wanted.dtype), torch.device("cpu")
-    packed = [PackedShape(*one) for one in wanted.packed]
-    for call in KernelCalls(wanted.config, dtype, wanted.block_size, wanted.max_len, cpu, wanted.layout, packed).calls():
+    for call in KernelCalls(wanted.shapes, dtype, wanted.block_size, wanted.max_len, cpu, wanted.layout).calls():
         try:
             call()
         except Exception as error:
@@ -131,8 +129,9 @@ def say(results: int, *words: str) -> None:
 
 def read_wanted(line: str) -> Wanted:
     words = json.loads(line)
-    config = words.pop("config")
-    return Wanted(ModelConfig(**config | {"rope": RopeConfig(**config["rope"])}), **words)
+    shapes = words.pop("shapes")
+    packed = tuple(PackedShape(*one) for one in shapes["packed"])
+    return Wanted(KernelShapes(**shapes | {"windows": tuple(shapes["windows"]), "packed": packed}), **words)
 
 
 def main(parent: int) -> None:

@@ -15,14 +15,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from octavo.attention.spec import AttentionSpec
 from octavo.child import command
+from octavo.kernels.kernel_shapes import KernelShapes, PackedShape
 from octavo.log import Stopwatch, logger
-from octavo.model_config import ModelConfig
+from octavo.policy.description import ModelDescription
+from octavo.policy.model_size import Kept
 
 DRIVER = "driver"  # what Triton itself needs to launch anything
 SEEN, DONE, FAILED = "all", "done", "failed"  # what a line from there begins with
@@ -32,23 +35,46 @@ SEEN, DONE, FAILED = "all", "done", "failed"  # what a line from there begins wi
 class Wanted:
     """All that decides which kernels there are."""
 
-    config: ModelConfig
+    shapes: KernelShapes
     dtype: str
     block_size: int
     max_len: int
     layout: Literal["nhd", "hnd"]  # of the KV cache
     capability: int  # 90 for 9.0
     processes: int
-    packed: tuple[tuple[int, int, int, int, bool, bool], ...] = ()  # fields of `PackedShape`, for each kind of matrix kept as codes
+
+
+def kernel_shapes(model: ModelDescription, kept: list[Kept]) -> KernelShapes | None:
+    """Returns what to compile for this model, or None if its layers are of a kind that other kernels compute. `kept`: its matrices"""
+    mixers = [layer.mixer for layer in model.kinds if isinstance(layer.mixer, AttentionSpec)]
+    if model.unlike_the_plain_layer() is not None or len({replace(mixer, window=None) for mixer in mixers}) != 1:
+        return None
+    codes = [(one.matrix, one.codes) for one in kept if one.codes]
+    packed = {PackedShape(one.rows, one.columns, form.bits, form.group, one.bias, one.gated) for one, form in codes}
+    layer, spec = model.layers[0], mixers[0]
+    return KernelShapes(
+        vocab=model.vocab_size,
+        hidden=model.hidden_size,
+        inner=layer.mlp.inner,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        attention_scale=spec.scale,
+        norm_eps=layer.norm.eps,
+        qkv_bias=any(matrix.bias for matrix in model.matrices if matrix.name == "qkv"),
+        qk_norm=spec.qk_norm,
+        windows=tuple({mixer.window is not None: mixer.window for mixer in mixers}.values()),
+        packed=tuple(sorted(packed)),
+    )
 
 
 def variant(function: Any, key: str) -> str:
-    """What a kernel is called by both sides. `function`, `key`: as Triton's hook has them; a key is types, constants and options."""
+    """Returns the name that both sides use for a kernel. `function`, `key`: from Triton's hook; a key is types, constants and options."""
     return f"{function.module}.{function.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
 class Compilers:
-    """The other processes; without a process, none, and kernels are compiled here."""
+    """The processes that compile. Without any, kernels are compiled in this process."""
 
     def __init__(self, process: "subprocess.Popen[str] | None" = None) -> None:
         self.seconds_waited = 0.0
@@ -80,7 +106,7 @@ class Compilers:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """In here a kernel that they compile is waited for when it is first called. Whoever comes out has called all there are."""
+        """Inside, the first call of a kernel that they compile waits for it. By the end, every kernel must have been called."""
         from triton import knobs
 
         mark = self._mark()
@@ -114,7 +140,7 @@ class Compilers:
         self.close()
 
     def _mark(self) -> Path:
-        """A file in Triton's cache: where it is, all that is asked for was compiled before, and nobody is waited for."""
+        """Returns a file in Triton's cache. If it is there, all that is wanted was compiled before, and nothing is waited for."""
         from triton import knobs
         from triton._C.libtriton import get_cache_invalidating_env_vars
         from triton.runtime.cache import triton_key

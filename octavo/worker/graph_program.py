@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from octavo.layers.linear import Linear
+from octavo.models.registry import describe
 from octavo.quant.base import Unquantized
 from octavo.worker.program import Eager, Forward, Shape
 
@@ -78,10 +79,9 @@ class Graph:
 
     @property
     def _kinds(self) -> list[nn.Module]:
-        """The first layer with a window and the first without one: between them they call all that any layer calls."""
+        """The first layer of each kind: between them they call all that any layer calls."""
         model = self.eager.model
-        backwards = zip(reversed(model.config.windows), reversed(model.layers))
-        return list({window is None: layer for window, layer in backwards}.values())
+        return [model.layers[index] for index in describe(model.config).kinds.values()]
 
     def _multiply(self, shape: Shape) -> None:
         """The products of a layer of each kind and of the vocabulary, of anything: what torch sets up for their shapes is set up."""

@@ -5,18 +5,19 @@ a step are filled in from the batch's own tensors. The interpreter's lock is rel
 """
 
 import ctypes
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import Rope
 from octavo.attention.forward_batch import ForwardBatch
+from octavo.attention.spec import AttentionSpec, kv_buffers
 from octavo.kernels.cpu.library import BF16, F16, F32, PANEL, Q8, Layer, Model, NativeLibrary, Step, address
 from octavo.kernels.cpu.packing import PackedMatrix
+from octavo.layers.rotary import build_rope
 from octavo.loading.native_loader import NativeWeights
-from octavo.model_config import ModelConfig
+from octavo.policy.description import ModelDescription
 from octavo.worker.kv_store import Caches
 from octavo.worker.program import Forward
 
@@ -24,15 +25,19 @@ KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int
 
 
 class NativeProgram:
-    def __init__(self, config: ModelConfig, weights: NativeWeights, rope: Rope, library: NativeLibrary, block_size: int) -> None:
-        self.vocab_size = config.vocab_size
+    def __init__(
+        self, model: ModelDescription, weights: NativeWeights, library: NativeLibrary, block_size: int, max_len: int
+    ) -> None:
+        """`model`: one that `native_refusal` does not refuse, so that its layers are alike but for their windows."""
+        self.vocab_size = model.vocab_size
         self.library = library
-        self._kept: list[Any] = [rope]  # what the descriptors point to
-        self.layers = (Layer * config.num_layers)(*(self._layer(config, weights, index) for index in range(config.num_layers)))
-        self.embed = None if config.tie_embeddings else weights.rows("embed.weight")  # None: its rows are the head's
-        self.head = weights.matrix("embed" if config.tie_embeddings else "head")
+        self._kept: list[Any] = []  # what the descriptors point to
+        self._inner = -(-model.layers[0].mlp.inner // PANEL) * PANEL  # the width of the MLP in whole panels
+        self.layers = (Layer * len(model.layers))(*(self._layer(model, weights, index) for index in range(len(model.layers))))
+        self.embed = None if model.lookup is None else weights.rows(f"{model.lookup.module}.weight")  # None: its rows are the head's
+        self.head = weights.matrix(next(matrix.module for matrix in model.matrices if matrix.name == "head"))
         self._kept.append(self.embed)
-        self.model = self._describe(config, weights, rope, block_size)
+        self.model = self._describe(model, weights, block_size, max_len)
         self._caches: object = None
 
     @property
@@ -65,35 +70,36 @@ class NativeProgram:
         """The model, with these caches. Whoever holds it holds the program and the caches too."""
         layers = type(self.layers).from_buffer_copy(self.layers)
         for layer, cache in zip(layers, caches, strict=True):
-            layer.k_cache, layer.v_cache = at(cache["k"]), at(cache["v"])
-            if "k_scale" in cache:
-                layer.k_scale, layer.v_scale = at(cache["k_scale"]), at(cache["v_scale"])
+            k, v, k_scale, v_scale = kv_buffers(cache)
+            layer.k_cache, layer.v_cache = at(k), at(v)
+            if k_scale is not None and v_scale is not None:
+                layer.k_scale, layer.v_scale = at(k_scale), at(v_scale)
         model = Model.from_buffer_copy(self.model)
-        model.layers, model.cache_kind = layers, KINDS[caches[0]["k"].dtype]
+        model.layers, model.cache_kind = layers, KINDS[kv_buffers(caches[0])[0].dtype]
         return model
 
-    def _layer(self, config: ModelConfig, weights: NativeWeights, index: int) -> Layer:
-        name = f"layers.{index}"
-        layer = Layer(
-            attention_norm=self._vector(weights, f"{name}.attention_norm.weight"),
-            mlp_norm=self._vector(weights, f"{name}.mlp_norm.weight"),
-            qkv=self._matrix(weights.matrix(f"{name}.attention.qkv")),
-            output=self._matrix(weights.matrix(f"{name}.attention.output")),
-            gate_up=self._matrix(weights.matrix(f"{name}.mlp.gate_up", alternate=True)),
-            down=self._matrix(weights.matrix(f"{name}.mlp.down", columns=_inner(config))),
-            window=config.windows[index] or 0,
-        )
-        if config.qk_norm:
-            layer.q_norm = self._vector(weights, f"{name}.attention.q_norm.weight")
-            layer.k_norm = self._vector(weights, f"{name}.attention.k_norm.weight")
+    def _layer(self, model: ModelDescription, weights: NativeWeights, index: int) -> Layer:
+        """The fields of a `Layer` have the names of the description."""
+        layer = Layer(window=model.layers[index].mixer.window or 0)
+        for vector in model.vectors:
+            if vector.layer == index:
+                setattr(layer, vector.name, self._vector(weights, f"{vector.module}.weight"))
+        for matrix in model.matrices:
+            if matrix.layer == index:
+                columns = self._inner if matrix.name == "down" else 0  # it reads what gate and up wrote, in whole panels
+                setattr(layer, matrix.name, self._matrix(weights.matrix(matrix.module, matrix.gated, columns)))
         return layer
 
-    def _describe(self, config: ModelConfig, weights: NativeWeights, rope: Rope, block_size: int) -> Model:
+    def _describe(self, model: ModelDescription, weights: NativeWeights, block_size: int, max_len: int) -> Model:
+        spec = cast(AttentionSpec, model.layers[0].mixer)
+        assert spec.rope is not None
+        rope = build_rope(spec.rope, spec.head_dim, max_len)
+        self._kept.append(rope)
         return Model(
-            num_layers=config.num_layers, hidden=config.hidden_size, heads=config.num_heads, kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim, intermediate=_inner(config), vocab=config.vocab_size, block_size=block_size,
+            num_layers=len(model.layers), hidden=model.hidden_size, heads=spec.num_heads, kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim, intermediate=self._inner, vocab=model.vocab_size, block_size=block_size,
             embed_kind=Q8 if self.embed is None else KINDS[self.embed.dtype], embed=None if self.embed is None else at(self.embed),
-            eps=config.norm_eps, attention_scale=config.head_dim**-0.5, layers=self.layers,
+            eps=model.norm.eps, attention_scale=spec.scale, layers=self.layers,
             norm=self._vector(weights, "norm.weight"), cos=at(rope.cos), sin=at(rope.sin), head=self._matrix(self.head),
         )  # fmt: skip
 
@@ -105,11 +111,6 @@ class NativeProgram:
     def _matrix(self, packed: PackedMatrix) -> ctypes.Structure:
         self._kept.append(packed)
         return packed.struct
-
-
-def _inner(config: ModelConfig) -> int:
-    """The width of the MLP in whole panels."""
-    return -(-config.intermediate_size // PANEL) * PANEL
 
 
 def describe(batch: ForwardBatch) -> Step:

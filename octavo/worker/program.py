@@ -76,7 +76,7 @@ class Eager:
         self.memory = StepMemory(table.layout, most_rows, max(max_tokens, most_rows), device)
         self._result = torch.zeros(most_rows, dtype=torch.int32, device=device)
         # one place for the logits of all steps: what each graph kept for itself would be gigabytes
-        self.logits_memory = torch.empty(most_rows, self.vocab_size, dtype=model.norm.weight.dtype, device=device)
+        self.logits_memory = torch.empty(most_rows, self.vocab_size, dtype=model.dtype, device=device)
 
     @property
     def nbytes(self) -> int:

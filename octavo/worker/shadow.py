@@ -20,9 +20,10 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import AttentionBackend, AttentionSpec, FewBackend, QKNorm, Rope
+from octavo.attention.backend import AttentionBackend, FewBackend, QKNorm, Rope
 from octavo.attention.contiguous import ContiguousBackend
 from octavo.attention.forward_batch import ForwardBatch
+from octavo.attention.spec import AttentionSpec
 from octavo.errors import VerifyError
 from octavo.messages import StepPlan
 from octavo.policy.block_pool import Event
@@ -48,7 +49,8 @@ class Compared:
 
 class Shadow:
     def __init__(self, specs: list[LayerCacheSpec], num_rows: int, max_len: int, block_size: int, device: torch.device = CPU) -> None:
-        self.regions = ContiguousStore(specs, num_rows + 1, -(-max_len // block_size) * block_size, device)  # the last is padding's
+        self.blocks = -(-max_len // block_size)  # of a region
+        self.regions = ContiguousStore(specs, num_rows + 1, self.blocks * block_size, device)  # the last is padding's
         self.block_size = block_size
         self.compared = Compared()
         self.watches = True  # while not, a shadowed backend is the backend alone
@@ -125,7 +127,7 @@ class Shadow:
 
     def contiguous(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch over the regions: they are blocks in a row, so that a table counts up from the first of its row."""
-        blocks = self.regions.caches[0]["k"].shape[1] // self.block_size
+        blocks = self.blocks
         tables = batch.rows[:, None] * blocks + torch.arange(batch.tables.shape[1])
         token_rows = batch.rows.repeat_interleave(batch.query_start.diff())
         slots = token_rows * blocks * self.block_size + batch.positions[0]

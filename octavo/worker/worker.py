@@ -19,7 +19,6 @@ from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.kernels.reference import sampling as torch_sampling
 from octavo.kernels.row_words import RowLayout
 from octavo.layers.comm import NullComm
-from octavo.layers.rotary import build_rope
 from octavo.loading.dummy import DummyCheckpoint
 from octavo.loading.loader import load_weights
 from octavo.loading.native_loader import NativeWeights, StoredParameters
@@ -31,14 +30,14 @@ from octavo.log import Stopwatch, logger
 from octavo.messages import StepPlan
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
-from octavo.models.registry import build_model
-from octavo.policy.auto import check_cache_dtype, resolved
+from octavo.models.registry import build_model, describe
+from octavo.policy.auto import check_cache_dtype, resolved, suited
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.gpu_size import captured_tokens
 from octavo.policy.memory_plan import plan_memory
 from octavo.policy.model_size import Kept
 from octavo.quant.device_packed import Packed
-from octavo.worker.compilers import Compilers, Wanted
+from octavo.worker.compilers import Compilers, Wanted, kernel_shapes
 from octavo.worker.device import device_here, start_lines
 from octavo.worker.device_program import DeviceProgram, Steps
 from octavo.worker.device_rows import DeviceRows
@@ -76,7 +75,8 @@ class Worker:
             logger.info("Starting CUDA took %.2f seconds", watch.total())
         for line in start_lines(choice):
             logger.info(line)
-        self.config = config = resolved(debug.overrule(config), choice.device)
+        self.model = describe(model_config)
+        self.config = config = suited(resolved(debug.overrule(config), choice.device), self.model)
         self.source = source
         self.model_config = model_config
         self.compilers = compilers or Compilers()
@@ -152,7 +152,7 @@ class Worker:
         self._log(geometry)
         rows = DeviceRows(self.config.max_num_seqs, layout, self.device)
         program = DeviceProgram(model, self.backend, self.store.caches, rows, size, self.config.max_num_batched_tokens)
-        captured, settings = captured_tokens(self.model_config), self.config
+        captured, settings = captured_tokens(self.model), self.config
         steps = Steps(program, settings.max_num_seqs, settings.max_num_batched_tokens, captured)
         watched = ShadowedSteps(steps, self.shadow) if self._shadow_wanted else steps
         self.runner = DeviceRunner(watched, self.store, rows, self.faults, self.config.logprobs_mode == "processed")
@@ -176,17 +176,15 @@ class Worker:
 
     def _compile_ahead(self, geometry: CacheGeometry) -> None:
         """Kernels are compiled while weights are read."""
+        shapes = kernel_shapes(self.model, self.kept)
+        if shapes is None:
+            self.compilers.close()
+            return
         major, minor = torch.cuda.get_device_capability(self.device)
-        codes = [(one.matrix, one.codes) for one in self.kept if one.codes]
-        packed = {
-            (one.rows, one.columns, form.bits, form.group, one.bias, one.name == "gate_up") for one, form in codes
-        }
+        layout, capability = self.config.kv_cache_layout, 10 * major + minor
         self.compilers.compile(
-            Wanted(
-                self.model_config, self.dtype, geometry.block_size, geometry.max_model_len, self.config.kv_cache_layout,
-                10 * major + minor, processes=num_cpus(), packed=tuple(sorted(packed)),
-            )
-        )  # fmt: skip
+            Wanted(shapes, self.dtype, geometry.block_size, geometry.max_model_len, layout, capability, processes=num_cpus())
+        )
 
     def forward(self, plan: StepPlan) -> None:
         self.runner.forward(plan)
@@ -291,9 +289,8 @@ class Worker:
         return model
 
     def _load_native(self, geometry: CacheGeometry, stored: StoredParameters, library: NativeLibrary) -> Program:
-        rope = build_rope(self.model_config.rope, self.model_config.head_dim, geometry.max_model_len)
         weights = NativeWeights(stored, library, self.dtype)
-        program = NativeProgram(self.model_config, weights, rope, library, geometry.block_size)
+        program = NativeProgram(self.model, weights, library, geometry.block_size, geometry.max_model_len)
         return ShadowedProgram(program, self.store.caches, self.shadow) if self._shadow_wanted else program
 
     def _log(self, geometry: CacheGeometry) -> None:

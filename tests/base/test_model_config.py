@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from octavo.errors import LoadError
-from octavo.model_config import ARCHITECTURES, ModelConfig, RopeConfig
+from octavo.model_config import RopeConfig
+from octavo.models.dense_family import FAMILY
+from octavo.models.registry import read_config
 
 RAW: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
@@ -15,8 +17,8 @@ RAW: dict[str, Any] = {
 WINDOWED = {"sliding_window": 16, "use_sliding_window": True}
 
 
-def read(**changes: Any) -> ModelConfig:
-    return ModelConfig.from_dict({key: value for key, value in (RAW | changes).items() if value != "absent"}, "m/config.json")
+def read(**changes: Any) -> Any:
+    return read_config({key: value for key, value in (RAW | changes).items() if value != "absent"}, "m/config.json")
 
 
 @pytest.mark.parametrize(
@@ -40,7 +42,7 @@ def read(**changes: Any) -> ModelConfig:
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4, "beta_fast": math.inf}}, "rope: beta_fast"),
         ({"rope_scaling": {"type": "longrope"}}, "rope_type is 'longrope'; supported: default, linear, llama3, yarn"),
         ({"rope_scaling": [1]}, "rope_scaling must be an object"),
-        *[({"architectures": bad}, f"architectures is .*; supported: {', '.join(ARCHITECTURES)}")
+        *[({"architectures": bad}, f"architectures is .*; supported: {', '.join(FAMILY.architectures)}")
           for bad in (["GPT2LMHeadModel"], None, [], ["LlamaForCausalLM", "x"], "LlamaForCausalLM", [["LlamaForCausalLM"]], 5)],
         *[(WINDOWED | {"layer_types": bad}, "layer_types must be 4 of full_attention or sliding_attention")
           for bad in (["full_attention"] * 3, ["full_attention"] * 3 + ["linear"], "full_attention", [None] * 4, [["x"]] * 4, 4)],
@@ -80,7 +82,7 @@ def test_windows_are_told_layer_by_layer(changes: dict[str, Any], windows: tuple
 def test_families_differ_in_biases_and_norms() -> None:
     seen = {
         name: (config.qkv_bias, config.output_bias, config.qk_norm)
-        for name in ARCHITECTURES
+        for name in FAMILY.architectures
         for config in [read(architectures=[name], attention_bias=True)]
     }
     assert seen == {

@@ -16,7 +16,7 @@ from octavo import LLM
 from octavo.bench import loads
 from octavo.config import EngineConfig
 from octavo.loading.shape import ModelShape
-from octavo.model_config import ModelConfig
+from octavo.models.registry import read_config
 from octavo.policy.auto import resolved
 from octavo.policy.memory_plan import GIB, Memory, plan_memory
 from tests.support.story_folder import story_folder
@@ -136,7 +136,7 @@ def test_tensors_that_stay_are_those_of_the_plan(tmp_path: Path, monkeypatch: py
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     with LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, device="cpu", dtype="bfloat16", **settings) as llm:
         parts = gpu_memory.held_parts(llm._core.executor)  # type: ignore[attr-defined]
-    model = ModelConfig.from_dict(SHAPE, "a test")
+    model = read_config(SHAPE, "a test")
     needs = ModelShape("", model).needs("bfloat16", device="cuda")
     use = plan_memory(needs, resolved(EngineConfig(**settings), "cuda"), Memory.of_gpu(80 * GIB, 80 * GIB, 0.9)).use
     assert (parts["weights"], parts["kv_cache"]) == (use.weights, use.kv_cache)

@@ -23,8 +23,9 @@ from octavo.loading.dummy import DummyCheckpoint
 from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.loading.shape import model_shape
 from octavo.models.registry import build_model
-from octavo.policy.activations import StepLoad, loaded_bytes, step_bytes
+from octavo.policy.activations import step_bytes
 from octavo.policy.auto import resolved
+from octavo.policy.description import StepLoad
 from octavo.policy.gpu_size import CONTEXT
 from octavo.policy.memory_plan import GIB, LIBRARIES, Memory, MemoryPlan, plan_memory
 from octavo.worker import machine
@@ -303,6 +304,5 @@ def test_a_step_holds_what_was_counted(largest: str, dtype: str, tmp_path: Path,
         llm.generate([[(7 * i + j) % 500 for j in range(prompt)] for i in range(requests)], params, use_tqdm=False)
     shape = model_shape(str(tmp_path))
     load = StepLoad(min(step, requests * prompt), requests, prompt if largest == "a mask" else 1, requests * length)
-    loaded = loaded_bytes(shape.needs(dtype, kv_cache_dtype=cache).specs[0], dtype)
-    counted = step_bytes(shape.config, torch.finfo(getattr(torch, dtype)).bits // 8, loaded, load)
+    counted = step_bytes(shape.model, dtype, shape.needs(dtype, kv_cache_dtype=cache).kv_cache_dtype, load)
     assert counted == pytest.approx(max(peaks), rel=0.05)

@@ -14,7 +14,7 @@ from octavo.loading.requantized import as_wanted
 from octavo.loading.resolve import load_model_config, open_checkpoint, resolve_model
 from octavo.loading.shape import model_shape
 from octavo.outputs import RequestOutput
-from octavo.policy.model_size import EMBEDDING, Codes
+from octavo.policy.model_size import Codes
 from tests.cli.processes import octavo
 from tests.support.models import tiny_model, to_gguf
 from tests.support.quantized_models import Kind, write_both
@@ -107,7 +107,7 @@ def test_torch_gets_the_numbers_that_the_codes_stand_for(tmp_path: Path) -> None
         wanted = as_wanted(stored, quantization, config)  # type: ignore[arg-type]
         for name in stored.names():
             packed, plain = wanted.packed(name), stored.read(name)
-            assert (packed is None) == (plain.dim() == 1 or name == EMBEDDING)
+            assert (packed is None) == (plain.dim() == 1 or name == "model.embed_tokens.weight")
             assert torch.equal(wanted.read(name), plain if packed is None else packed.dequantize())
             if packed is not None:
                 assert (packed.bits, packed.group) == ((8, 64) if bits == 8 or name == "lm_head.weight" else (4, 32))

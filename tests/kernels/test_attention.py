@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import AttentionBackend, AttentionSpec, QKNorm, Rope, load_backend
+from octavo.attention.backend import AttentionBackend, QKNorm, Rope, load_backend
 from octavo.attention.contiguous import ContiguousBackend
 from octavo.attention.cpu import CpuBackend
 from octavo.attention.row_groups import SLACK, group_rows
+from octavo.attention.spec import AttentionSpec
 from octavo.attention.triton import TritonBackend, TritonRegions
 from octavo.errors import ConfigError
 from tests.support.batches import Pool
@@ -185,7 +186,7 @@ def test_groups_hold_each_row_once_and_pad_no_row_by_much_more_than_half() -> No
         assert group.length == group.context_len.max() <= group.context_len.min() * 1.5 + SLACK
 
 
-@pytest.mark.parametrize("field", [{"soft_cap": 30.0}, {"sinks": True}, {"alibi": True}, {"kind": "encoder"}])
+@pytest.mark.parametrize("field", [{"soft_cap": 30.0}, {"sinks": True}, {"alibi": True}, {"role": "encoder"}])
 @pytest.mark.parametrize("name", ["cpu", "contiguous"])
 def test_what_a_backend_lacks_is_refused_by_name(name: str, field: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{name}.*{next(iter(field))}"):
@@ -195,7 +196,7 @@ def test_what_a_backend_lacks_is_refused_by_name(name: str, field: dict[str, Any
 @pytest.mark.parametrize("name", ["triton", "contiguous"])
 def test_what_kernels_of_a_gpu_lack_is_refused_and_capped_scores_have_none_for_a_few_rows(name: str) -> None:
     backend = load_backend(name, on_device=True)
-    for field in ({"sinks": True}, {"alibi": True}, {"kind": "encoder"}):
+    for field in ({"sinks": True}, {"alibi": True}, {"role": "encoder"}):
         with pytest.raises(ConfigError, match=f"{name}.*{next(iter(field))}"):
             backend(replace(SPEC, **field))
     assert backend(SPEC).few_rows > 0 and backend(replace(SPEC, soft_cap=30.0)).few_rows == 0

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.attention.backend import AttentionBackend, AttentionSpec, load_backend
+from octavo.attention.backend import AttentionBackend, load_backend
+from octavo.attention.spec import AttentionSpec
 from octavo.attention.triton import TritonBackend
 from octavo.config import EngineConfig
 from octavo.engine.verify import verify

@@ -14,7 +14,7 @@ from octavo.loading.hub_client import Hub
 from octavo.loading.hub_files import HubName
 from octavo.loading.hub_headers import fetch_headers
 from octavo.loading.resolve import load_model_config, open_checkpoint, resolve_model
-from octavo.model_config import ModelConfig
+from octavo.models.registry import read_config
 from tests.support.gguf_bytes import f32, gguf_bytes, string, tensor, u32
 from tests.support.hub import FakeHub, Repo
 from tests.support.models import stories260k, to_gguf
@@ -70,7 +70,7 @@ def test_a_folder_is_told_from_the_headers_of_its_shards(
     assert {name: shape for name, (_, shape) in headers.tensors.items()} == {name: checkpoint.shape(name) for name in checkpoint.names()}
     assert {dtype for dtype, _ in headers.tensors.values()} == {"F32"}
     assert headers.weight_bytes == sum(checkpoint.read(name).nbytes for name in checkpoint.names())
-    assert ModelConfig.from_dict(headers.config, headers.source) == load_model_config(source)
+    assert read_config(headers.config, headers.source) == load_model_config(source)
     assert not list(hub.cache.rglob("*.safetensors"))
     assert all(wanted is not None for name, wanted in server.downloads() if name.endswith(".safetensors"))
 
@@ -85,7 +85,7 @@ def test_a_gguf_file_is_told_from_its_header_however_it_is_cut(
     whole = read_gguf(gguf_file)
     assert headers.tensors == {tensor.name: (tensor.kind, tensor.shape) for tensor in whole.tensors.values()}
     assert headers.weight_bytes == sum(tensor.num_bytes for tensor in whole.tensors.values())
-    assert ModelConfig.from_dict(headers.config, headers.source) == load_model_config(resolve_model(str(gguf_file)))
+    assert read_config(headers.config, headers.source) == load_model_config(resolve_model(str(gguf_file)))
     fetched = sum(int(wanted[6:].split("-")[1]) - int(wanted[6:].split("-")[0]) + 1 for _, wanted in server.downloads() if wanted)
     assert fetched < 6 * max(first_bytes, whole.header_bytes)
 

@@ -16,6 +16,7 @@ from octavo.loading.gguf_config import config_dict
 from octavo.loading.hub_files import HubName
 from octavo.loading.resolve import load_model_config, locate, open_checkpoint, resolve_model
 from octavo.model_config import ModelConfig
+from octavo.models.registry import read_config
 from tests.support.models import DATA, stories260k
 
 CONFIG = {
@@ -159,7 +160,7 @@ METADATA = {
 
 def gguf_config(**changes: Any) -> ModelConfig:
     metadata = METADATA | {key.replace("__", "."): value for key, value in changes.items()}
-    return ModelConfig.from_dict(config_dict(metadata, TENSORS, "m.gguf"), "m.gguf")
+    return read_config(config_dict(metadata, TENSORS, "m.gguf"), "m.gguf")
 
 
 def test_metadata_becomes_a_config() -> None:

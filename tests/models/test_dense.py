@@ -15,9 +15,9 @@ from octavo.loading.dummy import DummyCheckpoint
 from octavo.loading.loader import load_weights
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
-from octavo.models.registry import build_model, cache_specs
+from octavo.models.registry import build_model, cache_specs, describe, read_config
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
-from octavo.policy.model_size import num_parameters, weight_bytes
+from octavo.policy.model_size import weight_bytes
 from tests.support.batches import DictCheckpoint, Pool, run_steps
 
 TINY: dict[str, Any] = {
@@ -76,7 +76,7 @@ def reference(transformers: ModuleType, family: str, fields: dict[str, Any]) -> 
     hf = getattr(transformers, f"{family}ForCausalLM")(hf_config).float().eval()
     for parameter in hf.parameters():  # norms that are not one, biases that are not zero, logits that are not all alike
         parameter.data.normal_(0, 0.15)
-    return ModelConfig.from_dict({**hf_config.to_dict(), "architectures": [f"{family}ForCausalLM"]}, "test"), hf
+    return read_config({**hf_config.to_dict(), "architectures": [f"{family}ForCausalLM"]}, "test"), hf
 
 
 def ours(config: ModelConfig, dtype: torch.dtype = torch.float32, backend: str = "cpu") -> Decoder:
@@ -117,7 +117,7 @@ def test_logits_agree_with_transformers(transformers: ModuleType, case: str) -> 
 
 
 def small_config(**fields: Any) -> ModelConfig:
-    return ModelConfig.from_dict({**TINY, "architectures": ["LlamaForCausalLM"], **fields}, "test")
+    return read_config({**TINY, "architectures": ["LlamaForCausalLM"], **fields}, "test")
 
 
 def complete_weights(config: ModelConfig) -> dict[str, Tensor]:
@@ -198,8 +198,8 @@ def test_weight_bytes_counts_what_the_model_holds(case: str) -> None:
     family, fields = CASES[case]
     config = small_config(**{**fields, "architectures": [f"{family}ForCausalLM"]})
     model = ours(config, torch.bfloat16)
-    assert weight_bytes(config, "bfloat16") == sum(p.numel() * p.element_size() for p in model.parameters())
-    assert num_parameters(config) == sum(p.numel() for p in model.parameters())
+    assert weight_bytes(describe(config), "bfloat16") == sum(p.numel() * p.element_size() for p in model.parameters())
+    assert describe(config).num_parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_cache_specs_describe_one_token_of_each_layer() -> None:

@@ -10,9 +10,9 @@ from octavo.attention.backend import load_backend
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.triton import TritonBackend
 from octavo.layers.comm import NullComm
-from octavo.model_config import ModelConfig
 from octavo.models.dense import DenseModel
 from octavo.models.dense_few import few
+from octavo.models.registry import read_config
 from octavo.quant.device_packed import Packed
 from octavo.quant.quantize import quantize
 from tests.support.batches import Pool
@@ -25,7 +25,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 
 
 
 def model_of(family: str, **fields: object) -> DenseModel:
-    config = ModelConfig.from_dict({**RAW, "architectures": [f"{family}ForCausalLM"], **fields}, "test")
+    config = read_config({**RAW, "architectures": [f"{family}ForCausalLM"], **fields}, "test")
     model = DenseModel(config, torch.float32, load_backend("triton"), NullComm(), 96)
     torch.manual_seed(4)
     for parameter in model.parameters():

@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 
 from octavo.config import EngineConfig, ResolvedConfig
 from octavo.loading.shape import ModelShape
-from octavo.model_config import ModelConfig
-from octavo.models.registry import cache_specs
-from octavo.policy.activations import StepLoad
+from octavo.models.registry import cache_specs, describe, read_config
 from octavo.policy.auto import resolved
+from octavo.policy.description import ModelDescription, StepLoad
 from octavo.policy.gpu_size import CONTEXT, LIBRARIES, captured_tokens, gpu_slab_bytes, gpu_step_bytes, gpu_weight_bytes
 from octavo.policy.memory_plan import BYTES_PER_BLOCK, BYTES_PER_WORD, GIB, MIB, Memory, MemoryPlan, ModelNeeds, plan_memory
 from octavo.policy.memory_plan import LIBRARIES as LIBRARIES_OF_PYTHON
-from octavo.policy.model_size import Codes, matrices, num_parameters
+from octavo.policy.model_size import Codes
 from tests.policy.test_memory_plan import follow
 
 SHAPE: dict[str, Any] = {
@@ -25,13 +24,14 @@ SHAPE: dict[str, Any] = {
     "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 40_960,
     "tie_word_embeddings": True,
 }  # fmt: skip
-SMALL = ModelConfig.from_dict(SHAPE, "a test")  # Qwen3-0.6B's
+CONFIG = read_config(SHAPE, "a test")  # Qwen3-0.6B's
+SMALL = describe(CONFIG)
 H200 = 140 * GIB
 
 
-def needs(model: ModelConfig = SMALL, dtype: str = "bfloat16", **more: Any) -> ModelNeeds:
+def needs(model: ModelDescription = SMALL, dtype: str = "bfloat16", **more: Any) -> ModelNeeds:
     weights = gpu_weight_bytes(model, 4 if dtype == "float32" else 2, {})
-    return ModelNeeds(model, dtype, weights, cache_specs(model, dtype), device="cuda", **more)
+    return ModelNeeds(model, dtype, weights, cache_specs(CONFIG, dtype), dtype, device="cuda", **more)
 
 
 def settings(**asked: Any) -> ResolvedConfig:
@@ -55,7 +55,8 @@ def test_the_pool_takes_what_the_share_leaves_to_the_last_block() -> None:
 
 
 def test_steps_that_compute_for_longer_than_they_take_to_launch_are_not_padded() -> None:
-    large = replace(SMALL, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32, tie_embeddings=False)  # Qwen3-8B's
+    shape = SHAPE | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
+    large = describe(read_config(shape | {"tie_word_embeddings": False}, "a test"))  # Qwen3-8B's
     assert captured_tokens(SMALL) == 8192 and 1024 < captured_tokens(large) < 1280
 
 
@@ -73,29 +74,29 @@ def test_regions_have_one_for_padding_and_flashinfer_has_its_workspaces() -> Non
 
 
 def test_weights_are_counted_as_they_lie_on_the_device() -> None:
-    assert gpu_weight_bytes(SMALL, 2, {}) == 2 * num_parameters(SMALL)
-    codes = {part: Codes(4, 32) for matrix in matrices(SMALL) if matrix.name != "head" for part in matrix.parts}
-    numbers = sum(matrix.rows * matrix.columns for matrix in matrices(SMALL) if matrix.name != "head")
-    assert gpu_weight_bytes(SMALL, 2, codes) == 2 * (num_parameters(SMALL) - numbers) + numbers * 5 // 8  # 4 bits, and 32 for 32 of them
-    narrow = ModelConfig.from_dict(SHAPE | {"hidden_size": 64}, "a test")  # rows of 64 codes of 4 bits fill half a block of 128
-    floats, packed = (gpu_weight_bytes(narrow, 2, stored) for stored in ({}, dict.fromkeys(matrices(narrow)[0].parts, Codes(4, 32))))
+    assert gpu_weight_bytes(SMALL, 2, {}) == 2 * SMALL.num_parameters
+    codes = {part: Codes(4, 32) for matrix in SMALL.matrices if matrix.name != "head" for part in matrix.parts}
+    numbers = sum(matrix.rows * matrix.columns for matrix in SMALL.matrices if matrix.name != "head")
+    assert gpu_weight_bytes(SMALL, 2, codes) == 2 * (SMALL.num_parameters - numbers) + numbers * 5 // 8  # 4 bits, and 32 for 32 of them
+    narrow = describe(read_config(SHAPE | {"hidden_size": 64}, "a test"))  # rows of 64 codes of 4 bits fill half a block of 128
+    floats, packed = (gpu_weight_bytes(narrow, 2, stored) for stored in ({}, dict.fromkeys(narrow.matrices[0].parts, Codes(4, 32))))
     assert floats - packed == (16 + 2 * 8) * 128 * (64 * 2 - (64 + 4 * 4))
     parted = {**codes, "model.layers.0.self_attn.k_proj.weight": None}  # a part that is no code: all of qkv are floats
-    qkv = matrices(SMALL)[0]
+    qkv = SMALL.matrices[0]
     assert gpu_weight_bytes(SMALL, 2, parted) - gpu_weight_bytes(SMALL, 2, codes) == qkv.rows * qkv.columns * (16 - 5) // 8
 
 
 def test_floats_made_of_codes_are_counted_in_steps_and_graphs_and_codes_made_of_floats_until_there_is_a_pool() -> None:
-    codes = {part: Codes(4, 32) for matrix in matrices(SMALL) for part in matrix.parts}
+    codes = {part: Codes(4, 32) for matrix in SMALL.matrices for part in matrix.parts}
     assert gpu_slab_bytes(SMALL, 2, {}) == 0 and gpu_slab_bytes(SMALL, 2, codes) == 2 * 2**24  # the head is larger
-    assert gpu_slab_bytes(SMALL, 2, {part: Codes(4, 32) for part in matrices(SMALL)[1].parts}) == 2 * 1024 * 2048
+    assert gpu_slab_bytes(SMALL, 2, {part: Codes(4, 32) for part in SMALL.matrices[1].parts}) == 2 * 1024 * 2048
     plain, packed = plan(), plan(model=needs(slab=MIB))
     assert (packed.use.activations - plain.use.activations, packed.use.graphs - plain.use.graphs) == (MIB, MIB)
     weights = needs().weights
     assert plan(model=needs(loading=weights + 50 * GIB)).use == plain.use, "the pool, which comes later, is larger"
     small = plan(model=needs(loading=weights + 50 * GIB), kv_cache_memory_bytes=GIB)
     assert small.use.activations + small.use.kv_cache == 50 * GIB
-    shape = ModelShape("a test", SMALL)
+    shape = ModelShape("a test", CONFIG)
     loading = shape.needs("bfloat16", "int4", device="cuda").loading - shape.needs("bfloat16", "int4", device="cuda").weights
     assert loading == 6 * 151_936 * 1024 and shape.needs("bfloat16", "none", device="cuda").loading == weights
 

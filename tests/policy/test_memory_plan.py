@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from octavo.cli.args import size
 from octavo.config import EngineConfig, ResolvedConfig
 from octavo.errors import ConfigError
-from octavo.model_config import ModelConfig
+from octavo.models.registry import describe, read_config
 from octavo.policy.auto import resolved
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
 from octavo.policy.memory_plan import GIB, MIB, MOST_BLOCKS, Memory, MemoryPlan, ModelNeeds, default_pool_bytes, plan_memory
@@ -19,13 +19,13 @@ from octavo.policy.memory_plan import GIB, MIB, MOST_BLOCKS, Memory, MemoryPlan,
 MUCH = Memory(2**60)  # more than anything asked for here
 SPECS = [LayerCacheSpec(layer, {"k": Buffer((2, 8), "bfloat16"), "v": Buffer((2, 8), "float32")}) for layer in range(3)]
 PER_TOKEN = 3 * (16 * 2 + 16 * 4)
-MODEL = ModelConfig.from_dict(
+MODEL = describe(read_config(
     {
         "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 10_000,
     },
     "a test",
-)  # fmt: skip
+))  # fmt: skip
 
 
 def settings(**asked: Any) -> ResolvedConfig:
@@ -33,7 +33,7 @@ def settings(**asked: Any) -> ResolvedConfig:
 
 
 def needs(most: int = 10_000, weights: int = 0, dtype: str = "bfloat16") -> ModelNeeds:
-    return ModelNeeds(replace(MODEL, max_position=most), dtype, weights, SPECS)
+    return ModelNeeds(replace(MODEL, max_position=most), dtype, weights, SPECS, dtype)
 
 
 def refused(model: ModelNeeds, config: ResolvedConfig, memory: Memory) -> str:

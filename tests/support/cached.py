@@ -54,7 +54,7 @@ def main() -> None:
     compile_only()
     CudaUtils()
     kernel_keys()
-    calls = KernelCalls(wanted.config, getattr(torch, wanted.dtype), wanted.block_size, wanted.max_len, torch.device("cpu"))
+    calls = KernelCalls(wanted.shapes, getattr(torch, wanted.dtype), wanted.block_size, wanted.max_len, torch.device("cpu"))
     for call in calls.calls():
         call()
 

@@ -21,19 +21,20 @@ from triton.runtime.driver import driver
 
 from octavo.attention.triton import TritonBackend
 from octavo.config import Debug
+from octavo.kernels.kernel_shapes import PackedShape
 from octavo.kernels.row_words import RowLayout
-from octavo.kernels.triton.packed.precompile import PackedShape
 from octavo.layers.comm import NullComm
 from octavo.loading.packed_loader import load_packed
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
-from octavo.model_config import ModelConfig, RopeConfig
-from octavo.models.registry import build_model, cache_specs
+from octavo.model_config import RopeConfig
+from octavo.models.dense_family import DenseConfig
+from octavo.models.registry import build_model, cache_specs, describe
 from octavo.quant.device_packed import Packed
 from octavo.quant.packed import PackedWeight
 from octavo.quant.quantize import quantize
 from octavo.sampling_params import SamplingParams
 from octavo.worker.compile_process import NoGPU, find_jobs
-from octavo.worker.compilers import DRIVER, Wanted, variant
+from octavo.worker.compilers import DRIVER, Wanted, kernel_shapes, variant
 from octavo.worker.device_program import DeviceProgram, Steps
 from octavo.worker.device_rows import DeviceRows
 from octavo.worker.device_runner import DeviceRunner
@@ -41,7 +42,7 @@ from octavo.worker.faults import Faults
 from octavo.worker.kv_store import PagedStore
 
 CPU, SIZE, ROWS, TOKENS, CAPTURED, LENGTH = torch.device("cpu"), 16, 20, 600, 512, 2048
-QWEN3 = ModelConfig(
+QWEN3 = DenseConfig(
     architecture="Qwen3ForCausalLM", vocab_size=1000, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
     head_dim=64, max_position=LENGTH, norm_eps=1e-6, rope=RopeConfig(), tie_embeddings=True, qkv_bias=False, output_bias=False,
     mlp_bias=False, qk_norm=True, windows=(None, None), dtype="bfloat16", eos_token_ids=(), bos_token_id=None,
@@ -94,7 +95,7 @@ def record() -> set[str]:
 class ZeroCodes:
     """Stands for a checkpoint whose layers have nothing but zeros, as codes; the rest is floats."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: DenseConfig) -> None:
         heads, kv_heads, inner, self.config = config.num_heads, config.num_kv_heads, config.intermediate_size, config
         self.shapes = {
             "qkv": ((heads + 2 * kv_heads) * config.head_dim, config.hidden_size), "gate_up": (2 * inner, config.hidden_size),
@@ -119,7 +120,7 @@ class ZeroCodes:
         pass
 
 
-def build_runner(config: ModelConfig, dtype: str, codes: ZeroCodes | None) -> tuple[DeviceRunner, Steps]:
+def build_runner(config: DenseConfig, dtype: str, codes: ZeroCodes | None) -> tuple[DeviceRunner, Steps]:
     scheme = Packed() if codes else None
     model = build_model(config, getattr(torch, dtype), TritonBackend, NullComm(), LENGTH, scheme)  # type: ignore[arg-type]
     if codes:
@@ -150,7 +151,10 @@ def plans() -> list[StepPlan]:
 def main(capability: int) -> None:
     for config, dtype, packed in MODELS:
         codes = ZeroCodes(config) if packed else None
-        jobs, _ = find_jobs(Wanted(config, dtype, SIZE, LENGTH, "nhd", capability, 1, codes.packed if codes else ()))
+        shapes = kernel_shapes(describe(config), kept=[])
+        assert shapes is not None
+        shapes = replace(shapes, packed=codes.packed if codes else ())
+        jobs, _ = find_jobs(Wanted(shapes, dtype, SIZE, LENGTH, "nhd", capability, 1))
         ahead = {job.name for job in jobs} - {DRIVER}
         assert len(ahead) > 20
         driver.set_active(NoGPU(capability))

@@ -14,9 +14,9 @@ from octavo import SamplingParams
 from octavo.attention.backend import load_backend
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.layers.comm import NullComm
-from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
 from octavo.models.dense import DenseModel
+from octavo.models.registry import read_config
 from octavo.worker.model_runner import _rows_not_finite
 from octavo.worker.program import Eager
 from tests.support.batches import Pool
@@ -36,7 +36,7 @@ STEPS: list[tuple[dict[int, int], set[int]]] = [
 
 
 def model_of(backend: str, family: str = "Qwen2", **fields: object) -> DenseModel:
-    config = ModelConfig.from_dict({**RAW, "architectures": [f"{family}ForCausalLM"], **fields}, "test")
+    config = read_config({**RAW, "architectures": [f"{family}ForCausalLM"], **fields}, "test")
     model = DenseModel(config, torch.float32, load_backend(backend), NullComm(), 96)
     generator = torch.Generator().manual_seed(4)
     for parameter in model.parameters():

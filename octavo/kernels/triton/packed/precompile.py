@@ -1,24 +1,13 @@
 """Calls that compile the kernels of packed products ahead: one for each variant that the rules lead to, at any number of rows."""
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import torch
 
 from octavo.kernels.device_codes import zero_codes
+from octavo.kernels.kernel_shapes import PackedShape
 from octavo.kernels.triton.packed.products import packed_gate_up, packed_linear, unpack, variant
 from octavo.kernels.triton.packed.rules import GEMM_ROWS
-
-
-class PackedShape(NamedTuple):
-    """A matrix of a model that is kept as codes."""
-
-    out_features: int
-    in_features: int
-    bits: int
-    group: int
-    bias: bool = False
-    gated: bool = False  # it is gate over up
 
 
 def packed_calls(shapes: Iterable[PackedShape], dtype: torch.dtype, device: torch.device) -> list[Callable[[], object]]:

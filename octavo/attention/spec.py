@@ -1,0 +1,117 @@
+"""`AttentionSpec`: everything about a layer's attention over keys and values that is known before the model is built. No torch.
+
+It says what the cache keeps of a token, and what a step holds at once, for the memory plan:
+
+    cache      k and v [kv_heads, head_dim] of each token; as codes of 8 bits with a scale for each head
+    a CPU      the torch kernels of `kernels/reference/`: each tensor counted from where it is made to where it is dropped
+    a GPU      kernels that gather nothing; decode keeps what its shares have found so far
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeVar
+
+from octavo.model_config import RopeConfig
+from octavo.policy.cache_spec import ITEM_BYTES, Buffer
+from octavo.policy.description import StepLoad
+
+T = TypeVar("T")
+FLOAT32 = 4
+WORD = 4  # bytes
+DECODE_PROGRAMS = 640  # of decode attention at most: four for each of 160 multiprocessors
+DECODE_SHARES = 2  # for each of them
+LEFT_PARTS = 2  # of long rows, for each of those
+SHARE_WORDS = 16  # of a step, for each of those, and each row and KV head
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None  # a query sees this many keys, itself included
+    rope: RopeConfig | None = None
+    qk_norm: bool = False  # the heads of q and k are normed before they are rotated
+    soft_cap: float | None = None
+    sinks: bool = False
+    alibi: bool = False
+    role: Literal["decoder", "encoder", "cross"] = "decoder"
+
+    kind: ClassVar[str] = "attention"
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What this attention asks for beyond the plain kind; a backend or a program may lack it."""
+        asked = {
+            "window": self.window is not None,
+            "soft_cap": self.soft_cap is not None,
+            "sinks": self.sinks,
+            "alibi": self.alibi,
+            f"role={self.role}": self.role != "decoder",
+        }
+        return tuple(name for name, wanted in asked.items() if wanted)
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def position_table(self) -> tuple[Hashable, int] | None:
+        """Cosines and sines for half of a head each."""
+        return None if self.rope is None else ((self.rope, self.head_dim), self.head_dim)
+
+    def buffers(self, dtype: str) -> dict[str, Buffer]:
+        token = Buffer((self.num_kv_heads, self.head_dim), dtype)
+        buffers = {"k": token, "v": token}
+        if dtype == "int8":
+            scale = Buffer((self.num_kv_heads,), "float32")
+            buffers |= {"k_scale": scale, "v_scale": scale}
+        return buffers
+
+    def step_bytes(self, load: StepLoad, dtype: str, cache_dtype: str) -> int:
+        """The larger of two: rotating q, or attention with the keys and values that it gathers.
+
+        Rows that share a prefix gather it once each; the count supposes that they share none.
+        """
+        item, q, kv = ITEM_BYTES[dtype], self.q_size, self.kv_size
+        projected = (q + 2 * kv) * item
+        normed = (q + kv) * item if self.qk_norm else 0
+        turning = 3 * q * FLOAT32 if item < FLOAT32 else 2 * q * FLOAT32  # a copy in float32, two halves, both together
+        rotate = projected + normed + turning + self.head_dim * FLOAT32
+        queries = (3 * q + 2 * kv) * item  # rotated, picked for a group, room for the result; new keys and values lined up (measured)
+        scores = load.tokens * load.context  # places of a mask, which is made of flags of one byte
+        gathered = self.gathered_bytes(dtype, cache_dtype) * load.gathered
+        attend = load.tokens * queries + gathered + max(load.tokens * q * item, scores)
+        return max(load.tokens * rotate, attend)
+
+    def gathered_bytes(self, dtype: str, cache_dtype: str) -> int:
+        """Returns bytes for each key that is gathered. From a cache of another dtype: k as the run has it, and v on its way there."""
+        numbers, item = self.kv_size, ITEM_BYTES[dtype]
+        if cache_dtype == dtype:
+            return 2 * numbers * item
+        way = numbers * ITEM_BYTES[cache_dtype] + numbers * item
+        if cache_dtype == "int8":  # times its scale, in float32
+            way = self.num_kv_heads * FLOAT32 + numbers * (1 + FLOAT32)
+            way = max(way, numbers * (FLOAT32 + item)) if item < FLOAT32 else way
+        return numbers * item + way
+
+    @property
+    def gpu_token_numbers(self) -> int:
+        """q, k and v; what was read of earlier context, and the result."""
+        return self.q_size + 2 * self.kv_size + 2 * self.q_size
+
+    def gpu_step_bytes(self, rows: int) -> int:
+        """The shares of decode attention, and what is left of contexts in several of them, in float32, with its sums."""
+        shares = DECODE_PROGRAMS * DECODE_SHARES
+        parts = shares * LEFT_PARTS * (self.num_heads // self.num_kv_heads) * (self.head_dim + 1)
+        return parts * FLOAT32 + (shares + rows * self.num_kv_heads) * SHARE_WORDS * WORD
+
+
+def kv_buffers(cache: Mapping[str, T]) -> tuple[T, T, T | None, T | None]:
+    """Returns k and v of a layer's cache, and their scales where they are codes."""
+    return cache["k"], cache["v"], cache.get("k_scale"), cache.get("v_scale")

@@ -1,0 +1,102 @@
+"""What a family of models says of itself, without torch. `register(Family(...))` is all it takes to add one.
+
+    rules       where each weight of a checkpoint goes:  model.layers.*.self_attn.k_proj  ->  layers.*.attention.qkv, part k
+    read        its fields out of a config.json, as a `ModelConfig` of its own
+    describe    what such a model is made of: matrices, layers, caches, activations (`policy/description.py`)
+    model       the torch module that computes it, imported when a model is built
+    gguf        how GGUF files spell it, for families that such files exist of
+
+A `*` in a rule stands for a number, such as that of a layer. A rule may have several of them: experts have a number too.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from octavo.model_config import ConfigReader
+from octavo.models.gguf_keys import GGUFKeys
+from octavo.policy.description import Matrix, ModelDescription, Vector
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    checkpoint: str  # module in a Hugging Face folder
+    module: str  # module here
+    part: str | None = None  # named rows of it, where several modules of the checkpoint are merged into one
+    gguf: str | None = None  # tensor in a GGUF file, without its last word
+
+
+class Rules:
+    def __init__(self, rules: Iterable[Rule]) -> None:
+        self._rules = list(rules)
+        self._by_place = {(rule.module, rule.part): rule.checkpoint for rule in self._rules}
+        self._by_gguf = {rule.gguf: rule.checkpoint for rule in self._rules if rule.gguf is not None}
+
+    def checkpoint_module(self, module: str, part: str | None = None) -> str:
+        """layers.3.attention.qkv, k  ->  model.layers.3.self_attn.k_proj"""
+        pattern, numbers = _starred(module)
+        return _filled(self._by_place[pattern, part], numbers)
+
+    def of_gguf(self, name: str) -> str | None:
+        """Returns the checkpoint's name of a tensor in a GGUF file, or None if this family has no such tensor."""
+        tensor, _, leaf = name.rpartition(".")
+        pattern, numbers = _starred(tensor)
+        module = self._by_gguf.get(pattern)
+        return None if module is None or leaf not in ("weight", "bias") else f"{_filled(module, numbers)}.{leaf}"
+
+    def matrix(
+        self, name: str, module: str, rows: int | Mapping[str, int], columns: int, layer: int | None = None, bias: bool = False,
+        split: Literal["rows", "columns"] | None = None, gated: bool = False, vocabulary: bool = False,
+    ) -> Matrix:  # fmt: skip
+        """Returns a matrix of the description, with its names in the checkpoint. `rows`: of each part, if it has named parts."""
+        module = module.replace("*", str(layer))
+        counts: Iterable[tuple[str | None, int]] = [(None, rows)] if isinstance(rows, int) else rows.items()
+        parts = {f"{self.checkpoint_module(module, part)}.weight": count for part, count in counts}
+        return Matrix(name, module, parts, columns, layer, bias, split, gated, vocabulary)
+
+
+def vector(name: str, module: str, size: int, layer: int | None = None) -> Vector:
+    return Vector(name, module.replace("*", str(layer)), size, layer)
+
+
+def _starred(name: str) -> tuple[str, list[str]]:
+    """layers.3.mlp  ->  layers.*.mlp and its numbers, ["3"]"""
+    words = name.split(".")
+    numbers = [word for word in words if re.fullmatch(r"[0-9]+", word)]
+    return ".".join("*" if re.fullmatch(r"[0-9]+", word) else word for word in words), numbers
+
+
+def _filled(pattern: str, numbers: list[str]) -> str:
+    for number in numbers:
+        pattern = pattern.replace("*", number, 1)
+    return pattern
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFForm:
+    architectures: Mapping[str, str]  # general.architecture -> the name in a config.json
+    config: Callable[[GGUFKeys], dict[str, Any]]  # the family's own keys of a config.json; those that all models share come on top
+    # how many heads share the rows of tensors that are stored in interleaved rotary order, by the tensor's word: {"attn_q": 9}
+    interleaved: Callable[[str, Mapping[str, Any]], dict[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    name: str  # for messages
+    architectures: tuple[str, ...]  # names in a config.json
+    model: str  # "module:Class", a `Decoder`
+    rules: Rules
+    read: Callable[[ConfigReader, str], Any]  # (reader, architecture) -> its own ModelConfig
+    describe: Callable[[Any], ModelDescription]
+    gguf: GGUFForm | None = None
+
+
+FAMILIES: dict[str, Family] = {}  # by architecture
+
+
+def register(family: Family) -> None:
+    for architecture in family.architectures:
+        known = FAMILIES.get(architecture)
+        assert known is None or known == family, f"{architecture} is registered by {known and known.name}"
+        FAMILIES[architecture] = family

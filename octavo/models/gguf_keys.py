@@ -1,0 +1,107 @@
+"""Checked values out of GGUF metadata. Each error names the key that the file really has.
+
+What all families share is read here, in the words of a config.json, so that one reader serves both kinds of model.
+"""
+
+import math
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.errors import LoadError
+
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+ROPE_SCALING_KEYS = ("type", "factor", "original_context_length", "finetuned", "yarn_beta_fast", "yarn_beta_slow")
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+
+
+class GGUFKeys:
+    """Reads keys under the architecture's prefix, such as `llama.block_count`."""
+
+    def __init__(self, metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], architecture: str, source: str) -> None:
+        self.metadata = metadata
+        self.shapes = shapes  # of the tensors in the file, by name
+        self.prefix = architecture + "."
+        self.source = source
+
+    def fail(self, key: str, wanted: str) -> LoadError:
+        shown = reprlib.repr(self.metadata.get(key, "(missing)"))
+        return LoadError(f"{self.source}: {key} must be {wanted}, got {shown}")
+
+    def has(self, name: str) -> bool:
+        return self.prefix + name in self.metadata
+
+    def integer(self, name: str, default: int | None = None, low: int = 1) -> int:
+        key = self.prefix + name
+        value = self.metadata.get(key, default)
+        if type(value) is not int or not low <= value < 2**31:
+            raise self.fail(key, f"an integer from {low} to {2**31 - 1}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        key = self.prefix + name
+        value = self.metadata.get(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+            raise self.fail(key, "a finite number above 0")
+        return float(value)
+
+    def token_id(self, key: str, vocab_size: int) -> int:
+        value = self.metadata[key]
+        if type(value) is not int or not 0 <= value < vocab_size:
+            raise self.fail(key, f"a token id below the vocabulary size {vocab_size}")
+        return value
+
+    def common(self) -> dict[str, Any]:
+        """Returns the keys of a config.json that all families share."""
+        vocab_size = self._vocab_size()
+        ends = [key for name in END_KEYS if (key := f"tokenizer.ggml.{name}") in self.metadata]
+        config = {
+            "vocab_size": vocab_size,
+            "hidden_size": self.integer("embedding_length"),
+            "num_hidden_layers": self.integer("block_count"),
+            "max_position_embeddings": self.integer("context_length"),
+            "tie_word_embeddings": HEAD not in self.shapes,
+            "eos_token_id": [self.token_id(key, vocab_size) for key in ends],
+        }
+        if (bos := "tokenizer.ggml.bos_token_id") in self.metadata:
+            config["bos_token_id"] = self.token_id(bos, vocab_size)
+        return config
+
+    def _vocab_size(self) -> int:
+        """Returns the rows of the embedding. The key, which older files lack, must agree."""
+        if EMBEDDING not in self.shapes:
+            raise LoadError(f"{self.source}: has no tensor {EMBEDDING} (a file of vocabulary alone is not a model)")
+        rows = self.shapes[EMBEDDING][0]
+        if self.integer("vocab_size", rows) != rows:
+            raise self.fail(f"{self.prefix}vocab_size", f"the {rows} rows of {EMBEDDING}")
+        return rows
+
+    def head_dim(self) -> int | None:
+        """Returns the width of a head, where the file gives it. Keys, values and the rotated part must be of one width."""
+        names = ("attention.key_length", "rope.dimension_count", "attention.value_length")
+        widths = [(name, self.integer(name)) for name in names if self.has(name)]
+        for name, width in widths:
+            if width != widths[0][1]:
+                raise self.fail(self.prefix + name, f"{widths[0][1]} as {self.prefix}{widths[0][0]}")
+        return widths[0][1] if widths else None
+
+    def rope(self) -> dict[str, Any]:
+        """Returns `rope_parameters` of a config.json. Scalings that it cannot express are refused."""
+        scaling = self.prefix + "rope.scaling."
+        for key in self.metadata:
+            if key.startswith(scaling) and key.removeprefix(scaling) not in ROPE_SCALING_KEYS:
+                raise LoadError(f"{self.source}: {key[:80]} is not supported")
+        rope: dict[str, Any] = {"rope_theta": self.number("rope.freq_base", 10000.0), "rope_type": "default"}
+        kind = self.metadata.get(scaling + "type", "none")
+        if kind == "none":
+            if self.number("rope.scale_linear", 1.0) != 1.0:  # the key of old files
+                rope |= {"rope_type": "linear", "factor": self.number("rope.scale_linear")}
+            return rope
+        if kind not in ("linear", "yarn"):
+            raise self.fail(scaling + "type", "none, linear or yarn")
+        rope |= {"rope_type": kind, "factor": self.number("rope.scaling.factor")}
+        if kind == "yarn":
+            rope["original_max_position_embeddings"] = self.integer("rope.scaling.original_context_length", self.integer("context_length"))
+            rope["beta_fast"] = self.number("rope.scaling.yarn_beta_fast", 32.0)
+            rope["beta_slow"] = self.number("rope.scaling.yarn_beta_slow", 1.0)
+        return rope

@@ -1,0 +1,164 @@
+"""`ModelDescription`: what one model is made of, as numbers and names. A family makes it out of a config; torch is not needed.
+
+    matrices   the products of all layers and of the vocabulary, one by one, merged as the programs merge them
+    vectors    the norms
+    layers     what each layer is built from: its mixer, its MLP, its norms, and the order in which they are computed
+
+Plans, loaders and programs read this and nothing else. A program looks at the layers to see whether it can run a model.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Protocol
+
+from octavo.policy.cache_spec import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    name: str  # what plans call it: qkv, output, gate_up, down, head
+    module: str  # where it lies in the model: layers.3.attention.qkv
+    parts: dict[str, int]  # weight in the checkpoint -> rows
+    columns: int
+    layer: int | None = None
+    bias: bool = False
+    split: Literal["rows", "columns"] | None = None  # along which several ranks may share it; of merged parts, each by itself
+    gated: bool = False  # its two parts are a gate and what it multiplies
+    vocabulary: bool = False  # its rows are the tokens of the vocabulary
+
+    @property
+    def rows(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def numbers(self) -> int:
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    name: str  # attention_norm, mlp_norm, q_norm, k_norm, norm
+    module: str  # layers.3.attention_norm
+    size: int
+    layer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """The fullest step that a configuration allows."""
+
+    tokens: int  # computed in the step
+    rows: int  # sampled
+    context: int  # of the longest row
+    gathered: int  # keys read, over all rows
+
+
+class MixerSpec(Protocol):
+    """What plans and programs ask of a mixer, the part of a layer in which tokens look at each other."""
+
+    @property
+    def kind(self) -> str:
+        """For programs that know certain mixers only: "attention"."""
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens a token sees, itself included; None: all before it."""
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What it asks for beyond the plain mixer of its kind, such as "window". A program may lack it."""
+
+    @property
+    def position_table(self) -> tuple[Hashable, int] | None:
+        """The key of the table that it looks positions up in, and the numbers for each position. Equal keys share one table."""
+
+    @property
+    def gpu_token_numbers(self) -> int:
+        """Numbers of a token at the widest point on a GPU."""
+
+    def buffers(self, dtype: str) -> dict[str, Buffer]:
+        """What a layer keeps of each token, in a cache of this dtype."""
+
+    def step_bytes(self, load: StepLoad, dtype: str, cache_dtype: str) -> int:
+        """The most that the plain torch kernels hold at once in a layer."""
+
+    def gpu_step_bytes(self, rows: int) -> int:
+        """What the kernels of a GPU hold in a layer, beside the numbers of each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class MLPShape:
+    inner: int
+    activation: str = "swiglu"
+
+    @property
+    def token_numbers(self) -> int:
+        """Of the plain torch kernels, at the widest point: gate and up, silu, their product."""
+        return 4 * self.inner
+
+    @property
+    def gpu_token_numbers(self) -> int:
+        """Gate and up, their product."""
+        return 3 * self.inner
+
+
+@dataclass(frozen=True, slots=True)
+class NormShape:
+    eps: float
+    kind: str = "rms"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    mixer: MixerSpec
+    mlp: MLPShape
+    norm: NormShape
+    parallel: bool = False  # mixer and MLP read the same input; else a norm and the mixer, then a norm and the MLP
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    family: str
+    vocab_size: int
+    hidden_size: int
+    max_position: int
+    norm: NormShape  # the last one
+    layers: tuple[LayerShape, ...]
+    matrices: tuple[Matrix, ...]  # in the order in which they are loaded
+    vectors: tuple[Vector, ...]
+    lookup: Matrix | None = None  # the embedding, where it is not the matrix of the head too
+    captured: bool = False  # a step can be captured as a CUDA graph: it never waits for the device, and its shapes follow from the batch's
+
+    @cached_property
+    def kinds(self) -> dict[LayerShape, int]:
+        """The different kinds of layers, each with the first layer of that kind."""
+        return {layer: index for index, layer in reversed(list(enumerate(self.layers)))}
+
+    @cached_property
+    def num_parameters(self) -> int:
+        every = [*self.matrices, *([self.lookup] if self.lookup else [])]
+        return sum(one.numbers + (one.rows if one.bias else 0) for one in every) + self.vector_numbers
+
+    @cached_property
+    def vector_numbers(self) -> int:
+        return sum(vector.size for vector in self.vectors)
+
+    @cached_property
+    def position_numbers(self) -> int:
+        """Numbers for each position in the tables that mixers look up."""
+        tables = {layer.mixer.position_table for layer in self.kinds}
+        return sum(table[1] for table in tables if table is not None)
+
+    def unlike_the_plain_layer(self) -> str | None:
+        """Fused kernels know one layer: RMS norm, attention, RMS norm, SwiGLU MLP. Returns what differs from it, or None."""
+        for layer, index in self.kinds.items():
+            if layer.mixer.kind != "attention":
+                return f"layer {index} has a mixer of kind {layer.mixer.kind}"
+            if layer.parallel:
+                return f"layer {index} computes its mixer and its MLP in parallel"
+            if layer.mlp.activation != "swiglu":
+                return f"layer {index} has an MLP of kind {layer.mlp.activation}"
+            if layer.norm.kind != "rms":
+                return f"layer {index} has norms of kind {layer.norm.kind}"
+        return None if self.norm.kind == "rms" else f"the last norm is of kind {self.norm.kind}"
