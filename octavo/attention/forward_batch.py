@@ -26,10 +26,7 @@ class ForwardBatch:
     tables: Tensor  # [R, B] int64, block tables, padded with the null block 0
     slots: Tensor  # [T] int64, where in the cache each token goes
     sample_index: Tensor  # [S] int64, tokens whose logits are wanted
-    sample_row: Tensor  # [S] int64, the rows they belong to
     caches: list[Cache]  # per layer, [num_blocks, block_size, *shape] each
     block_size: int
-    shared: Tensor | None = None  # [R] int64, first tokens that lie in the same blocks as those of the row before
-    whole: bool = False  # hidden states of all tokens are wanted, not only of those to sample from
     max_query: int = 0  # a bound that the host knows, for kernels that must not ask the device
     attention: Any = field(default=None)  # what the backend prepared for this step

@@ -26,6 +26,7 @@ from octavo.policy.kv_manager import KVManager
 from octavo.policy.memory_plan import plan_memory
 from octavo.policy.scheduler import Scheduler
 from octavo.text.tokenizer import Tokenizer
+from octavo.version import __version__
 from octavo.worker.device import compilers_for
 from octavo.worker.executor import Executor
 from octavo.worker.fake_runner import FakeRunner
@@ -34,7 +35,8 @@ from octavo.worker.machine import resolve_dtype
 from octavo.worker.memory import host_memory
 
 if TYPE_CHECKING:
-    from octavo.worker.worker import Worker
+    from octavo.worker.facts import Facts
+    from octavo.worker.model_runner import ModelRunner
 
 GiveTokenizer = Callable[[], Tokenizer]
 
@@ -69,8 +71,8 @@ def build_engine(
     `epoch` counts the starts of this engine.
     """
     trace = open_trace(config.trace, goes_on=epoch > 1)
-    started = start_fake(config, source, model, debug) if debug.runner == "fake" else _start_model(config, source, model, debug)
-    engine = assemble(started, model, debug, tokenizer)
+    start = _start_fake if debug.runner == "fake" else _start_model
+    engine = assemble(start(config, source, model, debug), model, debug, tokenizer)
     engine.core.trace = trace
     return engine
 
@@ -78,37 +80,39 @@ def build_engine(
 def _start_model(config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug) -> Started:
     with compilers_for(config.device) as compilers:
         watch = Stopwatch()
-        from octavo.worker.worker import Worker
+        from octavo.worker.build import build_runner
+        from octavo.worker.facts import settle
 
         logger.info("Importing torch and the engine took %.2f seconds", watch.total())
         watch = Stopwatch()
-        started = start_worker(Worker(config, source, model, debug, compilers=compilers))
+        facts = settle(config, source, model, debug)
+        geometry = facts.plan_cache()
+        runner = build_runner(facts, geometry, debug, compilers)
         logger.info("init engine took %.2f seconds", watch.total())
-        return started
+    return started(facts, geometry, runner, _poison_taken(runner) if debug.check else None)
 
 
-def start_worker(worker: "Worker", on_event: OnEvent | None = None) -> Started:
+def started(facts: "Facts", geometry: CacheGeometry, runner: "ModelRunner", on_event: OnEvent | None = None) -> Started:
     """`on_event` hears what happens to every block, for those who watch."""
-    geometry = worker.start()
-    watcher = on_event or _poison_taken(worker)
-    return Started(worker.config, worker, geometry, _identity(worker, geometry), secrets.token_bytes(32), watcher)
+    return Started(facts.config, runner, geometry, _identity(facts, geometry), secrets.token_bytes(32), on_event)
 
 
-def _identity(worker: "Worker", geometry: CacheGeometry) -> bytes:
-    config = worker.config
-    dtypes = f"{worker.dtype} {worker.needs.kv_cache_dtype}"
-    weights = b"dummy%d" % config.seed if config.load_format == "dummy" else open_checkpoint(worker.source).fingerprint()
-    settings = (worker.source.name, dtypes, config.quantization, str(geometry.block_size))
-    return b"\0".join([weights, *(setting.encode() for setting in settings)])
+def _identity(facts: "Facts", geometry: CacheGeometry) -> bytes:
+    """Holds whatever changes the bytes of a cache."""
+    config = facts.config
+    weights = b"dummy%d" % config.seed if config.load_format == "dummy" else open_checkpoint(facts.source).fingerprint()
+    dtypes = f"{facts.dtype} {facts.needs.kv_cache_dtype}"
+    made = __version__, facts.source.name, dtypes, facts.kernels, config.kv_cache_layout, config.quantization, str(geometry.block_size)
+    return b"\0".join([weights, *(one.encode() for one in made)])
 
 
-def _poison_taken(worker: "Worker") -> OnEvent | None:
+def _poison_taken(runner: "ModelRunner") -> OnEvent | None:
     """In debug mode a block handed out is full of NaN until it is written."""
     from octavo.worker.kv_store import PagedStore, poison
 
-    if not worker.debug.check or not isinstance(worker.store, PagedStore):
+    if not isinstance(runner.store, PagedStore):
         return None
-    caches = worker.store.caches
+    caches = runner.store.caches
 
     def on_event(event: Event, block: int, digest: bytes | None) -> None:
         if event == "take":
@@ -117,7 +121,7 @@ def _poison_taken(worker: "Worker") -> OnEvent | None:
     return on_event
 
 
-def start_fake(config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug) -> Started:
+def _start_fake(config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug) -> Started:
     settled = resolved(debug.overrule(config), "cpu")
     shape = ModelShape(source.name, model) if config.load_format == "dummy" else shape_of(source, model)
     needs = shape.needs(resolve_dtype(config.dtype, model.dtype, "cpu", None), config.quantization, config.kv_cache_dtype)

@@ -9,17 +9,18 @@ from itertools import pairwise
 from random import Random
 
 from octavo.config import EngineConfig, debug_from_environment
-from octavo.engine.build import Engine, assemble, start_worker
+from octavo.engine.build import Engine, assemble, started
 from octavo.errors import ConfigError, EngineError, VerifyError
 from octavo.loading.resolve import ModelSource
 from octavo.messages import AddRequest
 from octavo.model_config import ModelConfig
 from octavo.policy.block_pool import Event, PoolCounts
 from octavo.sampling_params import SamplingParams
+from octavo.worker.build import build_runner, make_shadow
 from octavo.worker.device import compilers_for
+from octavo.worker.facts import settle
 from octavo.worker.kv_store import poison
 from octavo.worker.shadow import Compared
-from octavo.worker.worker import Worker
 
 BLOCKS_FOR_LONGEST = 8  # blocks the longest request may fill
 NUM_ROWS = 6
@@ -87,37 +88,35 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
     config = stress_config(config, depth)
     debug = replace(debug_from_environment(), check=True, preempt_every=11)
 
-    def on_event(event: Event, block: int, digest: bytes | None) -> None:
-        worker.shadow.on_event(event, block, digest)
-        if event == "take":
-            poison(worker.store.caches, block)
-
     with compilers_for(config.device) as compilers:
-        worker = Worker(config, source, model, debug, shadow=True, compilers=compilers)
-        engine = assemble(start_worker(worker, on_event), model, debug)
+        facts = settle(config, source, model, debug)
+        geometry = facts.plan_cache()
+        shadow = make_shadow(facts, geometry)
+        runner = build_runner(facts, geometry, debug, compilers, shadow)
+
+    def on_event(event: Event, block: int, digest: bytes | None) -> None:
+        shadow.on_event(event, block, digest)
+        if event == "take":
+            poison(runner.store.caches, block)
+
+    engine = assemble(started(facts, geometry, runner, on_event), model, debug)
     requests = stress_requests(num_requests, config.block_size, model.vocab_size, config.seed)
-    cached, schedule = _run(engine, requests, worker.shadow.compared)
+    cached, schedule = _run(engine, requests, shadow.compared)
     scheduler = engine.core.scheduler
     verified = Verified(
         depth=depth,
-        compared=worker.shadow.compared,
+        compared=shadow.compared,
         pool=scheduler.kv.pool.counts,
         preemptions=scheduler.stats.preemptions,
         cached_tokens=cached,
         requests=len(requests),
-        dtype=worker.dtype,
-        kv_cache_dtype=worker.needs.kv_cache_dtype,
-        kernels=_kernels(worker),
+        dtype=facts.dtype,
+        kv_cache_dtype=facts.needs.kv_cache_dtype,
+        kernels=facts.kernels,
         schedule=schedule,
     )
     _demand_stress(verified, config.block_size)
     return verified
-
-
-def _kernels(worker: Worker) -> str:
-    if worker.library is not None:
-        return f"native {worker.library.level}"
-    return "Triton" if worker.device.type == "cuda" else "torch"
 
 
 def _run(engine: Engine, requests: list[AddRequest], compared: Compared) -> tuple[int, dict[str, list[int]]]:

@@ -55,8 +55,15 @@ class StepMemory:
         self._sample_index = words(max_entries, dtype=torch.int64)
         self._temperature = words(max_entries, dtype=torch.float32)
         self._noise = words(max_entries, NOISE_WORDS)
+        self._last: StepTensors | None = None
 
     def step(self, entries: int, tokens: int) -> StepTensors:
+        """Returns views of the memory. They are kept, for most steps have the size of the one before."""
+        if self._last is None or (len(self._last.row), len(self._last.token_ids)) != (entries, tokens):
+            self._last = self._views(entries, tokens)
+        return self._last
+
+    def _views(self, entries: int, tokens: int) -> StepTensors:
         size, part = entries, part_words(entries)
         query_start, row, start, samples = self.entries[: 4 * part].view(4, part)
         return StepTensors(

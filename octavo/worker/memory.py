@@ -11,7 +11,7 @@ import gc
 import re
 import resource
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -52,17 +52,16 @@ def host_memory() -> Memory:
 
 
 @contextmanager
-def out_of_memory_explained(needs: ModelNeeds, config: ResolvedConfig, let_go: Callable[[], None]) -> Iterator[None]:
+def out_of_memory_explained(needs: ModelNeeds, config: ResolvedConfig) -> Iterator[None]:
     """Memory that runs out although the plan said it would do ends in a plan for three quarters of it.
 
-    `let_go` drops what was built: memory that this attempt still held would count as another's.
+    What was built is dropped with the frames that held it: memory that this attempt still held would count as another's.
     """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not RAN_OUT.search(str(error)):
             raise
-        let_go()
         traceback.clear_frames(error.__traceback__)
         gc.collect()
         said = " ".join(str(error).split())[:120]

@@ -11,16 +11,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from octavo.attention.forward_batch import ForwardBatch
 from octavo.kernels.cpu.library import Matrix
 from octavo.kernels.cpu.packing import unpack_rows
+from octavo.kernels.step_tensors import StepTensors
 from octavo.worker.kv_store import Caches
-from octavo.worker.native_program import NativeProgram, at, describe
-from octavo.worker.program import Forward
+from octavo.worker.native_program import NativeProgram, at, step_struct
 
 
 class LayerAttention(Protocol):
-    def prepare(self, batch: ForwardBatch) -> None:
+    def prepare(self, step: StepTensors) -> None:
         """Once a step."""
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
@@ -35,8 +34,8 @@ class NativeAttention:
         self._model = whole.over(caches)
         self._held = whole, caches  # what the model points to
 
-    def prepare(self, batch: ForwardBatch) -> None:
-        self._batch, self._step = batch, describe(batch)  # the step points into the batch
+    def prepare(self, step: StepTensors) -> None:
+        self._tensors, self._step = step, step_struct(step)  # the struct points to the tensors
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         self.write(layer, qkv)
@@ -54,24 +53,21 @@ class NativeAttention:
 
 class NativeLayers:
     def __init__(self, whole: NativeProgram, attention: LayerAttention) -> None:
-        self.vocab_size, self.nbytes = whole.vocab_size, whole.nbytes
         self._whole = whole
         self._attention = attention
 
-    def run(self, batch: ForwardBatch) -> Forward:
+    def compute(self, step: StepTensors) -> tuple[Tensor, Tensor]:
+        """Returns hidden states of all tokens, and the logits of the last of each entry."""
         whole = self._whole
-        self._attention.prepare(batch)
-        stream, news = self._embed(batch.token_ids), None
+        self._attention.prepare(step)
+        stream, news = self._embed(step.token_ids), None
         for index, layer in enumerate(whole.layers):
             qkv = self._product(layer.qkv, self._norm(stream, news, layer.attention_norm))
             news = self._product(layer.output, self._attention.attend(index, qkv))
             gated = self._product(layer.gate_up, self._norm(stream, news, layer.mlp_norm), gated=True)
             news = self._product(layer.down, gated)
         hidden = self._norm(stream, news, whole.model.norm)
-        return Forward(hidden, whole.logits_in(len(batch.token_ids), hidden[batch.sample_index]))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._whole.logits(hidden)
+        return hidden, whole.logits_in(len(step.token_ids), hidden[step.sample_index])
 
     def _embed(self, ids: Tensor) -> Tensor:
         if self._whole.embed is not None:

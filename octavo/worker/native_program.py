@@ -1,7 +1,7 @@
 """The native program: one call a step. All layers, the vocabulary of the sampled rows and their argmax run inside it.
 
-The library reads descriptors of raw pointers: those of the model are made once, here, when the weights are loaded; those of
-a step are filled in from the batch's own tensors. The interpreter's lock is released for the whole call.
+The library reads descriptors of raw pointers: that of the model is made once, when the weights are loaded; that of a step points into
+the memory of steps. The interpreter's lock is released for the whole call.
 """
 
 import ctypes
@@ -9,28 +9,39 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.spec import AttentionSpec, kv_buffers
 from octavo.kernels.cpu.library import BF16, F16, F32, PANEL, Q8, Layer, Model, NativeLibrary, Step, address
 from octavo.kernels.cpu.packing import PackedMatrix
+from octavo.kernels.cpu.sampling import NativeSampling
+from octavo.kernels.ops import finish, prepare
+from octavo.kernels.step_tensors import StepMemory, StepTensors
 from octavo.layers.rotary import build_rope
 from octavo.loading.native_loader import NativeWeights
+from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.description import ModelDescription
 from octavo.worker.kv_store import Caches
-from octavo.worker.program import Forward
+from octavo.worker.program import Forward, Shape
+from octavo.worker.request_table import RequestTable
 
 KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int8: Q8}
 
 
 class NativeProgram:
     def __init__(
-        self, model: ModelDescription, weights: NativeWeights, library: NativeLibrary, block_size: int, max_len: int
-    ) -> None:
+        self, model: ModelDescription, weights: NativeWeights, library: NativeLibrary, caches: Caches, table: RequestTable,
+        block_size: int, max_len: int, max_tokens: int,
+    ) -> None:  # fmt: skip
         """`model`: one that `native_refusal` does not refuse, so that its layers are alike but for their windows."""
         self.vocab_size = model.vocab_size
         self.library = library
+        self.table = table
+        self.memory = StepMemory(table.layout, len(table.words), max(max_tokens, len(table.words)), table.words.device)
+        self._sampling = NativeSampling(library)
+        self._block_size = block_size
+        self._result = torch.zeros(len(table.words), dtype=torch.int32)
         self._kept: list[Any] = []  # what the descriptors point to
         self._inner = -(-model.layers[0].mlp.inner // PANEL) * PANEL  # the width of the MLP in whole panels
         self.layers = (Layer * len(model.layers))(*(self._layer(model, weights, index) for index in range(len(model.layers))))
@@ -38,7 +49,8 @@ class NativeProgram:
         self.head = weights.matrix(next(matrix.module for matrix in model.matrices if matrix.name == "head"))
         self._kept.append(self.embed)
         self.model = self._describe(model, weights, block_size, max_len)
-        self._caches: object = None
+        self._kept.append(caches)
+        self.model = self.over(caches)
 
     @property
     def nbytes(self) -> int:
@@ -46,16 +58,32 @@ class NativeProgram:
         arrays = [array for kept in self._kept for array in (kept.arrays if isinstance(kept, PackedMatrix) else [kept])]
         return sum(array.nbytes for array in arrays if isinstance(array, (np.ndarray, Tensor)))
 
-    def run(self, batch: ForwardBatch) -> Forward:
-        if self._caches is not batch.caches:  # nearly always they are those of the step before
-            self._caches, self.model = batch.caches, self.over(batch.caches)
-        samples = len(batch.sample_index)
-        hidden = torch.empty(len(batch.token_ids), self.model.hidden)
-        logits, best = torch.empty(samples, self.vocab_size), torch.empty(samples, dtype=torch.int64)
-        step = describe(batch)
-        step.hidden, step.logits, step.best = at(hidden), at(logits), at(best)
-        self.library.call.octavo_step(ctypes.byref(self.model), ctypes.byref(step))
-        return Forward(hidden, logits, best)
+    def shape_of(self, entries: int, tokens: int) -> Shape:
+        return Shape(entries, tokens)
+
+    def run(self, shape: Shape, whole: bool = False) -> Forward:
+        step = self.prepared(shape)
+        hidden, logits, best = self.compute(step)
+        ids = self._sampling.sample(logits, best, step.temperature, step.noise, step.draw_positions)
+        result = self._result[: shape.entries]
+        finish(self.table.words, self.table.layout, step, ids, hidden, hidden, result)
+        return Forward(step, hidden, logits, result)
+
+    def prepared(self, shape: Shape) -> StepTensors:
+        """Returns the tensors of a step, filled out of the rows."""
+        step = self.memory.step(shape.entries, shape.tokens)
+        prepare(self.table.words, self.table.layout, self._block_size, step)
+        return step
+
+    def compute(self, step: StepTensors) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns hidden states of all tokens, and of the last of each entry the logits and their argmax."""
+        entries = len(step.row)
+        hidden = torch.empty(len(step.token_ids), self.model.hidden)
+        logits, best = torch.empty(entries, self.vocab_size), torch.empty(entries, dtype=torch.int64)
+        described, shared = step_struct(step), shared_tokens(step, self._block_size)
+        described.hidden, described.logits, described.best, described.shared = at(hidden), at(logits), at(best), address(shared)
+        self.library.call.octavo_step(ctypes.byref(self.model), ctypes.byref(described))
+        return hidden, logits, best
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.logits_in(len(hidden), hidden)
@@ -113,14 +141,24 @@ class NativeProgram:
         return packed.struct
 
 
-def describe(batch: ForwardBatch) -> Step:
-    """The step of a batch, but for its results. It points to the batch's tensors, and keeps none of them."""
+def step_struct(step: StepTensors) -> Step:
+    """Describes a step, but for its results. The struct points to the tensors, and keeps none of them."""
     return Step(
-        num_tokens=len(batch.token_ids), num_rows=len(batch.rows), table_width=batch.tables.shape[1], num_samples=len(batch.sample_index),
-        token_ids=at(batch.token_ids), positions=at(batch.positions[0]), slots=at(batch.slots), query_start=at(batch.query_start),
-        context_len=at(batch.context_len), tables=at(batch.tables), shared=None if batch.shared is None else at(batch.shared),
-        sample_index=at(batch.sample_index),
+        num_tokens=len(step.token_ids), num_rows=len(step.row), table_width=step.tables.shape[2], num_samples=len(step.sample_index),
+        token_ids=at(step.token_ids), positions=at(step.positions), slots=at(step.slots[0]), query_start=at(step.query_start),
+        context_len=at(step.context_len), tables=at(step.tables[0]), sample_index=at(step.sample_index),
     )  # fmt: skip
+
+
+def shared_tokens(step: StepTensors, block_size: int) -> NDArray[np.int32]:
+    """Returns for each entry how many of its first tokens lie in the same blocks as those of the entry before it."""
+    shared = np.zeros(len(step.row), np.int32)
+    if len(shared) > 1:
+        blocks = -(-int(step.context_len.numpy().max()) // block_size)
+        tables = step.tables[0].numpy()[:, :blocks]
+        same = (tables[1:] == tables[:-1]) & (tables[1:] != NULL_BLOCK)
+        shared[1:] = np.logical_and.accumulate(same, axis=1).sum(axis=1) * block_size
+    return shared
 
 
 def at(tensor: Tensor) -> int:

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from octavo.kernels import logit_edits
 from octavo.kernels.ops import copy_words
 from octavo.kernels.row_words import HEAD, NOISE, NOISE_WORDS, NUM_PROMPT, NUM_TOKENS, TEMPERATURE, RowLayout
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
@@ -86,15 +87,20 @@ def send(words: Words, target: Tensor) -> None:
 def _head(write: RowWrite) -> Words:
     head = np.zeros(HEAD, np.int32)
     head[NUM_TOKENS], head[NUM_PROMPT] = len(write.token_ids), write.num_prompt
-    head.view(np.float32)[TEMPERATURE] = _temperature(write.params)
+    head.view(np.float32)[TEMPERATURE] = _temperature(write)
     head[NOISE : NOISE + NOISE_WORDS] = noise_words(write.noise)
     return head
 
 
-def _temperature(params: SamplingParams) -> float:
-    """What a step samples a row with: 0, which is greedy, also where the sampler draws the row again."""
-    again = params.filtered or params.edits_logits or params.structured_outputs is not None
-    return 0.0 if params.greedy or again else params.temperature
+def _temperature(write: RowWrite) -> float:
+    """What a step samples the row with: 0, which is greedy, also where the sampler draws the row again."""
+    params = write.params
+    return 0.0 if params.greedy or redrawn(params, write.bad_words) else params.temperature
+
+
+def redrawn(params: SamplingParams, bad_words: list[list[int]]) -> bool:
+    """Returns whether the sampler draws a row itself, so that what its steps draw is provisional."""
+    return params.filtered or logit_edits.wanted(params, bad_words) or params.structured_outputs is not None
 
 
 def noise_words(noise: NoiseKey) -> Words:

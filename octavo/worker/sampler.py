@@ -35,7 +35,7 @@ from octavo.messages import NoiseKey, RowWrite, StepPlan, TokenLogprobs
 from octavo.policy.gpu_size import ADJUSTED_LOGITS
 from octavo.sampling_params import SamplingParams
 from octavo.worker.executor import Masks
-from octavo.worker.request_table import RequestTable, Words, noise_words, upload
+from octavo.worker.request_table import RequestTable, Words, noise_words, redrawn, upload
 
 ENTRY, ROW, TEMPERATURE, TOP_K, TOP_P, MIN_P, NOISE = range(7)  # words of an entry that is drawn
 ENTRY_WORDS = NOISE + 4
@@ -221,12 +221,12 @@ class Sampler:
 
     def _asked(self, write: RowWrite) -> Special | None:
         params = write.params
-        edited = logit_edits.wanted(params, write.bad_words)
-        redrawn = params.filtered or edited or params.structured_outputs is not None
-        if not redrawn and params.logprobs is None:
+        again = redrawn(params, write.bad_words)
+        if not again and params.logprobs is None:
             return None
+        edited = logit_edits.wanted(params, write.bad_words)
         edits = self._held(logit_edits.pack(params, write.end_ids, write.bad_words)) if edited else None
-        return Special(_with_noise(_line(params), write.noise), edits, redrawn, params.greedy, params.filtered, params.logprobs)
+        return Special(_with_noise(_line(params), write.noise), edits, again, params.greedy, params.filtered, params.logprobs)
 
     def _held(self, packed: Words) -> Edits:
         """Returns packed edits as kernels of this device read them."""

@@ -9,11 +9,13 @@ In every layer of every step each row is gathered through its block table and mu
 attention function runs over the regions, and must give the same output. The first difference raises `VerifyError`.
 
     torch program     `shadowed` wraps the attention backend of each layer
-    native program    `ShadowedProgram` runs a step layer by layer with `ShadowedAttention`, then in one call, as engines do:
-                      both must give the same bits
-    on a device       `ShadowedSteps` runs it kernel by kernel with a shadowed backend, then as engines do, as a graph
+    native program    `ShadowedAttention` stands between its layers, which are called one by one
+
+`ShadowedProgram` computes a step under these eyes, and then once more as engines do, in one call or as a graph: both must give
+the same bits.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -25,14 +27,14 @@ from octavo.attention.contiguous import ContiguousBackend
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.errors import VerifyError
+from octavo.kernels.step_tensors import StepTensors
 from octavo.messages import StepPlan
 from octavo.policy.block_pool import Event
 from octavo.policy.cache_spec import LayerCacheSpec
-from octavo.worker.device_program import DeviceForward, Shape, Steps
 from octavo.worker.kv_store import CPU, Caches, ContiguousStore, KVStore
 from octavo.worker.native_layers import NativeAttention, NativeLayers
 from octavo.worker.native_program import NativeProgram
-from octavo.worker.program import Forward
+from octavo.worker.program import Eager, Forward, Program, Shape
 
 
 @dataclass(slots=True)
@@ -53,7 +55,7 @@ class Shadow:
         self.regions = ContiguousStore(specs, num_rows + 1, self.blocks * block_size, device)  # the last is padding's
         self.block_size = block_size
         self.compared = Compared()
-        self.watches = True  # while not, a shadowed backend is the backend alone
+        self.watches = False  # while not, a shadowed backend is the backend alone
         self.step = 0
         self._tables: dict[int, list[int]] = {}  # row -> blocks, as the plans say
         self._rows_of: dict[int, dict[int, int]] = {}  # block -> {row: index in its table}
@@ -107,31 +109,29 @@ class Shadow:
     def _span(self, index: int) -> slice:
         return slice(index * self.block_size, (index + 1) * self.block_size)
 
-    def compare_caches(self, layer: int, cache: dict[str, Tensor], batch: ForwardBatch) -> None:
-        """Every row gathered through its block table must be its region."""
-        rows, lengths = batch.rows.tolist(), batch.context_len.tolist()
-        for entry, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+    def compare_caches(self, layer: int, cache: dict[str, Tensor], rows: Tensor, context_len: Tensor, tables: Tensor) -> None:
+        """Every row gathered through its block table must be its region. rows, context_len: [R]; tables: [R, B]"""
+        for entry, (row, length) in enumerate(zip(rows.tolist(), context_len.tolist(), strict=True)):
             if row < 0:
                 continue
             for name, buffer in cache.items():
-                blocks = batch.tables[entry, : -(-length // self.block_size)]
+                blocks = tables[entry, : -(-length // self.block_size)].long()
                 paged = buffer[blocks].flatten(0, 1)[:length]  # [length, kv_heads, head_dim]
                 plain = self.regions.caches[layer][name][row, :length]
                 if not same_bits(paged, plain):
                     position = int((_bits(paged) != _bits(plain)).flatten(1).any(1).nonzero()[0])
                     where = f"step {self.step}, layer {layer}, row {row}, {name} of position {position}"
-                    block = f"block {int(batch.tables[entry, position // self.block_size])}, offset {position % self.block_size}"
+                    block = f"block {int(tables[entry, position // self.block_size])}, offset {position % self.block_size}"
                     raise VerifyError(f"the caches differ: {where} ({block})")
                 self.compared.cache_values += paged.numel()
-        self.compared.rows += sum(row >= 0 for row in rows)
+        self.compared.rows += int((rows >= 0).sum())
 
-    def contiguous(self, batch: ForwardBatch) -> ForwardBatch:
-        """The batch over the regions: they are blocks in a row, so that a table counts up from the first of its row."""
-        blocks = self.blocks
-        tables = batch.rows[:, None] * blocks + torch.arange(batch.tables.shape[1])
-        token_rows = batch.rows.repeat_interleave(batch.query_start.diff())
-        slots = token_rows * blocks * self.block_size + batch.positions[0]
-        return replace(batch, tables=tables, slots=slots, caches=self.regions.caches)
+    def contiguous(self, step: StepTensors) -> StepTensors:
+        """Returns the step over the regions: they are blocks in a row, so that a table counts up from the first of its row."""
+        tables = step.row[:, None] * self.blocks + torch.arange(step.tables.shape[2], dtype=torch.int32)
+        token_rows = step.row.long().repeat_interleave(step.query_start.diff())
+        slots = token_rows * self.blocks * self.block_size + step.positions
+        return replace(step, tables=tables[None], slots=slots[None])
 
     def compare_outputs(self, layer: int, paged: Tensor, plain: Tensor) -> None:
         if not same_bits(paged, plain):
@@ -194,7 +194,7 @@ def shadowed(
             if not shadow.watches:
                 return self.over_blocks.attend(q, cache, batch, out)
             paged, plain = batch.attention
-            shadow.compare_caches(self.layer, cache, batch)
+            shadow.compare_caches(self.layer, cache, batch.rows, batch.context_len, batch.tables)
             reference = self.over_regions.attend(q, shadow.regions.caches[self.layer], plain, torch.empty_like(out))
             out = self.over_blocks.attend(q, cache, paged, out)
             used = int(batch.query_start[-1])  # behind it, in a padded step, lies whatever was there
@@ -210,7 +210,7 @@ def shadowed(
             paged, plain = batch.attention
             reference = both[1].attend_few(qkv.clone(), norms, rope, shadow.regions.caches[self.layer], plain)
             parts = both[0].attend_few(qkv, norms, rope, cache, paged)
-            shadow.compare_caches(self.layer, cache, batch)
+            shadow.compare_caches(self.layer, cache, batch.rows, batch.context_len, batch.tables)
             held = parts[1] > -torch.inf  # splits that hold nothing are not written, and not read
             shadow.compare_outputs(self.layer, parts[1], reference[1])
             shadow.compare_outputs(self.layer, parts[0][held], reference[0][held])
@@ -224,57 +224,56 @@ class ShadowedAttention:
 
     def __init__(self, whole: NativeProgram, caches: Caches, shadow: Shadow) -> None:
         self._paged, self._plain = NativeAttention(whole, caches), NativeAttention(whole, shadow.regions.caches)
-        self._shadow = shadow
+        self._caches, self._shadow = caches, shadow
 
-    def prepare(self, batch: ForwardBatch) -> None:
-        self._batch = batch
-        self._paged.prepare(batch)
-        self._plain.prepare(self._shadow.contiguous(batch))
+    def prepare(self, step: StepTensors) -> None:
+        self._step = step
+        self._paged.prepare(step)
+        self._plain.prepare(self._shadow.contiguous(step))
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         twin = qkv.clone()
         self._paged.write(layer, qkv)
         self._plain.write(layer, twin)
-        self._shadow.compare_caches(layer, self._batch.caches[layer], self._batch)
+        self._shadow.compare_caches(layer, self._caches[layer], self._step.row, self._step.context_len, self._step.tables[0])
         out = self._paged.read(layer, qkv)
         self._shadow.compare_outputs(layer, out, self._plain.read(layer, twin))
         return out
 
 
 class ShadowedProgram:
-    """The native program, with the proof in every layer."""
+    """A program with the proof in every layer."""
 
-    def __init__(self, whole: NativeProgram, caches: Caches, shadow: Shadow) -> None:
-        self.vocab_size, self.nbytes, self.logits = whole.vocab_size, whole.nbytes, whole.logits
-        self._whole, self._layers = whole, NativeLayers(whole, ShadowedAttention(whole, caches, shadow))
-        self._shadow = shadow
+    def __init__(self, program: Program, watched: Callable[[Shape, bool], tuple[Tensor, Tensor]], shadow: Shadow) -> None:
+        """`watched` computes a step under the shadow's eyes: what the program's `Forward` has as hidden states and logits."""
+        self.vocab_size, self.memory, self.nbytes = program.vocab_size, program.memory, program.nbytes
+        self.shape_of, self.logits = program.shape_of, program.logits
+        self._program, self._watched, self._shadow = program, watched, shadow
 
-    def run(self, batch: ForwardBatch) -> Forward:
-        by_layers = self._layers.run(batch)
-        at_once = self._whole.run(batch)  # writes the same bits into the same slots
-        self._shadow.compare_ways((at_once.states, at_once.logits), (by_layers.states, by_layers.logits))
-        return at_once
-
-
-class ShadowedSteps:
-    """Steps on a device, with the proof in every layer."""
-
-    def __init__(self, steps: Steps, shadow: Shadow) -> None:
-        self.program = steps.program
-        self._steps, self._shadow = steps, shadow
-
-    def shape_of(self, entries: int, tokens: int) -> Shape:
-        return self._steps.shape_of(entries, tokens)
-
-    def run(self, shape: Shape, whole: bool) -> DeviceForward:
-        self._shadow.watches = True
-        states, hidden, logits = (values.clone() for values in self.program.compute(shape, whole=whole))
-        self._shadow.watches = False
-        forward = self._steps.run(shape, whole)  # writes the same bits into the same slots
+    def run(self, shape: Shape, whole: bool = False) -> Forward:
+        hidden, logits = self._watched(shape, whole)
+        forward = self._program.run(shape, whole)  # writes the same bits into the same slots
         used, entries = int(forward.step.query_start[-1]), int((forward.step.row >= 0).sum())  # the rest is padding
-        watched, count = (states, used) if whole else (hidden, entries)
-        self._shadow.compare_ways((forward.hidden[:count], forward.logits[:entries]), (watched[:count], logits[:entries]))
+        count = entries if len(forward.hidden) == shape.entries else used
+        self._shadow.compare_ways((forward.hidden[:count], forward.logits[:entries]), (hidden[:count], logits[:entries]))
         return forward
+
+
+def watched_native(program: NativeProgram, caches: Caches, shadow: Shadow) -> ShadowedProgram:
+    layers = NativeLayers(program, ShadowedAttention(program, caches, shadow))
+    return ShadowedProgram(program, lambda shape, whole: layers.compute(program.prepared(shape)), shadow)
+
+
+def watched_torch(program: Program, eager: Eager, shadow: Shadow) -> ShadowedProgram:
+    """`eager`: what the program is made of. Its layers have a `shadowed` backend."""
+
+    def watched(shape: Shape, whole: bool) -> tuple[Tensor, Tensor]:
+        shadow.watches = True
+        states, hidden, logits = eager.compute(shape, whole)
+        shadow.watches = False
+        return (states if whole else hidden).clone(), logits.clone()  # the next step takes their place
+
+    return ShadowedProgram(program, watched, shadow)
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -1,0 +1,224 @@
+"""Builds a runner that is ready, out of settled facts: weights, cache, program, shadow, warm-up.
+
+    native    one call a step, where the library can run the model
+    graph     on a GPU, or on a CPU with the kernels' twins
+    eager     what remains
+"""
+
+from array import array
+
+import torch
+
+from octavo.attention.backend import AttentionBackend
+from octavo.attention.contiguous import ContiguousBackend
+from octavo.attention.triton import TritonRegions
+from octavo.child import give_back_freed_memory
+from octavo.config import Debug
+from octavo.errors import ConfigError
+from octavo.kernels import ops
+from octavo.kernels.cpu.library import NativeLibrary
+from octavo.kernels.cpu.sampling import NativeSampling
+from octavo.kernels.row_words import RowLayout
+from octavo.layers.comm import NullComm
+from octavo.loading.dummy import DummyCheckpoint
+from octavo.loading.loader import load_weights
+from octavo.loading.native_loader import NativeWeights, StoredParameters
+from octavo.loading.packed_loader import load_packed
+from octavo.loading.requantized import as_wanted
+from octavo.loading.resolve import open_checkpoint
+from octavo.log import Stopwatch, logger
+from octavo.messages import NoiseKey, RowWrite, StepPlan
+from octavo.models.decoder import Decoder
+from octavo.models.registry import build_model
+from octavo.policy.cache_spec import CacheGeometry
+from octavo.policy.gpu_size import captured_tokens
+from octavo.quant.device_packed import Packed
+from octavo.sampling_params import SamplingParams
+from octavo.worker.compilers import Compilers, Wanted, kernel_shapes
+from octavo.worker.facts import Facts
+from octavo.worker.faults import Faults
+from octavo.worker.graph_program import Graph
+from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
+from octavo.worker.machine import num_cpus, num_threads
+from octavo.worker.memory import out_of_memory_explained
+from octavo.worker.model_runner import ModelRunner
+from octavo.worker.native_program import NativeProgram
+from octavo.worker.program import Eager, Program
+from octavo.worker.request_table import RequestTable
+from octavo.worker.sampler import Sampling
+from octavo.worker.shadow import Shadow, ShadowedStore, shadowed, watched_native, watched_torch
+
+GIB = 2**30
+
+
+def build_runner(facts: Facts, geometry: CacheGeometry, debug: Debug, compilers: Compilers, shadow: Shadow | None = None) -> ModelRunner:
+    """With `shadow`, every step is proven against a contiguous cache: slow, and exact. `compilers`: for a GPU's kernels"""
+    if shadow and facts.backend.name == "flashinfer":
+        raise ConfigError("--attention-backend flashinfer cannot be verified, for it has no contiguous form: leave it at auto")
+    torch.set_num_threads(num_threads() if facts.library is None else 1)  # the native library has threads of its own
+    if facts.device.type == "cuda":
+        _compile_ahead(facts, geometry, compilers)
+    stored = _open_stored(facts)
+    facts.warn_of_floats()
+    with out_of_memory_explained(facts.needs, facts.config):
+        return _build(facts, geometry, stored, Faults(debug), compilers, shadow)
+
+
+def make_shadow(facts: Facts, geometry: CacheGeometry) -> Shadow:
+    return Shadow(facts.needs.specs, facts.config.max_num_seqs, geometry.max_model_len, geometry.block_size, facts.device)
+
+
+def _build(
+    facts: Facts, geometry: CacheGeometry, stored: StoredParameters, faults: Faults, compilers: Compilers, shadow: Shadow | None
+) -> ModelRunner:
+    layout = RowLayout(-(-geometry.max_model_len // geometry.block_size), geometry.max_model_len + 1)
+    table = RequestTable(facts.config.max_num_seqs, layout, facts.device)
+    sampling: Sampling = ops if facts.library is None else NativeSampling(facts.library)
+    processed = facts.config.logprobs_mode == "processed"
+    if facts.library is not None:
+        program, store = _native(facts, geometry, stored, facts.library, table, shadow)
+        runner = ModelRunner(program, sampling, store, table, faults, processed)
+    else:
+        eager, store = _eager(facts, geometry, stored, table, shadow)
+        graph = _graph(facts, eager) if facts.on_device else None
+        program = watched_torch(graph or eager, eager, shadow) if shadow else graph or eager
+        runner = ModelRunner(program, sampling, store, table, faults, processed)
+        if graph is not None and facts.device.type == "cuda":
+            _warm_up_graph(facts, graph, runner, compilers)
+    give_back_freed_memory()
+    _log(facts, geometry)
+    if facts.device.type == "cpu" and not shadow:  # it would compare the warm-up with a cache that has not seen it
+        _warm_up(runner, geometry)
+    return runner
+
+
+def _native(
+    facts: Facts, geometry: CacheGeometry, stored: StoredParameters, library: NativeLibrary, table: RequestTable, shadow: Shadow | None
+) -> tuple[Program, KVStore]:
+    store, watch, tokens = _reserve(facts, geometry), Stopwatch(), facts.config.max_num_batched_tokens
+    with torch.inference_mode():
+        weights = NativeWeights(stored, library, facts.dtype)
+        limits = geometry.block_size, geometry.max_model_len, tokens
+        program = NativeProgram(facts.model, weights, library, store.caches, table, *limits)
+    _log_loading(program, watch)
+    if shadow is None:
+        return program, store
+    return watched_native(program, store.caches, shadow), ShadowedStore(store, shadow)
+
+
+def _eager(
+    facts: Facts, geometry: CacheGeometry, stored: StoredParameters, table: RequestTable, shadow: Shadow | None
+) -> tuple[Eager, KVStore]:
+    backend, watch = facts.backend, Stopwatch()
+    if shadow is not None:
+        backend = shadowed(backend, shadow, TritonRegions if facts.on_device else ContiguousBackend)
+    with torch.inference_mode(facts.device.type == "cpu"):
+        model = _load_model(facts, backend, geometry.max_model_len, stored)
+    _log_loading(model, watch)
+    torch.cuda.empty_cache()  # what was held on the way is no part of the plan
+    store = _reserve(facts, geometry)
+    eager = Eager(model, backend, store.caches, table, geometry.block_size, facts.config.max_num_batched_tokens)
+    return eager, store if shadow is None else ShadowedStore(store, shadow)
+
+
+def _load_model(facts: Facts, backend: type[AttentionBackend], max_len: int, stored: StoredParameters) -> Decoder:
+    packed = any(one.codes for one in facts.kept)
+    with facts.device:  # not while files are read: that is done on the host
+        model = build_model(facts.model_config, getattr(torch, facts.dtype), backend, NullComm(), max_len, Packed() if packed else None)
+    if packed:
+        load_packed(model, stored)
+    else:
+        load_weights(model, stored.checkpoint)
+    return model
+
+
+def _graph(facts: Facts, eager: Eager) -> Graph:
+    return Graph(eager, facts.config.max_num_seqs, facts.config.max_num_batched_tokens, captured_tokens(facts.model))
+
+
+def _reserve(facts: Facts, geometry: CacheGeometry) -> KVStore:
+    config, specs, size, watch = facts.config, facts.needs.specs, geometry.block_size, Stopwatch()
+    store: KVStore
+    if facts.backend.paged:
+        store = PagedStore(specs, geometry.num_blocks, size, facts.device, config.kv_cache_layout)
+    else:
+        regions, blocks = config.max_num_seqs + facts.on_device, -(-geometry.max_model_len // size)
+        store = ContiguousStore(specs, regions, blocks * size, facts.device)  # on a device the last is padding's
+    logger.info("Reserving the KV cache took %.2f seconds", watch.total())
+    return store
+
+
+def _open_stored(facts: Facts) -> StoredParameters:
+    """Names and shapes are compared with a model without memory: a file that does not fit costs none."""
+    config = facts.config
+    with torch.device("meta"):
+        empty = build_model(facts.model_config, torch.float32, facts.backend, NullComm(), max_len=1)
+    dummy = config.load_format == "dummy"
+    found = DummyCheckpoint(empty, config.seed, facts.device) if dummy else open_checkpoint(facts.source)
+    return StoredParameters(empty, as_wanted(found, config.quantization, facts.model_config, facts.device, facts.form))
+
+
+def _compile_ahead(facts: Facts, geometry: CacheGeometry, compilers: Compilers) -> None:
+    """Kernels are compiled while weights are read."""
+    shapes = kernel_shapes(facts.model, facts.kept)
+    if shapes is None:
+        compilers.close()
+        return
+    major, minor = torch.cuda.get_device_capability(facts.device)
+    layout, capability = facts.config.kv_cache_layout, 10 * major + minor
+    limits = geometry.block_size, geometry.max_model_len
+    compilers.compile(Wanted(shapes, facts.dtype, *limits, layout, capability, processes=num_cpus()))
+
+
+def _warm_up_graph(facts: Facts, graph: Graph, runner: ModelRunner, compilers: Compilers) -> None:
+    watch = Stopwatch()
+    with compilers.awaited():
+        graph.warm_up()
+        warm = watch.total()
+        if not facts.config.enforce_eager:
+            watch = Stopwatch()
+            graph.capture()
+            logger.info("Graph capturing took %.2f seconds", watch.total())
+        watch = Stopwatch()
+        runner.warm_up(getattr(torch, facts.dtype))  # last: its kernels take longest to compile
+    waited = compilers.seconds_waited
+    logger.info("Waiting for kernels to be compiled took %.2f seconds", waited)
+    logger.info("Warm-up took %.2f seconds", warm + watch.total() - waited)
+
+
+def _warm_up(runner: ModelRunner, geometry: CacheGeometry) -> None:
+    """Ready means warm: runs one prefill, one decode step and their samples, so that the first request pays no one-time costs.
+
+    They take row 0 and the first blocks, which are nobody's: no digest, count or arrival number of the engine knows of them, and whoever
+    gets them later writes before it reads. A model that cannot run at all shows it here, before anybody is told that it is ready.
+    """
+    watch, size = Stopwatch(), geometry.block_size
+    tokens = min(3, geometry.max_model_len, (geometry.num_blocks - 1) * size)
+    prompt = max(tokens - 1, 1)
+    write = RowWrite(0, 0, array("q", [0] * prompt), prompt, 0, [], SamplingParams(), (), [], NoiseKey((0, 0), 0, 0), b"")
+    new_blocks = [(0, index, 1 + index) for index in range(-(-tokens // size))]
+    plans = [StepPlan(1, [0], [0], [0], [prompt], [True], new_blocks=new_blocks, row_writes=[write])]
+    if tokens > prompt:
+        plans.append(StepPlan(2, [0], [0], [prompt], [1], [True]))
+    faults, runner.faults = runner.faults, Faults(Debug())
+    for plan in plans:
+        runner.forward(plan)
+        runner.sample()
+    runner.faults = faults
+    logger.info("Warm-up took %.2f seconds", watch.total())
+
+
+def _log_loading(loaded: Decoder | Program, watch: Stopwatch) -> None:
+    logger.info("Model loading took %.2f GiB and %.2f seconds", loaded.nbytes / GIB, watch.total())
+
+
+def _log(facts: Facts, geometry: CacheGeometry) -> None:
+    tokens = (geometry.num_blocks - 1) * geometry.block_size
+    logger.info("Available KV cache memory: %.2f GiB", tokens * geometry.bytes_per_token / GIB)
+    logger.info(
+        "KV cache size: %s tokens (%s blocks of %d), maximum concurrency for %s tokens per request: %.2fx",
+        f"{tokens:,}", f"{geometry.num_blocks - 1:,}", geometry.block_size, f"{geometry.max_model_len:,}",
+        tokens / geometry.max_model_len,
+    )  # fmt: skip
+    logger.info("Longest sequence: %s tokens (the model's own maximum is %s)", f"{geometry.max_model_len:,}",
+                f"{facts.model_config.max_position:,}")  # fmt: skip
