@@ -22,11 +22,11 @@ from itertools import pairwise, product  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
+from octavo.worker.device_program import Shape  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from octavo import LLM, SamplingParams  # noqa: E402
 from octavo.bench import loads  # noqa: E402
-from octavo.worker.device_program import Shape  # noqa: E402
 
 MODELS = {"0.6B": loads.QWEN3_06B, "8B": loads.QWEN3_8B}
 AIMS = {
@@ -59,7 +59,7 @@ class StepTimes:
     """How long steps of each shape took on the device, and how full they were."""
 
     def __init__(self, llm: LLM) -> None:
-        runner: Any = llm._core.executor.runner  # type: ignore[attr-defined]
+        runner: Any = llm._core.executor  # type: ignore[attr-defined]
         self._steps, self._run, self._runner = runner.steps, runner.steps.run, runner
         self._events: list[tuple[Shape, int, torch.cuda.Event, torch.cuda.Event]] = []
 

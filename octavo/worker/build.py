@@ -189,8 +189,8 @@ def _warm_up_graph(facts: Facts, graph: Graph, runner: ModelRunner, compilers: C
 def _warm_up(runner: ModelRunner, geometry: CacheGeometry) -> None:
     """Ready means warm: runs one prefill, one decode step and their samples, so that the first request pays no one-time costs.
 
-    They take row 0 and the first blocks, which are nobody's: no digest, count or arrival number of the engine knows of them, and whoever
-    gets them later writes before it reads. A model that cannot run at all shows it here, before anybody is told that it is ready.
+    They take row 0 and the first blocks, which are nobody's, and leave them empty: no digest, count or arrival number of the engine knows
+    of them. A model that cannot run at all shows it here, before anybody is told that it is ready.
     """
     watch, size = Stopwatch(), geometry.block_size
     tokens = min(3, geometry.max_model_len, (geometry.num_blocks - 1) * size)
@@ -205,6 +205,9 @@ def _warm_up(runner: ModelRunner, geometry: CacheGeometry) -> None:
         runner.forward(plan)
         runner.sample()
     runner.faults = faults
+    runner.table.words[0] = 0
+    for buffer in (buffer for cache in runner.store.caches for buffer in cache.values()):
+        buffer[1 : 1 + len(new_blocks)] = 0
     logger.info("Warm-up took %.2f seconds", watch.total())
 
 

@@ -230,7 +230,7 @@ class Sampler:
 
     def _held(self, packed: Words) -> Edits:
         """Returns packed edits as kernels of this device read them."""
-        return upload(packed, self._device) if self._device.type == "cuda" else logit_edits.unpack(packed)
+        return upload(packed, self._device) if self._table.words.is_cuda else logit_edits.unpack(packed)
 
 
 def _at_once(some: list[Chosen], most: int) -> Iterator[list[Chosen]]:

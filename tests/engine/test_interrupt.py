@@ -115,16 +115,16 @@ def test_ctrl_c_after_the_last_step_is_not_lost(llm: LLM, monkeypatch: pytest.Mo
 
 
 def test_a_second_ctrl_c_cuts_a_step_short_and_a_resting_stream_ends_instead_of_waiting_for_ever(llm: LLM) -> None:
-    runner = llm._core.executor.runner  # type: ignore[attr-defined]
+    runner = llm._core.executor  # type: ignore[attr-defined]
     run, calls = runner.program.run, 0
 
-    def impatient(batch: object) -> object:
+    def impatient(*step: object) -> object:
         nonlocal calls
         calls += 1
         if calls == 4:
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
-        return run(batch)
+        return run(*step)
 
     stream, _ = start_stream(llm)
     runner.program.run = impatient

@@ -192,8 +192,8 @@ def test_a_closed_llm_says_so_and_closing_twice_is_harmless(stories: str) -> Non
 def test_closing_frees_weights_and_cache_at_once(stories: str) -> None:
     llm = LLM(stories, native=False, num_gpu_blocks_override=60)
     llm.generate([PROMPT, LONG], GREEDY)
-    runner = llm._core.executor.runner  # type: ignore[attr-defined]
-    model = runner.program._model
+    runner = llm._core.executor  # type: ignore[attr-defined]
+    model = runner.program.model
     kept = [weakref.ref(model), *map(weakref.ref, model.parameters()), weakref.ref(runner.store.caches[0]["k"])]
     kept.append(weakref.ref(runner.table.token_ids))
     del runner, model

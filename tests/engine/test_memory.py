@@ -28,9 +28,10 @@ from octavo.policy.auto import resolved
 from octavo.policy.description import StepLoad
 from octavo.policy.gpu_size import CONTEXT
 from octavo.policy.memory_plan import GIB, LIBRARIES, Memory, MemoryPlan, plan_memory
+from octavo.worker import build as build_module
+from octavo.worker import facts as facts_module
 from octavo.worker import machine
 from octavo.worker import memory as memory_module
-from octavo.worker import worker as worker_module
 from octavo.worker.device import Choice, Gpu
 from octavo.worker.model_runner import ModelRunner
 from tests.support.resident import held_under_load
@@ -78,13 +79,13 @@ def test_out_of_memory_at_start_says_what_is_needed_and_what_fits(stories: str, 
     """Torch's own complaint, and Python's, end in the plan's words; another RuntimeError stays what it is."""
     said = r"memory ran out at start \(.*\): this needs .*: weights 1\.0 MiB, KV cache .*the largest --max-model-len that fits is then \d+"
     monkeypatch.setattr(memory_module, "memory", lambda _: Memory(8 * GIB, others=GIB))
-    monkeypatch.setattr(worker_module, "load_weights", lambda *_: torch.empty(2**60))
+    monkeypatch.setattr(build_module, "load_weights", lambda *_: torch.empty(2**60))
     with pytest.raises(ConfigError, match=said):
         LLM(stories, native=False, kv_cache_memory_bytes=GIB)
-    monkeypatch.setattr(worker_module, "load_weights", lambda *_: bytearray(2**60))
+    monkeypatch.setattr(build_module, "load_weights", lambda *_: bytearray(2**60))
     with pytest.raises(ConfigError, match=said):
         LLM(stories, native=False)
-    monkeypatch.setattr(worker_module, "load_weights", lambda *_: torch.ones(2) @ torch.ones(3))
+    monkeypatch.setattr(build_module, "load_weights", lambda *_: torch.ones(2) @ torch.ones(3))
     with pytest.raises(RuntimeError, match="size"):
         LLM(stories, native=False)
 
@@ -100,7 +101,7 @@ def test_what_was_taken_before_memory_ran_out_is_given_back_and_counts_as_nobody
         assert built and not any(one() is not None for one in built), "weights are held that will count as another process's"
         return Memory(8 * GIB)
 
-    monkeypatch.setattr(worker_module, "load_weights", load)
+    monkeypatch.setattr(build_module, "load_weights", load)
     monkeypatch.setattr(memory_module, "memory", memory)
     said = r"of which \d\.\d\d GiB could not be allocated: lower --num-gpu-blocks-override to \d+ or less; the largest --max-model-len"
     with pytest.raises(ConfigError, match=said):
@@ -110,7 +111,7 @@ def test_what_was_taken_before_memory_ran_out_is_given_back_and_counts_as_nobody
 def fake_gpu(monkeypatch: pytest.MonkeyPatch, total: int, free: int) -> None:
     """One of that size, of which other processes leave so much; this one holds nothing there."""
     gpu = Gpu("NVIDIA H200", (9, 0), total, free)
-    monkeypatch.setattr(worker_module, "device_here", lambda _: Choice("cuda", "as a test says", gpu))
+    monkeypatch.setattr(facts_module, "device_here", lambda _: Choice("cuda", "as a test says", gpu))
     take_gpu(monkeypatch, gpu)
 
 
@@ -159,8 +160,8 @@ def test_a_gpu_that_runs_out_at_start_says_what_is_needed_and_what_fits(said: st
 
 
 def test_what_cannot_fit_beside_other_processes_is_refused_before_weights_load(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "load_weights", lambda *_: pytest.fail("weights were loaded"))
-    monkeypatch.setattr(worker_module, "memory", lambda _: Memory(8 * GIB, others=6 * GIB))
+    monkeypatch.setattr(build_module, "load_weights", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(facts_module, "memory", lambda _: Memory(8 * GIB, others=6 * GIB))
     said = r"KV cache 3\.00 GiB, .* may use 8\.00 GiB, of which other processes hold 6\.00 GiB: lower --kv-cache-memory-bytes to \d+"
     with pytest.raises(ConfigError, match=said):
         LLM(stories, kv_cache_memory_bytes=3 * GIB)

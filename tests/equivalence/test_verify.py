@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.attention.forward_batch import ForwardBatch
 from octavo.cli.verify import LEAST_REQUESTS
 from octavo.config import EngineConfig
 from octavo.engine.verify import Verified, verify
 from octavo.errors import ConfigError, VerifyError
+from octavo.kernels.row_words import HEAD
 from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.messages import StepPlan
-from octavo.worker.device_program import DeviceForward, Shape, Steps
-from octavo.worker.device_rows import DeviceRows
+from octavo.worker.graph_program import Graph
 from octavo.worker.kv_store import PagedStore
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.native_layers import NativeAttention
 from octavo.worker.native_program import NativeProgram
-from octavo.worker.program import Forward
+from octavo.worker.program import Forward, Shape
+from octavo.worker.request_table import RequestTable
 from tests.support.models import tiny_model
 from tests.support.places import PLACES, Place
 
@@ -85,14 +85,14 @@ def test_steps_on_a_gpu_agree(folder: str, dtype: str, depth: int, eager: bool) 
 
 def test_a_step_on_a_device_that_is_not_its_kernels_is_caught(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_DEBUG", "runner=device")
-    replay = Steps.run
+    replay = Graph.run
 
-    def with_slip(self: Steps, shape: Shape, whole: bool) -> DeviceForward:
+    def with_slip(self: Graph, shape: Shape, whole: bool) -> Forward:
         forward = replay(self, shape, whole)
         forward.logits[0, 7] += 1e-3
         return forward
 
-    monkeypatch.setattr(Steps, "run", with_slip)
+    monkeypatch.setattr(Graph, "run", with_slip)
     with pytest.raises(VerifyError, match=r"a step in one call differs from its layers one by one: step 1$"):
         run(folder)
 
@@ -100,14 +100,15 @@ def test_a_step_on_a_device_that_is_not_its_kernels_is_caught(folder: str, monke
 @PLACES
 def test_a_block_table_that_slipped_on_a_device_is_caught(folder: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_DEBUG", "runner=device")
-    apply = DeviceRows.apply
+    apply = RequestTable.apply
 
-    def with_slip(self: DeviceRows, plan: StepPlan) -> None:
+    def with_slip(self: RequestTable, plan: StepPlan) -> None:
         apply(self, plan)
         if plan.step == 20:
-            self.tables[plan.row[0]] = self.tables[plan.row[0]].roll(1)
+            table = self.words[plan.row[0], HEAD : self.layout.tokens]
+            table[:] = table.roll(1)
 
-    monkeypatch.setattr(DeviceRows, "apply", with_slip)
+    monkeypatch.setattr(RequestTable, "apply", with_slip)
     with pytest.raises(VerifyError, match="caches differ: step 20"):
         run(folder, device=place)
 
@@ -121,8 +122,8 @@ def test_a_step_that_is_not_its_layers_is_caught(folder: str, monkeypatch: pytes
     """The layers are what is proven, the one call is what serves."""
     at_once = NativeProgram.run
 
-    def with_slip(self: NativeProgram, batch: ForwardBatch) -> Forward:
-        forward = at_once(self, batch)
+    def with_slip(self: NativeProgram, shape: Shape, whole: bool) -> Forward:
+        forward = at_once(self, shape, whole)
         forward.logits[-1:, 7] += 1e-3
         return forward
 
@@ -136,7 +137,7 @@ def test_attention_that_depends_on_where_blocks_lie_is_caught(folder: str, monke
 
     def with_slip(self: NativeAttention, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         out = read(self, layer, qkv)
-        if layer == 1 and int(self._batch.tables.max()) == 19:
+        if layer == 1 and int(self._tensors.tables[0, :, 0].max()) == 19:
             out[0, 0] += 1e-3
         return out
 
@@ -164,7 +165,8 @@ def test_an_off_by_one_in_a_copy_of_a_block_table_is_caught(folder: str, native:
 
     def with_slip(self: ModelRunner, plan: StepPlan) -> None:
         if plan.step == 20:
-            self.table.tables[plan.row[0]] = self.table.tables[plan.row[0]].roll(1)
+            table = self.table.words[plan.row[0], HEAD : self.table.layout.tokens]
+            table[:] = table.roll(1)
         forward(self, plan)
 
     monkeypatch.setattr(ModelRunner, "forward", with_slip)

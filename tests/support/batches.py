@@ -69,7 +69,6 @@ class Pool:
             tables=tables,
             slots=self.tables[token_rows, positions // self.block_size] * self.block_size + positions % self.block_size,
             sample_index=query_start[1:] - 1,
-            sample_row=torch.tensor(rows),
             caches=self.paged if backend.paged else self.contiguous,
             block_size=self.block_size,
         )

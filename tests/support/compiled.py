@@ -25,9 +25,9 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from octavo.kernels.logit_edits import HEAD
 from octavo.kernels.cache_layout import Layout, empty_cache
 from octavo.kernels.device_codes import zero_codes
+from octavo.kernels.logit_edits import HEAD
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention

@@ -21,6 +21,7 @@ from triton.runtime.driver import driver
 
 from octavo.attention.triton import TritonBackend
 from octavo.config import Debug
+from octavo.kernels import ops
 from octavo.kernels.kernel_shapes import PackedShape
 from octavo.kernels.row_words import RowLayout
 from octavo.layers.comm import NullComm
@@ -35,11 +36,12 @@ from octavo.quant.quantize import quantize
 from octavo.sampling_params import SamplingParams
 from octavo.worker.compile_process import NoGPU, find_jobs
 from octavo.worker.compilers import DRIVER, Wanted, kernel_shapes, variant
-from octavo.worker.device_program import DeviceProgram, Steps
-from octavo.worker.device_rows import DeviceRows
-from octavo.worker.device_runner import DeviceRunner
 from octavo.worker.faults import Faults
+from octavo.worker.graph_program import Graph
 from octavo.worker.kv_store import PagedStore
+from octavo.worker.model_runner import ModelRunner
+from octavo.worker.program import Eager
+from octavo.worker.request_table import RequestTable
 
 CPU, SIZE, ROWS, TOKENS, CAPTURED, LENGTH = torch.device("cpu"), 16, 20, 600, 512, 2048
 QWEN3 = DenseConfig(
@@ -120,16 +122,15 @@ class ZeroCodes:
         pass
 
 
-def build_runner(config: DenseConfig, dtype: str, codes: ZeroCodes | None) -> tuple[DeviceRunner, Steps]:
+def build_runner(config: DenseConfig, dtype: str, codes: ZeroCodes | None) -> tuple[ModelRunner, Graph]:
     scheme = Packed() if codes else None
     model = build_model(config, getattr(torch, dtype), TritonBackend, NullComm(), LENGTH, scheme)  # type: ignore[arg-type]
     if codes:
         load_packed(model, codes)  # type: ignore[arg-type]
-    rows = DeviceRows(ROWS, RowLayout(LENGTH // SIZE, LENGTH + 1), CPU)
+    table = RequestTable(ROWS, RowLayout(LENGTH // SIZE, LENGTH + 1), CPU)
     store = PagedStore(cache_specs(config, dtype), 40, SIZE, CPU)
-    program = DeviceProgram(model, TritonBackend, store.caches, rows, SIZE, TOKENS)  # type: ignore[arg-type]
-    steps = Steps(program, ROWS, TOKENS, CAPTURED)
-    return DeviceRunner(steps, store, rows, Faults(Debug())), steps
+    graph = Graph(Eager(model, TritonBackend, store.caches, table, SIZE, TOKENS), ROWS, TOKENS, CAPTURED)  # type: ignore[arg-type]
+    return ModelRunner(graph, ops, store, table, Faults(Debug())), graph
 
 
 def plans() -> list[StepPlan]:
@@ -160,8 +161,8 @@ def main(capability: int) -> None:
         driver.set_active(NoGPU(capability))
         met = record()
         pretend()
-        runner, steps = build_runner(config, dtype, codes)
-        steps.warm_up()
+        runner, graph = build_runner(config, dtype, codes)
+        graph.warm_up()
         runner.warm_up(getattr(torch, dtype))
         warm = set(met)
         for plan in plans():

@@ -26,7 +26,7 @@ from octavo.worker.device import (
     platform_refusal,
     torch_refusal,
 )
-from octavo.worker.worker import Worker
+from octavo.worker.facts import settle
 
 CPU, CUDA, ROCM = TorchBuild("2.13.0+cpu", None, None), TorchBuild("2.13.0", "13.0", None), TorchBuild("2.13.0+rocm7", None, "7.0")
 H200 = Gpu("NVIDIA H200", (9, 0), total=140 * 2**30, free=138 * 2**30)
@@ -126,36 +126,36 @@ def test_the_command_ends_on_windows_with_one_line(monkeypatch: pytest.MonkeyPat
     assert said.out == "" and said.err.startswith("octavo: error: Octavo does not run on native Windows") and said.err.count("\n") == 1
 
 
-def worker(config: EngineConfig) -> Worker:
+def settled(config: EngineConfig) -> None:
     source = resolve_model(None)
-    return Worker(config, source, load_model_config(source), Debug())
+    settle(config, source, load_model_config(source), Debug())
 
 
-def test_a_worker_says_one_device_line_and_refuses_what_cannot_work(
+def test_a_start_says_one_device_line_and_refuses_what_cannot_work(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     caplog.set_level(logging.INFO, "octavo")
     monkeypatch.setattr(device, "GPU_SIGNS", (tmp_path / "nvidia0",))
     monkeypatch.setattr(device, "torch_gpu", lambda: (None, "it is made up"))
-    worker(EngineConfig())
+    settled(EngineConfig())
     (tmp_path / "nvidia0").touch()
-    worker(EngineConfig())
+    settled(EngineConfig())
     with monkeypatch.context() as cpu:
         cpu.setattr(device, "torch_gpu", lambda: pytest.fail("CUDA was started"))
-        worker(EngineConfig(device="cpu"))
+        settled(EngineConfig(device="cpu"))
     messages = [said for said in caplog.messages if not said.startswith("Checking the native kernels")]
     assert [said for said in messages if said.startswith("Device: cpu")] == messages
     assert "no NVIDIA GPU" in messages[0] and "NVIDIA GPU is there" in messages[1] and messages[2].endswith("as asked for")
     caplog.clear()
     with pytest.raises(ConfigError, match="--device is cuda, but no GPU can be used"):
-        worker(EngineConfig(device="cuda"))
+        settled(EngineConfig(device="cuda"))
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     monkeypatch.setattr(platform, "system", lambda: "Linux")
-    worker(EngineConfig())
+    settled(EngineConfig())
     assert caplog.messages[1].startswith("Platform: Linux on riscv64 runs on the portable path")
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with pytest.raises(ConfigError, match="is a ROCm build"):
-        worker(EngineConfig())
+        settled(EngineConfig())
     monkeypatch.setattr(platform, "system", lambda: "Windows")
     with pytest.raises(ConfigError, match="WSL2"):
-        worker(EngineConfig())
+        settled(EngineConfig())

@@ -1,19 +1,23 @@
-"""From a plan to tensors and back: `gather`, the request table and the stores, against plain Python lists."""
+"""From a plan to tensors and back: the request table, what is prepared of it, and the stores, against plain Python lists."""
 
 from array import array
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.kernels.reference.rows import finish, prepare
+from octavo.kernels.row_words import HEAD, NOISE, NOISE_WORDS, TEMPERATURE, RowLayout
+from octavo.kernels.step_tensors import StepMemory, StepTensors
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
 from octavo.sampling_params import SamplingParams
 from octavo.worker.kv_store import ContiguousStore, PagedStore, poison
-from octavo.worker.model_runner import _rows_not_finite, gather
-from octavo.worker.program import Forward
-from octavo.worker.request_table import RequestTable
+from octavo.worker.model_runner import entries
+from octavo.worker.program import Shape
+from octavo.worker.request_table import RequestTable, send
 
 SPECS = [LayerCacheSpec(layer, {"k": Buffer((2, 4), "float32"), "v": Buffer((3,), "bfloat16")}) for layer in range(2)]
 ROWS, MAX_LEN = 6, 96
@@ -24,7 +28,17 @@ def write(row: int, tokens: list[int], table: list[int], params: SamplingParams 
 
 
 def new_table(block_size: int = 16) -> RequestTable:
-    return RequestTable(ROWS, MAX_LEN, -(-MAX_LEN // block_size))
+    return RequestTable(ROWS, RowLayout(-(-MAX_LEN // block_size), MAX_LEN + 1), torch.device("cpu"))
+
+
+def prepared(plan: StepPlan, table: RequestTable, block_size: int) -> StepTensors:
+    shape = Shape(len(plan.row), sum(plan.num_query))
+    memory = StepMemory(table.layout, ROWS, ROWS * MAX_LEN, torch.device("cpu"))
+    send(entries(plan, shape), memory.entries)
+    step = memory.step(shape.entries, shape.tokens)
+    step.tables.fill_(77)  # of another step
+    prepare(table.words, table.layout, block_size, step)
+    return step
 
 
 @st.composite
@@ -52,11 +66,11 @@ def mixed_plans(draw: st.DrawFn) -> tuple[int, StepPlan, dict[int, list[int]], d
 
 
 @given(mixed_plans())
-def test_gather_reads_a_mixed_plan_out_of_the_rows(case: tuple[int, StepPlan, dict[int, list[int]], dict[int, list[int]]]) -> None:
+def test_a_mixed_plan_is_read_out_of_the_rows(case: tuple[int, StepPlan, dict[int, list[int]], dict[int, list[int]]]) -> None:
     size, plan, tokens, tables = case
-    table, store = new_table(size), ContiguousStore(SPECS, 1, 1)
+    table = new_table(size)
     table.apply(plan)
-    batch = gather(plan, table, store, size)
+    step = prepared(plan, table, size)
 
     places = [
         (row, position)
@@ -64,54 +78,30 @@ def test_gather_reads_a_mixed_plan_out_of_the_rows(case: tuple[int, StepPlan, di
         for position in range(start, start + count)
     ]  # fmt: skip
     ends = [start + count for start, count in zip(plan.start, plan.num_query)]
-    assert batch.token_ids.tolist() == [tokens[row][position] for row, position in places]
-    assert batch.positions.tolist() == [[position for _, position in places]]
-    assert batch.rows.tolist() == plan.row
-    assert batch.query_start.tolist() == [sum(plan.num_query[:entry]) for entry in range(len(plan.row) + 1)]
-    assert batch.context_len.tolist() == ends
-    assert batch.slots.tolist() == [tables[row][position // size] * size + position % size for row, position in places]
+    assert step.token_ids.tolist() == [tokens[row][position] for row, position in places]
+    assert step.positions.tolist() == [position for _, position in places]
+    assert step.row.tolist() == plan.row
+    assert step.query_start.tolist() == [sum(plan.num_query[:entry]) for entry in range(len(plan.row) + 1)]
+    assert step.context_len.tolist() == ends
+    assert step.slots[0].tolist() == [tables[row][position // size] * size + position % size for row, position in places]
     width = max(-(-end // size) for end in ends)
-    assert batch.tables.tolist() == [(tables[row] + [0] * width)[:width] for row in plan.row]
-    sampled = [entry for entry, samples in enumerate(plan.samples) if samples]
-    assert batch.sample_index.tolist() == [sum(plan.num_query[: entry + 1]) - 1 for entry in sampled]
-    assert batch.sample_row.tolist() == [plan.row[entry] for entry in sampled]
-    assert batch.caches is store.caches and batch.block_size == size
+    assert step.tables[0, :, :width].tolist() == [(tables[row] + [0] * width)[:width] for row in plan.row]
+    assert step.sample_index.tolist() == [sum(plan.num_query[: entry + 1]) - 1 for entry in range(len(plan.row))]
+    assert step.samples.tolist() == plan.samples and step.draw_positions.tolist() == [len(tokens[row]) for row in plan.row]
 
 
 def test_a_forked_row_is_a_copy_with_noise_of_its_own() -> None:
-    penalties = {"presence_penalty": 1.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5}
-    params = SamplingParams(temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, logit_bias={3: 1.0}, **penalties)  # type: ignore[arg-type]
     table = new_table()
-    table.apply(StepPlan(1, row_writes=[write(0, [5, 6, 7], [3, 4], params, end_ids=(9,)), write(2, list(range(90)), [8] * 6)]))
-    noise = NoiseKey((70, 71), 2**31, 73)
-    table.apply(StepPlan(2, row_forks=[RowFork(2, 0, 99, noise)], new_blocks=[(2, 1, 5)]))
+    table.apply(StepPlan(1, row_writes=[write(0, [5, 6, 7], [3, 4], SamplingParams(temperature=0.5)), write(2, list(range(90)), [8] * 6)]))
+    table.apply(StepPlan(2, row_forks=[RowFork(2, 0, 99, NoiseKey((70, 71), 2**31, 73))], new_blocks=[(2, 1, 5)]))
     assert table.token_ids[2, :3].tolist() == [5, 6, 7]
     assert table.num_tokens.tolist()[:3] == [3, 0, 3] and table.num_prompt.tolist()[:3] == [1, 0, 1]
-    assert table.tables[2].tolist() == [3, 5, 0, 0, 0, 0] and table.tables[0].tolist() == [3, 4, 0, 0, 0, 0]
-    assert table.values[2].tolist() == table.values[0].tolist() == [0.5, 0.25, 0.125]
-    assert table.params[2] is params and table.end_ids[2] == (9,) and table.top_k[2] == 7
-    assert table.edits[2] is table.edits[0], "however many samples, their lists of ids are there once"
-    assert table.noise[2].tolist() == [70, 71, 2**31, 73] and table.noise[0].tolist() == [0, 1, 2, 3]
-    table.append(torch.tensor([2]), torch.tensor([11]))
-    assert table.token_ids[0, 3] == 0 and table.num_tokens[0] == 3, "the copy is not a view"
-
-
-def test_a_new_tenant_of_a_row_finds_nothing_of_the_old_one() -> None:
-    table = new_table()
-    table.apply(StepPlan(1, row_writes=[write(1, list(range(50)), [7, 8, 9, 10], SamplingParams(top_k=5), end_ids=(3,))]))
-    table.apply(StepPlan(2, row_writes=[write(1, [4], [6])]))
-    assert table.num_tokens[1] == 1 and table.tables[1].tolist() == [6, 0, 0, 0, 0, 0]
-    assert table.top_k[1] == 0 and table.end_ids[1] == ()
-    table.apply(StepPlan(3, row_writes=[write(1, [4], [], SamplingParams(top_k=-1))]))
-    assert table.top_k[1] == 0 and table.tables[1].tolist() == [0] * 6
-
-
-def test_sampled_ids_join_their_rows_in_any_order() -> None:
-    table = new_table()
-    table.apply(StepPlan(1, row_writes=[write(0, [1, 2], [1]), write(1, [3], [2]), write(4, [4, 5, 6], [3])]))
-    table.append(torch.tensor([4, 0]), torch.tensor([40, 41]))
-    table.append(torch.tensor([1, 4]), torch.tensor([42, 43]))
-    assert [table.token_ids[row, : table.num_tokens[row]].tolist() for row in (0, 1, 4)] == [[1, 2, 41], [3, 42], [4, 5, 6, 40, 43]]
+    assert table.words[[0, 2], HEAD : HEAD + 2].tolist() == [[3, 4], [3, 5]]
+    assert table.words[[0, 2], TEMPERATURE].view(torch.float32).tolist() == [0.5, 0.5]
+    noise = table.words[:, NOISE : NOISE + NOISE_WORDS].numpy().view(np.uint32)
+    assert noise[2].tolist() == [70, 71, 2**31, 73] and noise[0].tolist() == [0, 1, 2, 3]
+    table.token_ids[2, 1] = 11
+    assert table.token_ids[0, 1] == 6, "the copy is not a view"
 
 
 # --- stores ----------------------------------------------------------------------------------------------------------
@@ -163,20 +153,20 @@ def test_poison_fills_one_block_and_no_other() -> None:
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
-def test_rows_that_are_not_finite_are_named_by_their_entry(counts: list[int], data: st.DataObject) -> None:
+def test_rows_that_are_not_finite_are_marked_by_their_entry(counts: list[int], data: st.DataObject) -> None:
     plan = StepPlan(1, list(range(len(counts))), start=[0] * len(counts), num_query=counts, samples=[True] * len(counts))
-    table = new_table()
+    table, total = new_table(), sum(counts)
     table.apply(StepPlan(0, row_writes=[write(row, [1] * count, [1]) for row, count in enumerate(counts)]))
-    batch = gather(plan, table, ContiguousStore(SPECS, 1, 1), 16)
-    hidden = torch.zeros(sum(counts), 3)
-    bad_tokens = data.draw(st.sets(st.integers(0, sum(counts) - 1)))
-    for number, token in enumerate(sorted(bad_tokens)):
-        hidden[token, number % 3] = (torch.nan, torch.inf, -torch.inf)[number % 3]
+    step = prepared(plan, table, 16)
+    states, hidden, ids = torch.zeros(total, 3), torch.zeros(len(counts), 2), torch.arange(len(counts)) + 50
+    for number, token in enumerate(sorted(data.draw(st.sets(st.integers(0, total - 1))))):
+        states[token, number % 3] = (torch.nan, torch.inf, -torch.inf)[number % 3]
     owners = [entry for entry, count in enumerate(counts) for _ in range(count)]
-    bad = sorted({owners[token] for token in bad_tokens})
-    assert _rows_not_finite(Forward(hidden, torch.empty(0)), batch) == bad
-    assert _rows_not_finite(Forward(hidden, torch.empty(0), sampled=torch.zeros(len(counts), 2)), batch) == bad
+    bad = {owners[token] for token in range(total) if not states[token].isfinite().all()}
     bad_entries = data.draw(st.sets(st.integers(0, len(counts) - 1)))
-    sampled = torch.zeros(len(counts), 2)
-    sampled[sorted(bad_entries), 1] = torch.inf
-    assert _rows_not_finite(Forward(hidden, torch.empty(0), sampled=sampled), batch) == sorted({*bad, *bad_entries})
+    hidden[sorted(bad_entries), 1] = torch.inf
+    result = torch.full((len(counts),), 9, dtype=torch.int32)
+    finish(table.words, table.layout, step, ids, states, hidden, result)
+    assert result.tolist() == [-1 if entry in bad | bad_entries else 50 + entry for entry in range(len(counts))]
+    said = [table.token_ids[row, : table.num_tokens[row]].tolist() for row in plan.row]
+    assert said == [[1] * n + [50 + row] for row, n in enumerate(counts)]

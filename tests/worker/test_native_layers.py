@@ -10,6 +10,7 @@ import torch
 from octavo import LLM
 from octavo.attention.cpu import CpuBackend
 from octavo.attention.forward_batch import ForwardBatch
+from octavo.kernels.step_tensors import StepTensors
 from octavo.worker.native_layers import NativeAttention, NativeLayers
 from octavo.worker.native_program import NativeProgram
 from octavo.worker.shadow import Shadow, same_bits
@@ -37,7 +38,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     path = to_gguf(path, path.parent / "model.gguf", kind) if kind else path
     dtype: Any = "float32" if request.param == "float32" else "bfloat16"
     with LLM(str(path), dtype=dtype, skip_tokenizer_init=True, num_gpu_blocks_override=80, max_model_len=LONG, max_num_seqs=4) as llm:
-        found = llm._core.executor.runner.program  # type: ignore[attr-defined]
+        found = llm._core.executor.program  # type: ignore[attr-defined]
         assert isinstance(found, NativeProgram)
         yield found
 
@@ -47,14 +48,22 @@ def new_pool(program: NativeProgram, cache: torch.dtype) -> Pool:
     return Pool(model.num_layers, model.kv_heads, model.head_dim, max_len=LONG, cache_dtype=cache)
 
 
-def batches(pool: Pool, vocab: int) -> Iterator[ForwardBatch]:
+def steps(pool: Pool, vocab: int) -> Iterator[StepTensors]:
     for number, counts in enumerate(STEPS):
         tokens = {row: [(7 * row + 3 * number + place) % vocab for place in range(count)] for row, count in counts.items()}
-        batch = pool.batch(CpuBackend, tokens)
-        if number == 1:
-            batch.sample_index = batch.sample_index[:0]
-        yield batch
+        yield step_of(pool.batch(CpuBackend, tokens))
         pool.advance(tokens)
+
+
+def step_of(batch: ForwardBatch) -> StepTensors:
+    """As much of a step as layers read."""
+    words = [tensor.int() for tensor in (batch.query_start, batch.rows, batch.context_len)]
+    query_start, row, context_len = words
+    return StepTensors(
+        entries=row, query_start=query_start, row=row, start=row, samples=row, token_ids=batch.token_ids, positions=batch.positions[0],
+        slots=batch.slots[None], context_len=context_len, tables=batch.tables.int()[None], sample_index=batch.sample_index,
+        temperature=row, noise=row, draw_positions=row,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("level", levels_here())
@@ -66,11 +75,12 @@ def test_one_call_layers_over_blocks_and_layers_over_a_contiguous_cache_give_the
         paged = NativeLayers(program, NativeAttention(program, pool.paged))
         plain = NativeLayers(program, NativeAttention(program, pool.contiguous))
         with running(level, threads), torch.inference_mode():
-            for batch, twin in zip(batches(pool, program.vocab_size), batches(other, program.vocab_size), strict=True):
-                ways = paged.run(batch), plain.run(shadow.contiguous(batch)), program.run(twin)
-                assert ways[0].states.isfinite().all() and len(ways[0].logits) == len(batch.sample_index)
-                for way in ways[1:]:
-                    assert same_bits(ways[0].states, way.states) and same_bits(ways[0].logits, way.logits)
+            program.model = program.over(other.paged)
+            for step, twin in zip(steps(pool, program.vocab_size), steps(other, program.vocab_size), strict=True):
+                hidden, logits = paged.compute(step)
+                assert hidden.isfinite().all() and len(logits) == len(step.row)
+                for way in (plain.compute(shadow.contiguous(step)), program.compute(twin)):
+                    assert same_bits(hidden, way[0]) and same_bits(logits, way[1])
             for mine, theirs in zip(pool.paged, other.paged, strict=True):
                 assert all(same_bits(mine[name], theirs[name]) for name in mine)
 
@@ -81,7 +91,7 @@ def test_a_tied_head_is_unpacked_exactly(tmp_path: Path) -> None:
 
     folder = tiny_model(tmp_path / "model", "Qwen2ForCausalLM", seed=5, tie=True)
     with LLM(str(folder), dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=20) as llm:
-        program = llm._core.executor.runner.program  # type: ignore[attr-defined]
+        program = llm._core.executor.program  # type: ignore[attr-defined]
         ids = torch.tensor([0, 319, 17, 17, 16])
         embedded = NativeLayers(program, NativeAttention(program, new_pool(program, torch.float32).paged))._embed(ids)
     assert torch.equal(embedded, load_file(folder / "model.safetensors")["model.embed_tokens.weight"][ids])

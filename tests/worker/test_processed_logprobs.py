@@ -1,6 +1,6 @@
-"""Logprobs of the processed kind are those of a softmax over what a token is drawn from, by every sampler of the CPU.
+"""Logprobs of the processed kind are those of a softmax over what a token is drawn from, by torch and by the native library.
 
-That of a device gives the same (`tests/worker/test_device_sampler.py`); Triton's kernels: `tests/kernels/triton/test_draw.py`.
+Triton's kernels: `tests/kernels/triton/test_draw.py`.
 """
 
 from array import array
@@ -14,18 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from octavo.kernels import drawn_from
+from octavo.kernels import drawn_from, ops
 from octavo.kernels.cpu.sampling import NativeSampling
-from octavo.kernels.reference import sampling as torch_sampling
 from octavo.kernels.reference.sampling import Draws
-from octavo.messages import NoiseKey, RowWrite, StepPlan
+from octavo.messages import NoiseKey, RowWrite
 from octavo.sampling_params import SamplingParams
 from octavo.worker.executor import Masks
-from octavo.worker.request_table import RequestTable
-from octavo.worker.sampler import Sampled, Sampling, sample
+from octavo.worker.sampler import Sampling
 from tests.support.asking import Asked, asking
 from tests.support.draws import INF, assert_logprobs_of_the_drawn
 from tests.support.native import levels_here, running
+from tests.support.sampled import Sampled, sample_rows
 
 VOCAB = 24
 PLAIN = Asked(SamplingParams(max_tokens=None), (), [], [3, 1, 4], 2)
@@ -50,18 +49,16 @@ def requests(draw: st.DrawFn) -> Asked:
 
 
 def drawn(logits: Tensor, batch: list[Asked], masks: dict[int, Masks], sampling: Sampling, processed: bool = True) -> Sampled:
-    table = RequestTable(len(batch), 64, 1)
     writes = [
         RowWrite(row, row, array("i", a.ids), a.num_prompt, 0, [], a.params, a.end_ids, a.bad_words, NoiseKey((1, row), 0, 0), b"")
         for row, a in enumerate(batch)
     ]
-    table.apply(StepPlan(0, row_writes=writes))
-    return sample(logits, torch.arange(len(batch)), table, sampling, masks=masks, processed=processed)
+    return sample_rows(logits, writes, sampling, masks, processed)
 
 
 def by_rank(level: str) -> Sampling:
     if level == "torch":
-        return torch_sampling
+        return ops
     with running(level) as library:
         return NativeSampling(library)
 

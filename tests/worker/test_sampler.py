@@ -11,13 +11,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from octavo.kernels.logit_edits import pack, unpack
 from octavo.kernels.reference import sampling
+from octavo.kernels.reference.logit_edits import edit_logits
 from octavo.kernels.reference.philox import uniform
 from octavo.kernels.reference.sampling import Draws, distances, draw, kept, nearest
 from octavo.messages import NoiseKey, RowWrite, StepPlan
 from octavo.sampling_params import SamplingParams
-from octavo.worker.request_table import RequestTable
-from octavo.worker.sampler import Sampled, _adjusted, _draws, sample
+from tests.support.sampled import Rows, Sampled, sample_rows
 
 INF = math.inf
 ANY_KEY = NoiseKey((1, 2), 0, 0)
@@ -34,9 +35,8 @@ class Case:
     noise: NoiseKey = ANY_KEY
 
 
-def table_of(cases: list[Case], rows: list[int]) -> RequestTable:
-    table = RequestTable(max(rows) + 1, 64, 1)
-    writes = [
+def writes_of(cases: list[Case], rows: list[int]) -> list[RowWrite]:
+    return [
         RowWrite(
             row=row,
             seq_id=0,
@@ -52,13 +52,10 @@ def table_of(cases: list[Case], rows: list[int]) -> RequestTable:
         )
         for row, c in zip(rows, cases)
     ]
-    table.apply(StepPlan(0, row_writes=writes))
-    return table
 
 
 def run(logits: Tensor, cases: list[Case], rows: list[int] | None = None) -> Sampled:
-    rows = list(range(len(cases))) if rows is None else rows
-    return sample(logits, torch.tensor(rows), table_of(cases, rows), sampling)
+    return sample_rows(logits, writes_of(cases, list(range(len(cases))) if rows is None else rows))
 
 
 # ---- what plain Python says
@@ -110,8 +107,8 @@ keys = st.builds(NoiseKey, st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 9
 
 
 def draws_of(params: SamplingParams) -> Draws:
-    table = table_of([Case(params)], [0])
-    return _draws(torch.tensor([0]), table)
+    one = {name: torch.tensor([float(getattr(params, name))]) for name in ("temperature", "top_p", "min_p")}
+    return Draws(**one, top_k=torch.tensor([max(params.top_k, 0)]), noise=torch.zeros(1, 4), positions=torch.zeros(1))
 
 
 @settings(max_examples=200)
@@ -194,12 +191,12 @@ def test_penalties_and_min_tokens_follow_their_rules(
         want[t] -= frequency * output.count(t) + presence * (t in output)
         if t in end_ids and len(output) < min_tokens:
             want[t] = -INF
-    raw = torch.tensor([logits, logits])
-    table = table_of([Case(params, prompt, output, end_ids), Case(SamplingParams(), prompt, output, end_ids)], [3, 1])
-    scores = _adjusted(raw, [3, 1], table, {})
+    raw = torch.tensor([[0.0] * 8, logits])
+    ids = torch.tensor([[0] * 25, [*prompt, *output, *[7] * 25][:25]], dtype=torch.int32)  # the newest id is provisional
+    lengths, prompts = torch.tensor([0, len(prompt + output) + 1]), torch.tensor([0, len(prompt)])
+    scores = edit_logits(raw, [1], [1], [unpack(pack(params, end_ids, []))], ids, lengths, prompts)
     assert scores[0].tolist() == pytest.approx(want, rel=1e-5, abs=1e-5)
-    assert scores[1].tolist() == logits, "a row without penalties is left alone"
-    assert raw[0].tolist() == logits, "the caller's logits are left alone"
+    assert raw[1].tolist() == logits, "the caller's logits are left alone"
 
 
 def test_an_end_id_is_sampled_only_from_min_tokens_on() -> None:
@@ -238,11 +235,11 @@ def test_the_same_key_gives_the_same_text_and_another_sample_another() -> None:
     params = SamplingParams(top_p=0.95, seed=5, max_tokens=None)
 
     def text(keys: list[NoiseKey], rows: list[int]) -> list[list[int]]:
-        table = table_of([Case(params, noise=key) for key in keys], rows)
-        where = torch.tensor(rows)
+        table = Rows(5, 200)
+        table.apply(StepPlan(0, row_writes=writes_of([Case(params, noise=key) for key in keys], rows)))
         for logits in steps:
-            table.append(where, sample(logits.expand(len(rows), -1), where, table, sampling).ids)
-        return table.token_ids[where, 1:25].tolist()
+            table.sample(logits.expand(len(rows), -1), rows)
+        return [table.said(row)[1:] for row in rows]
 
     first, second, other_seed = NoiseKey((5, 0), 0, 0), NoiseKey((5, 1), 0, 0), NoiseKey((5, 0), 0, 1)
     a, b, c = text([first, second, other_seed], [0, 1, 2])

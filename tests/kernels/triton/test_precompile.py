@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from octavo.kernels.kernel_shapes import PackedShape
-from octavo.kernels.triton.precompile import KernelCalls
 from octavo.kernels.triton.packed.precompile import packed_calls
+from octavo.kernels.triton.precompile import KernelCalls
 from octavo.models.registry import describe, read_config
 from octavo.worker.compilers import kernel_shapes
 

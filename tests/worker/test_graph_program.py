@@ -6,14 +6,21 @@ from hypothesis import strategies as st
 
 from octavo.kernels.step_tensors import part_words
 from octavo.messages import StepPlan
-from octavo.worker.device_program import Shape, Steps, shapes
-from octavo.worker.device_runner import PADDING, entries
+from octavo.worker.graph_program import Graph, shapes
+from octavo.worker.model_runner import PADDING, entries
+from octavo.worker.program import Shape
 
 CAPTURED = 2048  # tokens
 
 
-def steps(rows: int, tokens: int) -> Steps:
-    return Steps(None, rows, tokens, CAPTURED)  # type: ignore[arg-type]  # shapes are chosen without a program
+class NoProgram:
+    """Shapes are chosen without a program."""
+
+    vocab_size, memory, logits = 0, None, None
+
+
+def graph(rows: int, tokens: int) -> Graph:
+    return Graph(NoProgram(), rows, tokens, CAPTURED)  # type: ignore[arg-type]
 
 
 def test_decode_shapes_are_fine_where_steps_are_small() -> None:
@@ -34,7 +41,7 @@ def test_every_step_fits_into_its_shape_and_decode_stays_decode(rows: int, budge
     budget = max(rows, budget)
     count = data.draw(st.integers(1, rows))
     tokens = data.draw(st.integers(count, budget))
-    shape = steps(rows, budget).shape_of(count, tokens)
+    shape = graph(rows, budget).shape_of(count, tokens)
     assert shape.entries >= count and shape.tokens >= tokens and shape.entries <= rows
     assert shape.decodes == (count == tokens)
     if shape not in shapes(rows, budget, CAPTURED):
