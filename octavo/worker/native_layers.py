@@ -16,11 +16,12 @@ from octavo.kernels.cpu.packing import unpack_rows
 from octavo.kernels.step_tensors import StepTensors
 from octavo.worker.kv_store import Caches
 from octavo.worker.native_program import NativeProgram, at, step_struct
+from octavo.worker.request_table import Words
 
 
 class LayerAttention(Protocol):
-    def prepare(self, step: StepTensors) -> None:
-        """Once a step."""
+    def prepare(self, step: StepTensors, shared: Words) -> None:
+        """Is called once a step. `shared`: see `NativeProgram.shared_tokens`"""
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         """What a layer makes of its q, k and v [T, all heads * head_dim]; these are changed. -> [T, heads * head_dim]"""
@@ -34,8 +35,8 @@ class NativeAttention:
         self._model = whole.over(caches)
         self._held = whole, caches  # what the model points to
 
-    def prepare(self, step: StepTensors) -> None:
-        self._tensors, self._step = step, step_struct(step)  # the struct points to the tensors
+    def prepare(self, step: StepTensors, shared: Words) -> None:
+        self._tensors, self._shared, self._step = step, shared, step_struct(step, shared)  # the struct points to the others
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         self.write(layer, qkv)
@@ -59,7 +60,7 @@ class NativeLayers:
     def compute(self, step: StepTensors) -> tuple[Tensor, Tensor]:
         """Returns hidden states of all tokens, and the logits of the last of each entry."""
         whole = self._whole
-        self._attention.prepare(step)
+        self._attention.prepare(step, whole.shared_tokens(step))
         stream, news = self._embed(step.token_ids), None
         for index, layer in enumerate(whole.layers):
             qkv = self._product(layer.qkv, self._norm(stream, news, layer.attention_norm))

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.attention.spec import AttentionSpec, kv_buffers
@@ -24,7 +23,7 @@ from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.description import ModelDescription
 from octavo.worker.kv_store import Caches
 from octavo.worker.program import Forward, Shape
-from octavo.worker.request_table import RequestTable
+from octavo.worker.request_table import RequestTable, Words
 
 KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int8: Q8}
 
@@ -80,10 +79,21 @@ class NativeProgram:
         entries = len(step.row)
         hidden = torch.empty(len(step.token_ids), self.model.hidden)
         logits, best = torch.empty(entries, self.vocab_size), torch.empty(entries, dtype=torch.int64)
-        described, shared = step_struct(step), shared_tokens(step, self._block_size)
-        described.hidden, described.logits, described.best, described.shared = at(hidden), at(logits), at(best), address(shared)
+        shared = self.shared_tokens(step)
+        described = step_struct(step, shared)
+        described.hidden, described.logits, described.best = at(hidden), at(logits), at(best)
         self.library.call.octavo_step(ctypes.byref(self.model), ctypes.byref(described))
         return hidden, logits, best
+
+    def shared_tokens(self, step: StepTensors) -> Words:
+        """Returns for each entry how many of its first tokens lie in the same blocks as those of the entry before it."""
+        shared = np.zeros(len(step.row), np.int32)
+        if len(shared) > 1:
+            blocks = -(-int(step.context_len.numpy().max()) // self._block_size)
+            tables = step.tables[0].numpy()[:, :blocks]
+            same = (tables[1:] == tables[:-1]) & (tables[1:] != NULL_BLOCK)
+            shared[1:] = np.logical_and.accumulate(same, axis=1).sum(axis=1) * self._block_size
+        return shared
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.logits_in(len(hidden), hidden)
@@ -141,24 +151,13 @@ class NativeProgram:
         return packed.struct
 
 
-def step_struct(step: StepTensors) -> Step:
-    """Describes a step, but for its results. The struct points to the tensors, and keeps none of them."""
+def step_struct(step: StepTensors, shared: Words) -> Step:
+    """Describes a step, but for its results. The struct points to the arrays, and keeps none of them."""
     return Step(
         num_tokens=len(step.token_ids), num_rows=len(step.row), table_width=step.tables.shape[2], num_samples=len(step.sample_index),
         token_ids=at(step.token_ids), positions=at(step.positions), slots=at(step.slots[0]), query_start=at(step.query_start),
-        context_len=at(step.context_len), tables=at(step.tables[0]), sample_index=at(step.sample_index),
+        context_len=at(step.context_len), tables=at(step.tables[0]), sample_index=at(step.sample_index), shared=address(shared),
     )  # fmt: skip
-
-
-def shared_tokens(step: StepTensors, block_size: int) -> NDArray[np.int32]:
-    """Returns for each entry how many of its first tokens lie in the same blocks as those of the entry before it."""
-    shared = np.zeros(len(step.row), np.int32)
-    if len(shared) > 1:
-        blocks = -(-int(step.context_len.numpy().max()) // block_size)
-        tables = step.tables[0].numpy()[:, :blocks]
-        same = (tables[1:] == tables[:-1]) & (tables[1:] != NULL_BLOCK)
-        shared[1:] = np.logical_and.accumulate(same, axis=1).sum(axis=1) * block_size
-    return shared
 
 
 def at(tensor: Tensor) -> int:

@@ -35,6 +35,7 @@ from octavo.worker.kv_store import CPU, Caches, ContiguousStore, KVStore
 from octavo.worker.native_layers import NativeAttention, NativeLayers
 from octavo.worker.native_program import NativeProgram
 from octavo.worker.program import Eager, Forward, Program, Shape
+from octavo.worker.request_table import Words
 
 
 @dataclass(slots=True)
@@ -226,10 +227,10 @@ class ShadowedAttention:
         self._paged, self._plain = NativeAttention(whole, caches), NativeAttention(whole, shadow.regions.caches)
         self._caches, self._shadow = caches, shadow
 
-    def prepare(self, step: StepTensors) -> None:
+    def prepare(self, step: StepTensors, shared: Words) -> None:
         self._step = step
-        self._paged.prepare(step)
-        self._plain.prepare(self._shadow.contiguous(step))
+        self._paged.prepare(step, shared)
+        self._plain.prepare(self._shadow.contiguous(step), shared)  # the same rows are read together, so that bits are equal
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         twin = qkv.clone()

@@ -150,7 +150,7 @@ def test_a_gpu_that_runs_out_at_start_says_what_is_needed_and_what_fits(said: st
     shown = re.escape(" ".join(said.split()))
     with (
         pytest.raises(ConfigError, match=rf"^memory ran out at start \({shown}\): {ON_GPU}: {advice}") as refusal,
-        memory_module.out_of_memory_explained(needs, config, lambda: None),
+        memory_module.out_of_memory_explained(needs, config),
     ):
         raise RuntimeError(said)
     less = size(re.findall(advice, str(refusal.value))[0])
