@@ -7,7 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from octavo.cli.args import SETTINGS, Parser, add_engine_flags, engine_config
+from octavo.cli.args import Parser, add_engine_flags, engine_config
+from octavo.cli.config_file import SETTINGS
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from tests.cli.processes import FAKE, ROOT, octavo

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.cli.args import size
+from octavo.cli.config_file import size
 from octavo.cli.main import main
 from octavo.cli.plan_text import MARKS, WIDTH, _cells
 from octavo.policy.memory_plan import GIB, MIB, Memory

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from octavo import LLM, SamplingParams
 from octavo.attention.cpu import CpuBackend
-from octavo.cli.args import size
+from octavo.cli.config_file import size
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.layers.comm import NullComm

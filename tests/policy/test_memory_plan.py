@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.cli.args import size
+from octavo.cli.config_file import size
 from octavo.config import EngineConfig, ResolvedConfig
 from octavo.errors import ConfigError
 from octavo.model_config import ModelConfig

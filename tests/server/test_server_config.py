@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from octavo.cli.args import SERVER_SETTINGS, SETTINGS, Parser, add_server_flags, engine_config, server_configs
+from octavo.cli.args import Parser, add_server_flags, engine_config, server_configs
+from octavo.cli.config_file import SERVER_SETTINGS, SETTINGS
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.server_config import SECRETS, ServerConfig
