@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from docs import house
 from tests.house import documents, rules
 from tests.house.rules import Module
 
@@ -61,6 +62,17 @@ def test_engine_keeps_the_rule(rule: Callable[[Module], list[str]]) -> None:
 
 def test_imports_point_down_only() -> None:
     assert [offence for module in ENGINE for offence in rules.layer_offences(module, LAZY_IMPORTS)] == []
+
+
+def test_no_modules_import_each_other() -> None:
+    """Also not by imports inside functions. Those under `if TYPE_CHECKING` do not run."""
+    assert house.circles(house.import_graph(house.sources(ROOT), with_types=False)) == []
+
+
+def test_the_page_of_figures_counts_the_circles_of_today() -> None:
+    files, page = house.sources(ROOT), (ROOT / "docs/house.md").read_text()
+    counts = {title: len(house.circles(house.import_graph(files, with_types))) for title, with_types in house.CIRCLES.items()}
+    assert house.written(page, [house.Figure(title, count, []) for title, count in counts.items()]) == page
 
 
 def test_files_and_functions_are_short() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from docs import house
 from tests.house import documents, rules
 from tests.house.rules import Module
 
@@ -33,6 +34,22 @@ def test_layers_let_downward_and_listed_imports_pass() -> None:
 
 def test_layers_refuse_a_room_they_do_not_know() -> None:
     assert "not in the table" in rules.layer_offences(Module("octavo/attic/box.py", ""), {})[0]
+
+
+def test_circles_are_found_however_long_and_wherever_the_import_stands() -> None:
+    files = {
+        "octavo/a.py": "from octavo import b",
+        "octavo/b/__init__.py": "from . import c",
+        "octavo/b/c.py": "def late():\n    from octavo.a import name",
+        "octavo/d.py": "import octavo.e",
+        "octavo/e.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from octavo.d import D",
+        "octavo/f.py": "import octavo.a\nimport octavo.g",
+        "octavo/g.py": "import torch",
+    }
+    ring, pair = ["octavo.a", "octavo.b", "octavo.b.c"], ["octavo.d", "octavo.e"]
+    assert house.circles(house.import_graph(files, with_types=False)) == [ring]
+    assert house.circles(house.import_graph(files, with_types=True)) == [ring, pair]
+    assert house.with_one_importer(house.import_graph(files, with_types=False)) == ["octavo.b", "octavo.b.c", "octavo.e", "octavo.g"]
 
 
 def test_table_of_rooms_has_no_cycle() -> None:
