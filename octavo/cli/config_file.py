@@ -18,9 +18,8 @@ from fractions import Fraction
 from typing import Any
 
 from octavo import config, server_config
-from octavo.cli.suggestions import nearest
 from octavo.config import EngineConfig, environment
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, nearest
 from octavo.server_config import SECRETS, ServerConfig
 
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}

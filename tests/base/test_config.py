@@ -2,12 +2,13 @@
 
 import os
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from octavo.config import VARIABLES, Debug, EngineConfig, environment, log_level, no_color, state_dir
+from octavo.config import VARIABLES, Debug, EngineConfig, Settings, environment, log_level, no_color, state_dir
 from octavo.errors import ConfigError
 
 NO_INTEGERS: list[Any] = [1.5, "16", True, -1]
@@ -39,6 +40,11 @@ BAD: dict[str, list[Any]] = {
     "trace": ["", 5, b"t.json"],
     "seed": [2**64, None, *NO_INTEGERS],
 }
+
+
+def test_the_keywords_of_llm_are_the_settings_of_the_engine() -> None:
+    """mypy compares the types, where `LLM` hands them on."""
+    assert list(Settings.__annotations__) == [each.name for each in fields(EngineConfig)][1:]
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values], ids=repr)

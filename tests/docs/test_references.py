@@ -49,13 +49,13 @@ def named(cell: str) -> str:
 
 
 def defaults_of(callable_or_class: Any) -> dict[str, object]:
-    if inspect.isfunction(callable_or_class):
-        return {name: each.default for name, each in inspect.signature(callable_or_class).parameters.items() if name != "self"}
+    if callable_or_class is LLM:
+        return {name: each.default for name, each in inspect.signature(LLM).parameters.items()}
     return {each.name: each.default for each in fields(callable_or_class) if each.init and each.default is not MISSING}
 
 
 @pytest.mark.parametrize(
-    ("title", "described"), [("LLM", LLM.__init__), ("SamplingParams", SamplingParams), ("StructuredOutputs", StructuredOutputs)]
+    ("title", "described"), [("LLM", LLM), ("SamplingParams", SamplingParams), ("StructuredOutputs", StructuredOutputs)]
 )
 def test_every_setting_is_in_the_python_reference_with_its_default(title: str, described: Any) -> None:
     shown = {named(row[0]): ast.literal_eval(named(row[1])) for row in rows(section("python.md", title)) if len(row) == 3}

@@ -211,7 +211,7 @@ def test_two_may_live_in_one_process(stories: str, endless: str) -> None:
 
 
 def test_an_unknown_keyword_is_a_type_error_that_names_it() -> None:
-    with pytest.raises(TypeError, match="max_modl_len"):
+    with pytest.raises(TypeError, match="LLM has no setting 'max_modl_len'; did you mean max_model_len"):
         LLM(max_modl_len=5)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]

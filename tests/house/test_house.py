@@ -23,7 +23,6 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {}
 LONGER: dict[str, str] = {
     "octavo/kernels/": "a kernel is one long thought; cutting it up hides the data flow",
     "octavo/models/": "a model reads best beside its own weight rules",
-    "octavo/llm.py::__init__": "a keyword for every setting, a line each",
 }
 
 

@@ -126,6 +126,9 @@ def test_getattr_on_a_config_is_caught() -> None:
 def test_kwargs_handed_on_are_caught() -> None:
     assert rules.kwargs_offences(Module("octavo/a.py", "def f(a, **rest):\n    return g(a, **rest)"))
     assert rules.kwargs_offences(Module("octavo/a.py", "def f(values, **rest):\n    check(rest)\n    return g(**values)")) == []
+    named = "from typing import Unpack\ndef f(a, **rest: Unpack[Names]):\n    return g(a, **rest)"
+    assert rules.kwargs_offences(Module("octavo/a.py", named)) == []
+    assert rules.kwargs_offences(Module("octavo/a.py", named.replace("Unpack[Names]", "Any")))
 
 
 @pytest.mark.parametrize("source", ["free_pages = 1", "class PageTable: ...", "def f(page): ...", "self.num_pages = 1", "def page_of(): 1"])
