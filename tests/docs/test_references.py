@@ -99,6 +99,7 @@ def known_flags() -> set[str]:
     return {flag for text in helps().values() for flag in FLAG.findall(text)}
 
 
+# promise: docs-checked-against
 @pytest.mark.parametrize("page", ["from-vllm.md", "from-ollama.md"])
 def test_every_flag_that_a_page_promises_to_newcomers_exists(page: str) -> None:
     """The last cell of a row is Octavo's, and so is all text outside of tables; what is missing here stands in a table of its own."""
@@ -127,6 +128,7 @@ def test_every_flag_in_the_documents_is_a_flag_of_some_command() -> None:
 # -- docs/troubleshooting.md
 
 
+# promise: docs-checked-against
 def test_every_message_in_troubleshooting_is_one_the_code_can_say() -> None:
     quoted = [span for row in rows((DOCS / "troubleshooting.md").read_text()) for span in CODE.findall(row[0])]
     messages = [span.strip(f" {GAP}") for span in quoted if " " in span and not span.startswith("octavo")]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import house
+from docs import house, status
 from tests.house import documents, rules
 from tests.house.rules import Module
 
@@ -43,6 +43,7 @@ def modules(*folders: str) -> list[Module]:
 ENGINE = modules("octavo/")
 
 
+# promise: other-environment-variables
 @pytest.mark.parametrize(
     "rule",
     [
@@ -115,12 +116,12 @@ def test_decisions_have_three_lines() -> None:
     assert documents.decision_offences(text) == []
 
 
-def test_every_done_promise_names_its_test() -> None:
-    text = (ROOT / "docs/status.md").read_text()
-    sections = documents.promises(text)
-    assert list(sections) == ["Command line", "Python", "Start-up and running", "HTTP", "Metrics", "What nobody has yet"]
-    assert all(sections.values())
-    assert documents.status_offences(text, source_of) == []
+def test_the_page_of_promises_lists_the_tests_that_prove_them() -> None:
+    page, found = status.PAGE.read_text(), status.proofs(status.read_tests(ROOT / "tests"))
+    sections = list(dict.fromkeys(promise.section for promise in status.promises(page)))
+    assert sections == ["Command line", "Python", "Start-up and running", "HTTP", "Metrics", "What nobody has yet"]
+    assert status.offences(page, found) == []
+    assert status.written(page, found) == page, "run: python docs/status.py"
 
 
 def test_every_failure_mode_names_its_tests() -> None:
@@ -162,6 +163,7 @@ def least_seconds(code: str, enough: float, tries: int = 5) -> float:
     return best
 
 
+# promise: octavo-import-llm
 def test_import_octavo_takes_under_0_3_s() -> None:
     code = "import time; start = time.process_time(); import octavo; print(time.process_time() - start)"
     assert least_seconds(code, 0.3) < 0.3
@@ -183,9 +185,11 @@ print(used.ru_utime + used.ru_stime)
 """
 
 
+# promise: octavo-help-answers
 def test_help_names_the_commands_without_torch() -> None:
     assert python(HELP) == "True\n"
 
 
+# promise: octavo-help-answers
 def test_help_takes_under_0_5_s() -> None:
     assert least_seconds(TIMED_HELP, 0.5) < 0.5

@@ -2,7 +2,7 @@
 
 import pytest
 
-from docs import house
+from docs import house, status
 from tests.house import documents, rules
 from tests.house.rules import Module
 
@@ -162,17 +162,37 @@ def test_decisions_short_of_a_line_or_out_of_order_are_caught() -> None:
     assert documents.decision_offences(good.replace("## 1", "## 2"))
 
 
+PROMISES = """# Status
+
+## HTTP
+
+- [x] `a|b` works,
+  and more [a-b]
+- [ ] Later
+"""
+
+LISTED = """- [x] `a|b` works, and more [a-b]
+  - `tests/a.py`: `test_a`, `TestMachine`
+- [ ] Later
+"""
+
+
+def test_tests_are_listed_below_the_promise_that_they_name() -> None:
+    above = "# promise: a-b\n@mark(\n    1,\n)\ndef test_a(): ...\ndef test_b(): ...\n# promise: a-b\nTestMachine = Machine.TestCase\n"
+    found = status.proofs({"tests/a.py": above + "# promise: a-b\n\ndef test_of_another(): ...\n"})
+    page = status.written(PROMISES, found)
+    assert page.endswith(LISTED) and status.written(page, found) == page and status.offences(page, found) == []
+    done, later = status.promises(page)
+    assert (done.section, done.text, done.done, done.id) == ("HTTP", "`a|b` works, and more", True, "a-b")
+    assert (later.text, later.done, later.id) == ("Later", False, None)
+
+
 @pytest.mark.parametrize(
-    "status", ["done", "planned", "done (soon)", "done (`tests/a.py`)", "done (`tests/b.py::test_a`)", "done (`tests/a.py::test_b`)"]
+    ("before", "after"), [(" [a-b]", ""), ("[a-b]", "[c]"), ("Later", "Later [d]"), ("- [ ] Later", "- [x] Again [a-b]"), ("[ ]", "[x]")]
 )
-def test_a_promise_done_without_its_test_is_caught(status: str) -> None:
-    sources = {"tests/a.py": "def test_a(): ...\nclass TestB:\n    def test_c(self): ...\nTestMachine = Machine.TestCase"}
-    table = "## HTTP\n\n| promise | status |\n|---|---|\n| `a\\|b` works | {} |\n"
-    assert documents.promises(table.format(status)) == {"HTTP": [("`a\\|b` works", status)]}
-    assert documents.status_offences(table.format(status), sources.get)
-    good = "done (`tests/a.py::test_a`, `tests/a.py::TestMachine`)"
-    assert documents.status_offences(table.format(good), sources.get) == []
-    assert documents.status_offences(table.format("not yet"), sources.get) == []
+def test_a_promise_and_its_tests_that_do_not_fit_together_are_caught(before: str, after: str) -> None:
+    found = {"a-b": ["tests/a.py::test_a"]}
+    assert status.offences(PROMISES, found) == [] and status.offences(PROMISES.replace(before, after), found)
 
 
 @pytest.mark.parametrize("tests", ["soon", "`tests/a.py`", "`tests/b.py::test_a`", "`tests/a.py::test_b`", "`tests/a.py::test_a` and more"])

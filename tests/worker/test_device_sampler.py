@@ -111,6 +111,7 @@ class Both:
             assert self.rows.token_ids[row, :length].tolist() == self.table.token_ids[row, :length].tolist()
 
 
+# promise: logprobs-mode-gpu, gpu-computes-device
 @settings(max_examples=60)
 @given(
     tenants=st.lists(requests(), min_size=1, max_size=4),

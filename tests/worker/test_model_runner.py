@@ -96,6 +96,7 @@ def test_a_forked_row_is_a_copy_with_noise_of_its_own() -> None:
     assert table.token_ids[0, 3] == 0 and table.num_tokens[0] == 3, "the copy is not a view"
 
 
+# promise: samplingparams-top-p
 def test_a_new_tenant_of_a_row_finds_nothing_of_the_old_one() -> None:
     table = new_table()
     table.apply(StepPlan(1, row_writes=[write(1, list(range(50)), [7, 8, 9, 10], SamplingParams(top_k=5), end_ids=(3,))]))
