@@ -1,3 +1,3 @@
-"""The version of this package, below everything else, so that any module may name it."""
+"""Octavo's version: the one place that says it, for the package's metadata too."""
 
 __version__ = "0.1.0"

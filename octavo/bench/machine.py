@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from octavo import __version__
 from octavo.config import EngineConfig
 from octavo.model_config import ModelConfig
-from octavo.version import __version__
 from octavo.worker.device import device_here, level_used
 from octavo.worker.machine import OWN_STATUS, cpu_model, num_threads, proc_bytes, resolve_dtype
 

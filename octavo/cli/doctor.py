@@ -7,10 +7,10 @@ import argparse
 import os
 import re
 
+from octavo import __version__
 from octavo.cli.doctor_facts import Facts, gather
 from octavo.cli.doctor_findings import Finding, findings
 from octavo.policy.memory_plan import default_pool_bytes
-from octavo.version import __version__
 from octavo.worker.device import choose_device, platform_note
 from octavo.worker.machine import fast_dtype
 

@@ -17,12 +17,12 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from octavo import __version__
 from octavo.cli import suggestions
 from octavo.cli.args import Parser
 from octavo.cli.suggestions import meant
 from octavo.config import log_level
 from octavo.errors import ConfigError, OctavoError
-from octavo.version import __version__
 from octavo.worker.device import platform_refusal
 
 COMMANDS = {

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from octavo import __version__
 from octavo.report.html import Html, joined, tag
 from octavo.report.style import STYLE
-from octavo.version import __version__
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # it asks nobody for anything, and runs nothing
 

@@ -12,13 +12,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from octavo import __version__
 from octavo.errors import OctavoError, RequestError
 from octavo.server import basic, chat, completions, lesson, metrics, records, responses, tokens, view, web
 from octavo.server.errors import ApiError, error_response
 from octavo.server.guard import Guard
 from octavo.server.state import Server
 from octavo.server.unsupported import missing_route
-from octavo.version import __version__
 
 ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (
     basic.router, tokens.router, completions.router, chat.router, responses.router, metrics.router, records.router,

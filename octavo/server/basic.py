@@ -3,10 +3,10 @@
 from fastapi import APIRouter
 from starlette.responses import JSONResponse
 
+from octavo import __version__
 from octavo.sampling_params import SamplingParams
 from octavo.server.errors import ApiError
 from octavo.server.state import Server
-from octavo.version import __version__
 
 # What a chat request gets where it does not say otherwise; `max_tokens` null: the rest of the context.
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")

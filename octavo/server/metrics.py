@@ -14,10 +14,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
+from octavo import __version__
 from octavo.messages import STEP_TOKENS
 from octavo.server.numbers import histogram_family
 from octavo.server.state import Server
-from octavo.version import __version__
 
 
 class Exposition(Collector):

@@ -6,10 +6,10 @@ headers, sampler and service name are set by the variables OpenTelemetry defines
 
 from typing import TYPE_CHECKING, Protocol
 
+from octavo import __version__
 from octavo.config import spans_wanted
 from octavo.log import logger
 from octavo.server.records import Record
-from octavo.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

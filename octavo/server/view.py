@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from octavo import __version__
 from octavo.client.view import ViewState
 from octavo.engine.view_frame import SequenceState, ViewFrame
 from octavo.errors import UnavailableError
@@ -26,7 +27,6 @@ from octavo.log import logger
 from octavo.server.arrival import current_arrival
 from octavo.server.events import EventStream
 from octavo.server.view_lines import Line, Pieces, delta, line
-from octavo.version import __version__
 
 if TYPE_CHECKING:
     from octavo.server.state import Server

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
+from octavo import __version__
 from octavo.server.body import LARGE_BYTES
 from octavo.server.request_bodies import ChatBody, CompletionBody, ResponseBody, _is_longer
 from octavo.server.tokens import MOST_CHARS, MOST_TOKENS, Detokenize, Tokenize
-from octavo.version import __version__
 from tests.support.server_process import ServerProcess
 from tests.support.stand_in_llm import StandInLLM
 

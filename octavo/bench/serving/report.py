@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from octavo import __version__
 from octavo.bench.figures import Figure, Result
 from octavo.bench.serving.drive import Asked, Load
 from octavo.bench.serving.slo import Slo, keeps
 from octavo.errors import RemoteError
-from octavo.version import __version__
 from octavo.worker.machine import cpu_model
 
 
