@@ -6,11 +6,12 @@ through `OCTAVO_DEBUG`. A model's own numbers are in `model_config.py`. Environm
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, nearest
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
@@ -27,8 +28,43 @@ def _flag(default: Any, text: str, choices_because: str = "") -> Any:
     return field(default=default, metadata={"help": text, "because": choices_because})
 
 
+class Settings(TypedDict, total=False):
+    """The keywords of `LLM`, for type checkers: every field of `EngineConfig` but the model."""
+
+    revision: str | None
+    dtype: Dtype
+    quantization: Quantization
+    device: Device
+    load_format: Literal["auto", "dummy"]
+    max_model_len: int | None
+    block_size: int
+    kv_cache_dtype: KVCacheDtype
+    kv_cache_layout: KVCacheLayout
+    kv_cache_memory_bytes: int | None
+    gpu_memory_utilization: float
+    num_gpu_blocks_override: int | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    enable_prefix_caching: bool
+    scheduling_policy: SchedulingPolicy
+    attention_backend: str
+    enforce_eager: bool
+    native: bool
+    cpu_isa: CpuIsa
+    pipeline_depth: int | None
+    max_logprobs: int
+    logprobs_mode: LogprobsMode
+    generation_config: Literal["auto", "none"]
+    chat_template: str | None
+    skip_tokenizer_init: bool
+    trace: str | None
+    seed: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
+    """What a user sets. Each field is also a flag, with the same help, type and default."""
+
     model: str | None = _flag(
         None, "a folder, a .gguf file, owner/name[@revision][:QUANT] on the hub, or SmolLM2-135M-Instruct, the default model"
     )
@@ -97,6 +133,13 @@ class ResolvedConfig(EngineConfig):
     max_num_seqs: int
     max_num_batched_tokens: int
     pipeline_depth: int
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse a keyword that is no setting, as Python refuses one that a function does not take."""
+    for name in names:
+        if name not in Settings.__annotations__:
+            raise TypeError(f"LLM has no setting {name!r}{nearest(name, Settings.__annotations__)}")
 
 
 def check_setting(name: str, value: object) -> None:

@@ -4,6 +4,9 @@ All of them derive from `OctavoError`, so a caller can catch the family; each al
 programmer would expect (ValueError for a bad value, and so on). Messages name the thing, the number and the knob.
 """
 
+import difflib
+from collections.abc import Collection
+
 
 class OctavoError(Exception):
     """The family: anything Octavo itself reports."""
@@ -73,3 +76,9 @@ class RemoteError(OctavoError, RuntimeError):
 
 class VerifyError(OctavoError, AssertionError):
     """A proof failed: the paged cache and the contiguous one differ."""
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """The name that is spelled most like it, as the end of a message; nothing where none is close."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

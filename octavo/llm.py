@@ -3,20 +3,18 @@
 Threads share it in turns. A turn is one step, and brings news to every call and stream; whoever lacks news takes the next one.
 """
 
-import itertools  # noqa: I001
+import inspect
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Literal, TypeVar
+from typing import TypeVar, Unpack
 
 from octavo import log
-from octavo.config import (  # fmt: skip
-    CpuIsa, Device, Dtype, EngineConfig, KVCacheDtype, KVCacheLayout, LogprobsMode, Quantization,
-    SchedulingPolicy, debug_from_environment, log_level,
-)
+from octavo.config import EngineConfig, Settings, check_names, debug_from_environment, log_level
 from octavo.engine.asking import to_request
 from octavo.engine.build import Engine, build_engine
 from octavo.engine.core import EngineCore
@@ -38,6 +36,12 @@ Encoded = tuple[str | None, list[int]]  # a prompt's text, where it has one, and
 Item = TypeVar("Item")
 
 
+def _signature() -> inspect.Signature:
+    """The settings with their types and defaults; `model` may be given without its name."""
+    model, *others = inspect.signature(EngineConfig).parameters.values()
+    return inspect.Signature([model.replace(kind=model.POSITIONAL_OR_KEYWORD), *others])
+
+
 class LLM:
     """A model, ready to generate. Without `model` it is the default one. Use it in a `with` block, or `close` it.
 
@@ -45,72 +49,12 @@ class LLM:
     belongs to one thread at a time. A process that was forked cannot use it.
     """
 
-    def __init__(
-        self,
-        model: str | None = None,
-        *,
-        revision: str | None = None,
-        dtype: Dtype = "auto",
-        quantization: Quantization = "auto",
-        device: Device = "auto",
-        load_format: Literal["auto", "dummy"] = "auto",
-        max_model_len: int | None = None,
-        block_size: int = 16,
-        kv_cache_dtype: KVCacheDtype = "auto",
-        kv_cache_layout: KVCacheLayout = "auto",
-        kv_cache_memory_bytes: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        num_gpu_blocks_override: int | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        enable_prefix_caching: bool = True,
-        scheduling_policy: SchedulingPolicy = "fcfs",
-        attention_backend: str = "auto",
-        enforce_eager: bool = False,
-        native: bool = True,
-        cpu_isa: CpuIsa = "auto",
-        pipeline_depth: int | None = None,
-        max_logprobs: int = 20,
-        logprobs_mode: LogprobsMode = "raw",
-        generation_config: Literal["auto", "none"] = "auto",
-        chat_template: str | None = None,
-        skip_tokenizer_init: bool = False,
-        trace: str | None = None,
-        seed: int = 0,
-    ) -> None:
-        self._open(
-            EngineConfig(
-                model=model,
-                revision=revision,
-                dtype=dtype,
-                quantization=quantization,
-                device=device,
-                load_format=load_format,
-                max_model_len=max_model_len,
-                block_size=block_size,
-                kv_cache_dtype=kv_cache_dtype,
-                kv_cache_layout=kv_cache_layout,
-                kv_cache_memory_bytes=kv_cache_memory_bytes,
-                gpu_memory_utilization=gpu_memory_utilization,
-                num_gpu_blocks_override=num_gpu_blocks_override,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                enable_prefix_caching=enable_prefix_caching,
-                scheduling_policy=scheduling_policy,
-                attention_backend=attention_backend,
-                enforce_eager=enforce_eager,
-                native=native,
-                cpu_isa=cpu_isa,
-                pipeline_depth=pipeline_depth,
-                max_logprobs=max_logprobs,
-                logprobs_mode=logprobs_mode,
-                generation_config=generation_config,
-                chat_template=chat_template,
-                skip_tokenizer_init=skip_tokenizer_init,
-                trace=trace,
-                seed=seed,
-            )
-        )
+    __signature__ = _signature()  # so that help() shows every setting
+
+    def __init__(self, model: str | None = None, **settings: Unpack[Settings]) -> None:
+        """docs/python.md describes the settings. They are the fields of `EngineConfig`."""
+        check_names(settings)
+        self._open(EngineConfig(model=model, **settings))
 
     @classmethod
     def from_config(cls, config: EngineConfig, log_default: str = "INFO") -> "LLM":

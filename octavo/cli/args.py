@@ -11,21 +11,16 @@ the file of --config, the file over the default. --show-config says where each v
 """
 
 import argparse
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
-from fractions import Fraction
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
+from octavo.cli.config_file import SERVER_SETTINGS, SETTINGS, is_size, read_settings, settings_table, size
 from octavo.cli.suggestions import FLAGS, VALUES, meant
 from octavo.config import EngineConfig, api_key
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams, is_unset
 from octavo.server_config import LESSON, ServerConfig
-
-UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
-SETTINGS = tuple(field.name for field in fields(EngineConfig) if field.name != "skip_tokenizer_init")  # commands work with text
-SERVER_SETTINGS = tuple(field.name for field in fields(ServerConfig))
 
 SHORT = {"quantization": "-q"}
 
@@ -39,11 +34,6 @@ SAMPLING_FLAGS: dict[str, tuple[Callable[[str], object], str]] = {
     "frequency_penalty": (float, "the same, stronger with every repetition"),
     "max_tokens": (int, "maximum number of tokens in the answer"),
 }
-
-
-def is_size(field: Field[Any]) -> bool:
-    """Whether its number may have a unit."""
-    return field.type == int | None or field.name.endswith("_bytes")
 
 
 def field_help(field: Field[Any]) -> str:
@@ -138,15 +128,11 @@ class _Given:
         self.origins |= dict.fromkeys(LESSON, "lesson")
 
     def show(self, *configs: EngineConfig | ServerConfig) -> NoReturn:
-        from octavo.cli.config_file import settings_table
-
         print(settings_table(configs, self.settings, self.origins), flush=True)
         raise SystemExit(0)
 
 
 def _given(args: argparse.Namespace, model: str | None) -> _Given:
-    from octavo.cli.config_file import read_settings  # reads sizes with this module
-
     filed = read_settings(args.config) if args.config else {}
     filed = {name: value for name, value in filed.items() if name in args.settings}  # one file may be used for several commands
     given = {name: value for name, value in vars(args).items() if name in args.settings}
@@ -174,14 +160,6 @@ def add_sampling_flags(parser: argparse.ArgumentParser, defaults: Mapping[str, o
 def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of SamplingParams that were given as flags."""
     return {name: value for name, value in vars(args).items() if name in {*SAMPLING_FLAGS, "stop", "n"}}
-
-
-def size(text: str) -> int | None:
-    """4096, 32k, 512m, 1.5g, 24GiB, 24gb (units are powers of 1024 however they are written); auto is None."""
-    found = re.fullmatch(r"(\d+|\d*\.\d+)([kmg]?)(?:(?<=[kmg])i?b)?", text.lower())
-    if found is None and text.lower() != "auto":
-        raise argparse.ArgumentTypeError(f"must be a size like 4096, 32k, 512m, 1.5g, 24GiB or auto, got {text!r}")
-    return None if found is None else int(Fraction(found[1]) * UNITS[found[2]])
 
 
 def _add_field(group: argparse._ArgumentGroup, field: Field[Any]) -> None:

@@ -11,8 +11,7 @@ from octavo.cli.args import add_engine_flags, add_sampling_flags, engine_config,
 from octavo.cli.opening import opened
 from octavo.cli.prompt_rows import read_stdin
 from octavo.cli.remote import add_remote_flags, open_remote
-from octavo.cli.suggestions import nearest
-from octavo.errors import OctavoError, RequestError
+from octavo.errors import OctavoError, RequestError, nearest
 from octavo.loading.default_model import NAME, is_default_name
 from octavo.sampling_params import SamplingParams
 

@@ -1,4 +1,4 @@
-"""Settings out of a TOML file, and the table that says where each setting came from.
+"""Settings as text: out of a TOML file, sizes such as 32k, and the table that says where each setting came from.
 
     # octavo.toml: the names of the flags, with - or _; sizes as in flags
     model = "models/SmolLM2"
@@ -10,18 +10,21 @@ in it are relative to the current folder, as those of flags are.
 """
 
 import argparse
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, asdict
+from dataclasses import Field, asdict, fields
+from fractions import Fraction
 from typing import Any
 
 from octavo import config, server_config
-from octavo.cli.args import SERVER_SETTINGS, SETTINGS, is_size, size
-from octavo.cli.suggestions import nearest
 from octavo.config import EngineConfig, environment
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, nearest
 from octavo.server_config import SECRETS, ServerConfig
 
+UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+SETTINGS = tuple(field.name for field in fields(EngineConfig) if field.name != "skip_tokenizer_init")  # commands work with text
+SERVER_SETTINGS = tuple(field.name for field in fields(ServerConfig))
 MOST_BYTES = 2**20
 
 
@@ -98,3 +101,16 @@ def _text(value: object) -> str:
     if isinstance(value, tuple):
         return ", ".join(value) or "none"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def is_size(field: Field[Any]) -> bool:
+    """Whether its number may have a unit."""
+    return field.type == int | None or field.name.endswith("_bytes")
+
+
+def size(text: str) -> int | None:
+    """4096, 32k, 512m, 1.5g, 24GiB, 24gb (units are powers of 1024 however they are written); auto is None."""
+    found = re.fullmatch(r"(\d+|\d*\.\d+)([kmg]?)(?:(?<=[kmg])i?b)?", text.lower())
+    if found is None and text.lower() != "auto":
+        raise argparse.ArgumentTypeError(f"must be a size like 4096, 32k, 512m, 1.5g, 24GiB or auto, got {text!r}")
+    return None if found is None else int(Fraction(found[1]) * UNITS[found[2]])

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from octavo.cli.doctor_facts import OPTIONAL, REQUIRED, Facts, Library
-from octavo.cli.suggestions import nearest
 from octavo.config import VARIABLES
+from octavo.errors import nearest
 from octavo.loading.default_model import INSTALL
 from octavo.worker.device import TOOLS, missing, platform_note, torch_refusal
 

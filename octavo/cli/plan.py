@@ -10,7 +10,8 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
-from octavo.cli.args import add_engine_flags, engine_config, size
+from octavo.cli.args import add_engine_flags, engine_config
+from octavo.cli.config_file import size
 from octavo.cli.plan_text import MARKS, plan_head, plan_text
 from octavo.cli.plan_weights import matrix_forms
 from octavo.cli.targets import add_report_flag, check_target, write_report

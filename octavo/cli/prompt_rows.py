@@ -16,8 +16,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from octavo.cli.suggestions import nearest
-from octavo.errors import OctavoError, RequestError
+from octavo.errors import OctavoError, RequestError, nearest
 from octavo.sampling_params import SamplingParams
 from octavo.text.prompt import PromptEncoder
 

@@ -4,8 +4,9 @@ The tables below hold the words of vLLM, SGLang, ollama and llama.cpp. Each word
 that says why there is no such thing. A name is suggested only where the command has it.
 """
 
-import difflib
 from collections.abc import Collection, Mapping
+
+from octavo.errors import nearest
 
 COMMANDS = {
     "server": "serve",
@@ -118,12 +119,6 @@ VALUES = {
     "fp16": "float16", "half": "float16", "f16": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32", "f32": "float32",
     "gpu": "cuda", "cuda:0": "cuda", "nvidia": "cuda", "q8_0": "int8", "8bit": "int8", "q4_0": "int4", "4bit": "int4",
 }  # fmt: skip
-
-
-def nearest(name: str, known: Collection[str]) -> str:
-    """The name that is spelled most like it, as the end of a message; nothing where none is close."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def meant(name: str, known: Collection[str], others: Mapping[str, str]) -> str:

@@ -2,12 +2,13 @@
 
 import os
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from octavo.config import VARIABLES, Debug, EngineConfig, environment, log_level, no_color, state_dir
+from octavo.config import VARIABLES, Debug, EngineConfig, Settings, environment, log_level, no_color, state_dir
 from octavo.errors import ConfigError
 
 NO_INTEGERS: list[Any] = [1.5, "16", True, -1]
@@ -41,6 +42,12 @@ BAD: dict[str, list[Any]] = {
 }
 
 
+def test_the_keywords_of_llm_are_the_settings_of_the_engine() -> None:
+    """mypy compares the types, where `LLM` hands them on."""
+    assert list(Settings.__annotations__) == [each.name for each in fields(EngineConfig)][1:]
+
+
+# promise: gpu-memory-utilization, enforce-eager, llm-gpu-memory
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values], ids=repr)
 def test_a_setting_without_meaning_is_refused_by_name_and_value(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{name} (must be|is) .*{re.escape(str(value))}"):
@@ -51,6 +58,7 @@ def test_what_is_not_checked_here_is_a_path_or_a_name_that_another_door_knows() 
     assert set(EngineConfig.__dataclass_fields__) - set(BAD) == {"model", "attention_backend", "chat_template"}
 
 
+# promise: device-mps-refused, windows-through-wsl2
 def test_a_device_that_is_not_built_is_refused_with_the_reason() -> None:
     said = "^device must be one of auto, cpu, cuda, got 'mps': Octavo runs on a CPU or an NVIDIA GPU$"
     with pytest.raises(ConfigError, match=said):
@@ -70,6 +78,7 @@ def test_nothing_is_written_back() -> None:
         EngineConfig().block_size = 32  # type: ignore[misc]
 
 
+# promise: environment-octavo-debug
 def test_debug_switches_are_parsed_strictly() -> None:
     text = " check=1,preempt.every=3 ,forward.raise@7,forward.nan@8,sample.bad_id@9,cache.force_miss=1,runner=fake,isa=avx2,native=off,"
     text += "forward.sleep=20,ipc.drop@1,ipc.truncate@2,ipc.garbage@3,exit.sigkill@4,loop.slow=200,step.slow=1000"
@@ -97,6 +106,7 @@ def test_the_environment_is_read_where_it_is_asked_for(monkeypatch: pytest.Monke
     assert no_color()
 
 
+# promise: show-config-prints
 def test_what_is_shown_of_the_environment_is_on_one_line_and_has_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(("OCTAVO_", "HF_")) or name in VARIABLES]:
         monkeypatch.delenv(name)

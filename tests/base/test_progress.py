@@ -9,6 +9,7 @@ from octavo import progress
 from octavo.progress import DownloadProgress, GenerateProgress
 
 
+# promise: progress-bar-tokens
 def test_plain_lines_come_every_few_seconds_with_rates(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
@@ -55,6 +56,7 @@ def test_nothing_is_shown_when_it_is_switched_off(monkeypatch: pytest.MonkeyPatc
     assert capsys.readouterr() == ("", "")
 
 
+# promise: progress-bar-tokens
 @pytest.mark.parametrize("rich", [True, False])
 def test_a_terminal_sees_a_bar_if_rich_is_installed(
     rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

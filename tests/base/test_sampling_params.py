@@ -133,6 +133,7 @@ def test_a_minimum_above_the_maximum_is_refused_with_both_numbers() -> None:
     SamplingParams(min_tokens=10**6, max_tokens=None)
 
 
+# promise: chat-defaults-max
 def test_chat_takes_the_rest_of_the_context_unless_a_length_was_given() -> None:
     assert SamplingParams().max_tokens == 16
     assert SamplingParams(temperature=0.5).for_chat().max_tokens is None

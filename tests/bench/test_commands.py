@@ -63,6 +63,7 @@ def pictured(folder: Path) -> list[str]:
     return [text.text or "" for text in root.iter(f"{SVG}text") if text.get("class") == "value"]
 
 
+# promise: octavo-bench-throughput
 def test_throughput_of_the_text_loads(tmp_path: Path) -> None:
     words = ("bench", "throughput", "--rounds", "2", "--json", str(tmp_path / "out.json"), "--picture", str(tmp_path / "out.svg"))
     run = octavo(*words, env=FAKE)
@@ -89,6 +90,7 @@ def test_throughput_of_the_text_loads(tmp_path: Path) -> None:
     assert pictured(tmp_path) == [number(median) for median in medians]
 
 
+# promise: octavo-bench-takes
 def test_a_traces_shared_prefixes_are_found_in_the_cache(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("OCTAVO_DEBUG", FAKE["OCTAVO_DEBUG"])
     monkeypatch.setenv("OCTAVO_LOG_LEVEL", "ERROR")
@@ -102,6 +104,7 @@ def test_a_traces_shared_prefixes_are_found_in_the_cache(monkeypatch: pytest.Mon
     assert table["cache hit rate, %"] == [number(100 * 3 * 512 / prompts)]  # all four begin with the same 512 tokens
 
 
+# promise: octavo-bench-throughput, octavo-bench-imports
 def test_latency_where_only_the_engine_is_installed_and_only_a_shape_is_known(tmp_path: Path, stories: Path) -> None:
     (tmp_path / "shape").mkdir()
     (tmp_path / "shape/config.json").write_bytes((stories / "config.json").read_bytes())  # neither weights nor a tokenizer
@@ -121,6 +124,7 @@ def test_latency_where_only_the_engine_is_installed_and_only_a_shape_is_known(tm
     assert 0 < result["figures"]["per_output_token"]["p10"] < result["figures"]["end_to_end"]["p10"] < 60_000
 
 
+# promise: octavo-bench-throughput
 def test_startup_starts_processes_and_times_their_milestones(tmp_path: Path, stories: Path) -> None:
     files = ("--json", "out.json", "--picture", "out.svg", "--report", "out.html")
     run = octavo("bench", "startup", str(stories), "--rounds", "2", *files, cwd=tmp_path)

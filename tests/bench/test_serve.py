@@ -63,6 +63,7 @@ def test_published_loads_of_random_ids_are_drawn_from_the_default_vocabulary(loa
     assert workload.requests == RANDOM_LOADS[load]()
 
 
+# promise: octavo-bench-serve
 def test_what_comes_is_what_was_asked_for(
     served: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +90,7 @@ def test_what_comes_is_what_was_asked_for(
     assert number(figures["first_token"]["p90"]) in pictured(tmp_path)
 
 
+# promise: octavo-bench-serve
 def test_a_load_of_text_and_a_traces_own_times(served: str, tmp_path: Path) -> None:
     text = measured(tmp_path, served, "--load", "single", "--api-key", "secret")
     assert (text["input_tokens"], text["output_tokens"]) == (128, 128)
@@ -100,6 +102,7 @@ def test_a_load_of_text_and_a_traces_own_times(served: str, tmp_path: Path) -> N
     assert trace["output_tokens"] == sum(one.output_length for one in seen)
 
 
+# promise: octavo-bench-serve
 def test_arrivals_follow_rate_and_seed(tmp_path: Path) -> None:
     times = poisson(4000, 25.0, 3)
     assert times == poisson(4000, 25.0, 3) != poisson(4000, 25.0, 4)
@@ -121,6 +124,7 @@ def test_a_request_keeps_all_bounds_or_none() -> None:
     assert not keeps(replace(answered, error="it broke"), {"ttft": 9.0})
 
 
+# promise: octavo-bench-serve
 def test_goodput_counts_those_that_keep_every_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     late, halting, refused = spoken(1.6, 0, 0), spoken(0, 1.6, 0), Script(status=429, error={"message": "too many", "code": "overloaded"})
     scripts = iter([spoken(0), spoken(0.1, 0.1, 0), late, halting, refused])  # the first is that which tries the server out
@@ -138,6 +142,7 @@ def test_goodput_counts_those_that_keep_every_bound(tmp_path: Path, capsys: pyte
     assert "128 in, 3 out: 429: 1 (first: " in (said := capsys.readouterr().err) and "too many" in said
 
 
+# promise: octavo-bench-serve
 def test_no_more_are_in_flight_than_allowed_and_connections_are_kept(tmp_path: Path) -> None:
     for words, together in ((("--concurrency", "3"), 3), ((), 12)):
         bodies: list[dict[str, Any]] = []
@@ -233,6 +238,7 @@ def banner() -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
+# promise: server-there-wants
 @pytest.mark.parametrize("command", [["bench", "serve"], ["chat", "Hello"]])
 @pytest.mark.parametrize(
     ("words", "said"),
@@ -288,6 +294,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+# promise: octavo-chat-url
 @pytest.mark.parametrize("command", [["bench", "serve", "--num-prompts", "2"], ["chat", "Hello", "--max-tokens", "3"]])
 def test_a_client_needs_neither_torch_nor_the_servers_libraries(command: list[str], served: str) -> None:
     words = [sys.executable, "-c", NO_ENGINE, *command, "--url", served]

@@ -22,6 +22,7 @@ TRACES = Path(__file__).parents[1] / "data/traces"
 AZURE, MOONCAKE = str(TRACES / "azure_conversation_2023.csv"), str(TRACES / "mooncake_conversation.jsonl")
 
 
+# promise: octavo-bench-takes
 def test_the_published_loads_are_unchanged() -> None:
     source = Path(loads.__file__).read_bytes()
     assert hashlib.sha256(source).hexdigest() == "cea80c480b465c9f34a2cc477b55669c1a38033fdf2bab3d49d1d6e5e72a9fd1"
@@ -52,6 +53,7 @@ def test_a_load_of_random_ids_needs_a_vocabulary_that_holds_them() -> None:
         random_load("nano256", 10_000)
 
 
+# promise: octavo-bench-takes
 def test_chosen_lengths_are_drawn_from_their_ranges_and_follow_the_seed() -> None:
     workload = drawn(Lengths(3, 9), Lengths(2, 4), 200, vocab_size=50, max_model_len=13, seed=7)
     assert {len(ids) for ids, _ in workload.requests} == set(range(3, 10))

@@ -22,6 +22,7 @@ from tests.support.scripted_server import Script, ScriptedServer
 from tests.support.server_process import ServerProcess
 
 
+# promise: octavo-chat-url
 def test_a_conversation_with_a_server_from_banner_to_ctrl_d(tmp_path: Path) -> None:
     env = {"HOME": str(tmp_path), "OCTAVO_API_KEY": "secret"}
     with ServerProcess("octavo serve", "--api-key", "secret", env=FAKE) as server:
@@ -79,6 +80,7 @@ def test_thinking_is_told_apart_and_left_out_of_the_next_turn() -> None:
     assert bodies[0]["temperature"] == 0.5 and bodies[0]["stream"] is True and "top_p" not in bodies[0]
 
 
+# promise: octavo-chat-url
 def test_turns_are_left_out_when_the_server_says_the_context_is_full() -> None:
     full = Script(status=400, error={"message": "maximum context length is 9 tokens", "code": "context_length_exceeded"})
     notes: list[str] = []
@@ -119,6 +121,7 @@ def test_an_answer_that_fails_is_no_turn() -> None:
         assert talk.turns == []
 
 
+# promise: octavo-chat-url
 def test_it_starts_in_half_a_second(tmp_path: Path) -> None:
     with ScriptedServer(lambda _body: said(("content", "b"))) as server:
         best = 9.0

@@ -7,6 +7,7 @@ from pathlib import Path
 from tests.cli.processes import FAKE, SECONDS, Typist
 
 
+# promise: octavo-chat, chat-opens-multi, chat-help-system, cached-tokens-always
 def test_a_conversation_from_banner_to_ctrl_d(tmp_path: Path) -> None:
     env = {**FAKE, "HOME": str(tmp_path)}
     with Typist("chat", "--max-tokens", "6", "--system", "Be brief.", "--max-model-len", "2k", cwd=tmp_path, env=env) as chat:
@@ -34,6 +35,7 @@ def test_a_conversation_from_banner_to_ctrl_d(tmp_path: Path) -> None:
     assert "/save talk.json" in (tmp_path / ".local/state/octavo/history").read_text().splitlines()
 
 
+# promise: environment-color, chat-ctrl-c, chat-history-survives
 def test_ctrl_c_stops_the_answer_and_not_the_chat(tmp_path: Path) -> None:
     history = tmp_path / ".local/state/octavo/history"
     history.parent.mkdir(parents=True)
@@ -55,6 +57,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(tmp_path: Path) -> None:
         assert chat.leave() == 0
 
 
+# promise: chat-full-context
 def test_a_full_context_leaves_out_the_oldest_turns_and_says_so(tmp_path: Path) -> None:
     words = ("--max-tokens", "8", "--max-model-len", "160")
     with Typist("chat", *words, cwd=tmp_path, env={**FAKE, "HOME": str(tmp_path)}) as chat:
@@ -67,6 +70,7 @@ def test_a_full_context_leaves_out_the_oldest_turns_and_says_so(tmp_path: Path) 
         assert chat.leave() == 0
 
 
+# promise: chat-generate-log, progress-bar-tokens
 def test_generate_at_a_terminal_shows_one_line_at_a_time_and_clears_it(tmp_path: Path) -> None:
     words = ("generate", "One", "Two", "--max-tokens", "6000", "--output", "out.jsonl")
     with Typist(*words, cwd=tmp_path, env={**FAKE, "TERM": "xterm"}) as batch:
@@ -77,6 +81,7 @@ def test_generate_at_a_terminal_shows_one_line_at_a_time_and_clears_it(tmp_path:
     assert [json.loads(line)["prompt"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == ["One", "Two"]
 
 
+# promise: octavo-generate-streams
 def test_generate_at_a_terminal_streams_and_ctrl_c_keeps_what_came(tmp_path: Path) -> None:
     with Typist("generate", "One", "Two", "--max-tokens", "4000", cwd=tmp_path, env={**FAKE, "TERM": "xterm"}) as batch:
         batch.expect(r"\r\x1b\[K\S")  # the first text is here, thousands of tokens are to come

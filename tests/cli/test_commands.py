@@ -22,11 +22,13 @@ def test_help_lists_the_commands_that_exist_and_no_others() -> None:
         assert octavo(name, "--help").stdout.startswith(f"usage: octavo {name} ")
 
 
+# promise: octavo-chat, model-existing-gguf, model-nothing-default, linux-x86-64, chat-generate-log, octavo-run-octavo
 def test_the_default_model_answers_once_with_text_alone() -> None:
     run = octavo("run", "smollm2-135m-instruct", "What is the capital of France?", "--temperature", "0", "--max-tokens", "8")
     assert (run.stdout, run.stderr, run.returncode) == ("The capital of France is Paris.\n", "", 0)
 
 
+# promise: model-existing-folder, max-model-len, logs-go-stderr, octavo-chat-model, without-params-max
 def test_a_named_model_answers_once_to_the_end_of_its_context(tmp_path: Path) -> None:
     words = ("chat", str(story_folder(tmp_path / "stories", end_ids=[])), "Once upon a time", "--temperature", "0", "--max-model-len", "64")
     run = octavo(*words, env={"OCTAVO_LOG_LEVEL": "INFO"})
@@ -36,12 +38,14 @@ def test_a_named_model_answers_once_to_the_end_of_its_context(tmp_path: Path) ->
     assert "INFO" not in run.stdout and "init engine took" in run.stderr  # logs are on stderr
 
 
+# promise: echo-octavo-chat
 def test_a_question_on_stdin_is_answered_once() -> None:
     run = octavo("chat", "--max-tokens", "4", stdin="What is it?\n", env=FAKE)
     assert run.stdout.strip() and run.stdout.endswith("\n")
     assert (run.stderr, run.returncode) == ("", 0)
 
 
+# promise: device-mps-refused, what-built-does, wrong-command-option
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
@@ -97,6 +101,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
     assert run.stderr.startswith("octavo: error: p.jsonl line 3: ") and said in run.stderr
 
 
+# promise: octavo-generate-file
 def test_a_prompt_too_long_for_the_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("fine\n" + "word " * 200 + "\n")
     run = octavo("generate", "--file", "p.txt", "--max-model-len", "64", cwd=tmp_path, env=FAKE)
@@ -105,6 +110,7 @@ def test_a_prompt_too_long_for_the_model_is_named(tmp_path: Path) -> None:
     assert len(run.stderr.splitlines()) == 1
 
 
+# promise: octavo-generate, octavo-generate-file, octavo-generate-output, cached-tokens-always
 def test_a_file_of_prompts_becomes_a_file_of_outputs(tmp_path: Path) -> None:
     shared = "The same long beginning of two quite different prompts, which is longer than one block of sixteen tokens, "
     lines = [
@@ -124,6 +130,7 @@ def test_a_file_of_prompts_becomes_a_file_of_outputs(tmp_path: Path) -> None:
     assert all(sample["finish_reason"] == "length" and sample["text"] for record in records for sample in record["outputs"])
 
 
+# promise: chat-defaults-max
 def test_messages_of_a_file_are_answered_to_the_end_of_the_context(tmp_path: Path) -> None:
     asked = {"messages": [{"role": "user", "content": "Hello"}]}
     lines = [asked | {"temperature": 0.5, "ignore_eos": True}, {"prompt": "Hello", "ignore_eos": True}]
@@ -133,12 +140,14 @@ def test_messages_of_a_file_are_answered_to_the_end_of_the_context(tmp_path: Pat
     assert chat["prompt_tokens"] + chat["completion_tokens"] == 96 and plain["completion_tokens"] == 16
 
 
+# promise: octavo-generate
 def test_texts_go_to_stdout_apart_from_each_other() -> None:
     run = octavo("generate", "--max-tokens", "4", "--file", "-", stdin="One\nTwo\n\nThree\n", env=FAKE)
     assert run.returncode == 0
     assert run.stdout.count("\n---\n") == 2
 
 
+# promise: chat-generate-log, octavo-generate-prompt
 def test_prompts_may_be_words_and_what_is_wrong_with_the_environment_is_said_on_stderr() -> None:
     run = octavo("generate", "One", "--max-tokens", "4", "Two", env={"OCTAVO_DEBUG": "runner=fake"})
     assert run.returncode == 0
@@ -152,6 +161,7 @@ def test_a_failing_engine_is_an_error_of_the_command() -> None:
     assert run.stderr.splitlines()[-1].startswith("octavo: error: the engine failed in this step")
 
 
+# promise: environment-octavo-log
 def test_a_traceback_comes_only_when_asked_for() -> None:
     words = ("chat", "--block-size", "12", "Hello")
     assert "Traceback" not in octavo(*words).stderr

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from octavo.cli.args import SETTINGS, Parser, add_engine_flags, engine_config
+from octavo.cli.args import Parser, add_engine_flags, engine_config
+from octavo.cli.config_file import SETTINGS
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from tests.cli.processes import FAKE, ROOT, octavo
@@ -57,6 +58,8 @@ def test_every_setting_is_tried() -> None:
     assert set(WAYS) == set(SETTINGS)
 
 
+# promise: gpu-memory-utilization, kv-cache-dtype, enforce-eager, device-auto-cpu, config-file-toml, trace-file-every, config-takes-same
+# promise: show-config-prints
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(CHOSEN, CHOSEN, st.booleans())
 def test_a_flag_wins_over_the_file_and_the_file_over_the_default(
@@ -76,6 +79,7 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(
         assert value == ("auto" if known is None else str(known).lower() if isinstance(known, bool) else str(known))
 
 
+# promise: config-takes-same
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -128,6 +132,7 @@ def test_a_command_takes_of_a_file_what_it_has_flags_for(tmp_path: Path) -> None
     assert engine_config(parser.parse(["--config", str(tmp_path / "o.toml")])) == EngineConfig(model="a/b", seed=5)
 
 
+# promise: config-file-toml
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^--config absent.toml: No such file or directory$"):
         engine_config(parsed("--config", "absent.toml"))
@@ -137,6 +142,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         engine_config(parsed("--config", "/dev/zero"))
 
 
+# promise: config-file-toml
 def test_a_command_runs_with_the_settings_of_its_file(tmp_path: Path) -> None:
     (tmp_path / "octavo.toml").write_text('max-model-len = 64\nchat_template = "sub/t.jinja"\n')
     run = octavo("generate", "word " * 100, "--config", "octavo.toml", "--chat-template", "t.jinja", cwd=tmp_path, env=FAKE)
@@ -147,6 +153,7 @@ def test_a_command_runs_with_the_settings_of_its_file(tmp_path: Path) -> None:
     assert run.returncode == 1 and "This model's maximum context length is 64 tokens" in run.stderr
 
 
+# promise: show-config, show-config-prints
 @pytest.mark.parametrize("words", [["chat", "a/model", "why?"], ["generate"], ["verify", "a/model"]], ids=lambda words: words[0])
 def test_settings_are_shown_without_torch_or_a_model(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")

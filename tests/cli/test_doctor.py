@@ -70,6 +70,7 @@ CASES: list[tuple[dict[str, Any], str, str, bool]] = [  # what differs from a he
 ]  # fmt: skip
 
 
+# promise: octavo-doctor-prints
 @pytest.mark.parametrize(("change", "said", "helps", "must"), CASES, ids=[case[1][:40] for case in CASES])
 def test_each_trouble_is_one_finding_with_what_helps(change: dict[str, Any], said: str, helps: str, must: bool) -> None:
     facts = replace(HEALTHY, **change)
@@ -87,6 +88,7 @@ def test_a_healthy_machine_has_nothing_to_fix_at_the_edge_of_every_limit() -> No
         assert report(facts, []).endswith("to fix: nothing")
 
 
+# promise: octavo-doctor-prints
 def test_the_block_tells_what_each_limit_is() -> None:
     shown = report(HEALTHY, [])
     assert [line[:15].strip() for line in shown.splitlines()[:-1]] == ROWS
@@ -100,6 +102,7 @@ def test_the_block_tells_what_each_limit_is() -> None:
     assert "amx refused by the kernel" in shown
 
 
+# promise: octavo-doctor-prints
 def test_the_block_shows_the_gpu_and_whether_it_computes() -> None:
     assert "device         cpu: no NVIDIA GPU was found\ngpu            none\n" in report(HEALTHY, [])
     ready = replace(HEALTHY, torch=torch_found("13.0", gpu=H200, triton="3.6.0"), driver="580.65.06")
@@ -126,6 +129,7 @@ def test_libraries_are_those_the_package_asks_for() -> None:
     assert sorted(wanted) == sorted(name + (f">={least}" if least else "") for name, least in REQUIRED.items())
 
 
+# promise: octavo-doctor, octavo-doctor-prints, block-octavo-doctor
 def test_a_real_machine_in_one_block_without_home_or_secrets(tmp_path: Path) -> None:
     import torch
 
@@ -148,6 +152,7 @@ def test_a_real_machine_in_one_block_without_home_or_secrets(tmp_path: Path) -> 
     assert "secret" not in run.stdout and str(tmp_path) not in run.stdout
 
 
+# promise: octavo-doctor
 def test_it_works_and_says_so_where_no_library_can_be_imported(tmp_path: Path) -> None:
     for name in (*REQUIRED, *OPTIONAL):
         (tmp_path / f"{MODULES.get(name, name)}.py").write_text(f"raise OSError('{name} has lost\\n its heart')\n")

@@ -29,12 +29,14 @@ def finished(engine: Engine, priorities: list[int]) -> list[str]:
     return ended
 
 
+# promise: scheduling-policy-fcfs
 def test_scheduling_policy_orders_requests() -> None:
     assert finished(client("--max-num-seqs", "1"), [5, 0, -3]) == ["5", "0", "-3"]
     assert finished(client("--max-num-seqs", "1", "--scheduling-policy", "fcfs"), [5, 0, -3]) == ["5", "0", "-3"]
     assert finished(client("--max-num-seqs", "1", "--scheduling-policy", "priority"), [5, 0, -3]) == ["-3", "0", "5"]
 
 
+# promise: block-size, num-gpu-blocks, max-num-seqs, max-num-batched
 def test_limits_of_a_step_hold_in_every_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = client("--max-num-seqs", "3", "--max-num-batched-tokens", "7", "--num-gpu-blocks-override", "40", "--block-size", "4")
     plans: list[StepPlan] = []
@@ -55,6 +57,7 @@ def test_limits_of_a_step_hold_in_every_plan(monkeypatch: pytest.MonkeyPatch) ->
     assert engine.core.scheduler.snapshot().generation_tokens == 20
 
 
+# promise: python-m-octavo
 def test_the_command_is_the_module() -> None:
     from octavo.cli.main import main
 

@@ -29,6 +29,7 @@ def server(stories: Path) -> Iterator[FakeHub]:
         yield served
 
 
+# promise: model-owner-name, downloads-use-hf, revision, environment-hf-home
 def test_a_name_is_downloaded_at_the_terminal_and_then_needs_no_hub(stories: Path, server: FakeHub, tmp_path: Path) -> None:
     with LLM(str(stories), dtype="float32", kv_cache_memory_bytes=2**23) as llm:
         (expected,) = llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=0), use_tqdm=False)
@@ -50,6 +51,7 @@ def test_a_name_is_downloaded_at_the_terminal_and_then_needs_no_hub(stories: Pat
     assert warning.endswith(f"octo/stories: {server.url} cannot be reached; using the copy in {snapshot}")
 
 
+# promise: llm-revision
 def test_an_llm_takes_a_name_and_a_revision(server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(Hub, "from_environment", lambda: Hub(endpoint=server.url, cache=tmp_path, timeout=5))
@@ -60,6 +62,7 @@ def test_an_llm_takes_a_name_and_a_revision(server: FakeHub, tmp_path: Path, mon
     assert "model.safetensors" not in [name for name, _ in server.downloads()]  # random weights need none
 
 
+# promise: hub-gated-found
 def test_what_is_wrong_is_one_line(server: FakeHub, tmp_path: Path) -> None:
     home = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0"}
     run = octavo("chat", "octo/story", "Hello?", cwd=tmp_path, env=home)
@@ -89,6 +92,7 @@ def test_a_name_is_planned_from_its_headers_and_no_weight_is_fetched(stories: Pa
     assert missing.returncode == 1 and missing.stderr.count("\n") == 1 and "octo/stories" in missing.stderr
 
 
+# promise: octavo-pull-model
 def test_a_model_is_pulled_in_two_goes_listed_and_removed(stories: Path, server: FakeHub, tmp_path: Path) -> None:
     home = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0"}
     size = sum(path.stat().st_size for path in stories.iterdir()) / 10**6

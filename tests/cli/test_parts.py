@@ -36,6 +36,7 @@ def engine_parser() -> Parser:
     return parser
 
 
+# promise: flags-fields-engineconfig, load-format, chat-template, max-logprobs, attention-backend
 def test_every_engine_setting_is_a_flag_and_none_given_is_the_default() -> None:
     parser = engine_parser()
     shown = parser.format_help()
@@ -44,6 +45,7 @@ def test_every_engine_setting_is_a_flag_and_none_given_is_the_default() -> None:
     assert engine_config(parser.parse([])) == EngineConfig()
 
 
+# promise: flags-fields-engineconfig, dtype, max-model-len, kv-cache-memory, enable-prefix-caching, seed
 def test_flags_become_settings_wherever_they_stand() -> None:
     args = engine_parser().parse(
         ["one", "--max-model-len", "32k", "--kv-cache-memory-bytes", "512m", "two", "--no-enable-prefix-caching", "--dtype", "float32"]
@@ -88,6 +90,7 @@ def test_a_line_no_model_can_take_is_named(given: dict[str, object], said: str) 
         Row("p.jsonl line 2", given, SamplingParams()).encode(encoder, as_chat=False)
 
 
+# promise: environment-color, chat-thinking-text
 def test_thinking_is_dim_at_a_terminal_and_plain_in_a_pipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def written() -> str:
         terminal = Terminal()
@@ -131,6 +134,7 @@ def test_what_a_model_says_cannot_steer_a_terminal_and_a_pipe_gets_it_exactly(
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f]", record), "JSON writes some of them as they are"
 
 
+# promise: octavo-generate-streams
 def test_texts_come_in_the_order_of_the_prompts_each_as_soon_as_it_is_due(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     answers = [Answer({"prompt": "a"}, 3, [Sample()]), Answer({"prompt": "b"}, 2, [Sample(), Sample()])]
@@ -188,6 +192,7 @@ def session_of(llm: Scripted, notes: list[str], max_tokens: int | None = 16) -> 
     return ChatSession(LocalAnswers(cast(LLM, llm), SamplingParams(max_tokens=max_tokens)), "Be kind.", notes.append)
 
 
+# promise: chat-thinking-text
 def test_thinking_is_left_out_of_the_next_turn() -> None:
     llm = Scripted("<think>secret</think>\n\nForty-two.", "Yes.")
     session = session_of(llm, [])
@@ -212,6 +217,7 @@ def test_an_answer_left_early_stays_and_one_never_begun_does_not() -> None:
     assert "assistant\nLong<|im_end|>" in llm.prompts[2] and "Second?" not in llm.prompts[2]
 
 
+# promise: chat-full-context
 def test_the_oldest_turns_go_and_the_system_prompt_stays() -> None:
     notes: list[str] = []
     llm = Scripted(*["Fine."] * 20, max_model_len=120)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.cli.args import size
+from octavo.cli.config_file import size
 from octavo.cli.main import main
 from octavo.cli.plan_text import MARKS, WIDTH, _cells
 from octavo.policy.memory_plan import GIB, MIB, Memory
@@ -36,6 +36,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object
     return record
 
 
+# promise: octavo-plan
 def test_the_default_model_is_planned_without_torch_and_drawn_to_scale() -> None:
     packed = run("--memory", "2GiB", "--dtype", "bfloat16")
     assert re.search(r"^  weights +93\.8 MiB   92\.1 MiB on disk, kept quantised$", packed.stdout, re.MULTILINE)
@@ -52,6 +53,7 @@ def test_the_default_model_is_planned_without_torch_and_drawn_to_scale() -> None
     assert done.stdout.splitlines()[-1].startswith("It fits: ")
 
 
+# promise: octavo-plan
 def test_what_does_not_fit_says_what_to_turn_and_exits_1_also_where_blocks_cannot_be_drawn() -> None:
     done = run("--memory", "1g", "--max-model-len", "8k", "--dtype", "float32", encoding="ascii")
     assert done.returncode == 1
@@ -77,6 +79,7 @@ def test_the_bar_is_always_as_wide_and_leaves_nothing_out(sizes: list[int]) -> N
     assert all((count > 0) == (size > 0) for count, size in zip(cells.values(), sizes))
 
 
+# promise: octavo-plan
 def test_a_folder_a_gguf_and_a_config_alone_are_planned_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = stories260k(tmp_path / "stories")
     gguf = to_gguf(folder, tmp_path / "stories.gguf", "F16")
@@ -96,6 +99,7 @@ def test_a_folder_a_gguf_and_a_config_alone_are_planned_alike(tmp_path: Path, ca
         assert len({plan[name] for plan in plans}) == 1, name
 
 
+# promise: what-if-plan
 def test_what_ifs_change_what_they_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(stories260k(tmp_path / "stories"))
     base = planned(capsys, folder, "--memory", "1g", "--dtype", "float32")
@@ -108,6 +112,7 @@ def test_what_ifs_change_what_they_say(tmp_path: Path, capsys: pytest.CaptureFix
     assert re.search(r"KV cache +511\.\d MiB   2,741 blocks of 16 tokens, 12,240 bytes per token in int8;", capsys.readouterr().out)
 
 
+# promise: octavo-plan
 def test_a_gpu_that_is_not_here_is_planned_for_without_torch(tmp_path: Path) -> None:
     done = run("--device", "cuda", "--memory", "4g")
     assert (done.returncode, done.stderr) == (0, "")
@@ -155,6 +160,7 @@ def test_a_gpu_without_a_size_has_to_be_here(capsys: pytest.CaptureFixture[str],
     assert planned(capsys)["device"] == "cuda" and planned(capsys, "--device", "cpu")["device"] == "cpu"
 
 
+# promise: quantization-q-auto
 def test_a_plan_says_what_becomes_of_each_matrix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = stories260k(tmp_path / "stories")  # 5 layers of rows of 64 and, in the MLP, of 172: no whole groups
     plain = planned(capsys, str(folder), "--dtype", "bfloat16")

@@ -29,6 +29,7 @@ def log_handlers_of_a_test_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logger, "handlers", [])
 
 
+# promise: octavo-plan-octavo
 def test_a_plan_says_where_the_memory_goes_and_how_many_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.html"
     assert main(["plan", "--memory", "2g", "--json", "--report", str(file)]) == 0
@@ -49,6 +50,7 @@ def test_a_plan_says_where_the_memory_goes_and_how_many_fit(tmp_path: Path, caps
     assert ReportFile(file).of("p")[1].startswith("It does not fit: ")
 
 
+# promise: octavo-plan-octavo
 def test_a_name_is_text_whatever_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, file = tmp_path / f"{HOSTILE}\x1b[31m\u202e\udcff", tmp_path / "plan.html"
     folder.mkdir()
@@ -64,6 +66,7 @@ def figures_of(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+# promise: octavo-plan-octavo
 def test_a_benchmark_shows_its_figures_and_how_times_are_spread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,6 +91,7 @@ def test_a_benchmark_shows_its_figures_and_how_times_are_spread(
     assert report.rows()["first token, ms"][1] == number(result["figures"]["first_token"]["median"])
 
 
+# promise: octavo-plan-octavo
 def test_a_server_of_any_name_is_shown_with_arrivals_and_goodput(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused = Script(status=429, error={"message": "too many", "code": "overloaded"})
     scripts = iter([spoken(0), spoken(0, 0, 0), spoken(1.6, 0, 0), refused, spoken(0, 0, 0)])
@@ -106,6 +110,7 @@ def test_a_server_of_any_name_is_shown_with_arrivals_and_goodput(tmp_path: Path,
     assert "secret" not in report.source + (tmp_path / "out.json").read_text()
 
 
+# promise: octavo-plan-octavo
 def test_a_proof_shows_its_verdict_and_its_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

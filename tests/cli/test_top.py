@@ -59,6 +59,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(top_watch, "SILENCE_SECONDS", 0.5)
 
 
+# promise: octavo-top-url
 def test_one_picture_says_what_the_frames_say(hurried: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("OCTAVO_API_KEY", "secret")
@@ -77,6 +78,7 @@ def test_one_picture_says_what_the_frames_say(hurried: None, capsys: pytest.Capt
     assert re.search(r"^step 7  block 1 copied to 3, so that 2 can write to it\nstep 7  3 preempted\nstep 8  a note$", said, re.MULTILINE)
 
 
+# promise: octavo-top-url
 def test_in_a_pipe_it_is_a_line_a_second_and_a_server_that_went_is_waited_for() -> None:
     again = [(0.0, HEAD), (0.0, EMPTY | {"at": 0.1, "seqs": [sequence(1)], "steps": [STEP]})]
     code = "import sys; sys.modules['torch'] = None; from octavo.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -96,6 +98,7 @@ def test_in_a_pipe_it_is_a_line_a_second_and_a_server_that_went_is_waited_for() 
     assert "preempted 1" in seen[-1], "what was counted stays"
 
 
+# promise: octavo-top-url
 def test_at_a_terminal_it_is_redrawn_in_place_until_q(tmp_path: Path) -> None:
     more = [(0.6, {"kind": "delta", "at": 2.0, "gone": [[1, "stop"], [2, "stop"], [3, "stop"]]})]
     for key, code in (("q", 0), ("\x03", 130)):
@@ -125,6 +128,7 @@ def silent() -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
+# promise: octavo-top-url
 @pytest.mark.parametrize("words", [(), ("--once",)])
 def test_what_is_wrong_is_one_line_with_what_to_do(
     words: tuple[str, ...], hurried: None, silent: str, capsys: pytest.CaptureFixture[str]
@@ -192,6 +196,7 @@ EVENTS = st.one_of(
 )  # fmt: skip
 
 
+# promise: octavo-top-url
 @given(
     width=st.integers(40, 200), height=st.integers(1, 80), model=TEXT, sequences=st.lists(SEQUENCES, max_size=40),
     events=st.lists(EVENTS, max_size=10), blocks=st.integers(2, 3000), steps=st.lists(st.integers(0, 5000), max_size=80),
@@ -241,6 +246,7 @@ def test_a_hundred_thousand_blocks_and_ten_thousand_requests_are_drawn_at_once()
     assert sum("▒" in line for line in lines) >= 7 and "and 9,9" in " ".join(lines) and len(lines) <= 40
 
 
+# promise: every-sequence-seen
 def test_who_ended_is_listed_where_those_who_are_there_leave_room() -> None:
     seqs = [sequence(number) for number in range(60)]
     watch = watch_of(HEAD, EMPTY | {"seqs": seqs, "gone": [[number, "length"] for number in range(50)]})

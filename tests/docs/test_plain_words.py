@@ -53,6 +53,7 @@ def offences(texts: Iterable[Said]) -> Iterator[str]:
                 yield f"{said.where}: {phrase!r}; write instead: {instead}"
 
 
+# promise: docs-checked-against
 def test_phrases_that_nobody_understood_do_not_come_back() -> None:
     texts = list(sources())
     assert list(offences(said for said in texts if not said.where.endswith(OLD_WORDS))) == []

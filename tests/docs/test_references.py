@@ -49,13 +49,13 @@ def named(cell: str) -> str:
 
 
 def defaults_of(callable_or_class: Any) -> dict[str, object]:
-    if inspect.isfunction(callable_or_class):
-        return {name: each.default for name, each in inspect.signature(callable_or_class).parameters.items() if name != "self"}
+    if callable_or_class is LLM:
+        return {name: each.default for name, each in inspect.signature(LLM).parameters.items()}
     return {each.name: each.default for each in fields(callable_or_class) if each.init and each.default is not MISSING}
 
 
 @pytest.mark.parametrize(
-    ("title", "described"), [("LLM", LLM.__init__), ("SamplingParams", SamplingParams), ("StructuredOutputs", StructuredOutputs)]
+    ("title", "described"), [("LLM", LLM), ("SamplingParams", SamplingParams), ("StructuredOutputs", StructuredOutputs)]
 )
 def test_every_setting_is_in_the_python_reference_with_its_default(title: str, described: Any) -> None:
     shown = {named(row[0]): ast.literal_eval(named(row[1])) for row in rows(section("python.md", title)) if len(row) == 3}
@@ -99,6 +99,7 @@ def known_flags() -> set[str]:
     return {flag for text in helps().values() for flag in FLAG.findall(text)}
 
 
+# promise: docs-checked-against
 @pytest.mark.parametrize("page", ["from-vllm.md", "from-ollama.md"])
 def test_every_flag_that_a_page_promises_to_newcomers_exists(page: str) -> None:
     """The last cell of a row is Octavo's, and so is all text outside of tables; what is missing here stands in a table of its own."""
@@ -127,6 +128,7 @@ def test_every_flag_in_the_documents_is_a_flag_of_some_command() -> None:
 # -- docs/troubleshooting.md
 
 
+# promise: docs-checked-against
 def test_every_message_in_troubleshooting_is_one_the_code_can_say() -> None:
     quoted = [span for row in rows((DOCS / "troubleshooting.md").read_text()) for span in CODE.findall(row[0])]
     messages = [span.strip(f" {GAP}") for span in quoted if " " in span and not span.startswith("octavo")]

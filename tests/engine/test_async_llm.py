@@ -201,6 +201,7 @@ def test_who_comes_when_the_queue_is_full_hears_so_while_a_step_runs(endless: st
     run(main())
 
 
+# promise: retry-after
 def test_a_refusal_says_how_long_the_queue_will_take(endless: str) -> None:
     async def main() -> None:
         async with engine_process(endless, "forward.sleep=20", Serving(max_queue=8), max_num_seqs=1) as llm:

@@ -21,6 +21,7 @@ def texts(llm: LLM, words: list[str], n: int = 6) -> list[str]:
     return [sample.text for sample in llm.generate(PROMPT, params, use_tqdm=False)[0].outputs]
 
 
+# promise: samplingparams-bad-words
 def test_the_word_never_comes_and_the_rest_of_the_text_is_as_it_was(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=52)
     plain = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].text
@@ -78,6 +79,7 @@ def test_words_are_spelled_once_for_all_prompts_that_have_the_same(llm: LLM, mon
     assert spelled == [("ball",), ("park",)]
 
 
+# promise: samplingparams-bad-words
 def test_preemption_does_not_let_a_word_through(stories: str, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = texts(llm, ["ball", "play"])
     monkeypatch.setenv("OCTAVO_DEBUG", "preempt.every=2,check=1")

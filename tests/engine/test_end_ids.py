@@ -10,6 +10,7 @@ PROMPT = "Once upon a time, there was a little girl named Lily. She loved to pla
 END, COMMA, PERIOD = 2, 432, 426
 
 
+# promise: end-ids-union
 def test_end_ids_are_the_union_of_both_configs_and_the_tokenizers(tmp_path: Path) -> None:
     folder = story_folder(tmp_path, end_ids=[END])
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [COMMA, END]}))

@@ -32,6 +32,7 @@ def opened(folder: Path, **settings: str) -> LLM:
     return LLM(str(folder), num_gpu_blocks_override=60, max_num_seqs=4, **settings)  # type: ignore[arg-type]
 
 
+# promise: octavo-chat-llm
 def test_they_fill_what_nobody_set(folder: Path) -> None:
     with opened(folder) as llm:
         wanted = SamplingParams(temperature=0, max_tokens=13, top_k=5, top_p=0.8, min_p=0.1, repetition_penalty=3.0)
@@ -47,6 +48,7 @@ def test_they_fill_what_nobody_set(folder: Path) -> None:
         assert len(plain) == 16 and plain[:13] != expected, "params given to generate are taken as they are"
 
 
+# promise: octavo-chat-llm
 def test_what_is_set_wins_even_where_it_equals_the_default(folder: Path) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=16, repetition_penalty=1.0)
     filled = params.with_defaults({"temperature": 0.0, "max_tokens": 9, "repetition_penalty": 1.1, "top_k": 5})
@@ -54,6 +56,7 @@ def test_what_is_set_wins_even_where_it_equals_the_default(folder: Path) -> None
     assert not filled.greedy and SamplingParams().with_defaults({"temperature": 0.0}).greedy
 
 
+# promise: generation-config-none, values-taken-generation
 def test_they_are_logged_once_and_none_turns_them_off(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "octavo"), opened(folder) as llm:
         assert llm.sampling_defaults["temperature"] == 0.0
@@ -66,6 +69,7 @@ def test_they_are_logged_once_and_none_turns_them_off(folder: Path, caplog: pyte
     assert not any("generation_config" in record.getMessage() for record in caplog.records)
 
 
+# promise: generation-config, octavo-chat-llm
 def test_the_commands_take_them_and_flags_win(folder: Path) -> None:
     blocks = ("--num-gpu-blocks-override", "60")
     with opened(folder) as llm:

@@ -99,6 +99,7 @@ def around(parts: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[s
 schemas = st.recursive(leaves, around, max_leaves=5)
 
 
+# promise: samplingparams-structured-outputs
 @settings(max_examples=40)
 @given(
     wanted=st.lists(schemas, min_size=1, max_size=3),
@@ -133,6 +134,7 @@ TEXTS = [
 ]
 
 
+# promise: samplingparams-structured-outputs
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(("structured", "pattern"), TEXTS, ids=lambda value: str(value)[:20])
 def test_an_answer_matches_as_a_whole(structured: object, pattern: str, depth: int) -> None:
@@ -371,6 +373,7 @@ def test_one_grammar_is_compiled_once_and_one_that_failed_again() -> None:
 # ---- the door
 
 
+# promise: samplingparams-structured-outputs
 def test_without_a_tokenizer_or_the_library_it_is_refused_at_the_door(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RequestError, match="skip_tokenizer_init"):
         FakeEngine().add("a", [1], asking({"choice": ["xy"]}))

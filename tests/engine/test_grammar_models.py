@@ -57,6 +57,7 @@ def LLM_under(switches: str, patch: pytest.MonkeyPatch, model: str, settings: di
     return LLM(model, max_num_seqs=12, num_gpu_blocks_override=120, **settings)  # type: ignore[arg-type]
 
 
+# promise: samplingparams-structured-outputs
 def test_every_way_to_compute_gives_the_same_answers(said: dict[str, tuple[list[RequestOutput], list[RequestOutput]]]) -> None:
     expected = answers(said["native"][1])
     for way, (_, both) in said.items():

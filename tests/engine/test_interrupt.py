@@ -63,6 +63,7 @@ def start_stream(llm: LLM) -> tuple[Iterator[TextDelta], str]:
     return stream, next(stream).text
 
 
+# promise: ctrl-c-any
 def test_ctrl_c_from_outside_stops_a_long_generate(llm: LLM) -> None:
     timer = threading.Timer(0.15, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
@@ -73,6 +74,7 @@ def test_ctrl_c_from_outside_stops_a_long_generate(llm: LLM) -> None:
     assert_usable(llm)
 
 
+# promise: ctrl-c-any
 @pytest.mark.parametrize("stream_it", [False, True], ids=["generate", "stream"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("count", [1, 2, 9])

@@ -27,6 +27,7 @@ def loss(output: RequestOutput) -> float:
     return -sum(found) / len(found)
 
 
+# promise: kv-cache-dtype
 @BOTH
 @pytest.mark.parametrize("asked", ["auto", "float32", "bfloat16", "float16", "int8"])
 def test_the_pool_keeps_what_was_asked_for(stories: str, native: bool, asked: str) -> None:
@@ -46,6 +47,7 @@ def test_what_is_not_there_is_refused_with_what_is() -> None:
         LLM(kv_cache_dtype="float8")  # type: ignore[arg-type]
 
 
+# promise: kv-cache-dtype
 def test_native_and_torch_keep_the_same_codes_and_are_as_sure(stories: str) -> None:
     found: list[tuple[list[dict[str, torch.Tensor]], float]] = []
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -67,6 +69,7 @@ def test_native_and_torch_keep_the_same_codes_and_are_as_sure(stories: str) -> N
     assert compared > 1
 
 
+# promise: kv-cache-dtype
 @BOTH
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_hits_copies_and_preemption_do_not_show(stories: str, native: bool, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:

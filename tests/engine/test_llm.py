@@ -56,6 +56,7 @@ def joined(deltas: list[TextDelta], index: int = 0) -> tuple[str, list[int]]:
 # --- prompts, params, results ----------------------------------------------------------------------------------------
 
 
+# promise: octavo-import-llm, get-tokenizer, prompts-str-list, requestoutput-request-id
 def test_every_form_of_a_prompt_gives_the_same_text(llm: LLM) -> None:
     ids = llm.get_tokenizer().encode(LONG)
     forms: list[Any] = [LONG, ids, tuple(ids), {"prompt_token_ids": ids}]
@@ -75,6 +76,7 @@ def test_prompt_and_text_joined_are_the_text_of_all_tokens(llm: LLM) -> None:
         assert prompt + text_of(output) == whole
 
 
+# promise: generate-prompts-params
 def test_results_come_in_the_order_of_prompts_each_with_its_own_params(llm: LLM) -> None:
     prompts = [LONG, PROMPT, "One day, a cat", "Tim and Sam", LONG]
     params = [SamplingParams(temperature=0, max_tokens=30 - 6 * number, ignore_eos=True) for number in range(5)]
@@ -85,6 +87,7 @@ def test_results_come_in_the_order_of_prompts_each_with_its_own_params(llm: LLM)
     assert [len(output.outputs[0].token_ids) for output in together] == [30, 24, 18, 12, 6]
 
 
+# promise: llm-dtype-max, samplingparams-max-tokens, without-params-max, rendered-templates-tokenised
 def test_defaults_are_sixteen_tokens_for_generate_and_the_rest_of_the_context_for_chat(endless: str) -> None:
     messages = [{"role": "user", "content": "Once upon a "}, {"role": "user", "content": "time"}]
     with LLM(endless, max_model_len=64, num_gpu_blocks_override=20, max_num_seqs=4) as llm:
@@ -111,6 +114,7 @@ def test_lower_priority_numbers_run_first(endless: str) -> None:
             llm.generate(prompts, params, use_tqdm=False, priority=[1, 2])
 
 
+# promise: chat
 def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
     one, other = ([{"role": "user", "content": text}] for text in (PROMPT, LONG))
     expected = [text_of(output) for output in llm.generate([PROMPT, LONG], GREEDY)]
@@ -119,6 +123,7 @@ def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
     assert joined(list(llm.stream_chat(other, GREEDY)))[0] == expected[1]
 
 
+# promise: chat-template
 def test_a_chat_template_file_wins_over_the_models_own(stories: str, tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text("One day, " + TEMPLATE.removeprefix("{{ bos_token }}"))
     with LLM(stories, chat_template=str(tmp_path / "mine.jinja"), num_gpu_blocks_override=20) as llm:
@@ -129,6 +134,7 @@ def test_a_chat_template_file_wins_over_the_models_own(stories: str, tmp_path: P
 # --- streams ---------------------------------------------------------------------------------------------------------
 
 
+# promise: completionoutput-index-text, llm-stream-prompt
 def test_deltas_of_a_stream_joined_are_what_generate_gives(llm: LLM) -> None:
     params = SamplingParams(seed=9, n=3, max_tokens=20, ignore_eos=True)
     (output,) = llm.generate(LONG, params)
@@ -174,6 +180,7 @@ def test_streams_and_generate_may_take_turns(stories: str, depth: int) -> None:
 # --- opening and closing ---------------------------------------------------------------------------------------------
 
 
+# promise: llm-context-manager
 def test_a_closed_llm_says_so_and_closing_twice_is_harmless(stories: str) -> None:
     with opened(stories) as llm:
         stream = llm.stream(PROMPT, GREEDY)
@@ -189,6 +196,7 @@ def test_a_closed_llm_says_so_and_closing_twice_is_harmless(stories: str) -> Non
     stream.close()
 
 
+# promise: closing-llm-frees
 def test_closing_frees_weights_and_cache_at_once(stories: str) -> None:
     llm = LLM(stories, native=False, num_gpu_blocks_override=60)
     llm.generate([PROMPT, LONG], GREEDY)
@@ -201,6 +209,7 @@ def test_closing_frees_weights_and_cache_at_once(stories: str) -> None:
     assert_closing_frees(llm, kept)
 
 
+# promise: two-llm-may
 def test_two_may_live_in_one_process(stories: str, endless: str) -> None:
     with opened(stories) as one, opened(endless, depth=2) as other:
         streams = [one.stream(LONG, SEEDED), other.stream(LONG, SEEDED)]
@@ -210,8 +219,9 @@ def test_two_may_live_in_one_process(stories: str, endless: str) -> None:
         assert text_of(other.generate(PROMPT, GREEDY)[0]).startswith(", there was")
 
 
+# promise: unknown-keyword-typeerror
 def test_an_unknown_keyword_is_a_type_error_that_names_it() -> None:
-    with pytest.raises(TypeError, match="max_modl_len"):
+    with pytest.raises(TypeError, match="LLM has no setting 'max_modl_len'; did you mean max_model_len"):
         LLM(max_modl_len=5)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]
@@ -240,6 +250,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
+# promise: max-logprobs, context-length-exceeded
 @pytest.mark.parametrize(("prompt", "params", "said", "param", "code"), REFUSED)
 def test_one_bad_request_refuses_the_call_by_name_and_number(
     llm: LLM, prompt: Any, params: SamplingParams | None, said: str, param: str | None, code: str | None
@@ -253,6 +264,7 @@ def test_one_bad_request_refuses_the_call_by_name_and_number(
         next(llm.stream(prompt, params))
 
 
+# promise: generate-prompts-params
 def test_a_call_of_the_wrong_shape_is_refused(llm: LLM) -> None:
     for params, said in (([GREEDY], "2 prompts, but 1 sampling params"), ({"n": 1}, "params must be"), ([GREEDY, {}], "params must be")):
         with pytest.raises(RequestError, match=said) as refusal:
@@ -267,6 +279,7 @@ def test_a_call_of_the_wrong_shape_is_refused(llm: LLM) -> None:
             llm.chat(messages)
 
 
+# promise: llm-dtype-max
 def test_without_a_tokenizer_ids_go_in_and_out_and_text_is_refused(stories: str) -> None:
     with LLM(stories, skip_tokenizer_init=True, num_gpu_blocks_override=20) as llm:
         (output,) = llm.generate([1, 403, 407, 261, 378], SamplingParams(temperature=0, max_tokens=3, logprobs=1))

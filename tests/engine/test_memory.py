@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from octavo import LLM, SamplingParams
 from octavo.attention.cpu import CpuBackend
-from octavo.cli.args import size
+from octavo.cli.config_file import size
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.layers.comm import NullComm
@@ -49,6 +49,7 @@ def plan_for(model: str | None, engine: dict[str, Any]) -> MemoryPlan:
 OF_TORCH = list(dict.fromkeys(("float32", machine.fast_dtype(None))))
 
 
+# promise: memory-plan-before
 @pytest.mark.parametrize(
     ("dtype", "native", "quantization", "within"),
     [
@@ -67,6 +68,7 @@ def test_the_default_model_takes_what_was_planned(dtype: str, native: bool, quan
     assert before == pytest.approx(LIBRARIES, rel=0.2), "what Python and the libraries take has changed"
 
 
+# promise: memory-plan-before
 @pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 def test_a_tiny_model_takes_what_was_planned_within_five_per_cent(stories: str, native: bool) -> None:
     engine = {"dtype": "float32", "native": native, "num_gpu_blocks_override": 257, "max_num_seqs": 8}
@@ -75,6 +77,7 @@ def test_a_tiny_model_takes_what_was_planned_within_five_per_cent(stories: str, 
     assert plan_for(stories, engine).use.total - LIBRARIES + before == pytest.approx(most, rel=0.05)
 
 
+# promise: enough-memory-one, out-memory-messages-point
 def test_out_of_memory_at_start_says_what_is_needed_and_what_fits(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own complaint, and Python's, end in the plan's words; another RuntimeError stays what it is."""
     said = r"memory ran out at start \(.*\): this needs .*: weights 1\.0 MiB, KV cache .*the largest --max-model-len that fits is then \d+"
@@ -90,6 +93,7 @@ def test_out_of_memory_at_start_says_what_is_needed_and_what_fits(stories: str, 
         LLM(stories, native=False)
 
 
+# promise: enough-memory-one
 def test_what_was_taken_before_memory_ran_out_is_given_back_and_counts_as_nobodys(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[weakref.ref[Any]] = []
 
@@ -129,6 +133,7 @@ ON_GPU = (
 )
 
 
+# promise: enough-memory-one
 def test_what_does_not_fit_on_a_gpu_is_refused_before_it_is_touched(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpu(monkeypatch, 8 * GIB, 5 * GIB)  # this process's own context is among what is held
     advice = r"lower --kv-cache-memory-bytes to \d+[kmg]( \([\d.]+ [MG]iB\))? or less; the largest --max-model-len that fits is then \d+"
@@ -136,6 +141,7 @@ def test_what_does_not_fit_on_a_gpu_is_refused_before_it_is_touched(stories: str
         LLM(stories, device="cuda", kv_cache_memory_bytes=6 * GIB)
 
 
+# promise: enough-memory-one
 @pytest.mark.parametrize(
     "said",
     [
@@ -159,6 +165,7 @@ def test_a_gpu_that_runs_out_at_start_says_what_is_needed_and_what_fits(said: st
     assert smaller.refusal is None and smaller.use.total <= before.use.total * 3 // 4
 
 
+# promise: memory-plan-before
 def test_what_cannot_fit_beside_other_processes_is_refused_before_weights_load(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_module, "load_weights", lambda *_: pytest.fail("weights were loaded"))
     monkeypatch.setattr(facts_module, "memory", lambda _: Memory(8 * GIB, others=6 * GIB))
@@ -193,6 +200,7 @@ def test_free_memory_is_what_the_kernel_and_every_cgroup_leave(tmp_path: Path, m
     assert memory_module.host_memory().free == 9 * GIB  # another system: all of it
 
 
+# promise: gpu-memory-utilization
 def test_free_memory_of_a_gpu_is_what_other_processes_leave_of_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process's own context is no other's, and what torch keeps for later is free."""
     take_gpu(monkeypatch, H200, reserved=10 * GIB, allocated=7 * GIB)
@@ -205,6 +213,7 @@ def test_free_memory_of_a_gpu_is_what_other_processes_leave_of_its_share(monkeyp
         memory_module.memory(config)
 
 
+# promise: memory-gpu-cpu
 def test_memory_that_gpu_and_cpu_share_is_what_the_system_and_the_cgroup_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's own count of what is free lacks the file cache, and knows no cgroup."""
     board, config = 61 * GIB, resolved(EngineConfig(), "cuda")
@@ -233,6 +242,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
+# promise: kv-cache-dtype
 def test_a_pool_of_codes_holds_nearly_twice_the_tokens_and_takes_what_was_planned(tmp_path: Path) -> None:
     """Heads of 64 dimensions: 64 + 4 bytes instead of 128. The pool is nearly all that this engine takes, and is written to the end."""
     wide = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4}

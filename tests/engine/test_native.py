@@ -46,6 +46,7 @@ def answers(outputs: Sequence[RequestOutput]) -> list[tuple[list[int], str, obje
 SMALL_BLOCKS = {"block_size": 4, "num_gpu_blocks_override": 300}
 
 
+# promise: native
 @pytest.mark.parametrize(
     "settings", [{}, {"pipeline_depth": 2}, {"max_num_batched_tokens": 24}, SMALL_BLOCKS, {"enable_prefix_caching": False}], ids=str
 )
@@ -64,6 +65,7 @@ def test_the_same_tokens_and_logprobs_in_float32_whatever_the_schedule(stories: 
             assert all(mine and theirs and set(mine) == set(theirs) for mine, theirs in scored)
 
 
+# promise: cpu-isa
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
 def test_every_family_at_every_level(tmp_path: Path, architecture: str) -> None:
     """Biases, norms on heads, head sizes and widths that fill no panel."""
@@ -129,6 +131,7 @@ def test_a_level_the_cpu_does_not_have_is_refused(stories: str, monkeypatch: pyt
             LLM(stories, cpu_isa=level)  # type: ignore[arg-type]
 
 
+# promise: environment-octavo-debug
 def test_a_switch_for_tests_overrules_which_kernels_run(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_DEBUG", "isa=portable")
     with LLM(stories, num_gpu_blocks_override=20):
@@ -146,6 +149,7 @@ def test_torch_gets_its_threads_back(stories: str) -> None:
         assert torch.get_num_threads() == before
 
 
+# promise: cpu-isa, native
 def test_the_command_line_says_which_kernels_run() -> None:
     run = octavo("generate", "Hello", "--cpu-isa", "portable", "--max-tokens", "2", env={"OCTAVO_LOG_LEVEL": "INFO"})
     assert run.returncode == 0 and re.search(r"INFO Checking the native kernels took \d\.\d\d seconds \(portable, threads: 1\)", run.stderr)

@@ -92,6 +92,7 @@ def cases(draw: st.DrawFn) -> tuple[list[int], list[str], list[int]]:
     return ids, stops, draw(st.lists(st.integers(1, len(ids)), max_size=len(ids)))
 
 
+# promise: samplingparams-stop
 @given(cases(), st.sampled_from(REASONS))
 def test_text_is_cut_before_the_earliest_stop_string_and_no_part_of_one_is_ever_shown(
     case: tuple[list[int], list[str], list[int]], reason: FinishReason
@@ -198,6 +199,7 @@ def test_a_stop_string_counts_only_after_min_tokens() -> None:
     assert len(output.outputs[0].token_ids) == 4
 
 
+# promise: samplingparams-include-stop
 @pytest.mark.parametrize(("include", "text"), [(False, "the"), (True, "the end")])
 def test_a_stop_string_stays_in_the_text_where_asked_for(include: bool, text: str) -> None:
     ids = tokenizer().encode("the end of it")
@@ -210,6 +212,7 @@ def test_a_stop_string_stays_in_the_text_where_asked_for(include: bool, text: st
     assert (output.text, output.stop_reason) == (text, " end")
 
 
+# promise: samplingparams-detokenize-skip
 @pytest.mark.parametrize(
     ("settings", "text"),
     [

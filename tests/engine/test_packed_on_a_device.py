@@ -108,6 +108,7 @@ def small_shape(folder: Path, hidden: int, inner: int) -> Path:
     return folder
 
 
+# promise: quantised-weights-stay
 @pytest.mark.parametrize("name", FORMS)
 def test_codes_say_what_their_floats_say_and_take_what_was_planned(tmp_path: Path, name: str, said: pytest.LogCaptureFixture) -> None:
     form = FORMS[name]
@@ -123,6 +124,7 @@ def test_codes_say_what_their_floats_say_and_take_what_was_planned(tmp_path: Pat
     assert heads(said) == (expected if name != "int8 of codes" else ["The weights are quantised already and are quantised again"])
 
 
+# promise: quantised-weights-stay
 @pytest.mark.parametrize(("name", "depth"), [("GPTQ with orders that differ", 1), ("GGUF, also the vocabulary", 2)])
 def test_paging_is_invisible(tmp_path: Path, name: str, depth: int) -> None:
     path = FORMS[name].write(tmp_path)

@@ -49,6 +49,7 @@ def samples(llm: LLM, params: SamplingParams) -> list[list[int]]:
 # --- samples and seeds -----------------------------------------------------------------------------------------------
 
 
+# promise: samplingparams-n-1, samplingparams-seed
 def test_a_seed_repeats_every_sample_and_the_first_do_not_depend_on_how_many(llm: LLM) -> None:
     four = samples(llm, SamplingParams(n=4, seed=9, max_tokens=20, ignore_eos=True))
     assert len({tuple(ids) for ids in four}) == 4
@@ -57,6 +58,7 @@ def test_a_seed_repeats_every_sample_and_the_first_do_not_depend_on_how_many(llm
     assert samples(llm, SamplingParams(n=4, seed=10, max_tokens=20, ignore_eos=True)) != four
 
 
+# promise: seed, llm-dtype-max
 def test_without_a_seed_requests_differ_and_the_engine_seed_repeats_them_all(stories: str) -> None:
     def three(seed: int) -> list[list[int]]:
         with opened(stories, seed=seed) as llm:
@@ -101,6 +103,7 @@ def test_the_same_values_give_a_text_out_of_the_rows_of_a_device(stories: str, m
 # --- logprobs --------------------------------------------------------------------------------------------------------
 
 
+# promise: samplingparams-logprobs, completionoutput-index-text
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_logprobs_tell_the_chosen_token_and_the_best(llm: LLM, count: int) -> None:
     completion = complete(llm, SamplingParams(seed=1, temperature=1.2, max_tokens=30, logprobs=count, ignore_eos=True))
@@ -121,6 +124,7 @@ def test_logprobs_tell_the_chosen_token_and_the_best(llm: LLM, count: int) -> No
     assert "".join(spelled) == completion.text, "a token is spelled with the space it brings"
 
 
+# promise: max-logprobs, samplingparams-temperature-1
 def test_all_logprobs_together_are_a_distribution_and_greedy_takes_its_best(stories: str) -> None:
     with LLM(stories, num_gpu_blocks_override=20, max_logprobs=512) as llm:
         completion = complete(llm, SamplingParams(temperature=0, max_tokens=3, logprobs=512))
@@ -130,6 +134,7 @@ def test_all_logprobs_together_are_a_distribution_and_greedy_takes_its_best(stor
         assert choices[token].rank == 1 and choices[token].logprob == max(choice.logprob for choice in choices.values())
 
 
+# promise: logprobs-mode-gpu
 @pytest.mark.parametrize(("debug", "native"), [("", True), ("", False), ("runner=device", True)], ids=["native", "torch", "device"])
 def test_processed_logprobs_are_a_distribution_over_what_may_be_drawn(
     stories: str, debug: str, native: bool, monkeypatch: pytest.MonkeyPatch
@@ -174,6 +179,7 @@ def stopped(llm: LLM) -> list[tuple[CompletionOutput, list[TextDelta]]]:
     return [(output.outputs[0], [one for one in mine if one is not None]) for output, mine in zip(outputs, deltas)]
 
 
+# promise: samplingparams-stop, completionoutput-index-text
 @pytest.mark.parametrize("case", range(len(STOPS)))
 def test_a_stop_string_ends_the_text_just_before_it(llm: LLM, stopped: list[tuple[CompletionOutput, list[TextDelta]]], case: int) -> None:
     (completion, deltas), (_, matched) = stopped[case], STOPS[case]
@@ -205,6 +211,7 @@ def test_each_sample_stops_by_itself(llm: LLM) -> None:
     assert output.metrics.finished is not None
 
 
+# promise: samplingparams-stop-token
 def test_stop_ids_are_counted_but_are_no_text(llm: LLM) -> None:
     completion = complete(llm, greedy(stop_ids=(511, PERIOD)))
     assert completion.text == " outside in the park"
@@ -212,6 +219,7 @@ def test_stop_ids_are_counted_but_are_no_text(llm: LLM) -> None:
     assert (completion.finish_reason, completion.stop_reason) == ("stop", PERIOD)
 
 
+# promise: samplingparams-stop-token, samplingparams-max-tokens
 def test_the_end_id_ends_a_text_and_can_be_ignored_or_held_back(tmp_path: Path) -> None:
     with opened(str(story_folder(tmp_path, end_ids=[PERIOD]))) as llm:
         ended = complete(llm, greedy())
@@ -235,6 +243,7 @@ def test_a_text_may_end_with_the_context(llm: LLM) -> None:
 # --- what a request's record tells -----------------------------------------------------------------------------------
 
 
+# promise: reset-prefix-cache, requestoutput-request-id, why-prefix-missed, cached-tokens-always, life-record-per
 def test_a_record_tells_times_in_order_and_what_came_from_the_cache(llm: LLM) -> None:
     llm.reset_prefix_cache()
     cold, warm = llm.generate(PROMPT, greedy(4))[0], llm.generate(PROMPT, greedy(4))[0]
@@ -252,6 +261,7 @@ def test_a_record_tells_times_in_order_and_what_came_from_the_cache(llm: LLM) ->
         assert life.preemptions == life.recomputed_tokens == 0
 
 
+# promise: enable-prefix-caching
 def test_with_the_cache_off_nothing_is_found_and_texts_are_the_same(stories: str, llm: LLM) -> None:
     with LLM(stories, num_gpu_blocks_override=120, enable_prefix_caching=False) as off:
         outputs = [off.generate(PROMPT, greedy(20))[0] for _ in range(2)]
@@ -275,6 +285,7 @@ def test_both_depths_give_the_same_tokens(stories: str) -> None:
     assert seen[0] == seen[1]
 
 
+# promise: samplingparams-logit-bias, samplingparams-allowed-token
 def test_allowed_ids_and_bias_decide_what_can_be_sampled(llm: LLM) -> None:
     allowed = [300, 301, 302]
     only = complete(llm, SamplingParams(temperature=1.5, seed=4, max_tokens=40, allowed_token_ids=allowed))

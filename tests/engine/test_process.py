@@ -318,6 +318,7 @@ def test_importing_it_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
+# promise: every-10-s
 def test_a_busy_engine_logs_a_line_every_ten_seconds(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = list[str]()
     monkeypatch.setattr("octavo.engine.stats.logger.info", lines.append)

@@ -44,6 +44,7 @@ def check(outputs: list[RequestOutput], reference: transformers.PreTrainedModel)
             assert len(choices) == COUNT + (token not in best)
 
 
+# promise: samplingparams-prompt-logprobs
 @pytest.mark.parametrize("depth", [1, 2])
 def test_they_are_those_of_transformers_in_chunks_with_a_warm_cache_and_for_several_samples(
     stories: str, reference: transformers.PreTrainedModel, depth: int
@@ -60,6 +61,7 @@ def test_they_are_those_of_transformers_in_chunks_with_a_warm_cache_and_for_seve
         assert again.prompt_logprobs is None
 
 
+# promise: requestoutput-prompt-logprobs
 def test_a_preempted_prompt_gives_them_all(
     stories: str, reference: transformers.PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,6 +78,7 @@ def test_a_stream_tells_text_alone(stories: str) -> None:
         assert [len(delta.token_ids) for delta in llm.stream(TEXT * 3, params)] == [1, 1, 1]
 
 
+# promise: samplingparams-prompt-logprobs
 def test_logits_of_a_long_prompt_are_made_a_slice_at_a_time(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     original = Decoder.logits

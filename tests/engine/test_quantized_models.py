@@ -67,6 +67,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
+# promise: model-folder-quantised
 @pytest.mark.parametrize("name", KINDS)
 def test_a_quantised_folder_says_what_its_floats_say(tmp_path: Path, name: str) -> None:
     kind = KINDS[name]
@@ -83,6 +84,7 @@ def test_a_quantised_folder_says_what_its_floats_say(tmp_path: Path, name: str) 
     assert dense_bytes - nbytes > saved * (4 - kind.bits / 8 - 0.3)
 
 
+# promise: llm-quantization
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
 @pytest.mark.parametrize(("quantization", "bits", "mean"), [("int8", 9.2, 0.05), ("int4", 6.5, 0.3)])
 def test_floats_are_quantised_at_load_and_take_less(tmp_path: Path, architecture: str, quantization: str, bits: float, mean: float) -> None:
@@ -99,6 +101,7 @@ def test_floats_are_quantised_at_load_and_take_less(tmp_path: Path, architecture
     assert_about_as_sure(packed, again, mean=0.05, most=0.3)  # nearer to the numbers that codes stand for than to the floats
 
 
+# promise: llm-quantization
 def test_torch_gets_the_numbers_that_the_codes_stand_for(tmp_path: Path) -> None:
     """Every matrix but an embedding of its own; a width that is no whole group stays floats."""
     source = resolve_model(str(tiny_model(tmp_path, "LlamaForCausalLM", seed=5)))
@@ -128,6 +131,7 @@ def test_what_does_not_divide_into_groups_stays_floats_and_runs(tmp_path: Path) 
         assert nbytes == pytest.approx(planned, rel=0.05)
 
 
+# promise: llm-quantization
 def test_codes_are_quantised_again_and_torch_saves_nothing_with_a_warning_each(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
     path = to_gguf(tiny_model(tmp_path / "hf", "LlamaForCausalLM", seed=5), tmp_path / "m.gguf", "Q8_0")
     as_is, nbytes = run(path)
@@ -152,6 +156,7 @@ def test_parts_that_are_not_of_one_kind_are_merged_or_floats_as_planned(tmp_path
     assert_about_as_sure(found, run(path, native=False)[0], mean=0.05, most=0.3)
 
 
+# promise: quantization-q-auto
 def test_names_of_other_engines_are_refused_with_what_to_say_instead() -> None:
     said = r"^quantization must be one of auto, none, int8, int4, got 'awq': auto reads what the file holds \(awq, gptq, gguf\)$"
     with pytest.raises(ConfigError, match=said):
@@ -161,6 +166,7 @@ def test_names_of_other_engines_are_refused_with_what_to_say_instead() -> None:
     assert refused.returncode == 2 and said in refused.stderr
 
 
+# promise: quantization-q-auto
 def test_the_command_line_quantises_the_default_model() -> None:
     run = octavo("generate", "Hello", "-q", "int4", "--max-tokens", "2", env={"OCTAVO_LOG_LEVEL": "INFO"})
     assert run.returncode == 0 and "quantised already and are quantised again" in run.stderr and "Model loading took 0.09 GiB" in run.stderr

@@ -60,6 +60,8 @@ LINES = [
 ]
 
 
+# promise: environment-octavo-log, one-start-line, without-max-model, logs-go-stderr, closing-llm-frees, every-phase-logged, nothing-over-2
+# promise: model-loading-took, available-kv-cache, kv-cache-size, init-engine-took
 def test_the_default_model_logs_the_lines_people_grep_for_and_closing_gives_its_memory_back(stories: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", OPEN_AND_CLOSE, stories],
@@ -84,6 +86,7 @@ def test_the_default_model_logs_the_lines_people_grep_for_and_closing_gives_its_
     assert closed - before < 60, f"{before:.0f} MiB before, {opened:.0f} open, {closed:.0f} closed"
 
 
+# promise: ready-means-warm
 def test_the_engine_is_warm_when_it_is_ready_and_nothing_shows_it(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kind of step has run before the first request; blocks, rows, counts and texts are those of an engine that never did."""
 
@@ -112,6 +115,7 @@ def test_the_engine_is_warm_when_it_is_ready_and_nothing_shows_it(stories: str, 
     assert isinstance(state, tuple) and set(state[0]) == {0} == {state[1], state[3]}
 
 
+# promise: ready-means-warm
 @pytest.mark.parametrize(
     "settings",
     [{"max_model_len": 2}, {"block_size": 1}, {"block_size": 256}, {"max_num_seqs": 1},
@@ -123,6 +127,7 @@ def test_the_warm_up_fits_every_shape_of_engine(settings: dict[str, Any], storie
         assert len(llm.generate([PROMPT[:1]], SamplingParams(max_tokens=1, ignore_eos=True))[0].outputs[0].token_ids) == 1
 
 
+# promise: octavo-debug-announced
 def test_debug_switches_are_announced_in_the_first_log_line(
     stories: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +142,7 @@ def test_debug_switches_are_announced_in_the_first_log_line(
     assert first.getMessage() == "OCTAVO_DEBUG is set, for tests only: check=True, preempt_every=3"
 
 
+# promise: environment-octavo-log, environment-octavo-debug
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
@@ -153,6 +159,7 @@ def test_a_switch_that_does_not_exist_is_refused(name: str, value: str, said: st
         LLM(stories)
 
 
+# promise: kv-cache-layout, attention-backend
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -171,6 +178,7 @@ def test_what_does_not_go_together_is_refused_before_weights_load(config: Engine
         LLM.from_config(replace(config, model=str(tmp_path)))
 
 
+# promise: load-format
 def test_dummy_weights_need_only_a_config_and_follow_the_seed(stories: str, tmp_path: Path) -> None:
     shutil.copy(Path(stories) / "config.json", tmp_path / "config.json")
 
@@ -181,6 +189,7 @@ def test_dummy_weights_need_only_a_config_and_follow_the_seed(stories: str, tmp_
     assert likelihood(1) == likelihood(1) != likelihood(2)
 
 
+# promise: dtype, llm-dtype-max
 @pytest.mark.parametrize(("dtype", "element"), [("auto", 4), ("float32", 4), ("bfloat16", 2)])
 def test_a_float32_checkpoint_stays_float32_unless_told_otherwise(stories: str, dtype: str, element: int) -> None:
     with LLM(stories, dtype=dtype, num_gpu_blocks_override=20) as llm:  # type: ignore[arg-type]
@@ -190,6 +199,7 @@ def test_a_float32_checkpoint_stays_float32_unless_told_otherwise(stories: str, 
         assert llm.generate(PROMPT, GREEDY)[0].outputs[0].text.startswith(", there was a little girl")
 
 
+# promise: without-max-model
 def test_without_a_length_asked_for_it_is_the_longest_that_fits(stories: str) -> None:
     for blocks, longest in ((5, 65), (40, 512)):
         with LLM(stories, num_gpu_blocks_override=blocks) as llm:

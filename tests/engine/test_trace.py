@@ -32,6 +32,7 @@ def traced(path: Path, **settings: Any) -> FakeEngine:
     return engine
 
 
+# promise: trace-file-every
 @pytest.mark.parametrize("depth", [1, 2])
 def test_every_step_is_a_slice_of_what_was_planned_with_what_was_done_inside(tmp_path: Path, depth: int) -> None:
     engine = traced(tmp_path / "t.json", num_blocks=24, rows=6, budget=16, depth=depth)
@@ -94,6 +95,7 @@ def test_what_was_done_is_written_when_the_last_client_leaves(tmp_path: Path, mo
     assert [event["args"] for event in events[-2:]] == [{"running": 0, "waiting": 0}, {"in use": 0}]
 
 
+# promise: trace-file-every
 def test_a_process_that_is_killed_leaves_a_file_that_loads(tmp_path: Path) -> None:
     code = f"""
 from octavo import LLM, SamplingParams
@@ -106,6 +108,7 @@ llm.generate("Once", SamplingParams(max_tokens=200), use_tqdm=False)"""
     assert 20 < len(steps) < 60 and all(step["dur"] >= 20_000 for step in steps)
 
 
+# promise: trace-file-every
 @pytest.mark.parametrize("full", [False, True], ids=["at its limit", "disk full"])
 def test_a_trace_that_cannot_grow_ends_and_the_engine_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture, full: bool) -> None:
     path = Path("/dev/full") if full else tmp_path / "t.json"

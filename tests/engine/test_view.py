@@ -113,6 +113,7 @@ def readers_remember_all_who_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_view, "MOST_ENDED", None)
 
 
+# promise: every-sequence-seen
 def test_a_reader_sees_the_engine_as_it_is() -> None:
     run_state_machine_as_test(WatchedMachine, settings=machine_settings(80, 30))
 

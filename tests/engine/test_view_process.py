@@ -175,6 +175,7 @@ def test_a_client_that_is_given_up_stops_watching() -> None:
     assert isinstance(engine.core.trace, NoTrace) and engine.pool.on_event == engine._on_event
 
 
+# promise: inspector
 def test_an_engine_that_may_not_be_watched_keeps_nothing_and_tells_nothing(endless: str) -> None:
     async def main() -> None:
         async with engine_process(endless) as llm:

@@ -54,6 +54,7 @@ def agree(alone: list[RequestOutput], others: list[RequestOutput]) -> bool:
     return all(same_greedy_text(one, other) for one, other in zip(alone, others, strict=True))
 
 
+# promise: gpu-computes-device
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_among_32(folder: str, alone: list[RequestOutput], depth: int, runner: str) -> None:
     with engine(folder, runner, depth=depth) as llm:
@@ -62,6 +63,7 @@ def test_among_32(folder: str, alone: list[RequestOutput], depth: int, runner: s
             assert same_greedy_text(alone[number], outputs[16])
 
 
+# promise: max-num-batched
 @pytest.mark.parametrize("depth", [1, 2])
 def test_chunked_at_16_tokens(folder: str, alone: list[RequestOutput], depth: int, runner: str) -> None:
     with engine(folder, runner, rows=8, batched=16, depth=depth) as llm:
@@ -77,6 +79,7 @@ def test_after_a_prefix_hit(folder: str, alone: list[RequestOutput], depth: int,
     assert agree(alone, again)
 
 
+# promise: life-record-per
 @pytest.mark.parametrize("depth", [1, 2])
 def test_preempted_every_3_steps(
     folder: str, alone: list[RequestOutput], depth: int, runner: str, monkeypatch: pytest.MonkeyPatch
@@ -96,6 +99,7 @@ def test_in_a_pool_too_small_for_all(folder: str, alone: list[RequestOutput], ru
     assert agree(alone, outputs)
 
 
+# promise: attention-backend
 def test_without_blocks_at_all(folder: str, alone: list[RequestOutput], runner: str) -> None:
     with LLM(  # with not a row to spare
         folder, device="cpu", dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=400, max_num_seqs=len(TARGETS),
@@ -104,6 +108,7 @@ def test_without_blocks_at_all(folder: str, alone: list[RequestOutput], runner: 
         assert agree(alone, llm.generate(TARGETS, PARAMS, use_tqdm=False))
 
 
+# promise: kv-cache-layout
 def test_a_caches_layout_does_not_show_in_any_bit(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefixes shared, samples forked by copies of blocks, rows preempted, in few blocks."""
     monkeypatch.setenv("OCTAVO_DEBUG", "runner=device,check=1,preempt.every=5")
@@ -126,6 +131,7 @@ def test_a_caches_layout_does_not_show_in_any_bit(folder: str, monkeypatch: pyte
     assert told[0] == told[1] and layouts == {"nhd", "hnd"}
 
 
+# promise: samplingparams-seed
 def test_samples_of_one_seed_do_not_depend_on_the_batch(folder: str, runner: str) -> None:
     params = SamplingParams(temperature=0.9, top_p=0.9, n=3, seed=11, max_tokens=24, ignore_eos=True)
     with engine(folder, runner) as llm:

@@ -41,6 +41,7 @@ def run(folder: str, native: bool = True, depth: int = 1, requests: int = 60, bl
     return verify(config, source, load_model_config(source), depth, requests)
 
 
+# promise: octavo-verify
 @pytest.mark.soak  # the README's own command runs with every change
 def test_default_model_agrees_bit_for_bit() -> None:
     command = [sys.executable, "-m", "octavo", "verify", "--requests", "12", "--dtype", "bfloat16", "--kv-cache-dtype", "int8"]
@@ -53,6 +54,7 @@ def test_default_model_agrees_bit_for_bit() -> None:
         assert all(int(count.replace(",", "")) > 0 for count in counts[what]), what
 
 
+# promise: octavo-verify, block-size
 @BOTH
 @pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("depth, block_size", [(1, 2), (2, 16)])
@@ -62,11 +64,13 @@ def test_tiny_model_agrees_at_both_depths_and_other_block_sizes(folder: str, dep
     assert verified.kernels.startswith("native ") == native and verified.kv_cache_dtype == cache
 
 
+# promise: octavo-verify-requests
 def test_the_fewest_requests_that_the_command_takes_cause_every_case(folder: str) -> None:
     for depth, block_size in ((1, 8), (2, 16)):
         assert run(folder, depth=depth, requests=LEAST_REQUESTS, block_size=block_size).requests == LEAST_REQUESTS
 
 
+# promise: kv-cache-layout, gpu-computes-device
 @pytest.mark.parametrize("depth, block_size, layout", [(1, 2, "hnd"), (2, 16, "nhd")])
 def test_steps_on_a_device_agree(folder: str, depth: int, block_size: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, padded steps and all; the kernels' twins compute."""
@@ -202,6 +206,7 @@ def test_a_schedule_without_stress_is_no_proof(folder: str) -> None:
         run(folder, requests=1)
 
 
+# promise: octavo-verify
 def test_the_command_exits_1_on_a_difference(folder: str, tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text(

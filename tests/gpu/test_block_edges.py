@@ -31,6 +31,7 @@ def texts(folder: Path, place: Place, dtype: Any, eager: bool) -> list[RequestOu
         return [output for group in (prompts, prompts[FEW]) for output in llm.generate(group, params, use_tqdm=False)]
 
 
+# promise: gpu-computes-device
 @PLACES
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_crossing_is_right(place: Place, dtype: str, tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def test_graphs_and_their_kernels_one_by_one_say_the_same(dtype: str, tmp_path: 
     assert replayed == launched
 
 
+# promise: gpu-computes-device
 def test_padded_steps_say_what_the_cpus_own_say(tmp_path: Path) -> None:
     folder = random_model(tmp_path, "Qwen3ForCausalLM", "cpu")
     padded, plain = (run(folder, "cpu", "float32", runner=runner) for runner in ("device", "model"))

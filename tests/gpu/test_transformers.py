@@ -26,6 +26,7 @@ def reference(folder: Path, place: Place, dtype: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager").to(place)
 
 
+# promise: gpu-computes-device
 @PLACES
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", SHAPES)

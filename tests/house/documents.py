@@ -1,4 +1,4 @@
-"""The house rules for documents: three lines a decision, a test behind every `done`, no path of anybody's machine."""
+"""The house rules for documents: three lines a decision, tests behind every failure mode, no path of anybody's machine."""
 
 import ast
 import re
@@ -8,7 +8,6 @@ from collections.abc import Callable
 MACHINE_PATH = re.compile(r"(?<![\w.~}>])/" + r"(work|root|home/\w+|Users/\w+|tmp/\w+_jobs)(/|\b)")
 
 PARTS = ("- Context: ", "- Choice: ", "- Cost: ")
-ROW = re.compile(r"^\| (?P<promise>.+) \| (?P<status>[^|]+) \|$")
 NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 FAILURE_MODE = re.compile(r"^\| (?P<number>\d+) \| (?P<mode>[^|]+) \| (?P<tests>[^|]+) \|$", re.MULTILINE)
 
@@ -30,30 +29,6 @@ def decision_offences(text: str) -> list[str]:
             offences.append(f"{title!r} should be number {number}")
         if len(lines) != len(PARTS) or any(not line.startswith(part) for line, part in zip(lines, PARTS)):
             offences.append(f"{title!r} wants three lines: context, choice, cost")
-    return offences
-
-
-def promises(text: str) -> dict[str, list[tuple[str, str]]]:
-    """Section -> [(promise, status)] of docs/status.md."""
-    sections: dict[str, list[tuple[str, str]]] = {}
-    for line in text.splitlines():
-        if line.startswith("## "):
-            sections[line[3:]] = []
-        elif (row := ROW.match(line)) and row["promise"] != "promise":
-            sections[list(sections)[-1]].append((row["promise"], row["status"]))
-    return sections
-
-
-def status_offences(text: str, source_of: Callable[[str], str | None]) -> list[str]:
-    """Rows that are neither `not yet` nor `done` with tests that exist; `source_of` gives a test file's text."""
-    offences = []
-    for promise, status in (row for rows in promises(text).values() for row in rows):
-        tests = NAMED_TEST.findall(status)
-        if status == "not yet":
-            continue
-        if not re.fullmatch(r"done \(`[^`]+`(, `[^`]+`)*\)", status) or len(tests) != status.count("`") // 2:
-            offences.append(f"{promise}: {status!r} is neither `not yet` nor `done` with its tests")
-        offences += _missing_tests(promise, tests, source_of)
     return offences
 
 

@@ -190,16 +190,20 @@ def config_getattr_offences(module: Module) -> list[str]:
 
 
 def kwargs_offences(module: Module) -> list[str]:
-    """A function that hands its own `**kwargs` on: its signature no longer says what it takes."""
+    """A function that hands its own `**kwargs` on: its signature no longer says what it takes, unless that is `Unpack` of names."""
     offences = []
     for node in module.nodes(ast.FunctionDef, ast.AsyncFunctionDef):
         assert isinstance(node, Function)
-        if node.args.kwarg is None:
+        if node.args.kwarg is None or _is_unpack(module, node.args.kwarg.annotation):
             continue
         passed = [k.value for call in ast.walk(node) if isinstance(call, ast.Call) for k in call.keywords if k.arg is None]
         if any(isinstance(value, ast.Name) and value.id == node.args.kwarg.arg for value in passed):
             offences.append(module.at(node.lineno, f"{node.name} passes **{node.args.kwarg.arg} on"))
     return offences
+
+
+def _is_unpack(module: Module, annotation: ast.expr | None) -> bool:
+    return isinstance(annotation, ast.Subscript) and module.dotted(annotation.value) == "typing.Unpack"
 
 
 def word_offences(module: Module) -> list[str]:

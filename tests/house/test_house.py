@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from docs import house, status
 from tests.house import documents, rules
 from tests.house.rules import Module
 
@@ -22,7 +23,6 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {}
 LONGER: dict[str, str] = {
     "octavo/kernels/": "a kernel is one long thought; cutting it up hides the data flow",
     "octavo/models/": "a model reads best beside its own weight rules",
-    "octavo/llm.py::__init__": "a keyword for every setting, a line each",
 }
 
 
@@ -43,6 +43,7 @@ def modules(*folders: str) -> list[Module]:
 ENGINE = modules("octavo/")
 
 
+# promise: other-environment-variables
 @pytest.mark.parametrize(
     "rule",
     [
@@ -61,6 +62,17 @@ def test_engine_keeps_the_rule(rule: Callable[[Module], list[str]]) -> None:
 
 def test_imports_point_down_only() -> None:
     assert [offence for module in ENGINE for offence in rules.layer_offences(module, LAZY_IMPORTS)] == []
+
+
+def test_no_modules_import_each_other() -> None:
+    """Also not by imports inside functions. Those under `if TYPE_CHECKING` do not run."""
+    assert house.circles(house.import_graph(house.sources(ROOT), with_types=False)) == []
+
+
+def test_the_page_of_figures_counts_the_circles_of_today() -> None:
+    files, page = house.sources(ROOT), (ROOT / "docs/house.md").read_text()
+    counts = {title: len(house.circles(house.import_graph(files, with_types))) for title, with_types in house.CIRCLES.items()}
+    assert house.written(page, [house.Figure(title, count, []) for title, count in counts.items()]) == page
 
 
 def test_files_and_functions_are_short() -> None:
@@ -104,12 +116,12 @@ def test_decisions_have_three_lines() -> None:
     assert documents.decision_offences(text) == []
 
 
-def test_every_done_promise_names_its_test() -> None:
-    text = (ROOT / "docs/status.md").read_text()
-    sections = documents.promises(text)
-    assert list(sections) == ["Command line", "Python", "Start-up and running", "HTTP", "Metrics", "What nobody has yet"]
-    assert all(sections.values())
-    assert documents.status_offences(text, source_of) == []
+def test_the_page_of_promises_lists_the_tests_that_prove_them() -> None:
+    page, found = status.PAGE.read_text(), status.proofs(status.read_tests(ROOT / "tests"))
+    sections = list(dict.fromkeys(promise.section for promise in status.promises(page)))
+    assert sections == ["Command line", "Python", "Start-up and running", "HTTP", "Metrics", "What nobody has yet"]
+    assert status.offences(page, found) == []
+    assert status.written(page, found) == page, "run: python docs/status.py"
 
 
 def test_every_failure_mode_names_its_tests() -> None:
@@ -151,6 +163,7 @@ def least_seconds(code: str, enough: float, tries: int = 5) -> float:
     return best
 
 
+# promise: octavo-import-llm
 def test_import_octavo_takes_under_0_3_s() -> None:
     code = "import time; start = time.process_time(); import octavo; print(time.process_time() - start)"
     assert least_seconds(code, 0.3) < 0.3
@@ -172,9 +185,11 @@ print(used.ru_utime + used.ru_stime)
 """
 
 
+# promise: octavo-help-answers
 def test_help_names_the_commands_without_torch() -> None:
     assert python(HELP) == "True\n"
 
 
+# promise: octavo-help-answers
 def test_help_takes_under_0_5_s() -> None:
     assert least_seconds(TIMED_HELP, 0.5) < 0.5

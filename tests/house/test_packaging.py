@@ -39,16 +39,19 @@ def imported() -> set[str]:
     return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"octavo"}
 
 
+# promise: all-pip-install
 def test_whatever_is_imported_is_installed_with_it() -> None:
     homes, there = OPTIONAL | packages_distributions(), installed_with(declared())
     assert {module for module in imported() if not set(map(name, homes[module])) & there} == set()
 
 
+# promise: all-pip-install
 def test_nothing_is_built_with_cuda() -> None:
     assert not [*(ROOT / "octavo").rglob("*.cu"), *(ROOT / "octavo").rglob("*.cuh")]
     assert "CUDA" not in (ROOT / "CMakeLists.txt").read_text()
 
 
+# promise: linux-aarch64-native
 def test_ci_runs_every_check_in_turn() -> None:
     lines = (ROOT / ".ci/run").read_text().splitlines()
     assert [line for line in lines if line.startswith("make ")] == ["make test", "make sanitize", "make cross", "make package"]

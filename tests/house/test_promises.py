@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
+from docs.status import PAGE, promises
 from octavo.cli.args import Parser
 from octavo.cli.main import COMMANDS
 from octavo.sampling_params import SamplingParams
@@ -16,16 +17,15 @@ from octavo.server.request_bodies import ChatBody, CompletionBody, ResponseBody
 from octavo.server.state import Server
 from octavo.server.unsupported import FIELDS
 from octavo.server_config import ServerConfig
-from tests.house.documents import promises
 from tests.support.stand_in_llm import StandInLLM
 
 ROOT = Path(__file__).resolve().parents[2]
-STATUS = promises((ROOT / "docs/status.md").read_text())
+STATUS = list(promises(PAGE.read_text()))
 
 
 def named(section: str, row: str, name: str, done: bool) -> set[str]:
     """Names matched by `name` in the promises of a section that begin with `row` and are done, or are not."""
-    found = [re.match(row, promise) for promise, status in STATUS[section] if status.startswith("done") == done]
+    found = [re.match(row, promise.text) for promise in STATUS if promise.section == section and promise.done == done]
     return {word for start in found if start for word in re.findall(name, start.group())}
 
 
@@ -44,17 +44,20 @@ def assert_agree(exists: Iterable[str], done: set[str], not_yet: set[str]) -> No
     assert not_yet & set(exists) == set(), "there, but called not yet"
 
 
+# promise: what-built-does
 def test_a_flag_exists_when_its_row_is_done_and_not_before() -> None:
     rows = r"`--[^`]*`", r"(?<![\w-])--?[a-z][a-z-]*"
     exists = set().union(*(offered(command) for command in COMMANDS))
     assert_agree(exists, named("Command line", *rows, done=True), named("Command line", *rows, done=False))
 
 
+# promise: what-built-does
 def test_a_command_exists_when_its_row_is_done_and_not_before() -> None:
     rows = r"`octavo [a-z]+", r"octavo ([a-z]+)"
     assert_agree(COMMANDS, named("Command line", *rows, done=True), named("Command line", *rows, done=False))
 
 
+# promise: what-built-does, samplingparams-n-1
 def test_a_sampling_parameter_exists_when_its_row_is_done_and_not_before() -> None:
     rows = r"`SamplingParams`: .*", r"\b[a-z]\w*(?=[=,]|$)"  # not what stands in brackets
     defaults = {field.name: field.default for field in fields(SamplingParams) if field.init}
@@ -64,6 +67,7 @@ def test_a_sampling_parameter_exists_when_its_row_is_done_and_not_before() -> No
     assert {name: float(value) for name, value in promised}.items() <= defaults.items() and len(promised) == 9
 
 
+# promise: what-built-does
 def test_a_keyword_of_llm_exists_when_its_row_is_done_and_not_before() -> None:
     from octavo import LLM
 
@@ -74,12 +78,14 @@ def test_a_keyword_of_llm_exists_when_its_row_is_done_and_not_before() -> None:
         assert named("Python", row, name, done=False) & set(dir(LLM)) == set()
 
 
+# promise: what-built-does-exist
 def test_a_route_exists_when_its_row_is_done_and_not_before() -> None:
     rows = r"(`/[\w/]+`(, )?)+$", r"/[\w/]+"
     exists = build_app(Server(StandInLLM(), ServerConfig(), "m")).openapi()["paths"]  # type: ignore[arg-type]
     assert_agree(exists, named("HTTP", *rows, done=True), named("HTTP", *rows, done=False))
 
 
+# promise: what-built-does-exist
 def test_a_field_of_a_body_is_taken_when_its_row_is_done_and_refused_by_name_before() -> None:
     rows = r"`extra_body`: [\w, ]+|Body extra `\w+`", r"(?<![`\w])[a-z]+_[a-z_]+|(?<=extra `)\w+"
     taken = [set(body.model_fields) for body in (CompletionBody, ChatBody, ResponseBody)]
@@ -88,6 +94,7 @@ def test_a_field_of_a_body_is_taken_when_its_row_is_done_and_refused_by_name_bef
     assert not_yet <= FIELDS.keys() and not any(FIELDS.keys() & fields for fields in taken)
 
 
+# promise: other-environment-variables
 def test_every_environment_variable_that_is_read_has_its_row() -> None:
     """Only config.py may read any (`rules.environment_offences`), so all names stand there."""
     source = ast.parse((ROOT / "octavo/config.py").read_text())

@@ -2,6 +2,7 @@
 
 import pytest
 
+from docs import house, status
 from tests.house import documents, rules
 from tests.house.rules import Module
 
@@ -32,6 +33,22 @@ def test_layers_let_downward_and_listed_imports_pass() -> None:
 
 def test_layers_refuse_a_room_they_do_not_know() -> None:
     assert "not in the table" in rules.layer_offences(Module("octavo/attic/box.py", ""), {})[0]
+
+
+def test_circles_are_found_however_long_and_wherever_the_import_stands() -> None:
+    files = {
+        "octavo/a.py": "from octavo import b",
+        "octavo/b/__init__.py": "from . import c",
+        "octavo/b/c.py": "def late():\n    from octavo.a import name",
+        "octavo/d.py": "import octavo.e",
+        "octavo/e.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from octavo.d import D",
+        "octavo/f.py": "import octavo.a\nimport octavo.g",
+        "octavo/g.py": "import torch",
+    }
+    ring, pair = ["octavo.a", "octavo.b", "octavo.b.c"], ["octavo.d", "octavo.e"]
+    assert house.circles(house.import_graph(files, with_types=False)) == [ring]
+    assert house.circles(house.import_graph(files, with_types=True)) == [ring, pair]
+    assert house.with_one_importer(house.import_graph(files, with_types=False)) == ["octavo.b", "octavo.b.c", "octavo.e", "octavo.g"]
 
 
 def test_table_of_rooms_has_no_cycle() -> None:
@@ -108,6 +125,9 @@ def test_getattr_on_a_config_is_caught() -> None:
 def test_kwargs_handed_on_are_caught() -> None:
     assert rules.kwargs_offences(Module("octavo/a.py", "def f(a, **rest):\n    return g(a, **rest)"))
     assert rules.kwargs_offences(Module("octavo/a.py", "def f(values, **rest):\n    check(rest)\n    return g(**values)")) == []
+    named = "from typing import Unpack\ndef f(a, **rest: Unpack[Names]):\n    return g(a, **rest)"
+    assert rules.kwargs_offences(Module("octavo/a.py", named)) == []
+    assert rules.kwargs_offences(Module("octavo/a.py", named.replace("Unpack[Names]", "Any")))
 
 
 @pytest.mark.parametrize("source", ["free_pages = 1", "class PageTable: ...", "def f(page): ...", "self.num_pages = 1", "def page_of(): 1"])
@@ -141,17 +161,37 @@ def test_decisions_short_of_a_line_or_out_of_order_are_caught() -> None:
     assert documents.decision_offences(good.replace("## 1", "## 2"))
 
 
+PROMISES = """# Status
+
+## HTTP
+
+- [x] `a|b` works,
+  and more [a-b]
+- [ ] Later
+"""
+
+LISTED = """- [x] `a|b` works, and more [a-b]
+  - `tests/a.py`: `test_a`, `TestMachine`
+- [ ] Later
+"""
+
+
+def test_tests_are_listed_below_the_promise_that_they_name() -> None:
+    above = "# promise: a-b\n@mark(\n    1,\n)\ndef test_a(): ...\ndef test_b(): ...\n# promise: a-b\nTestMachine = Machine.TestCase\n"
+    found = status.proofs({"tests/a.py": above + "# promise: a-b\n\ndef test_of_another(): ...\n"})
+    page = status.written(PROMISES, found)
+    assert page.endswith(LISTED) and status.written(page, found) == page and status.offences(page, found) == []
+    done, later = status.promises(page)
+    assert (done.section, done.text, done.done, done.id) == ("HTTP", "`a|b` works, and more", True, "a-b")
+    assert (later.text, later.done, later.id) == ("Later", False, None)
+
+
 @pytest.mark.parametrize(
-    "status", ["done", "planned", "done (soon)", "done (`tests/a.py`)", "done (`tests/b.py::test_a`)", "done (`tests/a.py::test_b`)"]
+    ("before", "after"), [(" [a-b]", ""), ("[a-b]", "[c]"), ("Later", "Later [d]"), ("- [ ] Later", "- [x] Again [a-b]"), ("[ ]", "[x]")]
 )
-def test_a_promise_done_without_its_test_is_caught(status: str) -> None:
-    sources = {"tests/a.py": "def test_a(): ...\nclass TestB:\n    def test_c(self): ...\nTestMachine = Machine.TestCase"}
-    table = "## HTTP\n\n| promise | status |\n|---|---|\n| `a\\|b` works | {} |\n"
-    assert documents.promises(table.format(status)) == {"HTTP": [("`a\\|b` works", status)]}
-    assert documents.status_offences(table.format(status), sources.get)
-    good = "done (`tests/a.py::test_a`, `tests/a.py::TestMachine`)"
-    assert documents.status_offences(table.format(good), sources.get) == []
-    assert documents.status_offences(table.format("not yet"), sources.get) == []
+def test_a_promise_and_its_tests_that_do_not_fit_together_are_caught(before: str, after: str) -> None:
+    found = {"a-b": ["tests/a.py::test_a"]}
+    assert status.offences(PROMISES, found) == [] and status.offences(PROMISES.replace(before, after), found)
 
 
 @pytest.mark.parametrize("tests", ["soon", "`tests/a.py`", "`tests/b.py::test_a`", "`tests/a.py::test_b`", "`tests/a.py::test_a` and more"])

@@ -37,6 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_model(tmp_path_factory.mktemp("tiny") / "model", "Qwen3ForCausalLM", seed=5))
 
 
+# promise: attention-backend-flashinfer
 @pytest.mark.parametrize("spec", [SPEC, replace(SPEC, window=5), replace(SPEC, soft_cap=0.4)], ids=["plain", "window", "cap"])
 @pytest.mark.parametrize("size", [1, 16])
 def test_rows_of_every_kind_are_handed_over(size: int, spec: AttentionSpec, backend: type[AttentionBackend]) -> None:
@@ -45,6 +46,7 @@ def test_rows_of_every_kind_are_handed_over(size: int, spec: AttentionSpec, back
     assert all(map(torch.equal, theirs, ours))
 
 
+# promise: attention-backend-flashinfer
 @pytest.mark.parametrize("layout", ["nhd", "hnd"])
 def test_an_engine_says_what_it_says_with_our_kernels(
     folder: str, layout: str, backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch
@@ -65,6 +67,7 @@ def test_an_engine_says_what_it_says_with_our_kernels(
     assert told[0] == told[1]
 
 
+# promise: attention-backend-flashinfer
 def test_what_it_cannot_do_is_refused_with_the_knob(folder: str, backend: type[AttentionBackend]) -> None:
     refusals: dict[str, dict[str, Any]] = {
         r"flashinfer cannot be captured in CUDA graphs: set enforce_eager=True \(--enforce-eager\)": {"enforce_eager": False},
@@ -80,6 +83,7 @@ def test_what_it_cannot_do_is_refused_with_the_knob(folder: str, backend: type[A
         verify(EngineConfig(model=folder, dtype="bfloat16", **ASKED), source, load_model_config(source), 1, 10)
 
 
+# promise: attention-backend-flashinfer
 def test_where_it_is_not_installed_that_is_said_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     monkeypatch.delitem(sys.modules, MODULE, raising=False)

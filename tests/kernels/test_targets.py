@@ -11,6 +11,7 @@ AMPERE_AND_ADA, HOPPER, B200, GB10 = (80, 86, 87, 89), 90, 100, 121
 KINDS = [(dtype, dim, plain) for dtype in (torch.bfloat16, torch.float32) for dim in (64, 80, 128, 256) for plain in (True, False)]
 
 
+# promise: kernels-gpus-compute
 def test_what_only_later_gpus_have_is_not_chosen_below_them() -> None:
     for arch in AMPERE_AND_ADA:
         assert not (has_copy_engine(arch) or has_pdl(arch) or has_divided_prefill(arch) or is_roomy(arch))
@@ -22,6 +23,7 @@ def test_what_only_later_gpus_have_is_not_chosen_below_them() -> None:
     assert is_roomy(B200) and not is_roomy(GB10)
 
 
+# promise: kernels-gpus-compute
 @pytest.mark.parametrize(
     ("dim", "plain", "tiles"),
     [

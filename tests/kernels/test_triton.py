@@ -21,6 +21,7 @@ def python(*arguments: str, **environment: str) -> str:
     return run.stdout
 
 
+# promise: kv-cache-layout, logprobs-mode-gpu, gpu-computes-device, quantised-weights-stay
 def test_kernels_agree_with_their_twins_in_the_interpreter() -> None:
     said = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton", TRITON_INTERPRET="1")
     assert " passed" in said
@@ -89,6 +90,7 @@ def compiled(cache: Path, *wanted: str) -> list[list[str]]:
     return [line.split()[:3] for line in said.splitlines()]
 
 
+# promise: kernels-gpus-compute
 def test_kernels_compile_without_spilling(tmp_path: Path) -> None:
     """All of them for Hopper; for an older kind the largest, since what fits there and how products are made differs.
 
@@ -107,6 +109,7 @@ def test_kernels_compile_without_spilling(tmp_path: Path) -> None:
     assert units == hopper | older
 
 
+# promise: kernels-gpus-compute
 @pytest.mark.soak
 @pytest.mark.parametrize("capability", ["80", "86", "87", "89", "90", "100", "121"])
 def test_all_kernels_compile_without_spilling(capability: str, tmp_path: Path) -> None:

@@ -242,6 +242,7 @@ def test_damaged_safetensors_is_refused_by_name(tmp_path: Path, content: bytes) 
     assert "\n" not in str(caught.value)
 
 
+# promise: path-found-nearest
 def test_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"has no model\.safetensors"):
         SafetensorsCheckpoint(tmp_path)

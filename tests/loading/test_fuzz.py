@@ -26,6 +26,7 @@ def run_batch(first: int, last: int) -> dict[str, int]:
     return dict(result["outcomes"])
 
 
+# promise: damaged-hostile-model
 def test_mutants_open_or_end_in_an_error_of_ours() -> None:
     outcomes = run_batch(0, MUTANTS)
     assert sum(outcomes.values()) == MUTANTS

@@ -78,6 +78,7 @@ def assert_refused(outcome: Outcome, case: Case) -> None:
     assert outcome.seconds < MAX_SECONDS and outcome.peak_mb < MAX_MB
 
 
+# promise: damaged-hostile-model
 @pytest.mark.parametrize("name", CASES)
 def test_hostile_file_is_refused_in_one_line(out: Path, doors: Doors, name: str) -> None:
     case = CASES[name]
@@ -124,6 +125,7 @@ def alone(out: Path) -> Callable[[int], Ended]:
     return run
 
 
+# promise: damaged-hostile-model
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_process_of_its_own_ends_with_code_1_and_one_line(alone: Callable[[int], Ended], group: int) -> None:
     ended = alone(group)

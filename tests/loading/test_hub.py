@@ -67,6 +67,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 # -- what comes
 
 
+# promise: model-owner-name, downloads-take-only
 def test_only_what_makes_up_the_model_is_downloaded_and_once(server: FakeHub, hub: Hub) -> None:
     shards = {f"model-0000{i}-of-00002.safetensors": save({f"w{i}": torch.full((4,), float(i))}) for i in (1, 2)}
     index = {"weight_map": {f"w{i}": f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}}
@@ -84,6 +85,7 @@ def test_only_what_makes_up_the_model_is_downloaded_and_once(server: FakeHub, hu
     assert [request.path for request in server.requests] == ["/api/models/octo/tiny"]
 
 
+# promise: model-owner-name-q4
 def test_a_gguf_file_comes_alone_and_a_revision_is_its_own(server: FakeHub, hub: Hub) -> None:
     server.repos["octo/tiny"].files = {"config.json": CONFIG, "t-Q8_0.gguf": b"eight", "t-Q4_0.gguf": b"four"}
     assert fetch_model(replace(NAME, quant="q4_0"), hub=hub).read_bytes() == b"four"
@@ -101,6 +103,7 @@ def test_without_weights_the_rest_of_a_folder_comes(server: FakeHub, hub: Hub) -
         assert contents(fetch_model(NAME, weights=False, hub=hub)) == wanted
 
 
+# promise: environment-hf-home
 def test_the_token_stays_with_the_hub_where_bytes_come_from_elsewhere(server: FakeHub, hub: Hub) -> None:
     with FakeHub(server.repos) as storage:
         server.elsewhere = storage.url
@@ -123,6 +126,7 @@ def test_a_cache_that_cannot_be_written_serves_what_it_has(server: FakeHub, hub:
 # -- trouble on the way
 
 
+# promise: downloads-use-hf
 def test_a_broken_connection_is_taken_up_where_it_broke(server: FakeHub, hub: Hub) -> None:
     server.cuts["model.safetensors"] = [100_000, 0, 400_000, 1]
     assert (fetch_model(NAME, hub=hub) / "model.safetensors").read_bytes() == WEIGHTS
@@ -168,6 +172,7 @@ def start(hub: Hub, name: str = "octo/tiny") -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", SCRIPT, name], env={**os.environ, **home}, text=True, cwd=ROOT, **pipes)  # type: ignore[call-overload, no-any-return]
 
 
+# promise: downloads-use-hf
 def test_a_killed_download_goes_on_in_the_next_process(server: FakeHub, hub: Hub) -> None:
     server.pause["model.safetensors"] = 0.05
     parts = hub.cache.parent / "home" / "hub" / "models--octo--tiny" / "blobs"
@@ -261,6 +266,7 @@ def refusal(name: HubName, hub: Hub) -> str:
     return message
 
 
+# promise: hub-gated-found
 def test_what_the_hub_does_not_give_is_told_with_what_helps(server: FakeHub, hub: Hub) -> None:
     assert "octo/tinny: not a folder on this machine, and not found on the hub at http" in refusal(HubName("octo/tinny"), hub)
     assert "; did you mean octo/tiny? (if it is private: `hf auth login`, or set HF_TOKEN)" in refusal(HubName("octo/tinny"), hub)
@@ -275,6 +281,7 @@ def test_what_the_hub_does_not_give_is_told_with_what_helps(server: FakeHub, hub
     assert "not found on the hub" in refusal(NAME, hub)
 
 
+# promise: hub-gated-found
 @pytest.mark.parametrize(
     ("status", "reason"),
     [
@@ -292,6 +299,7 @@ def test_a_refusing_hub_is_quoted_by_its_number(status: int, reason: str, server
         fetch_model(NAME, hub=hub)
 
 
+# promise: hub-gated-found
 def test_silence_and_absence_of_the_hub_are_told_apart(server: FakeHub, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in ("/api/models/octo/tiny", f"/octo/tiny/resolve/{'c' * 40}/config.json"):
         server.wait = (path, 0.5)
@@ -323,6 +331,7 @@ def test_a_damaged_file_is_thrown_away_and_comes_right_the_next_time(server: Fak
     assert contents(fetch_model(NAME, hub=hub)) == FOLDER
 
 
+# promise: downloads-use-hf
 def test_a_disk_that_is_too_small_is_told_before_anything_comes(server: FakeHub, hub: Hub) -> None:
     server.repos["octo/tiny"].said_sizes["model.safetensors"] = 9 * 10**18
     message = refusal(NAME, hub)
@@ -357,6 +366,7 @@ def test_an_answer_from_something_else_than_a_hub_is_told(server: FakeHub, hub: 
 # -- where names are taken
 
 
+# promise: among-these-order, revision
 def test_what_is_here_comes_before_the_hub_and_has_no_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "octo" / "tiny").mkdir(parents=True)

@@ -46,6 +46,7 @@ def test_every_gguf_of_every_revision_has_a_name_to_type_and_what_cannot_be_open
     assert cached_repositories(tmp_path / "absent") == []
 
 
+# promise: octavo-pull-model
 def test_one_gguf_goes_in_every_revision_and_what_others_need_stays(tmp_path: Path) -> None:
     folder, outside = tmp_path / "models--o--n", tmp_path / "outside"
     outside.write_bytes(b"not ours")

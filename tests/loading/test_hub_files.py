@@ -8,6 +8,7 @@ from octavo.loading.hub_files import HubName, at_revision, choose_gguf, choose_t
 REPO = HubName("o/n")
 
 
+# promise: among-these-order
 @pytest.mark.parametrize(
     ("text", "name"),
     [
@@ -46,6 +47,7 @@ SPLIT = ["m-F16-00001-of-00002.gguf", "m-F16-00002-of-00002.gguf"]
 GGUFS = ["README.md", "m-Q4_K_M.gguf", "m.Q8_0.gguf", "m-UD-Q4_K_XL.gguf", "mmproj-F16.gguf", *SPLIT]
 
 
+# promise: model-owner-name-q4
 def test_a_gguf_file_is_chosen_by_its_kind_or_its_name() -> None:
     for quant, file in (("q4_k_m", "m-Q4_K_M.gguf"), ("Q8_0", "m.Q8_0.gguf"), ("UD-Q4_K_XL", "m-UD-Q4_K_XL.gguf"), ("m.Q8_0.gguf",) * 2):
         assert choose_gguf(HubName("o/n", quant=quant), GGUFS) == file
@@ -59,6 +61,7 @@ def test_without_a_kind_it_is_safetensors_or_the_only_gguf_file() -> None:
     assert choose_gguf(REPO, ["config.json", "mmproj-m-F16.gguf", "m.gguf", "pytorch_model.bin"]) == "m.gguf"
 
 
+# promise: model-owner-name-q4
 @pytest.mark.parametrize(
     ("quant", "files", "reason"),
     [
@@ -79,6 +82,7 @@ def test_what_cannot_be_chosen_says_what_can(quant: str | None, files: list[str]
         choose_gguf(HubName("o/n", quant=quant), files)
 
 
+# promise: downloads-take-only
 def test_a_folder_is_what_its_index_names_and_nothing_that_could_run() -> None:
     texts = ["chat_template.jinja", "config.json", "merges.txt", "model.safetensors.index.json", "tokenizer.json", "tokenizer.model"]
     weights = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]

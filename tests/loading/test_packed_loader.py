@@ -90,6 +90,7 @@ def assert_same(path: Path, quantization: str, dtype: torch.dtype, floats: set[s
     return model
 
 
+# promise: quantised-weights-stay
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_folder_of_codes_runs_unexpanded_and_says_what_its_floats_say(tmp_path: Path, name: str) -> None:
     kind = FOLDERS[name]

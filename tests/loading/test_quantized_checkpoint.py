@@ -26,6 +26,7 @@ KINDS = [Kind(), Kind("gptq", 8, 64, act_order=True, architecture="Qwen2ForCausa
 QUERY = "model.layers.0.self_attn.q_proj"
 
 
+# promise: model-folder-quantised
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_module_is_one_weight_in_codes_and_in_floats(tmp_path: Path, kind: Kind, sharded: bool) -> None:
@@ -96,6 +97,7 @@ def spoiled(draw: st.DrawFn) -> tuple[str, str, str, Shapes]:
     return method, module, part, tensors
 
 
+# promise: model-folder-quantised
 @given(spoiled())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 def test_a_spoiled_tensor_is_refused_by_the_name_of_its_module_before_anything_is_read(

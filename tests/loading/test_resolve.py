@@ -36,6 +36,7 @@ def write_folder(folder: Path, config: Any = CONFIG, generation: Any = None) -> 
 # -- finding it
 
 
+# promise: model-nothing-default, among-these-order
 def test_no_model_means_the_default_one() -> None:
     source = resolve_model(None)
     assert (source.kind, source.name, source.path.suffix) == ("gguf", "SmolLM2-135M-Instruct", ".gguf")
@@ -46,6 +47,7 @@ def test_no_model_means_the_default_one() -> None:
     assert len(open_checkpoint(source).names()) == 272
 
 
+# promise: octavo-run-octavo
 def test_the_default_model_has_a_name_and_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert resolve_model("smollm2-135m-instruct").path == resolve_model("SmolLM2-135M-Instruct").path == resolve_model(None).path
@@ -64,6 +66,7 @@ def test_default_model_that_is_not_installed_names_the_command(monkeypatch: pyte
             resolve_model(None)
 
 
+# promise: model-existing-folder, model-existing-gguf
 def test_folder_and_file_are_found_and_named(tmp_path: Path) -> None:
     folder = resolve_model(write_folder(tmp_path / "Qwen3-0.6B"))
     assert (folder.kind, folder.name) == ("folder", "Qwen3-0.6B")
@@ -73,6 +76,7 @@ def test_folder_and_file_are_found_and_named(tmp_path: Path) -> None:
         assert (found.kind, found.name) == ("gguf", name)
 
 
+# promise: path-found-nearest
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
@@ -163,6 +167,7 @@ def gguf_config(**changes: Any) -> ModelConfig:
     return read_config(config_dict(metadata, TENSORS, "m.gguf"), "m.gguf")
 
 
+# promise: end-ids-gguf
 def test_metadata_becomes_a_config() -> None:
     config = gguf_config(
         llama__rope__scaling__type="yarn", llama__rope__scaling__factor=4.0, llama__rope__scaling__original_context_length=128,

@@ -82,6 +82,7 @@ def test_what_the_twins_give_passes_on_every_level(driver: Path, tmp_path: Path)
     assert {line.split(": ")[0] for line in lines[1:-1]} == set(levels_here())
 
 
+# promise: linux-aarch64-native
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_result_that_is_off_fails_and_is_named(kernel: str, driver: Path, tmp_path: Path) -> None:
     case = CASES[kernel]
@@ -137,6 +138,7 @@ def test_tools_that_are_missing_are_told_in_one_line_with_their_packages(tmp_pat
     assert " is missing: apt-get install qemu-user g++-" in line
 
 
+# promise: linux-aarch64-native
 @pytest.mark.parametrize(
     "name, head, wrong",
     [

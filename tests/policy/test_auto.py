@@ -15,6 +15,7 @@ from octavo.worker.machine import resolve_dtype
 Place = Literal["cpu", "cuda"]
 
 
+# promise: max-num-seqs, max-num-batched
 @pytest.mark.parametrize(("device", "expected"), [("cpu", (256, 2048, 1)), ("cuda", (512, 8192, 2))])
 def test_defaults_are_those_of_the_device(device: Place, expected: tuple[int, int, int]) -> None:
     config = resolved(EngineConfig(), device)

@@ -10,6 +10,7 @@ from tests.support.fake import VOCAB, FakeEngine, sampling
 MAX = 32
 
 
+# promise: context-length-exceeded
 @pytest.mark.parametrize(
     ("length", "count", "served"),
     [
@@ -47,6 +48,7 @@ def test_without_max_tokens_a_request_runs_to_the_end_of_the_context() -> None:
     assert len(engine.tokens["r", 0]) == 5
 
 
+# promise: advice-beyond-models
 @pytest.mark.parametrize(("own", "advised"), [(MAX, False), (MAX + 1, True)])
 def test_a_longer_context_is_advised_where_the_model_has_one(own: int, advised: bool) -> None:
     limits = Limits(8, 64, MAX, 100, 64, 4, model_max_len=own)

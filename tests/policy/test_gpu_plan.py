@@ -43,6 +43,7 @@ def plan(total: int = H200, others: int = 0, model: ModelNeeds | None = None, un
     return plan_memory(model or needs(), config, Memory.of_gpu(total, total - others, config.gpu_memory_utilization, unified))
 
 
+# promise: gpu-memory-utilization, llm-gpu-memory
 def test_the_pool_takes_what_the_share_leaves_to_the_last_block() -> None:
     for share, others in ((0.9, 0), (0.5, 0), (0.9, 30 * GIB), (1.0, 0)):
         made = plan(others=others, gpu_memory_utilization=share)
@@ -60,6 +61,7 @@ def test_steps_that_compute_for_longer_than_they_take_to_launch_are_not_padded()
     assert captured_tokens(SMALL) == 8192 and 1024 < captured_tokens(large) < 1280
 
 
+# promise: llm-gpu-memory
 def test_graphs_are_counted_and_eager_steps_have_none() -> None:
     """As measured on an H200: 462 MiB."""
     captured, eager = plan(), plan(enforce_eager=True)
@@ -111,6 +113,7 @@ def test_a_step_is_as_large_as_its_layers_or_its_logits() -> None:
     assert gpu_step_bytes(SMALL, 4, StepLoad(8192, 1, 1, 0)) > 1.9 * layers
 
 
+# promise: enough-memory-one
 @given(
     total=st.integers(GIB, 12 * GIB),
     others=st.integers(0, 4 * GIB),
@@ -153,6 +156,7 @@ def test_what_is_planned_fits_and_what_is_advised_works(
     assert plan_memory(model, replace(turned, max_model_len=longest), made.memory).refusal is None
 
 
+# promise: memory-gpu-cpu
 @given(
     total=st.integers(4 * GIB, 128 * GIB),
     others=st.integers(0, 64 * GIB),
@@ -175,6 +179,7 @@ def test_on_unified_memory_both_processors_parts_come_out_of_what_is_there_once(
         assert apart.refusal is None and apart.geometry.num_blocks >= made.geometry.num_blocks
 
 
+# promise: memory-gpu-cpu
 def test_an_orin_of_64_gb_with_a_desktop_on_it() -> None:
     """By hand: 61.2 GiB in all, 8 of them held, nine tenths may be in use: 47.08 GiB, to the last block."""
     board = int(61.2 * GIB)

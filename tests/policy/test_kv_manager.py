@@ -156,6 +156,7 @@ def test_tables_read_back_their_own_tokens_under_any_calls_for_long() -> None:
     run_state_machine_as_test(KVMachine, settings=machine_settings(500, 100, SOAK))
 
 
+# promise: another-tenants-salt
 def test_digests_depend_on_key_identity_salt_parent_and_tokens() -> None:
     def digests(key: bytes, identity: bytes, salt: str, tokens: list[int]) -> list[bytes]:
         kv = KVManager(BlockPool(2), 2, True, key, identity)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.cli.args import size
+from octavo.cli.config_file import size
 from octavo.config import EngineConfig, ResolvedConfig
 from octavo.errors import ConfigError
 from octavo.models.registry import describe, read_config
@@ -42,6 +42,7 @@ def refused(model: ModelNeeds, config: ResolvedConfig, memory: Memory) -> str:
     return refusal
 
 
+# promise: cpu-pool-quarter
 def test_default_pool_is_a_quarter_of_memory_up_to_four_gib() -> None:
     assert [default_pool_bytes(gib * GIB) for gib in (1, 8, 16, 64)] == [GIB // 4, 2 * GIB, 4 * GIB, 4 * GIB]
     for gib, pool in ((1, GIB // 4), (8, 2 * GIB), (64, 4 * GIB)):
@@ -49,6 +50,7 @@ def test_default_pool_is_a_quarter_of_memory_up_to_four_gib() -> None:
         assert (plan.refusal, plan.geometry.num_blocks) == (None, pool // (16 * PER_TOKEN))
 
 
+# promise: kv-cache-memory
 def test_geometry_fills_the_pool_and_caps_the_length_at_the_models_own() -> None:
     config = settings(kv_cache_memory_bytes=100 * 16 * PER_TOKEN + 17)
     geometry = plan_memory(needs(), config, MUCH).geometry
@@ -59,6 +61,7 @@ def test_geometry_fills_the_pool_and_caps_the_length_at_the_models_own() -> None
     assert plan_memory(toy, settings(), MUCH).geometry.num_blocks == MOST_BLOCKS  # four GiB would be 67 million
 
 
+# promise: explicit-max-model, out-memory-messages
 @given(blocks=st.integers(2, 400), block=st.sampled_from([1, 2, 16, 256]), spare=st.integers(0, 1000), more=st.integers(1, 5000))
 def test_the_suggested_length_is_accepted_and_one_more_is_refused(blocks: int, block: int, spare: int, more: int) -> None:
     pool = blocks * block * PER_TOKEN + spare % (block * PER_TOKEN)
@@ -77,6 +80,7 @@ def test_the_suggested_length_is_accepted_and_one_more_is_refused(blocks: int, b
     assert plan(wanted, enough).refusal is None
 
 
+# promise: out-memory-messages
 def test_a_pool_below_two_blocks_is_refused_with_a_size_that_works() -> None:
     with pytest.raises(ConfigError, match=r"has room for 1 blocks of 16 tokens.*lower --block-size") as refusal:
         plan_memory(needs(100), settings(kv_cache_memory_bytes=2 * 16 * PER_TOKEN - 1), MUCH)
@@ -89,12 +93,14 @@ def test_a_length_above_the_models_own_is_refused() -> None:
         plan_memory(needs(512), settings(kv_cache_memory_bytes=GIB, max_model_len=513), MUCH)
 
 
+# promise: num-gpu-blocks, explicit-max-model
 def test_an_exact_number_of_blocks_wins_over_memory_and_leaves_long_requests_to_the_door() -> None:
     plan = plan_memory(needs(512), settings(num_gpu_blocks_override=5, max_model_len=400), MUCH)
     assert (plan.refusal, plan.geometry.num_blocks, plan.geometry.max_model_len) == (None, 5, 400)
     assert plan_memory(needs(512), settings(num_gpu_blocks_override=5), MUCH).geometry.max_model_len == 65
 
 
+# promise: enough-memory-one, out-memory-messages-point
 @pytest.mark.parametrize("setting", [{"kv_cache_memory_bytes": 2**40}, {"num_gpu_blocks_override": 2**30}])
 def test_a_pool_larger_than_memory_is_refused_with_the_numbers(setting: dict[str, int]) -> None:
     message = refused(needs(weights=GIB), settings(**setting), Memory(8 * GIB, others=GIB))
@@ -119,6 +125,7 @@ def follow(config: ResolvedConfig, message: str) -> tuple[ResolvedConfig, Resolv
     return replace(base, **value), replace(base, **more) if rows_or_tokens else None, longest
 
 
+# promise: out-memory-messages-point
 @given(
     weights=st.integers(0, 600 * MIB),
     memory=st.integers(100 * MIB, 900 * MIB),

@@ -15,6 +15,7 @@ def _served(engine: FakeEngine, name: str, prompt: list[int], salt: str = "", co
     return request.life
 
 
+# promise: why-prefix-missed, another-tenants-salt
 def test_every_hit_says_why_it_ends_where_it_ends() -> None:
     engine = FakeEngine(block_size=4, num_blocks=12)
     found = {

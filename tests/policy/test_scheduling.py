@@ -205,6 +205,7 @@ def test_requests_with_many_samples_get_their_rows_although_single_ones_keep_com
     engine.assert_exact()
 
 
+# promise: scheduling-policy-fcfs
 @DEPTHS
 def test_priority_orders_admission_and_preemption_takes_the_last(depth: int) -> None:
     engine = FakeEngine(rows=1, by_priority=True, depth=depth)
@@ -254,6 +255,7 @@ def test_a_step_that_preempts_admits_nobody() -> None:
     engine.assert_exact()
 
 
+# promise: life-record-per
 def test_a_life_record_tells_what_happened_and_when() -> None:
     engine = FakeEngine(block_size=4, rows=1, budget=8)
     engine.add("before", _prompt(10, 1), sampling(3))

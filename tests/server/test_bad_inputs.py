@@ -73,6 +73,8 @@ def servers(model: str) -> Iterator[Callable[[Place], Watched]]:
         assert place == "faulty" or "Traceback" not in watched.process.stderr, watched.process.stderr[-3000:]
 
 
+# promise: api-key, enable-log-requests, queue-timeout, admin-key, allowed-hosts, allowed-origins, max-body-bytes, errors-always-error
+# promise: overload-429-503, x-request-id, admin-key-opens, open-without-key, docs-redoc-off, what-cannot-honoured
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_a_bad_input_gets_its_answer_and_leaves_no_trace(servers: Callable[[Place], Watched], row: Row) -> None:
     server = servers(row.place)

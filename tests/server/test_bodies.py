@@ -64,6 +64,7 @@ def test_what_is_no_object_is_told_with_its_place(server: ServerProcess, body: b
     assert len(reply.body) < 300
 
 
+# promise: what-built-does-exist, known-parameter-supported
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -143,6 +144,7 @@ def test_of_equal_keys_the_last_is_checked_and_counts(server: ServerProcess) -> 
     assert reply.status == 400 and reply.error["param"] == "tokens[0]"
 
 
+# promise: unknown-extra-field, user-metadata-store
 def test_what_nobody_knows_is_ignored_and_warned_about_once(server: ServerProcess) -> None:
     for _ in range(3):
         body = {"prompt": "Once", "foo\nbar": 1, "user": "me", "metadata": {}, "store": True, "service_tier": "auto", "functions": None}
@@ -153,6 +155,7 @@ def test_what_nobody_knows_is_ignored_and_warned_about_once(server: ServerProces
     assert 200 < server.stderr.count("of a request is unknown and ignored") < 260  # names are not kept without end
 
 
+# promise: tokenize-detokenize-tokenizer
 @settings(max_examples=60, deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
 def test_any_text_has_the_tokens_its_tokenizer_gives_it(server: ServerProcess, text: str) -> None:
@@ -163,6 +166,7 @@ def test_any_text_has_the_tokens_its_tokenizer_gives_it(server: ServerProcess, t
     assert back == {"prompt": TOKENIZER.decode(tokens, skip_special_tokens=False)}
 
 
+# promise: tokenize-detokenize-tokenizer
 def test_tokens_of_a_prompt_and_of_a_conversation(server: ServerProcess) -> None:
     def tokens(body: dict[str, object]) -> list[int]:
         ids: list[int] = server.ask("POST", "/tokenize", {"model": "org/name", **body}).json["tokens"]
@@ -186,6 +190,7 @@ def test_what_is_too_long_to_be_tokenised_at_once_is_refused_by_its_length(serve
     assert server.ask("POST", "/tokenize", {"prompt": "a" * 9000}).json["tokens"] == TOKENIZER.encode("a" * 9000)
 
 
+# promise: served-model-name, v1-models, health, version, open-webui-works, guidellm-works-health
 def test_models_health_and_version(server: ServerProcess) -> None:
     assert server.ask("GET", "/health").json == {"status": "ready"}
     assert server.ask("GET", "/version").json == {"version": __version__}

@@ -13,6 +13,7 @@ from tests.server.conftest import Served
 HELLO: list[Any] = [{"role": "user", "content": "Once upon a time"}]
 
 
+# promise: v1-chat-completions, usage-always-carries-completion, chat-max-tokens, max-completion-tokens
 def test_an_answer_is_the_offline_answer(served: Served) -> None:
     wanted = served.offline.chat(HELLO, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)[0]
     answer = served.client.chat.completions.create(model="stories", messages=HELLO, temperature=0, max_completion_tokens=20, n=2)
@@ -27,6 +28,7 @@ def test_an_answer_is_the_offline_answer(served: Served) -> None:
     assert rest["usage"]["total_tokens"] == 256 and rest["choices"][0]["finish_reason"] == "length", "the rest of the context"
 
 
+# promise: v1-chat-completions, extra-body-chat
 def test_messages_of_text_parts_and_templates_with_options(served: Served) -> None:
     parts: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "Once upon"}, {"type": "text", "text": " a time"}]}]
     create = served.client.chat.completions.create
@@ -38,6 +40,7 @@ def test_messages_of_text_parts_and_templates_with_options(served: Served) -> No
     assert served.llm.asked[-1].prompt == "<s>Once upon a time, there was a"
 
 
+# promise: chat-logprobs-content
 def test_logprobs_of_chat(served: Served) -> None:
     for most in (0, 3):
         answer = served.client.chat.completions.create(
@@ -54,6 +57,7 @@ def test_logprobs_of_chat(served: Served) -> None:
             assert same == [entry.logprob] or (not same and all(top.logprob >= entry.logprob for top in tops))
 
 
+# promise: body-extra-timeout, sse-error-before, openai-python-works
 @pytest.mark.parametrize(
     ("trouble", "kind", "status", "code"),
     [
@@ -74,6 +78,7 @@ def test_errors_before_the_first_token_are_statuses(
     assert ("retry-after" in caught.value.response.headers) == (status in (429, 503))
 
 
+# promise: body-extra-timeout
 def test_errors_of_requests_by_class(served: Served) -> None:
     client = served.client
     with pytest.raises(openai.BadRequestError) as bad:

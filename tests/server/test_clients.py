@@ -13,6 +13,7 @@ PROMPT = "Once upon a time"
 MESSAGES = [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
 
 
+# promise: vllm-bench-serve
 @pytest.mark.parametrize("bias", [{}, {2: 100}], ids=["words", "ends"])  # 2: the end of a text, which does not end this one
 @pytest.mark.parametrize(
     ("path", "asked"),
@@ -35,6 +36,7 @@ def test_vllm_bench_serve_counts_every_token(served: Served, path: str, asked: d
     assert [(usage["prompt_tokens"], usage["completion_tokens"]) for usage in counted] == [(len(ids), 12)]
 
 
+# promise: open-webui-works
 def test_open_webui_has_its_answer_streamed_and_tools_of_its_own_change_nothing(served: Served) -> None:
     """It offers tools with every question, to any model, and reads a stream until [DONE]."""
     clock = {"type": "function", "function": {"name": "clock", "parameters": {"properties": {}, "type": "object"}}}
@@ -46,6 +48,7 @@ def test_open_webui_has_its_answer_streamed_and_tools_of_its_own_change_nothing(
     assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"] and done == "data: [DONE]"
 
 
+# promise: lm-eval-local
 @pytest.mark.parametrize("stop", [[], ["\n"], [".", "</s>"]])
 def test_lm_eval_has_its_batches_answered_up_to_the_stop(served: Served, stop: list[str]) -> None:
     prompts = [served.llm.encoder.encode(prompt)[1] for prompt in (PROMPT, "Lily said")]
@@ -59,6 +62,7 @@ def test_lm_eval_has_its_batches_answered_up_to_the_stop(served: Served, stop: l
         assert said[index] == whole[: min(ends, default=len(whole))]
 
 
+# promise: tokenize-detokenize-tokenizer, lm-eval-local
 def test_lm_eval_finds_the_tokenizer_at_the_server(served: Served) -> None:
     """It asks for the end's text, and for the id of that."""
     told = httpx.get(f"{served.server.url}/tokenizer_info").json()

@@ -16,6 +16,7 @@ from tests.server.conftest import Served
 PROMPTS = ["Once upon a time", "The dog was", "Lily said"]
 
 
+# promise: v1-completions, extra-body-prompt
 def test_prompts_in_every_form_are_answered_in_order(served: Served) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=12)
     wanted = [output.outputs[0].text for output in served.offline.generate(PROMPTS, greedy, use_tqdm=False)]
@@ -35,6 +36,7 @@ def test_prompts_in_every_form_are_answered_in_order(served: Served) -> None:
     assert several.usage.completion_tokens == 72 and several.usage.total_tokens == 72 + sum(map(len, ids))
 
 
+# promise: completions-logprobs-text, lm-eval-local
 def test_echo_with_logprobs_is_what_an_evaluation_reads(served: Served) -> None:
     """As lm-eval's local-completions asks: the logprobs of each prompt's own tokens, found by index."""
     ids = [served.llm.encoder.encode(prompt)[1] for prompt in PROMPTS]
@@ -65,6 +67,7 @@ def test_a_token_that_is_part_of_a_character_is_spelled_in_bytes(served: Served)
     assert answer.choices[0].text == "��" and json.loads(answer.to_json())["choices"][0]["stop_reason"] is None
 
 
+# promise: body-extra-include, usage-always-carries, extra-body-cache, cached-tokens-always-every
 def test_cached_tokens_and_timings_are_told(served: Served) -> None:
     body = {"prompt": "Once upon a time there was a little dog who", "max_tokens": 3, "include_timings": True, "temperature": 0}
 
@@ -84,6 +87,7 @@ def test_cached_tokens_and_timings_are_told(served: Served) -> None:
     assert "timings" not in served.server.post("/v1/completions", body | {"include_timings": False}).json()
 
 
+# promise: finish-reason-stop
 def test_a_stop_string_is_told(served: Served) -> None:
     answer = served.server.post("/v1/completions", {"prompt": PROMPTS[0], "temperature": 0, "max_tokens": 30, "stop": ["xyz", " little"]})
     choice = answer.json()["choices"][0]
@@ -106,6 +110,7 @@ def test_long_texts_are_encoded_in_a_thread(served: Served, monkeypatch: pytest.
     assert threads == [False, True, True, True, True]
 
 
+# promise: openai-python-works
 def test_async_client(served: Served) -> None:
     async def ask() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{served.server.url}/v1", api_key="none", max_retries=0) as client:

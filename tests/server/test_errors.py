@@ -15,6 +15,7 @@ from octavo.errors import (
 from octavo.server.errors import MOST_CHARS, ApiError, answer_for, error_response
 
 
+# promise: error-types-invalid, code-string-null
 @pytest.mark.parametrize(
     ("error", "status", "kind", "param", "code", "headers"),
     [

@@ -48,6 +48,7 @@ def test_a_head_may_be_long_within_its_limits(open_server: ServerProcess) -> Non
         assert reply.status == 200
 
 
+# promise: x-request-id
 @pytest.mark.parametrize(("given", "kept"), [("abc-1", True), ("~" * 128, True), ("a" * 129, False), ("a b", False), ("é", False)])
 def test_a_request_id_comes_back_if_it_is_short_and_printable(open_server: ServerProcess, given: str, kept: bool) -> None:
     for path in ("/health", "/nothing"):
@@ -76,6 +77,7 @@ def test_a_body_is_plain_json(open_server: ServerProcess, headers: dict[str, str
         refused(reply, status)
 
 
+# promise: allowed-origins
 def test_sites_that_were_named_and_our_own_may_ask(open_server: ServerProcess) -> None:
     wants = {"access_control_request_method": "POST", "access_control_request_headers": "authorization"}
     reply = open_server.ask("OPTIONS", "/v1/chat/completions", origin="https://good.example", **wants)
@@ -87,6 +89,7 @@ def test_sites_that_were_named_and_our_own_may_ask(open_server: ServerProcess) -
     assert open_server.ask("GET", "/v1/models", origin=f"http://{own}", host=own).status == 200
 
 
+# promise: api-key, admin-key, environment-octavo-api, api-key-may, admin-key-opens
 @pytest.mark.parametrize("key", [KEY, OTHER, "sk-environment", ADMIN_KEY])
 def test_each_key_opens(locked_server: ServerProcess, key: str) -> None:
     assert locked_server.ask("GET", "/v1/models", authorization=f"Bearer {key}").status == 200

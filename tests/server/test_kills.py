@@ -35,6 +35,7 @@ def until(server: ServerProcess, status: int, most: float) -> float:
     return time.monotonic() - start
 
 
+# promise: loading-draining-dead
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_that_dies_or_stops_ends_streams_with_an_error_and_is_started_again(endless: str, how: signal.Signals) -> None:
     with ServerProcess(WATCHED, endless, *FLAGS, env=SLOW) as server:
@@ -73,6 +74,7 @@ def test_every_api_process_hears_of_the_engines_death_in_time(endless: str) -> N
         until(server, 200, 10)
 
 
+# promise: max-restarts
 def test_an_engine_that_dies_again_and_again_ends_the_server_with_a_code(endless: str) -> None:
     env = {"OCTAVO_DEBUG": "runner=fake,exit.sigkill@5"}
     with ServerProcess(WATCHED, endless, *FLAGS, "--max-restarts", "1", env=env) as server:

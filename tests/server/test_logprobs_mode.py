@@ -45,6 +45,7 @@ def scaled(raw: RequestOutput) -> Iterator[tuple[float, list[float]]]:
         yield logprobs[token], list(logprobs.values())
 
 
+# promise: logprobs-raw-default
 def test_completions_tell_them_and_prompts_stay_raw(server: ServerProcess, served: Served) -> None:
     params = SamplingParams(**SAMPLING, logprobs=SHOWN, prompt_logprobs=SHOWN)
     (raw,) = served.offline.generate([STORY], params, use_tqdm=False)
@@ -58,6 +59,7 @@ def test_completions_tell_them_and_prompts_stay_raw(server: ServerProcess, serve
         assert sorted(tops.values(), reverse=True) == pytest.approx([*kept, *[CUT] * (SHOWN - KEPT)], abs=1e-3)
 
 
+# promise: logprobs-raw-default
 def test_chat_tells_them(server: ServerProcess, served: Served) -> None:
     messages: list[Any] = [{"role": "user", "content": STORY}]
     (raw,) = served.offline.chat([messages], SamplingParams(**SAMPLING, logprobs=SHOWN), use_tqdm=False)

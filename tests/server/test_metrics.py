@@ -62,6 +62,7 @@ def change(served: Served) -> Iterator[Samples]:
     changed |= {name: after[name] - before[name] for name in after if after[name] != before[name]}
 
 
+# promise: metrics, labels-model-name, counters-prefix-cache, histograms-time-first, histograms-request-queue, histograms-request-prompt
 def test_requests_are_counted_by_what_was_answered(served: Served) -> None:
     prompts, tokens = [[1, 40, 50, 60, 70], [1, 9, 8]], 6
     with change(served) as new:
@@ -96,6 +97,7 @@ ERRORS: list[tuple[Exception, int, str]] = [
 ]
 
 
+# promise: requests-fail-counted
 @pytest.mark.parametrize(("error", "status", "reason"), ERRORS, ids=lambda value: value if isinstance(value, str) else "")
 def test_what_fails_is_counted_by_its_reason(served: Served, error: Exception, status: int, reason: str) -> None:
     assert {each for _, _, each in ERRORS} == set(FAILURES)
@@ -107,6 +109,7 @@ def test_what_fails_is_counted_by_its_reason(served: Served, error: Exception, s
     assert "e2e_request_latency_seconds_count" not in new and "generation_tokens_total" not in new
 
 
+# promise: counters-prefix-cache
 def test_clients_that_leave_are_counted_with_what_they_got(served: Served) -> None:
     served.llm.pause = 0.01
     with change(served) as new:
@@ -129,6 +132,8 @@ def scraped(llm: StandInLLM, prefix: str = "octavo:") -> Samples:
     return samples_of(asyncio.run(scrape()), prefix)
 
 
+# promise: metrics-prefix, aiperf-works-metrics, prometheus-prefix-octavo, metrics-prefix-vllm, labels-model-name, gauges-num-requests
+# promise: grafana-dashboard-family
 def test_the_family_is_complete_under_any_prefix_and_the_dashboard_names_what_is_there() -> None:
     names = {sample.partition("{")[0] for sample in scraped(StandInLLM())}
     assert GAUGES | {f"{name}_total" for name in COUNTERS} <= names
@@ -143,6 +148,7 @@ def test_the_family_is_complete_under_any_prefix_and_the_dashboard_names_what_is
     assert {re.sub(r"_total$", "", name) for name in GAUGES | COUNTERS | HISTOGRAMS} <= shown | {"iteration_tokens"}
 
 
+# promise: metrics
 def test_an_engine_that_was_never_ready_has_metrics_too() -> None:
     for state in ("loading", "dead"):
         llm = StandInLLM(state=state)  # type: ignore[arg-type]
@@ -154,6 +160,7 @@ def test_an_engine_that_was_never_ready_has_metrics_too() -> None:
 OBSERVED = st.lists(st.tuples(st.integers(0, 2), st.one_of(st.sampled_from(SECONDS), st.floats(0, 3000)), st.integers(1, 4)), max_size=30)
 
 
+# promise: histograms-time-first, several-api-processes
 @settings(max_examples=30, deadline=None)
 @given(OBSERVED)
 def test_processes_together_tell_what_prometheus_own_histogram_would(observed: list[tuple[int, float, int]]) -> None:

@@ -19,6 +19,7 @@ def engine_of(pid: int) -> int:
     return found
 
 
+# promise: metrics, metrics-prefix-vllm, several-api-processes, log-lines-json
 def test_two_processes_tell_one_story_of_an_engine_and_its_successor(tmp_path: Path) -> None:
     with ServerProcess("octavo serve", *FLAGS, env={"OCTAVO_DEBUG": "runner=fake,forward.raise@26"}, cwd=tmp_path) as server:
         body = {"prompt": "Once", "max_tokens": 3, "ignore_eos": True}

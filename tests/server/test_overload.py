@@ -76,6 +76,7 @@ class Load:
         self.plain.append(time.monotonic() - start)
 
 
+# promise: max-queue, overload-429-503, retry-after
 def test_ten_times_too_much_is_refused_at_once_and_costs_nobody_else(
     endless: str, record_property: Callable[[str, object], None]
 ) -> None:
@@ -97,6 +98,7 @@ def test_ten_times_too_much_is_refused_at_once_and_costs_nobody_else(
         assert goodput >= 0.9 * capacity and median < 0.05 + plain and again >= 0.9 * capacity
 
 
+# promise: request-timeout
 def test_what_takes_longer_than_a_request_may_is_ended(endless: str) -> None:
     flags = ("--request-timeout", "0.5", "--num-gpu-blocks-override", "200")
     with ServerProcess(WATCHED, endless, *flags, env={"OCTAVO_DEBUG": f"runner=fake,forward.sleep={STEP_MS}"}) as server:

@@ -69,6 +69,7 @@ def test_totals_are_taken_up_to_their_limits_and_say_what_to_turn(served: Served
     assert served.server.post("/v1/chat/completions", body | {"stop": ["e"]}).status_code == 200, "what fits into the context counts"
 
 
+# promise: too-long-400, langchain-works-context, context-length-exceeded-over
 def test_what_is_too_long_says_so(served: Served) -> None:
     for body in ({"prompt": [1] * 255, "max_tokens": 2}, {"prompt": [1] * 300}, {"prompt": "b" * 5000}):
         answer = served.server.post("/v1/completions", body)
@@ -78,6 +79,7 @@ def test_what_is_too_long_says_so(served: Served) -> None:
     assert served.server.post("/v1/completions", {"prompt": [1] * 255, "max_tokens": 1}).status_code == 200
 
 
+# promise: model-may-absent
 def test_models_by_name(served: Served) -> None:
     short: dict[str, Any] = {"input": "a", "max_output_tokens": 1}
     for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT), ("/v1/responses", short)):
@@ -100,6 +102,7 @@ def test_what_others_send_is_taken(served: Served, caplog: pytest.LogCaptureFixt
     assert bodies.MOST_WARNINGS < 1000
 
 
+# promise: server-takes-unset, body-extra-priority, chat-max-tokens, extra-body-top, extra-body-min
 def test_parameters_reach_the_engine_and_those_left_open_are_the_models(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served.llm, "sampling_defaults", {"temperature": 0.5, "top_k": 7})
     given = {

@@ -18,6 +18,7 @@ FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Pr
 ONE, SEVERAL = {"api_key": ("k",)}, {"api_key": ("k", "l"), "admin_key": "a"}
 
 
+# promise: text-view-only
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.8.8.8"])
 def test_without_a_key_text_is_for_this_machine(host: str) -> None:
     config = ServerConfig(host=host)
@@ -27,6 +28,7 @@ def test_without_a_key_text_is_for_this_machine(host: str) -> None:
         assert not may_read_text(config, "nobody", "localhost", [b"host", name.lower().encode()]), name
 
 
+# promise: text-view-only
 def test_a_server_that_others_reach_shows_text_to_keys_alone() -> None:
     for host in ("0.0.0.0", "::", "192.0.2.7", "llm.example.org"):
         assert not may_read_text(ServerConfig(host=host), "nobody", "127.0.0.1", [])

@@ -24,6 +24,7 @@ def record_of(served: Served, answer_id: str) -> dict[str, Any]:
     return found
 
 
+# promise: life-records-v1
 @pytest.mark.parametrize(
     ("route", "body", "form"),
     [
@@ -54,6 +55,7 @@ def test_a_record_says_what_the_answer_says_and_when_it_happened(served: Served,
     assert not re.search("Once|upon|Then", json.dumps(record)), "no text"
 
 
+# promise: life-records-v1
 def test_a_stream_has_a_record_from_its_first_chunk_on_and_one_that_was_left_is_over(served: Served) -> None:
     served.llm.pause = 0.01
     body = {"prompt": "Once", "max_tokens": 200, "stream": True, "ignore_eos": True}
@@ -82,6 +84,7 @@ def test_an_id_that_is_not_known_is_told_in_the_form_of_errors(served: Served) -
         assert reply.status_code == 404 and set(reply.json()["error"]) == {"message", "type", "param", "code"}
 
 
+# promise: life-records-v1
 def test_the_oldest_are_forgotten_by_the_number_of_their_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "MOST_SAMPLES", 10)
     kept, sizes = Records(), [4, 4, 2, 1, 3, 20, 1]

@@ -11,6 +11,7 @@ from tests.server.conftest import Served
 HELLO = "Once upon a time"
 
 
+# promise: v1-responses, responses-stateless-store
 def test_whole_answers(served: Served) -> None:
     wanted = served.offline.chat([{"role": "user", "content": HELLO}], SamplingParams(temperature=0, max_tokens=12), False)[0]
     answer = served.client.responses.create(model="stories", input=HELLO, temperature=0, max_output_tokens=12, store=True)
@@ -34,6 +35,7 @@ def test_items_and_instructions_are_a_conversation(served: Served) -> None:
     assert served.llm.asked[-1].prompt == "<s>sys abcd"
 
 
+# promise: responses-stateless-store
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -64,6 +66,7 @@ def test_what_cannot_be_served_is_named(served: Served, body: dict[str, Any], pa
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
 
+# promise: v1-responses
 def test_events_tell_the_same_answer(served: Served) -> None:
     asked: dict[str, Any] = {"model": "stories", "input": HELLO, "temperature": 0, "max_output_tokens": 6, "instructions": "x"}
     whole = served.client.responses.create(**asked)

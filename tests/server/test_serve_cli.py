@@ -41,6 +41,7 @@ def gone(pids: set[int], seconds: float) -> bool:
     return False
 
 
+# promise: octavo-serve-model, ready-one-line, v1-models-says
 def test_it_serves_from_the_ready_line_to_the_exit_code(tmp_path: Path) -> None:
     with ServerProcess("octavo serve", env=NO_WEIGHTS, cwd=tmp_path) as server:
         assert server.model == "SmolLM2-135M-Instruct" and server.host == "127.0.0.1"
@@ -62,6 +63,7 @@ def started(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return octavo("serve", *words, cwd=cwd, env={**NO_WEIGHTS, "OCTAVO_LOG_LEVEL": "ERROR"})
 
 
+# promise: port-8000-host
 def test_a_port_that_is_not_to_be_had_ends_it_within_a_second() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -86,6 +88,7 @@ def _seconds(*words: str) -> float:
     return float(run.stdout)
 
 
+# promise: octavo-serve-model
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -112,6 +115,7 @@ def test_a_temporary_folder_that_takes_no_file_is_told_in_one_line(spoiled: str)
     assert run.returncode == 1 and re.fullmatch(said, run.stderr), run.stderr
 
 
+# promise: port-8000-host, host-0-0
 def test_it_listens_on_this_machine_alone_unless_told_otherwise(tmp_path: Path) -> None:
     parser = Parser(prog="octavo serve", allow_abbrev=False)
     add_arguments(parser)
@@ -126,6 +130,7 @@ def test_it_listens_on_this_machine_alone_unless_told_otherwise(tmp_path: Path) 
         assert json.loads(recording.read_bytes().splitlines()[0])["text"] is False
 
 
+# promise: api-processes
 def test_several_processes_answer_on_one_port_and_none_outlives_the_first() -> None:
     with ServerProcess("octavo serve", "--api-processes", "2", "--api-key", "sk-secret", env=NO_WEIGHTS) as server:
         deadline, pids = time.monotonic() + SECONDS, family(server.process.pid)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from octavo.cli.args import SERVER_SETTINGS, SETTINGS, Parser, add_server_flags, engine_config, server_configs
+from octavo.cli.args import Parser, add_server_flags, engine_config, server_configs
+from octavo.cli.config_file import SERVER_SETTINGS, SETTINGS
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.server_config import SECRETS, ServerConfig
@@ -88,6 +89,7 @@ def parsed(*words: str) -> Any:
     return parser.parse(words)
 
 
+# promise: flags-fields-serverconfig
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values], ids=repr)
 def test_a_setting_without_meaning_is_refused_by_name_and_no_key_is_shown(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{name} must be ") as caught:
@@ -100,6 +102,8 @@ def test_every_setting_is_tried_and_none_is_the_engines_too() -> None:
     assert set(WAYS) == set(BAD) == set(SERVER_SETTINGS) and not set(SERVER_SETTINGS) & set(SETTINGS)
 
 
+# promise: flags-fields-serverconfig, served-model-name, tool-call-parser, reasoning-parser, max-queue, queue-timeout, request-timeout
+# promise: max-restarts, metrics-prefix
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 @given(CHOSEN, CHOSEN, st.booleans())
 def test_a_flag_wins_over_the_file_and_the_file_over_the_default(
@@ -121,6 +125,7 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(
     assert rows["api_key"][0] == ("(set)" if server.api_key else "none") and rows["seed"] == ("5", f"file {file}")
 
 
+# promise: environment-octavo-api
 def test_a_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("OCTAVO_API_KEY", "sk-hidden")
     assert server_configs(parsed())[1].api_key == ("sk-hidden",)

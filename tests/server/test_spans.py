@@ -32,6 +32,7 @@ def exported(served: Served, monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExp
     return exporter
 
 
+# promise: opentelemetry-extra-otel
 def test_a_request_is_a_span_of_its_clients_trace_with_its_times(served: Served, exported: InMemorySpanExporter) -> None:
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
     before = time.time_ns()
@@ -61,6 +62,7 @@ def test_without_a_trace_it_begins_one_and_an_error_is_an_error(served: Served, 
     assert span.parent is None and span.status.status_code == StatusCode.ERROR and span.status.description == "overloaded"
 
 
+# promise: opentelemetry-extra-otel
 def test_spans_are_sent_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     got: list[tuple[str, bytes]] = []
 
@@ -87,6 +89,7 @@ def test_spans_are_sent_where_the_environment_says(monkeypatch: pytest.MonkeyPat
     assert path == "/v1/traces" and all(word in body for word in (b"llm_request", b"cmpl-7", b"a-model", b"my-octavo"))
 
 
+# promise: opentelemetry-extra-otel
 def test_nothing_is_imported_unless_an_endpoint_is_set() -> None:
     code = "import sys; from octavo.server.start import open_spans; open_spans('m'); print('opentelemetry.sdk' in sys.modules)"
     env = {name: value for name, value in environment({}).items() if not name.startswith("OTEL_")}

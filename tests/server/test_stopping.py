@@ -56,6 +56,7 @@ class Streams:
         return self.replies
 
 
+# promise: shutdown-timeout, loading-draining-dead
 def test_sigterm_lets_open_requests_end_and_takes_no_new_ones() -> None:
     with ServerProcess(STAND_IN) as server:
         streams = Streams(server, 20, 30)
@@ -71,6 +72,7 @@ def test_sigterm_lets_open_requests_end_and_takes_no_new_ones() -> None:
         assert "SIGTERM" in server.stderr and "Traceback" not in server.stderr
 
 
+# promise: shutdown-timeout
 def test_what_does_not_end_in_time_is_cut_off() -> None:
     with ServerProcess(STAND_IN, "--shutdown-timeout", "0.3") as server:
         streams = Streams(server, 2, 400)
@@ -91,6 +93,7 @@ def test_a_second_signal_stops_at_once() -> None:
         streams.ended()
 
 
+# promise: health, loading-draining-dead
 @pytest.mark.parametrize("state", ["loading", "draining", "dead"])
 def test_health_tells_what_is_not_ready(state: State) -> None:
     async def ask() -> httpx.Response:
@@ -121,6 +124,7 @@ def test_whatever_keeps_it_from_starting_ends_the_server_and_is_told(trouble: Ex
         assert str(failed.value) == "the server could not start: RuntimeError: a bug" and "Traceback" in caplog.text
 
 
+# promise: log-format-text
 def test_log_lines_are_objects_where_asked_for_and_a_dead_engine_ends_the_server_with_a_code() -> None:
     with ServerProcess(STAND_IN, "--log-format", "json", "--enable-log-requests") as server:
         server.ask("GET", "/fail")

@@ -56,6 +56,7 @@ PARAMS = st.fixed_dictionaries(
 )
 
 
+# promise: sse-data-json, sse-first-chat, sse-same-id, sse-stream-options
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(params=PARAMS, chat=st.booleans(), logprobs=st.sampled_from([None, 0, 2]), echo=st.booleans(), several=st.booleans())
 def test_a_stream_joined_is_the_whole_answer(
@@ -76,6 +77,8 @@ def test_a_stream_joined_is_the_whole_answer(
         assert last["usage"][count] == whole["usage"][count]
 
 
+# promise: body-extra-include, sse-stream-options, langchain-works-context, guidellm-works-health, aiperf-works-metrics
+# promise: cached-tokens-always-every
 def test_usage_and_timings_come_where_asked_for(served: Served) -> None:
     body = {"messages": HELLO, "max_tokens": 4, "temperature": 0}
     plain = chunks(served, "/v1/chat/completions", body)
@@ -88,6 +91,7 @@ def test_usage_and_timings_come_where_asked_for(served: Served) -> None:
     assert tokens == sorted(tokens) and 1 <= tokens[0] and tokens[-1] == 4
 
 
+# promise: openai-python-works
 def test_the_openai_client_streams(served: Served) -> None:
     with served.client.chat.completions.create(model="stories", messages=HELLO, max_tokens=9, temperature=0, stream=True) as stream:
         found = list(stream)
@@ -101,6 +105,7 @@ def test_the_openai_client_streams(served: Served) -> None:
     assert asyncio.run(ask()) == "".join(chunk.choices[0].delta.content or "" for chunk in found) != ""
 
 
+# promise: sse-error-before
 def test_an_error_after_the_first_token_is_an_event(served: Served) -> None:
     served.llm.trouble = (2, RuntimeError("at /secret/path"))
     answer = served.server.post("/v1/chat/completions", {"messages": HELLO, "stream": True})

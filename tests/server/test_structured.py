@@ -95,6 +95,7 @@ def room_to_write() -> Iterator[None]:
     sys.setrecursionlimit(limit)
 
 
+# promise: extra-body-structured
 @pytest.mark.usefixtures("room_to_write")
 @pytest.mark.parametrize("row", sorted({row for row, _ in BAD}))
 def test_a_form_that_cannot_be_had_is_refused_in_time_by_name(server: ServerProcess, row: int) -> None:
@@ -110,6 +111,7 @@ def test_a_form_that_cannot_be_had_is_refused_in_time_by_name(server: ServerProc
             assert too_deep or said.startswith(param), said
 
 
+# promise: response-format-text
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -134,6 +136,7 @@ def children(server: ServerProcess) -> list[int]:
     return [pid for pid, line in lines.items() if b"grammar_child" in line]
 
 
+# promise: extra-body-structured
 def test_a_form_that_takes_for_ever_costs_its_own_request_alone(server: ServerProcess) -> None:
     def choose(*words: str) -> int:
         return server.ask("POST", TEXT, {"prompt": "Once", "structured_outputs": {"choice": words}}).status
@@ -182,6 +185,7 @@ def test_a_choice_of_thousands_and_an_object_of_hundreds_are_served(server: Serv
     assert answer.status == 200 and answer.json["choices"][0]["text"].startswith("{")
 
 
+# promise: extra-body-structured
 def test_a_dead_end_and_what_is_refused_fail_alone(server: ServerProcess) -> None:
     def ask(structured: dict[str, Any]) -> tuple[int, Any]:
         answer = server.ask("POST", TEXT, {"prompt": "Once", "max_tokens": 40, "temperature": 1.5, "structured_outputs": structured})
@@ -200,6 +204,7 @@ def test_a_dead_end_and_what_is_refused_fail_alone(server: ServerProcess) -> Non
 # ---- what is had
 
 
+# promise: response-format-text
 def test_answers_are_json_of_their_schema(client: openai.OpenAI) -> None:
     for seed in range(3):
         parsed = client.chat.completions.parse(**ASKED, response_format=Plan, seed=seed)
@@ -214,6 +219,7 @@ def test_answers_are_json_of_their_schema(client: openai.OpenAI) -> None:
     assert all(Step.model_validate_json(text) for text in texts)
 
 
+# promise: extra-body-structured, response-format-text
 def test_every_kind_of_form_in_every_route(server: ServerProcess) -> None:
     """Of any JSON the shortest: what closes it is made likely."""
     (closing,) = server.ask("POST", "/tokenize", {"prompt": "}", "add_special_tokens": False}).json["tokens"][-1:]
@@ -236,6 +242,7 @@ def test_every_kind_of_form_in_every_route(server: ServerProcess) -> None:
     assert response["text"] == {"format": {"type": "json_object"}}
 
 
+# promise: tool-choice-auto, langchain-works-context
 @pytest.mark.parametrize("choice", ["required", "add"])
 def test_a_forced_call_is_one_whole_and_streamed(client: openai.OpenAI, choice: str) -> None:
     named: Any = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
@@ -267,6 +274,7 @@ def check_call(name: str, arguments: str, choice: str) -> None:
     assert value in ({"city": "Paris"}, {"city": "Oslo"}) if name == "weather" else set(value) == {"a"} and 0 <= value["a"] <= 999
 
 
+# promise: tool-choice-auto
 def test_several_calls_may_be_forced_at_once(client: openai.OpenAI) -> None:
     forced: Any = {**ASKED, "tools": TOOLS, "tool_choice": "required", "max_tokens": 200}
     answers = [client.chat.completions.create(**forced, seed=seed).choices[0].message for seed in range(3)]
@@ -293,6 +301,7 @@ FORMS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+# promise: tool-choice-auto
 @pytest.mark.parametrize(("asked", "fits"), FORMS)
 @pytest.mark.parametrize("reasoning", ["think", "none"])
 @pytest.mark.parametrize("mode", ["auto", "none", "required"])

@@ -31,6 +31,7 @@ def qwen(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     yield served
 
 
+# promise: tool-call-parser, reasoning-parser, finish-reason-stop, usage-always-carries-completion
 def test_an_answer_is_taken_apart(qwen: Served) -> None:
     answer = qwen.client.chat.completions.create(model="stories", messages=ASKED, tools=[TOOL], n=2)
     for choice in answer.choices:
@@ -47,6 +48,7 @@ def test_an_answer_is_taken_apart(qwen: Served) -> None:
     assert abs(usage.completion_tokens_details.reasoning_tokens - 2 * thought) <= 4
 
 
+# promise: tool-choice-auto
 def test_what_is_not_offered_is_no_call(qwen: Served) -> None:
     create = qwen.client.chat.completions.create
     for choice in (create(model="stories", messages=ASKED), create(model="stories", messages=ASKED, tools=[TOOL], tool_choice="none")):

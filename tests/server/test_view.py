@@ -86,6 +86,7 @@ def server(endless: str) -> Iterator[ServerProcess]:
         assert "Traceback" not in server.stderr, server.stderr[-3000:]
 
 
+# promise: every-sequence-seen
 def test_watchers_see_text_and_names_and_the_last_one_leaves_nothing(server: ServerProcess) -> None:
     assert server.ask("POST", "/v1/completions", BODY).status == 200
     before = held_at_rest(server)
@@ -138,6 +139,7 @@ def test_a_server_that_is_told_to_stop_does_not_wait_for_watchers_and_a_new_engi
         assert "Traceback" not in server.stderr
 
 
+# promise: inspector
 def test_the_key_is_wanted_and_without_the_inspector_there_is_no_route() -> None:
     def status(config: ServerConfig, **headers: str) -> int:
         with HttpServer(build_app(Server(StandInLLM(), config, "m"))) as server:  # type: ignore[arg-type]
@@ -259,6 +261,7 @@ def test_who_is_cut_off_takes_nothing_any_more() -> None:
     asyncio.run(main())
 
 
+# promise: record-file-what
 def test_a_recording_is_what_a_watcher_reads(endless: str, tmp_path: Path) -> None:
     file = tmp_path / "r.ndjson"
     file.write_text('{"kind":"head"} of an older one\n')
@@ -282,6 +285,7 @@ def test_a_recording_is_what_a_watcher_reads(endless: str, tmp_path: Path) -> No
     assert [last["tokens"] - last["prompt"] for last, _ in state.ended] == [40, 40, 40, 1]
 
 
+# promise: record-file-what
 def test_a_recording_that_cannot_grow_ends_and_what_is_no_recording_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     other = tmp_path / "model.gguf"
     other.write_bytes(b"GGUF....")

@@ -19,6 +19,7 @@ def server() -> Iterator[ServerProcess]:
         yield process
 
 
+# promise: open-without-key-web
 def test_the_page_and_its_files_are_open_without_a_key(server: ServerProcess) -> None:
     index = server.ask("GET", "/")
     assert (index.status, index.body, index.headers["content-type"]) == (200, INDEX.read_bytes(), "text/html; charset=utf-8")
@@ -30,6 +31,7 @@ def test_the_page_and_its_files_are_open_without_a_key(server: ServerProcess) ->
     assert server.ask("GET", "/v1/models").status == 401
 
 
+# promise: page
 @pytest.mark.parametrize("path", ["/", "/web/main.js", "/web/vendor/marked.LICENSE"])
 def test_every_file_comes_with_the_headers_that_lock_the_page_in(server: ServerProcess, path: str) -> None:
     headers = server.ask("GET", path).headers

@@ -56,6 +56,7 @@ def default_system_prompt(source: str) -> str | None:
     return ChatTemplate(source, "test", "<s>", "</s>").default_system_prompt()
 
 
+# promise: v1-models-says
 def test_the_system_prompt_that_a_template_adds_is_found() -> None:
     qwen = (DATA / "templates" / "Qwen-Qwen2.5-7B-Instruct.jinja").read_text(encoding="utf-8")
     assert default_system_prompt(qwen) == "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."

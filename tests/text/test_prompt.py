@@ -40,6 +40,7 @@ def test_the_last_message_may_be_gone_on_with(qwen: PromptEncoder, content: str)
             qwen.encode_chat([USER, {"role": "assistant", "content": last}], options=options)
 
 
+# promise: extra-body-chat
 @pytest.mark.parametrize(
     "options",
     [{"tokenize": True}, {"messages": []}, {"__class__": 1}, {"enable_thinking": "no"}, {"enable_thinking": None}]

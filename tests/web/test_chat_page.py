@@ -133,6 +133,7 @@ def set_setting(page: Page, label: str, value: str, column: int = 0) -> None:
     place.get_by_text("Settings").click()
 
 
+# promise: page
 def test_a_question_is_answered_with_its_figures_and_what_the_cache_gave(page: Page) -> None:
     expect(page.locator("#about")).to_contain_text("stories · 512 tokens of context")
     said = "stored only in this browser. The server reads what you send, and people who may watch its block pool"
@@ -217,6 +218,7 @@ def test_settings_show_the_defaults_go_to_the_model_and_say_beside_the_field_wha
         expect(page.locator(".numbers .trouble").first).to_be_empty()
 
 
+# promise: page-says-what
 def test_until_the_first_token_the_page_says_what_the_request_waits_for(open_page: OpenPage) -> None:
     with speaking("yes", config=ServerConfig()) as (llm, url):
         llm.held = threading.Event()
@@ -255,6 +257,7 @@ def test_stop_ends_the_answer_and_the_request(open_stand_in: OpenPage) -> None:
         page.get_by_role("button", name="Send").wait_for()
 
 
+# promise: conversations-list-one
 def test_conversations_stream_side_by_side_and_one_message_goes_to_all(open_stand_in: OpenPage) -> None:
     with speaking("first", " second") as (llm, url):
         llm.gate = threading.Event()
@@ -284,6 +287,7 @@ def test_conversations_stream_side_by_side_and_one_message_goes_to_all(open_stan
         assert asked == ["one", "two", "to both", "to both", "by keys", "by keys"]
 
 
+# promise: conversations-list-one
 def test_a_conversation_is_chosen_renamed_and_deleted_in_the_list(open_stand_in: OpenPage) -> None:
     with speaking("yes") as (_, url):
         page = open_stand_in(url).page
@@ -374,6 +378,7 @@ def test_a_store_that_is_full_or_damaged_does_not_stop_the_chat(open_page: OpenP
     expect(listed(page)).to_have_text(["Once upon a time"])
 
 
+# promise: page-asks-key
 def test_the_key_is_asked_for_kept_in_this_tab_and_sent_in_a_header(open_stand_in: OpenPage) -> None:
     with speaking("yes", config=ServerConfig(api_key=("right",), inspector=False)) as (_, url):
         watched = open_stand_in(url, expected=[f"{STATUS} 401"])
@@ -435,6 +440,7 @@ def test_a_host_of_plain_files_shows_the_page_without_the_chat(open_page: OpenPa
         expect(page.get_by_role("region", name="Lesson")).to_contain_text("1 of 8")
 
 
+# promise: page
 def test_what_a_model_says_is_inert(open_stand_in: OpenPage) -> None:
     with speaking(*HOSTILE.splitlines(keepends=True)) as (_, url):
         page = open_stand_in(url, permissions=["clipboard-read", "clipboard-write"]).page
@@ -487,6 +493,7 @@ def test_thinking_is_folded(open_stand_in: OpenPage) -> None:
         expect(thought).to_be_visible()
 
 
+# promise: page
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_serious_finding_of_axe(open_page: OpenPage, server: str, scheme: str) -> None:
     page = open_page(server, color_scheme=scheme).page
@@ -570,6 +577,7 @@ def test_nothing_is_cut_off_or_covered_on_a_desk_and_on_a_phone(open_page: OpenP
     assert scrolls_sideways(page) is False
 
 
+# promise: page
 def test_first_paint_comes_within_a_second(page: Page, record_property: Callable[[str, object], None]) -> None:
     page.context.new_cdp_session(page).send("Network.setCacheDisabled", {"cacheDisabled": True})
     painted = []

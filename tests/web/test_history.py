@@ -132,6 +132,7 @@ def test_after_every_frame_it_knows_what_was_told(outcome: Outcome, name: str) -
         assert found == known
 
 
+# promise: what-came-before
 @pytest.mark.parametrize("name", CASES)
 def test_every_moment_asked_for_is_as_it_was(outcome: Outcome, name: str) -> None:
     asked = list(outcome[0][name].asked("at"))

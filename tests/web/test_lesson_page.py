@@ -99,6 +99,7 @@ def test_a_scene_can_be_paused_and_one_that_is_left_is_ended(open_page: OpenPage
     expect(figures(page)).to_have_text(IDLE)
 
 
+# promise: lesson-page-itself
 def test_the_demo_says_what_octavo_is_and_tells_the_lesson_without_a_server(open_page: OpenPage, demo: str) -> None:
     """Nothing is asked of a server: a request that fails is an error on the console, and ends the test."""
     page = open_page(demo).page

@@ -153,6 +153,7 @@ def wait_for_moment(page: Page, at: float) -> None:
     wait_until(page, f"Number(document.querySelector('.pool').dataset.at) === {at}")
 
 
+# promise: live-block-pool
 def test_the_pool_changes_as_it_runs(open_pool: OpenPage, pool_host: ViewHost) -> None:
     story = Story(pool_host)
     page = open_pool()
@@ -190,6 +191,7 @@ def test_a_key_that_may_not_read_text_sees_blocks_and_is_told_so(open_pool: Open
     expect(page.locator(".pool-detail")).to_contain_text("4 of 4 tokens")
 
 
+# promise: live-block-pool, every-sequence-seen
 def test_a_request_lights_up_from_logical_to_physical(open_pool: OpenPage, pool_host: ViewHost) -> None:
     story = Story(pool_host)
     story.go_on(story.model.admit, lambda: story.model.write(story.model.seqs[1], 6))
@@ -280,6 +282,7 @@ def test_copies_evictions_preemptions_and_hits_are_seen(open_pool: OpenPage, poo
     assert page.evaluate(marks) != blank
 
 
+# promise: live-block-pool
 def test_pause_scrub_and_step_show_the_pool_of_that_moment(open_pool: OpenPage, pool_host: ViewHost) -> None:
     story = Story(pool_host)
     page = open_pool()
@@ -329,6 +332,7 @@ DROP = """text => {
 }"""
 
 
+# promise: what-came-before
 @pytest.mark.parametrize(("way", "later"), [("picked", 30.0), ("dropped", 30.0), ("address", -5.0)])  # by a clock that was set back
 def test_a_recording_is_played_and_scrubbed_without_a_server(open_pool: OpenPage, pool_host: ViewHost, way: str, later: float) -> None:
     story = Story(pool_host)
@@ -465,6 +469,7 @@ def block_at(page: Page, place: int) -> str:
     return page.locator(".pool-detail p").first.inner_text().partition(":")[0]
 
 
+# promise: used-blocks-readable
 def test_before_anything_was_asked_it_says_what_a_square_is_and_then_used_blocks_are_large_and_stay(
     open_pool: OpenPage, pool_host: ViewHost
 ) -> None:
@@ -506,6 +511,7 @@ def test_before_anything_was_asked_it_says_what_a_square_is_and_then_used_blocks
     assert [block_at(page, place) for place in range(3)] == [f"Block {block}" for block in first]
 
 
+# promise: used-blocks-readable
 def test_the_more_blocks_are_used_the_smaller_they_are_until_they_share_cells(open_pool: OpenPage, pool_host: ViewHost) -> None:
     model = ViewModel(1, NUM_BLOCKS)
     at = 1.0
@@ -533,6 +539,7 @@ def test_the_more_blocks_are_used_the_smaller_they_are_until_they_share_cells(op
     assert hold(20) == ("grid", 44)
 
 
+# promise: requests-page-what
 def test_figures_are_of_now_even_while_nothing_comes(open_pool: OpenPage, pool_host: ViewHost) -> None:
     """A step under way has an age, whoever waits for it is listed, and an idle engine makes no tokens."""
     story = Story(pool_host)
@@ -557,6 +564,7 @@ def test_figures_are_of_now_even_while_nothing_comes(open_pool: OpenPage, pool_h
     expect(page.locator(".timeline-step")).to_contain_text("Step 1 at 1.50 s")
 
 
+# promise: requests-page-what
 def test_requests_are_called_by_what_was_asked(open_pool: OpenPage, pool_host: ViewHost) -> None:
     asked = ["<|im_start|>", "system\nBe kind.", "<|im_end|>", "\n", "<|im_start|>", "user\nWhy is the", " sky <b>blue</b>?"]
     asked += ["<|im_end|>", "\n"]

@@ -71,6 +71,7 @@ def shown(page: Page) -> str:
     return "".join(page.locator(".entry-text").all_text_contents()) + page.locator("body").inner_text()
 
 
+# promise: text-view-only
 def test_another_machine_sees_blocks_and_no_text(open_page: OpenPage, shared: str) -> None:
     first, second = (open_page(shared, [NO_TLS]).page for _ in range(2))
     first.evaluate(ASK, PROMPT)
@@ -82,6 +83,7 @@ def test_another_machine_sees_blocks_and_no_text(open_page: OpenPage, shared: st
     assert not told(second, authorization="Bearer sk-other")[0]
 
 
+# promise: text-view-only
 def test_the_same_machine_sees_text_unless_a_proxy_passed_the_request_on(open_page: OpenPage, server: str) -> None:
     first, second = open_page(server).page, open_page(server).page
     first.evaluate(ASK, PROMPT)

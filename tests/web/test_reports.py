@@ -23,6 +23,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return sorted(folder.glob("*.html"))
 
 
+# promise: octavo-plan-octavo
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1200), ("dark", 360)])
 def test_a_report_opens_in_a_browser(reports: list[Path], scheme: str, width: int) -> None:
     pytest.importorskip("axe_playwright_python", reason="wants Playwright and axe: pip install -r requirements/dev.txt")

@@ -34,6 +34,7 @@ ORIN = Gpu("Orin", (8, 7), total=int(61.2 * 2**30), free=2**30, unified=True)
 READY = Found(CUDA, signs=True, gpu=H200, triton="3.6.0")
 
 
+# promise: device-auto-cpu, memory-gpu-cpu
 def test_a_gpu_that_can_is_taken_unless_the_cpu_was_asked_for() -> None:
     assert choose_device("auto", READY) == choose_device("cuda", READY) == choose_device("auto", replace(READY, signs=False))  # WSL2
     chosen = choose_device("auto", READY)
@@ -45,6 +46,7 @@ def test_a_gpu_that_can_is_taken_unless_the_cpu_was_asked_for() -> None:
     assert str(board) == "cuda: Orin, compute capability 8.7, GPU and CPU share 61.2 GiB of memory, Triton 3.6.0"
 
 
+# promise: device-auto-cpu, one-start-line, start-line-also
 @pytest.mark.parametrize(
     ("found", "why"),
     [
@@ -99,11 +101,13 @@ def test_what_triton_builds_launchers_with_is_looked_for_where_triton_looks(monk
     assert missing_tools() == "a C compiler and Python's headers"
 
 
+# promise: windows-through-wsl2
 @pytest.mark.parametrize(("system", "refused"), [("Windows", True), ("CYGWIN_NT-10.0", True), ("Linux", False), ("Darwin", False)])
 def test_native_windows_is_pointed_to_wsl2(system: str, refused: bool) -> None:
     assert ("WSL2" in (platform_refusal(system) or "")) == refused
 
 
+# promise: macos-cpus-other
 @pytest.mark.parametrize(
     ("system", "machine", "named"),
     [("Linux", "x86_64", None), ("Linux", "AMD64", None), ("Linux", "aarch64", None),
@@ -114,11 +118,13 @@ def test_other_platforms_than_the_tested_one_are_told(system: str, machine: str,
     assert note is None if named is None else note is not None and note.startswith(named)
 
 
+# promise: windows-through-wsl2
 def test_a_rocm_build_of_torch_is_refused_with_the_command_that_helps() -> None:
     assert torch_refusal(CPU) is torch_refusal(CUDA) is None
     assert "2.13.0+rocm7 is a ROCm build" in (torch_refusal(ROCM) or "") and "whl/cpu" in (torch_refusal(ROCM) or "")
 
 
+# promise: windows-through-wsl2
 def test_the_command_ends_on_windows_with_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(platform, "system", lambda: "Windows")
     assert main(["chat", "Hello"]) == 1
@@ -131,6 +137,7 @@ def settled(config: EngineConfig) -> None:
     settle(config, source, load_model_config(source), Debug())
 
 
+# promise: device-auto-cpu, one-start-line, macos-cpus-other
 def test_a_start_says_one_device_line_and_refuses_what_cannot_work(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+# promise: environment-omp-num, threads-cpus-affinity
 @pytest.mark.parametrize(
     ("quota", "asked", "threads"),
     [(None, "", 8), ("max 100000", "", 8), ("250000 100000", "", 3), ("50000 100000", "", 1), ("9900000 100000", "", 8),
@@ -36,6 +37,7 @@ def test_threads_are_within_affinity_quota_and_wish(
     assert machine.num_threads() == threads
 
 
+# promise: cpu-pool-quarter
 def test_memory_is_the_lowest_limit(cgroup: Path) -> None:
     whole = machine.memory_bytes()
     assert whole == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -50,6 +52,7 @@ def test_memory_is_the_lowest_limit(cgroup: Path) -> None:
     assert machine.memory_bytes() == 2**30
 
 
+# promise: limits-cgroup-below
 def test_limits_of_every_group_above_count(cgroup: Path) -> None:
     (cgroup / "own").write_text("1:name=old:/elsewhere\n0::/user.slice/octavo.service\n")
     inner = cgroup / "user.slice" / "octavo.service"
@@ -62,6 +65,7 @@ def test_limits_of_every_group_above_count(cgroup: Path) -> None:
     assert machine.num_threads() == 3
 
 
+# promise: limits-cgroup-below
 def test_limits_of_old_cgroups_count_in_the_tree_of_their_controller(cgroup: Path) -> None:
     (cgroup / "own").write_text("7:memory:/box/inner\n3:cpu,cpuacct:/box\n0::/\n")
     for place, limit in (("memory/box/inner/memory.limit_in_bytes", 2**40), ("memory/box/memory.limit_in_bytes", 2**28)):

@@ -28,6 +28,7 @@ print(resident() - before)
 """
 
 
+# promise: cpu-pool-reserved
 def test_memory_is_taken_when_blocks_are_written_and_not_before() -> None:
     run = subprocess.run([sys.executable, "-c", MEASURED], cwd=ROOT, env=environment({}), capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr

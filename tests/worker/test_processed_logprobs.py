@@ -89,6 +89,7 @@ def filters_of(params: SamplingParams) -> Draws:
     return Draws(**one, top_k=torch.tensor([max(kept.top_k, 0)]), noise=torch.zeros(1, 4), positions=torch.zeros(1))
 
 
+# promise: logprobs-mode-gpu
 @pytest.mark.parametrize("by", ["torch", levels_here()[-1]])
 @settings(max_examples=60)
 @given(batch=st.lists(requests(), min_size=1, max_size=4), seed=st.integers(0, 999), at_once=st.sampled_from([1, 2 * VOCAB, 2**20]))

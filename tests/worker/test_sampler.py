@@ -111,6 +111,8 @@ def draws_of(params: SamplingParams) -> Draws:
     return Draws(**one, top_k=torch.tensor([max(params.top_k, 0)]), noise=torch.zeros(1, 4), positions=torch.zeros(1))
 
 
+# promise: samplingparams-top-p
+# promise: samplingparams-top-p
 @settings(max_examples=200)
 @given(logits=logit_rows, params=drawn_params, width=st.integers(1, 24))
 @example([1.0, 1.0], SamplingParams(top_p=0.5), 2)  # half the mass lies before the second: it goes
@@ -144,6 +146,7 @@ def test_equal_scores_go_to_the_lower_id() -> None:
         assert run(logits, [Case(params) for params in kinds]).ids.tolist() == [30] * len(kinds)
 
 
+# promise: samplingparams-top-p
 @settings(max_examples=20)
 @given(key=keys, temperature=st.floats(0.05, 50))
 def test_filters_that_let_all_pass_change_nothing(key: NoiseKey, temperature: float) -> None:
@@ -161,6 +164,7 @@ def test_filters_that_let_all_pass_change_nothing(key: NoiseKey, temperature: fl
 small_ids = st.lists(st.integers(0, 7), max_size=12).map(tuple)
 
 
+# promise: samplingparams-presence-penalty, samplingparams-repetition-penalty
 @given(
     logits=st.lists(st.floats(-20, 20, width=32), min_size=8, max_size=8),
     prompt=small_ids.filter(len),
@@ -209,6 +213,7 @@ def test_an_end_id_is_sampled_only_from_min_tokens_on() -> None:
 # ---- probability
 
 
+# promise: samplingparams-temperature-1
 @pytest.mark.parametrize("varied", ["position", "seed", "sample", "high"])
 @pytest.mark.parametrize(("top_k", "limit"), [(0, 29.88), (4, 21.11)])  # chi-square of 7 and 3 degrees at p = 1e-4
 def test_frequencies_match_the_softmax(varied: str, top_k: int, limit: float) -> None:
@@ -305,6 +310,7 @@ def test_a_row_that_is_not_finite_disturbs_nobody(bad: float) -> None:
 # ---- logprobs
 
 
+# promise: samplingparams-logprobs, logprobs-raw-default
 @given(
     row=st.lists(st.sampled_from([0.0, 2.5, -1.0, 7.0]) | st.floats(-50, 50, width=32), min_size=1, max_size=30),
     temperature=st.sampled_from([0.0, 1.5]),

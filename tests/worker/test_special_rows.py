@@ -44,6 +44,7 @@ def test_nothing_is_special_where_nobody_asks_for_more() -> None:
     assert rows.sampler.special(plan) == [], "the next tenant asks for nothing"
 
 
+# promise: logprobs-mode-gpu, gpu-computes-device
 @pytest.mark.parametrize("at_once", [1, 3, 2**24])
 def test_a_fork_asks_for_what_its_parent_does_with_noise_of_its_own(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where not all rows are edited at once."""

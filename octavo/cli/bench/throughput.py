@@ -7,9 +7,10 @@ from octavo.bench.figures import Result, number
 from octavo.bench.picture import Panel, bar, heading
 from octavo.bench.table import by_result
 from octavo.bench.workload import check_fits
-from octavo.cli.args import SETTINGS, add_engine_flags, engine_config
+from octavo.cli.args import add_engine_flags, engine_config
 from octavo.cli.bench.output import Shown, add_common_flags, check_targets, publish
 from octavo.cli.bench.workloads import add_workload_flags, check_choice, maker, needs_text
+from octavo.cli.config_file import SETTINGS
 from octavo.cli.opening import opened
 from octavo.sampling_params import SamplingParams
 

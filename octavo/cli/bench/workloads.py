@@ -8,7 +8,7 @@ from octavo.bench.text import Encoder, text_ids
 from octavo.bench.traces import read_trace, traced
 from octavo.bench.workload import RANDOM_LOADS, TEXT_LOADS, Lengths, Workload, drawn, random_load, text_loads
 from octavo.cli.bench.output import count
-from octavo.cli.suggestions import nearest
+from octavo.errors import nearest
 
 Maker = Callable[[int, Callable[[], Encoder]], list[Workload]]  # from the longest sequence of a model and the way to its tokenizer
 
