@@ -15,12 +15,11 @@ from octavo.server.answer_grammar import asked_form, param_of
 from octavo.server.answer_parts import AnswerForm, AnswerParts, Part, Thought, reasoning_counters, thoughts_of
 from octavo.server.body import takes
 from octavo.server.chat_ask import chat_ask
-from octavo.server.generation import Frame, News, all_news, chunk_events, collect, respond
+from octavo.server.generation import Frame, News, Tally, all_news, chunk_events, collect, respond
 from octavo.server.logprobs import chat_logprobs
 from octavo.server.request_bodies import ChatBody, read_generation_body
 from octavo.server.sampling import named
 from octavo.server.state import Server
-from octavo.server.usage import Tally
 from octavo.structured_outputs import PARAM
 from octavo.text.call_parser import AnswerPiece
 from octavo.text.tool_calls import collected

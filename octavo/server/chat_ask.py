@@ -10,9 +10,8 @@ from octavo.server.answer_grammar import chat_grammar, held_to
 from octavo.server.answer_parts import AnswerForm, answer_form
 from octavo.server.encoding import encode_chat, spell_words
 from octavo.server.request_bodies import ChatBody, ResponseBody
-from octavo.server.sampling import sampling_params, terms_of
+from octavo.server.sampling import check_totals, sampling_params, terms_of
 from octavo.server.state import Server
-from octavo.server.totals import check_totals
 from octavo.structured_outputs import StructuredOutputs
 from octavo.text.prompt import Message
 from octavo.text.tools import ToolChoice

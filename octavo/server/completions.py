@@ -15,13 +15,11 @@ from octavo.outputs import TextDelta, TokenChoices
 from octavo.server.answer_grammar import asked_form, held_to, param_of
 from octavo.server.body import takes
 from octavo.server.encoding import encode_prompts, spell_words
-from octavo.server.generation import Frame, News, all_news, chunk_events, collect, respond
+from octavo.server.generation import Frame, News, Tally, all_news, chunk_events, collect, respond
 from octavo.server.logprobs import CompletionLogprobs
 from octavo.server.request_bodies import CompletionBody, read_generation_body
-from octavo.server.sampling import named, sampling_params, terms_of
+from octavo.server.sampling import check_answers, check_form, check_totals, named, sampling_params, terms_of
 from octavo.server.state import Server
-from octavo.server.totals import check_answers, check_form, check_totals
-from octavo.server.usage import Tally
 from octavo.structured_outputs import PARAM
 from octavo.text.detokenizer import shown_tail
 

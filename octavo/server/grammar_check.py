@@ -12,7 +12,7 @@ import asyncio
 import json
 import os
 import signal
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
@@ -21,7 +21,6 @@ from octavo.child import command
 from octavo.errors import RequestError, UnavailableError
 from octavo.log import logger
 from octavo.server.arrival import current_arrival
-from octavo.server.turns import Turns
 from octavo.structured_outputs import PARAM, StructuredOutputs
 from octavo.text.grammar_limits import need_library
 from octavo.text.tokenizer import Tokenizer
@@ -185,3 +184,49 @@ async def _ask(child: asyncio.subprocess.Process, question: bytes) -> str | None
         raise EOFError
     answer: str | None = json.loads(line)
     return answer
+
+
+class Turns:
+    def __init__(self, most_waiting: int) -> None:
+        """`most_waiting`: of one client."""
+        self._most_waiting = most_waiting
+        self._taken = False
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # by client, the next one first
+
+    async def take(self, client: str) -> bool:
+        """Waits for a turn; whoever got one calls `release`. False, at once, where too many of this client wait already."""
+        if not self._taken:
+            self._taken = True
+            return True
+        queue = self._waiting.setdefault(client, deque())
+        if len(queue) >= self._most_waiting:
+            return False
+        turn = asyncio.get_running_loop().create_future()
+        queue.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._leave(client, turn)
+            else:  # it came at the same time
+                self.release()
+            raise
+        return True
+
+    def release(self) -> None:
+        while self._waiting:
+            client, queue = self._waiting.popitem(last=False)
+            turn = queue.popleft()
+            if queue:
+                self._waiting[client] = queue  # behind the others
+            if not turn.done():  # else whoever waited is about to leave
+                turn.set_result(None)
+                return
+        self._taken = False
+
+    def _leave(self, client: str, turn: "asyncio.Future[None]") -> None:
+        queue = self._waiting.get(client, deque())
+        if turn in queue:
+            queue.remove(turn)
+        if not queue:
+            self._waiting.pop(client, None)
