@@ -11,10 +11,9 @@ from starlette.responses import Response
 from octavo.engine.async_llm import Ask
 from octavo.errors import RequestError
 from octavo.outputs import TextDelta
-from octavo.server.answer_grammar import asked_form, param_of
-from octavo.server.answer_parts import AnswerForm, AnswerParts, Part, Thought, reasoning_counters, thoughts_of
+from octavo.server.answer_form import AnswerForm, AnswerParts, Part, Thought, asked_form, param_of, reasoning_counters, thoughts_of
+from octavo.server.asks import chat_ask
 from octavo.server.body import takes
-from octavo.server.chat_ask import chat_ask
 from octavo.server.generation import Frame, News, Tally, all_news, chunk_events, collect, respond
 from octavo.server.logprobs import chat_logprobs
 from octavo.server.request_bodies import ChatBody, read_generation_body

@@ -12,13 +12,13 @@ from starlette.responses import Response
 
 from octavo.engine.async_llm import Ask
 from octavo.outputs import TextDelta, TokenChoices
-from octavo.server.answer_grammar import asked_form, held_to, param_of
+from octavo.server.answer_form import asked_form, param_of
+from octavo.server.asks import completion_asks
 from octavo.server.body import takes
-from octavo.server.encoding import encode_prompts, spell_words
 from octavo.server.generation import Frame, News, Tally, all_news, chunk_events, collect, respond
 from octavo.server.logprobs import CompletionLogprobs
 from octavo.server.request_bodies import CompletionBody, read_generation_body
-from octavo.server.sampling import check_answers, check_form, check_totals, named, sampling_params, terms_of
+from octavo.server.sampling import named
 from octavo.server.state import Server
 from octavo.structured_outputs import PARAM
 from octavo.text.detokenizer import shown_tail
@@ -34,24 +34,11 @@ def router(server: Server) -> APIRouter:
         body = await read_generation_body(request, CompletionBody, server)
         names = {"prompt_logprobs": "logprobs", PARAM: param_of(body.structured_outputs, FORMAT)}  # what the engine calls otherwise
         with named(names):
-            answer = _Answer(server, body, await _asks(request, server, body), names)
+            asked = asked_form(body.structured_outputs, body.response_format, FORMAT)
+            answer = _Answer(server, body, await completion_asks(request, server, body, asked), names)
         return await respond(request, server, answer, body.stream)
 
     return routes
-
-
-async def _asks(request: Request, server: Server, body: CompletionBody) -> list[Ask]:
-    own = {"n": body.n, "max_tokens": body.max_tokens, "logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
-    asked = asked_form(body.structured_outputs, body.response_format, FORMAT)
-    params = sampling_params(body, own, server.config, server.llm.sampling_defaults)
-    terms = terms_of(body, server.config)
-    encoded = await encode_prompts(request, server, body.prompt)
-    check_answers(len(encoded), params.n, server.config.max_prompts)
-    check_form(asked, len(encoded))
-    words = await spell_words(request, server, params.bad_words)
-    check_totals(params, words, [len(ids) for _, ids in encoded], server.llm.facts.limits, bool(body.echo))
-    params = await held_to(server, params, asked)
-    return [Ask(text, ids, params, *terms, bad_words=words) for text, ids in encoded]
 
 
 @dataclass(slots=True)

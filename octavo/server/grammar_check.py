@@ -20,7 +20,7 @@ from hashlib import blake2b
 from octavo.child import command
 from octavo.errors import RequestError, UnavailableError
 from octavo.log import logger
-from octavo.server.arrival import current_arrival
+from octavo.server.access import current_arrival
 from octavo.structured_outputs import PARAM, StructuredOutputs
 from octavo.text.grammar_limits import need_library
 from octavo.text.tokenizer import Tokenizer

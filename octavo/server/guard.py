@@ -3,7 +3,7 @@
     request id    the client's, if it is short and printable, else a new one; every answer has it
     path, host    must be well-formed, and the host allowed
     origin        web sites that are not allowed are refused; preflight requests of browsers are answered here
-    key           Bearer, see keys.py
+    key           Bearer, see access.py
     body          its content type and declared length first, its length and time while it is read
 
 After an early answer the rest of the body is read for a moment, so that a client that is still sending can read the answer.
@@ -21,10 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from octavo.config import in_flag
 from octavo.errors import UnavailableError
 from octavo.log import logger
-from octavo.server.arrival import arrive, arrive_as
+from octavo.server.access import PREFLIGHT, Keys, Origins, arrive, arrive_as, is_open
 from octavo.server.errors import ApiError, answer_for
-from octavo.server.keys import Keys, is_open
-from octavo.server.origins import PREFLIGHT, Origins
 from octavo.server.state import Server
 
 LINGER_SECONDS = 2.0

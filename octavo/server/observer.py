@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from octavo.errors import DeadlineError, OverloadError, RequestError
 from octavo.messages import FinishReason
 from octavo.outputs import TextDelta
-from octavo.server.arrival import current_arrival
+from octavo.server.access import current_arrival
 from octavo.server.numbers import FAILURES, STATUSES, Numbers
 from octavo.server.records import Prompt, Record, Records, Sample
 from octavo.server.spans import NoSpans, Spans

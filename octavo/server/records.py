@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from fastapi import APIRouter
 
 from octavo.messages import FinishReason, LifeRecord
-from octavo.server.arrival import Arrival, current_arrival
+from octavo.server.access import Arrival, current_arrival
 from octavo.server.errors import ApiError
 
 if TYPE_CHECKING:

@@ -20,10 +20,9 @@ from starlette.responses import JSONResponse, Response
 from octavo.engine.async_llm import Ask
 from octavo.errors import RequestError
 from octavo.outputs import TextDelta
-from octavo.server.answer_grammar import asked_form, param_of
-from octavo.server.answer_parts import AnswerForm, AnswerParts, Part, Thought, reasoning_counters
+from octavo.server.answer_form import AnswerForm, AnswerParts, Part, Thought, asked_form, param_of, reasoning_counters
+from octavo.server.asks import chat_ask
 from octavo.server.body import takes
-from octavo.server.chat_ask import chat_ask
 from octavo.server.events import event
 from octavo.server.generation import News, Tally, all_news, collect, respond
 from octavo.server.request_bodies import ResponseBody, read_generation_body

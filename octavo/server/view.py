@@ -24,7 +24,7 @@ from octavo.client.view import ViewState
 from octavo.engine.view_frame import SequenceState, ViewFrame
 from octavo.errors import UnavailableError
 from octavo.log import logger
-from octavo.server.arrival import current_arrival
+from octavo.server.access import current_arrival
 from octavo.server.events import EventStream
 from octavo.server.view_lines import Line, Pieces, delta, line
 

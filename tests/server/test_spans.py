@@ -14,7 +14,7 @@ from opentelemetry.trace import StatusCode
 
 from octavo.errors import OverloadError
 from octavo.messages import LifeRecord
-from octavo.server.arrival import Arrival
+from octavo.server.access import Arrival
 from octavo.server.records import Prompt, Record, Sample
 from octavo.server.spans import NoSpans, OtelSpans, open_spans
 from tests.cli.processes import ROOT, environment

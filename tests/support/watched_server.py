@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from octavo.cli.main import main
-from octavo.server import app, keys
+from octavo.server import access, app
 from octavo.server.state import Server
 from octavo.text.tokenizer import Tokenizer
 
@@ -71,5 +71,5 @@ def break_tokenizer() -> None:
 if __name__ == "__main__":
     app.ROUTERS = (*app.ROUTERS, router)
     break_tokenizer()
-    keys.OPEN = keys.OPEN | {"/watch"}  # type: ignore[misc]
+    access.OPEN = access.OPEN | {"/watch"}  # type: ignore[misc]
     raise SystemExit(main(["serve", *sys.argv[1:]]))

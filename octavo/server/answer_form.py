@@ -1,28 +1,65 @@
-"""The form an answer must have, in the words of a request: `response_format`, `text.format`, `structured_outputs`, a forced call.
+"""The form of an answer: the grammar it must follow, and its parts (thinking, text, tool calls), taken apart as it comes.
+
+A request asks for a form by `response_format`, `text.format`, `structured_outputs`, or a tool that must be called:
 
     answer  ->  calls of tools            tool_choice required or named
                 JSON, a regex, ...        a form
                 one or the other          a form, and tools that may be called
 
-Where the model thinks, the thought comes first and is free. What results is tried in a child process before the engine hears of it.
+Where the model thinks, the thought comes first and is free. The grammar is tried in a child process before the engine gets it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
-from octavo.server.answer_parts import AnswerForm
 from octavo.server.sampling import named
 from octavo.server.state import Server
 from octavo.structured_outputs import PARAM, StructuredOutputs, structured_outputs
+from octavo.text.call_reader import ToolCallDelta
 from octavo.text.grammar_limits import check_limits
 from octavo.text.grammar_text import joined_grammars
-from octavo.text.reasoning import behind_thought
-from octavo.text.tool_calls import FAMILIES, forced_call
-from octavo.text.tools import ToolChoice
+from octavo.text.reasoning import ReasoningTokens, behind_thought, reasoning_family, reasoning_splitter
+from octavo.text.tool_calls import FAMILIES, forced_call, tool_call_family, tool_call_parser
+from octavo.text.tools import ToolChoice, tool_name
 
 TYPES = ("text", "json_object", "json_schema")
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    text: str
+
+
+Part = Thought | str | ToolCallDelta
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """What the answers to a request may consist of."""
+
+    reasoning: str  # family of tags
+    calls: str  # family of calls
+    names: tuple[str, ...]  # of the tools offered
+    parallel: bool  # whether an answer may have several calls
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but text."""
+        return self.reasoning == "none" and (self.calls == "none" or not self.names)
+
+
+def answer_form(server: Server, tools: Sequence[Mapping[str, object]], parallel: bool | None) -> AnswerForm:
+    template = server.llm.encoder.template
+    reasoning = reasoning_family(server.config.reasoning_parser, template)
+    calls = tool_call_family(server.config.tool_call_parser, template)
+    return AnswerForm(reasoning, calls, tuple(map(tool_name, tools)), parallel is not False)
+
+
+def reasoning_counters(server: Server, form: AnswerForm, prompt: str, n: int) -> list[ReasoningTokens]:
+    """One for each sample, where the model thinks."""
+    return [ReasoningTokens(prompt, server.llm.tokenizer.token_bytes) for _ in range(n)] if form.reasoning != "none" else []
 
 
 def asked_form(extra: object, response_format: object, param: str) -> StructuredOutputs | None:
@@ -85,3 +122,29 @@ def chat_grammar(
         check_limits(asked)
     frame = behind_thought(f"answer: {' | '.join(f'@{name}' for name in parts)}\n", form.reasoning, prompt)
     return StructuredOutputs(grammar=joined_grammars(frame, parts)) if parts else None
+
+
+class AnswerParts:
+    def __init__(self, form: AnswerForm, prompt: str, stream: bool) -> None:
+        self._parallel = form.parallel
+        self._splitter = reasoning_splitter(form.reasoning, prompt)
+        self._parser = tool_call_parser(form.calls, form.names, stream)
+
+    def push(self, text: str, ended: bool) -> list[Part]:
+        """What is now certain, in order."""
+        parts: list[Part] = []
+        for piece in self._splitter.push(text) + (self._splitter.flush() if ended else []):
+            if piece.kind == "reasoning":
+                parts.append(Thought(piece.text))
+            elif piece.kind == "content":
+                parts += self._parser.push(piece.text)
+        parts += self._parser.flush() if ended else []
+        return [part for part in parts if self._parallel or not isinstance(part, ToolCallDelta) or part.index == 0]
+
+    @property
+    def has_calls(self) -> bool:
+        return self._parser.num_calls > 0
+
+
+def thoughts_of(parts: Sequence[Part]) -> str:
+    return "".join([part.text for part in parts if isinstance(part, Thought)])
