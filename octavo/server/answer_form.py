@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from octavo.errors import RequestError
 from octavo.sampling_params import SamplingParams
-from octavo.server.sampling import named
+from octavo.server.body import named
 from octavo.server.state import Server
 from octavo.structured_outputs import PARAM, StructuredOutputs, structured_outputs
 from octavo.text.call_reader import ToolCallDelta

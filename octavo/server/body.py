@@ -5,7 +5,7 @@
 
     @router.post("/ask", openapi_extra=takes(Question))
     async def ask(request: Request) -> ...:
-        question = await read_body(request, Question)
+        question = await read_body(request, Question, refused={})
 
 The parser is pydantic's: strict UTF-8, 200 levels deep, the last of equal keys wins. Numbers that are none are refused by their place.
 Fields that are lists fail at their first wrong item (`TokenIds`, `Texts`, `Numbers`): a million errors would take seconds and gigabytes.
@@ -16,6 +16,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -25,17 +26,24 @@ from starlette.requests import Request
 
 from octavo.errors import RequestError
 from octavo.log import logger
+from octavo.server.errors import ApiError
 from octavo.server.state import Server
-from octavo.server.unsupported import FIELDS, Refusal, check_field
 
 ACCEPTED = frozenset({"user", "metadata", "store", "service_tier"})  # they change nothing here
 MOST_WARNINGS = 256
 LARGE_BYTES = 256 * 2**10  # such a body is parsed and checked in a thread: only what the libraries take at once holds up the event loop
+UNSUPPORTED = "unsupported_parameter"
 SCHEMAS = "#/components/schemas/{model}"
 
 
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    instead: str = ""  # what to do; "" where there is nothing
+    harmless: tuple[object, ...] = ()  # values, beside null, that ask for nothing
 
 
 def _first_that_is_wrong(value: object) -> object:
@@ -61,7 +69,7 @@ def takes(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-async def read_body(request: Request, model: type[Model], refused: Mapping[str, Refusal] = FIELDS) -> Model:
+async def read_body(request: Request, model: type[Model], refused: Mapping[str, Refusal]) -> Model:
     """`refused`: names that are no fields of the model, and must not be ignored."""
     data = await request.body()
     if not data:
@@ -119,10 +127,16 @@ def _check_names(value: dict[str, Any], model: type[BaseModel], refused: Mapping
     known = {name for field, info in model.model_fields.items() for name in (field, info.alias)}
     for name in value.keys() - known - ACCEPTED:
         if name in refused:
-            check_field(name, value[name], refused[name])
+            _check_field(name, value[name], refused[name])
         elif len(server.warned) < MOST_WARNINGS and name[:80] not in server.warned:
             server.warned.add(name[:80])
             logger.warning("the field %s of a request is unknown and ignored; this is said once", ascii(name[:80]))
+
+
+def _check_field(name: str, value: object, refusal: Refusal) -> None:
+    is_harmless = value is None or any(type(value) is type(one) and value == one for one in refusal.harmless)  # True is not 1
+    if not is_harmless:
+        raise RequestError(f"{name} is not supported" + (f"; {refusal.instead}" if refusal.instead else ""), name, UNSUPPORTED)
 
 
 def _first_mistake(mistakes: Sequence[ErrorDetails], value: dict[str, Any]) -> RequestError:
@@ -152,3 +166,23 @@ def _joined(path: str, part: str | int) -> str:
 def _kind(value: object) -> str:
     names: dict[type, str] = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
+
+
+@contextmanager
+def named(names: Mapping[str, str]) -> Iterator[None]:
+    """Refusals in here name a field as the client does: {"max_tokens": "max_output_tokens"}."""
+    try:
+        yield
+    except RequestError as error:
+        said, ours = str(error), error.param or ""
+        theirs = names.get(ours, ours)
+        error.param = theirs or None
+        error.args = (theirs + said.removeprefix(ours) if said.startswith((f"{ours} ", f"{ours}:")) else said,)
+        raise
+
+
+def check_model(server: Server, name: str | None) -> None:
+    """A request may leave out the model, or give its name."""
+    if name is not None and name != server.model_name:
+        message = f"the model {name[:100]!r} does not exist; this server has {server.model_name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")

@@ -14,11 +14,10 @@ from octavo.engine.async_llm import Ask
 from octavo.outputs import TextDelta, TokenChoices
 from octavo.server.answer_form import asked_form, param_of
 from octavo.server.asks import completion_asks
-from octavo.server.body import takes
+from octavo.server.body import named, takes
 from octavo.server.generation import Frame, News, Tally, all_news, chunk_events, collect, respond
 from octavo.server.logprobs import CompletionLogprobs
 from octavo.server.request_bodies import CompletionBody, read_generation_body
-from octavo.server.sampling import named
 from octavo.server.state import Server
 from octavo.structured_outputs import PARAM
 from octavo.text.detokenizer import shown_tail

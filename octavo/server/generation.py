@@ -15,10 +15,10 @@ from octavo.engine.async_llm import Ask, AsyncLLM
 from octavo.errors import EngineError
 from octavo.messages import LifeRecord
 from octavo.outputs import TextDelta
+from octavo.server.body import named
 from octavo.server.events import DONE, EventStream, disconnect, unless
 from octavo.server.observer import Watch
 from octavo.server.request_bodies import StreamOptions
-from octavo.server.sampling import named
 from octavo.server.state import Server
 from octavo.text.reasoning import ReasoningTokens
 

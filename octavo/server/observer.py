@@ -11,18 +11,14 @@ from asyncio import CancelledError
 from collections.abc import Sequence
 from secrets import token_hex
 from types import TracebackType
-from typing import TYPE_CHECKING
 
+from octavo.engine.async_llm import Ask
 from octavo.errors import DeadlineError, OverloadError, RequestError
 from octavo.messages import FinishReason
 from octavo.outputs import TextDelta
 from octavo.server.access import current_arrival
-from octavo.server.numbers import FAILURES, STATUSES, Numbers
-from octavo.server.records import Prompt, Record, Records, Sample
-from octavo.server.spans import NoSpans, Spans
-
-if TYPE_CHECKING:
-    from octavo.engine.async_llm import Ask
+from octavo.server.metrics import FAILURES, STATUSES, Numbers
+from octavo.server.records import NoSpans, Prompt, Record, Records, Sample, Spans
 
 TICK_SECONDS = 0.1  # between two calls of `tick`
 
@@ -34,7 +30,7 @@ class Observer:
         self.spans: Spans = spans or NoSpans()
         self._ticked = 0.0
 
-    def watch(self, prefix: str, asks: "Sequence[Ask]") -> "Watch":
+    def watch(self, prefix: str, asks: Sequence[Ask]) -> "Watch":
         """The answer's id, `prefix` and 128 random bits, is all it takes to read its record."""
         n = asks[0].params.n
         prompts = [Prompt(len(ask.prompt_token_ids), n) for ask in asks]

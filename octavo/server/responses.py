@@ -22,11 +22,10 @@ from octavo.errors import RequestError
 from octavo.outputs import TextDelta
 from octavo.server.answer_form import AnswerForm, AnswerParts, Part, Thought, asked_form, param_of, reasoning_counters
 from octavo.server.asks import chat_ask
-from octavo.server.body import takes
+from octavo.server.body import named, takes
 from octavo.server.events import event
 from octavo.server.generation import News, Tally, all_news, collect, respond
 from octavo.server.request_bodies import ResponseBody, read_generation_body
-from octavo.server.sampling import named
 from octavo.server.state import Server
 from octavo.structured_outputs import PARAM
 from octavo.text.call_reader import ToolCallDelta

@@ -10,8 +10,7 @@
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 from octavo.errors import RequestError
 from octavo.messages import Limits
@@ -40,19 +39,6 @@ _SAME = (
     "stop_token_ids", "ignore_eos", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "skip_special_tokens",
     "include_stop_str_in_output",
 )  # fmt: skip
-
-
-@contextmanager
-def named(names: Mapping[str, str]) -> Iterator[None]:
-    """Refusals in here name a field as the client does: {"max_tokens": "max_output_tokens"}."""
-    try:
-        yield
-    except RequestError as error:
-        said, ours = str(error), error.param or ""
-        theirs = names.get(ours, ours)
-        error.param = theirs or None
-        error.args = (theirs + said.removeprefix(ours) if said.startswith((f"{ours} ", f"{ours}:")) else said,)
-        raise
 
 
 def sampling_params(

@@ -25,7 +25,7 @@ from octavo.child import Restarts, command, is_stopped
 from octavo.config import EngineConfig
 from octavo.engine.router import CLIENT_SECONDS
 from octavo.log import logger
-from octavo.server.numbers import Numbers
+from octavo.server.metrics import Numbers
 from octavo.server.observer import TICK_SECONDS
 from octavo.server_config import ServerConfig
 

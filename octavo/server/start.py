@@ -15,12 +15,12 @@ from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.supervisor import Serving
 from octavo.errors import EngineError, OctavoError
 from octavo.loading.text_side import TextSide
-from octavo.server.numbers import Numbers, shared_file
+from octavo.server.metrics import Numbers, shared_file
 from octavo.server.observer import Observer
 from octavo.server.recorder import Recorder
+from octavo.server.records import open_spans
 from octavo.server.run import ApiProcess
 from octavo.server.siblings import Orders, Siblings, take_orders
-from octavo.server.spans import open_spans
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
 

@@ -2,8 +2,8 @@
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from octavo.engine.async_llm import AsyncLLM, State
 from octavo.server.grammar_check import GrammarChecker, first_pieces
 from octavo.server.observer import Observer
 from octavo.server.recorder import Recorder
@@ -11,13 +11,10 @@ from octavo.server.threads import Threads
 from octavo.server.view import ViewHub
 from octavo.server_config import ServerConfig
 
-if TYPE_CHECKING:
-    from octavo.engine.async_llm import AsyncLLM, State
-
 
 @dataclass(slots=True)
 class Server:
-    llm: "AsyncLLM"
+    llm: AsyncLLM
     config: ServerConfig
     model_name: str  # what clients call the model
     observer: Observer = field(default_factory=Observer)
@@ -52,5 +49,5 @@ class Server:
             await self._grammars.close()
 
     @property
-    def state(self) -> "State":
+    def state(self) -> State:
         return "draining" if self.draining and self.llm.state != "dead" else self.llm.state

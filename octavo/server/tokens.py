@@ -11,10 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError
-from octavo.server.basic import check_model
-from octavo.server.body import Body, TokenIds, read_body, takes
+from octavo.server.body import Body, Refusal, TokenIds, check_model, read_body, takes
+from octavo.server.request_bodies import FIELDS
 from octavo.server.state import Server
-from octavo.server.unsupported import FIELDS, Refusal
 
 MOST_CHARS = 2**20  # a second or two: what is being tokenised cannot be stopped
 MOST_TOKENS = 2**20
@@ -53,7 +52,7 @@ def router(server: Server) -> APIRouter:
 
     @routes.post("/detokenize", openapi_extra=takes(Detokenize))
     async def detokenize(request: Request) -> Response:
-        asked = await read_body(request, Detokenize)
+        asked = await read_body(request, Detokenize, FIELDS)
         check_model(server, asked.model)
         return _answer(await server.threads.run("tokenize", request, partial(_detokenized, server, asked.tokens)))
 

@@ -8,28 +8,25 @@ watches the hub holds nothing.
 """
 
 import asyncio
+import codecs
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from fastapi import APIRouter
-from starlette.responses import Response
+import msgspec
 
 from octavo import __version__
 from octavo.client.view import ViewState
+from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.view_frame import SequenceState, ViewFrame
 from octavo.errors import UnavailableError
 from octavo.log import logger
-from octavo.server.access import current_arrival
-from octavo.server.events import EventStream
-from octavo.server.view_lines import Line, Pieces, delta, line
-
-if TYPE_CHECKING:
-    from octavo.server.state import Server
+from octavo.server_config import ServerConfig
+from octavo.text.tokenizer import Tokenizer
 
 MOST_WATCHERS = 64  # of a process: ten lines a second to each of them take a tenth of its time
 KEPT_LINES = 50  # some seconds
@@ -50,8 +47,112 @@ class Opening:
     parts: list[tuple[int, bytes]]  # the number of lines it follows, and what it says
 
 
+def line(frame: Mapping[str, Any]) -> bytes:
+    return msgspec.json.encode(frame) + b"\n"
+
+
+def without_text(frame: Mapping[str, Any]) -> dict[str, Any]:
+    """The same frame without text. A block still shows how many tokens it holds."""
+    hidden = dict(frame)
+    if "blocks" in frame:
+        hidden["blocks"] = [(*block[:4], None if block[4] is None else [""] * len(block[4]), block[5]) for block in frame["blocks"]]
+    if "seqs" in frame:
+        hidden["seqs"] = [{name: value for name, value in seq.items() if name != "asked"} for seq in frame["seqs"]]
+    return hidden
+
+
+class Line:
+    """A frame that is encoded when the first watcher reads it, and not again: once as it is, once without text."""
+
+    __slots__ = ("_encoded", "_frame")
+
+    def __init__(self, frame: Mapping[str, Any]) -> None:
+        self._frame = frame
+        self._encoded: dict[bool, bytes] = {}
+
+    def read(self, with_text: bool) -> bytes:
+        if with_text not in self._encoded:
+            self._encoded[with_text] = line(self._frame if with_text else without_text(self._frame))
+        return self._encoded[with_text]
+
+
+class Pieces:
+    """The text of each token of a block. A character whose bytes lie in several tokens stands at the last of them."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str | None] = {}  # None: not of whole characters
+
+    def of(self, ids: list[int]) -> list[str]:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return [f"{token_id} " for token_id in ids]
+        pieces = [self._known[token_id] if token_id in self._known else self._look_up(token_id, tokenizer) for token_id in ids]
+        if None not in pieces:
+            return pieces  # type: ignore[return-value]
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        found = [decoder.decode(tokenizer.token_bytes(token_id)) for token_id in ids]
+        found[-1] += decoder.decode(b"", final=True)
+        return found
+
+    def _look_up(self, token_id: int, tokenizer: Tokenizer) -> str | None:
+        try:
+            piece: str | None = tokenizer.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            piece = None
+        self._known[token_id] = piece
+        return piece
+
+
+def delta(frame: ViewFrame, pieces: Pieces, name: Callable[[SequenceState], str]) -> dict[str, Any]:
+    """What has nothing in it is left out, but not of a full one. `name`: what a sequence's request is called."""
+    parts: dict[str, Any] = {
+        "blocks": [(*block[:4], None if block[4] is None else pieces.of(block[4]), block[5]) for block in frame.blocks],
+        "seqs": [_sequence(seq, name(seq), pieces) for seq in frame.seqs],
+        "gone": frame.gone,
+        "steps": frame.steps,
+        "events": frame.events,
+        "lost": frame.lost,
+    }
+    if frame.full:
+        return {"kind": "full", "at": frame.at, **parts}
+    return {"kind": "delta", "at": frame.at, **{key: value for key, value in parts.items() if value}}
+
+
+def _sequence(seq: SequenceState, request: str, pieces: Pieces) -> dict[str, Any]:
+    ended = {} if seq.digests is None else {"digests": seq.digests}
+    asked = {"asked": pieces.of(seq.asked)} if seq.asked else {}
+    return {
+        "seq": seq.seq,
+        "request": request,
+        "sample": seq.sample,
+        "samples": seq.samples,
+        "state": seq.state,
+        "prompt": seq.prompt,
+        "tokens": seq.tokens,
+        "limit": seq.limit,
+        "computed": seq.computed,
+        "cached": seq.cached,
+        "reason": seq.reason,
+        "preemptions": seq.preemptions,
+        "from": seq.start,
+        "table": seq.table,
+        **ended,
+        **asked,
+    }
+
+
+class Watched(Protocol):
+    """What the hub has to know of the server."""
+
+    llm: AsyncLLM
+    config: ServerConfig
+    model_name: str
+    draining: bool
+
+
 class ViewHub:
-    def __init__(self, server: "Server") -> None:
+    def __init__(self, server: Watched) -> None:
         self._server = server
         self._watchers = 0
         self._task: asyncio.Task[None] | None = None
@@ -233,17 +334,3 @@ class ViewHub:
 
     def _blocks(self, first: int) -> list[list[Any]]:
         return self._state.blocks(range(first, min(first + BLOCKS_A_LINE, len(self._state.ref))))
-
-
-def router(server: "Server") -> APIRouter:
-    routes = APIRouter()
-    if server.config.inspector:
-
-        @routes.get("/v1/view")
-        async def view() -> Response:
-            if server.state != "ready":
-                raise UnavailableError(f"the engine is {server.state}", retry_after=1)
-            lines = server.view.lines(with_text=current_arrival().caller.reads_text)
-            return EventStream(lines, "application/x-ndjson")
-
-    return routes

@@ -15,8 +15,7 @@ from opentelemetry.trace import StatusCode
 from octavo.errors import OverloadError
 from octavo.messages import LifeRecord
 from octavo.server.access import Arrival
-from octavo.server.records import Prompt, Record, Sample
-from octavo.server.spans import NoSpans, OtelSpans, open_spans
+from octavo.server.records import NoSpans, OtelSpans, Prompt, Record, Sample, open_spans
 from tests.cli.processes import ROOT, environment
 from tests.server.conftest import Served
 from tests.support.http_server import wait_for

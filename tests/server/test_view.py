@@ -25,7 +25,7 @@ from octavo.server import view
 from octavo.server.app import build_app
 from octavo.server.recorder import Recorder
 from octavo.server.state import Server
-from octavo.server.view_lines import Pieces
+from octavo.server.view import Pieces
 from octavo.server_config import ServerConfig
 from octavo.text.tokenizer import Tokenizer
 from tests.support.fake import FakeEngine, sampling

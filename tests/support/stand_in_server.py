@@ -48,7 +48,7 @@ def router(server: Server) -> APIRouter:
 
     @routes.post("/slow", openapi_extra=takes(Slow))
     async def slow(request: Request) -> StreamingResponse:
-        asked = await read_body(request, Slow)
+        asked = await read_body(request, Slow, {})
         news = server.llm.generate(Ask(None, [1], SamplingParams(max_tokens=asked.words)))
 
         async def pieces() -> AsyncIterator[str]:
