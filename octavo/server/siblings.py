@@ -107,7 +107,7 @@ class Sibling:
         self._ready_at, self._killed = None, False
         self._beats, self._silent_ticks = self._numbers.beats(self._orders.row), 0
         inherited = [each for each in (self._listener.fileno(), self._orders.shared) if each is not None]
-        words = command("octavo.server.start", "sibling", self._listener.fileno())
+        words = command("octavo.server.run", "sibling", self._listener.fileno())
         try:
             self._process = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=inherited, start_new_session=True)
         except OSError as error:

@@ -5,7 +5,7 @@
     long_texts     long prompts and conversations
     tokenize       /tokenize and /detokenize
 
-The interpreter is shared with the event loop (see `start.SWITCH_SECONDS`), the tokenizer's library lets others run.
+The interpreter is shared with the event loop (see `run.SWITCH_SECONDS`), the tokenizer's library lets others run.
 """
 
 import asyncio

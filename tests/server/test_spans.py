@@ -87,7 +87,7 @@ def test_spans_are_sent_where_the_environment_says(monkeypatch: pytest.MonkeyPat
 
 
 def test_nothing_is_imported_unless_an_endpoint_is_set() -> None:
-    code = "import sys; from octavo.server.start import open_spans; open_spans('m'); print('opentelemetry.sdk' in sys.modules)"
+    code = "import sys; from octavo.server.run import open_spans; open_spans('m'); print('opentelemetry.sdk' in sys.modules)"
     env = {name: value for name, value in environment({}).items() if not name.startswith("OTEL_")}
     said = [
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**env, **more}, capture_output=True, text=True, timeout=60).stdout
