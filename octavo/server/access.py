@@ -22,8 +22,8 @@ from octavo.server.listen import is_loopback
 from octavo.server.privacy import Holder, may_read_text
 from octavo.server_config import ServerConfig
 
-OPEN = frozenset({"/health", "/"})  # answered without a key, and so are the files of the page
-ADMIN = frozenset({"/reset_prefix_cache"})  # answered with the admin key alone, and there only with --admin-key
+OPEN = frozenset({"/health", "/"})  # answered without a key, like the files of the page
+ADMIN = frozenset({"/reset_prefix_cache"})  # answered only with the admin key; without --admin-key these routes do not exist
 PREFLIGHT = {
     "access-control-allow-methods": "GET, POST, OPTIONS",
     "access-control-allow-headers": "authorization, content-type, x-request-id",
@@ -35,13 +35,13 @@ _HEADERS = (b"traceparent", b"tracestate")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whoever sent a request. Its name is its key where several keys are set, else its address."""
+    """The sender of a request. Its name is its key if the server has several keys, else its address."""
 
     name: str = ""
-    reads_text: bool = False  # of everybody, see privacy.py
+    reads_text: bool = False  # whether it may read everybody's text, see privacy.py
 
     def may_read(self, other: "Caller") -> bool:
-        """Whether it may see what `other` sent."""
+        """Returns whether it may see what `other` sent."""
         return self.reads_text or self.name == other.name
 
 
@@ -58,19 +58,19 @@ _current: ContextVar[Arrival] = ContextVar("arrival")
 
 
 def arrive(request_id: str, headers: Mapping[bytes, bytes]) -> None:
-    """For this task, and those it starts."""
+    """Notes the arrival of a request, for this task and those it starts."""
     found = {name.decode(): headers[name].decode("latin-1") for name in _HEADERS if name in headers}
     _current.set(Arrival(request_id, trace_headers=found))
     log.request_id.set(request_id)
 
 
 def arrive_as(caller: Caller) -> None:
-    """Its key has been checked."""
+    """Notes who sent the request, once its key has been checked."""
     _current.set(replace(current_arrival(), caller=caller))
 
 
 def current_arrival() -> Arrival:
-    """That of the request being worked on; where nobody said, now."""
+    """Returns the arrival of the request that this task works on; outside of a request, one that arrives now."""
     return _current.get(None) or Arrival()
 
 
@@ -85,7 +85,7 @@ class Keys:
         self._admins = [] if config.admin_key is None else [_digest(config.admin_key.encode())]
 
     def check(self, path: str, headers: Mapping[bytes, bytes], address: str = "") -> Caller:
-        """`headers`: names in lower case. Raises where the key is missing, wrong or not enough for this path."""
+        """Returns who sends a request with these headers (names in lower case). Raises ApiError if its key may not use this path."""
         if is_open(path):
             return Caller(address)
         authorization = headers.get(b"authorization")
@@ -124,7 +124,7 @@ class Origins:
         self._origins = frozenset(config.allowed_origins)
 
     def check_host(self, host: bytes | None) -> None:
-        """`None`: there was none, as HTTP/1.0 allows."""
+        """Raises ApiError if clients may not call the server by this name. None: there was no Host header, which HTTP/1.0 allows."""
         name = host_name(host)
         if host is not None and not name:
             raise ApiError(400, "the Host header must be a name or an address, with or without a port")
@@ -132,11 +132,11 @@ class Origins:
             raise ApiError(403, f"the host name {name!r} is not allowed; allow it with --allowed-hosts", code="host_not_allowed")
 
     def allows(self, origin: str, host: str) -> bool:
-        """Whether a page of this origin may call: the allowed ones, and our own."""
+        """Returns whether web pages of this origin may call: those allowed by the settings, and our own."""
         return "*" in self._origins or origin in self._origins or (bool(host) and origin.partition("://")[2] == host)
 
 
 def host_name(host: bytes | None) -> str:
-    """The name or address in a Host header, without its port; "" where there is none."""
+    """Returns the name or address in a Host header, without its port; "" if there is none."""
     found = _HOST.fullmatch((host or b"").decode("latin-1"))
     return found[1].lower().strip("[]") if found else ""

@@ -37,16 +37,16 @@ Part = Thought | str | ToolCallDelta
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """What the answers to a request may consist of."""
+    """What the answers to a request may consist of: thinking, text, calls of tools."""
 
-    reasoning: str  # family of tags
-    calls: str  # family of calls
-    names: tuple[str, ...]  # of the tools offered
+    reasoning: str  # family of the tags around thinking
+    calls: str  # family of the format of calls
+    names: tuple[str, ...]  # names of the tools offered
     parallel: bool  # whether an answer may have several calls
 
     @property
     def is_plain(self) -> bool:
-        """Nothing but text."""
+        """Whether the whole answer is text."""
         return self.reasoning == "none" and (self.calls == "none" or not self.names)
 
 
@@ -58,12 +58,12 @@ def answer_form(server: Server, tools: Sequence[Mapping[str, object]], parallel:
 
 
 def reasoning_counters(server: Server, form: AnswerForm, prompt: str, n: int) -> list[ReasoningTokens]:
-    """One for each sample, where the model thinks."""
+    """Returns a counter for each sample if the model thinks, else none."""
     return [ReasoningTokens(prompt, server.llm.tokenizer.token_bytes) for _ in range(n)] if form.reasoning != "none" else []
 
 
 def asked_form(extra: object, response_format: object, param: str) -> StructuredOutputs | None:
-    """Of `structured_outputs` and what the route calls a response format, `param`, at most one."""
+    """Returns the form asked for by `structured_outputs` or by the response format, which this route calls `param`. Both are refused."""
     by_format = _of_format(response_format, param)
     if extra is None:
         return by_format
@@ -73,7 +73,7 @@ def asked_form(extra: object, response_format: object, param: str) -> Structured
 
 
 def _of_format(value: object, param: str) -> StructuredOutputs | None:
-    """A schema is in an object of its own, in chat, or beside the type, in responses; it is kept to whatever `strict` says."""
+    """Returns the form in a response format. A schema is in "json_schema" (chat) or beside the type (responses); `strict` has no effect."""
     if value is None:
         return None
     kind = value.get("type") if isinstance(value, Mapping) else None
@@ -91,12 +91,12 @@ def _of_format(value: object, param: str) -> StructuredOutputs | None:
 
 
 def param_of(extra: object, param: str, choice: ToolChoice | None = None) -> str:
-    """What a complaint about the grammar is about."""
+    """Returns the field that an error about the grammar names."""
     return "tools" if choice is not None and choice.mode == "required" else PARAM if extra is not None else param
 
 
 async def held_to(server: Server, params: SamplingParams, asked: StructuredOutputs | None) -> SamplingParams:
-    """These, with the form, if it can be compiled."""
+    """Returns the parameters with the form in them. Raises RequestError if the form cannot be compiled."""
     if asked is None:
         return params
     params = replace(params, structured_outputs=asked)
@@ -107,9 +107,9 @@ async def held_to(server: Server, params: SamplingParams, asked: StructuredOutpu
 def chat_grammar(
     asked: StructuredOutputs | None, form: AnswerForm, tools: Sequence[Mapping[str, object]], choice: ToolChoice, prompt: str
 ) -> StructuredOutputs | None:
-    """What the answer to `prompt` is held to, if anything: the form asked for, calls of the tools offered, or either.
+    """Returns the grammar that the answer to `prompt` must follow, or None: the form asked for, calls of the tools offered, or either.
 
-    A form that goes into a larger grammar, or is not needed, is checked for its limits here, because nobody sees it again.
+    A form that becomes part of a larger grammar, or is not needed, has its limits checked here, because nobody checks it later.
     """
     forced = choice.mode == "required"
     parts: dict[str, StructuredOutputs] = {} if asked is None or forced else {"form": asked}
@@ -125,13 +125,15 @@ def chat_grammar(
 
 
 class AnswerParts:
+    """Takes an answer apart into thinking, text and tool calls, as its text comes."""
+
     def __init__(self, form: AnswerForm, prompt: str, stream: bool) -> None:
         self._parallel = form.parallel
         self._splitter = reasoning_splitter(form.reasoning, prompt)
         self._parser = tool_call_parser(form.calls, form.names, stream)
 
     def push(self, text: str, ended: bool) -> list[Part]:
-        """What is now certain, in order."""
+        """Takes the next piece of text, and returns the parts that are now certain, in order."""
         parts: list[Part] = []
         for piece in self._splitter.push(text) + (self._splitter.flush() if ended else []):
             if piece.kind == "reasoning":

@@ -32,7 +32,7 @@ def build_app(server: Server) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         responses=ERROR,
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # it would record more than we want
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # FastAPI would record more than we want
     )
     app.state.server = server
     for kind in (OctavoError, ApiError, HTTPException):
@@ -46,13 +46,13 @@ def build_app(server: Server) -> FastAPI:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException) and error.status_code == 404:  # of the router
+    if isinstance(error, HTTPException) and error.status_code == 404:  # raised by the router
         error = ApiError(404, _missing_route(request.scope["path"]))
     return error_response(error)
 
 
 async def _answer_validation(request: Request, error: Exception) -> Response:
-    """Of a path or a query; bodies are read by `read_body`."""
+    """Answers a wrong value in a path or a query. Bodies are checked by `read_body`."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     name = str(first["loc"][-1])
@@ -71,7 +71,7 @@ ERROR: dict[int | str, dict[str, Any]] = {
 
 
 def _schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """What bodies refer to stands among the components."""
+    """Returns the schema with the definitions that bodies refer to moved among the components."""
     shared = schema.setdefault("components", {}).setdefault("schemas", {})
     for operation in (operation for methods in schema["paths"].values() for operation in methods.values()):
         for content in operation.get("requestBody", {}).get("content", {}).values():
@@ -79,7 +79,7 @@ def _schema(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-# How the path of a route begins -> what it is for.
+# Routes of other servers: how the path begins -> what is not supported.
 _ROUTES: dict[str, str] = {
     "/v1/embeddings": "embeddings are",
     "/embeddings": "embeddings are",
@@ -110,7 +110,7 @@ SUPPORTED = "this server answers /v1/chat/completions, /v1/completions and /v1/r
 
 
 def _missing_route(path: str) -> str:
-    """What a client that asks for a route that is not there is told."""
+    """Returns the message for a path that has no route."""
     for start, what in _ROUTES.items():
         if path == start or path.startswith(f"{start}/"):
             return f"{what} not supported; {SUPPORTED}"

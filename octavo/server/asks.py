@@ -30,23 +30,23 @@ from octavo.structured_outputs import PARAM, StructuredOutputs
 from octavo.text.prompt import Message
 from octavo.text.tools import ToolChoice
 
-SHORT_CHARS = 8192  # a millisecond or so
-PORTION_CHARS = 65_536  # after so many of a list of prompts others have their turn
+SHORT_CHARS = 8192  # about a millisecond of work
+PORTION_CHARS = 65_536  # a list of prompts is encoded in portions of this size, so that others get their turn
 MOST_STOP_CHARS = 1024
 MOST_SALT_CHARS = 1024
 MOST_BAD_WORDS = 256
 MOST_BAD_WORD_CHARS = 128
-MOST_BAD_WORDS_CHARS = 16_384  # of all together: some 50 ms to spell
+MOST_BAD_WORDS_CHARS = 16_384  # in all words: about 50 ms to encode
 MOST_STOP_IDS = 256
 MOST_ALLOWED_IDS = 16_384
 MOST_BIASES = 1024
 LARGEST_BIAS = 100
 LOWEST_PRIORITY = 2**31 - 1
-MOST_IDS = 2**18  # some 20 MB in the engine, and 0.2 s to take in
-MOST_NUMBERS = 250_000  # some 60 MB while the answer is made
+MOST_IDS = 2**18  # about 20 MB in the engine, and 0.2 s to receive
+MOST_NUMBERS = 250_000  # about 60 MB while the answer is made
 MOST_FORM_CHARS = 2**22
 
-# Fields that bodies and SamplingParams call the same; the others come as `own` from each route.
+# Fields with the same name in bodies and in SamplingParams. Each route passes the others as `own`.
 _SAME = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop",
     "stop_token_ids", "ignore_eos", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "skip_special_tokens",
@@ -65,9 +65,10 @@ async def chat_ask(
     choice: ToolChoice,
     asked: StructuredOutputs | None,
 ) -> tuple[Ask, AnswerForm]:
-    """`own`: see `_sampling_params`. `messages`: called in a thread, for there may be many. `offered`: the tools of the prompt.
+    """Returns the ask for a conversation, and the form of its answer.
 
-    `asked`: the form the answer must have.
+    `own`: see `_sampling_params`. `messages`: called in a thread, because there may be many. `offered`: the tools in the prompt.
+    `asked`: the form that the answer must have.
     """
     params = _sampling_params(body, own, server.config, server.llm.sampling_defaults).for_chat()
     terms = _terms_of(body, server.config)
@@ -75,7 +76,7 @@ async def chat_ask(
     words = await _spell_words(request, server, params.bad_words)
     _check_totals(params, words, [len(ids)], server.llm.facts.limits)
     form = answer_form(server, offered, body.parallel_tool_calls)
-    if asked is not None or choice.mode == "required":  # in a thread: a form may have 200,000 characters
+    if asked is not None or choice.mode == "required":  # in a thread, because a form may have 200,000 characters
         written = partial(chat_grammar, asked, form, offered, choice, text)
         params = await held_to(server, params, await server.threads.run("bodies", request, written))
     return Ask(text, ids, params, *terms, bad_words=words), form
@@ -107,15 +108,15 @@ async def _encode_chat(
     def encode() -> tuple[str, list[int]]:
         try:
             return server.llm.encoder.encode_chat(messages(), tools or None, options or {}, server.llm.facts.limits.max_model_len)
-        except TemplateError as error:  # of this conversation: its field has another name in other routes
+        except TemplateError as error:  # now it names a field, which `named` can rename for other routes
             raise RequestError(str(error), "messages") from error
 
-    # always in a thread: a template out of a model's files may take seconds, however short the messages
+    # always in a thread: a template from a model's files may take seconds even for short messages
     return await server.threads.run(await _kind(request), request, encode)
 
 
 async def _encode_prompts(request: Request, server: Server, prompt: str | list[object]) -> list[Encoded]:
-    """A text, a list of ids, or a list of either: each prompt's text, where it has one, and its ids."""
+    """Returns the text (None if the client sent ids) and the ids of each prompt. `prompt`: a text, a list of ids, or a list of either."""
     prompts = _as_prompts(prompt, server.config.max_prompts)
     limit = server.llm.facts.limits.max_model_len
 
@@ -132,11 +133,12 @@ async def _encode_prompts(request: Request, server: Server, prompt: str | list[o
 
 
 async def _spell_words(request: Request, server: Server, words: Sequence[str]) -> list[list[int]]:
-    """`bad_words` as token ids, once for all prompts of a request; in a thread, for every word is a text of its own."""
+    """Returns `bad_words` as token ids. It runs in a thread, because every word is encoded by itself."""
     return await server.threads.run(await _kind(request), request, partial(server.llm.encoder.spellings, words)) if words else []
 
 
 async def _kind(request: Request) -> Kind:
+    """Returns the pool of threads for the text of a request."""
     return "long_texts" if len(await request.body()) > LARGE_BYTES else "short_texts"
 
 
@@ -178,7 +180,7 @@ def _as_ids(ids: object) -> list[int]:
 def _sampling_params(
     body: GenerationBody, own: Mapping[str, object], config: ServerConfig, defaults: Mapping[str, object]
 ) -> SamplingParams:
-    """`own`: what this route calls otherwise. `defaults` take the place of what nobody set."""
+    """Returns the parameters of a body. `own`: the fields that this route names differently. `defaults`: for fields that are not set."""
     values = {name: getattr(body, name) for name in _SAME} | dict(own)
     _check_caps(values, config)
     params = SamplingParams(**{name: value for name, value in values.items() if value is not None})
@@ -186,7 +188,7 @@ def _sampling_params(
 
 
 def _check_caps(values: Mapping[str, object], config: ServerConfig) -> None:
-    """Before anything is copied. Values of the wrong type or sign are left to SamplingParams."""
+    """Raises RequestError for values above a limit, before anything is copied. SamplingParams checks types and signs."""
     _at_most("temperature", values["temperature"], config.max_temperature)
     _at_most("n", values.get("n"), config.max_n)
     stops = [values["stop"]] if isinstance(values["stop"], str) else values["stop"]
@@ -224,12 +226,12 @@ def _few_chars(name: str, values: object, most: int) -> None:
 
 
 def _terms_of(body: GenerationBody, config: ServerConfig) -> tuple[int, str, float]:
-    """Priority, salt and time-out, as they stand in an `Ask`."""
+    """Returns priority, salt and time-out, in the order of `Ask`."""
     return _priority_of(body), _salt_of(body), _timeout_of(body, config)
 
 
 def _priority_of(body: GenerationBody) -> int:
-    """0, what everybody has, is the first; a client can only step back."""
+    """Returns the priority. 0 is the default and comes first, so a client can only let others go ahead."""
     priority = body.priority or 0
     if not 0 <= priority <= LOWEST_PRIORITY:
         raise RequestError(f"priority must be an integer from 0 to {LOWEST_PRIORITY}, got {priority}", "priority")
@@ -260,7 +262,10 @@ def _check_answers(num_prompts: int, n: int, most: int) -> None:
 def _check_totals(
     params: SamplingParams, bad_words: Sequence[Sequence[int]], prompts: Sequence[int], limits: Limits, echo: bool = False
 ) -> None:
-    """`bad_words`: as token ids; `prompts`: the length of each; `echo`: whether they are repeated before each answer."""
+    """Raises RequestError if all answers together are too large.
+
+    `bad_words`: as token ids. `prompts`: the length of each. `echo`: whether prompts are repeated before each answer.
+    """
     _check_ids(params, bad_words, len(prompts) * params.n)
     _check_numbers(params, prompts, limits, echo)
 

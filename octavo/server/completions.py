@@ -31,7 +31,8 @@ def router(server: Server) -> APIRouter:
     @routes.post("/v1/completions", openapi_extra=takes(CompletionBody))
     async def completions(request: Request) -> Response:
         body = await read_generation_body(request, CompletionBody, server)
-        names = {"prompt_logprobs": "logprobs", PARAM: param_of(body.structured_outputs, FORMAT)}  # what the engine calls otherwise
+        # the engine's name of a field -> its name here
+        names = {"prompt_logprobs": "logprobs", PARAM: param_of(body.structured_outputs, FORMAT)}
         with named(names):
             asked = asked_form(body.structured_outputs, body.response_format, FORMAT)
             answer = _Answer(server, body, await completion_asks(request, server, body, asked), names)
@@ -61,7 +62,7 @@ class _Answer:
         timings = bool(body.include_timings)
         self._frame = Frame(self._watch.id, "text_completion", server.model_name, self._tally, body.stream_options, timings)
         self._choices = [choice for ask in asks for choice in self._choices_of(ask)]
-        self._prompts: dict[int, str] = {}  # texts that are echoed
+        self._prompts: dict[int, str] = {}  # texts of prompts that are echoed
 
     def _choices_of(self, ask: Ask) -> list[_Choice]:
         if ask.params.logprobs is None:
@@ -78,7 +79,7 @@ class _Answer:
         return self._frame.whole([self._written(index) for index in range(len(self._choices))])
 
     async def _news(self) -> News:
-        """All news, and the logprobs of prompts taken in before; in a thread, for those of a whole prompt come at once."""
+        """Yields all news. Adds the logprobs of prompts first, in a thread, because those of a whole prompt come at once."""
         async with aclosing(all_news(self._llm, self._asks, self._names, self._watch)) as news:
             async for deltas in news:
                 for delta in deltas:
@@ -92,7 +93,7 @@ class _Answer:
             choice.logprobs.add(self._asks[prompt].prompt_token_ids, found)
 
     def _text_of(self, delta: TextDelta) -> str:
-        """What is new of the choice, its logprobs taken in; the first time after the prompt, where that is wanted."""
+        """Returns the new text of a choice, and adds its logprobs. With `echo` the first text begins with the prompt."""
         prompt, choice = delta.index // self._n, self._choices[delta.index]
         text = delta.text
         if self._echo and not choice.begun:
@@ -103,7 +104,7 @@ class _Answer:
         return text
 
     def _echoed(self, prompt: int) -> str:
-        """Its text, decoded once for all samples where it came as ids."""
+        """Returns the text of a prompt. If it came as ids, it is decoded once for all samples."""
         ask = self._asks[prompt]
         if prompt not in self._prompts:
             ids, skip = ask.prompt_token_ids, ask.params.skip_special_tokens

@@ -20,20 +20,20 @@ from octavo.server.errors import ApiError
 from octavo.server.events import disconnect, unless
 from octavo.server.state import Server
 
-LEAVE_SECONDS = 5.0  # a client that goes from one scene to another may ask for the new one before it has left the old one
-EMPTY_SECONDS = 0.3  # so that watchers see the emptied cache before the scene begins, not in it
-END = 10_000  # more tokens than any answer here has: when it has ended
-Say = Callable[[int, int, dict[str, object]], None]  # number, of how many, caption: what watchers read from now on
+LEAVE_SECONDS = 5.0  # how long a scene waits for the one before it: a client may ask for a scene before it has left another
+EMPTY_SECONDS = 0.3  # watchers see the emptied cache for so long before the scene begins
+END = 10_000  # in `Part.after`: when that answer has ended; no answer here has so many tokens
+Say = Callable[[int, int, dict[str, object]], None]  # shows watchers a scene: number, of how many, caption
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One request."""
+    """One request of a scene."""
 
     prompt: tuple[tuple[str, int], ...]  # texts, each with its number of tokens
-    answer: int  # tokens
+    answer: int  # how many tokens
     samples: int = 1
-    after: tuple[int, int] | None = None  # which part before it, and how many tokens of its answer
+    after: tuple[int, int] | None = None  # it starts when this part (its index) has this many tokens of its answer; None: at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Scene:
 
     @property
     def caption(self) -> dict[str, object]:
-        """What the page says about it."""
+        """What the page says about the scene."""
         return {"title": self.title, "text": self.text, "marks": self.marks}
 
 
@@ -57,7 +57,7 @@ class Lesson:
         self._playing = asyncio.Lock()
 
     async def play(self, number: int) -> None:
-        """The scene of this number, counted from 1."""
+        """Plays the scene with this number, counted from 1. Raises ApiError if another scene does not end."""
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
                 await self._playing.acquire()
@@ -75,6 +75,8 @@ class Lesson:
 
 @dataclass(slots=True)
 class _Performance:
+    """One scene being played."""
+
     llm: AsyncLLM
     scene: Scene
     _answered: list[int] = field(init=False)  # tokens of each part so far
@@ -87,7 +89,7 @@ class _Performance:
         tasks = [asyncio.create_task(self._part(index)) for index in range(count)]
         try:
             await asyncio.gather(*tasks)
-        finally:  # one that fails, or a client that leaves, ends the others
+        finally:  # if one part fails, or the client leaves, all parts end
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -114,7 +116,7 @@ class _Performance:
         return Ask(None, ids, params)
 
     def _cut(self, text: str, count: int) -> list[int]:
-        """The first `count` tokens of a text; a text that is too short is repeated."""
+        """Returns the first `count` tokens of a text; a text that is too short is repeated."""
         return list(islice(cycle(self.llm.tokenizer.encode(text, add_special_tokens=False)), count))
 
 

@@ -78,7 +78,7 @@ class Histogram:
 def histogram_family(
     name: str, told: str, labels: Mapping[str, str], bounds: Sequence[float], counts: Sequence[float], total: float
 ) -> Metric:
-    """`counts`: of each bucket by itself, and of what is larger than all; Prometheus wants each with those below it."""
+    """Returns a histogram for Prometheus, whose buckets include all smaller ones. `counts`: each bucket alone, the last without a bound."""
     buckets, below = [], 0.0
     for bound, count in zip([*map(float, bounds), float("inf")], counts, strict=True):
         below += count
@@ -89,7 +89,7 @@ def histogram_family(
 
 
 class Numbers:
-    """All that an API process counts by itself. `shared`: a file that `num_processes` share, of which this is the one at `row`."""
+    """Everything that an API process counts. `shared`: a file with a row for each of `num_processes`; this process has row `row`."""
 
     def __init__(self, shared: int | None = None, row: int = 0, num_processes: int = 1) -> None:
         self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts, those found in the cache included.")
@@ -121,21 +121,21 @@ class Numbers:
             start += member.size
 
     def beat(self) -> None:
-        """This process lives."""
+        """Shows the other processes that this one is alive."""
         self._row[-1] += 1
 
     def beats(self, row: int) -> float:
-        """Of another one, ever."""
+        """Returns how often the process with this row has called `beat`."""
         return self._rows[row][-1]
 
     def families(self, prefix: str, labels: Mapping[str, str]) -> list[Metric]:
-        """Of all processes together."""
+        """Returns the sums over all processes."""
         totals = [sum(column) for column in zip(*self._rows, strict=True)]
         return [member.family(prefix, labels, totals) for member in self._members]
 
 
 def shared_file() -> int:
-    """A descriptor that other processes inherit. The file has no name, so nobody can remove it, and it ends with the last process."""
+    """Returns the descriptor of a file for `Numbers`. Other processes inherit it; the file has no name and ends with the last of them."""
     with told_with_tmpdir():
         descriptor, path = tempfile.mkstemp(prefix="octavo-numbers-")
         os.unlink(path)
@@ -143,17 +143,17 @@ def shared_file() -> int:
 
 
 def _shared_rows(descriptor: int, num_rows: int, size: int) -> list[Cells]:
-    """Whoever comes first fills the file; a process that is started again goes on with its row."""
+    """Maps the file, and fills it if it is empty. A process that is started again goes on with its row."""
     num_bytes = num_rows * size * 8
     if not os.fstat(descriptor).st_size:
         with told_with_tmpdir(), open(descriptor, "wb", closefd=False) as file:
-            file.write(bytes(num_bytes))  # so that a full disk is told here, and not by a signal later
+            file.write(bytes(num_bytes))  # a full disk raises an error here, and would be a signal later
     cells = memoryview(mmap.mmap(descriptor, num_bytes)).cast("d")
     return [cells[row * size : (row + 1) * size] for row in range(num_rows)]
 
 
 def engine_families(prefix: str, labels: Mapping[str, str], stats: SchedulerStats, is_ready: bool, restarts: int) -> Iterator[Metric]:
-    """Gauges, and what the scheduler counts. After a restart the counters of the engine begin at 0, which Prometheus expects."""
+    """Yields the engine's gauges and counters. After a restart its counters begin at 0, which Prometheus expects."""
     blocks = max(1, stats.num_blocks - 1)  # block 0 is the null block
     in_use = (blocks - stats.free_blocks) / blocks if stats.num_blocks else 0.0
     gauges = (

@@ -29,7 +29,7 @@ class Sample:
 
     prompt: "Prompt"
     generated_tokens: int = 0
-    last_token: float = 0.0  # when it came; 0: none has
+    last_token: float = 0.0  # when it came; 0: there is none yet
     finish_reason: FinishReason | None = None
 
 
@@ -37,9 +37,9 @@ class Sample:
 class Prompt:
     prompt_tokens: int
     left: int  # samples that have not ended
-    first_token: float = 0.0  # when it came; 0: none has
+    first_token: float = 0.0  # when it came; 0: there is none yet
     finished: float = 0.0
-    life: LifeRecord | None = None  # what the engine said last
+    life: LifeRecord | None = None  # the engine's newest
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Record:
     prompts: list[Prompt]
     samples: list[Sample]  # in the order of choices: prompt * n + sample
     error: str | None = None  # why it failed, as in the metrics
-    finished: float = 0.0  # when nobody waited for it any more
+    finished: float = 0.0  # when its client had the whole answer, or had left
 
     @property
     def state(self) -> Literal["running", "finished"]:
@@ -103,7 +103,7 @@ class Records:
 
 class Spans(Protocol):
     def add(self, record: Record) -> None:
-        """Of a request that has ended."""
+        """Sends the span of a request that has ended."""
 
 
 class NoSpans:
@@ -112,7 +112,7 @@ class NoSpans:
 
 
 def open_spans(model_name: str) -> Spans:
-    """By the environment."""
+    """Returns an exporter if the environment asks for one and it is installed, else `NoSpans`."""
     if not spans_wanted():
         return NoSpans()
     try:
@@ -158,7 +158,7 @@ class OtelSpans:
         span.end(end_time=_wall_ns(record, record.finished))
 
     def _attributes(self, record: Record) -> dict[str, Attribute]:
-        """Names of the semantic conventions where they have one, else vLLM's; times of the slowest prompt."""
+        """Returns the span's attributes, named as in the semantic conventions or else as in vLLM. Times are those of the slowest prompt."""
         lives = [prompt.life for prompt in record.prompts if prompt.life is not None]
         starts = [life.first_scheduled - life.queued for life in lives if life.first_scheduled is not None]
         tokens = [prompt.first_token - record.arrival.at for prompt in record.prompts if prompt.first_token]

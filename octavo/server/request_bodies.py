@@ -17,7 +17,7 @@ from octavo.server.body import Body, Numbers, Refusal, Texts, TokenIds, check_mo
 from octavo.server.state import Server
 
 _NO_MEMORY = Refusal("the server keeps no conversations: send all messages as input")
-MOST_LABEL_CHARS = 65_536  # of user and metadata, which nobody here reads
+MOST_LABEL_CHARS = 65_536  # in user and metadata, which this server does not use
 
 
 class StreamOptions(Body):
@@ -26,7 +26,7 @@ class StreamOptions(Body):
 
 
 class GenerationBody(BaseModel):
-    """What all three have."""
+    """The fields that all three bodies have."""
 
     model_config = Body.model_config
 
@@ -163,6 +163,7 @@ Kind = TypeVar("Kind", bound=GenerationBody)
 
 
 async def read_generation_body(request: Request, kind: type[Kind], server: Server) -> Kind:
+    """Returns the checked body of a route that generates. Raises for one that is wrong, or names another model."""
     body = await read_body(request, kind, _REFUSED[kind])
     for name in ("user", "metadata"):
         if _is_longer(getattr(body, name), MOST_LABEL_CHARS):
@@ -174,7 +175,7 @@ async def read_generation_body(request: Request, kind: type[Kind], server: Serve
 
 
 def _is_longer(value: object, most: int) -> bool:
-    """Whether the texts in it have more than `most` characters together, numbers counted as one. It looks no further than it must."""
+    """Returns whether the texts in a value have more than `most` characters in all. Other values count as one. It stops at the limit."""
     waiting = [value]
     while waiting and most >= 0:
         one = waiting.pop()

@@ -32,7 +32,7 @@ from octavo.text.call_reader import ToolCallDelta
 from octavo.text.conversation import check_count, check_medium, check_messages
 from octavo.text.tools import ToolChoice, check_tool_choice, check_tools
 
-NAMES = {"max_tokens": "max_output_tokens", "prompt": "input", "messages": "input"}  # what the engine calls otherwise
+NAMES = {"max_tokens": "max_output_tokens", "prompt": "input", "messages": "input"}  # the engine's name of a field -> its name here
 FORMAT = "text.format"
 TEXT_PARTS = ("input_text", "output_text", "text")
 Kind = Literal["reasoning", "message", "function_call"]
@@ -60,6 +60,7 @@ def router(server: Server) -> APIRouter:
 
 
 def messages_of(body: ResponseBody) -> list[dict[str, object]]:
+    """Returns the conversation as messages of a chat. Raises RequestError, which names the field of the response."""
     said: list[dict[str, object]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if not body.input:
         raise RequestError("the input is empty", "input")
@@ -73,7 +74,7 @@ def messages_of(body: ResponseBody) -> list[dict[str, object]]:
 
 
 def tools_of(body: ResponseBody) -> tuple[list[dict[str, object]], ToolChoice]:
-    """A tool here is flat: {"type": "function", "name": ..., "parameters": ...}."""
+    """Returns the tools as a chat has them, and the choice among them. In a body they are flat: {"type": "function", "name": ...}."""
     tools: list[object] = []
     for position, tool in enumerate(body.tools or []):
         if not isinstance(tool, Mapping) or tool.get("type") != "function":
@@ -89,6 +90,7 @@ def tools_of(body: ResponseBody) -> tuple[list[dict[str, object]], ToolChoice]:
 
 @contextmanager
 def _in_other_words(ours: str, theirs: str) -> Iterator[None]:
+    """Replaces `ours` by `theirs` in the errors raised inside it: a client knows the fields of a response only."""
     try:
         yield
     except RequestError as error:
@@ -121,7 +123,7 @@ def _part(part: object, where: str) -> dict[str, object]:
 
 
 def _calls_joined(messages: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-    """Calls that follow a text of the assistant, or each other, are one message, as a template expects."""
+    """Joins calls with the assistant's message or calls before them into one message, as templates expect."""
     joined: list[dict[str, object]] = []
     for message in messages:
         before = joined[-1] if joined else {}
@@ -167,12 +169,12 @@ class _Answer:
         return self._output.event("created", response) + self._output.event("in_progress", response)
 
     def _take(self, delta: TextDelta) -> str:
-        """Its parts go into the output; the events that tell of them."""
+        """Puts the parts of a delta into the output, and returns the events for them."""
         self._finish_reason = delta.finish_reason
         return "".join([self._output.add(part) for part in self._parts.push(delta.text, delta.finish_reason is not None)])
 
     def _end(self) -> str:
-        """The last item is over; an answer of nothing is an empty message."""
+        """Closes the last item, and returns the events for it. An empty answer becomes an empty message."""
         empty = "" if self._output.items else self._output.add("")
         return empty + self._output.close(self._status)
 
@@ -220,9 +222,11 @@ class _Answer:
 
 @dataclass(slots=True)
 class Item:
+    """One item of the output, and its text so far."""
+
     kind: Kind
-    place: int  # in the output
-    call: ToolCallDelta | None = None  # the first of its deltas
+    place: int  # its index in the output
+    call: ToolCallDelta | None = None  # the first delta of a call, which has its id and name
     texts: list[str] = field(default_factory=list)
     id: str = ""
     status: str = "in_progress"
@@ -236,7 +240,7 @@ class Item:
 
     @property
     def where(self) -> dict[str, object]:
-        """What its events begin with."""
+        """The fields that every event about this item begins with."""
         place = {} if self.kind == "function_call" else {"content_index": 0}
         return {"item_id": self.id, "output_index": self.place, **place}
 
@@ -257,18 +261,18 @@ class Item:
 
 
 class Output:
-    """Takes in parts of an answer, and says what each of them is told by."""
+    """Collects the parts of an answer into items, and returns the events for each part."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []
-        self._number = -1  # of the last event
+        self._number = -1  # sequence number of the last event
 
     def event(self, name: str, data: dict[str, object]) -> str:
         self._number += 1
         return event({"type": f"response.{name}", "sequence_number": self._number, **data}, f"response.{name}")
 
     def add(self, part: Part) -> str:
-        """A part goes on with the last item, or that one is complete and another begins."""
+        """Adds a part to the last item, or closes that one and opens another; returns the events for it."""
         kind, text = _kind_and_text(part)
         told = ""
         is_new_call = isinstance(part, ToolCallDelta) and part.id is not None
@@ -287,7 +291,7 @@ class Output:
         return told + self.event("content_part.added", {**item.where, "part": item.part()})
 
     def close(self, status: str) -> str:
-        """The last item, if it is not yet, is over."""
+        """Closes the last item if it is still open, and returns the events for it."""
         if not self.items or self.items[-1].status != "in_progress":
             return ""
         item = self.items[-1]

@@ -2,8 +2,8 @@
 
 `ApiProcess` is one of them from its start to its end: uvicorn on a socket that already listens, the ready line, and the signals.
 
-    first SIGTERM or SIGINT    drain: /health says so, new requests are told to come back, open ones may end (`shutdown_timeout`)
-    second                     stop at once
+    first SIGTERM or SIGINT    the server drains: /health says so, new requests get 503, open ones have `shutdown_timeout` to end
+    second                     it stops at once
 """
 
 import asyncio
@@ -42,18 +42,18 @@ from octavo.server.siblings import Orders, Siblings, take_orders
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
 
-SWITCH_SECONDS = 0.0005  # how long a thread that tokenises may keep the event loop waiting
-KEEP_ALIVE_SECONDS = 75  # longer than clients and proxies keep an idle connection: they should be the ones to close it
-LAST_WORDS_SECONDS = 2  # for answers that were told to end, before their connections are cut off
+SWITCH_SECONDS = 0.0005  # how long a thread may keep the event loop waiting
+KEEP_ALIVE_SECONDS = 75  # longer than clients and proxies keep an idle connection: they should close it first
+LAST_WORDS_SECONDS = 2  # answers have so long to end before their connections are reset
 
 
 def serve(engine: EngineConfig, config: ServerConfig, listener: socket.socket, text: TextSide) -> int:
-    """The exit code."""
+    """Runs the first API process, which starts the engine and the others. Returns the exit code."""
     return _run(_first(engine, config, listener, text))
 
 
 def sibling(descriptor: int) -> None:
-    """Where a further API process begins."""
+    """The entry point of a further API process."""
     orders = take_orders()
     log.setup(log_level("INFO"), orders.server.log_format)
     try:
@@ -71,12 +71,12 @@ async def _first(engine: EngineConfig, config: ServerConfig, listener: socket.so
         observer = _observer(config, model_name, shared_file() if config.api_processes > 1 else None)
         server = Server(llm, config, model_name, observer)
         server.recorder = None if config.record is None else Recorder(config.record)
-        found = replace(engine, model=str(text.source.path), revision=None)  # nobody has to look for it again
+        found = replace(engine, model=str(text.source.path), revision=None)  # siblings do not look for the model again
         orders = Orders(found, config, llm.address, server.model_name)
         process = ApiProcess(server, listener, siblings=Siblings(orders, listener, observer.numbers))
         return await process.run_to_end()
     finally:
-        await llm.close()  # also where a signal came before there was anybody to hear it
+        await llm.close()  # also if a signal came before the server could handle it
 
 
 async def _further(orders: Orders, listener: socket.socket) -> int:
@@ -87,7 +87,7 @@ async def _further(orders: Orders, listener: socket.socket) -> int:
 
 
 def _observer(config: ServerConfig, model_name: str, shared: int | None, row: int = 0) -> Observer:
-    """Several processes share their numbers, in a file that the first one made."""
+    """Returns the observer of this process. Several processes share their metrics in a file that the first one made."""
     return Observer(Numbers(shared, row, config.api_processes), open_spans(model_name))
 
 
@@ -106,7 +106,7 @@ def _run(process: Coroutine[Any, Any, int]) -> int:
 
 
 class ApiProcess(uvicorn.Server):
-    """uvicorn calls `handle_exit` with each signal, and `on_tick` ten times a second. The first one has the others as `siblings`."""
+    """One API process. uvicorn calls `handle_exit` with each signal, and `on_tick` ten times a second. Only the first has `siblings`."""
 
     def __init__(self, server: Server, listener: socket.socket, siblings: Siblings | None = None) -> None:
         _route_logs()
@@ -134,10 +134,10 @@ class ApiProcess(uvicorn.Server):
         self._failure: OctavoError | None = None
 
     async def run_to_end(self) -> int:
-        """The exit code: 0 after draining, 1 where a second signal cut it short. Raises what the engine or a sibling stayed dead of."""
+        """Serves until it is told to stop. Returns 0 after draining, 1 after a second signal. Raises if a process stays dead."""
         starting = asyncio.create_task(self._start())
         if self._siblings is None:
-            await starting  # who is first tells clients to wait; here they would come for nothing
+            await starting  # a sibling accepts no connections until it is ready; the first process tells clients to wait
         await self.serve([self._listener])
         starting.cancel()
         if self._failure is not None:
@@ -145,11 +145,11 @@ class ApiProcess(uvicorn.Server):
         return 1 if self.force_exit else 0
 
     def fail(self, error: OctavoError) -> None:
-        """There will be no engine any more."""
+        """Ends the server with this error."""
         self._failure, self.should_exit = error, True
 
     async def _start(self) -> None:
-        """Whatever keeps it from starting ends the server: nobody else would see it."""
+        """Waits for the engine, then begins the recording and prints the ready line. An error ends the server: nobody else would see it."""
         try:
             await self._server.llm.start()
             if milliseconds := debug_from_environment().loop_slow:
@@ -165,7 +165,7 @@ class ApiProcess(uvicorn.Server):
             self.fail(EngineError(f"the server could not start: {type(error).__name__}: {error}"))
 
     def _say_ready(self) -> None:
-        with suppress(OSError):  # nobody reads the log: clients are served all the same
+        with suppress(OSError):  # the log is closed; clients are served all the same
             print(f"Octavo is ready: {url_of(self._listener)}  model={self._server.model_name}", file=sys.stderr, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -200,19 +200,19 @@ class ApiProcess(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._siblings is not None:
             await self._siblings.ended(0 if self.force_exit else self._server.config.shutdown_timeout + LAST_WORDS_SECONDS)
-        await self._server.llm.close()  # what is still open ends with an error, and the engine ends
+        await self._server.llm.close()  # open requests end with an error, and the engine ends
         asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._cut_off)
         await super().shutdown(sockets)
         await self._server.close()
 
     def _cut_off(self) -> None:
-        """Clients that do not read would be waited for without end."""
+        """Resets all connections: uvicorn would wait for ever for clients that do not read."""
         for connection in self._connections:
             connection.cut_off()
 
 
 def _route_logs() -> None:
-    """uvicorn's own lines, where they matter, go where ours go."""
+    """Sends uvicorn's errors to our log."""
     theirs = logging.getLogger("uvicorn")
     theirs.handlers, theirs.propagate = logger.handlers, False
     theirs.setLevel(logging.ERROR)

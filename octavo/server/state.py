@@ -1,4 +1,4 @@
-"""The server's state, which every route gets: the engine, the settings, and what the server remembers."""
+"""The server's state, which every route gets: the engine, the settings, and what lives as long as the server."""
 
 import time
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ class Server:
     model_name: str  # what clients call the model
     observer: Observer = field(default_factory=Observer)
     created: int = field(default_factory=lambda: int(time.time()))
-    draining: bool = False  # told to stop: what is open may end, nothing new begins
+    draining: bool = False  # it was told to stop: open requests may end, no new one begins
     open_requests: int = 0
-    warned: set[str] = field(default_factory=set)  # fields nobody knows that were already warned about
+    warned: set[str] = field(default_factory=set)  # unknown fields of requests that were logged once
     recorder: Recorder | None = None
     threads: Threads = field(default_factory=Threads)
     view: ViewHub = field(init=False)
@@ -32,7 +32,7 @@ class Server:
 
     @property
     def grammars(self) -> GrammarChecker:
-        """Made when somebody asks: its words are the model's."""
+        """The checker of grammars. It is made at its first use, because it needs the model's tokens."""
         if self._grammars is None:
             tokenizer = self.llm.tokenizer
             special = [tokenizer.token(token) for token in sorted(tokenizer.special_ids)]
@@ -40,7 +40,7 @@ class Server:
         return self._grammars
 
     async def close(self) -> None:
-        """No process, task or file of its own is left."""
+        """Ends all its threads, tasks, processes and files."""
         self.threads.close()
         if self.recorder is not None:
             await self.recorder.close()

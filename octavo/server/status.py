@@ -27,7 +27,7 @@ from octavo.server.events import EventStream
 from octavo.server.metrics import engine_families
 from octavo.server.state import Server
 
-# What a chat request gets where it does not say otherwise; `max_tokens` null: the rest of the context.
+# Defaults of a chat request that /v1/models shows. `max_tokens` null: the rest of the context.
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
 
 
@@ -39,11 +39,11 @@ def router(server: Server) -> APIRouter:
 
 
 def _add_basic(routes: APIRouter, server: Server) -> None:
-    system_prompt = server.llm.encoder.default_system_prompt()  # before anybody waits: a template may take its time
+    system_prompt = server.llm.encoder.default_system_prompt()  # found now, because a template may take long
 
     @routes.get("/health")
     async def health() -> JSONResponse:
-        """200 while requests are served, else 503 (loading, draining, dead)."""
+        """Answers 200 while requests are served, else 503 (loading, draining, dead)."""
         return JSONResponse({"status": server.state}, 200 if server.state == "ready" else 503)
 
     @routes.get("/version")
@@ -113,7 +113,7 @@ class _Metrics(Collector):
     def collect(self) -> Iterable[Metric]:
         server, prefix = self._server, self._server.config.metrics_prefix
         labels = {"model_name": server.model_name, "engine": "0"}
-        facts = getattr(server.llm, "facts", None)  # known once it was ready
+        facts = getattr(server.llm, "facts", None)  # set once the engine was ready
         yield from server.observer.numbers.families(prefix, labels)
         yield from engine_families(prefix, labels, server.llm.stats, server.state == "ready", facts.epoch - 1 if facts else 0)
         version = GaugeMetricFamily(f"{prefix}build_info", "Which Octavo this is.", labels=[*labels, "version"])
