@@ -84,7 +84,7 @@ def answer(llm: LLM, requests: Requests, clock: Callable[[], float] = time.perf_
 @contextmanager
 def counting_slots(llm: LLM) -> Iterator[list[float]]:
     """The share of held slots without a token, after every step."""
-    core: Any = llm._client._core  # type: ignore[attr-defined]
+    core: Any = llm._core  # type: ignore[attr-defined]
     kv, step, shares = core.scheduler.kv, core.step, list[float]()
 
     def watched() -> Any:
@@ -102,7 +102,7 @@ def counting_slots(llm: LLM) -> Iterator[list[float]]:
 
 def table_bytes(llm: LLM) -> int:
     """Block tables of all rows; on a device also those of a step, which are copies."""
-    worker: Any = llm._client._core.executor._runner  # type: ignore[attr-defined]
+    worker: Any = llm._core.executor  # type: ignore[attr-defined]
     runner = worker.runner
     tables = [runner.rows.tables, runner.steps.program.memory._tables] if worker.on_device else [worker.table.tables]
     return sum(one.numel() * one.element_size() for one in tables)

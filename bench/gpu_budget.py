@@ -13,7 +13,7 @@ import json
 import re
 import tempfile
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from octavo.sampling_params import SamplingParams
 
 FIRST_KERNEL, LAST_NORM = "prepare_entries", "add_norm"
 KINDS = {  # the first that matches; what follows the last norm of a step is vocabulary and sampling
-    "products": r"gemm|gemv|nvjet|cutlass|cublas|splitK|product|merge_few|merge_linear|packed",
+    "products": r"gemm|gemv|nvjet|cutlass|cublas|splitK|product|merge_gemv|merge_linear|packed",
     "attention": r"decode|merge|prefill|attention",
     "norms, rotation, KV writes": r"add_norm|^write",
     "gate": r"gate",
@@ -106,7 +106,7 @@ class Watch:
     """The parts of an engine's step on the host, each with a clock around it."""
 
     def __init__(self, llm: LLM) -> None:
-        core: Any = llm._client._core  # type: ignore[attr-defined]
+        core: Any = llm._core  # type: ignore[attr-defined]
         self.spent: dict[str, float] = defaultdict(float)
         for owner, name, part in (
             (core.scheduler, "schedule", "plan"), (core.executor, "forward", "launch"), (core.scheduler, "update", "update")
@@ -137,24 +137,33 @@ class Waited:
         return self.watch.timed("wait", self.promise.result)()
 
 
+class Unread:
+    """Nobody reads what the rows say."""
+
+    def push(self, delta: Any) -> None:
+        pass
+
+    def finish(self, output: Any) -> None:
+        pass
+
+
 class Load:
     """Rows that decode, in an engine driven step by step, text side included."""
 
     def __init__(self, llm: LLM, rows: int, context: int, tokens: int) -> None:
         self.llm, self.rows, self.ids = llm, rows, [f"budget-{row}" for row in range(rows)]
-        rng, highest = Random(rows), min(10_000, llm._client._core.scheduler.limits.vocab_size)  # type: ignore[attr-defined]
+        rng, highest = Random(rows), min(10_000, llm._core.scheduler.limits.vocab_size)  # type: ignore[attr-defined]
         params = SamplingParams(temperature=0.6, max_tokens=tokens, ignore_eos=True, detokenize=False)
         for name in self.ids:
             request = AddRequest(name, [rng.randrange(highest) for _ in range(context)], params)
-            llm._client.add(request)
-            llm._processor.add(request, None)
-            llm._streams[name] = deque()
+            llm._core.add(request)
+            llm._outputs.add(request, None, Unread())
 
     def step(self) -> None:
         self.llm._pump()
 
     def until_all_decode(self) -> None:
-        scheduler: Any = self.llm._client._core.scheduler  # type: ignore[attr-defined]
+        scheduler: Any = self.llm._core.scheduler  # type: ignore[attr-defined]
         while len(scheduler.running) < self.rows or any(seq.num_computed < seq.request.num_prompt for seq in scheduler.running):
             assert len(scheduler.requests) == self.rows, "a request ended before all of them decoded"
             self.step()
@@ -164,7 +173,7 @@ class Load:
     def end(self) -> None:
         for name in self.ids:
             self.llm._drop([name])
-        while self.llm._client._core.has_work:  # type: ignore[attr-defined]
+        while self.llm._core.has_work:  # type: ignore[attr-defined]
             self.step()
 
 

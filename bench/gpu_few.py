@@ -19,11 +19,13 @@ from torch import Tensor
 
 from octavo.attention.backend import Rope, load_backend
 from octavo.attention.forward_batch import ForwardBatch
-from octavo.kernels.reference import attention_few as plain_attention
+from octavo.kernels.reference import fused_decode as plain_attention
+from octavo.kernels.reference import gemv as plain
 from octavo.kernels.reference import sampling as plain_sampling
-from octavo.kernels.reference import skinny as plain
-from octavo.kernels.triton import attention_few, sampling, skinny
-from octavo.kernels.triton.few_tiles import DecodeTiles, ProductTiles, decode_tiles, merge_tiles, product_tiles
+from octavo.kernels.triton.attention import fused_decode
+from octavo.kernels.triton.gemv import products
+from octavo.kernels.triton.gemv.tiles import DecodeTiles, ProductTiles, decode_tiles, merge_tiles, product_tiles
+from octavo.kernels.triton.sampling import sample as sampling
 from octavo.layers.comm import NullComm
 from octavo.model_config import ModelConfig, RopeConfig
 from octavo.models.dense import DenseModel
@@ -72,26 +74,26 @@ TINY = [(Shape(48, 80, 2, 6, 2, 16, 99, tied=False, family="Qwen2"), torch.float
 class Kernels:
     """The Triton kernels with chosen tiles."""
 
-    dependent: bool = True
+    pdl: bool = True
     tiles: dict[str, Any] = field(default_factory=dict)
 
     def norm_linear(self, *given: Any) -> tuple[Tensor, Tensor]:
-        return skinny.norm_linear(*given, tiles=self.tiles.get("qkv"), dependent=self.dependent)
+        return products.norm_linear(*given, tiles=self.tiles.get("qkv"), pdl=self.pdl)
 
     def decode_attention_parts(self, *given: Any) -> tuple[Tensor, Tensor]:
-        return attention_few.decode_attention_parts(*given, tiles=self.tiles.get("decode"), dependent=self.dependent)
+        return fused_decode.decode_attention_parts(*given, tiles=self.tiles.get("decode"), pdl=self.pdl)
 
     def merge_linear(self, *given: Any) -> Tensor:
-        return skinny.merge_linear(*given, tiles=self.tiles.get("merge"), dependent=self.dependent)
+        return products.merge_linear(*given, tiles=self.tiles.get("merge"), pdl=self.pdl)
 
     def gate_up(self, *given: Any) -> tuple[Tensor, Tensor]:
-        return skinny.gate_up(*given, tiles=self.tiles.get("gate_up"), dependent=self.dependent)
+        return products.gate_up(*given, tiles=self.tiles.get("gate_up"), pdl=self.pdl)
 
     def linear(self, *given: Any) -> Tensor:
-        return skinny.linear(*given, tiles=self.tiles.get("down"), dependent=self.dependent)
+        return products.linear(*given, tiles=self.tiles.get("down"), pdl=self.pdl)
 
     def head(self, *given: Any) -> tuple[Tensor, Tensor]:
-        return skinny.head(*given, tiles=self.tiles.get("head"), dependent=self.dependent)
+        return products.head(*given, tiles=self.tiles.get("head"), pdl=self.pdl)
 
     sample = staticmethod(sampling.sample)
 
@@ -238,8 +240,8 @@ def race(bench: Bench, steps: int = 1000) -> bool:
     start = 300
     seen: list[Tensor] = []
     tokens = bench.tokens.clone()
-    for dependent in (False, True):
-        kernels, kept = Kernels(dependent), torch.empty(steps, bench.rows, bench.shape.hidden, dtype=bench.dtype, device=DEVICE)
+    for pdl in (False, True):
+        kernels, kept = Kernels(pdl), torch.empty(steps, bench.rows, bench.shape.hidden, dtype=bench.dtype, device=DEVICE)
         number = torch.zeros(1, dtype=torch.int64, device=DEVICE)
 
         def run(kernels: Kernels = kernels, kept: Tensor = kept, number: Tensor = number) -> None:
@@ -371,7 +373,7 @@ def alone(bench: Bench, kernels: Kernels, context: int) -> None:
     logits = torch.randn(rows, shape.vocab, **like)
     spent = replay_time(bench.graph(lambda: sampling.sample(logits, bench.temperature, bench.noise, batch.positions[0])))
     said.append(f"sample {spent:.1f} us")
-    print(f"alone, dependent={kernels.dependent}, {context}: " + ", ".join(said), flush=True)
+    print(f"alone, pdl={kernels.pdl}, {context}: " + ", ".join(said), flush=True)
 
 
 def measure(name: str, seconds: float) -> bool:
@@ -382,17 +384,17 @@ def measure(name: str, seconds: float) -> bool:
     def report(kernels: Kernels, title: str) -> None:
         for context in CONTEXTS:
             bench.place(context)
-            spent = {on: bench.microseconds(replace(kernels, dependent=on), 200) for on in (False, True)}
+            spent = {on: bench.microseconds(replace(kernels, pdl=on), 200) for on in (False, True)}
             rate = bench.weight_bytes / spent[True] / 1e6
-            print(f"{name} {bench.rows} rows x {context}, {title}: {spent[False]:.0f} us plain, {spent[True]:.0f} us dependent = "
+            print(f"{name} {bench.rows} rows x {context}, {title}: {spent[False]:.0f} us plain, {spent[True]:.0f} us pdl = "
                   f"{bench.rows * 1e6 / spent[True]:.0f} tok/s, {rate:.2f} TB/s", flush=True)  # fmt: skip
 
     report(Kernels(), "tiles by rule")
-    alone(bench, Kernels(dependent=False), CONTEXTS[0])
+    alone(bench, Kernels(pdl=False), CONTEXTS[0])
     best = sweep(bench, seconds)
     report(best, "best tiles")
     for on in (False, True):
-        alone(bench, replace(best, dependent=on), CONTEXTS[0])
+        alone(bench, replace(best, pdl=on), CONTEXTS[0])
     alone(bench, best, CONTEXTS[1])
     print(f"{name} best: {best.tiles}", flush=True)
     for rows in (2, 4):

@@ -20,17 +20,17 @@ from torch import Tensor
 
 from octavo.kernels.cache_layout import Layout, empty_cache
 from octavo.kernels.reference import activation as plain_activation
+from octavo.kernels.reference import gemv as plain_gemv
 from octavo.kernels.reference import norm as plain_norm
 from octavo.kernels.reference import paged_attention as plain_attention
 from octavo.kernels.reference import sampling as plain_sampling
-from octavo.kernels.reference import skinny as plain_skinny
 from octavo.kernels.reference import write_kv as plain_write
-from octavo.kernels.triton.activation import silu_and_mul
-from octavo.kernels.triton.attention import paged_attention, shares_of
-from octavo.kernels.triton.norm import add_rms_norm
-from octavo.kernels.triton.sampling import sample
-from octavo.kernels.triton.skinny import gate_up, linear, norm_linear
-from octavo.kernels.triton.write_kv import write_kv
+from octavo.kernels.triton.attention.paged_attention import paged_attention, shares_of
+from octavo.kernels.triton.gemv.products import gate_up, linear, norm_linear
+from octavo.kernels.triton.sampling.sample import sample
+from octavo.kernels.triton.step.activation import silu_and_mul
+from octavo.kernels.triton.step.norm import add_rms_norm
+from octavo.kernels.triton.step.write_kv import write_kv
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -180,7 +180,7 @@ def layout_cases(tiny: bool) -> Iterator[Case]:
         yield _write_case(3 if tiny else tokens, tokens, layout)
 
 
-def skinny_cases(tiny: bool) -> Iterator[Case]:
+def gemv_cases(tiny: bool) -> Iterator[Case]:
     for rows, (size, wide) in product((1, 4), [(64, 48)] if tiny else PRODUCTS):
         yield _product_case("linear", rows, size, wide)
     for rows, size in product((1, 4), [8] if tiny else [1024, 4096]):
@@ -202,7 +202,7 @@ def _product_case(name: str, rows: int, size: int, wide: int) -> Case:
         return [lambda w=w: function(x, residual, norm_weight, 1e-6, w) for w in weights]
 
     ours = runs(linear, norm_linear, gate_up)
-    theirs = runs(plain_skinny.linear, plain_skinny.norm_linear, plain_skinny.gate_up)
+    theirs = runs(plain_gemv.linear, plain_gemv.norm_linear, plain_gemv.gate_up)
 
     def error() -> float:
         got, exact = ours[0](), theirs[0]()
@@ -275,7 +275,7 @@ def sampling_cases(tiny: bool) -> Iterator[Case]:
 
 
 KINDS = {
-    "decode": decode_cases, "prefill": prefill_cases, "small": small_cases, "sampling": sampling_cases, "skinny": skinny_cases,
+    "decode": decode_cases, "prefill": prefill_cases, "small": small_cases, "sampling": sampling_cases, "gemv": gemv_cases,
     "layouts": layout_cases,
 }  # fmt: skip
 

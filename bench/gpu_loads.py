@@ -59,7 +59,7 @@ class StepTimes:
     """How long steps of each shape took on the device, and how full they were."""
 
     def __init__(self, llm: LLM) -> None:
-        runner: Any = llm._client._core.executor._runner.runner  # type: ignore[attr-defined]
+        runner: Any = llm._core.executor.runner  # type: ignore[attr-defined]
         self._steps, self._run, self._runner = runner.steps, runner.steps.run, runner
         self._events: list[tuple[Shape, int, torch.cuda.Event, torch.cuda.Event]] = []
 

@@ -93,7 +93,7 @@ def child(settings: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODELS[settings.pop("model")]))
         llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, device="cuda", **settings)
-    worker: Worker = llm._client._core.executor._runner  # type: ignore[attr-defined]
+    worker: Worker = llm._core.executor  # type: ignore[attr-defined]
     planned, parts = {part: getattr(plans[0].use, part) for part in PARTS}, held_parts(worker)
     done("ready", planned=planned)
     torch.cuda.reset_peak_memory_stats()

@@ -3,7 +3,7 @@
 A line of the table is a matrix; each cell has microseconds, TB/s of packed bytes, and how many times as fast as bfloat16 that is.
 Times are medians of CUDA graphs replayed, each over enough matrices that none waits in the L2. Kernels are compiled first, by
 as many processes as there are cores. `--sweep` tries other divisions of the work, instead of the table, checks each against the
-twin, and prints the best as lines for `MEASURED` of kernels/triton/packed_rules.py; `--tiles` does so for 256 and 512 rows alone, in
+twin, and prints the best as lines for `MEASURED` of kernels/triton/packed/rules.py; `--tiles` does so for 256 and 512 rows alone, in
 groups of 128 and 32, slabs of weights among them. A case that fails says why, and the next
 one runs. `--tiny` is for the interpreter.
 """
@@ -26,8 +26,8 @@ from torch import Tensor
 from octavo.kernels.device_codes import DeviceCodes, block_size, zero_codes
 from octavo.kernels.reference import packed as twin
 from octavo.kernels.reference.activation import silu_and_mul
-from octavo.kernels.triton import packed
-from octavo.kernels.triton.packed_rules import FEW_ROWS, PROGRAMS, TILED_ROWS, Few, One, Tile, power_of_rows, rule
+from octavo.kernels.triton.packed import products as packed
+from octavo.kernels.triton.packed.rules import GEMM_ROWS, PROGRAMS, SMALL_GEMM_ROWS, Gemm, Gemv, SmallGemm, power_of_rows, rule
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -43,7 +43,7 @@ SECONDS = 70  # after all is compiled, nothing begins later
 REPLAYS = 9
 LIMIT = 8e-3  # of a product's error: roundings
 
-How = One | Few | Tile | int  # an int: weights in a slab
+How = Gemv | SmallGemm | Gemm | int  # an int: weights in a slab
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,14 @@ class Cell:
     @property
     def gated(self) -> bool:
         """Whether the gate is in the same kernel."""
-        return isinstance(self.how, (One, Few)) and (self.size, self.wide) in GATED
+        return isinstance(self.how, (Gemv, SmallGemm)) and (self.size, self.wide) in GATED
 
     def run(self, x: Tensor, weight: DeviceCodes) -> Tensor:
         if self.gated:
             out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-            if isinstance(self.how, One):
-                return packed.one(x, weight, None, out, self.how, gated=True)
-            return packed.few(x, weight, None, out, self.how, gated=True)
+            if isinstance(self.how, Gemv):
+                return packed.gemv(x, weight, None, out, self.how, gated=True)
+            return packed.small_gemm(x, weight, None, out, self.how, gated=True)
         out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
         if isinstance(self.how, int):
             return packed.by_slabs(x, weight, None, out, self.how)
@@ -78,9 +78,9 @@ class Cell:
         """What a compiled kernel depends on."""
         if isinstance(self.how, int):
             return self.bits, self.group, "slab"
-        if isinstance(self.how, One):
+        if isinstance(self.how, Gemv):
             return self.bits, self.group, power_of_rows(self.rows), self.gated, self.size, *self.how
-        rows = power_of_rows(self.rows) if isinstance(self.how, Few) else 0
+        rows = power_of_rows(self.rows) if isinstance(self.how, SmallGemm) else 0
         return self.bits, self.group, rows, self.gated, *self.how._replace(shares=min(self.how.shares, 2))
 
     @property
@@ -102,37 +102,37 @@ def random_codes(size: int, wide: int, bits: int, group: int, order: bool = Fals
 def chosen(size: int, wide: int, bits: int, group: int, rows: int) -> Cell:
     """As the engine would."""
     weight = zero_codes(wide, size, bits, group, "meta")
-    how = rule(rows, weight, (size, wide) in GATED) if rows <= TILED_ROWS else packed.SLAB
+    how = rule(rows, weight, (size, wide) in GATED) if rows <= GEMM_ROWS else packed.SLAB
     return Cell(size, wide, bits, group, rows, how)
 
 
-def few_choices(rows: int, blocks: int, gated: bool) -> Iterator[Few]:
+def small_gemm_choices(rows: int, blocks: int, gated: bool) -> Iterator[SmallGemm]:
     most = max(8 // rows, 1)
-    divisions = [(64, 2, 4, True, 1), (64, 2, 4, False, 1), (128, 2, 4, True, 1), (64, 2, 6, True, 1)] if rows == FEW_ROWS else [
+    divisions = [(64, 2, 4, True, 1), (64, 2, 4, False, 1), (128, 2, 4, True, 1), (64, 2, 6, True, 1)] if rows == SMALL_GEMM_ROWS else [
         (64, 4, 4, True, most), (64, 4, 4, False, most), (128, 4, 4, True, most), (128, 4, 4, False, most), (128, 4, 6, True, most),
         (128, 8, 4, True, most), (64, 2, 4, True, most), (64, 4, 4, True, most // 2), (128, 4, 4, True, most // 2),
     ]  # fmt: skip
     for (lines, warps, stages, ahead, splits), shares in product(divisions, (1,) if gated else (1, 2, 4, 8)):
         if splits and blocks % (splits * shares) == 0:
-            yield Few(lines, splits, shares, warps, stages, ahead)
+            yield SmallGemm(lines, splits, shares, warps, stages, ahead)
 
 
-def tile_choices(rows: int, blocks: int) -> Iterator[Tile]:
+def gemm_choices(rows: int, blocks: int) -> Iterator[Gemm]:
     tall = max(rows, 16)
     tiles = [(tall, 64, 4, 4), (tall, 128, 4, 3), (tall, 128, 8, 3)] if rows <= 64 else [
         (128, 64, 4, 3), (128, 128, 8, 3), (128, 128, 8, 4), (64, 128, 8, 3), (256, 128, 8, 2), (256, 128, 8, 3), (256, 64, 4, 2)
     ]  # fmt: skip
     for (tall, columns, warps, stages), shares in product(tiles, (1, 2, 3, 4, 8)):
         if tall <= max(rows, 16) and blocks >= 4 * shares:
-            yield Tile(tall, columns, shares, warps, stages)
+            yield Gemm(tall, columns, shares, warps, stages)
 
 
-def choices(size: int, wide: int, rows: int) -> Iterator[Few | Tile]:
+def choices(size: int, wide: int, rows: int) -> Iterator[SmallGemm | Gemm]:
     blocks = size // block_size(4, 128)
-    if rows <= FEW_ROWS:
-        yield from few_choices(rows, blocks, (size, wide) in GATED)
+    if rows <= SMALL_GEMM_ROWS:
+        yield from small_gemm_choices(rows, blocks, (size, wide) in GATED)
     if rows >= 8:
-        yield from tile_choices(rows, blocks)
+        yield from gemm_choices(rows, blocks)
 
 
 def tiled_cells() -> list[Cell]:
@@ -140,7 +140,7 @@ def tiled_cells() -> list[Cell]:
     tiles = [(256, 128, 8, 3), (256, 128, 8, 2), (128, 128, 8, 4), (128, 128, 8, 3), (256, 64, 8, 3), (256, 64, 8, 2), (128, 64, 4, 4)]
     found = []
     for group, rows, (size, wide) in product((128, 32), (256, 512), SWEPT[:4]):
-        divided = [Tile(*tile[:2], shares, *tile[2:]) for tile in tiles for shares in shares_worth(rows, wide, tile)]
+        divided = [Gemm(*tile[:2], shares, *tile[2:]) for tile in tiles for shares in shares_worth(rows, wide, tile)]
         found += [Cell(size, wide, 4, group, rows, how) for how in (*divided, packed.SLAB, 4 * packed.SLAB)]
     return found
 

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from bench.gpu_kernels import DEVICE, ON_GPU, distance, microseconds
 from octavo.kernels.reference import paged_attention as plain
-from octavo.kernels.triton.attention import paged_attention, shares_of
-from octavo.kernels.triton.attention_tiles import Tiles, decode_tiles, prefill_tiles
+from octavo.kernels.triton.attention.paged_attention import paged_attention, shares_of
+from octavo.kernels.triton.attention.tiles import Tiles, decode_tiles, prefill_tiles
 from octavo.kernels.triton.target import capability
 
 SECONDS = 80  # no measurement begins later
@@ -190,7 +190,7 @@ def named(tiles: Tiles) -> str:
 
 
 def named_shares(tiles: Tiles) -> str:
-    plainly = "" if tiles.dependent else ", plainly"
+    plainly = "" if tiles.pdl else ", plainly"
     return f"{tiles.keys} w{tiles.warps} s{tiles.stages} p{tiles.programs}, {tiles.shares} of {tiles.grain}{plainly}"
 
 
@@ -277,7 +277,7 @@ def sweep_decode(right: set[str], deadline: float) -> None:
         shapes = [Tiles(*shape, programs=programs) for shape, programs in DECODE.items() if f"{heads}/{kv_heads} {shape}" in right]
         first = sweep(case, shapes, deadline)
         ways = [replace(tiles, **way) for _, tiles in first[:BEST] for way in WAYS]
-        found = sweep(case, [table, replace(table, dependent=not table.dependent), *ways], deadline)
+        found = sweep(case, [table, replace(table, pdl=not table.pdl), *ways], deadline)
         text = [f"{named_shares(way)}: {spent:.1f} us" for spent, way in found[:4]]
         text += [f"table: {spent:.1f} us" for spent, way in found if way == table]
         text.append(f"its shares: {timed(case.divide, BRIEF):.1f} us")

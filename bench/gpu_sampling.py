@@ -20,14 +20,14 @@ import triton
 from torch import Tensor
 
 from octavo.kernels.asks import pack
-from octavo.kernels.reference import adjust as twin_adjust
+from octavo.kernels.reference import logit_edits as twin_adjust
 from octavo.kernels.reference import sampling as twin
 from octavo.kernels.reference.philox import uniform
 from octavo.kernels.reference.sampling import Draws
-from octavo.kernels.triton.adjust import adjust
-from octavo.kernels.triton.ahead import kernel_keys
-from octavo.kernels.triton.draw import TILING, Tiling, draw
-from octavo.kernels.triton.rank import rank
+from octavo.kernels.triton.precompile import kernel_keys
+from octavo.kernels.triton.sampling.draw import TILING, Tiling, draw
+from octavo.kernels.triton.sampling.logit_edits import adjust
+from octavo.kernels.triton.sampling.rank import rank
 from octavo.sampling_params import SamplingParams
 
 ON_GPU = torch.cuda.is_available()

@@ -26,11 +26,11 @@ from bench.gpu_packed import DEVICE, DTYPE, ON_GPU, distance, inputs, microsecon
 from octavo.kernels.device_codes import DeviceCodes, zero_codes
 from octavo.kernels.reference import packed as twin
 from octavo.kernels.reference.norm import add_rms_norm as twin_norm
-from octavo.kernels.triton import packed
-from octavo.kernels.triton.attention_few import decode_attention_parts
-from octavo.kernels.triton.norm import add_rms_norm
-from octavo.kernels.triton.packed_rules import MEASURED, Few, How, One, power_of_rows, rule
-from octavo.kernels.triton.skinny import merge_parts
+from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
+from octavo.kernels.triton.gemv.products import merge_parts
+from octavo.kernels.triton.packed import products as packed
+from octavo.kernels.triton.packed.rules import MEASURED, Gemv, How, SmallGemm, power_of_rows, rule
+from octavo.kernels.triton.step.norm import add_rms_norm
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM = 4096, 12288, 32, 8, 128
 BITS = 4
@@ -80,10 +80,10 @@ class Product:
         out = torch.empty(len(x), len(weight) // 2 if gated else len(weight), dtype=x.dtype, device=x.device)
         if self.name in NORMED:
             x, residual = add_rms_norm(x, residual, self.norm_weight, EPS)
-        if isinstance(how, One):
-            return packed.one(x, weight, None, out, how, gated=gated), residual
+        if isinstance(how, Gemv):
+            return packed.gemv(x, weight, None, out, how, gated=gated), residual
         if gated:
-            return packed.few(x, weight, None, out, how, gated=True), residual
+            return packed.small_gemm(x, weight, None, out, how, gated=True), residual
         return packed.divided(x, weight, None, out, how), residual
 
     def exact(self) -> Tensor:
@@ -163,11 +163,11 @@ def choices(name: str, size: int, wide: int, rows: int, group: int = 128) -> lis
     blocks = size // (16 // BITS * 32)
     found: list[How] = []
     if rows == 1:
-        found = [One(*how) for how in (SINGLE if blocks == 32 else SEVERAL)]
+        found = [Gemv(*how) for how in (SINGLE if blocks == 32 else SEVERAL)]
     measured = MEASURED.get((size, wide))
     if measured:
         few = measured[power_of_rows(rows).bit_length() - 1]
-        found.append(few._replace(shares=1) if name in GATED and isinstance(few, Few) else few)
+        found.append(few._replace(shares=1) if name in GATED and isinstance(few, SmallGemm) else few)
     return found
 
 
@@ -262,7 +262,7 @@ def compile_all() -> None:
 
 def vocabulary_choices() -> list[How]:
     """8 bits: two steps of four warps."""
-    return [One(8, 1, 1, 4), One(8, 1, 2, 4), One(4, 1, 2, 4), One(8, 1, 1, 8), One(4, 2, 1, 8), Few(64, 8, 1, 4, 4)]
+    return [Gemv(8, 1, 1, 4), Gemv(8, 1, 2, 4), Gemv(4, 1, 2, 4), Gemv(8, 1, 1, 8), Gemv(4, 2, 1, 8), SmallGemm(64, 8, 1, 4, 4)]
 
 
 def vocabulary(group: int) -> float:
@@ -316,7 +316,7 @@ def main() -> int:
         wrong = check(options.tiny)
         if options.tiny:
             chain = Chain(replace(Shape(), hidden=128, inner=256, heads=2, kv_heads=1), 32, 1, 1)
-            spent = chain.microseconds(dict.fromkeys(chain.weights[0], One(32, warps=1)))
+            spent = chain.microseconds(dict.fromkeys(chain.weights[0], Gemv(32, warps=1)))
             print(f"a layer took {spent:.0f} us")
         else:
             measure(options.rows, options.groups)

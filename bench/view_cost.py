@@ -27,7 +27,6 @@ from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
-from octavo.worker.executor import Inproc
 from octavo.worker.fake_runner import FakeRunner
 from octavo.worker.faults import Faults
 from tests.support.http_client import Connection
@@ -47,7 +46,7 @@ def fake_core() -> EngineCore:
     runner = FakeRunner(CacheGeometry(num_blocks, BLOCK, max_len, 1), VOCAB, Faults(Debug()))
     for number in range(ROWS):
         scheduler.add(AddRequest(str(number), [number] * (BLOCK + number % BLOCK), SamplingParams(max_tokens=COUNT, ignore_eos=True)))
-    return EngineCore(scheduler, Inproc(lambda: runner), depth=1)
+    return EngineCore(scheduler, runner, depth=1)
 
 
 def fake_seconds(way: Way, clock: Callable[[], float] = time.process_time) -> float:

@@ -23,7 +23,6 @@ from octavo.policy.door import Limits
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
-from octavo.worker.executor import Inproc
 from octavo.worker.fake_runner import FakeRunner, expected
 from octavo.worker.faults import Faults
 
@@ -48,11 +47,11 @@ class Sample:
     ended: bool = False
 
 
-class NotingExecutor(Inproc):
+class NotingRunner(FakeRunner):
     """Has the tables noted when a plan is carried out."""
 
-    def __init__(self, runner: FakeRunner, note: Callable[[], None]) -> None:
-        super().__init__(lambda: runner)
+    def __init__(self, note: Callable[[], None], nan_step: int) -> None:
+        super().__init__(CacheGeometry(NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, 1), VOCAB, Faults(Debug(forward_nan=nan_step)))
         self._note = note
 
     def forward(self, plan: StepPlan) -> None:
@@ -66,8 +65,7 @@ class WatchedEngine:
         kv = KVManager(self.pool, BLOCK_SIZE, caching=True, key=b"key", identity=b"FakeKV")
         limits = Limits(ROWS, BUDGET, MAX_LEN, VOCAB, NUM_BLOCKS, BLOCK_SIZE)
         self.scheduler = Scheduler(kv, limits, by_priority=True, end_ids=(END_ID,), preempt_every=9)
-        runner = FakeRunner(CacheGeometry(NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, 1), VOCAB, Faults(Debug(forward_nan=nan_step)))
-        self.core = EngineCore(self.scheduler, NotingExecutor(runner, self._note_tables), depth)
+        self.core = EngineCore(self.scheduler, NotingRunner(self._note_tables, nan_step), depth)
         self.samples: dict[tuple[str, int], Sample] = {}
         self.not_finite: set[str] = set()  # requests
 

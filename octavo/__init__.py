@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from octavo.config import calm_threads
 from octavo.sampling_params import SamplingParams
 from octavo.structured_outputs import StructuredOutputs
+from octavo.version import __version__
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
     from octavo.outputs import CompletionOutput, RequestOutput
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputs", "__version__"]
 
 calm_threads()

@@ -1,4 +1,4 @@
-"""Processes of our own: how one is started and how often again, and that none outlives its parent, however that one ends."""
+"""Processes of our own: how one is started and how often again, that none outlives its parent, and that freed memory goes back."""
 
 import ctypes
 import os
@@ -32,6 +32,12 @@ def is_stopped(pid: int) -> bool:
     with suppress(ChildProcessError):
         return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
     return False
+
+
+def give_back_freed_memory() -> None:
+    """Gives the memory that this process has freed back to the system: malloc would keep much of it for later."""
+    with suppress(OSError, AttributeError):  # another C library has no such call
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Restarts:

@@ -3,7 +3,7 @@
 Threads share it in turns. A turn is one step, and brings news to every call and stream; whoever lacks news takes the next one.
 """
 
-import itertools
+import itertools  # noqa: I001
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -13,22 +13,14 @@ from types import TracebackType
 from typing import Literal, TypeVar
 
 from octavo import log
-from octavo.config import (
-    CpuIsa,
-    Device,
-    Dtype,
-    EngineConfig,
-    KVCacheDtype,
-    KVCacheLayout,
-    LogprobsMode,
-    Quantization,
-    SchedulingPolicy,
-    debug_from_environment,
-    log_level,
+from octavo.config import (  # fmt: skip
+    CpuIsa, Device, Dtype, EngineConfig, KVCacheDtype, KVCacheLayout, LogprobsMode, Quantization,
+    SchedulingPolicy, debug_from_environment, log_level,
 )
 from octavo.engine.asking import to_request
-from octavo.engine.client import EngineClient, InprocClient
-from octavo.engine.output import OutputProcessor
+from octavo.engine.build import Engine, build_engine
+from octavo.engine.core import EngineCore
+from octavo.engine.output import OutputPump
 from octavo.errors import EngineError, RequestError
 from octavo.fair_lock import FairLock
 from octavo.interrupt import DeferredInterrupt
@@ -37,6 +29,8 @@ from octavo.messages import SchedulerStats
 from octavo.outputs import RequestOutput, TextDelta
 from octavo.progress import GenerateProgress
 from octavo.sampling_params import SamplingParams
+from octavo.structured_outputs import StructuredOutputs
+from octavo.text.grammar_limits import check_limits
 from octavo.text.prompt import Conversation, Prompt, as_conversations, as_prompts
 from octavo.text.tokenizer import Tokenizer
 
@@ -136,11 +130,8 @@ class LLM:
         self._tokenizer = text.tokenizer
         self.sampling_defaults = text.sampling_defaults
         self.encoder = text.encoder
-        self._engine: EngineClient | None = InprocClient(config, text.source, text.model, debug, text.give_tokenizer)
-        self._processor = OutputProcessor(self._tokenizer)
-        self._streams: dict[str, deque[TextDelta]] = {}
-        self._progress: dict[str, GenerateProgress] = {}
-        self._finished: dict[str, RequestOutput] = {}
+        self._engine: Engine | None = build_engine(config, text.source, text.model, debug, text.give_tokenizer)
+        self._outputs = OutputPump(self._tokenizer, self._engine.core.abort)
         self._ids = map(str, itertools.count())
         self._process = os.getpid()
         self._lock = FairLock()
@@ -207,23 +198,23 @@ class LLM:
     @property
     def max_model_len(self) -> int:
         """The longest sequence, prompt and answer: the one asked for, or what start-up found to fit."""
-        return self._client.geometry.max_model_len
+        return self._core.scheduler.limits.max_model_len
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block that nobody holds, and find none of the others again."""
         with self._turn():
-            self._client.reset_prefix_cache()
+            self._core.scheduler.kv.pool.forget()
 
     def stats(self) -> SchedulerStats:
         with self._turn():
-            return self._client.stats()
+            return self._core.scheduler.snapshot()
 
     def close(self) -> None:
         """Free all memory. Calls that other threads are in end with an EngineError. Closing twice is harmless."""
         self._in_a_turn(self._close_engine)
 
     def __enter__(self) -> "LLM":
-        _ = self._client  # a closed one says so
+        _ = self._core  # a closed one says so
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
@@ -232,11 +223,11 @@ class LLM:
     # --- how it works ------------------------------------------------------------------------------------------------
 
     @property
-    def _client(self) -> EngineClient:
+    def _core(self) -> EngineCore:
         self._check_process()
         if self._engine is None:
             raise EngineError("this LLM is closed")
-        return self._engine
+        return self._engine.core
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
@@ -267,7 +258,7 @@ class LLM:
 
     def _close_engine(self) -> None:
         if self._engine is not None:
-            self._engine.close()
+            self._engine.core.close()
             self._engine = None
 
     @property
@@ -277,19 +268,25 @@ class LLM:
     def _for_chat(self, params: SamplingParams) -> SamplingParams:
         return params.with_defaults(self.sampling_defaults).for_chat()
 
-    def _add(self, ids: Sequence[str], encoded: Sequence[Encoded], params: Sequence[SamplingParams], priority: Sequence[int]) -> None:
+    def _add(
+        self, ids: Sequence[str], encoded: Sequence[Encoded], params: Sequence[SamplingParams], priority: Sequence[int], reader: "_Reader"
+    ) -> None:
         """Hand requests to the engine, all before its next step."""
         spelled: dict[Sequence[str], list[list[int]]] = {}  # bad words, once for all prompts that have the same
+        checked: StructuredOutputs | None = None  # the newest form, which the prompts of one call often share
         with self._turn():
             for index, request_id in enumerate(ids):
                 with _prompt_named(index):
-                    words = params[index].bad_words
+                    words, form = params[index].bad_words, params[index].structured_outputs
+                    if form is not None and form != checked:
+                        check_limits(form)
+                        checked = form
                     if words not in spelled:
                         spelled[words] = self.encoder.spellings(words)
                     text, token_ids = encoded[index]
                     request = to_request(request_id, token_ids, params[index], spelled[words], self.config, priority[index])
-                    self._client.add(request)
-                    self._processor.add(request, text)
+                    self._core.add(request)
+                    self._outputs.add(request, text, reader)
 
     def _run(
         self, encoded: Sequence[Encoded], params: Sequence[SamplingParams], use_tqdm: bool, priority: Sequence[int]
@@ -297,62 +294,66 @@ class LLM:
         ids = [next(self._ids) for _ in encoded]
         with DeferredInterrupt() as interrupt, GenerateProgress(len(ids), use_tqdm) as progress:
             try:
-                self._progress |= dict.fromkeys(ids, progress)
-                self._add(ids, encoded, params, priority)
-                while self._unfinished(ids):
+                reader = _Reader(progress)
+                self._add(ids, encoded, params, priority, reader)
+                while len(reader.finished) < len(ids):
                     self._pump()
                     progress.show()
                     interrupt.check()
-                return [self._finished[request_id] for request_id in ids]
+                return [reader.finished[request_id] for request_id in ids]
             finally:
                 self._in_a_turn(partial(self._drop, ids))
 
     def _stream(
         self, ids: Sequence[str], encoded: Sequence[Encoded], params: Sequence[SamplingParams]
     ) -> Generator[TextDelta, None, None]:
-        queue: deque[TextDelta] = deque()
+        reader = _Reader()
         try:
-            self._streams |= dict.fromkeys(ids, queue)
             with DeferredInterrupt():
-                self._add(ids, encoded, params, [0] * len(ids))
-            while self._unfinished(ids) or queue:  # in this order: another thread may bring the last news between the two
-                if not queue:
+                self._add(ids, encoded, params, [0] * len(ids), reader)
+            while len(reader.finished) < len(ids) or reader.news:  # in this order: another thread may bring the last news between the two
+                if not reader.news:
                     with DeferredInterrupt():
                         self._pump()
-                while queue:
-                    yield queue.popleft()
+                while reader.news:
+                    yield reader.news.popleft()
         finally:
             self._in_a_turn(partial(self._drop, ids))
-
-    def _unfinished(self, ids: Sequence[str]) -> bool:
-        return any(request_id not in self._finished for request_id in ids)
 
     def _pump(self) -> None:
         """One step; its news go to whoever waits for them, in other threads and in streams that rest, too."""
         with self._turn():
             if self._engine is None:
                 raise EngineError("this LLM is closed: that happened while this call was under way")
-            processed = self._processor.process(self._engine.step())
-            for request_id, index in processed.aborts:
-                self._engine.abort(request_id, index)
-            for delta in processed.deltas:
-                if delta.request_id in self._streams:
-                    self._streams[delta.request_id].append(delta)
-                else:
-                    self._progress[delta.request_id].count(0, 0, len(delta.token_ids))
-            for output in processed.finished:
-                self._finished[output.request_id] = output
-                if output.request_id in self._progress:
-                    self._progress[output.request_id].count(1, len(output.prompt_token_ids), 0)
+            if self._engine.core.has_work:
+                self._outputs.give(self._engine.core.step())
 
     def _drop(self, request_ids: Sequence[str]) -> None:
         """End requests, in whatever state they are, and forget them."""
         for request_id in request_ids:
             if self._engine is not None:
-                self._engine.abort(request_id)
-            self._processor.drop(request_id)
-            for news in (self._finished, self._streams, self._progress):
-                news.pop(request_id, None)
+                self._engine.core.abort(request_id)
+            self._outputs.drop(request_id)
+
+
+class _Reader:
+    """What a call or a stream hears of its requests, in whatever thread the news come."""
+
+    def __init__(self, progress: GenerateProgress | None = None) -> None:
+        self.news: deque[TextDelta] = deque()  # of a stream: not yet read
+        self.finished: dict[str, RequestOutput] = {}
+        self._progress = progress
+
+    def push(self, delta: TextDelta) -> None:
+        if self._progress is None:
+            self.news.append(delta)
+        else:
+            self._progress.count(0, 0, len(delta.token_ids))
+
+    def finish(self, output: RequestOutput) -> None:
+        self.finished[output.request_id] = output
+        if self._progress is not None:
+            self._progress.count(1, len(output.prompt_token_ids), 0)
 
 
 def _numbered(ids: Sequence[str], deltas: Generator[TextDelta, None, None]) -> Generator[tuple[int, TextDelta], None, None]:

@@ -6,7 +6,7 @@ from typing import Any
 from serve import Answers, Requests, serve
 
 from octavo import LLM, SamplingParams
-from octavo.engine.client import EngineClient
+from octavo.engine.core import EngineCore
 from octavo.messages import Delta
 
 
@@ -32,9 +32,9 @@ class _Clock:
 
     def __init__(self, llm: LLM) -> None:
         self.times: dict[str, list[float]] = {}
-        client: EngineClient = llm._client
-        self._step = client.step
-        client.step = self.step  # type: ignore[method-assign]
+        core: EngineCore = llm._core
+        self._step = core.step
+        core.step = self.step  # type: ignore[method-assign]
 
     def step(self) -> list[Delta]:
         deltas = self._step()

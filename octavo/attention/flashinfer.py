@@ -81,5 +81,5 @@ class FlashInferBackend:
         if count:
             k, v = (cache[name] if cache[name].is_contiguous() else cache[name].transpose(1, 2) for name in "kv")
             wrapper = planned.wrapper(self.spec, cache["k"])
-            wrapper.run(q[:count], (k, v), out=out[:count], enable_pdl=False)  # our rules of dependent launch are not its
+            wrapper.run(q[:count], (k, v), out=out[:count], enable_pdl=False)  # our rules of PDL are not its
         return out

@@ -15,7 +15,7 @@ from typing import Literal
 from octavo.config import EngineConfig, log_level
 from octavo.engine.asking import to_request
 from octavo.engine.link import Link
-from octavo.engine.output import OutputProcessor
+from octavo.engine.output import OutputPump
 from octavo.engine.process import Orders
 from octavo.engine.socket_folder import SocketFolder
 from octavo.engine.streams import Stream
@@ -72,7 +72,7 @@ class AsyncLLM:
         self._on_dead = on_dead
         self._folder = SocketFolder() if address is None else None
         self.address = address or self._folder.address  # type: ignore[union-attr]
-        self._processor = OutputProcessor(text.tokenizer, keep_logprobs=False)
+        self._outputs = OutputPump(text.tokenizer, self._send_abort, keep_logprobs=False)
         self._streams: dict[str, Stream] = {}
         self._count = 0
         self._last_sign = self._stalled = 0.0
@@ -193,8 +193,8 @@ class AsyncLLM:
         request = to_request(request_id, ask.prompt_token_ids, ask.params, words, self.config, ask.priority, ask.cache_salt)
         check_request(request, self.facts.limits)
         self._link.send(Add(request))
-        self._processor.add(request, ask.prompt)
         stream = self._streams[request_id] = Stream(request_id, ask.label)
+        self._outputs.add(request, ask.prompt, stream)
         if ask.timeout is not None:
             error = DeadlineError(f"the request was not done after {ask.timeout:g} s")
             stream.timer = asyncio.get_running_loop().call_later(ask.timeout, self._end, stream, error)
@@ -214,7 +214,7 @@ class AsyncLLM:
         self._abort(stream)
 
     def _abort(self, stream: Stream) -> None:
-        self._processor.drop(stream.request_id)
+        self._outputs.drop(stream.request_id)
         if not stream.over and self._link.epoch:
             self._send_abort(stream.request_id)
 
@@ -226,7 +226,7 @@ class AsyncLLM:
 
     def _fail_all(self, error: OctavoError) -> None:
         for stream in self._streams.values():
-            self._processor.drop(stream.request_id)
+            self._outputs.drop(stream.request_id)
             stream.fail(error)
 
     # --- what the engine says ----------------------------------------------------------------------------------------
@@ -245,20 +245,11 @@ class AsyncLLM:
 
     def on_news(self, news: News) -> None:
         self._last_sign, self.stats = time.monotonic(), news.stats
-        processed = self._processor.process(news.deltas)
-        streams = self._streams
-        for request_id, index in processed.aborts:
-            self._send_abort(request_id, index)
-        for delta in processed.deltas:
-            streams[delta.request_id].push(delta)
-        for output in processed.finished:
-            if output.metrics.finished is None:  # a stop string was found here; the clock is that of all processes
-                output.metrics.finished = time.monotonic()
-            streams[output.request_id].finish()
+        self._outputs.give(news.deltas)
 
     def on_refused(self, refused: Refused) -> None:
         stream = self._streams.get(refused.request_id)
-        self._processor.drop(refused.request_id)
+        self._outputs.drop(refused.request_id)
         if stream is None:
             return
         if refused.kind == "overload":

@@ -1,55 +1,112 @@
-"""Puts an engine together around a model: the one place that knows worker and policy both. Importing it imports torch."""
+"""Puts an engine together: a runner, the policy around it, and the step loop.
+
+    model      the worker settles facts, loads weights and warms up; torch is imported here and nowhere before
+    FakeKV     a pool planned as for the model, no weights and no torch (`OCTAVO_DEBUG=runner=fake`)
+"""
 
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from octavo.config import Debug, EngineConfig
-from octavo.engine.assemble import Engine, assemble
+from octavo.config import Debug, EngineConfig, ResolvedConfig
+from octavo.engine.core import EngineCore
+from octavo.engine.grammar import Grammars
+from octavo.engine.trace import open_trace
+from octavo.errors import ConfigError
 from octavo.loading.resolve import ModelSource, open_checkpoint
+from octavo.loading.shape import ModelShape, shape_of
 from octavo.log import Stopwatch, logger
+from octavo.messages import EngineFacts, Limits
 from octavo.model_config import ModelConfig
-from octavo.policy.block_pool import Event, OnEvent
+from octavo.policy.auto import resolved
+from octavo.policy.block_pool import BlockPool, Event, OnEvent
 from octavo.policy.cache_spec import CacheGeometry
+from octavo.policy.kv_manager import KVManager
+from octavo.policy.memory_plan import plan_memory
+from octavo.policy.scheduler import Scheduler
 from octavo.text.tokenizer import Tokenizer
-from octavo.worker.compilers import Compilers
-from octavo.worker.executor import Inproc
-from octavo.worker.kv_store import PagedStore, poison
-from octavo.worker.worker import Worker
+from octavo.worker.device import compilers_for
+from octavo.worker.executor import Executor
+from octavo.worker.fake_runner import FakeRunner
+from octavo.worker.faults import Faults
+from octavo.worker.machine import resolve_dtype
+from octavo.worker.memory import host_memory
+
+if TYPE_CHECKING:
+    from octavo.worker.worker import Worker
+
+GiveTokenizer = Callable[[], Tokenizer]
+
+
+@dataclass(slots=True)
+class Started:
+    """A runner that is ready, and what the policy has to know of it."""
+
+    config: ResolvedConfig
+    executor: Executor
+    geometry: CacheGeometry
+    identity: bytes  # two caches hold the same bytes for the same tokens only where this is equal
+    key: bytes  # of the digests
+    on_event: OnEvent | None = None
+
+
+@dataclass(slots=True)
+class Engine:
+    core: EngineCore
+    geometry: CacheGeometry
+
+    def facts(self, model_name: str, epoch: int) -> EngineFacts:
+        return EngineFacts(model_name, epoch, self.core.scheduler.limits)
 
 
 def build_engine(
-    config: EngineConfig,
-    source: ModelSource,
-    model: ModelConfig,
-    debug: Debug,
-    worker: Worker | None = None,
-    on_event: OnEvent | None = None,
-    compilers: Compilers | None = None,
-    tokenizer: Callable[[], Tokenizer] | None = None,
+    config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, tokenizer: GiveTokenizer | None = None, epoch: int = 1
 ) -> Engine:
-    """An engine that is ready. `worker` and `on_event` are for those who watch it, such as `octavo verify`."""
-    watch = Stopwatch()
-    runner = worker or Worker(config, source, model, debug, compilers=compilers)
-    executor = Inproc(lambda: runner)
-    geometry = executor.start()
-    identity, key = _identity(config, source, runner, geometry), secrets.token_bytes(32)
-    on_event = on_event or _poison_taken(runner, debug)
-    engine = assemble(runner.config, model, debug, geometry, runner, executor, identity, key, on_event, tokenizer)
-    logger.info("init engine took %.2f seconds", watch.total())
+    """Returns an engine that is ready. Its trace is opened before anything is loaded.
+
+    `tokenizer` is called when the first request with a grammar comes; without it, such requests are refused.
+    `epoch` counts the starts of this engine.
+    """
+    trace = open_trace(config.trace, goes_on=epoch > 1)
+    started = start_fake(config, source, model, debug) if debug.runner == "fake" else _start_model(config, source, model, debug)
+    engine = assemble(started, model, debug, tokenizer)
+    engine.core.trace = trace
     return engine
 
 
-def _identity(config: EngineConfig, source: ModelSource, worker: Worker, geometry: CacheGeometry) -> bytes:
-    """What must be equal for two caches to hold the same bytes for the same tokens."""
+def _start_model(config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug) -> Started:
+    with compilers_for(config.device) as compilers:
+        watch = Stopwatch()
+        from octavo.worker.worker import Worker
+
+        logger.info("Importing torch and the engine took %.2f seconds", watch.total())
+        watch = Stopwatch()
+        started = start_worker(Worker(config, source, model, debug, compilers=compilers))
+        logger.info("init engine took %.2f seconds", watch.total())
+        return started
+
+
+def start_worker(worker: "Worker", on_event: OnEvent | None = None) -> Started:
+    """`on_event` hears what happens to every block, for those who watch."""
+    geometry = worker.start()
+    watcher = on_event or _poison_taken(worker)
+    return Started(worker.config, worker, geometry, _identity(worker, geometry), secrets.token_bytes(32), watcher)
+
+
+def _identity(worker: "Worker", geometry: CacheGeometry) -> bytes:
+    config = worker.config
     dtypes = f"{worker.dtype} {worker.needs.kv_cache_dtype}"
-    weights = b"dummy%d" % config.seed if config.load_format == "dummy" else open_checkpoint(source).fingerprint()
-    settings = (source.name, dtypes, config.quantization, str(geometry.block_size))
+    weights = b"dummy%d" % config.seed if config.load_format == "dummy" else open_checkpoint(worker.source).fingerprint()
+    settings = (worker.source.name, dtypes, config.quantization, str(geometry.block_size))
     return b"\0".join([weights, *(setting.encode() for setting in settings)])
 
 
-def _poison_taken(worker: Worker, debug: Debug) -> OnEvent | None:
+def _poison_taken(worker: "Worker") -> OnEvent | None:
     """In debug mode a block handed out is full of NaN until it is written."""
-    if not debug.check or not isinstance(worker.store, PagedStore):
+    from octavo.worker.kv_store import PagedStore, poison
+
+    if not worker.debug.check or not isinstance(worker.store, PagedStore):
         return None
     caches = worker.store.caches
 
@@ -58,3 +115,47 @@ def _poison_taken(worker: Worker, debug: Debug) -> OnEvent | None:
             poison(caches, block)
 
     return on_event
+
+
+def start_fake(config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug) -> Started:
+    settled = resolved(debug.overrule(config), "cpu")
+    shape = ModelShape(source.name, model) if config.load_format == "dummy" else shape_of(source, model)
+    needs = shape.needs(resolve_dtype(config.dtype, model.dtype, "cpu", None), config.quantization, config.kv_cache_dtype)
+    plan = plan_memory(needs, settled, host_memory())
+    if plan.refusal is not None:
+        raise ConfigError(plan.refusal)
+    runner = FakeRunner(plan.geometry, model.vocab_size, Faults(debug))
+    # FakeKV's text depends on the digests, so their key is the same after every start, also in another process
+    return Started(settled, runner, plan.geometry, identity=b"fake", key=b"fake")
+
+
+def assemble(started: Started, model: ModelConfig, debug: Debug, tokenizer: GiveTokenizer | None = None) -> Engine:
+    """Builds pool, manager, scheduler and core around a runner that is ready."""
+    config, geometry = started.config, started.geometry
+    kv = KVManager(
+        BlockPool(geometry.num_blocks, started.on_event),
+        geometry.block_size,
+        caching=config.enable_prefix_caching,
+        key=started.key,
+        identity=started.identity,
+        force_miss=debug.cache_force_miss,
+    )
+    limits = Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=geometry.max_model_len,
+        vocab_size=model.vocab_size,
+        num_blocks=geometry.num_blocks,
+        block_size=geometry.block_size,
+        model_max_len=model.max_position,
+    )
+    scheduler = Scheduler(
+        kv,
+        limits,
+        by_priority=config.scheduling_policy == "priority",
+        end_ids=tuple(token for token in model.eos_token_ids if token < model.vocab_size),
+        seed=config.seed,
+        preempt_every=debug.preempt_every,
+    )
+    grammars = Grammars(tokenizer, model.vocab_size, scheduler.end_ids, debug.grammar_timeout)
+    return Engine(EngineCore(scheduler, started.executor, config.pipeline_depth, debug.check, grammars), geometry)

@@ -66,7 +66,7 @@ class EngineCore:
                 self._settle()
                 masks, ends = self.grammars.fill(self.scheduler, plan)
                 self._news += ends
-                self._launched.append((plan, self.executor.sample(plan.step, masks)))
+                self._launched.append((plan, self.executor.sample(masks)))
                 trace.mark("sample")
         except BaseException as error:  # also Ctrl-C: the plan was not carried out, whoever is in it ends here
             self._settle()

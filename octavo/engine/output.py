@@ -4,7 +4,10 @@
     matched:    text is cut before the match, tokens count up to the one that completed it, the engine is told to abort
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from octavo.messages import AddRequest, Delta, LifeRecord, PromptPiece, TokenLogprobs
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta, TokenChoices
@@ -63,6 +66,44 @@ class OutputProcessor:
                 processed.finished.append(state.output())
                 del self._requests[delta.request_id]
         return processed
+
+
+class Reader(Protocol):
+    """Whoever waits for a request."""
+
+    def push(self, delta: TextDelta) -> None: ...
+
+    def finish(self, output: RequestOutput) -> None:
+        """Nothing more comes of this request."""
+
+
+class OutputPump:
+    """Brings what the engine says to the readers of its requests, as text, and aborts samples that ended in a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer | None, abort: Callable[[str, int], object], keep_logprobs: bool = True) -> None:
+        self._processor = OutputProcessor(tokenizer, keep_logprobs)
+        self._abort = abort
+        self._readers: dict[str, Reader] = {}
+
+    def add(self, request: AddRequest, prompt: str | None, reader: Reader) -> None:
+        self._processor.add(request, prompt)
+        self._readers[request.request_id] = reader
+
+    def drop(self, request_id: str) -> None:
+        """Forgets a request whose output nobody wants any more."""
+        self._processor.drop(request_id)
+        self._readers.pop(request_id, None)
+
+    def give(self, deltas: list[Delta]) -> None:
+        processed = self._processor.process(deltas)
+        for request_id, index in processed.aborts:
+            self._abort(request_id, index)
+        for delta in processed.deltas:
+            self._readers[delta.request_id].push(delta)
+        for output in processed.finished:
+            if output.metrics.finished is None:  # a stop string was found here; the clock is that of all processes
+                output.metrics.finished = time.monotonic()
+            self._readers.pop(output.request_id).finish(output)
 
 
 class _RequestState:

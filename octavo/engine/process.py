@@ -21,8 +21,7 @@ from msgspec import Struct
 from octavo import log
 from octavo.child import die_with
 from octavo.config import EngineConfig, debug_from_environment
-from octavo.engine.assemble import Engine
-from octavo.engine.client import open_engine
+from octavo.engine.build import build_engine
 from octavo.engine.core import EngineCore
 from octavo.engine.router import BROKEN, Command, Gone, Pulse, Router, Watching
 from octavo.engine.stall_watch import NoWatch, StallWatch, Watch
@@ -154,7 +153,7 @@ def serve(orders: Orders) -> None:
     router = Router(orders.address, orders.epoch, orders.max_queue, limit, Faults(debug), lifeline=sys.stdin.fileno())
     router.start()
     tokenizer = None if orders.config.skip_tokenizer_init else partial(load_tokenizer, source)
-    engine: Engine = open_engine(orders.config, source, model, debug, tokenizer, orders.epoch)
+    engine = build_engine(orders.config, source, model, debug, tokenizer, orders.epoch)
     view = EngineView(engine.core) if orders.inspector else NoView()
     loop = Loop(engine.core, router, orders.queue_timeout, view, orders.step_seconds)
     router.ready(engine.facts(source.name, orders.epoch), loop.pulse(busy=False))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import zmq
 
+from octavo.child import give_back_freed_memory
 from octavo.engine import wire
 from octavo.engine.pace import Pace
 from octavo.engine.view_frame import ViewFrame, Wanted
@@ -28,6 +29,7 @@ from octavo.messages import AddRequest, Delta, EngineFacts, SchedulerStats
 from octavo.worker.faults import Faults
 
 BEAT_SECONDS = 0.25
+GIVE_BACK_SECONDS = 5.0  # an engine that has nothing to do gives freed memory back to the system, at most so often
 CLIENT_SECONDS = 10.0  # a client that is silent so long is given up
 FRAMES_AT_ONCE = 256  # taken in before news are sent again
 LARGE = 256  # tokens with logprobs in one frame: a reader must not be busy for long with one
@@ -104,6 +106,7 @@ class Router:
         self._pulse: Pulse | None = None
         self._handed = 0  # requests put into the inbox, ever
         self._roused_at = 0.0  # when one was put there that found the loop idle
+        self._given_back = 0, time.monotonic()  # after which step freed memory was last given back, and when
         self._news_frames = 0
         self._pace = Pace()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -324,6 +327,9 @@ class Router:
         pulse = self._pulse
         if pulse is None:
             return
+        if pulse.steps != self._given_back[0] and not pulse.busy and time.monotonic() - self._given_back[1] > GIVE_BACK_SECONDS:
+            self._given_back = pulse.steps, time.monotonic()
+            give_back_freed_memory()
         inbox = self._handed - pulse.taken
         stalled = stalled_for(pulse, inbox, self._roused_at, time.monotonic())
         beat = Beat(pulse.steps, stalled, replace(pulse.stats, waiting=pulse.stats.waiting + inbox))

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterable
 
 from octavo.errors import EngineError, OctavoError, RequestError, UnavailableError
-from octavo.outputs import TextDelta
+from octavo.outputs import RequestOutput, TextDelta
 
 
 class Stream:
@@ -32,7 +32,7 @@ class Stream:
         self._news.append(delta)
         self._wake()
 
-    def finish(self) -> None:
+    def finish(self, output: RequestOutput) -> None:
         self._finished = True
         self._wake()
 

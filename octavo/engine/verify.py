@@ -9,8 +9,7 @@ from itertools import pairwise
 from random import Random
 
 from octavo.config import EngineConfig, debug_from_environment
-from octavo.engine.assemble import Engine
-from octavo.engine.build import build_engine
+from octavo.engine.build import Engine, assemble, start_worker
 from octavo.errors import ConfigError, EngineError, VerifyError
 from octavo.loading.resolve import ModelSource
 from octavo.messages import AddRequest
@@ -95,7 +94,7 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
 
     with compilers_for(config.device) as compilers:
         worker = Worker(config, source, model, debug, shadow=True, compilers=compilers)
-        engine = build_engine(config, source, model, debug, worker, on_event)
+        engine = assemble(start_worker(worker, on_event), model, debug)
     requests = stress_requests(num_requests, config.block_size, model.vocab_size, config.seed)
     cached, schedule = _run(engine, requests, worker.shadow.compared)
     scheduler = engine.core.scheduler

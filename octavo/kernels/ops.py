@@ -12,20 +12,20 @@ from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.reference import activation as reference_activation
-from octavo.kernels.reference import adjust as reference_adjust
-from octavo.kernels.reference import attention_few as reference_attention_few
 from octavo.kernels.reference import copy_blocks as reference_copy_blocks
+from octavo.kernels.reference import fused_decode as reference_fused_decode
+from octavo.kernels.reference import gemv as reference_gemv
+from octavo.kernels.reference import logit_edits as reference_logit_edits
 from octavo.kernels.reference import norm as reference_norm
 from octavo.kernels.reference import packed as reference_packed
 from octavo.kernels.reference import paged_attention as reference_attention
 from octavo.kernels.reference import rows as reference_rows
 from octavo.kernels.reference import sampling as reference_sampling
-from octavo.kernels.reference import skinny as reference_skinny
 from octavo.kernels.reference import write_kv as reference_write_kv
 from octavo.kernels.reference.sampling import Draws, Ranking
 from octavo.kernels.row_words import RowLayout
 from octavo.kernels.step_tensors import StepTensors
-from octavo.kernels.triton.few_tiles import FEW_ROWS  # rules alone: no triton there
+from octavo.kernels.triton.gemv.tiles import GEMV_ROWS  # rules alone: no triton there
 
 
 @cache
@@ -35,14 +35,14 @@ def _triton(name: str) -> ModuleType:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Adds x to the residual stream and normalises the sum: (normed, new residual), each [T, size]."""
-    kernels = _triton("norm") if x.is_cuda else reference_norm
+    kernels = _triton("step.norm") if x.is_cuda else reference_norm
     normed, stream = kernels.add_rms_norm(x, residual, weight, eps)
     return normed, stream
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """x [T, 2 * size], gate then up -> silu(gate) * up [T, size]."""
-    gated: Tensor = (_triton("activation") if x.is_cuda else reference_activation).silu_and_mul(x)
+    gated: Tensor = (_triton("step.activation") if x.is_cuda else reference_activation).silu_and_mul(x)
     return gated
 
 
@@ -57,7 +57,7 @@ def write_kv(
     v_cache: Tensor,
 ) -> Tensor:
     """Norms and rotates q and k, puts k and v into the cache; returns q [T, heads, head_dim], a view of qkv."""
-    kernels = _triton("write_kv") if qkv.is_cuda else reference_write_kv
+    kernels = _triton("step.write_kv") if qkv.is_cuda else reference_write_kv
     q: Tensor = kernels.write_kv(qkv, norms, cos, sin, positions, slots, k_cache, v_cache)
     return q
 
@@ -82,7 +82,7 @@ def paged_attention(
     if not q.is_cuda:
         rows = tables, query_start, context_len
         return reference_attention.paged_attention(q, k_cache, v_cache, *rows, scale, out, window, soft_cap=soft_cap)
-    kernels = _triton("attention")
+    kernels = _triton("attention.paged_attention")
     kernels.paged_attention(
         q, k_cache, v_cache, tables, query_start, context_len, scale, out, max_query, window, paged=paged, shares=shares, fresh=fresh,
         soft_cap=soft_cap,
@@ -94,44 +94,44 @@ def decode_shares(query_start: Tensor, context_len: Tensor, k_cache: Tensor, win
     """How decode attention is divided among programs in this step (`kernels/share_words.py`); the twin of attention divides nothing."""
     if not k_cache.is_cuda:
         return None
-    shares: Tensor = _triton("attention").shares_of(query_start, context_len, k_cache, window)
+    shares: Tensor = _triton("attention.paged_attention").shares_of(query_start, context_len, k_cache, window)
     return shares
 
 
 def few_rows(head_dim: int) -> int:
     """Up to how many rows of a decode step the kernels below are for."""
-    return FEW_ROWS if 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0 else 0
+    return GEMV_ROWS if 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0 else 0
 
 
 def norm_linear(
     x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual) W^T, the new residual)"""
-    product, stream = (_triton("skinny") if x.is_cuda else reference_skinny).norm_linear(x, residual, norm_weight, eps, weight, bias)
+    product, stream = (_triton("gemv.products") if x.is_cuda else reference_gemv).norm_linear(x, residual, norm_weight, eps, weight, bias)
     return product, stream
 
 
 def gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor]:
     """(silu(gate) * up of rms_norm(x + residual), the new residual); weight [2 * size, in], gate over up"""
-    gated, stream = (_triton("skinny") if x.is_cuda else reference_skinny).gate_up(x, residual, norm_weight, eps, weight)
+    gated, stream = (_triton("gemv.products") if x.is_cuda else reference_gemv).gate_up(x, residual, norm_weight, eps, weight)
     return gated, stream
 
 
 def merge_linear(parts: Tensor, parts_lse: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The merged parts [rows, splits, heads, head_dim] times W^T, [rows, out]"""
-    product: Tensor = (_triton("skinny") if parts.is_cuda else reference_skinny).merge_linear(parts, parts_lse, weight, bias)
+    product: Tensor = (_triton("gemv.products") if parts.is_cuda else reference_gemv).merge_linear(parts, parts_lse, weight, bias)
     return product
 
 
 def merge_parts(parts: Tensor, parts_lse: Tensor, dtype: torch.dtype) -> Tensor:
     """The merged parts [rows, splits, heads, head_dim] as [rows, heads * head_dim]"""
-    merged: Tensor = (_triton("skinny") if parts.is_cuda else reference_skinny).merge_parts(parts, parts_lse, dtype)
+    merged: Tensor = (_triton("gemv.products") if parts.is_cuda else reference_gemv).merge_parts(parts, parts_lse, dtype)
     return merged
 
 
 def few_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [rows, in], weight [out, in] -> [rows, out]"""
-    product: Tensor = (_triton("skinny") if x.is_cuda else reference_skinny).linear(x, weight, bias)
+    product: Tensor = (_triton("gemv.products") if x.is_cuda else reference_gemv).linear(x, weight, bias)
     return product
 
 
@@ -150,7 +150,7 @@ def decode_attention_parts(
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """(parts [rows, splits, heads, head_dim], their log-sum-exp [rows, splits, heads] in units of log2), both float32"""
-    kernels = _triton("attention_few") if qkv.is_cuda else reference_attention_few
+    kernels = _triton("attention.fused_decode") if qkv.is_cuda else reference_fused_decode
     parts, parts_lse = kernels.decode_attention_parts(
         qkv, norms, cos, sin, positions, slots, tables, context_len, k_cache, v_cache, scale, window
     )
@@ -159,24 +159,24 @@ def decode_attention_parts(
 
 def copy_blocks(buffers: list[Tensor], pairs: list[tuple[int, int]]) -> None:
     """Copies block `source` onto block `target` for every pair, all reads before any write. buffers: each [num_blocks, ...]"""
-    (_triton("copy_blocks") if buffers[0].is_cuda else reference_copy_blocks).copy_blocks(buffers, pairs)
+    (_triton("step.copy_blocks") if buffers[0].is_cuda else reference_copy_blocks).copy_blocks(buffers, pairs)
 
 
 def sample(logits: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor) -> Tensor:
     """One id a row, [S] int64, with no filter: argmax at temperature 0, else with noise. noise: [S, 4]; positions: [S]"""
-    ids: Tensor = (_triton("sampling") if logits.is_cuda else reference_sampling).sample(logits, temperature, noise, positions)
+    ids: Tensor = (_triton("sampling.sample") if logits.is_cuda else reference_sampling).sample(logits, temperature, noise, positions)
     return ids
 
 
 def draw(logits: Tensor, draws: Draws) -> Tensor:
     """One id a row, [S] int64, over what filters leave. logits: [S, V]"""
-    ids: Tensor = (_triton("draw") if logits.is_cuda else reference_sampling).draw(logits, draws)
+    ids: Tensor = (_triton("sampling.draw") if logits.is_cuda else reference_sampling).draw(logits, draws)
     return ids
 
 
 def rank(logits: Tensor, ids: Tensor, count: int) -> Ranking:
     """Where each row's id stands, and the row's `count` best. logits: [S, V]; ids: [S]"""
-    found: Ranking = (_triton("rank") if logits.is_cuda else reference_sampling).rank(logits, ids, count)
+    found: Ranking = (_triton("sampling.rank") if logits.is_cuda else reference_sampling).rank(logits, ids, count)
     return found
 
 
@@ -190,7 +190,7 @@ def adjust(
     num_prompt: Tensor,  # [rows]
 ) -> Tensor:
     """The entries' logits after allowed ids, bans, bias and penalties, [len(entries), V] float32."""
-    kernels = _triton("adjust") if logits.is_cuda else reference_adjust
+    kernels = _triton("sampling.logit_edits") if logits.is_cuda else reference_logit_edits
     scores: Tensor = kernels.adjust(logits, entries, rows, asks, token_ids, num_tokens, num_prompt)
     return scores
 
@@ -200,12 +200,12 @@ def copy_words(source: Tensor, target: Tensor, runs: Tensor, longest: int) -> No
 
     runs: place in source, place in target, count, [N, 3] int64
     """
-    (_triton("rows") if source.is_cuda else reference_rows).copy_words(source, target, runs, longest)
+    (_triton("step.rows") if source.is_cuda else reference_rows).copy_words(source, target, runs, longest)
 
 
 def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors) -> None:
     """Fills the tensors of a step out of the rows. words: [rows, width] int32"""
-    (_triton("rows") if words.is_cuda else reference_rows).prepare(words, layout, block_size, step)
+    (_triton("step.rows") if words.is_cuda else reference_rows).prepare(words, layout, block_size, step)
 
 
 def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, states: Tensor, hidden: Tensor, result: Tensor) -> None:
@@ -213,22 +213,22 @@ def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, sta
 
     states: of all tokens [T, any size]; hidden: of the last token of each entry [entries, size], which may be the same tensor
     """
-    (_triton("rows") if words.is_cuda else reference_rows).finish(words, layout, step, ids, states, hidden, result)
+    (_triton("step.rows") if words.is_cuda else reference_rows).finish(words, layout, step, ids, states, hidden, result)
 
 
 def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """x [rows, in] -> [rows, out], in `out` if that is given"""
-    product: Tensor = (_triton("packed") if x.is_cuda else reference_packed).packed_linear(x, weight, bias, out)
+    product: Tensor = (_triton("packed.products") if x.is_cuda else reference_packed).packed_linear(x, weight, bias, out)
     return product
 
 
 def packed_gate_up(x: Tensor, weight: DeviceCodes) -> Tensor:
     """silu(gate) * up; weight has rows of gate over rows of up"""
-    product: Tensor = (_triton("packed") if x.is_cuda else reference_packed).packed_gate_up(x, weight)
+    product: Tensor = (_triton("packed.products") if x.is_cuda else reference_packed).packed_gate_up(x, weight)
     return product
 
 
 def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
     """All rows, or those of an index [count], as weights [count, in]; columns in their original order"""
-    weights: Tensor = (_triton("packed") if weight.words.is_cuda else reference_packed).unpack(weight, dtype, rows)
+    weights: Tensor = (_triton("packed.products") if weight.words.is_cuda else reference_packed).unpack(weight, dtype, rows)
     return weights

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from octavo import __version__
 from octavo.errors import LoadError
 from octavo.loading.hub_files import HubName
+from octavo.version import __version__
 
 if TYPE_CHECKING:
     from httpx2 import Response

@@ -26,7 +26,7 @@ from octavo.kernels.ops import (
     packed_gate_up,
     packed_linear,
 )
-from octavo.kernels.triton.few_tiles import MAX_HELD  # rules alone: no triton there
+from octavo.kernels.triton.gemv.tiles import MAX_HELD  # rules alone: no triton there
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.quant.base import Unquantized

@@ -6,6 +6,8 @@
     tokenize       /tokenize and /detokenize
 
 The interpreter is shared with the event loop (see `run.SWITCH_SECONDS`), the tokenizer's library lets others run.
+Each thread has its own heap, and the C library keeps what was freed in one. So a second after large work was done, all that is
+free is given back to the system, at most once a second.
 """
 
 import asyncio
@@ -16,10 +18,13 @@ from typing import Literal, TypeVar
 
 from starlette.requests import Request
 
+from octavo.child import give_back_freed_memory
 from octavo.server.events import disconnect, unless
 
 Kind = Literal["bodies", "short_texts", "long_texts", "tokenize"]
 NUM_THREADS: dict[Kind, int] = {"bodies": 1, "short_texts": 4, "long_texts": 2, "tokenize": 1}
+LARGE: frozenset[Kind] = frozenset({"bodies", "long_texts", "tokenize"})
+GIVE_BACK_SECONDS = 1.0
 
 Result = TypeVar("Result")
 
@@ -27,13 +32,28 @@ Result = TypeVar("Result")
 class Threads:
     def __init__(self) -> None:
         self._pools = {kind: ThreadPoolExecutor(count, f"octavo-{kind}") for kind, count in NUM_THREADS.items()}
+        self._give_back: asyncio.TimerHandle | None = None
 
     async def run(self, kind: Kind, request: Request, work: Callable[[], Result]) -> Result:
         """`work`, for the client of `request`: when it leaves before its turn comes, nothing is done."""
         task = self._pools[kind].submit(contextvars.copy_context().run, work)
-        return await unless(disconnect(request.receive), asyncio.wrap_future(task))
+        try:
+            return await unless(disconnect(request.receive), asyncio.wrap_future(task))
+        finally:
+            if kind in LARGE:
+                self._give_back_soon()
+
+    def _give_back_soon(self) -> None:
+        if self._give_back is None:
+            self._give_back = asyncio.get_running_loop().call_later(GIVE_BACK_SECONDS, self._give_back_now)
+
+    def _give_back_now(self) -> None:
+        self._give_back = None
+        self._pools["bodies"].submit(give_back_freed_memory)
 
     def close(self) -> None:
         """What has not begun never does; what runs is not waited for here."""
+        if self._give_back is not None:
+            self._give_back.cancel()
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)

@@ -25,14 +25,14 @@ from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 
 from octavo.child import die_with
-from octavo.kernels.triton.ahead import Ahead, kernel_keys
-from octavo.kernels.triton.packed_ahead import PackedShape
+from octavo.kernels.triton.packed.precompile import PackedShape
+from octavo.kernels.triton.precompile import KernelCalls, kernel_keys
 from octavo.model_config import ModelConfig, RopeConfig
 from octavo.worker.compilers import DONE, DRIVER, FAILED, SEEN, Wanted, variant
 
 SLOW = (  # slowest first
-    "prefill_hopper", "prefill", "search", "packed_tile", "packed_one", "settle", "packed_few", "merge_few", "decode_few", "decode",
-    "nearest", "gather", "weigh", "adjust_rows",
+    "prefill_hopper", "prefill", "draw_fallback", "packed_gemm", "packed_gemv", "settle", "packed_small_gemm", "merge_gemv", "fused_decode",
+    "decode", "nearest", "gather", "weigh", "adjust_rows",
 )  # fmt: skip
 MOST_PROCESSES = 16
 MOST_LETTERS = 1000  # of an error: a line has to go through a pipe in one piece
@@ -74,7 +74,7 @@ def find_jobs(wanted: Wanted) -> tuple[list[Job], list[str]]:
     knobs.runtime.jit_cache_hook = write_down
     dtype, cpu = getattr(torch, wanted.dtype), torch.device("cpu")
     packed = [PackedShape(*one) for one in wanted.packed]
-    for call in Ahead(wanted.config, dtype, wanted.block_size, wanted.max_len, cpu, wanted.layout, packed).calls():
+    for call in KernelCalls(wanted.config, dtype, wanted.block_size, wanted.max_len, cpu, wanted.layout, packed).calls():
         try:
             call()
         except Exception as error:

@@ -119,7 +119,7 @@ class Compilers:
         from triton._C.libtriton import get_cache_invalidating_env_vars
         from triton.runtime.cache import triton_key
 
-        from octavo.kernels.triton.ahead import kernel_keys
+        from octavo.kernels.triton.precompile import kernel_keys
 
         decides = [self._asked, sys.version, triton_key(), str(sorted(get_cache_invalidating_env_vars().items())), *kernel_keys()]
         return Path(knobs.cache.dir) / f"octavo-{hashlib.sha256(' '.join(decides).encode()).hexdigest()}"

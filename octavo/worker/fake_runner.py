@@ -19,7 +19,7 @@ from octavo.errors import EngineError
 from octavo.messages import NoiseKey, PromptPiece, StepPlan, StepResult, TokenLogprobs
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.sampling_params import SamplingParams
-from octavo.worker.executor import Masks
+from octavo.worker.executor import Kept, Masks
 from octavo.worker.faults import Faults
 
 MASK = (1 << 61) - 1
@@ -105,9 +105,6 @@ class FakeRunner:
         self._plan = StepPlan(0)
         self._entries: list[list[int] | None] = []  # what each entry of the plan read
 
-    def start(self) -> CacheGeometry:
-        return self.geometry
-
     def stop(self) -> None:
         self.blocks, self.rows = [], {}
 
@@ -126,7 +123,7 @@ class FakeRunner:
                 entries = None
             self._entries.append(entries)
 
-    def sample(self, masks: Masks | None = None) -> StepResult:
+    def sample(self, masks: Masks | None = None) -> Kept:
         plan = self._plan
         masked = {} if masks is None else dict(zip(plan.mask_rows, masks, strict=True))
         result = StepResult(plan.step, [], bad_rows=[entry for entry, entries in enumerate(self._entries) if entries is None])
@@ -141,7 +138,7 @@ class FakeRunner:
             result.tokens.append(tokens)
             if piece := self._prompt_piece(row, plan.start[entry], plan.num_query[entry]):
                 result.prompt_logprobs[entry] = piece
-        return result
+        return Kept(result)
 
     def _prompt_piece(self, row: _Row, start: int, count: int) -> PromptPiece | None:
         """Of the prompt's tokens that come after those computed."""

@@ -7,13 +7,12 @@ context there is counted in every plan, too, and what torch keeps for later is a
 memory has what the system and the cgroups leave: CUDA's own count of free memory lacks the file cache.
 """
 
-import ctypes
 import gc
 import re
 import resource
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,12 +49,6 @@ def host_memory() -> Memory:
     available = [available_bytes(), _left_of_addresses(), *map(_left_in, groups("memory"))]
     free = min([total, *(left + own for left in available if left is not None)])
     return Memory(total, others=total - free)
-
-
-def give_back_freed_memory() -> None:
-    """What was freed while weights were read goes back to the system: malloc would keep tens of megabytes of it, more or less by chance."""
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.messages import PromptPiece, StepPlan, StepResult
 from octavo.policy.block_pool import NULL_BLOCK
-from octavo.worker.executor import Masks
+from octavo.worker.executor import Kept, Masks
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import KVStore
 from octavo.worker.program import Forward, Program
@@ -66,13 +66,13 @@ class ModelRunner:
         self._rows = batch.sample_row
 
     @torch.inference_mode()
-    def sample(self, masks: Masks | None = None) -> StepResult:
+    def sample(self, masks: Masks | None = None) -> Kept:
         plan = self._plan
         tokens: list[list[int]] = [[] for _ in plan.row]
         result = StepResult(plan.step, tokens, prompt_logprobs=self._prompt_logprobs, bad_rows=self._bad)
         entries = [entry for entry, samples in enumerate(plan.samples) if samples]
         if not entries:
-            return result
+            return Kept(result)
         masked = {} if masks is None else {entries.index(entry): mask for entry, mask in zip(plan.mask_rows, masks, strict=True)}
         sampled = sample(self._forward.logits, self._rows, self.table, self.sampling, self._forward.best, masked, self.processed)
         ids = self._valid_ids(sampled.ids, entries)
@@ -80,7 +80,7 @@ class ModelRunner:
         for entry, token in zip(entries, ids.tolist(), strict=True):
             tokens[entry].append(token)
         result.logprobs = {entries[index]: found for index, found in sampled.logprobs.items()}
-        return result
+        return Kept(result)
 
     def _valid_ids(self, ids: Tensor, entries: list[int]) -> Tensor:
         """An id outside the vocabulary must never be fed back: its row is bad."""

@@ -10,6 +10,7 @@ import torch
 from octavo.attention.backend import choose_backend
 from octavo.attention.contiguous import ContiguousBackend
 from octavo.attention.triton import TritonRegions
+from octavo.child import give_back_freed_memory
 from octavo.config import Debug, EngineConfig
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.levels import open_native
@@ -27,7 +28,7 @@ from octavo.loading.requantized import as_wanted
 from octavo.loading.resolve import ModelSource, open_checkpoint
 from octavo.loading.shape import ModelShape, shape_of
 from octavo.log import Stopwatch, logger
-from octavo.messages import StepPlan, StepResult
+from octavo.messages import StepPlan
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model
@@ -41,12 +42,12 @@ from octavo.worker.compilers import Compilers, Wanted
 from octavo.worker.device import device_here, start_lines
 from octavo.worker.device_program import DeviceProgram, Steps
 from octavo.worker.device_rows import DeviceRows
-from octavo.worker.device_runner import DeviceRunner, Pending
-from octavo.worker.executor import Masks
+from octavo.worker.device_runner import DeviceRunner
+from octavo.worker.executor import Masks, Promise
 from octavo.worker.faults import Faults
 from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
 from octavo.worker.machine import num_cpus, num_threads, refuse_float16, resolve_dtype
-from octavo.worker.memory import give_back_freed_memory, memory, out_of_memory_explained
+from octavo.worker.memory import memory, out_of_memory_explained
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.native_program import NativeProgram
 from octavo.worker.program import Eager, Program
@@ -79,6 +80,7 @@ class Worker:
         self.source = source
         self.model_config = model_config
         self.compilers = compilers or Compilers()
+        self.debug = debug
         self.faults = Faults(debug)
         self._shadow_wanted = shadow
         self.device = torch.device(config.device)
@@ -189,7 +191,7 @@ class Worker:
     def forward(self, plan: StepPlan) -> None:
         self.runner.forward(plan)
 
-    def sample(self, masks: Masks | None = None) -> StepResult | Pending:
+    def sample(self, masks: Masks | None = None) -> Promise:
         return self.runner.sample(masks)
 
     def stop(self) -> None:

@@ -135,7 +135,7 @@ def test_tensors_that_stay_are_those_of_the_plan(tmp_path: Path, monkeypatch: py
     settings: dict[str, Any] = {"num_gpu_blocks_override": 100, "max_num_seqs": 40, "max_num_batched_tokens": 512, "max_model_len": 2000}
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     with LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, device="cpu", dtype="bfloat16", **settings) as llm:
-        parts = gpu_memory.held_parts(llm._client._core.executor._runner)  # type: ignore[attr-defined]
+        parts = gpu_memory.held_parts(llm._core.executor)  # type: ignore[attr-defined]
     model = ModelConfig.from_dict(SHAPE, "a test")
     needs = ModelShape("", model).needs("bfloat16", device="cuda")
     use = plan_memory(needs, resolved(EngineConfig(**settings), "cuda"), Memory.of_gpu(80 * GIB, 80 * GIB, 0.9)).use

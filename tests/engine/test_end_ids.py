@@ -15,7 +15,7 @@ def test_end_ids_are_the_union_of_both_configs_and_the_tokenizers(tmp_path: Path
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [COMMA, END]}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "."}))
     with LLM(str(folder), num_gpu_blocks_override=40) as llm:
-        assert llm._client._core.scheduler.end_ids == {END, COMMA, PERIOD}  # type: ignore[attr-defined]
+        assert llm._core.scheduler.end_ids == {END, COMMA, PERIOD}  # type: ignore[attr-defined]
         texts = [llm.generate(PROMPT + more, SamplingParams(temperature=0, max_tokens=40))[0].outputs[0] for more in ("", " outside. One")]
     assert [(one.text, one.token_ids[-1], one.finish_reason) for one in texts] == [
         (" outside in the park", PERIOD, "stop"),

@@ -73,7 +73,7 @@ def test_blocks_full_of_nan_until_they_are_written_change_nothing(stories: str, 
         with opened(stories, depth, rows=8, blocks=13) as llm:
             outputs = llm.generate(PROMPTS, params) + llm.generate(PROMPTS, params)
             assert llm.stats().preemptions > 0 and llm.stats().prefix_hits > 0
-            store = llm._client._core.executor._runner.store  # type: ignore[attr-defined]
+            store = llm._core.executor.store  # type: ignore[attr-defined]
             return tokens(outputs), all(bool(cache["v"].isnan().any()) for cache in store.caches)
 
     plain, _ = run()

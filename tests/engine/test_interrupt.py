@@ -35,7 +35,7 @@ def llm(stories: str, request: pytest.FixtureRequest) -> Iterator[LLM]:
 def assert_usable(llm: LLM) -> None:
     stats = llm.stats()
     assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, stats.num_blocks - 1)
-    assert not llm._finished and not llm._streams and not llm._processor._requests
+    assert not llm._outputs._readers and not llm._outputs._processor._requests
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert llm.generate(PROMPT, GREEDY)[0].outputs[0].text.startswith(", there was a little girl named Lily.")
 
@@ -81,8 +81,8 @@ def test_ctrl_c_in_a_step_ends_the_call_at_once_and_takes_nothing_from_others(
 ) -> None:
     resting, shown = start_stream(llm)
     with monkeypatch.context() as patch:
-        step = CtrlC(llm._client.step, count, after)
-        patch.setattr(llm._client, "step", step)
+        step = CtrlC(llm._core.step, count, after)
+        patch.setattr(llm._core, "step", step)
         with pytest.raises(KeyboardInterrupt):
             list(llm.stream(PROMPT, LONG)) if stream_it else llm.generate([PROMPT, "One day", "Tim"], LONG)
     assert step.calls == count, "it worked on"
@@ -108,14 +108,14 @@ def test_ctrl_c_while_a_request_is_added_leaves_no_part_of_it(
 
 def test_ctrl_c_after_the_last_step_is_not_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(llm._processor, "drop", CtrlC(llm._processor.drop, 1))
+        patch.setattr(llm._outputs, "drop", CtrlC(llm._outputs.drop, 1))
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPT, SamplingParams(max_tokens=1))
     assert_usable(llm)
 
 
 def test_a_second_ctrl_c_cuts_a_step_short_and_a_resting_stream_ends_instead_of_waiting_for_ever(llm: LLM) -> None:
-    runner = llm._client._core.executor._runner.runner  # type: ignore[attr-defined]
+    runner = llm._core.executor.runner  # type: ignore[attr-defined]
     run, calls = runner.program.run, 0
 
     def impatient(batch: object) -> object:

@@ -19,7 +19,7 @@ def engine(model: str | None, **settings: Any) -> LLM:
 
 
 def caches(llm: LLM) -> list[dict[str, torch.Tensor]]:
-    return llm._client._core.executor._runner.store.caches  # type: ignore[attr-defined, no-any-return]
+    return llm._core.executor.store.caches  # type: ignore[attr-defined, no-any-return]
 
 
 def loss(output: RequestOutput) -> float:

@@ -41,7 +41,7 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 def assert_idle(llm: LLM) -> None:
     stats = llm.stats()
     assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, stats.num_blocks - 1)
-    assert not llm._finished and not llm._streams and not llm._processor._requests
+    assert not llm._outputs._readers and not llm._outputs._processor._requests
 
 
 def text_of(output: RequestOutput) -> str:
@@ -192,7 +192,7 @@ def test_a_closed_llm_says_so_and_closing_twice_is_harmless(stories: str) -> Non
 def test_closing_frees_weights_and_cache_at_once(stories: str) -> None:
     llm = LLM(stories, native=False, num_gpu_blocks_override=60)
     llm.generate([PROMPT, LONG], GREEDY)
-    runner = llm._client._core.executor._runner.runner  # type: ignore[attr-defined]
+    runner = llm._core.executor.runner  # type: ignore[attr-defined]
     model = runner.program._model
     kept = [weakref.ref(model), *map(weakref.ref, model.parameters()), weakref.ref(runner.store.caches[0]["k"])]
     kept.append(weakref.ref(runner.table.token_ids))

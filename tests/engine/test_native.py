@@ -52,7 +52,7 @@ SMALL_BLOCKS = {"block_size": 4, "num_gpu_blocks_override": 300}
 def test_the_same_tokens_and_logprobs_in_float32_whatever_the_schedule(stories: str, settings: dict[str, object]) -> None:
     engine = {"num_gpu_blocks_override": 120, "max_num_seqs": 8, **settings}
     with LLM(stories, native=False, **engine) as torch_llm, LLM(stories, **engine) as native_llm:  # type: ignore[arg-type]
-        assert isinstance(native_llm._client._core.executor._runner.runner.program, NativeProgram)  # type: ignore[attr-defined]
+        assert isinstance(native_llm._core.executor.runner.program, NativeProgram)  # type: ignore[attr-defined]
         for _ in range(2):  # the second time out of the cache
             expected = torch_llm.generate(PROMPTS, PARAMS, use_tqdm=False)
             found = native_llm.generate(PROMPTS, PARAMS, use_tqdm=False)
@@ -86,7 +86,7 @@ def test_the_default_model_stays_packed_and_is_about_as_sure_of_a_text_as_its_fl
     def loss(native: bool, dtype: str) -> tuple[float, int]:
         with LLM(native=native, dtype=dtype, num_gpu_blocks_override=80, max_num_seqs=2) as llm:  # type: ignore[arg-type]
             (output,) = llm.generate(text, params, use_tqdm=False)
-            nbytes = llm._client._core.executor._runner.runner.program.nbytes  # type: ignore[attr-defined]
+            nbytes = llm._core.executor.runner.program.nbytes  # type: ignore[attr-defined]
         found = [choices[token].logprob for token, choices in zip(output.prompt_token_ids, output.prompt_logprobs or []) if choices]
         return -sum(found) / len(found), nbytes
 
@@ -107,7 +107,7 @@ def test_memory_that_is_poisoned_until_written_is_never_read(stories: str, monke
 def test_closing_frees_panels_and_cache_at_once(stories: str) -> None:
     llm = LLM(stories, num_gpu_blocks_override=20)
     llm.generate("Once", use_tqdm=False)
-    runner = llm._client._core.executor._runner.runner  # type: ignore[attr-defined]
+    runner = llm._core.executor.runner  # type: ignore[attr-defined]
     panels = [array for kept in runner.program._kept if isinstance(kept, PackedMatrix) for array in kept.arrays]
     kept = [weakref.ref(runner.program), weakref.ref(runner.store.caches[0]["k"]), *map(weakref.ref, panels)]
     assert len(kept) == 2 + 5 * 4 + 1
@@ -135,7 +135,7 @@ def test_a_switch_for_tests_overrules_which_kernels_run(stories: str, monkeypatc
         assert library().level == "portable"
     monkeypatch.setenv("OCTAVO_DEBUG", "native=off")
     with LLM(stories, num_gpu_blocks_override=20) as llm:
-        assert isinstance(llm._client._core.executor._runner.runner.program, Eager)  # type: ignore[attr-defined]
+        assert isinstance(llm._core.executor.runner.program, Eager)  # type: ignore[attr-defined]
 
 
 def test_torch_gets_its_threads_back(stories: str) -> None:

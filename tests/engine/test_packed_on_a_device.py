@@ -80,7 +80,7 @@ def heads(said: pytest.LogCaptureFixture) -> list[str]:
 def run(path: Path, **engine: Any) -> tuple[list[RequestOutput], Decoder]:
     settings = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 60, "max_num_seqs": 4, "dtype": "float32", **engine}
     with LLM(str(path), **settings) as llm:
-        model = llm._client._core.executor._runner.runner.steps.program._model  # type: ignore[attr-defined]
+        model = llm._core.executor.runner.steps.program._model  # type: ignore[attr-defined]
         return llm.generate(PROMPTS, PARAMS, use_tqdm=False), model
 
 
@@ -171,6 +171,6 @@ def test_dummy_weights_are_drawn_as_codes(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_plan_counts_the_slab_that_the_kernels_make() -> None:
-    from octavo.kernels.triton.packed import SLAB
+    from octavo.kernels.triton.packed.products import SLAB
 
     assert gpu_size.SLAB == SLAB

@@ -339,3 +339,15 @@ def test_a_busy_engine_logs_a_line_every_ten_seconds(caplog: pytest.LogCaptureFi
         "Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: 20.0 tokens/s, Running: 3 reqs, Waiting: 2 reqs, "
         "Preemptions: 4, KV cache usage: 25.0%, Prefix cache hit rate: 25.0%",
     ]
+
+
+def test_an_engine_that_rests_gives_back_what_its_steps_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back: list[int] = []
+    monkeypatch.setattr("octavo.engine.router.give_back_freed_memory", lambda: given_back.append(1))
+    router, stats = Router(f"ipc://{tmp_path}/engine", 1, 1, 1000, Faults(Debug())), SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
+    beats = [(True, 5, 9, 0), (False, 5, 1, 0), (False, 5, 9, 1), (False, 5, 9, 1), (False, 6, 1, 1), (False, 6, 9, 2)]
+    for busy, steps, seconds, times in beats:
+        router.publish(Pulse(time.monotonic(), busy, steps, 0, 1, stats))
+        router._given_back = router._given_back[0], time.monotonic() - seconds
+        router._beat()
+        assert len(given_back) == times

@@ -41,7 +41,7 @@ def run(folder: Path, **engine: Any) -> tuple[list[RequestOutput], int]:
     settings = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 60, "max_num_seqs": 4, "dtype": "float32", **engine}
     with LLM(str(folder), **settings) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-        return outputs, llm._client._core.executor._runner.runner.program.nbytes  # type: ignore[attr-defined]
+        return outputs, llm._core.executor.runner.program.nbytes  # type: ignore[attr-defined]
 
 
 def numbers(outputs: list[RequestOutput]) -> list[object]:

@@ -89,8 +89,8 @@ def test_the_engine_is_warm_when_it_is_ready_and_nothing_shows_it(stories: str, 
 
     def opened() -> tuple[object, ...]:
         with LLM(stories, num_gpu_blocks_override=20, enable_prefix_caching=True) as llm:
-            worker = llm._client._core.executor._runner  # type: ignore[attr-defined]
-            table, scheduler = worker.table, llm._client._core.scheduler  # type: ignore[attr-defined]
+            worker = llm._core.executor  # type: ignore[attr-defined]
+            table, scheduler = worker.table, llm._core.scheduler  # type: ignore[attr-defined]
             null_block = [buffer[0].count_nonzero().item() for cache in worker.store.caches for buffer in cache.values()]
             rows = [tensor.count_nonzero().item() for tensor in (table.token_ids, table.num_tokens, table.tables, table.noise)]
             state = (null_block, rows, llm.stats(), scheduler.step, scheduler.kv.pool.counts, scheduler.kv.pool.num_free)
@@ -187,7 +187,7 @@ def test_dummy_weights_need_only_a_config_and_follow_the_seed(stories: str, tmp_
 @pytest.mark.parametrize(("dtype", "element"), [("auto", 4), ("float32", 4), ("bfloat16", 2)])
 def test_a_float32_checkpoint_stays_float32_unless_told_otherwise(stories: str, dtype: str, element: int) -> None:
     with LLM(stories, dtype=dtype, num_gpu_blocks_override=20) as llm:  # type: ignore[arg-type]
-        store = llm._client._core.executor._runner.store  # type: ignore[attr-defined]
+        store = llm._core.executor.store  # type: ignore[attr-defined]
         assert {buffer.element_size() for cache in store.caches for buffer in cache.values()} == {element}
         assert {buffer.shape[:2] for cache in store.caches for buffer in cache.values()} == {(20, 16)}
         assert llm.generate(PROMPT, GREEDY)[0].outputs[0].text.startswith(", there was a little girl")

@@ -121,19 +121,19 @@ def test_a_stream_dropped_in_the_middle_of_a_step_ends_after_it(llm: LLM, monkey
     """As the garbage collector may, which runs anywhere; the same for `close` in a signal handler."""
     streams = [llm.stream("Tim", LONG)]
     next(streams[0])
-    step, running = llm._client.step, []
+    step, running = llm._core.step, []
 
     def collecting() -> object:
         if streams:
             streams.clear()
             gc.collect()
-            running.append(len(llm._client._core.scheduler.requests))  # type: ignore[attr-defined]
+            running.append(len(llm._core.scheduler.requests))  # type: ignore[attr-defined]
             with pytest.raises(EngineError, match="in the middle of a step"):
                 llm.stats()
         return step()
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm._client, "step", collecting)
+        patch.setattr(llm._core, "step", collecting)
         assert InThread(lambda: llm.generate("Once", GREEDY, use_tqdm=False)).join().error is None
     assert running == [2], "it was aborted inside the step"
     assert_idle(llm)

@@ -57,7 +57,7 @@ def requests(place: Place) -> list[AddRequest]:
 
 
 def serve(llm: LLM, place: Place) -> dict[tuple[str, int], Heard]:
-    core: Any = llm._client._core  # type: ignore[attr-defined]
+    core: Any = llm._core  # type: ignore[attr-defined]
     heard: dict[tuple[str, int], Heard] = defaultdict(Heard)
     waiting = requests(place)
     while waiting or core.has_work:
@@ -76,7 +76,7 @@ def serve(llm: LLM, place: Place) -> dict[tuple[str, int], Heard]:
 
 
 def assert_all_happened_and_nothing_is_held(llm: LLM, heard: dict[tuple[str, int], Heard]) -> None:
-    scheduler: Any = llm._client._core.scheduler  # type: ignore[attr-defined]
+    scheduler: Any = llm._core.scheduler  # type: ignore[attr-defined]
     invariants.check(scheduler)
     pool, stats = scheduler.kv.pool, llm.stats()
     assert pool.num_free == pool.num_blocks - 1 and not any(pool.ref), "blocks are held though nothing runs"

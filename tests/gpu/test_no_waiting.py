@@ -14,7 +14,7 @@ SAMPLES = 3
 def batch(llm: LLM) -> int:
     """Samples that fork and copy blocks, filters, penalties and logprobs; how many blocks were copied."""
     copied: list[int] = []
-    core = llm._client._core  # type: ignore[attr-defined]
+    core = llm._core  # type: ignore[attr-defined]
     schedule = core.scheduler.schedule
 
     def counted():  # type: ignore[no-untyped-def]

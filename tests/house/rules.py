@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 
 BASE = frozenset(
     {"errors", "log", "child", "config", "server_config", "model_config", "structured_outputs", "sampling_params", "messages", "outputs",
-     "interrupt", "own_file", "progress", "fair_lock"}
+     "interrupt", "own_file", "progress", "fair_lock", "version"}
 )
 
 # room -> the rooms it may import; a room may always import itself and BASE.

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from octavo.kernels.triton.attention_tiles import Tiles, prefill_tiles
-from octavo.kernels.triton.packed_rules import MEASURED, SMALL_TILE, Tile, small
-from octavo.kernels.triton.target import has_copy_engine, has_dependent_launch, has_divided_prefill, is_roomy
+from octavo.kernels.triton.attention.tiles import Tiles, prefill_tiles
+from octavo.kernels.triton.packed.rules import MEASURED, SMALL_TILE, Gemm, small
+from octavo.kernels.triton.target import has_copy_engine, has_divided_prefill, has_pdl, is_roomy
 
 AMPERE_AND_ADA, HOPPER, B200, GB10 = (80, 86, 87, 89), 90, 100, 121
 KINDS = [(dtype, dim, plain) for dtype in (torch.bfloat16, torch.float32) for dim in (64, 80, 128, 256) for plain in (True, False)]
@@ -13,11 +13,11 @@ KINDS = [(dtype, dim, plain) for dtype in (torch.bfloat16, torch.float32) for di
 
 def test_what_only_later_gpus_have_is_not_chosen_below_them() -> None:
     for arch in AMPERE_AND_ADA:
-        assert not (has_copy_engine(arch) or has_dependent_launch(arch) or has_divided_prefill(arch) or is_roomy(arch))
+        assert not (has_copy_engine(arch) or has_pdl(arch) or has_divided_prefill(arch) or is_roomy(arch))
         chosen = [prefill_tiles(dtype, dim, arch, plain) for dtype, dim, plain in KINDS]
         assert not any(tiles.described or tiles.divided for tiles in chosen)
     for arch in (B200, GB10):
-        assert has_copy_engine(arch) and has_dependent_launch(arch) and not has_divided_prefill(arch)
+        assert has_copy_engine(arch) and has_pdl(arch) and not has_divided_prefill(arch)
         assert not any(prefill_tiles(dtype, dim, arch, plain).divided for dtype, dim, plain in KINDS)
     assert is_roomy(B200) and not is_roomy(GB10)
 
@@ -38,9 +38,9 @@ def test_hopper_has_the_tiles_that_were_timed_on_it(dim: int, plain: bool, tiles
 
 
 def test_products_with_codes_have_smaller_tiles_where_there_is_less_room_and_no_fewer_programs() -> None:
-    timed = {how for hows in MEASURED.values() for how in hows if isinstance(how, Tile)}
+    timed = {how for hows in MEASURED.values() for how in hows if isinstance(how, Gemm)}
     for tile in timed:
         less = small(tile)
         assert less.rows * less.columns <= SMALL_TILE.rows * SMALL_TILE.columns and less.rows <= tile.rows
         assert less.shares * tile.rows * tile.columns >= tile.shares * less.rows * less.columns
-    assert small(Tile(256, 128, 4, 8, 3)) == Tile(128, 64, 1, 8, 3) and small(Tile(64, 64, 4, 4, 4)) == Tile(64, 64, 4, 4, 4)
+    assert small(Gemm(256, 128, 4, 8, 3)) == Gemm(128, 64, 1, 8, 3) and small(Gemm(64, 64, 4, 4, 4)) == Gemm(64, 64, 4, 4, 4)

@@ -63,8 +63,8 @@ def test_the_script_that_checks_and_times_sampling_runs_through() -> None:
 
 def test_launches_do_not_compare_constants_and_names_stay() -> None:
     code = """
-from octavo.kernels.triton.ahead import kernel_keys
-from octavo.kernels.triton.draw import gather
+from octavo.kernels.triton.precompile import kernel_keys
+from octavo.kernels.triton.sampling.draw import gather
 gather.cache_key
 print(len(gather.used_global_vals) > 9, kernel_keys() == kernel_keys(), len(gather.used_global_vals))
 """
@@ -96,14 +96,14 @@ def test_kernels_compile_without_spilling(tmp_path: Path) -> None:
     """
     taken = compiled(tmp_path, "90:every", "86:largest,attention")
     names = {name for capability, name, _ in taken if capability == "90"}
-    layers = {"write", "decode", "share_out", "prefill", "prefill_hopper", "copy", "decode_few", "add_norm", "gate_rows"}
-    products = {"product_few", "merge_few", "merge_heads"}
-    products |= {"packed_one", "packed_few", "packed_tile", "sum_shares", "unpack_tile"}
-    sampling = {"best_of_blocks", "best_of_rows", "find_tops", "survey", "gather", "settle", "weigh", "search", "stand", "nearest"}
+    layers = {"write", "decode", "share_out", "prefill", "prefill_hopper", "copy", "fused_decode", "add_norm", "gate_rows"}
+    products = {"gemv", "merge_gemv", "merge_heads"}
+    products |= {"packed_gemv", "packed_small_gemm", "packed_gemm", "sum_shares", "unpack_tile"}
+    sampling = {"best_of_blocks", "best_of_rows", "find_tops", "survey", "gather", "settle", "weigh", "draw_fallback", "stand", "nearest"}
     assert names == layers | products | sampling | {"lay_out", "adjust_rows"}
-    units = {(capability, name, units) for capability, name, units in taken if name.startswith(("packed_tile", "prefill"))}
-    hopper = {("90", "packed_tile", "wgmma"), ("90", "prefill_hopper", "wgmma"), ("90", "prefill", "-")}  # no matrix units for float32
-    older = {("86", "packed_tile", "mma"), ("86", "prefill", "mma")}
+    units = {(capability, name, units) for capability, name, units in taken if name.startswith(("packed_gemm", "prefill"))}
+    hopper = {("90", "packed_gemm", "wgmma"), ("90", "prefill_hopper", "wgmma"), ("90", "prefill", "-")}  # no matrix units for float32
+    older = {("86", "packed_gemm", "mma"), ("86", "prefill", "mma")}
     assert units == hopper | older
 
 

@@ -210,7 +210,7 @@ def test_an_engine_with_seeds_draws_what_the_twin_draws_from_its_logits(tmp_path
     texts = []
     for _ in range(2):
         with LLM(str(folder), **settings) as llm:  # type: ignore[arg-type]
-            runner = llm._client._core.executor._runner.runner  # type: ignore[attr-defined]
+            runner = llm._core.executor.runner  # type: ignore[attr-defined]
             assert isinstance(runner.sampling, NativeSampling)
             runner.sampling = both = Both(runner.sampling)
             outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -218,4 +218,4 @@ def test_an_engine_with_seeds_draws_what_the_twin_draws_from_its_logits(tmp_path
         texts.append([sample.token_ids for output in outputs for sample in output.outputs])
     assert texts[0] == texts[1] and len({tuple(text) for text in texts[0]}) == 7
     with LLM(str(folder), native=False, **settings) as llm:  # type: ignore[arg-type]
-        assert llm._client._core.executor._runner.runner.sampling is twin  # type: ignore[attr-defined]
+        assert llm._core.executor.runner.sampling is twin  # type: ignore[attr-defined]

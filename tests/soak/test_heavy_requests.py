@@ -10,7 +10,7 @@ from tests.support.heavy_storm import Storm
 from tests.support.story_folder import story_folder
 
 FULL = 8 * 2**20 - 4096
-KEPT = 600 * 2**20  # of what threads took at once for such bodies, Python keeps a part for the next ones
+KEPT = 200 * 2**20  # a plateau after bodies of 8 MB in every field: Python keeps what is not free as a whole
 MULTIPLES = ((1, 128), (8, 128), (1024, 1))
 
 

@@ -13,13 +13,13 @@ from triton.runtime import build
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from octavo.kernels.triton.ahead import Ahead, kernel_keys
+from octavo.kernels.triton.precompile import KernelCalls, kernel_keys
 from octavo.worker.compile_process import NoGPU, read_wanted
 
 
 def call_fewer() -> None:
     """A few of the kernels: those that share functions, one with tensor descriptors, some small ones."""
-    Ahead.calls = lambda self: [self.attend_to(1, 32, None), self.around_a_step, self.behind_a_step()[0]]  # type: ignore[method-assign]
+    KernelCalls.calls = lambda self: [self.attend_to(1, 32, None), self.around_a_step, self.behind_a_step()[0]]  # type: ignore[method-assign]
 
 
 def compile_only() -> None:
@@ -54,7 +54,7 @@ def main() -> None:
     compile_only()
     CudaUtils()
     kernel_keys()
-    calls = Ahead(wanted.config, getattr(torch, wanted.dtype), wanted.block_size, wanted.max_len, torch.device("cpu"))
+    calls = KernelCalls(wanted.config, getattr(torch, wanted.dtype), wanted.block_size, wanted.max_len, torch.device("cpu"))
     for call in calls.calls():
         call()
 

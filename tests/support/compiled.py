@@ -29,18 +29,18 @@ from octavo.kernels.asks import HEAD
 from octavo.kernels.cache_layout import Layout, empty_cache
 from octavo.kernels.device_codes import zero_codes
 from octavo.kernels.reference.sampling import Draws
-from octavo.kernels.triton.activation import silu_and_mul
-from octavo.kernels.triton.adjust import adjust
-from octavo.kernels.triton.attention import paged_attention
-from octavo.kernels.triton.attention_few import decode_attention_parts
-from octavo.kernels.triton.copy_blocks import copy_blocks
-from octavo.kernels.triton.draw import draw
-from octavo.kernels.triton.norm import add_rms_norm
-from octavo.kernels.triton.packed import packed_gate_up, packed_linear, unpack
-from octavo.kernels.triton.rank import rank
-from octavo.kernels.triton.sampling import sample
-from octavo.kernels.triton.skinny import gate_up, linear, merge_linear, merge_parts, norm_linear
-from octavo.kernels.triton.write_kv import write_kv
+from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
+from octavo.kernels.triton.attention.paged_attention import paged_attention
+from octavo.kernels.triton.gemv.products import gate_up, linear, merge_linear, merge_parts, norm_linear
+from octavo.kernels.triton.packed.products import packed_gate_up, packed_linear, unpack
+from octavo.kernels.triton.sampling.draw import draw
+from octavo.kernels.triton.sampling.logit_edits import adjust
+from octavo.kernels.triton.sampling.rank import rank
+from octavo.kernels.triton.sampling.sample import sample
+from octavo.kernels.triton.step.activation import silu_and_mul
+from octavo.kernels.triton.step.copy_blocks import copy_blocks
+from octavo.kernels.triton.step.norm import add_rms_norm
+from octavo.kernels.triton.step.write_kv import write_kv
 from octavo.worker.compile_process import NoGPU
 
 PUT_ASIDE = 16  # bytes of a loop's invariants, stored before and loaded after it
@@ -50,7 +50,7 @@ SHARED_MEMORY = {80: 163 * KIB, 86: 99 * KIB, 87: 163 * KIB, 89: 99 * KIB, 90: 2
 SPILLED = {  # what was quickest on an H200 spills a little
     90: {"prefill": 1024, "prefill_hopper": 640},
     100: {"prefill": 672},
-    121: {"prefill": 80, "nearest": 64, "search": 56},  # that of float32
+    121: {"prefill": 80, "nearest": 64, "draw_fallback": 56},  # that of float32
 }
 PRODUCTS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync"}  # what the matrix units are asked with
 HEADS, KV_HEADS, DIM, SIZE = 32, 8, 128, 4096

@@ -19,7 +19,7 @@ from octavo.policy.kv_manager import KVManager
 from octavo.policy.request import Request
 from octavo.policy.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
-from octavo.worker.executor import Inproc
+from octavo.worker.executor import Masks, Promise
 from octavo.worker.fake_runner import FakeRunner, Slot, expected
 from octavo.worker.faults import Faults
 
@@ -49,11 +49,11 @@ class ChosenFaults(Faults):
         return entry in self.poison
 
 
-class WatchedExecutor(Inproc):
-    """Runs in the caller's thread, with hooks around the forward pass."""
+class WatchedExecutor:
+    """A runner with hooks around its forward pass."""
 
     def __init__(self, runner: FakeRunner, on_plan: Callable[[StepPlan], None]) -> None:
-        super().__init__(lambda: runner)
+        self.runner = runner
         self.plans: list[StepPlan] = []
         self.on_plan = on_plan
         self.before_forward: list[Hook] = []
@@ -63,8 +63,14 @@ class WatchedExecutor(Inproc):
         self.plans.append(plan)
         self.on_plan(plan)
         _drain(self.before_forward)
-        super().forward(plan)
+        self.runner.forward(plan)
         _drain(self.after_forward)
+
+    def sample(self, masks: Masks | None = None) -> Promise:
+        return self.runner.sample(masks)
+
+    def stop(self) -> None:
+        self.runner.stop()
 
 
 def _drain(hooks: list[Hook]) -> None:

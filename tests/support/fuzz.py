@@ -18,7 +18,6 @@ from collections import Counter
 from pathlib import Path
 
 from octavo.config import EngineConfig
-from octavo.engine.client import InprocClient
 from octavo.errors import ConfigError, LoadError, RequestError, TemplateError
 from octavo.llm import LLM
 from tests.support import tiny_files as tiny
@@ -59,8 +58,7 @@ def try_to_open(model: Path) -> None:
     """As `LLM` opens it. What opens must also encode: ids of the model's, or a refusal of this text."""
     config = EngineConfig(model=str(model), kv_cache_memory_bytes=2**16, max_num_seqs=2)
     with LLM.from_config(config, log_default="ERROR") as llm:
-        assert isinstance(llm._engine, InprocClient)
-        rows = llm._engine._core.scheduler.limits.vocab_size
+        rows = llm._core.scheduler.limits.vocab_size
         for encode, given in ((llm.encoder.encode, TEXT), (llm.encoder.encode_chat, MESSAGES)):
             try:
                 _, ids = encode(given)  # type: ignore[arg-type]

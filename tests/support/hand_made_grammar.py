@@ -74,7 +74,7 @@ class HandMadeGrammars(Grammars):
 
 
 def use_hand_made_grammars(llm: LLM, vocab_size: int) -> None:
-    llm._client._core.grammars = HandMadeGrammars(None, vocab_size, ())  # type: ignore[attr-defined]
+    llm._core.grammars = HandMadeGrammars(None, vocab_size, ())  # type: ignore[attr-defined]
 
 
 def hand_made(modulus: int, length: int) -> StructuredOutputs:

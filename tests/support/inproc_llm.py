@@ -14,7 +14,17 @@ from octavo import LLM
 from octavo.engine.async_llm import Ask
 from octavo.errors import DeadlineError, RequestError
 from octavo.messages import AddRequest, EngineFacts, FinishReason, SchedulerStats
-from octavo.outputs import TextDelta
+from octavo.outputs import RequestOutput, TextDelta
+
+
+class Queued:
+    """A reader whose news wait in a queue."""
+
+    def __init__(self, queue: asyncio.Queue[TextDelta]) -> None:
+        self.push = queue.put_nowait
+
+    def finish(self, output: RequestOutput) -> None:
+        """The last delta has told that already."""
 
 
 class InprocLLM:
@@ -25,7 +35,7 @@ class InprocLLM:
         self._stepping: asyncio.Task[None] | None = None
         self.state = "ready"
         self.encoder, self.tokenizer, self.sampling_defaults = llm.encoder, llm.get_tokenizer(), llm.sampling_defaults
-        limits = llm._client._core.scheduler.limits  # type: ignore[attr-defined]
+        limits = llm._core.scheduler.limits  # type: ignore[attr-defined]
         self.facts = EngineFacts("stories", 1, replace(limits, max_num_batched_tokens=64))
         self.pause = 0.0
         self.trouble: tuple[int, Exception] | None = None
@@ -55,9 +65,9 @@ class InprocLLM:
         name = f"r{next(self._ids)}"
         assert ask.bad_words is not None, "a server spells them"
         request = AddRequest(name, ask.prompt_token_ids, ask.params, ask.priority, ask.cache_salt, ask.bad_words)
-        self._llm._client.add(request)
-        self._llm._processor.add(request, ask.prompt)
+        self._llm._core.add(request)
         queue = self._queues[name] = asyncio.Queue()
+        self._llm._outputs.add(request, ask.prompt, Queued(queue))
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step())
         deadline = time.monotonic() + (ask.timeout or 1e6)
@@ -81,10 +91,5 @@ class InprocLLM:
 
     async def _step(self) -> None:
         while self._queues:
-            processed = self._llm._processor.process(self._llm._client.step())
-            for request_id, index in processed.aborts:
-                self._llm._client.abort(request_id, index)
-            for delta in processed.deltas:
-                if delta.request_id in self._queues:
-                    self._queues[delta.request_id].put_nowait(delta)
+            self._llm._pump()
             await asyncio.sleep(self.pause)

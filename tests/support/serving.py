@@ -14,7 +14,6 @@ from octavo.policy.kv_manager import KVManager
 from octavo.policy.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
 from octavo.text.tokenizer import Tokenizer
-from octavo.worker.executor import Inproc
 from octavo.worker.fake_runner import FakeRunner
 from octavo.worker.faults import Faults
 from tests.support.tokenizers import stories_metadata
@@ -29,7 +28,7 @@ class FakeService:
         limits = Limits(rows, budget, max_len, vocab, num_blocks, block_size)
         self.scheduler = Scheduler(kv, limits, end_ids=self.tokenizer.eos_token_ids)
         runner = FakeRunner(CacheGeometry(num_blocks, block_size, max_len, 1), vocab, Faults(Debug()))
-        self.core = EngineCore(self.scheduler, Inproc(lambda: runner), depth)
+        self.core = EngineCore(self.scheduler, runner, depth)
         self.processor = OutputProcessor(self.tokenizer)
 
     def add(self, name: str, prompt: list[int], params: SamplingParams, salt: str = "") -> None:

@@ -22,7 +22,7 @@ from triton.runtime.driver import driver
 from octavo.attention.triton import TritonBackend
 from octavo.config import Debug
 from octavo.kernels.row_words import RowLayout
-from octavo.kernels.triton.packed_ahead import PackedShape
+from octavo.kernels.triton.packed.precompile import PackedShape
 from octavo.layers.comm import NullComm
 from octavo.loading.packed_loader import load_packed
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan

@@ -39,7 +39,7 @@ def router(server: Server) -> APIRouter:
         return {
             "engine_pid": server.llm.engine_pid or 0,
             "answers": server.open_requests - 1,  # less this one
-            "requests": len(server.llm._processor._requests),
+            "requests": len(server.llm._outputs._readers),
             "streams": server.llm.num_open,
             "tasks": len(asyncio.all_tasks()),
             "running": stats.running,

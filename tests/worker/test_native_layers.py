@@ -37,7 +37,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     path = to_gguf(path, path.parent / "model.gguf", kind) if kind else path
     dtype: Any = "float32" if request.param == "float32" else "bfloat16"
     with LLM(str(path), dtype=dtype, skip_tokenizer_init=True, num_gpu_blocks_override=80, max_model_len=LONG, max_num_seqs=4) as llm:
-        found = llm._client._core.executor._runner.runner.program  # type: ignore[attr-defined]
+        found = llm._core.executor.runner.program  # type: ignore[attr-defined]
         assert isinstance(found, NativeProgram)
         yield found
 
@@ -81,7 +81,7 @@ def test_a_tied_head_is_unpacked_exactly(tmp_path: Path) -> None:
 
     folder = tiny_model(tmp_path / "model", "Qwen2ForCausalLM", seed=5, tie=True)
     with LLM(str(folder), dtype="float32", skip_tokenizer_init=True, num_gpu_blocks_override=20) as llm:
-        program = llm._client._core.executor._runner.runner.program  # type: ignore[attr-defined]
+        program = llm._core.executor.runner.program  # type: ignore[attr-defined]
         ids = torch.tensor([0, 319, 17, 17, 16])
         embedded = NativeLayers(program, NativeAttention(program, new_pool(program, torch.float32).paged))._embed(ids)
     assert torch.equal(embedded, load_file(folder / "model.safetensors")["model.embed_tokens.weight"][ids])

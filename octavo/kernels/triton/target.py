@@ -33,10 +33,10 @@ def has_copy_engine(arch: int) -> bool:
     return arch >= HOPPER or arch == INTERPRETED
 
 
-def has_dependent_launch(arch: int) -> bool:
+def has_pdl(arch: int) -> bool:
     return arch >= HOPPER
 
 
 def has_divided_prefill(arch: int) -> bool:
-    """Hopper alone: the products of `attention_hopper.py` are instructions that no later GPU has, and the interpreter knows no Gluon."""
+    """Hopper alone: the products of `prefill_hopper.py` are instructions that no later GPU has, and the interpreter knows no Gluon."""
     return arch == HOPPER

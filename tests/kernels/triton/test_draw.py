@@ -16,10 +16,10 @@ from octavo.kernels.drawn_from import rank_drawn
 from octavo.kernels.reference import sampling as twin
 from octavo.kernels.reference.philox import uniform
 from octavo.kernels.reference.sampling import Draws
-from octavo.kernels.triton import rank as ranking
-from octavo.kernels.triton.distances import CAPACITY, GROUP, TILE
-from octavo.kernels.triton.draw import draw
-from octavo.kernels.triton.rank import MOST, rank
+from octavo.kernels.triton.sampling import rank as ranking
+from octavo.kernels.triton.sampling.distances import CAPACITY, GROUP, TILE
+from octavo.kernels.triton.sampling.draw import draw
+from octavo.kernels.triton.sampling.rank import MOST, rank
 from octavo.worker.sampler import listed
 from tests.support.draws import INF, Row, allowed, assert_logprobs_of_the_drawn, draws_of, logits_of, rows
 

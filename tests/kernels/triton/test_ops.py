@@ -8,10 +8,10 @@ from octavo.kernels.reference import activation as plain_activation
 from octavo.kernels.reference import copy_blocks as plain_copy
 from octavo.kernels.reference import norm as plain_norm
 from octavo.kernels.reference import write_kv as plain_write
-from octavo.kernels.triton.activation import silu_and_mul
-from octavo.kernels.triton.copy_blocks import copy_blocks
-from octavo.kernels.triton.norm import add_rms_norm
-from octavo.kernels.triton.write_kv import write_kv
+from octavo.kernels.triton.step.activation import silu_and_mul
+from octavo.kernels.triton.step.copy_blocks import copy_blocks
+from octavo.kernels.triton.step.norm import add_rms_norm
+from octavo.kernels.triton.step.write_kv import write_kv
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # one rounding of the dtype, of numbers near 1
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "float16", "bfloat16"])

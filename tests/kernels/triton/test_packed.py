@@ -8,9 +8,9 @@ from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes, block_size, zero_codes
 from octavo.kernels.reference import packed as plain
-from octavo.kernels.triton import packed
-from octavo.kernels.triton.packed_ahead import PackedShape, packed_calls
-from octavo.kernels.triton.packed_rules import TILED_ROWS, Few, One, Tile
+from octavo.kernels.triton.packed import products as packed
+from octavo.kernels.triton.packed.precompile import PackedShape, packed_calls
+from octavo.kernels.triton.packed.rules import GEMM_ROWS, Gemm, Gemv, SmallGemm
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # of the largest result
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "float16", "bfloat16"])
@@ -63,7 +63,7 @@ def test_products_of_every_kind_of_codes(rows: int, bits: int, group: int, devic
     assert_near(packed.packed_linear(x, weight, bias), plain.packed_linear(x, weight, bias))
 
 
-FEW = [Few(32, 1, 1), Few(32, 4, 1), Few(128, 8, 2), Few(32, 2, 3), Few(16, 1, 2)]
+FEW = [SmallGemm(32, 1, 1), SmallGemm(32, 4, 1), SmallGemm(128, 8, 2), SmallGemm(32, 2, 3), SmallGemm(16, 1, 2)]
 QUICK = {(0, torch.float32), (1, torch.bfloat16), (2, torch.float16), (2, torch.bfloat16), (3, torch.float32), (4, torch.bfloat16)}
 
 
@@ -72,52 +72,52 @@ QUICK = {(0, torch.float32), (1, torch.bfloat16), (2, torch.float16), (2, torch.
     [pytest.param(dtype, how, marks=[] if (at, dtype) in QUICK else LONG) for dtype in TOLERANCE for at, how in enumerate(FEW)],
     ids=str,
 )
-def test_few_rows_however_the_work_is_divided(dtype: torch.dtype, how: Few, device: str) -> None:
+def test_few_rows_however_the_work_is_divided(dtype: torch.dtype, how: SmallGemm, device: str) -> None:
     """Seven blocks: no number of stretches divides them."""
     weight = codes(21, 7 * 128, 4, 64, device)
     for rows in {1: (2, 16), 2: (8,), 4: (1, 4), 8: (1,)}[how.splits]:
         x, bias = random(rows, 7 * 128, dtype, device), random(1, 21, dtype, device)[0]
-        assert_near(packed.few(x, weight, bias, poison(x, weight), how), plain.packed_linear(x, weight, bias))
+        assert_near(packed.small_gemm(x, weight, bias, poison(x, weight), how), plain.packed_linear(x, weight, bias))
 
 
 ONE = [
-    (One(4, warps=1), 4, 32, 1024, torch.bfloat16),
-    (One(8, 2, 1, 1), 4, 128, 1024, torch.float32),
-    (One(8, ahead=1, warps=2), 8, 128, 1536, torch.float16),
-    pytest.param(One(4, ahead=3, warps=1), 4, 16, 2 * 512 + 64, torch.bfloat16, marks=LONG),
-    pytest.param(One(8, warps=1), 4, 64, 2 * 1024 + 64, torch.float16, marks=LONG),
-    (One(8, 2, 2, 2), 8, 16, 320, torch.float32),
+    (Gemv(4, warps=1), 4, 32, 1024, torch.bfloat16),
+    (Gemv(8, 2, 1, 1), 4, 128, 1024, torch.float32),
+    (Gemv(8, ahead=1, warps=2), 8, 128, 1536, torch.float16),
+    pytest.param(Gemv(4, ahead=3, warps=1), 4, 16, 2 * 512 + 64, torch.bfloat16, marks=LONG),
+    pytest.param(Gemv(8, warps=1), 4, 64, 2 * 1024 + 64, torch.float16, marks=LONG),
+    (Gemv(8, 2, 2, 2), 8, 16, 320, torch.float32),
 ]
 
 
 @pytest.mark.parametrize(("how", "bits", "group", "size", "dtype"), ONE, ids=str)
-def test_one_row_however_many_turns_and_steps(how: One, bits: int, group: int, size: int, dtype: torch.dtype, device: str) -> None:
+def test_one_row_however_many_turns_and_steps(how: Gemv, bits: int, group: int, size: int, dtype: torch.dtype, device: str) -> None:
     """Rows of W and steps that are not whole, orders, biases and gates."""
     x = random(1, size, dtype, device)
     weight, bias = codes(37, size, bits, group, device, order=bits == 8), random(1, 37, dtype, device)[0]
-    assert_near(packed.one(x, weight, bias, poison(x, weight), how), plain.packed_linear(x, weight, bias), 2.0)
+    assert_near(packed.gemv(x, weight, bias, poison(x, weight), how), plain.packed_linear(x, weight, bias), 2.0)
     weight = codes(42, size, bits, group, device, order=bits == 4)
-    gated = packed.one(x, weight, None, poison(x, weight)[:, :21].contiguous(), how, gated=True)
+    gated = packed.gemv(x, weight, None, poison(x, weight)[:, :21].contiguous(), how, gated=True)
     assert_near(gated, plain.packed_gate_up(x, weight), 2.0)
 
 
 @pytest.mark.parametrize(
     ("dtype", "how"),
     [
-        (torch.float32, Tile(32, 128, warps=4)), (torch.float16, Tile(16, 16, shares=3)), (torch.bfloat16, Tile(32, 128, warps=4)),
-        pytest.param(torch.float16, Tile(32, 128, warps=4), marks=LONG), pytest.param(torch.float32, Tile(16, 16, shares=3), marks=LONG),
-        pytest.param(torch.bfloat16, Tile(16, 16, shares=3), marks=LONG),
+        (torch.float32, Gemm(32, 128, warps=4)), (torch.float16, Gemm(16, 16, shares=3)), (torch.bfloat16, Gemm(32, 128, warps=4)),
+        pytest.param(torch.float16, Gemm(32, 128, warps=4), marks=LONG), pytest.param(torch.float32, Gemm(16, 16, shares=3), marks=LONG),
+        pytest.param(torch.bfloat16, Gemm(16, 16, shares=3), marks=LONG),
     ],
     ids=str,
 )  # fmt: skip
-def test_more_rows_however_the_work_is_divided(dtype: torch.dtype, how: Tile, device: str) -> None:
+def test_more_rows_however_the_work_is_divided(dtype: torch.dtype, how: Gemm, device: str) -> None:
     weight, x, bias = codes(21, 5 * 128, 4, 64, device), random(35, 5 * 128, dtype, device), random(1, 21, dtype, device)[0]
-    assert_near(packed.tiled(x, weight, bias, poison(x, weight), how), plain.packed_linear(x, weight, bias))
+    assert_near(packed.gemm(x, weight, bias, poison(x, weight), how), plain.packed_linear(x, weight, bias))
 
 
 @pytest.mark.parametrize("biased", [True, pytest.param(False, marks=LONG)])
 def test_rows_by_the_hundred_multiply_slabs_of_weights(biased: bool, device: str) -> None:
-    weight, x = codes(260, 64, 4, 32, device, order=True), random(TILED_ROWS + 1, 64, torch.float32, device)
+    weight, x = codes(260, 64, 4, 32, device, order=True), random(GEMM_ROWS + 1, 64, torch.float32, device)
     bias = random(1, 260, torch.float32, device)[0] if biased else None
     out = poison(x, weight)
     assert packed.packed_linear(x, weight, bias, out) is out
@@ -142,7 +142,7 @@ def test_every_number_of_rows_is_a_variant_that_is_compiled_ahead(device: str) -
     seen: set[tuple[object, ...]] = set()
     for shape in shapes:
         weight = zero_codes(shape.out_features, shape.in_features, shape.bits, shape.group, "meta")
-        seen |= {packed.variant(rows, weight, shape.bias, shape.gated) for rows in range(1, 4 * TILED_ROWS)}
+        seen |= {packed.variant(rows, weight, shape.bias, shape.gated) for rows in range(1, 4 * GEMM_ROWS)}
     calls = packed_calls([*shapes, shapes[0]], torch.float32, torch.device(device))
     assert len(calls) == len(seen) > 10
     calls[0]()

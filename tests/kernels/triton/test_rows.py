@@ -9,7 +9,7 @@ from torch import Tensor
 from octavo.kernels.reference import rows as twin
 from octavo.kernels.row_words import NUM_TOKENS, RowLayout
 from octavo.kernels.step_tensors import StepMemory, StepTensors, part_words
-from octavo.kernels.triton import rows as kernel
+from octavo.kernels.triton.step import rows as kernel
 
 LAYOUT = RowLayout(max_blocks=1200, max_len=1200)
 ROWS, VOCAB = 6, 1000

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.kernels.reference import philox
 from octavo.kernels.reference import sampling as plain
-from octavo.kernels.triton.sampling import TILE, sample, uniform
+from octavo.kernels.triton.sampling.sample import TILE, sample, uniform
 
 ROWS, VOCAB = 6, 2 * TILE + 7  # a last block that is nearly empty, and a last quad that is not whole
 

@@ -1,0 +1,136 @@
+"""Attention over a KV cache: rows of one query go to the decode kernel, rows of more to the prefill kernel.
+
+    paged         cache [num_blocks, block_size, kv_heads, head_dim] in any layout, tables [R, B]: the blocks of each row
+    contiguous    cache [num_rows, max_len, kv_heads, head_dim], tables [R, 1]: the region of each row
+
+Both run the same tiles in the same order, so with equal bytes in the caches the results are equal bit for bit. Nothing here
+waits for the GPU: `max_query` is a bound the caller knows, and rows are told apart on the device. A row's context ends with its
+queries; slots past it are never read. A row without context yields zeros, its log-sum-exp is -inf, or its sink's score.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from octavo.kernels.cache_layout import tokens_together
+from octavo.kernels.share_words import most_parts, most_shares
+from octavo.kernels.triton.attention.common import LOG2_E
+from octavo.kernels.triton.attention.decode import decode
+from octavo.kernels.triton.attention.decode_shares import decode_shares
+from octavo.kernels.triton.attention.prefill import prefill
+from octavo.kernels.triton.attention.prefill_hopper import prefill_divided
+from octavo.kernels.triton.attention.tiles import MIN_DOT, Tiles, decode_tiles, multiprocessors, prefill_tiles
+from octavo.kernels.triton.pdl import use_pdl
+from octavo.kernels.triton.target import capability, has_copy_engine
+
+Pair = tuple[Tensor, Tensor]
+Given = tuple[Any, ...]  # arguments both kernels begin with
+
+
+def paged_attention(
+    q: Tensor,  # [T, heads, head_dim]; tokens may lie apart, as q does inside qkv
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,  # int32 or int64
+    query_start: Tensor,  # [R+1]
+    context_len: Tensor,  # [R]
+    scale: float,
+    out: Tensor,  # [T, heads, head_dim]
+    max_query: int,
+    window: int | None = None,
+    lse: Tensor | None = None,  # [T, heads] float32, natural log
+    paged: bool = True,
+    tiles: Tiles | None = None,  # of the kernel that max_query calls for
+    shares: Tensor | None = None,  # of decode, as `shares_of` makes them of the same rows: layers of one window share them
+    fresh: Pair | None = None,  # k and v of q's tokens, as write_kv leaves them in qkv [T, kv_heads, head_dim]: read instead of the cache
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,  # [heads]
+    slopes: Tensor | None = None,  # [heads] float32: ALiBi
+) -> Tensor:
+    heads, head_dim = q.shape[1:]
+    size, kv_heads = k_cache.shape[1:3]
+    _check(q, k_cache, v_cache, tables, out, paged, scale)
+    if not len(q):
+        return out
+    capped, sloped = soft_cap is not None, slopes is not None
+    shared = {
+        "Q_STRIDE": q.stride(0), "HEADS": heads, "KV_HEADS": kv_heads, "DIM": head_dim, "DIM_TILE": triton.next_power_of_2(head_dim),
+        "BLOCK_SIZE": size if paged else 1, "PAGED": paged, "TOGETHER": tokens_together(k_cache), "CAPPED": capped, "SLOPED": sloped,
+        "WITH_SINKS": sinks is not None, "WITH_LSE": lse is not None,
+    }  # fmt: skip
+    tensors = q, k_cache, v_cache, tables, query_start, context_len, out, lse, sinks, slopes
+    numbers = scale, LOG2_E * (1.0 if capped or sloped else scale), soft_cap or 0.0, tables.stride(0), size, window or 0
+    if max_query > 1:
+        plain = window is None and sinks is None and not capped and not sloped
+        tiles = tiles or prefill_tiles(q.dtype, head_dim, capability(), plain)
+        if tiles.divided:
+            prefill_divided(*tensors[:8], fresh, numbers, shared, tiles)
+        else:
+            _prefill(tensors, numbers, shared, fresh, tiles)
+        tiles = None
+    chosen = tiles or decode_tiles(q.dtype, head_dim)
+    if shares is None:
+        shares = shares_of(query_start, context_len, k_cache, window, chosen)
+    _decode(tensors, numbers, shared, shares, chosen)
+    return out
+
+
+def shares_of(query_start: Tensor, context_len: Tensor, k_cache: Tensor, window: int | None, tiles: Tiles | None = None) -> Tensor:
+    """How decode's work is divided in this step (`kernels/share_words.py`)."""
+    chosen = tiles or decode_tiles(k_cache.dtype, k_cache.shape[3])
+    programs = chosen.programs * multiprocessors(k_cache.device)
+    return decode_shares(query_start, context_len, window, k_cache.shape[2], chosen.keys, programs, chosen.shares, chosen.grain)
+
+
+def _prefill(tensors: Given, numbers: Given, shared: dict[str, Any], fresh: Pair | None, tiles: Tiles) -> None:
+    q, context_len = tensors[0], tensors[5]
+    heads, kv_heads = shared["HEADS"], shared["KV_HEADS"]
+    lines = max(tiles.queries, triton.next_power_of_2(heads // kv_heads))
+    described = tiles.described and fresh is not None and _describable(q)
+    new: tuple[Any, Any] = fresh or (None, None)
+    descriptors = [_describe(one, tiles.keys) if described else None for one in new]
+    prefill[(len(q) // (lines * kv_heads // heads) + len(context_len), kv_heads)](
+        *tensors, *new, *descriptors, *numbers, len(context_len), **shared, LINES=lines, NEW_STRIDE=new[0].stride(0) if fresh else 0,
+        WINDOWED=numbers[-1] > 0, WITH_NEW=fresh is not None, DESCRIBED=described, TILE=tiles.keys, STAGES=tiles.stages,
+        LAGGING=tiles.lagging, num_warps=tiles.warps,
+    )  # fmt: skip
+
+
+def _decode(tensors: Given, numbers: Given, shared: dict[str, Any], shares: Tensor, tiles: Tiles) -> None:
+    q, k_cache, v_cache, tables, _query_start, context_len, out, lse, sinks, slopes = tensors
+    scale, unit, cap, width, size, _window = numbers
+    kv_heads, head_dim = shared["KV_HEADS"], shared["DIM"]
+    group, programs = shared["HEADS"] // kv_heads, tiles.programs * multiprocessors(q.device)
+    most = most_shares(len(context_len), kv_heads, programs, tiles.shares)
+    assert len(shares) == most + 1, f"{len(shares)} lines for {programs} programs, {len(context_len)} rows"
+    left = torch.empty(most_parts(programs, tiles.shares), group, head_dim, dtype=torch.float32, device=q.device)
+    sums = torch.empty(left.shape[:2], dtype=torch.float32, device=q.device)
+    pdl = tiles.pdl and use_pdl()
+    members = triton.next_power_of_2(group)
+    decode[(most,)](
+        q, k_cache, v_cache, tables, shares, out, lse, sinks, slopes, left, sums, scale, unit, cap, width, size, **shared,
+        GROUP_TILE=max(members, MIN_DOT), MERGE_TILE=members, TILE=tiles.keys, STAGES=tiles.stages, PDL=pdl,
+        num_warps=tiles.warps, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _describable(q: Tensor) -> bool:
+    """Whether tensor descriptors serve: they copy whole tiles of powers of two, on Hopper and later."""
+    return q.dtype.itemsize == 2 and q.shape[2] == triton.next_power_of_2(q.shape[2]) and has_copy_engine(capability())
+
+
+def _describe(new: Tensor, keys: int) -> TensorDescriptor:
+    """Tiles of one head and so many tokens of [T, kv_heads, head_dim]."""
+    return TensorDescriptor(new, [len(new), new.shape[1] * new.shape[2]], [new.stride(0), 1], [keys, new.shape[2]])
+
+
+def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, tables: Tensor, out: Tensor, paged: bool, scale: float) -> None:
+    size, kv_heads, head_dim = k_cache.shape[1:]
+    assert head_dim % 16 == 0 and head_dim <= 256, f"head_dim {head_dim}"
+    assert not paged or (size == triton.next_power_of_2(size) and size <= 256), f"block size {size}"
+    assert q.shape[1] % kv_heads == 0, f"{q.shape[1]} heads over {kv_heads} KV heads"
+    assert q.stride()[1:] == (head_dim, 1) and tables.stride(1) == 1 and out.is_contiguous() and scale > 0
+    assert k_cache.shape == v_cache.shape and k_cache.stride() == v_cache.stride() and (paged or k_cache.is_contiguous())

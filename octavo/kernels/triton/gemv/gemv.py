@@ -1,0 +1,113 @@
+"""y = x W^T for the fewest rows: a program holds some rows of W whole, and multiplies each row of x by them in float32.
+
+    W   [COLUMNS, SIZE]   in registers, read once and asked for first: all that stands in front runs while it is on its way
+    x   [ROWS, SIZE]      made ready by every program for itself (a few KB, out of the L2) and held in registers too
+
+With NORM, residual add and RMS norm stand in front; with GATED, W is gate over up and silu(gate) * up comes out. LOOPED, a
+program takes several tiles of W, the next on its way while one is multiplied, and so makes x ready once for all of them.
+"""
+
+import triton
+import triton.language as tl
+
+from octavo.kernels.triton.pdl import begin, wait
+from octavo.kernels.triton.step.activation import gated
+from octavo.kernels.triton.step.norm import normed
+
+
+@triton.jit
+def tile_of(weight, tile, SIZE: tl.constexpr, PADDED: tl.constexpr, OUT: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows tile * COLUMNS and on of weight [OUT, SIZE], as they lie there; zero past its edges."""
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)[:, None]
+    k = tl.arange(0, PADDED)[None, :]
+    return tl.load(weight + column.to(tl.int64) * SIZE + k, mask=(column < OUT) & (k < SIZE), other=0.0)
+
+
+@triton.jit
+def multiply(
+    matrix,
+    second,
+    held,
+    bias,
+    out,
+    tile,
+    rows,
+    OUT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    GATED: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    """Stores the products of the held rows with one tile of W."""
+    kind = out.dtype.element_ty
+    column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    wide = matrix.to(tl.float32)
+    for row in tl.static_range(ROWS):
+        x = held[row].to(tl.float32)[None, :]
+        sums = tl.sum(wide * x, 1)
+        if BIASED:
+            sums += tl.load(bias + column, mask=column < OUT, other=0.0).to(tl.float32)
+        result = sums.to(kind)
+        if GATED:
+            result = gated(result.to(tl.float32), tl.sum(second.to(tl.float32) * x, 1).to(kind).to(tl.float32), kind)
+        tl.store(out + row * OUT + column, result, mask=(column < OUT) & (row < rows))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gemv(
+    x,
+    residual,
+    norm_weight,
+    stream,
+    weight,
+    bias,
+    out,
+    eps,
+    rows,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    OUT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    BIASED: tl.constexpr,
+    KEEP_NORMED: tl.constexpr,  # what goes to `stream`: the rows after the norm, else before
+    LOOPED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    kind = x.dtype.element_ty
+    k = tl.arange(0, PADDED)
+    inside = k < SIZE
+    matrix = tile_of(weight, program, SIZE, PADDED, OUT, COLUMNS)
+    second = matrix
+    if GATED:
+        second = tile_of(weight + OUT * SIZE, program, SIZE, PADDED, OUT, COLUMNS)
+    if NORM:
+        scales = tl.load(norm_weight + k, mask=inside, other=0.0)
+    wait(PDL)
+
+    held = ()
+    for row in tl.static_range(ROWS):
+        present = inside & (row < rows)
+        ready = tl.load(x + row * SIZE + k, mask=present, other=0.0)
+        if NORM:
+            added = (ready.to(tl.float32) + tl.load(residual + row * SIZE + k, mask=present, other=0.0).to(tl.float32)).to(kind)
+            ready = normed(added.to(tl.float32), scales, eps, SIZE, kind)
+            if program == 0:
+                tl.store(stream + row * SIZE + k, ready if KEEP_NORMED else added, mask=present)
+        held = held + (ready,)  # type: ignore[assignment]
+
+    if LOOPED:
+        for tile in tl.range(program, (OUT + COLUMNS - 1) // COLUMNS, programs):
+            following = tile_of(weight, tile + programs, SIZE, PADDED, OUT, COLUMNS)
+            if GATED:
+                following_second = tile_of(weight + OUT * SIZE, tile + programs, SIZE, PADDED, OUT, COLUMNS)
+            multiply(matrix, second, held, bias, out, tile, rows, OUT, COLUMNS, ROWS, GATED, BIASED)
+            matrix = following
+            if GATED:
+                second = following_second
+    else:
+        multiply(matrix, second, held, bias, out, program, rows, OUT, COLUMNS, ROWS, GATED, BIASED)

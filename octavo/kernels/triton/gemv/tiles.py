@@ -1,0 +1,67 @@
+"""How the kernels for at most GEMV_ROWS rows divide their work: by shape alone, never tried out at run time.
+
+`bench/gpu_few.py` tries others in whole decode steps and prints the best, which is how these rules are checked.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+GEMV_ROWS = 4
+MAX_HELD = 32768  # the longest row of W that a program holds in registers
+HELD_TILE = 16384  # numbers of W a program holds
+PER_THREAD = 64  # of them in one thread's registers
+PROGRAMS = 1056  # eight for each multiprocessor: from there on programs take turns, and make x ready less often
+MAX_COLUMNS = 8
+MAX_SPLITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTiles:
+    columns: int  # rows of W in a tile
+    warps: int
+    turns: int = 1  # tiles a program takes one after another
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiles:
+    keys: int  # a tile of keys and values
+    warps: int
+    splits: int  # up to which a context is cut, a power of two
+    few_splits: int  # into which a context is cut as long as that makes shares ...
+    least_share: int  # ... not shorter than this
+    long_share: int  # ... nor longer: longer contexts have more splits, then shares without a limit
+
+
+# On an H200: (numbers of a row of W, padded to a power of two; rows of W, of its gate alone where it is gated; gated)
+MEASURED = {
+    (1024, 4096, False): ProductTiles(columns=4, warps=4, turns=2),
+    (1024, 3072, True): ProductTiles(columns=4, warps=8),
+    (4096, 1024, False): ProductTiles(columns=4, warps=8),
+    (4096, 6144, False): ProductTiles(columns=4, warps=8),
+    (4096, 12288, True): ProductTiles(columns=1, warps=4, turns=4),
+    (16384, 4096, False): ProductTiles(columns=1, warps=16, turns=8),
+}
+
+
+def product_tiles(size: int, out: int, gated: bool) -> ProductTiles:
+    """size: of a row of W, padded to a power of two; out: rows of W, of its gate alone where it is gated."""
+    if (size, out, gated) in MEASURED:
+        return MEASURED[size, out, gated]
+    matrices = 2 if gated else 1
+    columns = max(min(HELD_TILE // matrices // size, MAX_COLUMNS), 1)
+    warps = min(max(columns * size * matrices // (32 * PER_THREAD), 4), 16)
+    return ProductTiles(columns, warps, turns=max(out // (columns * PROGRAMS), 1))
+
+
+def merge_tiles(size: int) -> ProductTiles:
+    return ProductTiles(columns=max(min(HELD_TILE // size, 4), 1), warps=4 if size <= 2048 else 8)
+
+
+def decode_tiles(dtype: torch.dtype, rows: int, max_context: int, head_dim: int = 128) -> DecodeTiles:
+    few = 8 if rows <= 2 else 4
+    splits = few
+    while splits < MAX_SPLITS and splits * 512 < max_context:
+        splits *= 2
+    keys, warps = (16, 4) if dtype == torch.float32 else (64, 4) if head_dim > 128 else (64, 8)
+    return DecodeTiles(keys, warps, splits=splits, few_splits=few, least_share=64, long_share=512)

@@ -1,0 +1,83 @@
+"""y = x W^T of packed codes for more than a few rows: weights are made out of codes in registers, and go to the matrix units from there.
+
+    W   [COLUMNS, span]   the left side of tl.dot, made anew for each tile of rows: more rows in a tile, less of it
+    x   [ROWS, span]      the right side, by way of shared memory
+
+A weight is rounded to the dtype of x as `unpack` rounds it, so that only the order of summing differs from a product of floats.
+SHARED: where tiles are few, the inner dimension is split over programs, `each` blocks for one, and `sum_shares` adds. WHOLE: blocks
+and columns fill their tiles, so that those are not masked.
+"""
+
+import triton
+import triton.language as tl
+
+from octavo.kernels.triton.packed.common import MAX_SPAN, WORD_BITS, scale_and_offset, weights
+from octavo.kernels.triton.packed.register_order import gathered, side_by_side, spread
+
+
+@triton.jit(do_not_specialize=["rows", "each"])
+def packed_gemm(
+    x,
+    words,
+    scales,
+    bias,
+    out,
+    parts,
+    factor,
+    rows,
+    size,
+    wide,
+    each,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SHARED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BIAS: tl.constexpr,
+    WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    PER_WORD: tl.constexpr = WORD_BITS // BITS
+    SPAN: tl.constexpr = min(GROUP, MAX_SPAN)
+    BLOCK: tl.constexpr = PER_WORD * SPAN
+    RUN: tl.constexpr = min(GROUP // SPAN, PER_WORD)
+    blocks = tl.cdiv(size, BLOCK)
+
+    kind = x.dtype.element_ty
+    share = tl.program_id(2)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < wide
+    loaded = (tl.program_id(1) * COLUMNS + spread(COLUMNS, WARPS))[:, :, None]
+    line_of_words = words + loaded.to(tl.int64) * (blocks * SPAN) + tl.arange(0, SPAN)[None, None, :]
+    line_of_scales = scales + column.to(tl.int64) * tl.cdiv(blocks * BLOCK, GROUP)
+    line_of_x = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * size + tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for block in tl.range(share * each, tl.minimum((share + 1) * each, blocks), num_stages=STAGES):
+        if WHOLE:
+            codes = tl.load(line_of_words + block * SPAN)
+        else:
+            codes = tl.load(line_of_words + block * SPAN, mask=loaded < wide, other=0)
+        codes = gathered(codes, COLUMNS, WARPS, False)
+        spans = ()
+        for run in tl.static_range(PER_WORD // RUN):
+            place_of_scales = line_of_scales + (block * BLOCK + run * RUN * SPAN) // GROUP
+            pairs = tl.load(place_of_scales) if WHOLE else tl.load(place_of_scales, mask=inside, other=0)
+            scale, offset = scale_and_offset(pairs)
+            for index in tl.static_range(run * RUN, run * RUN + RUN):
+                spans = spans + (weights(codes, scale * factor, offset * factor, index, BITS, kind),)  # type: ignore[assignment]
+        if WHOLE:
+            span = tl.load(line_of_x + block * BLOCK)
+        else:
+            span = tl.load(line_of_x + block * BLOCK, mask=block * BLOCK + tl.arange(0, BLOCK)[None, :] < size, other=0.0)
+        total = tl.dot(side_by_side(spans), tl.trans(span), total, input_precision="ieee")
+
+    stored = (row < rows)[None, :] & inside[:, None]
+    at = row.to(tl.int64)[None, :] * wide + column[:, None]
+    if SHARED:
+        tl.store(parts + share.to(tl.int64) * rows * wide + at, total, mask=stored)
+    else:
+        if BIAS:
+            total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[:, None]
+        tl.store(out + at, total.to(kind), mask=stored)

@@ -1,0 +1,45 @@
+"""Calls that compile the kernels of packed products ahead: one for each variant that the rules lead to, at any number of rows."""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+
+from octavo.kernels.device_codes import zero_codes
+from octavo.kernels.triton.packed.products import packed_gate_up, packed_linear, unpack, variant
+from octavo.kernels.triton.packed.rules import GEMM_ROWS
+
+
+class PackedShape(NamedTuple):
+    """A matrix of a model that is kept as codes."""
+
+    out_features: int
+    in_features: int
+    bits: int
+    group: int
+    bias: bool = False
+    gated: bool = False  # it is gate over up
+
+
+def packed_calls(shapes: Iterable[PackedShape], dtype: torch.dtype, device: torch.device) -> list[Callable[[], object]]:
+    found: dict[tuple[object, ...], Callable[[], object]] = {}
+    for shape in set(shapes):
+        weight = zero_codes(shape.out_features, shape.in_features, shape.bits, shape.group, "meta")
+        for rows in range(1, GEMM_ROWS + 2):
+            found.setdefault(variant(rows, weight, shape.bias, shape.gated), _call(shape, rows, dtype, device))
+    return list(found.values())
+
+
+def _call(shape: PackedShape, rows: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    def call() -> None:
+        weight = zero_codes(shape.out_features, shape.in_features, shape.bits, shape.group, device)
+        x = torch.zeros(rows, shape.in_features, dtype=dtype, device=device)
+        bias = torch.zeros(shape.out_features, dtype=dtype, device=device) if shape.bias else None
+        if shape.gated and bias is None:
+            packed_gate_up(x, weight)
+        else:
+            packed_linear(x, weight, bias)
+        if rows > GEMM_ROWS:
+            unpack(weight, dtype, torch.zeros(1, dtype=torch.int32, device=device))
+
+    return call

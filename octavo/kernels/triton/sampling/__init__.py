@@ -1,0 +1,1 @@
+"""Edits of the logits, sampling, and ranks for logprobs."""

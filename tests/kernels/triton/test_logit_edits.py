@@ -1,0 +1,39 @@
+"""Logits are adjusted on the device as by the twin: whatever is asked for, and whatever stands in the row."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.kernels.asks import pack
+from octavo.kernels.reference import logit_edits as twin
+from octavo.kernels.triton.sampling import logit_edits as kernels
+from tests.support.asking import Asked, asking
+
+VOCAB = 24
+
+
+def packed(asked: Asked) -> torch.Tensor:
+    found = pack(asked.params, asked.end_ids, asked.bad_words)
+    assert found is not None
+    return torch.from_numpy(found)
+
+
+@settings(max_examples=40)
+@given(batch=st.lists(asking(VOCAB), min_size=1, max_size=3), seed=st.integers(0, 99))
+def test_rows_are_adjusted_as_by_the_twin(device: str, batch: list[Asked], seed: int) -> None:
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(kernels, "CHUNK", 8)  # ids and lists in more than one piece
+    logits = torch.randn(len(batch) + 2, VOCAB, generator=torch.Generator().manual_seed(seed)) * 4
+    lines = torch.full((2 * len(batch), 2 + 40), 7, dtype=torch.int32)  # lengths, then ids; every second line is nobody's
+    for line, asked in zip(lines[1::2], batch):
+        line[:2] = torch.tensor([len(asked.ids) + 1, asked.num_prompt])
+        line[2 : 2 + len(asked.ids)] = torch.tensor(asked.ids)
+    entries, rows = list(range(len(batch), 0, -1)), list(range(1, 2 * len(batch), 2))
+    found = []
+    for adjust, where in ((kernels.adjust, device), (twin.adjust, "cpu")):
+        table = lines.to(where)
+        asks = [packed(asked).to(where) for asked in batch]
+        found.append(adjust(logits.to(where, torch.bfloat16), entries, rows, asks, table[:, 2:], table[:, 0], table[:, 1]).cpu())
+    monkey.undo()
+    assert torch.allclose(found[0], found[1], rtol=1e-6, atol=1e-6), (found[0] - found[1]).abs().nan_to_num()
