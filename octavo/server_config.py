@@ -15,7 +15,7 @@ ReasoningParser = Literal["auto", "think", "none"]
 
 
 def _flag(default: Any, text: str, least: float | None = None, most: float | None = None, secret: bool = False) -> Any:
-    """A field with its help text, and the range of its number."""
+    """Returns a field with its help text and the range of its number."""
     meta = {"help": text, "because": "", "least": least, "most": most, "secret": secret}
     return field(default=default, metadata=meta, repr=not secret)
 
@@ -79,7 +79,7 @@ _FORMS: dict[str, tuple[re.Pattern[str], str]] = {
 
 
 def check_setting(name: str, value: object) -> None:
-    """One field by itself."""
+    """Raises ConfigError if a value does not fit its field."""
     known = ServerConfig.__dataclass_fields__[name]
     if name in _FORMS:
         _check_text(name, value, several=known.type == tuple[str, ...], optional=known.default is None)

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo.loading.text_side import open_text_side
 
     text = open_text_side(engine)
-    from octavo.server.start import serve  # the server's libraries load here
+    from octavo.server.run import serve  # the server's libraries load here
 
     return serve(engine, config, listener, text)
 

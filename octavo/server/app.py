@@ -14,15 +14,13 @@ from starlette.responses import Response
 
 from octavo import __version__
 from octavo.errors import OctavoError, RequestError
-from octavo.server import basic, chat, completions, lesson, metrics, records, responses, tokens, view, web
+from octavo.server import chat, completions, lesson, responses, status, tokens, web
 from octavo.server.errors import ApiError, error_response
 from octavo.server.guard import Guard
 from octavo.server.state import Server
-from octavo.server.unsupported import missing_route
 
 ROUTERS: tuple[Callable[[Server], APIRouter], ...] = (
-    basic.router, tokens.router, completions.router, chat.router, responses.router, metrics.router, records.router,
-    view.router, lesson.router, web.router,
+    status.router, tokens.router, completions.router, chat.router, responses.router, lesson.router, web.router,
 )  # fmt: skip
 
 
@@ -34,7 +32,7 @@ def build_app(server: Server) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         responses=ERROR,
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # it would record more than we want
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # FastAPI would record more than we want
     )
     app.state.server = server
     for kind in (OctavoError, ApiError, HTTPException):
@@ -48,13 +46,13 @@ def build_app(server: Server) -> FastAPI:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException) and error.status_code == 404:  # of the router
-        error = ApiError(404, missing_route(request.scope["path"]))
+    if isinstance(error, HTTPException) and error.status_code == 404:  # raised by the router
+        error = ApiError(404, _missing_route(request.scope["path"]))
     return error_response(error)
 
 
 async def _answer_validation(request: Request, error: Exception) -> Response:
-    """Of a path or a query; bodies are read by `read_body`."""
+    """Answers a wrong value in a path or a query. Bodies are checked by `read_body`."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     name = str(first["loc"][-1])
@@ -73,9 +71,47 @@ ERROR: dict[int | str, dict[str, Any]] = {
 
 
 def _schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """What bodies refer to stands among the components."""
+    """Returns the schema with the definitions that bodies refer to moved among the components."""
     shared = schema.setdefault("components", {}).setdefault("schemas", {})
     for operation in (operation for methods in schema["paths"].values() for operation in methods.values()):
         for content in operation.get("requestBody", {}).get("content", {}).values():
             shared |= content["schema"].pop("$defs", {})
     return schema
+
+
+# Routes of other servers: how the path begins -> what is not supported.
+_ROUTES: dict[str, str] = {
+    "/v1/embeddings": "embeddings are",
+    "/embeddings": "embeddings are",
+    "/pooling": "pooling is",
+    "/classify": "classification is",
+    "/rerank": "reranking is",
+    "/v1/rerank": "reranking is",
+    "/v2/rerank": "reranking is",
+    "/score": "scoring is",
+    "/v1/score": "scoring is",
+    "/v1/moderations": "moderation is",
+    "/v1/audio": "audio is",
+    "/v1/realtime": "audio is",
+    "/v1/images": "image generation is",
+    "/v1/videos": "video generation is",
+    "/v1/files": "files are",
+    "/v1/uploads": "files are",
+    "/v1/batches": "batches are",
+    "/v1/fine_tuning": "fine-tuning is",
+    "/v1/assistants": "the Assistants API is",
+    "/v1/threads": "the Assistants API is",
+    "/v1/vector_stores": "vector stores are",
+    "/v1/conversations": "conversations are",
+    "/v1/messages": "Anthropic's API is",
+    "/api": "Ollama's API is",
+}
+SUPPORTED = "this server answers /v1/chat/completions, /v1/completions and /v1/responses"
+
+
+def _missing_route(path: str) -> str:
+    """Returns the message for a path that has no route."""
+    for start, what in _ROUTES.items():
+        if path == start or path.startswith(f"{start}/"):
+            return f"{what} not supported; {SUPPORTED}"
+    return "there is no such route"

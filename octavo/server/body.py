@@ -1,14 +1,14 @@
 """Bodies of requests: bytes to a checked object, or a 400 that names the field.
 
-    class Question(Body):            fields with their types; strict: "1" and true are no numbers, nothing is infinite
+    class Question(Body):            fields with their types; strict: "1" and true are not numbers, and no number is infinite
         prompt: str
 
     @router.post("/ask", openapi_extra=takes(Question))
     async def ask(request: Request) -> ...:
-        question = await read_body(request, Question)
+        question = await read_body(request, Question, refused={})
 
-The parser is pydantic's: strict UTF-8, 200 levels deep, the last of equal keys wins. Numbers that are none are refused by their place.
-Fields that are lists fail at their first wrong item (`TokenIds`, `Texts`, `Numbers`): a million errors would take seconds and gigabytes.
+The parser is pydantic's: strict UTF-8, at most 200 levels, the last of equal keys wins. NaN and infinity are refused anywhere in a body.
+A list stops at its first wrong item (`TokenIds`, `Texts`, `Numbers`), because a million errors would take seconds and gigabytes.
 """
 
 import gc
@@ -16,6 +16,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
@@ -25,12 +26,13 @@ from starlette.requests import Request
 
 from octavo.errors import RequestError
 from octavo.log import logger
+from octavo.server.errors import ApiError
 from octavo.server.state import Server
-from octavo.server.unsupported import FIELDS, Refusal, check_field
 
-ACCEPTED = frozenset({"user", "metadata", "store", "service_tier"})  # they change nothing here
+ACCEPTED = frozenset({"user", "metadata", "store", "service_tier"})  # accepted, and without effect here
 MOST_WARNINGS = 256
-LARGE_BYTES = 256 * 2**10  # such a body is parsed and checked in a thread: only what the libraries take at once holds up the event loop
+LARGE_BYTES = 256 * 2**10  # a larger body is parsed and checked in a thread, so that the event loop goes on
+UNSUPPORTED = "unsupported_parameter"
 SCHEMAS = "#/components/schemas/{model}"
 
 
@@ -38,8 +40,16 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What to say about a field that this server does not support."""
+
+    instead: str = ""  # what to use; "" if there is nothing
+    harmless: tuple[object, ...] = ()  # values besides null that change nothing, and are accepted
+
+
 def _first_that_is_wrong(value: object) -> object:
-    """Of a dictionary with a wrong number this one entry alone: dictionaries have no `fail_fast`."""
+    """Returns only the first entry that is not a number, if there is one: pydantic has no `fail_fast` for dictionaries."""
     if not isinstance(value, dict):
         return value
     return next(({key: item} for key, item in value.items() if not _is_number(item)), value)
@@ -56,13 +66,13 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def takes(model: type[BaseModel]) -> dict[str, Any]:
-    """The `openapi_extra` of a route that reads `model`; what it refers to is moved where it belongs by `app.py`."""
+    """Returns the `openapi_extra` of a route that reads `model`. app.py moves its definitions to where OpenAPI has them."""
     content = {"application/json": {"schema": model.model_json_schema(ref_template=SCHEMAS)}}
     return {"requestBody": {"required": True, "content": content}}
 
 
-async def read_body(request: Request, model: type[Model], refused: Mapping[str, Refusal] = FIELDS) -> Model:
-    """`refused`: names that are no fields of the model, and must not be ignored."""
+async def read_body(request: Request, model: type[Model], refused: Mapping[str, Refusal]) -> Model:
+    """Returns the body as a `model`. Raises RequestError for one that is wrong, or has a field of `refused`."""
     data = await request.body()
     if not data:
         raise RequestError("the body is empty; it must be a JSON object")
@@ -83,7 +93,7 @@ def _checked(data: bytes, model: type[Model], refused: Mapping[str, Refusal], se
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """The parser makes a million objects and lets nobody else run meanwhile; to look through them for garbage takes three times as long."""
+    """Turns the garbage collector off. The parser can make a million objects while nobody else runs; collecting would triple its time."""
     gc.disable()
     try:
         yield
@@ -94,7 +104,7 @@ def _without_collector() -> Iterator[None]:
 def _parsed(data: bytes) -> dict[str, Any]:
     try:
         value = from_json(data, allow_inf_nan=True)
-    except ValueError as error:  # it says what and where, and repeats nothing
+    except ValueError as error:  # its message says what and where, and repeats no text of the body
         raise RequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise RequestError(f"the body must be a JSON object, not {_kind(value)}")
@@ -104,7 +114,7 @@ def _parsed(data: bytes) -> dict[str, Any]:
 
 
 def _not_finite(value: dict[str, Any] | list[Any], path: str = "") -> str:
-    """Where NaN or an infinity stands: of JSON they are no part, of any field no value, and an answer that repeats them is not JSON."""
+    """Returns the path of the first NaN or infinity, or "". JSON does not have them, and an answer that repeats one would not be JSON."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
     for key, item in pairs:
         kind = type(item)
@@ -119,20 +129,26 @@ def _check_names(value: dict[str, Any], model: type[BaseModel], refused: Mapping
     known = {name for field, info in model.model_fields.items() for name in (field, info.alias)}
     for name in value.keys() - known - ACCEPTED:
         if name in refused:
-            check_field(name, value[name], refused[name])
+            _check_field(name, value[name], refused[name])
         elif len(server.warned) < MOST_WARNINGS and name[:80] not in server.warned:
             server.warned.add(name[:80])
             logger.warning("the field %s of a request is unknown and ignored; this is said once", ascii(name[:80]))
 
 
+def _check_field(name: str, value: object, refusal: Refusal) -> None:
+    is_harmless = value is None or any(type(value) is type(one) and value == one for one in refusal.harmless)  # True is not 1
+    if not is_harmless:
+        raise RequestError(f"{name} is not supported" + (f"; {refusal.instead}" if refusal.instead else ""), name, UNSUPPORTED)
+
+
 def _first_mistake(mistakes: Sequence[ErrorDetails], value: dict[str, Any]) -> RequestError:
-    """Of a union each member complains; the one that got deepest into the value knew best what was meant."""
+    """Returns the error for the client. Each member of a union complains; the one that got deepest into the value fits best."""
     param, said = max(((_path(one, value), one["msg"].removeprefix("Value error, ")) for one in mistakes), key=lambda pair: len(pair[0]))
     return RequestError(f"{param}: {said}" if param else said, param or None)
 
 
 def _path(mistake: ErrorDetails, value: Any) -> str:
-    """messages[0].content: what of pydantic's path is really in the value, and the name of what is missing from it."""
+    """Returns a path like messages[0].content: the steps of pydantic's path that exist in the value, and the name of a missing field."""
     path, loc = "", mistake["loc"]
     for number, part in enumerate(loc):
         missing = mistake["type"] == "missing" and number == len(loc) - 1
@@ -152,3 +168,23 @@ def _joined(path: str, part: str | int) -> str:
 def _kind(value: object) -> str:
     names: dict[type, str] = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
+
+
+@contextmanager
+def named(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors raised inside it name fields as the client does. `names`: our name -> the client's, like max_tokens -> max_output_tokens."""
+    try:
+        yield
+    except RequestError as error:
+        said, ours = str(error), error.param or ""
+        theirs = names.get(ours, ours)
+        error.param = theirs or None
+        error.args = (theirs + said.removeprefix(ours) if said.startswith((f"{ours} ", f"{ours}:")) else said,)
+        raise
+
+
+def check_model(server: Server, name: str | None) -> None:
+    """Raises ApiError for a model that this server does not have. A request may leave it out."""
+    if name is not None and name != server.model_name:
+        message = f"the model {name[:100]!r} does not exist; this server has {server.model_name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")

@@ -11,16 +11,13 @@ from starlette.responses import Response
 from octavo.engine.async_llm import Ask
 from octavo.errors import RequestError
 from octavo.outputs import TextDelta
-from octavo.server.answer_grammar import asked_form, param_of
-from octavo.server.answer_parts import AnswerForm, AnswerParts, Part, Thought, reasoning_counters, thoughts_of
-from octavo.server.body import takes
-from octavo.server.chat_ask import chat_ask
-from octavo.server.generation import Frame, News, all_news, chunk_events, collect, respond
+from octavo.server.answer_form import AnswerForm, AnswerParts, Part, Thought, asked_form, param_of, reasoning_counters, thoughts_of
+from octavo.server.asks import chat_ask
+from octavo.server.body import named, takes
+from octavo.server.generation import Frame, News, Tally, all_news, chunk_events, collect, respond
 from octavo.server.logprobs import chat_logprobs
 from octavo.server.request_bodies import ChatBody, read_generation_body
-from octavo.server.sampling import named
 from octavo.server.state import Server
-from octavo.server.usage import Tally
 from octavo.structured_outputs import PARAM
 from octavo.text.call_parser import AnswerPiece
 from octavo.text.tool_calls import collected
@@ -36,7 +33,7 @@ def router(server: Server) -> APIRouter:
     @routes.post("/v1/chat/completions", openapi_extra=takes(ChatBody))
     async def chat_completions(request: Request) -> Response:
         body = await read_generation_body(request, ChatBody, server)
-        names = {"logprobs": "top_logprobs", "prompt": "messages"}  # what the engine calls otherwise
+        names = {"logprobs": "top_logprobs", "prompt": "messages"}  # the engine's name of a field -> its name here
         if body.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         tools = check_tools(body.tools or None)
@@ -64,7 +61,7 @@ async def _ask(
 
 @dataclass(slots=True)
 class _Choice:
-    taking_apart: AnswerParts | None  # None: all of it is text
+    taking_apart: AnswerParts | None  # None: the whole answer is text
     begun: bool = False
     parts: list[Part] = field(default_factory=list)
     logprobs: list[str] = field(default_factory=list)  # as JSON
@@ -72,7 +69,7 @@ class _Choice:
     stop_reason: int | str | None = None
 
     def parts_of(self, delta: TextDelta) -> Sequence[Part]:
-        """What a delta brings, and how the choice ended if it did."""
+        """Returns the parts that a delta brings, and keeps how the choice ended if it did."""
         parts: Sequence[Part] = [delta.text] if delta.text else []
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         if self.taking_apart is not None:
@@ -103,7 +100,7 @@ class _Answer:
         return self._frame.whole([self._written(index) for index in range(len(self._choices))])
 
     def _chunks_of(self, delta: TextDelta) -> Iterator[str]:
-        """The role first; then a chunk for each part, the first of them with the logprobs, the last with the end."""
+        """Yields the role first, then a chunk for each part. The first part has the logprobs, the last one the finish reason."""
         choice = self._choices[delta.index]
         if not choice.begun:
             choice.begun = True

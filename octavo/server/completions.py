@@ -12,16 +12,13 @@ from starlette.responses import Response
 
 from octavo.engine.async_llm import Ask
 from octavo.outputs import TextDelta, TokenChoices
-from octavo.server.answer_grammar import asked_form, held_to, param_of
-from octavo.server.body import takes
-from octavo.server.encoding import encode_prompts, spell_words
-from octavo.server.generation import Frame, News, all_news, chunk_events, collect, respond
+from octavo.server.answer_form import asked_form, param_of
+from octavo.server.asks import completion_asks
+from octavo.server.body import named, takes
+from octavo.server.generation import Frame, News, Tally, all_news, chunk_events, collect, respond
 from octavo.server.logprobs import CompletionLogprobs
 from octavo.server.request_bodies import CompletionBody, read_generation_body
-from octavo.server.sampling import named, sampling_params, terms_of
 from octavo.server.state import Server
-from octavo.server.totals import check_answers, check_form, check_totals
-from octavo.server.usage import Tally
 from octavo.structured_outputs import PARAM
 from octavo.text.detokenizer import shown_tail
 
@@ -34,26 +31,14 @@ def router(server: Server) -> APIRouter:
     @routes.post("/v1/completions", openapi_extra=takes(CompletionBody))
     async def completions(request: Request) -> Response:
         body = await read_generation_body(request, CompletionBody, server)
-        names = {"prompt_logprobs": "logprobs", PARAM: param_of(body.structured_outputs, FORMAT)}  # what the engine calls otherwise
+        # the engine's name of a field -> its name here
+        names = {"prompt_logprobs": "logprobs", PARAM: param_of(body.structured_outputs, FORMAT)}
         with named(names):
-            answer = _Answer(server, body, await _asks(request, server, body), names)
+            asked = asked_form(body.structured_outputs, body.response_format, FORMAT)
+            answer = _Answer(server, body, await completion_asks(request, server, body, asked), names)
         return await respond(request, server, answer, body.stream)
 
     return routes
-
-
-async def _asks(request: Request, server: Server, body: CompletionBody) -> list[Ask]:
-    own = {"n": body.n, "max_tokens": body.max_tokens, "logprobs": body.logprobs, "prompt_logprobs": body.logprobs if body.echo else None}
-    asked = asked_form(body.structured_outputs, body.response_format, FORMAT)
-    params = sampling_params(body, own, server.config, server.llm.sampling_defaults)
-    terms = terms_of(body, server.config)
-    encoded = await encode_prompts(request, server, body.prompt)
-    check_answers(len(encoded), params.n, server.config.max_prompts)
-    check_form(asked, len(encoded))
-    words = await spell_words(request, server, params.bad_words)
-    check_totals(params, words, [len(ids) for _, ids in encoded], server.llm.facts.limits, bool(body.echo))
-    params = await held_to(server, params, asked)
-    return [Ask(text, ids, params, *terms, bad_words=words) for text, ids in encoded]
 
 
 @dataclass(slots=True)
@@ -77,7 +62,7 @@ class _Answer:
         timings = bool(body.include_timings)
         self._frame = Frame(self._watch.id, "text_completion", server.model_name, self._tally, body.stream_options, timings)
         self._choices = [choice for ask in asks for choice in self._choices_of(ask)]
-        self._prompts: dict[int, str] = {}  # texts that are echoed
+        self._prompts: dict[int, str] = {}  # texts of prompts that are echoed
 
     def _choices_of(self, ask: Ask) -> list[_Choice]:
         if ask.params.logprobs is None:
@@ -94,7 +79,7 @@ class _Answer:
         return self._frame.whole([self._written(index) for index in range(len(self._choices))])
 
     async def _news(self) -> News:
-        """All news, and the logprobs of prompts taken in before; in a thread, for those of a whole prompt come at once."""
+        """Yields all news. Adds the logprobs of prompts first, in a thread, because those of a whole prompt come at once."""
         async with aclosing(all_news(self._llm, self._asks, self._names, self._watch)) as news:
             async for deltas in news:
                 for delta in deltas:
@@ -108,7 +93,7 @@ class _Answer:
             choice.logprobs.add(self._asks[prompt].prompt_token_ids, found)
 
     def _text_of(self, delta: TextDelta) -> str:
-        """What is new of the choice, its logprobs taken in; the first time after the prompt, where that is wanted."""
+        """Returns the new text of a choice, and adds its logprobs. With `echo` the first text begins with the prompt."""
         prompt, choice = delta.index // self._n, self._choices[delta.index]
         text = delta.text
         if self._echo and not choice.begun:
@@ -119,7 +104,7 @@ class _Answer:
         return text
 
     def _echoed(self, prompt: int) -> str:
-        """Its text, decoded once for all samples where it came as ids."""
+        """Returns the text of a prompt. If it came as ids, it is decoded once for all samples."""
         ask = self._asks[prompt]
         if prompt not in self._prompts:
             ids, skip = ask.prompt_token_ids, ask.params.skip_special_tokens

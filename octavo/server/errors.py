@@ -20,13 +20,13 @@ from octavo.log import logger
 
 MOST_CHARS = 1000
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-_PATH = re.compile(r"(?<![\w/:.])/(?:[^\s/'\",;:()]+/)+(?=[^\s/'\",;:()])")  # all of an absolute path but its last name
+_PATH = re.compile(r"(?<![\w/:.])/(?:[^\s/'\",;:()]+/)+(?=[^\s/'\",;:()])")  # an absolute path without its last name
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 _NO_HEADERS: Mapping[str, str] = {}
 
 
 class ApiError(Exception):
-    """An answer that is an error. `type` follows from `status` unless it is given."""
+    """An error with an HTTP status. `type` follows from `status` unless it is given."""
 
     def __init__(
         self,
@@ -49,12 +49,12 @@ class ApiError(Exception):
 @dataclass(frozen=True, slots=True)
 class Answer:
     status: int
-    body: dict[str, object]  # of one key, "error"
+    body: dict[str, object]  # has one key, "error"
     headers: dict[str, str]
 
 
 def answer_for(error: BaseException) -> Answer:
-    """The answer for a client. An error of the server itself is logged, with its traceback."""
+    """Returns the answer for a client. An error of the server itself is logged with its traceback."""
     known = error if isinstance(error, ApiError) else _as_api_error(error)
     body = {"message": _sayable(known.message), "type": known.type, "param": known.param and _sayable(known.param), "code": known.code}
     return Answer(known.status, {"error": body}, dict(known.headers))
@@ -77,7 +77,7 @@ def _as_api_error(error: BaseException) -> ApiError:
         return ApiError(503, said, code=error.code or "unavailable", headers=_retry_after(error.retry_after))
     if isinstance(error, DeadlineError):
         return ApiError(504, said, code="deadline_exceeded")
-    if isinstance(error, HTTPException):  # of the router: no such route, no such method
+    if isinstance(error, HTTPException):  # raised by the router: no such route, no such method
         return ApiError(error.status_code, _router_message(error.status_code), headers=error.headers or {})
     if isinstance(error, EngineError):
         logger.error("a request failed in the engine: %s", error)
@@ -104,5 +104,5 @@ def _without_places(text: str) -> str:
 
 
 def _sayable(text: str) -> str:
-    """Short, and valid in every encoding: half a surrogate pair could not be sent."""
+    """Returns the text shortened, and valid in UTF-8: half a surrogate pair cannot be sent."""
     return text[:MOST_CHARS].encode("utf-8", "replace").decode()

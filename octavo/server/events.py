@@ -1,7 +1,7 @@
 """Server-sent events, and clients that go away. (A client that does not read is disconnected by protocol.py.)
 
-Text is written as ASCII JSON: lines of an event end at line feeds alone, but many clients also split at U+2028 and the like.
-Everything of one news list leaves in one write.
+Text is written as ASCII JSON: an event's lines end only at line feeds, but many clients also split at U+2028 and similar characters.
+All events of one news list are sent in one write.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ def event(data: object, name: str | None = None) -> str:
 
 
 async def unless(gone: Coroutine[Any, Any, None], work: Awaitable[Result]) -> Result:
-    """Do `work`; when `gone` comes first it is cancelled, which ends what it asked of the engine: ClientDisconnect."""
+    """Returns the result of `work`. If `gone` ends first, cancels `work`, and with it its requests, and raises ClientDisconnect."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone)
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -39,13 +39,13 @@ async def unless(gone: Coroutine[Any, Any, None], work: Awaitable[Result]) -> Re
 
 
 async def disconnect(receive: Receive) -> None:
-    """Waits until the client goes away; its body has been read."""
+    """Waits until the client goes away. Its body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(Response):
-    """Sends what `events` yields. What goes wrong before the first of them is raised, and so an ordinary answer; after it, an event."""
+    """Sends what `events` yields. An error before the first event is raised, and so an ordinary answer; a later one is an event."""
 
     def __init__(self, events: AsyncGenerator[str | bytes, None], media_type: str = "text/event-stream") -> None:
         super().__init__(media_type=media_type, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})

@@ -1,4 +1,4 @@
-"""From asks to answers: news of all prompts in one stream, taken in whole or written as chunks."""
+"""From asks to answers: the news of all prompts in one stream, collected or written as chunks, and the usage of the request."""
 
 import asyncio
 import json
@@ -13,19 +13,20 @@ from starlette.responses import Response
 
 from octavo.engine.async_llm import Ask, AsyncLLM
 from octavo.errors import EngineError
+from octavo.messages import LifeRecord
 from octavo.outputs import TextDelta
+from octavo.server.body import named
 from octavo.server.events import DONE, EventStream, disconnect, unless
 from octavo.server.observer import Watch
 from octavo.server.request_bodies import StreamOptions
-from octavo.server.sampling import named
 from octavo.server.state import Server
-from octavo.server.usage import Tally
+from octavo.text.reasoning import ReasoningTokens
 
 News = AsyncGenerator[list[TextDelta], None]
 
 
 class Answer(Protocol):
-    """What a route makes of the news."""
+    """An answer that a route can send as events or whole."""
 
     def events(self) -> AsyncGenerator[str, None]: ...
 
@@ -39,7 +40,7 @@ async def respond(request: Request, server: Server, answer: Answer, stream: bool
 
 
 async def all_news(llm: AsyncLLM, asks: Sequence[Ask], names: Mapping[str, str], watch: Watch) -> News:
-    """Of all prompts, mixed. The index of a delta is that of its choice: prompt * n + sample. `names`: see `named`."""
+    """Yields the news of all prompts, mixed. The index of a delta is that of its choice: prompt * n + sample. `names`: see `named`."""
     asks = [replace(ask, label=watch.id) for ask in asks]
     with named(names), watch:
         async with aclosing(_sound_news(llm, asks[0]) if len(asks) == 1 else _mixed_news(llm, asks)) as news:
@@ -75,7 +76,7 @@ async def _feed(queue: "asyncio.Queue[list[TextDelta] | Exception | None]", llm:
                     delta.index += first_index
                 await queue.put(deltas)
         await queue.put(None)
-    except Exception as error:  # one prompt that fails is the request's failure
+    except Exception as error:  # if one prompt fails, the request fails
         await queue.put(error)
 
 
@@ -88,8 +89,74 @@ async def _sound_news(llm: AsyncLLM, ask: Ask) -> News:
             yield deltas
 
 
+class Tally:
+    """Counts what a request used: tokens as OpenAI counts them, and time. A prompt counts once, however many samples it has."""
+
+    def __init__(self, asks: Sequence[Ask], thinking: Sequence[ReasoningTokens] = ()) -> None:
+        """`thinking`: a counter for each sample if the model thinks."""
+        self._thinking = thinking
+        self._n = asks[0].params.n
+        self._prompt_tokens = sum(len(ask.prompt_token_ids) for ask in asks)
+        self._lives: list[LifeRecord | None] = [None] * len(asks)
+        self._completion_tokens = 0
+
+    def count(self, news: Sequence[TextDelta]) -> None:
+        for delta in news:
+            self._completion_tokens += len(delta.token_ids)
+            if self._thinking:
+                self._thinking[delta.index].push(delta.token_ids)
+            if delta.life is not None:
+                self._lives[delta.index // self._n] = delta.life
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self._prompt_tokens
+
+    @property
+    def completion_tokens(self) -> int:
+        return self._completion_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(life.cached_tokens for life in self._lives if life is not None)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(thought.count for thought in self._thinking)
+
+    def usage(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+        }
+
+    def timings(self) -> dict[str, object]:
+        """Returns times in milliseconds, each the longest of all prompts, and why the first prompt's prefix was found or not."""
+        spans = [_spans(life) for life in self._lives if life is not None]
+        queue, prefill, decode = (round(1000 * max(times), 3) for times in zip(*spans, strict=True)) if spans else (0.0, 0.0, 0.0)
+        return {
+            "queue_ms": queue,
+            "prefill_ms": prefill,
+            "decode_ms": decode,
+            "cached_tokens": self.cached_tokens,
+            "preemptions": sum(life.preemptions for life in self._lives if life is not None),
+            "hit_reason": None if self._lives[0] is None else self._lives[0].hit_reason,
+        }
+
+
+def _spans(life: LifeRecord) -> tuple[float, float, float]:
+    """Returns the seconds of queue, prefill and decode. A sample that this process ended has no end in its record: it ends now."""
+    end = life.finished or time.monotonic()
+    token = life.first_token or end
+    start = life.first_scheduled or token
+    return start - life.queued, token - start, end - token
+
+
 class Frame:
-    """What every chunk and the whole answer of a request have around their choices; written out once."""
+    """Writes the JSON around the choices, of each chunk or of the whole answer."""
 
     def __init__(self, answer_id: str, kind: str, model: str, tally: Tally, options: StreamOptions | None, timings: bool) -> None:
         self.head: dict[str, object] = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
@@ -105,14 +172,14 @@ class Frame:
         return self._open + choice + close
 
     def last_chunk(self) -> str:
-        """The one without choices, where asked for."""
+        """Returns the chunk without choices that has usage and timings, or "" if nobody asked for them."""
         if not (self._usage_last or self._timings):
             return ""
         usage = {"usage": self._tally.usage()} if self._usage_last else {}
         return f"{self._open[:-1]}[],{json.dumps(usage | self._timed())[1:]}\n\n"
 
     def whole(self, choices: Iterable[str]) -> Response:
-        """The answer around its choices, which are written already: all of it at once might take a second of the event loop."""
+        """Returns the answer around its choices. They are JSON already: to write all at once could stop the event loop for a second."""
         end = json.dumps({"usage": self._tally.usage(), **self._timed()})
         return Response(f"{self._open.removeprefix('data: ')}{','.join(choices)}],{end[1:]}", media_type="application/json")
 
@@ -123,7 +190,7 @@ class Frame:
 async def chunk_events(
     news: News, tally: Tally, frame: Frame, choices_of: Callable[[TextDelta], Iterable[str]]
 ) -> AsyncGenerator[str, None]:
-    """The chunks of each news list as one text. `choices_of` writes what a delta brings as JSON."""
+    """Yields the chunks of each news list as one text. `choices_of` writes the news of a delta as JSON."""
     async with aclosing(news):
         async for deltas in news:
             tally.count(deltas)
@@ -133,6 +200,7 @@ async def chunk_events(
 
 
 async def collect(news: News, tally: Tally, take: Callable[[TextDelta], object]) -> None:
+    """Counts all news, and gives each delta to `take`."""
     async with aclosing(news):
         async for deltas in news:
             tally.count(deltas)

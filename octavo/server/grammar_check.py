@@ -5,14 +5,14 @@ new child. Verdicts are kept, so a schema that comes with every request is check
 
 A verdict depends on the grammar alone: signals show whether the child ended by its own limits of CPU time and memory. If it was stopped or
 killed by somebody else, or got no CPU time, there is no verdict: the client is asked to try again, and nothing is kept. The same
-holds for a request that waits too long for its turn. Clients take turns.
+is true for a request that waits too long for its turn. Clients take turns.
 """
 
 import asyncio
 import json
 import os
 import signal
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
@@ -20,20 +20,19 @@ from hashlib import blake2b
 from octavo.child import command
 from octavo.errors import RequestError, UnavailableError
 from octavo.log import logger
-from octavo.server.arrival import current_arrival
-from octavo.server.turns import Turns
+from octavo.server.access import current_arrival
 from octavo.structured_outputs import PARAM, StructuredOutputs
 from octavo.text.grammar_limits import need_library
 from octavo.text.tokenizer import Tokenizer
 
-CPU_SECONDS = 2.0  # for one grammar
-SECONDS = 4.0  # until the child answers; as long again for a turn
+CPU_SECONDS = 2.0  # that one grammar may take
+SECONDS = 4.0  # until the child answers; a request waits twice as long for its turn
 START_SECONDS = 30.0
-LAST_SECONDS = 1.0  # for a child that is ending
-VERDICTS = 4096  # kept, each a digest and a line at most
-PIECES = 16_000  # of the vocabulary, that grammars are tried on
-MOST_WAITING = 64  # of one client, each with another grammar
-BY_TIME = (signal.SIGPROF,)  # how the child ends where the grammar is at fault
+LAST_SECONDS = 1.0  # that a child has to end by itself
+VERDICTS = 4096  # how many are kept; each is a digest and at most a line
+PIECES = 16_000  # how many tokens of the vocabulary a grammar is tried on
+MOST_WAITING = 64  # grammars of one client that may wait
+BY_TIME = (signal.SIGPROF,)  # signals that end the child if the grammar is at fault
 BY_SIZE = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
 
 
@@ -45,7 +44,7 @@ class GrammarChecker:
         seconds: float = SECONDS,
         cpu_seconds: float = CPU_SECONDS,
     ) -> None:
-        """`special_tokens`: the model's, which a grammar may name. `pieces`: of its vocabulary, asked for in a thread."""
+        """`special_tokens`: those of the model, which a grammar may name. `pieces`: returns some of its vocabulary; called in a thread."""
         self._special_tokens = list(special_tokens)
         self._pieces = pieces
         self._seconds = seconds
@@ -53,7 +52,7 @@ class GrammarChecker:
         self._child: asyncio.subprocess.Process | None = None
         self._turns = Turns(MOST_WAITING)  # the child tries one at a time
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # digest of the question -> what is wrong with it
-        self._trials: dict[bytes, asyncio.Task[str | None]] = {}  # those that are going on
+        self._trials: dict[bytes, asyncio.Task[str | None]] = {}  # checks that are running
 
     async def check(self, structured: StructuredOutputs) -> None:
         """Raises RequestError for what cannot be compiled, within limits of time and memory."""
@@ -63,13 +62,13 @@ class GrammarChecker:
         if digest in self._verdicts:
             self._verdicts.move_to_end(digest)
             wrong = self._verdicts[digest]
-        else:  # whoever brings the same meanwhile waits for the same trial
+        else:  # others who send the same grammar meanwhile wait for the same trial
             wrong = await asyncio.shield(self._trials.get(digest) or self._begin(digest, question))
         if wrong is not None:
             raise RequestError(wrong, PARAM)
 
     async def close(self) -> None:
-        """No child is left."""
+        """Ends all checks and the child."""
         for trial in list(self._trials.values()):
             trial.cancel()
         await asyncio.gather(*self._trials.values(), return_exceptions=True)
@@ -81,7 +80,7 @@ class GrammarChecker:
         def ended(trial: "asyncio.Task[str | None]") -> None:
             del self._trials[digest]
             if not trial.cancelled():
-                trial.exception()  # everybody may have left
+                trial.exception()  # read, so that asyncio does not complain when all who waited have left
 
         trial.add_done_callback(ended)
         return trial
@@ -106,14 +105,14 @@ class GrammarChecker:
             raise self._busy(f"it did not get its turn within {2 * self._seconds:g} s") from None
 
     async def _try(self, question: bytes) -> str | None:
-        """What is wrong with it."""
+        """Returns what is wrong with the grammar, or None."""
         child = self._child if self._child is not None and self._child.returncode is None else await self._start()
         try:
             async with asyncio.timeout(self._seconds):
                 return await _ask(child, question)
-        except BaseException as error:  # an answer to come would be taken for the next one's
+        except BaseException as error:  # the child is killed: a late answer would be taken for the next grammar's
             if isinstance(error, EOFError):
-                await _ended(child)  # how it ended is the verdict
+                await _ended(child)  # its exit code is the verdict
             await self._kill()
             if isinstance(error, TimeoutError):
                 raise self._busy(f"there was no answer within {self._seconds:g} s") from None
@@ -122,7 +121,7 @@ class GrammarChecker:
             raise
 
     def _judged(self, returncode: int) -> str:
-        """What a child that ended by itself says of the grammar."""
+        """Returns what is wrong with a grammar on which the child died. Raises UnavailableError if somebody else killed the child."""
         if -returncode in BY_TIME:
             return f"{PARAM} takes more than {self._cpu_seconds:g} s of CPU time to compile"
         if -returncode in BY_SIZE:
@@ -162,20 +161,20 @@ class GrammarChecker:
 
 
 def first_pieces(tokenizer: Tokenizer) -> list[bytes]:
-    """Of the vocabulary: as many as show what a mask costs, and make a child start no later."""
+    """Returns the first tokens of the vocabulary: enough to show what a mask costs, few enough for a quick start of the child."""
     ids = (token for token in range(min(tokenizer.vocab_size, PIECES)) if token not in tokenizer.special_ids)
     return [piece for piece in map(tokenizer.token_bytes, ids) if piece]
 
 
 async def _ended(child: asyncio.subprocess.Process) -> None:
-    """It will say no more: it ends, or has to be killed."""
+    """Waits for the end of a child that has closed its output, for LAST_SECONDS at most."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LAST_SECONDS):
             await child.wait()
 
 
 async def _ask(child: asyncio.subprocess.Process, question: bytes) -> str | None:
-    """A line for a line. EOFError where the child died of it."""
+    """Sends a line, and returns the answer. Raises EOFError if the child ended instead."""
     assert child.stdin is not None and child.stdout is not None
     with suppress(ConnectionError):
         child.stdin.write(question + b"\n")
@@ -185,3 +184,51 @@ async def _ask(child: asyncio.subprocess.Process, question: bytes) -> str | None
         raise EOFError
     answer: str | None = json.loads(line)
     return answer
+
+
+class Turns:
+    """Lets clients take turns at something that serves one request at a time, so that a busy client does not keep others waiting."""
+
+    def __init__(self, most_waiting: int) -> None:
+        """`most_waiting`: how many requests of one client may wait."""
+        self._most_waiting = most_waiting
+        self._taken = False
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # by client; the first one is next
+
+    async def take(self, client: str) -> bool:
+        """Waits for a turn and returns True; then the caller must call `release`. Returns False at once if too many of this client wait."""
+        if not self._taken:
+            self._taken = True
+            return True
+        queue = self._waiting.setdefault(client, deque())
+        if len(queue) >= self._most_waiting:
+            return False
+        turn = asyncio.get_running_loop().create_future()
+        queue.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._leave(client, turn)
+            else:  # the turn came at the same moment
+                self.release()
+            raise
+        return True
+
+    def release(self) -> None:
+        while self._waiting:
+            client, queue = self._waiting.popitem(last=False)
+            turn = queue.popleft()
+            if queue:
+                self._waiting[client] = queue  # behind the other clients
+            if not turn.done():  # a turn that is done was cancelled: its client is leaving
+                turn.set_result(None)
+                return
+        self._taken = False
+
+    def _leave(self, client: str, turn: "asyncio.Future[None]") -> None:
+        queue = self._waiting.get(client, deque())
+        if turn in queue:
+            queue.remove(turn)
+        if not queue:
+            self._waiting.pop(client, None)

@@ -1,12 +1,12 @@
-"""The process that tries out grammars, so that one that never ends, or takes all memory, takes nobody with it.
+"""The process that tries grammars. If a grammar never ends or takes all memory, only this process dies.
 
     in     [2, ["<|im_end|>", ...], ["the", ...]]   CPU seconds for each, the special tokens a grammar may name, pieces of the vocabulary
            ["regex", "[a-z]+"]                      then one form a line: the field of `StructuredOutputs`, and its value
     out    "ready"                                  then for each form null, or what is wrong with it
 
-Here a form is checked for its limits, compiled, and followed for some tokens, on a vocabulary of all single bytes and the model's
-first pieces, with less stack than the engine has. Memory is limited by the system, and so is time: the CPU time that this process
-itself has used, so that a machine that is busy, or somebody who stops the process, is no fault of the grammar. It ends with its parent.
+A form is checked for its limits, compiled, and followed for some tokens, on a vocabulary of all single bytes and the model's first
+pieces, with less stack than the engine has. The system limits memory, and the CPU time that this process itself has used: a grammar
+is not blamed for a busy machine, or for somebody who stops the process. The process ends with its parent.
 """
 
 import json
@@ -25,7 +25,7 @@ from octavo.text.grammar_limits import check_limits
 from octavo.text.grammar_text import grammar_text
 from octavo.text.guidance import Guide, Matcher
 
-MEMORY_BYTES = 1024 * 2**20  # of addresses; those it starts with are some 500 MiB
+MEMORY_BYTES = 1024 * 2**20  # of address space; about 500 MiB of it are in use at the start
 WALKS, STEPS = 2, 16
 TOO_LARGE = f"{PARAM} takes too much memory to compile, or is nested too deeply"
 
@@ -40,13 +40,14 @@ def main(parent: int) -> None:
     guide = trial_guide([text.encode() for text in special_tokens], [text.encode("latin-1") for text in pieces])
     _say("ready")
     for line in lines:
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # when the time is over, its signal ends the process
         said = wrong_with(guide, line)
         signal.setitimer(signal.ITIMER_PROF, 0)
         _say(said)
 
 
 def wrong_with(guide: Guide, line: bytes) -> str | None:
+    """Returns what is wrong with the form in a line, or None."""
     try:
         kind, value = json.loads(line)
         structured = structured_outputs({kind: value})
@@ -60,7 +61,7 @@ def wrong_with(guide: Guide, line: bytes) -> str | None:
 
 
 def walk(guide: Guide, compiled: Matcher) -> None:
-    """Says some tokens that are allowed, drawn by chance: what is slow, or beyond a limit, shows at the first ones."""
+    """Follows the grammar for some random tokens: one that is slow, or beyond a limit, shows it at the first tokens."""
     dice, masks = random.Random(0), np.zeros((1, guide.num_words), np.int32)
     for _ in range(WALKS):
         matcher = compiled.copy()
@@ -72,12 +73,12 @@ def walk(guide: Guide, compiled: Matcher) -> None:
             matcher.advance([int(dice.choice(allowed))])
             if matcher.failed or matcher.ended:
                 break
-        if matcher.failed and not matcher.dead_end:  # a dead end is told with the text that leads there
+        if matcher.failed and not matcher.dead_end:  # a request that runs into a dead end gets an error with the text that led there
             raise RequestError(f"{PARAM} cannot be followed: {matcher.failed}", PARAM)
 
 
 def trial_guide(special_tokens: Sequence[bytes], pieces: Sequence[bytes] = ()) -> Guide:
-    """A vocabulary of all bytes, so that every text can be spelled, and of what is given."""
+    """Returns a guide for a vocabulary of all single bytes, so that every text can be written, and of what is given."""
     single = [bytes([byte]) for byte in range(256)]
     tokens = [*dict.fromkeys([*single, *pieces]), *special_tokens, b"<end>"]
     special = range(len(tokens) - len(special_tokens) - 1, len(tokens))

@@ -3,7 +3,7 @@
     request id    the client's, if it is short and printable, else a new one; every answer has it
     path, host    must be well-formed, and the host allowed
     origin        web sites that are not allowed are refused; preflight requests of browsers are answered here
-    key           Bearer, see keys.py
+    key           Bearer, see access.py
     body          its content type and declared length first, its length and time while it is read
 
 After an early answer the rest of the body is read for a moment, so that a client that is still sending can read the answer.
@@ -21,14 +21,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from octavo.config import in_flag
 from octavo.errors import UnavailableError
 from octavo.log import logger
-from octavo.server.arrival import arrive, arrive_as
+from octavo.server.access import PREFLIGHT, Keys, Origins, arrive, arrive_as, is_open
 from octavo.server.errors import ApiError, answer_for
-from octavo.server.keys import Keys, is_open
-from octavo.server.origins import PREFLIGHT, Origins
 from octavo.server.state import Server
 
 LINGER_SECONDS = 2.0
-RETRY_SECONDS = 5.0  # for a client that came too early or too late
+RETRY_SECONDS = 5.0  # Retry-After while the server is loading or draining
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 _ONCE = (b"host", b"authorization", b"content-type", b"content-length", b"origin")
 _JSON = re.compile(rb"application/json\s*(;\s*charset\s*=\s*\"?utf-?8\"?\s*)?", re.IGNORECASE)
@@ -91,7 +89,7 @@ class Guard:
 
 
 def _is_always_answered(path: str) -> bool:
-    """Whatever the engine does."""
+    """Returns whether a path is answered even while the server is loading or draining."""
     return is_open(path) or path == "/metrics"
 
 
@@ -101,7 +99,7 @@ def _check_path(path: str) -> None:
 
 
 class IncomingBody:
-    """`receive` within limits: of length, and of the time until all is there."""
+    """The body of a request while it arrives. Its length is limited, and the time until all of it has arrived."""
 
     def __init__(self, headers: dict[bytes, bytes], receive: Receive, most_bytes: int, seconds: float) -> None:
         self._headers = headers
@@ -113,7 +111,7 @@ class IncomingBody:
         self.unread = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
 
     def check(self) -> None:
-        """What its headers say."""
+        """Checks what the headers say about the body, before any of it is read."""
         if not self.unread:
             return
         if self._headers.get(b"content-encoding", b"identity").lower() != b"identity":
@@ -124,7 +122,7 @@ class IncomingBody:
 
     async def receive(self) -> Message:
         if not self.unread:
-            return await self._receive()  # waits for the client to leave
+            return await self._receive()  # returns when the client leaves
         try:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
@@ -136,6 +134,7 @@ class IncomingBody:
         return message
 
     async def drain(self) -> None:
+        """Reads the rest of the body, for LINGER_SECONDS at most."""
         try:
             async with asyncio.timeout(LINGER_SECONDS):
                 while self.unread:
@@ -150,7 +149,7 @@ class IncomingBody:
 
 
 class Exchange:
-    """One answer on its way out: adds the headers that every answer has, and reads the rest of an unread body before it closes."""
+    """Sends one answer: adds the headers that every answer has, and reads the rest of an unread body before the connection closes."""
 
     def __init__(self, scope: Scope, headers: dict[bytes, bytes], body: IncomingBody, send: Send) -> None:
         given = headers.get(b"x-request-id", b"")
@@ -183,7 +182,7 @@ class Exchange:
 
     async def fail(self, error: Exception) -> None:
         answer = answer_for(error)
-        if self.status:  # begun: uvicorn ends the connection, so that nobody takes the half for the whole
+        if self.status:  # the answer has begun: uvicorn ends the connection, so that the client sees that it is not complete
             logger.error("the answer to %s was cut off: %s", self.request_id.decode(), type(error).__name__)
             return
         await self.answer(answer.status, json.dumps(answer.body).encode(), {"content-type": "application/json", **answer.headers})

@@ -15,11 +15,11 @@ _ADVICE = {
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens already, so that clients get an answer while the model loads."""
+    """Returns a socket that already listens, so that clients get an answer while the model loads."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, proto)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not held up by connections of a server that has just ended
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # old connections of a server that has ended do not block it
         listener.bind(address)
         listener.listen(_BACKLOG)
         listener.setblocking(False)

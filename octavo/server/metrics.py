@@ -1,71 +1,177 @@
-"""GET /metrics: the family of names that vLLM's dashboards know, and some of our own, as text for Prometheus.
+"""Metrics for Prometheus: what the server counts (`Numbers`), and what the engine says of itself (`engine_families`).
 
-What the server counts itself comes from `numbers.py`; gauges, and what the scheduler counts, from the engine's last word. After an
-engine was started again its counters begin at 0, which Prometheus takes for what it is.
+Counters and histograms are plain numbers in one row of cells. To count is to add to a cell, which is cheap enough for every token.
+Families for Prometheus are made when somebody asks. Several API processes put their rows side by side into one file that all of them
+map, so that each of them can report the sums. The last cell of a row counts beats: by them the first process sees that another
+one is alive.
+
+    counter      a cell for each value of its label
+    histogram    a cell for each bucket, one for what is larger, one for the sum
 """
 
-from collections.abc import Iterable, Iterator
+import mmap
+import os
+import tempfile
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
-from fastapi import APIRouter
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
-from starlette.responses import Response
 
-from octavo import __version__
-from octavo.messages import STEP_TOKENS
-from octavo.server.numbers import histogram_family
-from octavo.server.state import Server
+from octavo.messages import STEP_TOKENS, SchedulerStats
+from octavo.own_file import told_with_tmpdir
 
+FINISH_REASONS = ("stop", "length", "abort", "error")
+HIT_REASONS = ("end", "short", "differs", "evicted", "cold", "off")
+FAILURES = ("invalid_request", "overloaded", "queue_timeout", "deadline_exceeded", "engine_dead", "numerical_error", "other")
+STATUSES = ("200", "204", "400", "401", "403", "404", "405", "408", "413", "414", "415", "429", "431", "499", "500", "503", "504", "other")
+SECONDS = tuple(float(f"{digits}e{power}") for power in range(-3, 3) for digits in ("1", "1.5", "2", "3", "5", "7.5")) + (1000.0,)
+TOKENS = tuple(digits * 10**power for power in range(6) for digits in (1, 2, 5)) + (10**6,)
 
-class Exposition(Collector):
-    def __init__(self, server: Server) -> None:
-        self._server = server
-
-    def collect(self) -> Iterable[Metric]:
-        prefix = self._server.config.metrics_prefix
-        labels = {"model_name": self._server.model_name, "engine": "0"}
-        yield from self._server.observer.numbers.families(prefix, labels)
-        yield from self._engine(prefix, labels)
-        version = GaugeMetricFamily(f"{prefix}build_info", "Which Octavo this is.", labels=[*labels, "version"])
-        version.add_metric([*labels.values(), __version__], 1)
-        yield version
-
-    def _engine(self, prefix: str, labels: dict[str, str]) -> Iterator[Metric]:
-        llm = self._server.llm
-        facts = getattr(llm, "facts", None)  # known once it was ready
-        stats, blocks = llm.stats, max(1, llm.stats.num_blocks - 1)  # block 0 is the null block
-        in_use = (blocks - stats.free_blocks) / blocks if stats.num_blocks else 0.0
-        gauges = (
-            ("num_requests_running", "Sequences in the steps of the engine.", stats.running),
-            ("num_requests_waiting", "Sequences that wait for room.", stats.waiting),
-            ("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", in_use),
-            ("engine_ready", "1 while requests are served.", int(self._server.state == "ready")),
-        )
-        counters = (
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
-            ("prefix_cache_hits", "Of these, found.", stats.prefix_hits),
-            ("num_preemptions", "Sequences that had to give their blocks back.", stats.preemptions),
-            ("engine_restarts", "Engines that died and were replaced.", facts.epoch - 1 if facts else 0),
-        )
-        for family, members in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, told, value in members:
-                metric = family(prefix + name, told, labels=[*labels])
-                metric.add_metric([*labels.values()], value)
-                yield metric
-        told = "Tokens that a step computed."
-        yield histogram_family(f"{prefix}iteration_tokens_total", told, labels, STEP_TOKENS, stats.steps, stats.step_tokens)
+Cells: TypeAlias = "array[float] | memoryview[float]"
 
 
-def router(server: Server) -> APIRouter:
-    routes = APIRouter()
-    registry = CollectorRegistry()
-    registry.register(Exposition(server))
+class Counter:
+    def __init__(self, name: str, told: str, label: str | None = None, values: Sequence[str] = ("",)) -> None:
+        self.name, self.told = name, told
+        self.size = len(values)
+        self._label = label
+        self._values = values
+        self._places = {value: place for place, value in enumerate(values)}
 
-    @routes.get("/metrics")
-    async def metrics() -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    def place(self, cells: Cells, start: int) -> None:
+        self._cells = cells
+        self._places = {value: start + place for place, value in enumerate(self._values)}
 
-    return routes
+    def add(self, amount: float = 1, value: str = "") -> None:
+        self._cells[self._places[value]] += amount
+
+    def family(self, prefix: str, labels: Mapping[str, str], totals: Sequence[float]) -> Metric:
+        names = [*labels, self._label] if self._label else [*labels]
+        family = CounterMetricFamily(prefix + self.name, self.told, labels=names)
+        for value, place in self._places.items():
+            family.add_metric([*labels.values(), value] if self._label else [*labels.values()], totals[place])
+        return family
+
+
+class Histogram:
+    def __init__(self, name: str, told: str, bounds: Sequence[float]) -> None:
+        self.name, self.told = name, told
+        self.size = len(bounds) + 2
+        self._bounds = bounds
+
+    def place(self, cells: Cells, start: int) -> None:
+        self._cells = cells
+        self._start, self._sum = start, start + self.size - 1
+
+    def observe(self, value: float, times: int = 1) -> None:
+        cells = self._cells
+        cells[self._start + bisect_left(self._bounds, value)] += times
+        cells[self._sum] += value * times
+
+    def family(self, prefix: str, labels: Mapping[str, str], totals: Sequence[float]) -> Metric:
+        return histogram_family(prefix + self.name, self.told, labels, self._bounds, totals[self._start : self._sum], totals[self._sum])
+
+
+def histogram_family(
+    name: str, told: str, labels: Mapping[str, str], bounds: Sequence[float], counts: Sequence[float], total: float
+) -> Metric:
+    """Returns a histogram for Prometheus, whose buckets include all smaller ones. `counts`: each bucket alone, the last without a bound."""
+    buckets, below = [], 0.0
+    for bound, count in zip([*map(float, bounds), float("inf")], counts, strict=True):
+        below += count
+        buckets.append(("+Inf" if bound == float("inf") else str(bound), below))
+    family = HistogramMetricFamily(name, told, labels=[*labels])
+    family.add_metric([*labels.values()], buckets, total)
+    return family
+
+
+class Numbers:
+    """Everything that an API process counts. `shared`: a file with a row for each of `num_processes`; this process has row `row`."""
+
+    def __init__(self, shared: int | None = None, row: int = 0, num_processes: int = 1) -> None:
+        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts, those found in the cache included.")
+        self.generation_tokens = Counter("generation_tokens", "Tokens of answers.")
+        self.request_success = Counter("request_success", "Answers by how they ended.", "finished_reason", FINISH_REASONS)
+        self.prefix_lookups = Counter("prefix_cache_lookups", "Prompts by why their prefix was found or not.", "hit_reason", HIT_REASONS)
+        self.request_failures = Counter("request_failures", "Requests that were refused or failed on their way.", "reason", FAILURES)
+        self.http_responses = Counter("http_responses", "Answers by HTTP status.", "status", STATUSES)
+        self.time_to_first_token = Histogram("time_to_first_token_seconds", "From a request's arrival to its first token.", SECONDS)
+        self.inter_token_latency = Histogram("inter_token_latency_seconds", "From one token of an answer to the next.", SECONDS)
+        self.e2e_latency = Histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", SECONDS)
+        self.queue_time = Histogram("request_queue_time_seconds", "Waiting to be scheduled.", SECONDS)
+        self.prefill_time = Histogram("request_prefill_time_seconds", "From there to the first token.", SECONDS)
+        self.decode_time = Histogram("request_decode_time_seconds", "From there to the last one.", SECONDS)
+        self.request_prompt_tokens = Histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self.request_generation_tokens = Histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
+        self.loop_lag = Histogram("event_loop_lag_seconds", "How late the API process got to a task that was due.", SECONDS)
+        self._members: list[Counter | Histogram] = [*vars(self).values()]
+        self.shared = shared
+        size = sum(member.size for member in self._members) + 1
+        if shared is None:
+            self._rows: list[Cells] = [array("d", bytes(8 * size))]
+        else:
+            self._rows = _shared_rows(shared, num_processes, size)
+        self._row = self._rows[row]
+        start = 0
+        for member in self._members:
+            member.place(self._row, start)
+            start += member.size
+
+    def beat(self) -> None:
+        """Shows the other processes that this one is alive."""
+        self._row[-1] += 1
+
+    def beats(self, row: int) -> float:
+        """Returns how often the process with this row has called `beat`."""
+        return self._rows[row][-1]
+
+    def families(self, prefix: str, labels: Mapping[str, str]) -> list[Metric]:
+        """Returns the sums over all processes."""
+        totals = [sum(column) for column in zip(*self._rows, strict=True)]
+        return [member.family(prefix, labels, totals) for member in self._members]
+
+
+def shared_file() -> int:
+    """Returns the descriptor of a file for `Numbers`. Other processes inherit it; the file has no name and ends with the last of them."""
+    with told_with_tmpdir():
+        descriptor, path = tempfile.mkstemp(prefix="octavo-numbers-")
+        os.unlink(path)
+    return descriptor
+
+
+def _shared_rows(descriptor: int, num_rows: int, size: int) -> list[Cells]:
+    """Maps the file, and fills it if it is empty. A process that is started again goes on with its row."""
+    num_bytes = num_rows * size * 8
+    if not os.fstat(descriptor).st_size:
+        with told_with_tmpdir(), open(descriptor, "wb", closefd=False) as file:
+            file.write(bytes(num_bytes))  # a full disk raises an error here, and would be a signal later
+    cells = memoryview(mmap.mmap(descriptor, num_bytes)).cast("d")
+    return [cells[row * size : (row + 1) * size] for row in range(num_rows)]
+
+
+def engine_families(prefix: str, labels: Mapping[str, str], stats: SchedulerStats, is_ready: bool, restarts: int) -> Iterator[Metric]:
+    """Yields the engine's gauges and counters. After a restart its counters begin at 0, which Prometheus expects."""
+    blocks = max(1, stats.num_blocks - 1)  # block 0 is the null block
+    in_use = (blocks - stats.free_blocks) / blocks if stats.num_blocks else 0.0
+    gauges = (
+        ("num_requests_running", "Sequences in the steps of the engine.", stats.running),
+        ("num_requests_waiting", "Sequences that wait for room.", stats.waiting),
+        ("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", in_use),
+        ("engine_ready", "1 while requests are served.", int(is_ready)),
+    )
+    counters = (
+        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
+        ("prefix_cache_hits", "Of these, found.", stats.prefix_hits),
+        ("num_preemptions", "Sequences that had to give their blocks back.", stats.preemptions),
+        ("engine_restarts", "Engines that died and were replaced.", restarts),
+    )
+    for family, members in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        for name, told, value in members:
+            metric = family(prefix + name, told, labels=[*labels])
+            metric.add_metric([*labels.values()], value)
+            yield metric
+    told = "Tokens that a step computed."
+    yield histogram_family(f"{prefix}iteration_tokens_total", told, labels, STEP_TOKENS, stats.steps, stats.step_tokens)

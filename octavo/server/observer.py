@@ -1,9 +1,9 @@
 """Observes requests, for metrics, records and spans. One object watches one request:
 
-    watch = server.observer.watch("cmpl-", asks)     watch.id is that of the answer
+    watch = server.observer.watch("cmpl-", asks)     watch.id is the id of the answer
     with watch:                                      an exception that leaves the block says how the request ended
         async for news in ...:
-            watch.take(news)                         of all prompts; the index of a delta is prompt * n + sample
+            watch.take(news)                         news of all prompts; the index of a delta is prompt * n + sample
 """
 
 import time
@@ -11,18 +11,14 @@ from asyncio import CancelledError
 from collections.abc import Sequence
 from secrets import token_hex
 from types import TracebackType
-from typing import TYPE_CHECKING
 
+from octavo.engine.async_llm import Ask
 from octavo.errors import DeadlineError, OverloadError, RequestError
 from octavo.messages import FinishReason
 from octavo.outputs import TextDelta
-from octavo.server.arrival import current_arrival
-from octavo.server.numbers import FAILURES, STATUSES, Numbers
-from octavo.server.records import Prompt, Record, Records, Sample
-from octavo.server.spans import NoSpans, Spans
-
-if TYPE_CHECKING:
-    from octavo.engine.async_llm import Ask
+from octavo.server.access import current_arrival
+from octavo.server.metrics import FAILURES, STATUSES, Numbers
+from octavo.server.records import NoSpans, Prompt, Record, Records, Sample, Spans
 
 TICK_SECONDS = 0.1  # between two calls of `tick`
 
@@ -34,8 +30,8 @@ class Observer:
         self.spans: Spans = spans or NoSpans()
         self._ticked = 0.0
 
-    def watch(self, prefix: str, asks: "Sequence[Ask]") -> "Watch":
-        """The answer's id, `prefix` and 128 random bits, is all it takes to read its record."""
+    def watch(self, prefix: str, asks: Sequence[Ask]) -> "Watch":
+        """Returns the watch of a new request. Its id is `prefix` and 128 random bits, so that nobody can guess the id of a record."""
         n = asks[0].params.n
         prompts = [Prompt(len(ask.prompt_token_ids), n) for ask in asks]
         record = Record(prefix + token_hex(16), current_arrival(), n, prompts, [Sample(prompt) for prompt in prompts for _ in range(n)])
@@ -46,7 +42,7 @@ class Observer:
         self.numbers.http_responses.add(1, known if known in STATUSES else "other")
 
     def tick(self) -> None:
-        """Called by a task that sleeps TICK_SECONDS in between. Longer pauses mean that the event loop was busy."""
+        """Notes that this process is alive, and how late the call came. Called every TICK_SECONDS, later if the event loop is busy."""
         self.numbers.beat()
         now = time.monotonic()
         if self._ticked:
@@ -55,6 +51,8 @@ class Observer:
 
 
 class Watch:
+    """Watches one request from its start to its end."""
+
     __slots__ = ("_numbers", "_observer", "_record")
 
     def __init__(self, record: Record, observer: Observer) -> None:
@@ -77,7 +75,7 @@ class Watch:
                 sample.prompt.life = delta.life
             if count := len(delta.token_ids):
                 self._numbers.generation_tokens.add(count)
-                if sample.last_token:  # several that came together took their share each
+                if sample.last_token:  # tokens that come together share the time since the last one
                     self._numbers.inter_token_latency.observe((now - sample.last_token) / count, count)
                 elif not sample.prompt.first_token:
                     self._first_token(sample.prompt, now)
@@ -88,7 +86,7 @@ class Watch:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         now, record = time.monotonic(), self._record
-        left_early: FinishReason = "abort"  # by whoever read it
+        left_early: FinishReason = "abort"  # the client left
         if error is not None and not isinstance(error, GeneratorExit | CancelledError):
             left_early, record.error = "error", reason_of(error)
             self._numbers.request_failures.add(1, record.error)
@@ -115,7 +113,7 @@ class Watch:
             self._end_prompt(prompt, whole=reason in ("stop", "length"))
 
     def _end_prompt(self, prompt: Prompt, whole: bool) -> None:
-        """Times are told of what came to its end: how long others waited before they left says nothing of the server."""
+        """Counts a prompt. Its times count only if it came to its end: the patience of a client says nothing of the server."""
         numbers, life = self._numbers, prompt.life
         if life is not None and life.hit_reason is not None:
             numbers.prefix_lookups.add(1, life.hit_reason)
@@ -130,7 +128,7 @@ class Watch:
 
 
 def reason_of(error: BaseException) -> str:
-    """One of FAILURES."""
+    """Returns the reason of a failure, one of FAILURES."""
     if isinstance(error, RequestError):
         return "invalid_request"
     if isinstance(error, OverloadError):

@@ -1,4 +1,4 @@
-"""Who may read the text of other people's prompts and answers. One rule, for the view, records and recordings:
+"""Who may read the text of other people's prompts and answers. The same rule holds for the view, records and recordings:
 
     one key set          whoever has the key
     several keys set     whoever has the admin key
@@ -13,7 +13,7 @@ from typing import Literal
 from octavo.server.listen import is_loopback
 from octavo.server_config import ServerConfig
 
-Holder = Literal["nobody", "user", "admin"]  # of a valid key, and of which
+Holder = Literal["nobody", "user", "admin"]  # which valid key a request has
 
 # Headers that proxies, tunnels and content delivery networks add to a request that they pass on.
 _FORWARDING = frozenset(
@@ -27,7 +27,7 @@ _FORWARDING_PREFIXES = (b"x-forwarded", b"cf-", b"x-envoy-", b"tailscale-")
 
 
 def may_read_text(config: ServerConfig, holder: Holder, host: str, header_names: Iterable[bytes]) -> bool:
-    """Whether a request may read everybody's text. `host`: the name it called the server by; `header_names`: in lower case."""
+    """Returns whether a request may read everybody's text. `host`: the name in its Host header. `header_names`: in lower case."""
     if holder == "admin":
         return True
     if config.api_key:
@@ -40,12 +40,12 @@ def _is_forwarding(name: bytes) -> bool:
 
 
 def recording_has_text(config: ServerConfig) -> bool:
-    """Whether `--record` writes text: where somebody may read it at all."""
+    """Returns whether `--record` writes text: only if there is somebody who may read it."""
     return is_loopback(config.host) or bool(config.api_key) or config.admin_key is not None
 
 
 def who_reads(config: ServerConfig) -> str | None:
-    """What an operator should know of a server that other machines can reach; None on loopback."""
+    """Returns what an operator should know about a server that other machines can reach; None on loopback."""
     if is_loopback(config.host):
         return None
     if not config.api_key:

@@ -1,15 +1,15 @@
-"""uvicorn's protocol over httptools, with the limits they do not have, and with errors in our own form.
+"""uvicorn's HTTP protocol over httptools, with limits that uvicorn does not have, and with errors in our own form.
 
-    head of a request    at most HEAD_BYTES and NUM_HEADERS (431), its URL at most URL_BYTES (414), the whole request in `read_timeout`
-    Upgrade              ignored: this server speaks HTTP/1.1, and the body belongs to the request
-    body                 of a Content-Length, or chunked and nothing else
-    what is no HTTP      a 400, behind the answers to what came before it
-    a client that sends no more, but listens, gets its answer; one that has left ends its request (`_ask_whether_it_listens`)
-    an answer            its client takes LEAST_BYTES of it in `write_timeout`, or all there is, or the connection is cut off
+    head         at most HEAD_BYTES and NUM_HEADERS (431), its URL at most URL_BYTES (414); the whole request arrives in `read_timeout`
+    Upgrade      is ignored: this server speaks HTTP/1.1, and the body belongs to the request
+    body         has a Content-Length, or is chunked; other transfer encodings are refused
+    not HTTP     gets a 400, after the answers to the requests before it
+    half-closed  a client that has stopped sending still gets its answer; if it has left, its request ends (`_probe_client`)
+    answer       its client reads LEAST_BYTES of it in each `write_timeout`, or all there is; otherwise the connection is reset
 
-A body that is read by a route has its time counted by the guard; here it is counted while nobody reads: before there is a
-route, and after it has answered. A refused connection is read, and forgotten, for a moment: closed at once, a client that is still
-sending would see a reset connection and no answer.
+While a route reads a body, the guard limits the time. This module limits it while no route reads: before there is one, and after it has
+answered. A refused connection is read for LINGER_SECONDS before it is closed. If it were closed at once, a client that is still sending
+would see a reset connection and no answer.
 """
 
 import asyncio
@@ -35,9 +35,9 @@ NUM_HEADERS = 256
 URL_BYTES = 8192
 LEAST_BYTES = 65536
 SILENT_SECONDS = 1.0
-_PIECE = 4096  # heads are fed in pieces, so that little of one that is too long is kept
-_LOOK_SECONDS = 0.005, 0.1  # from the first look whether a client that sends no more is still there to the second, and at most
-_TCP_CLOSED = 7  # as Linux numbers the states of a connection
+_PIECE = 4096  # a head goes to the parser in pieces, so that the parser never holds much of one that is too long
+_PROBE_SECONDS = 0.005, 0.1  # the first and the longest pause between two probes of a half-closed connection
+_TCP_CLOSED = 7  # TCP_CLOSE in Linux
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -56,13 +56,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._write_timeout = write_timeout
         self._head_bytes = 0
         self._in_head = True
-        self._in_request = False  # some of one has come, and not all of it
-        self._running: RequestResponseCycle | None = None  # the one that is being answered; `cycle` is the newest
-        self._unparsed = bytearray()  # what came while a request waited for the one before it
+        self._in_request = False  # a part of a request has arrived, and not all of it
+        self._running: RequestResponseCycle | None = None  # the request that is being answered; uvicorn's `cycle` is the newest one
+        self._unparsed = bytearray()  # bytes that arrived while a request waited for the one before it
         self._sends_no_more = False
-        self._complaint: ApiError | None = None  # what is wrong, where the parser cannot know
-        self._refusal: ApiError | None = None  # the last answer of this connection, which waits for those before it
-        self._refused = False  # nothing is read any more
+        self._complaint: ApiError | None = None  # why a callback of the parser raised: the answer to give
+        self._refusal: ApiError | None = None  # the last answer of this connection; it waits for the answers before it
+        self._refused = False  # no more bytes are parsed
         self._read_timer: TimerHandle | None = None
         self._write_timer: TimerHandle | None = None
         self._look_timer: TimerHandle | None = None
@@ -76,7 +76,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         self.pipeline.clear()
-        if self._running is not None:  # uvicorn tells the newest alone
+        if self._running is not None:  # uvicorn ends the newest request only
             _leave(self._running)
         super().connection_lost(exc)
 
@@ -112,14 +112,14 @@ class BoundedProtocol(HttpToolsProtocol):
                 return
 
     def _feed_again(self) -> None:
-        """The head, without the wish to upgrade, to a new parser: the one that saw it takes the body for another protocol."""
+        """Gives the head to a new parser, without its Upgrade header: the old parser takes the body for another protocol."""
         first = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self._feed(memoryview(b"".join([first, *lines, b"\r\n"])))
 
-    # --- what the parser calls: what is raised in here comes out of feed_data as an error of the parser ----------------
+    # --- callbacks of the parser: what they raise, feed_data raises as an error of the parser --------------------------
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -145,7 +145,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return  # see _feed_again
         self._in_head, self._head_bytes = False, 0
         super().on_headers_complete()
-        self.flow.resume_reading()  # uvicorn stops where a request has to wait, and would not see the client leave
+        self.flow.resume_reading()  # uvicorn stops reading while a request waits, and would not see its client leave
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -157,54 +157,57 @@ class BoundedProtocol(HttpToolsProtocol):
     # --- the end of a connection -----------------------------------------------------------------------------------------
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays open, for what is still to be said."""
+        """Returns whether the connection stays open, for answers that are still to be sent."""
         self._sends_no_more = True
         self._stop_read_timer()
         self._check_end()
-        return self._refused or (self._is_busy and self._ask_whether_it_listens())
+        return self._refused or (self._is_busy and self._probe_client())
 
     def _check_end(self) -> None:
         if self._sends_no_more and self._in_request and not self._unparsed and not self._refused:
             self._refuse(ApiError(400, "the connection ended before the request did"))
 
-    def _ask_whether_it_listens(self) -> bool:
-        """A client that sends no more may have left. The machine of one that did answers whatever is written with a reset.
+    def _probe_client(self) -> bool:
+        """Begins to find out whether a client that has stopped sending still listens. Returns False if that cannot be found out.
 
-        Before an answer begins, HTTP has a word that says nothing: 100 Continue. Inside an answer the next piece of it tells, and where
-        none comes for SILENT_SECONDS the client counts as gone. So does one of HTTP/1.0, which has no such word.
+        The machine of a client that has left answers any bytes with a reset. Before an answer begins, 100 Continue is sent, which
+        means nothing to a client. Later the next bytes of the answer are the probe; if there are none for SILENT_SECONDS, the client
+        counts as gone. HTTP/1.0 has no 100 Continue, so its clients count as gone at once.
         """
         assert self._running is not None
         if self._running.scope["http_version"] == "1.0":
             return False
         if not self._running.response_started:
             self.transport.write(STATUS_LINE[100] + b"\r\n")
-        self._look_whether_it_left(_LOOK_SECONDS[0], self.loop.time() + SILENT_SECONDS, self._tcp_state()[1])
+        self._check_probe(_PROBE_SECONDS[0], self.loop.time() + SILENT_SECONDS, self._tcp_state()[1])
         return True
 
-    def _look_whether_it_left(self, pause: float, deadline: float, taken_before: int) -> None:
-        """A machine nearby answers at once, one far away later: each pause is twice as long as the one before."""
+    def _check_probe(self, pause: float, deadline: float, taken_before: int) -> None:
+        """Ends the connection if the client has left, else comes back after `pause`. Each pause is twice as long as the one before,
+        because a machine nearby answers at once and one far away later.
+        """
         state, taken = self._tcp_state()
         if taken > taken_before:
-            deadline = math.inf  # it listens
+            deadline = math.inf  # the client has taken bytes: it listens
         if state == _TCP_CLOSED or self.loop.time() > deadline:
             self.transport.abort()
             return
-        longer = min(2 * pause, _LOOK_SECONDS[1])
-        self._look_timer = self.loop.call_later(pause, self._look_whether_it_left, longer, deadline, taken_before)
+        longer = min(2 * pause, _PROBE_SECONDS[1])
+        self._look_timer = self.loop.call_later(pause, self._check_probe, longer, deadline, taken_before)
 
     def _complain(self, error: ApiError) -> None:
         self._complaint = error
         raise httptools.HttpParserError(error.message)
 
     def _refuse(self, error: ApiError) -> None:
-        """Nothing more is read. The request that came in part gets this answer, after those to all before it."""
+        """Stops parsing. The request that has arrived in part gets `error` as its answer, after all requests before it have theirs."""
         self._refused, self._refusal = True, error
         broken = self.cycle if self.cycle is not None and self.cycle.more_body and not self.cycle.response_complete else None
         if self.pipeline and self.pipeline[0][0] is broken:
-            self.pipeline.popleft()  # it has not begun
+            self.pipeline.popleft()  # its route has not begun
         elif broken is not None:
             if broken.response_started:
-                self._refusal = None  # it has its answer
+                self._refusal = None  # it already has an answer
             _leave(broken)
         if not self._is_busy:
             self._end()
@@ -214,7 +217,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return self._running is not None and not self._running.response_complete and not self._running.disconnected
 
     def _end(self) -> None:
-        """With the last answer, where there is one."""
+        """Sends the refusal, if there is one, and closes the connection."""
         if self.transport.is_closing():
             return
         if self._refusal is not None:
@@ -232,7 +235,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()  # begins the next
+        super().on_response_complete()  # begins the next request
         self._watch_reader()
         if self._unparsed and not self.pipeline:
             data, self._unparsed = bytes(self._unparsed), bytearray()
@@ -258,7 +261,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _too_slow(self) -> None:
         self._read_timer = None
         if self._is_busy:
-            self._start_read_timer()  # a route reads the body, and the guard counts; or the next request has to wait
+            self._start_read_timer()  # the guard limits the time of a body that a route reads; a request that waits is not late
             return
         if self._refused or self.transport.is_closing():
             return
@@ -273,11 +276,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def is_unread(self) -> bool:
-        """Some of an answer is still here."""
+        """Whether a part of an answer has not left this process."""
         return self.transport.get_write_buffer_size() > 0
 
     def _watch_reader(self) -> None:
-        """From now on, while there is something to be read."""
+        """Gives the client `write_timeout` to take more of the answer, from now on. Does nothing if all has been taken."""
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
@@ -292,18 +295,18 @@ class BoundedProtocol(HttpToolsProtocol):
             self._watch_reader()
 
     def cut_off(self) -> None:
-        """At once, with a reset: what is closed while something is unread, the kernel would keep for minutes."""
+        """Resets the connection. After an ordinary close the kernel would keep the unread bytes for minutes."""
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 
     def _tcp_state(self) -> tuple[int, int]:
-        """The state of the connection, and how many bytes the client's machine has taken, as Linux tells them (struct tcp_info)."""
+        """Returns the state of the connection and how many bytes the client's machine has acknowledged (Linux: struct tcp_info)."""
         info = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
         return info[0], struct.unpack_from("Q", info, 120)[0]
 
 
 def _leave(cycle: RequestResponseCycle) -> None:
-    """As if its client had: its route is told, and what it still says is not sent."""
+    """Ends a request as if its client had left: its route is told, and what the route still writes is not sent."""
     if not cycle.response_complete:
         cycle.disconnected = True
     cycle.message_event.set()

@@ -1,6 +1,6 @@
-"""`--record FILE`: the lines of the view in a file, which the page replays without a server (docs/view.md).
+"""`--record FILE` writes the lines of the view to a file, which the page can replay without a server (docs/view.md).
 
-Only its owner can read the file. privacy.py says whether it has text. It ends at MOST_BYTES, with the server, or where the disk is full.
+Only its owner can read the file. privacy.py says whether it has text. It ends at MOST_BYTES, with the server, or when the disk is full.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class Recorder:
         self._file = open_own("record", path, "recording", HEAD, 0o600)
         if stat.S_ISREG(os.fstat(self._file).st_mode):
             try:
-                os.fchmod(self._file, 0o600)  # there may have been one before
+                os.fchmod(self._file, 0o600)  # the file may be an old one
             except OSError as error:
                 raise ConfigError(f"record {path}: {error.strerror}") from error
         self._most_bytes = most_bytes
@@ -45,14 +45,14 @@ class Recorder:
             self._file = -1
 
     async def _record(self, hub: ViewHub, with_text: bool) -> None:
-        with suppress(UnavailableError):  # the server ends before there was anything to see
+        with suppress(UnavailableError):  # the server ended before the view began
             async with aclosing(hub.lines(with_text)) as lines:
                 async for text in lines:
                     if not self._write(text):
                         return
 
     def _write(self, data: bytes) -> bool:
-        """Whole lines alone; whether it goes on."""
+        """Writes whole lines. Returns whether the recording goes on."""
         if self._size + len(data) > self._most_bytes:
             logger.warning("the recording %s ends here: it has reached %d MiB", self._path, self._most_bytes >> 20)
             return False
@@ -60,7 +60,7 @@ class Recorder:
             if os.write(self._file, data) < len(data):
                 raise OSError(0, "no space left")
         except OSError as error:
-            with suppress(OSError):  # half a line is none
+            with suppress(OSError):  # remove half a line
                 os.ftruncate(self._file, self._size)
             logger.warning("the recording %s ends here: %s", self._path, error.strerror)
             return False

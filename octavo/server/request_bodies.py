@@ -1,6 +1,9 @@
 """The bodies of the three routes that generate text: their fields with their types, and the names that each of them refuses.
 
-`SamplingParams` checks the range of a number, sampling.py the limits of this server. A field that is null counts as left out.
+`SamplingParams` checks the range of a number, asks.py the limits of this server. A field that is null counts as left out.
+A field that other servers have and this one does not is refused by name (FIELDS), with what to use instead: if it were ignored, the
+client would get the answer to another question. Fields that change nothing are in body.ACCEPTED. A field that no server has is
+ignored with a warning.
 """
 
 from collections.abc import Mapping
@@ -10,13 +13,11 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from octavo.errors import RequestError
-from octavo.server.basic import check_model
-from octavo.server.body import Body, Numbers, Texts, TokenIds, read_body
+from octavo.server.body import Body, Numbers, Refusal, Texts, TokenIds, check_model, read_body
 from octavo.server.state import Server
-from octavo.server.unsupported import FIELDS, Refusal
 
 _NO_MEMORY = Refusal("the server keeps no conversations: send all messages as input")
-MOST_LABEL_CHARS = 65_536  # of user and metadata, which nobody here reads
+MOST_LABEL_CHARS = 65_536  # in user and metadata, which this server does not use
 
 
 class StreamOptions(Body):
@@ -25,7 +26,7 @@ class StreamOptions(Body):
 
 
 class GenerationBody(BaseModel):
-    """What all three have."""
+    """The fields that all three bodies have."""
 
     model_config = Body.model_config
 
@@ -97,7 +98,50 @@ class ResponseBody(GenerationBody):
     parallel_tool_calls: bool | None = None
 
 
-# Names that each kind refuses: those that every body does, and its own.
+def _form(name: str) -> Refusal:
+    return Refusal(f'use structured_outputs {{"{name}": ...}}')
+
+
+_NO_BACKEND = Refusal("leave it out: every form is compiled by llguidance")
+_NO_BEAMS = "there is no beam search; use n for several samples"
+
+# Refused in every body: fields of OpenAI's API and of vLLM's, and forms as SGLang and llama.cpp spell them.
+FIELDS: dict[str, Refusal] = {
+    "audio": Refusal("this server takes and writes text"),
+    "modalities": Refusal("this server writes text", (["text"],)),
+    "prediction": Refusal(),
+    "web_search_options": Refusal(),
+    "functions": Refusal("use tools"),
+    "function_call": Refusal("use tool_choice"),
+    "best_of": Refusal("use n for several samples", (1,)),
+    "use_beam_search": Refusal(_NO_BEAMS, (False,)),
+    "length_penalty": Refusal(_NO_BEAMS, (1, 1.0)),
+    "early_stopping": Refusal(_NO_BEAMS, (False,)),
+    "guided_json": Refusal('use structured_outputs {"json": ...} or response_format'),
+    "guided_regex": _form("regex"),
+    "guided_choice": _form("choice"),
+    "guided_grammar": _form("grammar"),
+    "guided_json_object": Refusal('use response_format {"type": "json_object"}', (False,)),
+    "guided_decoding_backend": _NO_BACKEND,
+    "guided_whitespace_pattern": _NO_BACKEND,
+    "json_schema": Refusal('use structured_outputs {"json": ...} or response_format'),
+    "regex": _form("regex"),
+    "grammar": _form("grammar"),
+    "ebnf": _form("grammar"),
+    "structural_tag": Refusal("use structured_outputs or tools"),
+    "prompt_logprobs": Refusal("use /v1/completions with echo and logprobs"),
+    "truncate_prompt_tokens": Refusal("shorten the prompt; /tokenize counts its tokens"),
+    "prompt_embeds": Refusal("send text or token ids"),
+    "logits_processors": Refusal("use logit_bias, bad_words or structured_outputs"),
+    "chat_template": Refusal("the server has one template (--chat-template)"),
+    "documents": Refusal("put them into a message"),
+    "mm_processor_kwargs": Refusal("images, audio and video are not supported yet"),
+    "add_generation_prompt": Refusal('use chat_template_kwargs {"add_generation_prompt": ...}', (True,)),
+    "continue_final_message": Refusal('use chat_template_kwargs {"continue_final_message": ...}', (False,)),
+    "n_predict": Refusal("use max_tokens"),
+}
+
+# Names that each kind of body refuses: FIELDS, and its own.
 _REFUSED: dict[type[GenerationBody], Mapping[str, Refusal]] = {
     CompletionBody: FIELDS | {"suffix": Refusal("put it into the prompt", ("",))},
     ChatBody: FIELDS | {"echo": Refusal(harmless=(False,)), "max_output_tokens": Refusal("use max_completion_tokens")},
@@ -119,6 +163,7 @@ Kind = TypeVar("Kind", bound=GenerationBody)
 
 
 async def read_generation_body(request: Request, kind: type[Kind], server: Server) -> Kind:
+    """Returns the checked body of a route that generates. Raises for one that is wrong, or names another model."""
     body = await read_body(request, kind, _REFUSED[kind])
     for name in ("user", "metadata"):
         if _is_longer(getattr(body, name), MOST_LABEL_CHARS):
@@ -130,7 +175,7 @@ async def read_generation_body(request: Request, kind: type[Kind], server: Serve
 
 
 def _is_longer(value: object, most: int) -> bool:
-    """Whether the texts in it have more than `most` characters together, numbers counted as one. It looks no further than it must."""
+    """Returns whether the texts in a value have more than `most` characters in all. Other values count as one. It stops at the limit."""
     waiting = [value]
     while waiting and most >= 0:
         one = waiting.pop()

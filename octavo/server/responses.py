@@ -1,31 +1,43 @@
-"""/v1/responses, without memory: every request brings the whole conversation, and nothing of it is kept."""
+"""/v1/responses. The server keeps no conversation: every request brings all of it.
+
+    messages_of, tools_of    the input of a response as messages and tools of a chat; errors name the fields of the response
+    Output                   the answer as items (thinking, messages, function calls), whole at the end or as events while it grows:
+                             output_item.added  (content_part.added)  ....delta ...  ....done  (content_part.done)  output_item.done
+"""
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from secrets import token_hex
+from typing import Literal
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from octavo.engine.async_llm import Ask
+from octavo.errors import RequestError
 from octavo.outputs import TextDelta
-from octavo.server.answer_grammar import asked_form, param_of
-from octavo.server.answer_parts import AnswerForm, AnswerParts, reasoning_counters
-from octavo.server.body import takes
-from octavo.server.chat_ask import chat_ask
-from octavo.server.generation import News, all_news, collect, respond
+from octavo.server.answer_form import AnswerForm, AnswerParts, Part, Thought, asked_form, param_of, reasoning_counters
+from octavo.server.asks import chat_ask
+from octavo.server.body import named, takes
+from octavo.server.events import event
+from octavo.server.generation import News, Tally, all_news, collect, respond
 from octavo.server.request_bodies import ResponseBody, read_generation_body
-from octavo.server.response_input import messages_of, tools_of
-from octavo.server.response_items import Output
-from octavo.server.sampling import named
 from octavo.server.state import Server
-from octavo.server.usage import Tally
 from octavo.structured_outputs import PARAM
+from octavo.text.call_reader import ToolCallDelta
+from octavo.text.conversation import check_count, check_medium, check_messages
+from octavo.text.tools import ToolChoice, check_tool_choice, check_tools
 
-NAMES = {"max_tokens": "max_output_tokens", "prompt": "input", "messages": "input"}  # what the engine calls otherwise
+NAMES = {"max_tokens": "max_output_tokens", "prompt": "input", "messages": "input"}  # the engine's name of a field -> its name here
 FORMAT = "text.format"
+TEXT_PARTS = ("input_text", "output_text", "text")
+Kind = Literal["reasoning", "message", "function_call"]
+PREFIXES: dict[Kind, str] = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+EVENTS: dict[Kind, str] = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
 
 
 def router(server: Server) -> APIRouter:
@@ -45,6 +57,82 @@ def router(server: Server) -> APIRouter:
         return await respond(request, server, answer, body.stream)
 
     return routes
+
+
+def messages_of(body: ResponseBody) -> list[dict[str, object]]:
+    """Returns the conversation as messages of a chat. Raises RequestError, which names the field of the response."""
+    said: list[dict[str, object]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    if not body.input:
+        raise RequestError("the input is empty", "input")
+    if isinstance(body.input, str):
+        return [*said, {"role": "user", "content": body.input}]
+    check_count(body.input, "input")
+    messages = [_message(item, f"input[{position}]") for position, item in enumerate(body.input)]
+    with _in_other_words("messages", "input"):
+        check_messages(messages)
+    return said + _calls_joined(messages)
+
+
+def tools_of(body: ResponseBody) -> tuple[list[dict[str, object]], ToolChoice]:
+    """Returns the tools as a chat has them, and the choice among them. In a body they are flat: {"type": "function", "name": ...}."""
+    tools: list[object] = []
+    for position, tool in enumerate(body.tools or []):
+        if not isinstance(tool, Mapping) or tool.get("type") != "function":
+            raise RequestError(f'tools[{position}] must have "type": "function"', f"tools[{position}]")
+        tools.append({"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}})
+    choice: object = body.tool_choice
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    with _in_other_words(".function", ""):
+        checked = check_tools(tools or None)
+        return checked, check_tool_choice(choice, checked)
+
+
+@contextmanager
+def _in_other_words(ours: str, theirs: str) -> Iterator[None]:
+    """Replaces `ours` by `theirs` in the errors raised inside it: a client knows the fields of a response only."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(str(error).replace(ours, theirs, 1), (error.param or "").replace(ours, theirs, 1), error.code) from None
+
+
+def _message(item: object, where: str) -> dict[str, object]:
+    kind = item.get("type", "message") if isinstance(item, Mapping) else None
+    check_medium(item, where)
+    if not isinstance(item, Mapping) or kind not in ("message", "function_call", "function_call_output"):
+        shown = str(kind)[:80] if isinstance(item, Mapping) else type(item).__name__
+        raise RequestError(f"{where} must be a message, a function_call or a function_call_output, not {shown}", where)
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        return {"role": "assistant", "tool_calls": [{"id": item.get("call_id"), "type": "function", "function": function}]}
+    if kind == "function_call_output":
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"), f"{where}.output")}
+    return {"role": item.get("role"), "content": _content(item.get("content"), f"{where}.content")}
+
+
+def _content(content: object, where: str) -> object:
+    return [_part(part, f"{where}[{position}]") for position, part in enumerate(content)] if isinstance(content, list) else content
+
+
+def _part(part: object, where: str) -> dict[str, object]:
+    check_medium(part, where)
+    if not isinstance(part, Mapping) or part.get("type") not in TEXT_PARTS or not isinstance(part.get("text"), str):
+        raise RequestError(f'{where} must be {{"type": "input_text", "text": ...}}', where)
+    return {"type": "text", "text": part["text"]}
+
+
+def _calls_joined(messages: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+    """Joins calls with the assistant's message or calls before them into one message, as templates expect."""
+    joined: list[dict[str, object]] = []
+    for message in messages:
+        before = joined[-1] if joined else {}
+        calls, earlier = message.get("tool_calls"), before.get("tool_calls", [])
+        if isinstance(calls, list) and isinstance(earlier, list) and before.get("role") == "assistant":
+            joined[-1] = {**before, "tool_calls": [*earlier, *calls]}
+        else:
+            joined.append(message)
+    return joined
 
 
 class _Answer:
@@ -81,12 +169,12 @@ class _Answer:
         return self._output.event("created", response) + self._output.event("in_progress", response)
 
     def _take(self, delta: TextDelta) -> str:
-        """Its parts go into the output; the events that tell of them."""
+        """Puts the parts of a delta into the output, and returns the events for them."""
         self._finish_reason = delta.finish_reason
         return "".join([self._output.add(part) for part in self._parts.push(delta.text, delta.finish_reason is not None)])
 
     def _end(self) -> str:
-        """The last item is over; an answer of nothing is an empty message."""
+        """Closes the last item, and returns the events for it. An empty answer becomes an empty message."""
         empty = "" if self._output.items else self._output.add("")
         return empty + self._output.close(self._status)
 
@@ -130,3 +218,96 @@ class _Answer:
             "output_tokens_details": {"reasoning_tokens": tally.reasoning_tokens},
             "total_tokens": tally.prompt_tokens + tally.completion_tokens,
         }
+
+
+@dataclass(slots=True)
+class Item:
+    """One item of the output, and its text so far."""
+
+    kind: Kind
+    place: int  # its index in the output
+    call: ToolCallDelta | None = None  # the first delta of a call, which has its id and name
+    texts: list[str] = field(default_factory=list)
+    id: str = ""
+    status: str = "in_progress"
+
+    def __post_init__(self) -> None:
+        self.id = f"{PREFIXES[self.kind]}_{token_hex(16)}"
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def where(self) -> dict[str, object]:
+        """The fields that every event about this item begins with."""
+        place = {} if self.kind == "function_call" else {"content_index": 0}
+        return {"item_id": self.id, "output_index": self.place, **place}
+
+    def part(self) -> dict[str, object]:
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+
+    def written(self) -> dict[str, object]:
+        head: dict[str, object] = {"id": self.id, "type": self.kind, "status": self.status}
+        content = [self.part()] if self.status != "in_progress" and self.kind != "function_call" else []
+        if self.kind == "reasoning":
+            return {**head, "summary": [], "content": content}
+        if self.kind == "message":
+            return {**head, "role": "assistant", "content": content}
+        assert self.call is not None
+        return {**head, "call_id": self.call.id, "name": self.call.name, "arguments": self.text}
+
+
+class Output:
+    """Collects the parts of an answer into items, and returns the events for each part."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self._number = -1  # sequence number of the last event
+
+    def event(self, name: str, data: dict[str, object]) -> str:
+        self._number += 1
+        return event({"type": f"response.{name}", "sequence_number": self._number, **data}, f"response.{name}")
+
+    def add(self, part: Part) -> str:
+        """Adds a part to the last item, or closes that one and opens another; returns the events for it."""
+        kind, text = _kind_and_text(part)
+        told = ""
+        is_new_call = isinstance(part, ToolCallDelta) and part.id is not None
+        if not self.items or self.items[-1].kind != kind or is_new_call:
+            told = self.close("completed") + self._open(Item(kind, len(self.items), part if isinstance(part, ToolCallDelta) else None))
+        item = self.items[-1]
+        item.texts.append(text)
+        logprobs: dict[str, object] = {"logprobs": []} if kind == "message" else {}
+        return told + (self.event(f"{EVENTS[kind]}.delta", {**item.where, "delta": text, **logprobs}) if text else "")
+
+    def _open(self, item: Item) -> str:
+        self.items.append(item)
+        told = self.event("output_item.added", {"output_index": item.place, "item": item.written()})
+        if item.kind == "function_call":
+            return told
+        return told + self.event("content_part.added", {**item.where, "part": item.part()})
+
+    def close(self, status: str) -> str:
+        """Closes the last item if it is still open, and returns the events for it."""
+        if not self.items or self.items[-1].status != "in_progress":
+            return ""
+        item = self.items[-1]
+        item.status = status
+        name = f"{EVENTS[item.kind]}.done"
+        if item.kind == "function_call":
+            assert item.call is not None
+            told = self.event(name, {**item.where, "arguments": item.text, "name": item.call.name})
+        else:
+            logprobs: dict[str, object] = {"logprobs": []} if item.kind == "message" else {}
+            told = self.event(name, {**item.where, "text": item.text, **logprobs})
+            told += self.event("content_part.done", {**item.where, "part": item.part()})
+        return told + self.event("output_item.done", {"output_index": item.place, "item": item.written()})
+
+
+def _kind_and_text(part: Part) -> tuple[Kind, str]:
+    if isinstance(part, str):
+        return "message", part
+    return ("reasoning", part.text) if isinstance(part, Thought) else ("function_call", part.arguments)

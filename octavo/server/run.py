@@ -1,7 +1,9 @@
-"""One API process from its start to its end: uvicorn on a socket that already listens, the ready line, and the signals.
+"""Runs a server: the tokenizer and HTTP in this process, the engine in another one. Further API processes run the same way.
 
-    first SIGTERM or SIGINT    drain: /health says so, new requests are told to come back, open ones may end (`shutdown_timeout`)
-    second                     stop at once
+`ApiProcess` is one of them from its start to its end: uvicorn on a socket that already listens, the ready line, and the signals.
+
+    first SIGTERM or SIGINT    the server drains: /health says so, new requests get 503, open ones have `shutdown_timeout` to end
+    second                     it stops at once
 """
 
 import asyncio
@@ -10,29 +12,101 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from types import FrameType
+from typing import Any
 
 import uvicorn
+import uvloop
 
-from octavo.config import debug_from_environment
+from octavo import log
+from octavo.config import EngineConfig, debug_from_environment, log_level
+from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.stall_watch import StallWatch
+from octavo.engine.supervisor import Serving
 from octavo.errors import EngineError, OctavoError
+from octavo.loading.text_side import TextSide
 from octavo.log import logger
 from octavo.server.app import build_app
 from octavo.server.listen import url_of
+from octavo.server.metrics import Numbers, shared_file
+from octavo.server.observer import Observer
 from octavo.server.privacy import recording_has_text
 from octavo.server.protocol import BoundedProtocol
-from octavo.server.siblings import Siblings
+from octavo.server.recorder import Recorder
+from octavo.server.records import open_spans
+from octavo.server.siblings import Orders, Siblings, take_orders
 from octavo.server.state import Server
+from octavo.server_config import ServerConfig
 
-KEEP_ALIVE_SECONDS = 75  # longer than clients and proxies keep an idle connection: they should be the ones to close it
-LAST_WORDS_SECONDS = 2  # for answers that were told to end, before their connections are cut off
+SWITCH_SECONDS = 0.0005  # how long a thread may keep the event loop waiting
+KEEP_ALIVE_SECONDS = 75  # longer than clients and proxies keep an idle connection: they should close it first
+LAST_WORDS_SECONDS = 2  # answers have so long to end before their connections are reset
+
+
+def serve(engine: EngineConfig, config: ServerConfig, listener: socket.socket, text: TextSide) -> int:
+    """Runs the first API process, which starts the engine and the others. Returns the exit code."""
+    return _run(_first(engine, config, listener, text))
+
+
+def sibling(descriptor: int) -> None:
+    """The entry point of a further API process."""
+    orders = take_orders()
+    log.setup(log_level("INFO"), orders.server.log_format)
+    try:
+        code = _run(_further(orders, socket.socket(fileno=descriptor)))
+    except OctavoError as error:
+        log.logger.error("an API process cannot go on: %s", error)
+        code = 1
+    raise SystemExit(code)
+
+
+async def _first(engine: EngineConfig, config: ServerConfig, listener: socket.socket, text: TextSide) -> int:
+    llm = AsyncLLM(engine, _serving(config), lambda error: process.fail(EngineError(f"the engine stayed dead: {error}")), text=text)
+    try:
+        model_name = config.served_model_name or text.source.name
+        observer = _observer(config, model_name, shared_file() if config.api_processes > 1 else None)
+        server = Server(llm, config, model_name, observer)
+        server.recorder = None if config.record is None else Recorder(config.record)
+        found = replace(engine, model=str(text.source.path), revision=None)  # siblings do not look for the model again
+        orders = Orders(found, config, llm.address, server.model_name)
+        process = ApiProcess(server, listener, siblings=Siblings(orders, listener, observer.numbers))
+        return await process.run_to_end()
+    finally:
+        await llm.close()  # also if a signal came before the server could handle it
+
+
+async def _further(orders: Orders, listener: socket.socket) -> int:
+    llm = AsyncLLM(orders.engine, _serving(orders.server), lambda error: process.fail(error), address=orders.address)
+    observer = _observer(orders.server, orders.model_name, orders.shared, orders.row)
+    process = ApiProcess(Server(llm, orders.server, orders.model_name, observer), listener)
+    return await process.run_to_end()
+
+
+def _observer(config: ServerConfig, model_name: str, shared: int | None, row: int = 0) -> Observer:
+    """Returns the observer of this process. Several processes share their metrics in a file that the first one made."""
+    return Observer(Numbers(shared, row, config.api_processes), open_spans(model_name))
+
+
+def _serving(config: ServerConfig) -> Serving:
+    step_seconds = config.lesson_pace if config.lesson else 0.0
+    return Serving(
+        config.max_queue, config.queue_timeout, config.max_restarts,
+        log_format=config.log_format, step_seconds=step_seconds, inspector=config.inspector,
+    )  # fmt: skip
+
+
+def _run(process: Coroutine[Any, Any, int]) -> int:
+    sys.setswitchinterval(SWITCH_SECONDS)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(process)
 
 
 class ApiProcess(uvicorn.Server):
-    """uvicorn calls `handle_exit` with each signal, and `on_tick` ten times a second. The first one has the others as `siblings`."""
+    """One API process. uvicorn calls `handle_exit` with each signal, and `on_tick` ten times a second. Only the first has `siblings`."""
 
     def __init__(self, server: Server, listener: socket.socket, siblings: Siblings | None = None) -> None:
         _route_logs()
@@ -60,10 +134,10 @@ class ApiProcess(uvicorn.Server):
         self._failure: OctavoError | None = None
 
     async def run_to_end(self) -> int:
-        """The exit code: 0 after draining, 1 where a second signal cut it short. Raises what the engine or a sibling stayed dead of."""
+        """Serves until it is told to stop. Returns 0 after draining, 1 after a second signal. Raises if a process stays dead."""
         starting = asyncio.create_task(self._start())
         if self._siblings is None:
-            await starting  # who is first tells clients to wait; here they would come for nothing
+            await starting  # a sibling accepts no connections until it is ready; the first process tells clients to wait
         await self.serve([self._listener])
         starting.cancel()
         if self._failure is not None:
@@ -71,11 +145,11 @@ class ApiProcess(uvicorn.Server):
         return 1 if self.force_exit else 0
 
     def fail(self, error: OctavoError) -> None:
-        """There will be no engine any more."""
+        """Ends the server with this error."""
         self._failure, self.should_exit = error, True
 
     async def _start(self) -> None:
-        """Whatever keeps it from starting ends the server: nobody else would see it."""
+        """Waits for the engine, then begins the recording and prints the ready line. An error ends the server: nobody else would see it."""
         try:
             await self._server.llm.start()
             if milliseconds := debug_from_environment().loop_slow:
@@ -91,7 +165,7 @@ class ApiProcess(uvicorn.Server):
             self.fail(EngineError(f"the server could not start: {type(error).__name__}: {error}"))
 
     def _say_ready(self) -> None:
-        with suppress(OSError):  # nobody reads the log: clients are served all the same
+        with suppress(OSError):  # the log is closed; clients are served all the same
             print(f"Octavo is ready: {url_of(self._listener)}  model={self._server.model_name}", file=sys.stderr, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -126,19 +200,19 @@ class ApiProcess(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._siblings is not None:
             await self._siblings.ended(0 if self.force_exit else self._server.config.shutdown_timeout + LAST_WORDS_SECONDS)
-        await self._server.llm.close()  # what is still open ends with an error, and the engine ends
+        await self._server.llm.close()  # open requests end with an error, and the engine ends
         asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._cut_off)
         await super().shutdown(sockets)
         await self._server.close()
 
     def _cut_off(self) -> None:
-        """Clients that do not read would be waited for without end."""
+        """Resets all connections: uvicorn would wait for ever for clients that do not read."""
         for connection in self._connections:
             connection.cut_off()
 
 
 def _route_logs() -> None:
-    """uvicorn's own lines, where they matter, go where ours go."""
+    """Sends uvicorn's errors to our log."""
     theirs = logging.getLogger("uvicorn")
     theirs.handlers, theirs.propagate = logger.handlers, False
     theirs.setLevel(logging.ERROR)

@@ -1,11 +1,11 @@
-"""Further API processes on one port (`--api-processes`): each has the listening socket by its descriptor, its orders through a pipe.
+"""Siblings are further API processes on the same port (`--api-processes`). Each inherits the listening socket and gets orders by a pipe.
 
     parent ── socket, pipe ──► sibling ── unix socket ──► the one engine
-           ◄── beats, in the numbers they share ──
+           ◄── beats, in the metrics they share ──
 
-The pipe stays open while the parent lives: when it ends, however that came about, so do its siblings. A terminal's Ctrl-C reaches the
-parent alone, which passes signals on. A sibling that dies is started again, as often and as soon as an engine would be; one that is
-stopped, or gives no sign of life, is killed first.
+The pipe stays open while the parent lives: when the parent ends, for whatever reason, its siblings end too. Ctrl-C in a terminal reaches
+only the parent, which passes signals on. A sibling that dies is started again, as often and as soon as an engine would be. A
+sibling that is stopped, or shows no sign of life, is killed first.
 """
 
 import asyncio
@@ -25,26 +25,26 @@ from octavo.child import Restarts, command, is_stopped
 from octavo.config import EngineConfig
 from octavo.engine.router import CLIENT_SECONDS
 from octavo.log import logger
-from octavo.server.numbers import Numbers
+from octavo.server.metrics import Numbers
 from octavo.server.observer import TICK_SECONDS
 from octavo.server_config import ServerConfig
 
-SILENT_TICKS = round(CLIENT_SECONDS / TICK_SECONDS)  # by then the engine has given up its requests, too
+SILENT_TICKS = round(CLIENT_SECONDS / TICK_SECONDS)  # the engine, too, gives up a client's requests after this time
 
 
 class Orders(Struct, frozen=True):
-    """All a sibling is told; through a pipe, because there are keys in it."""
+    """Everything a sibling has to know. It goes through a pipe, because it has keys in it."""
 
     engine: EngineConfig
     server: ServerConfig
-    address: str  # of the engine's socket
+    address: str  # the engine's socket
     model_name: str
-    shared: int | None = None  # descriptor of the numbers that all API processes share
-    row: int = 0  # its own, of them
+    shared: int | None = None  # descriptor of the file with the metrics of all API processes
+    row: int = 0  # the sibling's own row in that file
 
 
 class Sibling:
-    """One of them, from its first start on."""
+    """One sibling: starts its process, watches it, and starts it again when it has ended."""
 
     def __init__(self, orders: Orders, listener: socket.socket, numbers: Numbers) -> None:
         self._orders = orders
@@ -52,12 +52,12 @@ class Sibling:
         self._numbers = numbers
         self._restarts = Restarts(orders.server.max_restarts)
         self._process: subprocess.Popen[bytes] | None = None
-        self._ready_at: float | None = None  # its first sign of life
-        self._beats = 0.0  # when it was looked at last
-        self._silent_ticks = 0  # since then
+        self._ready_at: float | None = None  # when it first showed a sign of life
+        self._beats = 0.0  # at the last check
+        self._silent_ticks = 0  # checks since its last beat
         self._killed = False
-        self._start_at = 0.0  # the next one
-        self._dead = False  # there is no next one
+        self._start_at = 0.0  # when the next start is due
+        self._dead = False  # it will not be started again
         self._start()
 
     @property
@@ -65,7 +65,10 @@ class Sibling:
         return self._process is not None and self._process.poll() is None
 
     def check(self) -> bool:
-        """Called every TICK_SECONDS: kills what hangs, starts again what ended. False where that was too often."""
+        """Kills the process if it hangs, and starts it again if it has ended. Returns False if that happened too often.
+
+        Called every TICK_SECONDS.
+        """
         if self._process is None:
             if not self._dead and time.monotonic() >= self._start_at:
                 self._start()
@@ -86,10 +89,10 @@ class Sibling:
             self._process.wait()
 
     def _verdict(self, pid: int) -> str:
-        """Why it is as good as dead; nothing if it is not.
+        """Returns why the process has to be killed, or "" if it is well.
 
-        Silence is counted in ticks of this process, not in seconds: while the whole machine sleeps there are none. A sibling that
-        still starts is silent, and may be for as long as the model loads.
+        Silence is counted in ticks of this process and not in seconds, because there are no ticks while the whole machine sleeps. A
+        sibling that is still starting is silent, and may be until the model is loaded.
         """
         beats = self._numbers.beats(self._orders.row)
         if beats != self._beats:
@@ -107,22 +110,22 @@ class Sibling:
         self._ready_at, self._killed = None, False
         self._beats, self._silent_ticks = self._numbers.beats(self._orders.row), 0
         inherited = [each for each in (self._listener.fileno(), self._orders.shared) if each is not None]
-        words = command("octavo.server.start", "sibling", self._listener.fileno())
+        words = command("octavo.server.run", "sibling", self._listener.fileno())
         try:
             self._process = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=inherited, start_new_session=True)
         except OSError as error:
             self._ended(f"could not be started: {error}")
             return
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended already, which `check` will see
+        with suppress(BrokenPipeError):  # the process has already ended, which `check` will notice
             self._process.stdin.write(msgspec.json.encode(self._orders) + b"\n")
             self._process.stdin.flush()
 
     def _ended(self, how: str) -> None:
-        """The next start is planned, if there is one."""
+        """Plans the next start, or gives up."""
         logger.error("an API process %s", how)
         if self._process is not None and self._process.stdin is not None:
-            with suppress(BrokenPipeError):  # it ended before it had its orders
+            with suppress(BrokenPipeError):  # the process ended before it had read its orders
                 self._process.stdin.close()
         self._process = None
         now, restarts = time.monotonic(), self._restarts
@@ -141,17 +144,17 @@ class Siblings:
         self._all = [Sibling(each, listener, numbers) for each in given]
 
     def check(self) -> bool:
-        """Start again what died or hangs; False where that was too often."""
+        """Checks every sibling. Returns False if one of them died too often."""
         return self._stopping or all(each.check() for each in self._all)
 
     def pass_on(self, again: bool) -> None:
-        """The parent was told to stop."""
+        """Tells all siblings to stop, as the parent was told; `again`: by a second signal, which kills them."""
         self._stopping = True
         for each in self._all:
             each.send(signal.SIGKILL if again else signal.SIGTERM)
 
     async def ended(self, seconds: float) -> None:
-        """Wait until all have ended; those that do not are ended."""
+        """Waits until all siblings have ended, and kills those that are left after `seconds`."""
         if not self._stopping:
             self.pass_on(again=False)
         deadline = asyncio.get_running_loop().time() + seconds
@@ -163,7 +166,7 @@ class Siblings:
 
 
 def take_orders() -> Orders:
-    """What a sibling starts with. From here on it ends when its parent does."""
+    """Called by a sibling: returns its orders, and makes its process end when the parent's does."""
     orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
 
     def watch() -> None:

@@ -1,9 +1,9 @@
-"""The server's state, which every route gets: the engine, the settings, and what the server remembers."""
+"""The server's state, which every route gets: the engine, the settings, and what lives as long as the server."""
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from octavo.engine.async_llm import AsyncLLM, State
 from octavo.server.grammar_check import GrammarChecker, first_pieces
 from octavo.server.observer import Observer
 from octavo.server.recorder import Recorder
@@ -11,20 +11,17 @@ from octavo.server.threads import Threads
 from octavo.server.view import ViewHub
 from octavo.server_config import ServerConfig
 
-if TYPE_CHECKING:
-    from octavo.engine.async_llm import AsyncLLM, State
-
 
 @dataclass(slots=True)
 class Server:
-    llm: "AsyncLLM"
+    llm: AsyncLLM
     config: ServerConfig
     model_name: str  # what clients call the model
     observer: Observer = field(default_factory=Observer)
     created: int = field(default_factory=lambda: int(time.time()))
-    draining: bool = False  # told to stop: what is open may end, nothing new begins
+    draining: bool = False  # it was told to stop: open requests may end, no new one begins
     open_requests: int = 0
-    warned: set[str] = field(default_factory=set)  # fields nobody knows that were already warned about
+    warned: set[str] = field(default_factory=set)  # unknown fields of requests that were logged once
     recorder: Recorder | None = None
     threads: Threads = field(default_factory=Threads)
     view: ViewHub = field(init=False)
@@ -35,7 +32,7 @@ class Server:
 
     @property
     def grammars(self) -> GrammarChecker:
-        """Made when somebody asks: its words are the model's."""
+        """The checker of grammars. It is made at its first use, because it needs the model's tokens."""
         if self._grammars is None:
             tokenizer = self.llm.tokenizer
             special = [tokenizer.token(token) for token in sorted(tokenizer.special_ids)]
@@ -43,7 +40,7 @@ class Server:
         return self._grammars
 
     async def close(self) -> None:
-        """No process, task or file of its own is left."""
+        """Ends all its threads, tasks, processes and files."""
         self.threads.close()
         if self.recorder is not None:
             await self.recorder.close()
@@ -52,5 +49,5 @@ class Server:
             await self._grammars.close()
 
     @property
-    def state(self) -> "State":
+    def state(self) -> State:
         return "draining" if self.draining and self.llm.state != "dead" else self.llm.state

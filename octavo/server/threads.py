@@ -5,9 +5,9 @@
     long_texts     long prompts and conversations
     tokenize       /tokenize and /detokenize
 
-The interpreter is shared with the event loop (see `start.SWITCH_SECONDS`), the tokenizer's library lets others run.
-Each thread has its own heap, and the C library keeps what was freed in one. So a second after large work was done, all that is
-free is given back to the system, at most once a second.
+The threads share the interpreter with the event loop (see `run.SWITCH_SECONDS`); the tokenizer's library releases it while it works.
+Each thread has its own heap, and the C library keeps what was freed in it. So a second after large work all free memory is given back
+to the system, at most once a second.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class Threads:
         self._give_back: asyncio.TimerHandle | None = None
 
     async def run(self, kind: Kind, request: Request, work: Callable[[], Result]) -> Result:
-        """`work`, for the client of `request`: when it leaves before its turn comes, nothing is done."""
+        """Returns the result of `work`. If the client of `request` leaves before its turn comes, `work` is not done."""
         task = self._pools[kind].submit(contextvars.copy_context().run, work)
         try:
             return await unless(disconnect(request.receive), asyncio.wrap_future(task))
@@ -52,7 +52,7 @@ class Threads:
         self._pools["bodies"].submit(give_back_freed_memory)
 
     def close(self) -> None:
-        """What has not begun never does; what runs is not waited for here."""
+        """Drops work that has not begun, and does not wait for work that runs."""
         if self._give_back is not None:
             self._give_back.cancel()
         for pool in self._pools.values():

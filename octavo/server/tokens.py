@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /tokenizer_info, with the bodies vLLM's have. What is long is worked on, and written, in a thread."""
+"""/tokenize, /detokenize and /tokenizer_info, with the same bodies as vLLM. The work, and the writing of JSON, is done in a thread."""
 
 import json
 from collections.abc import Sequence
@@ -11,23 +11,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.errors import RequestError
-from octavo.server.basic import check_model
-from octavo.server.body import Body, TokenIds, read_body, takes
+from octavo.server.body import Body, Refusal, TokenIds, check_model, read_body, takes
+from octavo.server.request_bodies import FIELDS
 from octavo.server.state import Server
-from octavo.server.unsupported import FIELDS, Refusal
 
-MOST_CHARS = 2**20  # a second or two: what is being tokenised cannot be stopped
+MOST_CHARS = 2**20  # one or two seconds of work, which cannot be stopped
 MOST_TOKENS = 2**20
 _IN_CHAT = Refusal("usage.prompt_tokens of /v1/chat/completions counts it", ([], {}))
 REFUSED = FIELDS | {"tools": _IN_CHAT, "chat_template_kwargs": _IN_CHAT}
-_PIECE = 8192  # items of a list that are written at once
+_PIECE = 8192  # items of a list that become JSON in one call
 
 
 class Tokenize(Body):
     model: str | None = None
     prompt: str | None = None
-    messages: list[Any] | None = None  # what it holds is checked with the conversation; a type here would copy it first
-    add_special_tokens: bool | None = None  # default: for a prompt, not for messages, whose template writes them itself
+    messages: list[Any] | None = None  # its items are checked with the conversation; a type here would copy them first
+    add_special_tokens: bool | None = None  # default: true for a prompt, false for messages, because templates write special tokens
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -53,13 +52,13 @@ def router(server: Server) -> APIRouter:
 
     @routes.post("/detokenize", openapi_extra=takes(Detokenize))
     async def detokenize(request: Request) -> Response:
-        asked = await read_body(request, Detokenize)
+        asked = await read_body(request, Detokenize, FIELDS)
         check_model(server, asked.model)
         return _answer(await server.threads.run("tokenize", request, partial(_detokenized, server, asked.tokens)))
 
     @routes.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, str | None]:
-        """What a client that counts tokens here needs beside the two above. The template, which may be private, is not told."""
+        """Returns what a client that counts tokens also needs. It does not return the chat template, which may be private."""
         return {"bos_token": server.llm.tokenizer.bos_token or None, "eos_token": server.llm.tokenizer.eos_token or None}
 
     return routes
@@ -78,7 +77,7 @@ def _tokenized(server: Server, asked: Tokenize) -> str:
 
 
 def _listed(items: Sequence[int | str]) -> str:
-    """As JSON, in pieces: one call for a million items would hold up everybody."""
+    """Returns the items as JSON, written in pieces: one call for a million items would hold the interpreter too long."""
     starts = range(0, len(items), _PIECE)
     return f"[{','.join([json.dumps(items[start : start + _PIECE], separators=(',', ':'))[1:-1] for start in starts])}]"
 

@@ -1,77 +1,179 @@
-"""GET /v1/view: what the engine does, as lines of JSON while the client reads (docs/view.md).
+"""What the engine does, as lines of JSON for watchers: the data of GET /v1/view and of recordings (docs/view.md).
 
-    llm.view() ─► ViewHub: the state so far, the last lines ─► each watcher, from where it is
+    llm.view() ─► frames ─► ViewHub: the state so far, the last lines ─► each watcher, from its own place
 
-All watchers of this process share one subscription, which lasts as long as there is one, and everything they read is encoded once. A
-watcher keeps nothing but its place: a new one, and one that was left behind by the lines kept, starts from the state. While nobody
-watches the hub holds nothing.
+All watchers of this process share one subscription to the engine, which lasts as long as there is a watcher. Each line is encoded once
+for all of them. A watcher keeps only its place. A new watcher starts from the state, and so does a slow one whose next line is no longer
+kept. While nobody watches, the hub holds nothing. Token ids become text here, and requests get the ids of their answers.
 """
 
 import asyncio
+import codecs
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from fastapi import APIRouter
-from starlette.responses import Response
+import msgspec
 
 from octavo import __version__
 from octavo.client.view import ViewState
+from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.view_frame import SequenceState, ViewFrame
 from octavo.errors import UnavailableError
 from octavo.log import logger
-from octavo.server.arrival import current_arrival
-from octavo.server.events import EventStream
-from octavo.server.view_lines import Line, Pieces, delta, line
+from octavo.server_config import ServerConfig
+from octavo.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from octavo.server.state import Server
-
-MOST_WATCHERS = 64  # of a process: ten lines a second to each of them take a tenth of its time
+MOST_WATCHERS = 64  # in this process: ten lines a second to each of them take a tenth of its time
 KEPT_LINES = 50  # some seconds
-YOUNG_LINES = KEPT_LINES // 2  # an opening that so many lines followed is still told: its reader has as many to catch up
-LIFE_SECONDS = 5.0  # without a line after which there is one that says nothing
-LOOK_SECONDS = 0.25  # between two looks whether the server was told to stop
+YOUNG_LINES = KEPT_LINES // 2  # an opening with no more lines after it is used again: its reader can still catch up
+LIFE_SECONDS = 5.0  # after so long without news an empty line is sent
+LOOK_SECONDS = 0.25  # how often a waiting watcher looks whether the server was told to stop
 BLOCKS_A_LINE = 4096
 
 
 @dataclass(slots=True)
 class Opening:
-    """How watchers start: from the state, in parts, for a whole pool at once would keep others waiting.
+    """What a watcher gets first: the state, in parts, because a whole pool at once would keep others waiting.
 
-    A part is made when the first of them gets to it, and told to each after the lines that were there by then.
+    A part is made when the first watcher reaches it. Every watcher gets it after the lines that existed by then.
     """
 
     with_text: bool
-    parts: list[tuple[int, bytes]]  # the number of lines it follows, and what it says
+    parts: list[tuple[int, bytes]]  # how many lines come before it, and its text
+
+
+def line(frame: Mapping[str, Any]) -> bytes:
+    """Returns a frame as a line of JSON."""
+    return msgspec.json.encode(frame) + b"\n"
+
+
+def without_text(frame: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the frame without text. A block still shows how many tokens it holds."""
+    hidden = dict(frame)
+    if "blocks" in frame:
+        hidden["blocks"] = [(*block[:4], None if block[4] is None else [""] * len(block[4]), block[5]) for block in frame["blocks"]]
+    if "seqs" in frame:
+        hidden["seqs"] = [{name: value for name, value in seq.items() if name != "asked"} for seq in frame["seqs"]]
+    return hidden
+
+
+class Line:
+    """A frame, encoded when its first reader comes and kept for the others: once with text, once without."""
+
+    __slots__ = ("_encoded", "_frame")
+
+    def __init__(self, frame: Mapping[str, Any]) -> None:
+        self._frame = frame
+        self._encoded: dict[bool, bytes] = {}
+
+    def read(self, with_text: bool) -> bytes:
+        if with_text not in self._encoded:
+            self._encoded[with_text] = line(self._frame if with_text else without_text(self._frame))
+        return self._encoded[with_text]
+
+
+class Pieces:
+    """Finds the text of each token of a block. A character of several tokens belongs to the last of them."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str | None] = {}  # None: its bytes are not whole characters
+
+    def of(self, ids: list[int]) -> list[str]:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            return [f"{token_id} " for token_id in ids]
+        pieces = [self._known[token_id] if token_id in self._known else self._look_up(token_id, tokenizer) for token_id in ids]
+        if None not in pieces:
+            return pieces  # type: ignore[return-value]
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        found = [decoder.decode(tokenizer.token_bytes(token_id)) for token_id in ids]
+        found[-1] += decoder.decode(b"", final=True)
+        return found
+
+    def _look_up(self, token_id: int, tokenizer: Tokenizer) -> str | None:
+        try:
+            piece: str | None = tokenizer.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            piece = None
+        self._known[token_id] = piece
+        return piece
+
+
+def delta(frame: ViewFrame, pieces: Pieces, name: Callable[[SequenceState], str]) -> dict[str, Any]:
+    """Returns a frame as it is sent; a delta has no empty fields. `name`: gives the name of a sequence's request."""
+    parts: dict[str, Any] = {
+        "blocks": [(*block[:4], None if block[4] is None else pieces.of(block[4]), block[5]) for block in frame.blocks],
+        "seqs": [_sequence(seq, name(seq), pieces) for seq in frame.seqs],
+        "gone": frame.gone,
+        "steps": frame.steps,
+        "events": frame.events,
+        "lost": frame.lost,
+    }
+    if frame.full:
+        return {"kind": "full", "at": frame.at, **parts}
+    return {"kind": "delta", "at": frame.at, **{key: value for key, value in parts.items() if value}}
+
+
+def _sequence(seq: SequenceState, request: str, pieces: Pieces) -> dict[str, Any]:
+    ended = {} if seq.digests is None else {"digests": seq.digests}
+    asked = {"asked": pieces.of(seq.asked)} if seq.asked else {}
+    return {
+        "seq": seq.seq,
+        "request": request,
+        "sample": seq.sample,
+        "samples": seq.samples,
+        "state": seq.state,
+        "prompt": seq.prompt,
+        "tokens": seq.tokens,
+        "limit": seq.limit,
+        "computed": seq.computed,
+        "cached": seq.cached,
+        "reason": seq.reason,
+        "preemptions": seq.preemptions,
+        "from": seq.start,
+        "table": seq.table,
+        **ended,
+        **asked,
+    }
+
+
+class Watched(Protocol):
+    """The part of the server that the hub reads."""
+
+    llm: AsyncLLM
+    config: ServerConfig
+    model_name: str
+    draining: bool
 
 
 class ViewHub:
-    def __init__(self, server: "Server") -> None:
+    def __init__(self, server: Watched) -> None:
         self._server = server
         self._watchers = 0
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # set, and replaced, with every line
-        self._note: dict[str, Any] | None = None  # what is being played, also for those who come later
+        self._note: dict[str, Any] | None = None  # what is being played, for watchers who come later, too
         self._forget()
 
     def _forget(self) -> None:
         self._state = ViewState()
         self._lines: deque[Line] = deque(maxlen=KEPT_LINES)
-        self._number = 0  # of lines ever made, those of a new engine's head included
+        self._number = 0  # how many lines there have been, also of earlier engines
         self._openings: dict[bool, Opening] = {}  # with text, without
-        self._trouble: UnavailableError | None = None  # why there is nothing to see
-        self._offset = 0.0  # of the engine's time from ours
+        self._trouble: UnavailableError | None = None  # why the engine cannot be watched
+        self._offset = 0.0  # our clock minus the engine's
 
     async def lines(self, with_text: bool) -> AsyncGenerator[bytes, None]:
-        """Until the server is told to stop; what has come meanwhile in one piece."""
+        """Yields lines until the server is told to stop, all that are new in one piece."""
         self._join()
         try:
-            seen, told = -1, 0  # lines and parts of its opening that it has been told
+            seen, told = -1, 0  # how many lines, and parts of its opening, this watcher has got
             while not self._server.draining and self._task is not None and not self._task.done():
                 if not self._number:
                     await self._news(LOOK_SECONDS)
@@ -95,7 +197,7 @@ class ViewHub:
             self._leave()
 
     def note(self, scene: int, of: int, caption: dict[str, object]) -> None:
-        """The caption from here on; scene 0: there is none."""
+        """Sets the caption that watchers see from now on; scene 0: none."""
         note = {"kind": "note", "at": self._at(), "scene": scene, "of": of, **caption}
         self._note = note if scene else None
         if self._number:  # somebody watches
@@ -122,7 +224,7 @@ class ViewHub:
             self._forget()
 
     async def _take_all(self, before: "asyncio.Task[None] | None") -> None:
-        """`before`: the subscription that is ending."""
+        """Takes in all frames of the engine. `before`: an earlier subscription, which must have ended first."""
         if before is not None:
             await asyncio.wait({before})
         pieces = Pieces(self._server.llm.text_tokenizer)
@@ -144,7 +246,7 @@ class ViewHub:
         told = delta(frame, pieces, self._name)
         self._state.apply(told)
         self._offset = time.monotonic() - frame.at
-        self._add(None if frame.full else Line(told))  # what a full one tells, the state tells
+        self._add(None if frame.full else Line(told))  # a full frame is not kept: watchers get it from the state
 
     def _add(self, line: Line | None) -> None:
         self._number += 1
@@ -163,13 +265,13 @@ class ViewHub:
         return changed.is_set()
 
     async def _hears_in_time(self) -> bool:
-        """Waits for a line, or for the end; False where neither came."""
+        """Waits for a line or for the end of the server. Returns False if neither came within LIFE_SECONDS."""
         for _ in range(int(LIFE_SECONDS / LOOK_SECONDS)):
             if await self._news(LOOK_SECONDS) or self._server.draining:
                 return True
         return False
 
-    # --- what is told ------------------------------------------------------------------------------------------------
+    # --- what is sent ------------------------------------------------------------------------------------------------
 
     def _at(self) -> float:
         return round(time.monotonic() - self._offset, 4)
@@ -193,12 +295,12 @@ class ViewHub:
         }
 
     def _between(self, seen: int, number: int, with_text: bool) -> bytes:
-        """The lines after `seen`, up to `number`."""
+        """Returns the lines after number `seen`, up to `number`."""
         first = self._number - len(self._lines)
         return b"".join(line.read(with_text) for line in islice(self._lines, seen - first, number - first))
 
     def _opening(self, with_text: bool) -> Opening:
-        """That of the watcher before, where all that followed is still known."""
+        """Returns the opening of an earlier watcher if all lines after it are still kept, else a new one."""
         known = self._openings.get(with_text)
         if known is None or known.parts[0][0] < self._number - min(len(self._lines), YOUNG_LINES):
             note = [{**self._note, "at": self._state.at}] if self._note else []
@@ -218,7 +320,7 @@ class ViewHub:
         return opening.parts[index]
 
     def _full(self) -> dict[str, Any]:
-        """The first blocks of it."""
+        """Returns the state as a full frame, with the first part of its blocks."""
         state = self._state
         return {
             "kind": "full",
@@ -233,17 +335,3 @@ class ViewHub:
 
     def _blocks(self, first: int) -> list[list[Any]]:
         return self._state.blocks(range(first, min(first + BLOCKS_A_LINE, len(self._state.ref))))
-
-
-def router(server: "Server") -> APIRouter:
-    routes = APIRouter()
-    if server.config.inspector:
-
-        @routes.get("/v1/view")
-        async def view() -> Response:
-            if server.state != "ready":
-                raise UnavailableError(f"the engine is {server.state}", retry_after=1)
-            lines = server.view.lines(with_text=current_arrival().caller.reads_text)
-            return EventStream(lines, "application/x-ndjson")
-
-    return routes

@@ -30,7 +30,7 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
-    "cache-control": "no-cache",  # kept, and asked about every time: a page and its scripts are of one version
+    "cache-control": "no-cache",  # browsers ask every time, so that a page and its scripts have the same version
     "content-security-policy": POLICY,
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
@@ -48,7 +48,7 @@ class File:
 
 
 def found_files(folder: Path = FOLDER) -> dict[str, File]:
-    """By their path below the folder."""
+    """Returns the files by their path below the folder."""
     paths = [path for path in sorted(folder.rglob("*")) if path.suffix in KINDS and path.is_file()]
     return {path.relative_to(folder).as_posix(): _read(path) for path in paths}
 
@@ -80,4 +80,4 @@ def _answer(file: File, request: Request) -> Response:
     known = re.findall(r'"[^"]*"', request.headers.get("if-none-match", ""))
     if file.etag in known:
         return Response(status_code=304, headers=headers)
-    return Response(file.body, media_type=file.kind, headers=headers)  # of an answer to HEAD uvicorn sends the headers alone
+    return Response(file.body, media_type=file.kind, headers=headers)  # for HEAD uvicorn sends only the headers

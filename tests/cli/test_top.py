@@ -27,7 +27,22 @@ from octavo.client.address import parse_url
 from octavo.client.api import RemoteServer
 from octavo.errors import RemoteError
 from tests.cli.processes import SECONDS, Typist, environment
-from tests.support.view_server import EMPTY, HEAD, Shown, ViewServer, sequence
+from tests.support.view_host import Shown, view_host
+
+HEAD: dict[str, Any] = {
+    "kind": "head", "version": 1, "model": "m", "block_size": 16, "num_blocks": 41, "epoch": 1, "started": 0.0,
+    "version_of": "octavo 0.1.0", "lesson": False,
+}  # fmt: skip
+EMPTY: dict[str, Any] = {"kind": "full", "at": 0.0, "blocks": [], "seqs": [], "gone": [], "steps": [], "events": [], "lost": 0}
+
+
+def sequence(number: int, **changed: Any) -> dict[str, Any]:
+    told = {
+        "seq": number, "request": f"cmpl-{number}", "sample": 0, "state": "running", "prompt": 40, "tokens": 53, "computed": 52,
+        "cached": 32, "reason": "differs", "preemptions": 0, "from": 0, "table": [1, 2, 3, 4],
+    }  # fmt: skip
+    return told | changed
+
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\nfake\u202e\t漢e\u0301"
 BLOCKS = [[1, 2, 1, "ab", ["a"], 0.1], [2, 1, 1, "cd", None, 0.1], [3, 1, 0, "", None, 0.2], [9, 0, 1, "ef", None, 0.3]]
@@ -63,7 +78,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_picture_says_what_the_frames_say(hurried: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("OCTAVO_API_KEY", "secret")
-    with ViewServer(Shown(FRAMES), key="secret") as server:
+    with view_host(Shown(FRAMES), key="secret") as server:
         assert main(["top", server.url, "--once"]) == 0
     said = capsys.readouterr().out
     lines = said.splitlines()
@@ -82,7 +97,7 @@ def test_one_picture_says_what_the_frames_say(hurried: None, capsys: pytest.Capt
 def test_in_a_pipe_it_is_a_line_a_second_and_a_server_that_went_is_waited_for() -> None:
     again = [(0.0, HEAD), (0.0, EMPTY | {"at": 0.1, "seqs": [sequence(1)], "steps": [STEP]})]
     code = "import sys; sys.modules['torch'] = None; from octavo.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    with ViewServer(Shown([*FRAMES, (1.5, {"kind": "delta", "at": 2.0})], then="cut"), Shown(status=503), Shown(again)) as server:
+    with view_host(Shown([*FRAMES, (1.5, {"kind": "delta", "at": 2.0})], then="cut"), Shown(status=503), Shown(again)) as server:
         command = [sys.executable, "-c", code, "top", server.url]
         process = subprocess.Popen(command, env=environment({}), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert process.stdout is not None
@@ -103,7 +118,7 @@ def test_at_a_terminal_it_is_redrawn_in_place_until_q(tmp_path: Path) -> None:
     more = [(0.6, {"kind": "delta", "at": 2.0, "gone": [[1, "stop"], [2, "stop"], [3, "stop"]]})]
     for key, code in (("q", 0), ("\x03", 130)):
         env = {"TERM": "xterm-256color", "NO_COLOR": "1"}
-        with ViewServer(Shown([*FRAMES, *more])) as server, Typist("top", server.url, cwd=tmp_path, env=env) as terminal:
+        with view_host(Shown([*FRAMES, *more])) as server, Typist("top", server.url, cwd=tmp_path, env=env) as terminal:
             fcntl.ioctl(terminal._master, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 90, 0, 0))
             before = termios.tcgetattr(terminal._master)
             first = terminal.expect("cmpl-two #1", 30)
@@ -118,7 +133,7 @@ def test_at_a_terminal_it_is_redrawn_in_place_until_q(tmp_path: Path) -> None:
 
 def test_at_a_terminal_that_cannot_be_redrawn_or_with_plain_it_is_lines(tmp_path: Path) -> None:
     for words, term in ((("--plain",), "xterm"), ((), "dumb")):
-        with ViewServer(Shown(FRAMES)) as server, Typist("top", server.url, *words, cwd=tmp_path, env={"TERM": term}) as terminal:
+        with view_host(Shown(FRAMES)) as server, Typist("top", server.url, *words, cwd=tmp_path, env={"TERM": term}) as terminal:
             assert "\x1b" not in terminal.expect(r"running 2 .*\n")
 
 
@@ -145,7 +160,7 @@ def test_what_is_wrong_is_one_line_with_what_to_do(
         *((answer, "does not answer /v1/view as Octavo does") for answer in (other, strange, missing)),
     ]  # fmt: skip
     for answer, told in cases:
-        with ViewServer(answer) as server:
+        with view_host(answer) as server:
             assert main(["top", server.url, *words]) == 1
         assert capsys.readouterr().err == f"octavo: error: {'the server at ' if 'as Octavo' in told else ''}{server.url} {told}\n"
     assert main(["top", nobody, *words]) == 1
@@ -167,7 +182,7 @@ def test_silence_after_a_while_is_no_end(hurried: None) -> None:
         task.cancel()
         return seen
 
-    with ViewServer(Shown(FRAMES, then="silence"), Shown(FRAMES, then="end"), Shown(FRAMES)) as server:
+    with view_host(Shown(FRAMES, then="silence"), Shown(FRAMES, then="end"), Shown(FRAMES)) as server:
         seen = [trouble for trouble in asyncio.run(watched(server.url)) if trouble is not None]
     assert [trouble.partition(" has ")[2] for trouble in seen] == ["sent nothing for 0 seconds", "closed the view"]
 
@@ -175,7 +190,7 @@ def test_silence_after_a_while_is_no_end(hurried: None) -> None:
 def test_it_starts_in_half_a_second_and_the_engine_is_started_again_in_between() -> None:
     code = "import sys; from octavo.cli.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     again = [(0, HEAD | {"num_blocks": 5, "epoch": 2}), (0, EMPTY)]
-    with ViewServer(Shown([*FRAMES, *again])) as server:
+    with view_host(Shown([*FRAMES, *again])) as server:
         start = time.monotonic()
         run = subprocess.run([sys.executable, "-c", code, "top", server.url, "--once"], env=environment({}), capture_output=True, text=True)
         assert time.monotonic() - start < 10  # with a second of watching, on a busy machine

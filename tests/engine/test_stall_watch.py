@@ -11,7 +11,7 @@ import uvloop
 
 from octavo.engine.stall_watch import LOOK_SECONDS, OTHERS, SAID, StallWatch
 from tests.cli.processes import FAKE
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import STAND_IN, ServerProcess
 
 MOST = 100  # milliseconds
 
@@ -88,7 +88,7 @@ def test_a_turn_that_somebody_else_names_is_measured_from_its_begin_to_its_end(c
 def test_a_test_whose_server_has_a_slow_event_loop_fails() -> None:
     with (
         pytest.raises(AssertionError, match=rf"a loop {SAID} [4-9]\d\d ms of CPU time, at most 200 are allowed(.|\n)*in spin"),
-        ServerProcess("tests.support.stand_in_server") as server,
+        ServerProcess(STAND_IN) as server,
     ):
         assert server.ask("GET", "/spin").status == 200
 

@@ -17,7 +17,7 @@ from octavo.errors import UnavailableError
 from octavo.messages import FinishReason
 from octavo.policy.block_pool import Event
 from octavo.policy.request import Sequence
-from octavo.server.view_lines import without_text
+from octavo.server.view import without_text
 from tests.policy.machine_settings import machine_settings
 from tests.policy.test_engine_machine import EngineMachine
 from tests.support.fake import VOCAB, FakeEngine, sampling

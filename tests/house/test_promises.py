@@ -13,9 +13,8 @@ from octavo.cli.args import Parser
 from octavo.cli.main import COMMANDS
 from octavo.sampling_params import SamplingParams
 from octavo.server.app import build_app
-from octavo.server.request_bodies import ChatBody, CompletionBody, ResponseBody
+from octavo.server.request_bodies import FIELDS, ChatBody, CompletionBody, ResponseBody
 from octavo.server.state import Server
-from octavo.server.unsupported import FIELDS
 from octavo.server_config import ServerConfig
 from tests.support.stand_in_llm import StandInLLM
 

@@ -13,7 +13,7 @@ from octavo.server.observer import Observer
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
 from tests.support.http_server import HttpServer, wait_for
-from tests.support.inproc_llm import InprocLLM
+from tests.support.stand_in_llm import InprocLLM
 from tests.support.story_folder import story_folder
 
 

@@ -15,11 +15,10 @@ from octavo import __version__
 from octavo.server.body import LARGE_BYTES
 from octavo.server.request_bodies import ChatBody, CompletionBody, ResponseBody, _is_longer
 from octavo.server.tokens import MOST_CHARS, MOST_TOKENS, Detokenize, Tokenize
-from tests.support.server_process import ServerProcess
+from tests.support.server_process import STAND_IN, ServerProcess
 from tests.support.stand_in_llm import StandInLLM
 
 TOKENIZER = StandInLLM().tokenizer
-STAND_IN = "tests.support.stand_in_server"
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from octavo.errors import RequestError, UnavailableError
-from octavo.server.arrival import arrive_as
+from octavo.server.access import Caller, arrive_as
 from octavo.server.grammar_check import MOST_WAITING, GrammarChecker
-from octavo.server.keys import Caller
 from octavo.structured_outputs import StructuredOutputs, structured_outputs
 from octavo.text.grammar_limits import _TOKEN, check_limits
 from octavo.text.grammar_text import grammar_text

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.server_process import Reply, ServerProcess
+from tests.support.server_process import STAND_IN, Reply, ServerProcess
 
-STAND_IN = "tests.support.stand_in_server"
 KEY, OTHER, ADMIN_KEY = "sk-first", "sk-second", "sk-admin"
 
 

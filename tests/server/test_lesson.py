@@ -12,8 +12,7 @@ from octavo.engine.supervisor import Serving
 from octavo.errors import ConfigError
 from octavo.server import lesson as lesson_module
 from octavo.server.errors import ApiError
-from octavo.server.lesson import Lesson
-from octavo.server.lesson_scenes import SCENES, Scene
+from octavo.server.lesson import SCENES, Lesson, Scene
 from octavo.server_config import LESSON, ServerConfig
 from tests.server.test_view import Watching
 from tests.support.engine_process import engine_process, is_idle, run, until

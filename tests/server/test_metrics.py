@@ -20,7 +20,7 @@ from octavo.errors import DeadlineError, EngineError, OverloadError, RequestErro
 from octavo.outputs import TextDelta
 from octavo.sampling_params import SamplingParams
 from octavo.server.app import build_app
-from octavo.server.numbers import FAILURES, SECONDS, Numbers, shared_file
+from octavo.server.metrics import FAILURES, SECONDS, Numbers, shared_file
 from octavo.server.observer import TICK_SECONDS, Observer
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from octavo.server import asks
 from octavo.server import body as bodies
-from octavo.server import totals
 from tests.server.conftest import Served
 
 HELLO = [{"role": "user", "content": "Once upon a time"}]
@@ -32,7 +32,7 @@ def test_fields_that_belong_together_and_limits_by_number(served: Served, monkey
         assert error["message"].startswith("top_logprobs ")
     error = check_refused(served, "/v1/completions", TEXT | {"prompt": [[1]] * 100, "n": 11}, "n")
     assert "100 prompts of 11 samples" in error["message"]
-    monkeypatch.setattr(totals, "MOST_NUMBERS", 10)
+    monkeypatch.setattr(asks, "MOST_NUMBERS", 10)
     check_refused(served, "/v1/completions", TEXT | {"prompt": [1] * 4, "echo": True, "logprobs": 2}, "logprobs")
     assert not served.llm.asked[1:], "only what the engine itself has to refuse reaches it"
 

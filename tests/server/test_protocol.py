@@ -10,10 +10,9 @@ import pytest
 
 from octavo.server.body import LARGE_BYTES as LARGE_BODY
 from tests.support.http_server import wait_for
-from tests.support.server_process import Reply, ServerProcess, read_replies
-from tests.support.stand_in_server import LARGE_BYTES
+from tests.support.server_process import STAND_IN, Reply, ServerProcess, read_replies
+from tests.support.watched_server import LARGE_BYTES
 
-STAND_IN = "tests.support.stand_in_server"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LAST = HEALTH[:-2] + b"Connection: close\r\n\r\n"
 ONCE = b'{"prompt": "Once"}'

@@ -15,7 +15,7 @@ import pytest
 from octavo import child
 from octavo.config import EngineConfig
 from octavo.server import siblings
-from octavo.server.numbers import Numbers, shared_file
+from octavo.server.metrics import Numbers, shared_file
 from octavo.server.siblings import Orders, Siblings
 from octavo.server_config import ServerConfig
 

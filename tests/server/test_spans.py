@@ -14,9 +14,8 @@ from opentelemetry.trace import StatusCode
 
 from octavo.errors import OverloadError
 from octavo.messages import LifeRecord
-from octavo.server.arrival import Arrival
-from octavo.server.records import Prompt, Record, Sample
-from octavo.server.spans import NoSpans, OtelSpans, open_spans
+from octavo.server.access import Arrival
+from octavo.server.records import NoSpans, OtelSpans, Prompt, Record, Sample, open_spans
 from tests.cli.processes import ROOT, environment
 from tests.server.conftest import Served
 from tests.support.http_server import wait_for
@@ -91,7 +90,7 @@ def test_spans_are_sent_where_the_environment_says(monkeypatch: pytest.MonkeyPat
 
 # promise: opentelemetry-extra-otel
 def test_nothing_is_imported_unless_an_endpoint_is_set() -> None:
-    code = "import sys; from octavo.server.start import open_spans; open_spans('m'); print('opentelemetry.sdk' in sys.modules)"
+    code = "import sys; from octavo.server.run import open_spans; open_spans('m'); print('opentelemetry.sdk' in sys.modules)"
     env = {name: value for name, value in environment({}).items() if not name.startswith("OTEL_")}
     said = [
         subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**env, **more}, capture_output=True, text=True, timeout=60).stdout

@@ -21,10 +21,8 @@ from octavo.server.run import ApiProcess
 from octavo.server.siblings import Orders, Siblings
 from octavo.server.state import Server
 from octavo.server_config import ServerConfig
-from tests.support.server_process import Reply, ServerProcess, read_replies
+from tests.support.server_process import STAND_IN, Reply, ServerProcess, read_replies
 from tests.support.stand_in_llm import StandInLLM
-
-STAND_IN = "tests.support.stand_in_server"
 
 
 class Streams:

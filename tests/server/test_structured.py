@@ -15,8 +15,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from octavo.server.answer_grammar import chat_grammar
-from octavo.server.answer_parts import AnswerForm
+from octavo.server.answer_form import AnswerForm, chat_grammar
 from octavo.server.grammar_child import trial_guide
 from octavo.structured_outputs import structured_outputs
 from octavo.text.grammar_text import grammar_text

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
 from octavo.server.threads import NUM_THREADS, Threads
-from tests.support.server_process import Reply, ServerProcess
+from tests.support.server_process import STAND_IN, Reply, ServerProcess
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
 MOST_SECONDS = 3.0  # the work that was asked for takes several times as long
@@ -19,7 +19,7 @@ MOST_SECONDS = 3.0  # the work that was asked for takes several times as long
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with ServerProcess("tests.support.stand_in_server") as server:
+    with ServerProcess(STAND_IN) as server:
         yield server
         assert "Traceback" not in server.stderr, server.stderr
 

@@ -25,7 +25,7 @@ from octavo.server import view
 from octavo.server.app import build_app
 from octavo.server.recorder import Recorder
 from octavo.server.state import Server
-from octavo.server.view_lines import Pieces
+from octavo.server.view import Pieces
 from octavo.server_config import ServerConfig
 from octavo.text.tokenizer import Tokenizer
 from tests.support.fake import FakeEngine, sampling
@@ -156,19 +156,16 @@ class ScriptedLLM(StandInLLM):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.script: asyncio.Queue[ViewFrame] = asyncio.Queue()
+        self.frames: asyncio.Queue[ViewFrame] = asyncio.Queue()
         self.readers = 0
 
     async def view(self) -> AsyncIterator[ViewFrame]:
         self.readers += 1
         try:
             while True:
-                yield await self.script.get()
+                yield await self.frames.get()
         finally:
             self.readers -= 1
-
-    def label(self, request_id: str) -> str:
-        return request_id
 
 
 def engine_frames(count: int) -> Iterator[ViewFrame]:
@@ -206,7 +203,7 @@ def test_who_is_new_or_left_behind_starts_from_the_state_and_misses_nothing(monk
         frames = list(engine_frames(2 * view.KEPT_LINES + 20))
         assert len(frames) > 2 * view.KEPT_LINES
         for at, frame in enumerate(frames):
-            llm.script.put_nowait(frame)
+            llm.frames.put_nowait(frame)
             await read(0)  # keeps up
             if at in (0, 1, 2, len(frames) - 3):
                 await read(1)  # sees the first few, is away for long, and comes back
@@ -225,7 +222,7 @@ def test_who_is_new_or_left_behind_starts_from_the_state_and_misses_nothing(monk
         await asyncio.sleep(0.02)
         assert llm.readers == 0 and not server.view._lines and asyncio.all_tasks() == before
         again = server.view.lines(True)
-        llm.script.put_nowait(frames[0])
+        llm.frames.put_nowait(frames[0])
         assert (await anext(again)).startswith(b'{"kind":"head"')
         server.draining = True
         assert [text async for text in again] == []
@@ -249,7 +246,7 @@ def test_who_is_cut_off_takes_nothing_any_more() -> None:
                 written.append(message["body"])
                 await asyncio.sleep(60)  # the connection is full
 
-        llm.script.put_nowait(next(engine_frames(1)))
+        llm.frames.put_nowait(next(engine_frames(1)))
         scope = {"type": "http", "method": "GET", "path": "/v1/view", "headers": [(b"host", b"localhost")], "query_string": b""}
         with suppress(ClientDisconnect):
             await asyncio.wait_for(build_app(server)(scope, receive, send), 5)  # type: ignore[arg-type]

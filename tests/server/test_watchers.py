@@ -30,9 +30,6 @@ class ShownLLM(StandInLLM):
             yield frame
         await asyncio.sleep(0.3)
 
-    def label(self, request_id: str) -> str:
-        return request_id
-
 
 def watched(config: ServerConfig, key: str = "any") -> ViewState:
     state = ViewState()
@@ -82,7 +79,7 @@ def test_all_who_come_at_once_are_served_from_one_encoding_and_too_many_are_told
         llm = ScriptedLLM()
         llm.facts = EngineFacts("stand-in", 1, Limits(8, 64, 256, 512, NUM_BLOCKS, BLOCK_SIZE))
         server = Server(llm, ServerConfig(), "m")  # type: ignore[arg-type]
-        llm.script.put_nowait(large_pool(1.0, full=True))
+        llm.frames.put_nowait(large_pool(1.0, full=True))
         streams = [server.view.lines(True) for _ in range(300)]
         states = [ViewState() for _ in streams]
         refused: list[UnavailableError] = []
@@ -110,7 +107,7 @@ def test_all_who_come_at_once_are_served_from_one_encoding_and_too_many_are_told
         ticking = asyncio.create_task(tick())
         await asyncio.gather(*(read(number, 0) for number in range(32)))
         for at in range(view.YOUNG_LINES - 5):
-            llm.script.put_nowait(large_pool(2.0 + at, full=False))
+            llm.frames.put_nowait(large_pool(2.0 + at, full=False))
         await wait_for_async(lambda: server.view._number == view.YOUNG_LINES - 4)
         await asyncio.gather(*(read(number, 0) for number in range(32, 300)))  # some lines later, from the same state
         await asyncio.gather(*(read(number, 1) for number in range(64)))  # the lines since, and the second half of the pool

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from octavo.server.web import FOLDER, POLICY, found_files
-from tests.support.server_process import Reply, ServerProcess
+from tests.support.server_process import STAND_IN, Reply, ServerProcess
 
 INDEX = FOLDER / "index.html"
 KINDS = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
@@ -15,7 +15,7 @@ KINDS |= {".ndjson": "application/x-ndjson"}  # the lesson, recorded
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with ServerProcess("tests.support.stand_in_server", "--api-key", "secret") as process:
+    with ServerProcess(STAND_IN, "--api-key", "secret") as process:
         yield process
 
 

@@ -17,6 +17,7 @@ from octavo.engine.stall_watch import SAID
 from tests.cli.processes import ROOT, SECONDS, environment
 
 WATCH = "loop.slow=200,step.slow=1000"  # milliseconds of CPU time, see octavo/engine/stall_watch.py
+STAND_IN = "tests.support.watched_server --stand-in"  # a server without an engine
 READY = re.compile(r"^Octavo is ready: http://(\S+):(\d+)  model=(.+)$", re.MULTILINE)
 
 

@@ -1,18 +1,31 @@
-"""A stand-in for `AsyncLLM`: a real tokenizer, no engine. It says `word` n times, slowly if asked to, and remembers what it was asked."""
+"""Stand-ins for `AsyncLLM` inside the process of a test: tests of routes need no engine process.
+
+    StandInLLM    no engine: a real tokenizer, and an answer of as many words as were asked for
+    InprocLLM     the engine of an `LLM`, stepped inside the event loop: the model's own text
+
+Both remember what they were asked. A test may set `pause`, so that an answer takes its time; `script`, the pieces of text to answer
+with; and `trouble`, an error that comes in place of the news after so many.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+import itertools
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
 
+from octavo import LLM
 from octavo.engine.async_llm import Ask, State
 from octavo.engine.view_frame import ViewFrame
-from octavo.messages import EngineFacts, Limits, SchedulerStats
-from octavo.outputs import TextDelta
+from octavo.errors import DeadlineError, RequestError
+from octavo.messages import AddRequest, EngineFacts, FinishReason, Limits, SchedulerStats
+from octavo.outputs import RequestOutput, TextDelta
 from octavo.text.prompt import PromptEncoder
 from octavo.text.tokenizer import Tokenizer
 from tests.support.tokenizers import stories_metadata
 
 TEMPLATE = "{% if tools %}<tools>{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+News = AsyncGenerator[list[TextDelta], None]
 
 
 @dataclass
@@ -21,8 +34,11 @@ class StandInLLM:
     pause: float = 0.0  # seconds between two deltas
     asked: list[Ask] = field(default_factory=list)
     resets: int = 0
+    script: list[str] = field(default_factory=list)
+    trouble: tuple[int, Exception] | None = None
 
     template = TEMPLATE
+    text_tokenizer = None
 
     def __post_init__(self) -> None:
         self.tokenizer = Tokenizer.from_gguf({**stories_metadata(), "tokenizer.chat_template": self.template}, "tok512.bin")
@@ -31,19 +47,35 @@ class StandInLLM:
         self.sampling_defaults: dict[str, object] = {}
         self.stats = SchedulerStats(0, 0, 63, 64, 0, 0, 0, 0, 0)
 
-    async def generate(self, ask: Ask) -> AsyncIterator[list[TextDelta]]:
+    async def generate(self, ask: Ask) -> News:
         self.asked.append(ask)
+        async with aclosing(self._scripted(ask) if self.script else self._answer(ask)) as news:
+            for count in itertools.count():
+                if self.trouble is not None and count == self.trouble[0]:
+                    raise self.trouble[1]
+                if (deltas := await anext(news, None)) is None:
+                    return
+                yield deltas
+
+    async def _scripted(self, ask: Ask) -> News:
+        for place, text in enumerate(self.script, 1):
+            end: FinishReason | None = "stop" if place == len(self.script) else None
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            yield [TextDelta("scripted", index, text, ids, end) for index in range(ask.params.n)]
+
+    async def _answer(self, ask: Ask) -> News:
         count = ask.params.max_tokens or 16
         for number in range(count):
             await asyncio.sleep(self.pause)
-            end = "length" if number == count - 1 else None
-            yield [TextDelta("r", index, " word", [7], end) for index in range(ask.params.n)]  # type: ignore[arg-type]
-
-    text_tokenizer = None
+            end: FinishReason | None = "length" if number == count - 1 else None
+            yield [TextDelta("r", index, " word", [7], end) for index in range(ask.params.n)]
 
     async def view(self) -> AsyncIterator[ViewFrame]:
         yield ViewFrame(True, 0.0, 0.0)
         await asyncio.sleep(0.1)
+
+    def label(self, request_id: str) -> str:
+        return request_id
 
     async def start(self) -> None:
         pass
@@ -53,3 +85,69 @@ class StandInLLM:
 
     async def close(self) -> None:
         self.state = "dead"
+
+
+class Queued:
+    """A reader whose news wait in a queue."""
+
+    def __init__(self, queue: asyncio.Queue[TextDelta]) -> None:
+        self.push = queue.put_nowait
+
+    def finish(self, output: RequestOutput) -> None:
+        """The last delta has told that already."""
+
+
+class InprocLLM(StandInLLM):
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._ids = itertools.count()
+        self._queues: dict[str, asyncio.Queue[TextDelta]] = {}
+        self._stepping: asyncio.Task[None] | None = None
+        super().__init__()
+
+    def __post_init__(self) -> None:
+        llm = self._llm
+        self.encoder, self.tokenizer, self.sampling_defaults = llm.encoder, llm.get_tokenizer(), llm.sampling_defaults
+        limits = llm._core.scheduler.limits
+        self.facts = EngineFacts("stories", 1, replace(limits, max_num_batched_tokens=64))
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return self._llm.stats()
+
+    @property
+    def is_idle(self) -> bool:
+        stats = self.stats
+        return not (self._queues or stats.running or stats.waiting) and stats.free_blocks == stats.num_blocks - 1
+
+    async def _answer(self, ask: Ask) -> News:
+        for name, value in (("logprobs", ask.params.logprobs), ("prompt_logprobs", ask.params.prompt_logprobs)):
+            if value is not None and value > self._llm.config.max_logprobs:
+                raise RequestError(f"{name} is {value}, max_logprobs is {self._llm.config.max_logprobs}", name)
+        name = f"r{next(self._ids)}"
+        assert ask.bad_words is not None, "a server spells them"
+        request = AddRequest(name, ask.prompt_token_ids, ask.params, ask.priority, ask.cache_salt, ask.bad_words)
+        self._llm._core.add(request)
+        queue = self._queues[name] = asyncio.Queue()
+        self._llm._outputs.add(request, ask.prompt, Queued(queue))
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step())
+        deadline = time.monotonic() + (ask.timeout or 1e6)
+        left = ask.params.n
+        try:
+            while left:
+                news = [await queue.get()]
+                while not queue.empty():
+                    news.append(queue.get_nowait())
+                if time.monotonic() > deadline:
+                    raise DeadlineError(f"the request was not done after {ask.timeout:g} seconds")
+                yield news
+                left -= sum(delta.finish_reason is not None for delta in news)
+        finally:
+            self._llm._drop([name])
+            del self._queues[name]
+
+    async def _step(self) -> None:
+        while self._queues:
+            self._llm._pump()
+            await asyncio.sleep(self.pause)

@@ -11,7 +11,7 @@ from octavo.engine.view_frame import ViewFrame
 from octavo.engine.wire import UpFrame, View
 from octavo.policy.request import Sequence
 from octavo.policy.scheduler import Scheduler
-from octavo.server.view_lines import Pieces, delta, line
+from octavo.server.view import Pieces, delta, line
 
 HEAD = {"kind": "head", "version": 1}
 SEQUENCE = ("table", "request", "sample", "samples", "state", "prompt", "tokens", "limit", "computed", "cached", "preemptions")

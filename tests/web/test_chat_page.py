@@ -5,7 +5,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -58,12 +58,8 @@ class Speaker(StandInLLM):
     held: threading.Event | None = None
     gate: threading.Event | None = None
     row: SequenceState | None = None
-    trouble: Exception | None = None
 
     template = "{% if messages[0].role != 'system' %}<system>You are Speaker.{% endif %}" + TEMPLATE
-
-    def label(self, request_id: str) -> str:
-        return request_id
 
     async def view(self) -> AsyncIterator[ViewFrame]:
         yield ViewFrame(True, 0.0, 0.0)
@@ -71,10 +67,7 @@ class Speaker(StandInLLM):
             await asyncio.sleep(0.05)
             yield ViewFrame(False, number / 20, 0.0, seqs=[self.row] if self.row is not None else [])
 
-    async def generate(self, ask: Ask) -> AsyncIterator[list[TextDelta]]:
-        self.asked.append(ask)
-        if self.trouble is not None:
-            raise self.trouble
+    async def _answer(self, ask: Ask) -> AsyncGenerator[list[TextDelta], None]:
         while self.held is not None and not self.held.is_set():
             await asyncio.sleep(0.01)
         for number, piece in enumerate(self.pieces):
@@ -407,7 +400,7 @@ def test_the_key_is_asked_for_kept_in_this_tab_and_sent_in_a_header(open_stand_i
 
 def test_an_error_is_shown_as_the_server_says_it_and_one_that_passes_can_be_tried_again(open_stand_in: OpenPage) -> None:
     with speaking("yes") as (llm, url):
-        llm.trouble = OverloadError("there are <b>too many</b>", 7.0)
+        llm.trouble = 0, OverloadError("there are <b>too many</b>", 7.0)
         page = open_stand_in(url, expected=[f"{STATUS} (429|400)"]).page
         send(page, "Hello")
         expect(page.get_by_role("alert")).to_contain_text("there are <b>too many</b> (429")
@@ -415,7 +408,7 @@ def test_an_error_is_shown_as_the_server_says_it_and_one_that_passes_can_be_trie
         llm.trouble = None
         page.get_by_role("button", name="Try again").click()
         expect(answers(page).first).to_contain_text("yes")
-        llm.trouble = RequestError("it is far too long", "messages", "context_length_exceeded")
+        llm.trouble = 0, RequestError("it is far too long", "messages", "context_length_exceeded")
         send(page, "Again")
         expect(page.get_by_role("alert")).to_contain_text("it is far too long (400, context_length_exceeded)")
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from octavo.server.lesson_scenes import SCENES
+from octavo.server.lesson import SCENES
 from octavo.server.web import FOLDER
 from tests.cli.processes import ROOT
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from octavo.server.lesson_scenes import SCENES
+from octavo.server.lesson import SCENES
 from tests.support.server_process import ServerProcess
 from tests.support.story_folder import story_folder
 from tests.web.conftest import OpenPage, address

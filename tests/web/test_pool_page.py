@@ -68,7 +68,7 @@ def open_pool(browser: Browser, pool_host: ViewHost) -> Iterator[OpenPage]:
         contexts.append(context)
         page = context.new_page()
         listen(page)
-        page.goto(pool_host.url + query)
+        page.goto(f"{pool_host.url}/{query}")
         return page
 
     yield open_it

@@ -1,0 +1,152 @@
+"""The form of an answer: the grammar it must follow, and its parts (thinking, text, tool calls), taken apart as it comes.
+
+A request asks for a form by `response_format`, `text.format`, `structured_outputs`, or a tool that must be called:
+
+    answer  ->  calls of tools            tool_choice required or named
+                JSON, a regex, ...        a form
+                one or the other          a form, and tools that may be called
+
+Where the model thinks, the thought comes first and is free. The grammar is tried in a child process before the engine gets it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from octavo.errors import RequestError
+from octavo.sampling_params import SamplingParams
+from octavo.server.body import named
+from octavo.server.state import Server
+from octavo.structured_outputs import PARAM, StructuredOutputs, structured_outputs
+from octavo.text.call_reader import ToolCallDelta
+from octavo.text.grammar_limits import check_limits
+from octavo.text.grammar_text import joined_grammars
+from octavo.text.reasoning import ReasoningTokens, behind_thought, reasoning_family, reasoning_splitter
+from octavo.text.tool_calls import FAMILIES, forced_call, tool_call_family, tool_call_parser
+from octavo.text.tools import ToolChoice, tool_name
+
+TYPES = ("text", "json_object", "json_schema")
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    text: str
+
+
+Part = Thought | str | ToolCallDelta
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """What the answers to a request may consist of: thinking, text, calls of tools."""
+
+    reasoning: str  # family of the tags around thinking
+    calls: str  # family of the format of calls
+    names: tuple[str, ...]  # names of the tools offered
+    parallel: bool  # whether an answer may have several calls
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the whole answer is text."""
+        return self.reasoning == "none" and (self.calls == "none" or not self.names)
+
+
+def answer_form(server: Server, tools: Sequence[Mapping[str, object]], parallel: bool | None) -> AnswerForm:
+    template = server.llm.encoder.template
+    reasoning = reasoning_family(server.config.reasoning_parser, template)
+    calls = tool_call_family(server.config.tool_call_parser, template)
+    return AnswerForm(reasoning, calls, tuple(map(tool_name, tools)), parallel is not False)
+
+
+def reasoning_counters(server: Server, form: AnswerForm, prompt: str, n: int) -> list[ReasoningTokens]:
+    """Returns a counter for each sample if the model thinks, else none."""
+    return [ReasoningTokens(prompt, server.llm.tokenizer.token_bytes) for _ in range(n)] if form.reasoning != "none" else []
+
+
+def asked_form(extra: object, response_format: object, param: str) -> StructuredOutputs | None:
+    """Returns the form asked for by `structured_outputs` or by the response format, which this route calls `param`. Both are refused."""
+    by_format = _of_format(response_format, param)
+    if extra is None:
+        return by_format
+    if by_format is not None:
+        raise RequestError(f"{PARAM} and {param} exclude each other", PARAM)
+    return structured_outputs(extra)
+
+
+def _of_format(value: object, param: str) -> StructuredOutputs | None:
+    """Returns the form in a response format. A schema is in "json_schema" (chat) or beside the type (responses); `strict` has no effect."""
+    if value is None:
+        return None
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if not isinstance(value, Mapping) or kind not in TYPES:
+        raise RequestError(f'{param} must be an object with a "type" of {", ".join(TYPES)}', param)
+    if kind != "json_schema":
+        return StructuredOutputs(json_object=True) if kind == "json_object" else None
+    inner = value.get("json_schema", value)
+    if not isinstance(inner, Mapping) or not isinstance(inner.get("schema"), Mapping):
+        raise RequestError(f'{param} has no schema: "schema" must be an object', param)
+    if not isinstance(inner.get("name"), str | None) or not isinstance(inner.get("strict"), bool | None):
+        raise RequestError(f'{param}: "name" must be text and "strict" true or false', param)
+    with named({PARAM: param}):
+        return structured_outputs({"json": inner["schema"]})
+
+
+def param_of(extra: object, param: str, choice: ToolChoice | None = None) -> str:
+    """Returns the field that an error about the grammar names."""
+    return "tools" if choice is not None and choice.mode == "required" else PARAM if extra is not None else param
+
+
+async def held_to(server: Server, params: SamplingParams, asked: StructuredOutputs | None) -> SamplingParams:
+    """Returns the parameters with the form in them. Raises RequestError if the form cannot be compiled."""
+    if asked is None:
+        return params
+    params = replace(params, structured_outputs=asked)
+    await server.grammars.check(asked)
+    return params
+
+
+def chat_grammar(
+    asked: StructuredOutputs | None, form: AnswerForm, tools: Sequence[Mapping[str, object]], choice: ToolChoice, prompt: str
+) -> StructuredOutputs | None:
+    """Returns the grammar that the answer to `prompt` must follow, or None: the form asked for, calls of the tools offered, or either.
+
+    A form that becomes part of a larger grammar, or is not needed, has its limits checked here, because nobody checks it later.
+    """
+    forced = choice.mode == "required"
+    parts: dict[str, StructuredOutputs] = {} if asked is None or forced else {"form": asked}
+    if forced or (parts and tools and form.calls in FAMILIES):
+        rules = forced_call(form.calls, tools, form.parallel and choice.name is None)
+        parts["calls"] = StructuredOutputs(grammar=f"start: answer\n{rules}")
+    if parts == {"form": asked} and form.reasoning == "none":
+        return asked
+    if asked is not None:
+        check_limits(asked)
+    frame = behind_thought(f"answer: {' | '.join(f'@{name}' for name in parts)}\n", form.reasoning, prompt)
+    return StructuredOutputs(grammar=joined_grammars(frame, parts)) if parts else None
+
+
+class AnswerParts:
+    """Takes an answer apart into thinking, text and tool calls, as its text comes."""
+
+    def __init__(self, form: AnswerForm, prompt: str, stream: bool) -> None:
+        self._parallel = form.parallel
+        self._splitter = reasoning_splitter(form.reasoning, prompt)
+        self._parser = tool_call_parser(form.calls, form.names, stream)
+
+    def push(self, text: str, ended: bool) -> list[Part]:
+        """Takes the next piece of text, and returns the parts that are now certain, in order."""
+        parts: list[Part] = []
+        for piece in self._splitter.push(text) + (self._splitter.flush() if ended else []):
+            if piece.kind == "reasoning":
+                parts.append(Thought(piece.text))
+            elif piece.kind == "content":
+                parts += self._parser.push(piece.text)
+        parts += self._parser.flush() if ended else []
+        return [part for part in parts if self._parallel or not isinstance(part, ToolCallDelta) or part.index == 0]
+
+    @property
+    def has_calls(self) -> bool:
+        return self._parser.num_calls > 0
+
+
+def thoughts_of(parts: Sequence[Part]) -> str:
+    return "".join([part.text for part in parts if isinstance(part, Thought)])

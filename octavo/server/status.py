@@ -1,0 +1,121 @@
+"""Routes about the server itself.
+
+    /health, /version, /v1/models    whether it serves requests, which Octavo it is, and which model it has
+    /metrics                         what it counts, under the names that vLLM's dashboards know, as text for Prometheus
+    /v1/requests/{id}                what happened to a request, for the client that made it, and for whoever may read text (privacy.py)
+    /v1/view                         what the engine does, as lines of JSON while the client reads (docs/view.md)
+    /reset_prefix_cache              for the admin
+"""
+
+from collections.abc import Iterable
+
+from fastapi import APIRouter
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from starlette.responses import JSONResponse, Response
+
+from octavo import __version__
+from octavo.errors import UnavailableError
+from octavo.sampling_params import SamplingParams
+from octavo.server.access import current_arrival
+from octavo.server.body import check_model
+from octavo.server.errors import ApiError
+from octavo.server.events import EventStream
+from octavo.server.metrics import engine_families
+from octavo.server.state import Server
+
+# Defaults of a chat request that /v1/models shows. `max_tokens` null: the rest of the context.
+DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+
+
+def router(server: Server) -> APIRouter:
+    routes = APIRouter()
+    _add_basic(routes, server)
+    _add_observed(routes, server)
+    return routes
+
+
+def _add_basic(routes: APIRouter, server: Server) -> None:
+    system_prompt = server.llm.encoder.default_system_prompt()  # found now, because a template may take long
+
+    @routes.get("/health")
+    async def health() -> JSONResponse:
+        """Answers 200 while requests are served, else 503 (loading, draining, dead)."""
+        return JSONResponse({"status": server.state}, 200 if server.state == "ready" else 503)
+
+    @routes.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @routes.get("/v1/models")
+    async def models() -> dict[str, object]:
+        return {"object": "list", "data": [_model(server, system_prompt)]}
+
+    @routes.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, object]:
+        check_model(server, name)
+        return _model(server, system_prompt)
+
+    if server.config.admin_key is not None:
+
+        @routes.post("/reset_prefix_cache")
+        async def reset_prefix_cache() -> dict[str, str]:
+            await server.llm.reset_prefix_cache()
+            return {"status": "ok"}
+
+
+def _add_observed(routes: APIRouter, server: Server) -> None:
+    registry = CollectorRegistry()
+    registry.register(_Metrics(server))
+
+    @routes.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @routes.get("/v1/requests/{id}")
+    async def request_record(id: str) -> dict[str, object]:
+        record = server.observer.records.get(id)
+        if record is None or not current_arrival().caller.may_read(record.arrival.caller):
+            raise ApiError(404, "there is no record with this id, or it is no longer kept", param="id", code="request_not_found")
+        return record.told()
+
+    if server.config.inspector:
+
+        @routes.get("/v1/view")
+        async def view() -> Response:
+            if server.state != "ready":
+                raise UnavailableError(f"the engine is {server.state}", retry_after=1)
+            lines = server.view.lines(with_text=current_arrival().caller.reads_text)
+            return EventStream(lines, "application/x-ndjson")
+
+
+def _model(server: Server, system_prompt: str | None) -> dict[str, object]:
+    defaults = SamplingParams().with_defaults(server.llm.sampling_defaults).for_chat()
+    return {
+        "id": server.model_name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "octavo",
+        "max_model_len": server.llm.facts.limits.max_model_len,
+        "defaults": {**{name: getattr(defaults, name) for name in DEFAULTS}, "system_prompt": system_prompt},
+    }
+
+
+class _Metrics(Collector):
+    """Makes the families of all metrics when /metrics is read."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def collect(self) -> Iterable[Metric]:
+        server, prefix = self._server, self._server.config.metrics_prefix
+        labels = {"model_name": server.model_name, "engine": "0"}
+        facts = getattr(server.llm, "facts", None)  # set once the engine was ready
+        yield from server.observer.numbers.families(prefix, labels)
+        yield from engine_families(prefix, labels, server.llm.stats, server.state == "ready", facts.epoch - 1 if facts else 0)
+        version = GaugeMetricFamily(f"{prefix}build_info", "Which Octavo this is.", labels=[*labels, "version"])
+        version.add_metric([*labels.values(), __version__], 1)
+        yield version
