@@ -102,6 +102,14 @@ def test_what_is_wrong_is_one_line_before_weights_load(words: list[str], said: s
     assert run.returncode in (1, 2) and said in run.stderr and len(run.stderr.splitlines()) <= 2, run.stderr
 
 
+def test_a_context_longer_than_the_models_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    env = {"OCTAVO_LOG_LEVEL": "ERROR", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    run = octavo("serve", "--port", "0", "--max-model-len", "100k", env=env)
+    said = "--max-model-len is 102400, but the model's own maximum is 8192: lower it to 8192 or less"
+    assert (run.returncode, run.stderr) == (1, f"octavo: error: {said}\n")
+
+
 @pytest.mark.parametrize("spoiled", ["tempfile.tempdir = '/proc'", "tempfile._candidate_tempdir_list = lambda: ['/proc']"])
 def test_a_temporary_folder_that_takes_no_file_is_told_in_one_line(spoiled: str) -> None:
     """/proc stands for a folder that is full or cannot be written, for whoever runs this test."""
