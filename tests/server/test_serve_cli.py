@@ -48,7 +48,8 @@ def test_it_serves_from_the_ready_line_to_the_exit_code(tmp_path: Path) -> None:
         (model,) = server.ask("GET", "/v1/models").json["data"]
         assert model["id"] == server.model and model["max_model_len"] == 8192
         prompt = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-        assert model["defaults"].items() >= {"temperature": 0.2, "top_p": 0.9, "max_tokens": None, "system_prompt": prompt}.items()
+        sampling = {"temperature": 0.2, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": None}
+        assert model["defaults"] == {**sampling, "system_prompt": prompt}
         tokens = server.ask("POST", "/tokenize", {"prompt": "Once upon a time"}).json["tokens"]
         assert server.ask("POST", "/detokenize", {"tokens": tokens}).json == {"prompt": "Once upon a time"}
         pids = family(server.process.pid)
