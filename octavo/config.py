@@ -281,8 +281,8 @@ def log_level(default: str) -> str:
 
 # Environment variables that have an effect: read here, or by a library that Octavo uses.
 VARIABLES = (
-    "CUDA_VISIBLE_DEVICES", "HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "NO_COLOR", "OCTAVO_API_KEY", "OCTAVO_DEBUG",
-    "OCTAVO_LOG_LEVEL", "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "NO_COLOR", "OCTAVO_API_KEY",
+    "OCTAVO_DEBUG", "OCTAVO_LOG_LEVEL", "OMP_NUM_THREADS", "XDG_CACHE_HOME",
 )  # fmt: skip
 
 
@@ -297,11 +297,6 @@ def _shown(name: str, value: str) -> str:
     if name not in VARIABLES or name in ("HF_TOKEN", "OCTAVO_API_KEY"):
         return "(set)"
     return re.sub(r"//[^/]*@", "//(set)@", " ".join(value.split()))[:200]
-
-
-def model_cache() -> Path:
-    """The folder of models from the hub."""
-    return Path(os.path.expanduser(os.environ.get("HF_HOME") or "~/.cache/huggingface"), "hub")
 
 
 def thread_limit() -> int | None:

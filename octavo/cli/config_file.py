@@ -88,18 +88,20 @@ def settings_table(configs: Sequence[EngineConfig | ServerConfig], names: frozen
     """Each setting in `names` with its value and origin, then what the environment sets."""
     rows = [("setting", "value", "from")]
     values = {name: value for one in configs for name, value in asdict(one).items() if name in names}
-    shown = {name: ("(set)" if value else "none") if name in SECRETS else _text(value) for name, value in values.items()}
+    shown = {name: "(set)" if name in SECRETS and value else _text(name, value) for name, value in values.items()}
     rows += [(name, text, origins.get(name, "default")) for name, text in shown.items()]
     rows += [(name, value, "environment") for name, value in environment().items()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}" for name, value, origin in rows)
 
 
-def _text(value: object) -> str:
-    if value is None:
-        return "auto"
+def _text(name: str, value: object) -> str:
+    if value is None and is_size(_field(name)):
+        return "auto"  # a number that the engine chooses
+    if value is None or value == ():
+        return "not set"
     if isinstance(value, tuple):
-        return ", ".join(value) or "none"
+        return ", ".join(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -58,7 +58,7 @@ def report(facts: Facts, found: list[Finding]) -> str:
         "threads": _threads(facts),
         "memory": _memory(facts),
         "default model": str(facts.default_model or "not installed"),
-        "model cache": f"{facts.cache}: {facts.cache_bytes / GIB:.2f} GiB in use, {facts.free_disk / GIB:.1f} GiB of disk free",
+        "model cache": _cache(facts),
         "libraries": ", ".join(f"{library.name} {library.version or '(missing)'}" for library in facts.libraries),
         "environment": ", ".join(f"{name}={value}" for name, value in facts.variables.items()) or "no variables of Octavo are set",
     }
@@ -120,3 +120,9 @@ def _memory(facts: Facts) -> str:
     available = "unknown" if facts.available_bytes is None else f"{facts.available_bytes / GIB:.1f} GiB"
     pool = default_pool_bytes(facts.memory_bytes)
     return f"{facts.total_bytes / GIB:.1f} GiB, available {available}, cgroup limit {limit}; KV cache by default {pool / GIB:.2f} GiB"
+
+
+def _cache(facts: Facts) -> str:
+    if (cache := facts.cache) is None:
+        return "unknown without huggingface_hub"
+    return f"{cache.folder}: {cache.in_use / GIB:.2f} GiB in use, {cache.free_disk / GIB:.1f} GiB of disk free"

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.config import debug_from_environment, environment, log_level, model_cache, thread_limit
+from octavo.config import debug_from_environment, environment, log_level, thread_limit
 from octavo.errors import ConfigError
 from octavo.loading.default_model import default_model
+from octavo.loading.hub_client import Hub
 from octavo.worker import machine
 from octavo.worker.device import Found, find, missing_tools
 
@@ -49,6 +50,15 @@ class Torch:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelCache:
+    """The folder of models from the hub."""
+
+    folder: Path
+    in_use: int  # bytes
+    free_disk: int  # bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     python: str
     system: str
@@ -71,9 +81,7 @@ class Facts:
     available_bytes: int | None
     memory_bytes: int  # what this process may use
     default_model: Path | None
-    cache: Path
-    cache_bytes: int
-    free_disk: int
+    cache: ModelCache | None
     variables: dict[str, str]
     mistakes: tuple[str, ...]  # variables with a value that will be refused
 
@@ -103,9 +111,7 @@ def gather() -> Facts:
         available_bytes=machine.available_bytes(),
         memory_bytes=machine.memory_bytes(),
         default_model=default_model(),
-        cache=model_cache(),
-        cache_bytes=_size(model_cache()),
-        free_disk=_free(model_cache()),
+        cache=_cache(),
         variables=environment(),
         mistakes=tuple(_mistakes()),
     )
@@ -144,6 +150,14 @@ def _driver() -> str | None:
         return NVIDIA_DRIVER.read_text().strip()
     except OSError:
         return None
+
+
+def _cache() -> ModelCache | None:
+    try:
+        folder = Hub.from_environment().cache  # where downloads go; huggingface_hub reads the variables for it
+    except Exception:  # it is missing or broken
+        return None
+    return ModelCache(folder, _size(folder), _free(folder))
 
 
 def _mistakes() -> Iterator[str]:

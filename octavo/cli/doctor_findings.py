@@ -60,10 +60,10 @@ def _numbers(version: str) -> list[int]:
 def _model(facts: Facts) -> Iterator[Finding]:
     if facts.default_model is None:
         yield Finding("the default model is not installed", INSTALL)
-    if facts.free_disk < LEAST_DISK:
-        left = f"{facts.free_disk / GIB:.1f} GiB left in {facts.cache}"
+    if facts.cache is not None and facts.cache.free_disk < LEAST_DISK:
+        left = f"{facts.cache.free_disk / GIB:.1f} GiB left in {facts.cache.folder}"
         what = f"the disk is nearly full: {left}; free some space, or keep models on another disk"
-        yield Finding(what, "export HF_HOME=/a/larger/disk")
+        yield Finding(what, "export HF_HUB_CACHE=/a/larger/disk")
 
 
 def _machine(facts: Facts) -> Iterator[Finding]:

@@ -1,6 +1,6 @@
 """`octavo serve`: a server with OpenAI's API and a web page.
 
-The cheap checks come first: settings, the port, the model's files, and only then the weights.
+The cheap checks come first: settings, the port, the model's files. Then the engine process imports torch and loads the weights.
 """
 
 import argparse
@@ -39,8 +39,10 @@ def run(args: argparse.Namespace) -> int:
     listener = bind(config.host, config.port)
     _warn(config)
     from octavo.loading.text_side import open_text_side
+    from octavo.policy.memory_plan import check_max_model_len
 
     text = open_text_side(engine)
+    check_max_model_len(engine.max_model_len, text.model.max_position)
     from octavo.server.run import serve  # the server's libraries load here
 
     return serve(engine, config, listener, text)

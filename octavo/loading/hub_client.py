@@ -1,7 +1,7 @@
 """The hub as a place to ask: where it is, where its cache lies, what a repository holds, and bytes of a file.
 
-The library `huggingface_hub` reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE, and every question goes through its
-session. It is imported where it is used: a model on this disk must load without it.
+The library `huggingface_hub` reads HF_HUB_CACHE, HF_HOME, XDG_CACHE_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE, and every
+question goes through its session. It is imported where it is used: a model on this disk must load without it.
 """
 
 import contextlib

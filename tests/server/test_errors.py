@@ -54,6 +54,7 @@ def test_an_error_has_its_answer(
         ("chat template of '/srv/models/x' failed at <object at 0x7f00aa11bb22>", "chat template of 'x' failed at <object at an address>"),
         ("prompt is 4,500 tokens, max_model_len is 4,096", "prompt is 4,500 tokens, max_model_len is 4,096"),
         ("either/or, 1/2, https://example.org/a/b stay", "either/or, 1/2, https://example.org/a/b stay"),
+        ("use /v1/chat/completions for logprobs", "use /v1/chat/completions for logprobs"),
         ("half a pair: \ud83d", "half a pair: ?"),
         ("x" * 5000, "x" * MOST_CHARS),
     ],

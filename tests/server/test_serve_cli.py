@@ -49,7 +49,8 @@ def test_it_serves_from_the_ready_line_to_the_exit_code(tmp_path: Path) -> None:
         (model,) = server.ask("GET", "/v1/models").json["data"]
         assert model["id"] == server.model and model["max_model_len"] == 8192
         prompt = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-        assert model["defaults"].items() >= {"temperature": 0.2, "top_p": 0.9, "max_tokens": None, "system_prompt": prompt}.items()
+        sampling = {"temperature": 0.2, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": None}
+        assert model["defaults"] == {**sampling, "system_prompt": prompt}
         tokens = server.ask("POST", "/tokenize", {"prompt": "Once upon a time"}).json["tokens"]
         assert server.ask("POST", "/detokenize", {"tokens": tokens}).json == {"prompt": "Once upon a time"}
         pids = family(server.process.pid)
@@ -103,6 +104,14 @@ def _seconds(*words: str) -> float:
 def test_what_is_wrong_is_one_line_before_weights_load(words: list[str], said: str, tmp_path: Path) -> None:
     run = started("--port", "0", *words, cwd=tmp_path)
     assert run.returncode in (1, 2) and said in run.stderr and len(run.stderr.splitlines()) <= 2, run.stderr
+
+
+def test_a_context_longer_than_the_models_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')\n")
+    env = {"OCTAVO_LOG_LEVEL": "ERROR", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    run = octavo("serve", "--port", "0", "--max-model-len", "100k", env=env)
+    said = "--max-model-len is 102400, but the model's own maximum is 8192: lower it to 8192 or less"
+    assert (run.returncode, run.stderr) == (1, f"octavo: error: {said}\n")
 
 
 @pytest.mark.parametrize("spoiled", ["tempfile.tempdir = '/proc'", "tempfile._candidate_tempdir_list = lambda: ['/proc']"])

@@ -122,7 +122,11 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(
     for name in SERVER_SETTINGS:
         assert rows[name][1] == origin(name, file, filed, flags)
     assert not re.search("k-[abcd]", out) and "k-" not in repr(server)
-    assert rows["api_key"][0] == ("(set)" if server.api_key else "none") and rows["seed"] == ("5", f"file {file}")
+    for name in ("served_model_name", "record"):
+        assert rows[name][0] == (server.__getattribute__(name) or "not set")
+    assert rows["allowed_hosts"][0] == (", ".join(server.allowed_hosts) or "not set")
+    assert rows["admin_key"][0] == ("(set)" if server.admin_key else "not set")
+    assert rows["api_key"][0] == ("(set)" if server.api_key else "not set") and rows["seed"] == ("5", f"file {file}")
 
 
 # promise: environment-octavo-api

@@ -1,9 +1,9 @@
 """Section C: sampling parameters. Each is a 400 that names its field, in completions and in chat."""
 
-import re
 from dataclasses import replace
 from typing import Any
 
+from octavo.server.unsupported import FIELDS
 from tests.support.bad_inputs_row import CHAT, COMPLETIONS, RESPONSES, SOUND, Attempt, Row, acted, fields, numbers, row
 from tests.support.bad_inputs_watch import Watched
 
@@ -94,35 +94,68 @@ def _many_prompt_logprobs(server: Watched) -> None:
         assert len(found) == 249 and found[0] is None and all(20 <= len(each) <= 21 for each in found[1:])
 
 
-FORMS: dict[str, Any] = {
-    "guided_json": {"type": "object"}, "guided_regex": "a+", "guided_choice": ["a", "b"], "guided_grammar": "start: \"a\"",
-    "guided_json_object": True, "guided_decoding_backend": "outlines", "guided_whitespace_pattern": " ", "json_schema": {}, "regex": "a",
-    "ebnf": "root ::= \"a\"", "grammar": "root ::= \"a\"", "structural_tag": {},
-}  # fmt: skip
-OTHERS: dict[str, Any] = {
-    "audio": {}, "modalities": ["text", "audio"], "prediction": {}, "web_search_options": {}, "functions": [{"name": "f"}],
-    "function_call": "auto", "length_penalty": 0.5, "early_stopping": True, "prompt_logprobs": 0, "truncate_prompt_tokens": 5,
-    "logits_processors": ["x"], "documents": [{"text": "a"}], "mm_processor_kwargs": {}, "add_generation_prompt": False,
-    "continue_final_message": True, "n_predict": 5,
-}  # fmt: skip
-HARMLESS: dict[str, Any] = {"modalities": ["text"], "best_of": 1, "use_beam_search": False, "guided_json": None, "length_penalty": 1.0}
+# Fields of other servers: a value that is refused, and what to use instead, as the message says it.
+JSON_FORM = 'use structured_outputs {"json": ...} or response_format'
+NO_BACKEND = "leave it out: every form is compiled by llguidance"
+NO_BEAMS = "there is no beam search; use n for several samples"
+OTHERS: dict[str, tuple[Any, str]] = {
+    "guided_json": ({"type": "object"}, JSON_FORM),
+    "guided_regex": ("a+", 'use structured_outputs {"regex": ...}'),
+    "guided_choice": (["a", "b"], 'use structured_outputs {"choice": ...}'),
+    "guided_grammar": ('start: "a"', 'use structured_outputs {"grammar": ...}'),
+    "guided_json_object": (True, 'use response_format {"type": "json_object"}'),
+    "guided_decoding_backend": ("outlines", NO_BACKEND),
+    "guided_whitespace_pattern": (" ", NO_BACKEND),
+    "json_schema": ({}, JSON_FORM),
+    "regex": ("a", 'use structured_outputs {"regex": ...}'),
+    "ebnf": ('root ::= "a"', 'use structured_outputs {"grammar": ...}'),
+    "grammar": ('root ::= "a"', 'use structured_outputs {"grammar": ...}'),
+    "structural_tag": ({}, "use structured_outputs or tools"),
+    "audio": ({}, "this server takes and writes text"),
+    "modalities": (["text", "audio"], "this server writes text"),
+    "prediction": ({}, ""),
+    "web_search_options": ({}, ""),
+    "functions": ([{"name": "f"}], "use tools"),
+    "function_call": ("auto", "use tool_choice"),
+    "best_of": (2, "use n for several samples"),
+    "use_beam_search": (True, NO_BEAMS),
+    "length_penalty": (0.5, NO_BEAMS),
+    "early_stopping": (True, NO_BEAMS),
+    "prompt_logprobs": (0, "use /v1/completions with echo and logprobs"),
+    "truncate_prompt_tokens": (5, "shorten the prompt; /tokenize counts its tokens"),
+    "prompt_embeds": ("gASV", "send text or token ids"),
+    "logits_processors": (["x"], "use logit_bias, bad_words or structured_outputs"),
+    "chat_template": ("{{ x }}", "the server has one template (--chat-template)"),
+    "documents": ([{"text": "a"}], "put them into a message"),
+    "mm_processor_kwargs": ({}, "images, audio and video are not supported yet"),
+    "add_generation_prompt": (False, 'use chat_template_kwargs {"add_generation_prompt": ...}'),
+    "continue_final_message": (True, 'use chat_template_kwargs {"continue_final_message": ...}'),
+    "n_predict": (5, "use max_tokens"),
+}
+HARMLESS: list[tuple[str, Any]] = [
+    ("modalities", ["text"]), ("best_of", 1), ("use_beam_search", False), ("guided_json", None), ("length_penalty", 1.0),
+    ("length_penalty", 1), ("early_stopping", False), ("guided_json_object", False), ("add_generation_prompt", True),
+    ("continue_final_message", False),
+]  # fmt: skip
 
 
 def _of_other_servers() -> list[Attempt]:
     """What changes an answer is refused by name, and what asks for nothing is not."""
-    named = [attempt for name, value in (FORMS | OTHERS).items() for attempt in fields(name, [value], *ALL)]
+    named = [attempt for name, (value, _) in OTHERS.items() for attempt in fields(name, [value], *ALL)]
+    named += fields("best_of", [True, 1.0], *ALL)  # equal to 1, but not the harmless 1
     named += fields("suffix", ["x"], COMPLETIONS) + fields("max_output_tokens", [5], CHAT) + fields("echo", [True], CHAT)
     own = {"max_tokens": 5, "max_completion_tokens": 5, "response_format": {"type": "json_object"}, "top_logprobs": 5, "background": True,
            "previous_response_id": "resp_1", "conversation": "c", "prompt": {"id": "p"}, "truncation": "auto"}  # fmt: skip
     named += [attempt for name, value in own.items() for attempt in fields(name, [value], RESPONSES)]
     refused = [replace(attempt, code="unsupported_parameter") for attempt in named]
-    return refused + [attempt for name, value in HARMLESS.items() for attempt in fields(name, [value], *ALL, status=200)]
+    return refused + [attempt for name, value in HARMLESS for attempt in fields(name, [value], *ALL, status=200)]
 
 
 def _what_to_use_instead(server: Watched) -> None:
-    for name, value in FORMS.items():
+    assert OTHERS.keys() == FIELDS.keys()
+    for name, (value, instead) in OTHERS.items():
         said = server.ask("POST", COMPLETIONS, SOUND[COMPLETIONS] | {name: value}).error["message"]
-        assert said.startswith(f"{name} is not supported; ") and re.search("structured_outputs|llguidance|json_object", said)
+        assert said == f"{name} is not supported" + (f"; {instead}" if instead else ""), said
 
 
 def _optimized() -> list[Attempt]:
@@ -136,7 +169,7 @@ ROWS: list[Row] = [
     row(46, "too much in all", _too_much_in_all),
     acted(42, "many prompt logprobs", _many_prompt_logprobs, canary=False),
     row(38, "fields of other servers", _of_other_servers),
-    acted(38, "forms as other servers spell them", _what_to_use_instead),
+    acted(38, "fields of other servers, and what to use instead", _what_to_use_instead),
     row(49, "unknown fields", fields("foo", [1, None, {"a": [1]}], *ALL, status=200)),
     row(51, "all of these under python -O", _optimized, place="optimized"),
 ]

@@ -24,6 +24,7 @@ from octavo.server_config import ServerConfig
 from tests.support.http_server import HttpServer
 from tests.support.stand_in_llm import TEMPLATE, StandInLLM
 from tests.web.conftest import NO_VIEW, OpenPage, Watched, plain_files
+from tests.web.layout import SIZES, assert_all_can_be_seen
 
 try:
     from axe_playwright_python.sync_playwright import Axe
@@ -129,8 +130,8 @@ def set_setting(page: Page, label: str, value: str, column: int = 0) -> None:
 # promise: page
 def test_a_question_is_answered_with_its_figures_and_what_the_cache_gave(page: Page) -> None:
     expect(page.locator("#about")).to_contain_text("stories · 512 tokens of context")
-    said = "stored only in this browser. The server reads what you send, and people who may watch its block pool"
-    expect(page.locator(".empty")).to_contain_text(said)
+    said = "The server reads what you send, and people who may watch its block pool can see the text."
+    expect(page.locator(".empty")).to_have_text(f"Conversations are stored only in this browser. {said}")
     set_setting(page, "Max tokens", "40")
     send(page, f"{time.time_ns() % 10**9} brave little cats lived in a house")  # which nobody has asked this server before
     first = answers(page).first
@@ -519,23 +520,9 @@ def test_the_theme_can_be_chosen_and_is_remembered(open_page: OpenPage, server: 
     assert page.evaluate(ground) == light
 
 
-# Controls of the frame and the chat that are cut off by the window or by the part they are in, or that something lies over.
-CUT_OFF = """
-[...document.querySelectorAll(".masthead button, .part-chat button, .part-chat textarea, .places a")].filter((node) => {
-  if (!node.checkVisibility({ opacityProperty: true }) || node.closest(".log, .settings")) return false;
-  const { left, right, top, bottom } = node.getBoundingClientRect();
-  const frame = (node.closest(".columns, .chat-body, .masthead, .places") ?? document.body).getBoundingClientRect();
-  const outside = left < frame.left - 1 || right > frame.right + 1 || bottom > Math.min(innerHeight, frame.bottom + 1);
-  const above = document.elementFromPoint((left + right) / 2, (top + bottom) / 2);
-  return outside || !(node.contains(above) || above?.contains(node));
-}).length
-"""
-
-
-def expect_all_in_sight(page: Page, width: int, height: int) -> None:
-    page.set_viewport_size({"width": width, "height": height})
-    page.wait_for_function(f"() => innerWidth === {width} && {CUT_OFF} === 0")
-    assert scrolls_sideways(page) is False
+# Those of the frame and the chat, but for what a log and the settings scroll.
+CONTROLS = ":is(.masthead button, .part-chat button, .part-chat textarea, .places a):not(.log *, .settings *)"
+DESKS = SIZES[:2]
 
 
 def test_nothing_is_cut_off_or_covered_on_a_desk_and_on_a_phone(open_page: OpenPage, server: str) -> None:
@@ -544,9 +531,9 @@ def test_nothing_is_cut_off_or_covered_on_a_desk_and_on_a_phone(open_page: OpenP
     send(page, "Once upon a time")
     expect(answers(page).first).to_contain_text("60 tokens")
     expect(page.get_by_role("button", name="Send")).to_be_in_viewport()
-    expect_all_in_sight(page, 390, 844)
+    assert_all_can_be_seen(page, "an answer", controls=CONTROLS)
     page.get_by_text("Settings").click()
-    expect_all_in_sight(page, 390, 844)
+    assert_all_can_be_seen(page, "settings", controls=CONTROLS)
 
     listing, opener = page.get_by_role("navigation", name="Conversations"), page.get_by_role("button", name="Conversations")
     expect(listing).to_be_hidden()
@@ -561,11 +548,10 @@ def test_nothing_is_cut_off_or_covered_on_a_desk_and_on_a_phone(open_page: OpenP
     page.get_by_role("link", name="Timeline").click()
     expect(page.locator("#timeline-title")).to_be_in_viewport()
     expect(page.get_by_role("link", name="Chat", exact=True)).to_be_in_viewport()
-    for width, height in ((1024, 768), (1440, 900)):
-        expect_all_in_sight(page, width, height)
+    assert_all_can_be_seen(page, "the timeline", controls=CONTROLS, sizes=DESKS)
+    page.set_viewport_size({"width": 1440, "height": 900})
     page.get_by_role("button", name="New column").click()
-    for width, height in ((1440, 900), (1024, 768)):
-        expect_all_in_sight(page, width, height)
+    assert_all_can_be_seen(page, "two columns", controls=CONTROLS, sizes=DESKS)
     page.set_viewport_size(PHONE)  # type: ignore[arg-type]
     assert scrolls_sideways(page) is False
 

@@ -388,6 +388,14 @@ def test_what_is_no_recording_is_refused(open_pool: OpenPage, pool_host: ViewHos
     expect(page.locator(".timeline-status")).to_contain_text(said)
 
 
+def test_a_recording_of_an_idle_engine_invites_nobody_to_ask(open_pool: OpenPage, pool_host: ViewHost) -> None:
+    model = ViewModel(1, 20)
+    pool_host.files["run.ndjson"] = "".join(json.dumps(frame) + "\n" for frame in (model.head(), model.frame("full"))).encode()
+    page = open_pool("?replay=run.ndjson")
+    expect(page.locator(".pool-figures")).to_contain_text("0 of 19 blocks in use")
+    expect(page.locator(".pool-welcome")).to_be_hidden()
+
+
 def test_a_recording_of_another_host_is_refused(open_pool: OpenPage, pool_host: ViewHost) -> None:
     page = open_pool("?replay=http://example.com/run.ndjson")
     expect(page.locator(".timeline-status")).to_contain_text("lies on another host")
@@ -469,6 +477,37 @@ def block_at(page: Page, place: int) -> str:
     return page.locator(".pool-detail p").first.inner_text().partition(":")[0]
 
 
+def colour_in_grid(page: Page, place: int) -> list[int]:
+    """Low on the left of a place, which is filled even where its block is a quarter full."""
+    size = int(page.locator(".pool").get_attribute("data-cell") or 0)
+    columns = page.evaluate("document.querySelector('.grid-stage').clientWidth") // size
+    found: list[int] = page.evaluate(PIXELS, [".grid-cells", place % columns * size + 4, (place // columns + 1) * size - 6, 1])
+    return found
+
+
+def colour_in_map(page: Page, block: int) -> list[int]:
+    """On the left of the block's cell, which it may share with others, below the middle: there half a block is seen."""
+    x, y, size = page.evaluate(PLACE, block)
+    found: list[int] = page.evaluate(PIXELS, [".pool-cells", x + 0.15 * size, y + 0.6 * size, 1])
+    return found
+
+
+def assert_map_is_drawn(page: Page, used: int, free: int) -> None:
+    """In the size in which it is seen, and with the colours of its blocks."""
+    drawn, seen = page.evaluate("(c => [[c.width, c.height], [c.clientWidth, c.clientHeight]])(document.querySelector('.pool-cells'))")
+    assert drawn == seen
+    assert colour_in_map(page, free) == [*page.evaluate(PALETTE)["free"], 255] != colour_in_map(page, used)
+
+
+def test_a_small_pool_is_one_picture_of_every_block(open_pool: OpenPage, pool_host: ViewHost) -> None:
+    story = Story(pool_host)
+    page = open_pool()
+    wait_for_moment(page, 1.0)
+    expect(page.locator(".pool")).to_have_attribute("data-shows", "all")
+    assert_map_is_drawn(page, story.model.seqs[0].table[0], story.model.free[0])
+    assert [page.locator(part).is_visible() for part in (".pool-stage", ".grid-stage", ".pool-overview")] == [True, False, False]
+
+
 # promise: used-blocks-readable
 def test_before_anything_was_asked_it_says_what_a_square_is_and_then_used_blocks_are_large_and_stay(
     open_pool: OpenPage, pool_host: ViewHost
@@ -477,7 +516,9 @@ def test_before_anything_was_asked_it_says_what_a_square_is_and_then_used_blocks
     pool_host.send(untouched.head(), untouched.frame("full"))
     page = open_pool()
     pool, welcome = page.locator(".pool"), page.locator(".pool-welcome")
-    expect(welcome).to_contain_text("Each square here is a block: a piece of memory with room for 4 tokens")
+    block = "Each square here is a block: a piece of memory with room for 4 tokens of a conversation. A letter marks who uses it."
+    expect(welcome.locator("p")).to_have_text([block, "Ask something and watch its blocks fill:"])
+    expect(welcome.locator(".welcome-squares span")).to_have_text(["A", "A", "", "", ""])
     prompts = welcome.locator(".welcome-prompt")
     expect(prompts).to_have_count(3)
     for choice in (*prompts.all(), welcome.get_by_role("button", name="Show me how paging works")):
@@ -490,6 +531,9 @@ def test_before_anything_was_asked_it_says_what_a_square_is_and_then_used_blocks
     expect(pool).to_have_attribute("data-shows", "grid")
     expect(pool).to_have_attribute("data-cell", "44")
     first = sorted(model.seqs[0].table)
+    assert colour_in_grid(page, 0) == [*page.evaluate(PALETTE)["seq"][0], 255]
+    expect(page.locator(".pool-overview")).to_contain_text("All 5,823 blocks in physical order")
+    assert_map_is_drawn(page, first[0], NUM_BLOCKS // 2)  # as a strip
     assert [block_at(page, place) for place in range(3)] == [f"Block {block}" for block in first]
     story.go_on(model.admit, lambda: model.write(model.seqs[1], 8))  # blocks with lower numbers come behind those that are there
     story.write(0, 8)
@@ -503,6 +547,7 @@ def test_before_anything_was_asked_it_says_what_a_square_is_and_then_used_blocks
     assert block_at(page, 3 + len(later) - 1) == kept
     page.get_by_role("button", name="Show all").click()
     expect(pool).to_have_attribute("data-shows", "map")
+    assert_map_is_drawn(page, first[0], NUM_BLOCKS // 2)
     x, y, size = page.evaluate(PLACE, first[0])
     page.locator(".pool-marks").hover(position={"x": x + size / 2, "y": y + size / 2})
     expect(page.locator(".pool-detail")).to_contain_text(f"Block {first[0]}: in use")
@@ -528,6 +573,9 @@ def test_the_more_blocks_are_used_the_smaller_they_are_until_they_share_cells(op
     pool_host.send(model.head(), {**model.frame("full"), "at": 1.0})
     page = open_pool()
     wait_for_moment(page, 1.0)
+    expect(page.locator(".pool-welcome")).to_be_visible()
+    hold(0, 5)  # somebody has asked before this page was opened
+    expect(page.locator(".pool-welcome")).to_be_hidden()
     assert hold(20) == ("grid", 44)
     assert hold(400)[0] == "grid" and 22 <= hold(400)[1] < 44
     assert hold(20, 5000) == ("grid", 22)  # cached blocks have what room is left, and those in use can be read
