@@ -141,7 +141,7 @@ def test_attention_that_depends_on_where_blocks_lie_is_caught(folder: str, monke
 
     def with_slip(self: NativeAttention, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         out = read(self, layer, qkv)
-        if layer == 1 and int(self._tensors.tables[0, 0, 0]) == 19:  # in a region no row begins there
+        if layer == 1 and int(self._tensors.tables[0, 0, 0]) % 9:  # a region has nine blocks, so that rows begin at their multiples
             out[0, 0] += 1e-3
         return out
 
