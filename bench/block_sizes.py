@@ -101,11 +101,11 @@ def counting_slots(llm: LLM) -> Iterator[list[float]]:
 
 
 def table_bytes(llm: LLM) -> int:
-    """Block tables of all rows; on a device also those of a step, which are copies."""
-    worker: Any = llm._core.executor  # type: ignore[attr-defined]
-    runner = worker.runner
-    tables = [runner.rows.tables, runner.steps.program.memory._tables] if worker.on_device else [worker.table.tables]
-    return sum(one.numel() * one.element_size() for one in tables)
+    """Block tables of all rows, and those of a step, which are copies."""
+    runner: Any = llm._core.executor
+    layout = runner.table.layout
+    copies: int = runner.program.memory._tables.nbytes
+    return len(runner.table.words) * layout.groups * layout.max_blocks * 4 + copies
 
 
 def look_at(llm: LLM, load: Requests) -> Found:

@@ -113,7 +113,7 @@ class Watch:
         ):  # fmt: skip
             setattr(owner, name, self.timed(part, getattr(owner, name)))
         sample = self.timed("launch", core.executor.sample)
-        core.executor.sample = lambda step, masks: Waited(sample(step, masks), self)
+        core.executor.sample = lambda masks: Waited(sample(masks), self)
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any) -> Any:

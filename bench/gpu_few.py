@@ -133,7 +133,7 @@ class Bench:
             self.batch = ForwardBatch(
                 token_ids=self.tokens, positions=torch.zeros(1, rows, dtype=torch.int64), rows=torch.arange(rows),
                 query_start=torch.arange(rows + 1), context_len=torch.zeros(rows, dtype=torch.int32), tables=self.pool[:rows],
-                slots=torch.zeros(rows, dtype=torch.int64), sample_index=torch.arange(rows), sample_row=torch.arange(rows),
+                slots=torch.zeros(rows, dtype=torch.int64), sample_index=torch.arange(rows),
                 caches=self.caches, block_size=BLOCK,
             )  # fmt: skip
             self.temperature = torch.zeros(rows)

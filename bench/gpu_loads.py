@@ -22,11 +22,11 @@ from itertools import pairwise, product  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
-from octavo.worker.device_program import Shape  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from octavo import LLM, SamplingParams  # noqa: E402
 from octavo.bench import loads  # noqa: E402
+from octavo.worker.program import Shape  # noqa: E402
 
 MODELS = {"0.6B": loads.QWEN3_06B, "8B": loads.QWEN3_8B}
 AIMS = {
@@ -60,11 +60,11 @@ class StepTimes:
 
     def __init__(self, llm: LLM) -> None:
         runner: Any = llm._core.executor  # type: ignore[attr-defined]
-        self._steps, self._run, self._runner = runner.steps, runner.steps.run, runner
+        self._program, self._run, self._runner = runner.program, runner.program.run, runner
         self._events: list[tuple[Shape, int, torch.cuda.Event, torch.cuda.Event]] = []
 
     def __enter__(self) -> "StepTimes":
-        self._steps.run = self._timed
+        self._program.run = self._timed
         return self
 
     def _timed(self, shape: Shape, whole: bool) -> Any:
@@ -76,7 +76,7 @@ class StepTimes:
         return forward
 
     def __exit__(self, *_: object) -> None:
-        del self._steps.run
+        del self._program.run
         torch.cuda.synchronize()
         kinds: dict[str, list[tuple[float, int]]] = defaultdict(list)
         between = 0.0

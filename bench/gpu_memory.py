@@ -27,9 +27,9 @@ from octavo import LLM, SamplingParams
 from octavo.bench import loads
 from octavo.policy.gpu_size import CONTEXT, LIBRARIES
 from octavo.policy.memory_plan import MemoryPlan
-from octavo.worker import worker as worker_module
-from octavo.worker.device_program import Steps
-from octavo.worker.worker import Worker
+from octavo.worker import facts as facts_module
+from octavo.worker.graph_program import Graph
+from octavo.worker.model_runner import ModelRunner
 
 MIB = 2**20
 MODELS = {"0.6B": loads.QWEN3_06B, "8B": loads.QWEN3_8B}
@@ -37,40 +37,43 @@ KINDS: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.9}, {"repetition_penalty": 
 PARTS = ("weights", "kv_cache", "activations", "graphs", "rows", "other")
 
 
-def held_parts(worker: Worker) -> dict[str, int]:
+def held_parts(runner: ModelRunner) -> dict[str, int]:
     """Bytes of what stays: weights, the pool, and all that belongs to rows."""
-    runner: Any = worker.runner
-    program = runner.steps.program
-    rope = program._model.layers[0].attention.rope
-    rows = [runner.rows.words, *vars(program.memory).values(), program._result, rope.cos, rope.sin]
+    program: Any = runner.program
+    eager = program.eager
+    rope = eager.model.layers[0].attention.rope
+    memory = [part for part in vars(eager.memory).values() if isinstance(part, torch.Tensor)]
+    rows = [runner.table.words, *memory, eager._result, rope.cos, rope.sin]
     pool = sum(buffer.nbytes for cache in runner.store.caches for buffer in cache.values())
-    return {"weights": program._model.nbytes, "kv_cache": pool, "rows": sum(one.nbytes for one in rows), "logits": program._logits.nbytes}
+    return {
+        "weights": eager.nbytes, "kv_cache": pool, "rows": sum(one.nbytes for one in rows), "logits": eager.logits_memory.nbytes,
+    }  # fmt: skip
 
 
 def recorded_plans() -> list[MemoryPlan]:
     """Those the engine will make from now on."""
-    plans, plan_memory = list[MemoryPlan](), worker_module.plan_memory
+    plans, plan_memory = list[MemoryPlan](), facts_module.plan_memory
 
     def plan(*given: Any) -> MemoryPlan:
         plans.append(plan_memory(*given))
         return plans[-1]
 
-    worker_module.plan_memory = plan
+    facts_module.plan_memory = plan
     return plans
 
 
 def recorded_graphs() -> list[int]:
     """Bytes that captured steps will take: of the GPU, and of those what torch knows of."""
-    taken, capture = [0, 0], Steps.capture
+    taken, capture = [0, 0], Graph.capture
 
-    def watched(self: Steps) -> None:
+    def watched(self: Graph) -> None:
         torch.cuda.empty_cache()
         free, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
         capture(self)
         torch.cuda.synchronize()
         taken[:] = free - torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved() - reserved
 
-    Steps.capture = watched  # type: ignore[method-assign]
+    Graph.capture = watched  # type: ignore[method-assign]
     return taken
 
 
@@ -93,12 +96,13 @@ def child(settings: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODELS[settings.pop("model")]))
         llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, device="cuda", **settings)
-    worker: Worker = llm._core.executor  # type: ignore[attr-defined]
-    planned, parts = {part: getattr(plans[0].use, part) for part in PARTS}, held_parts(worker)
+    limits, runner = llm._core.scheduler.limits, llm._core.executor
+    assert isinstance(runner, ModelRunner)
+    planned, parts = {part: getattr(plans[0].use, part) for part in PARTS}, held_parts(runner)
     done("ready", planned=planned)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    full_load(llm, worker.config.max_num_seqs, worker.config.max_num_batched_tokens)
+    full_load(llm, limits.max_num_seqs, limits.max_num_batched_tokens)
     parts["activations"] = parts.pop("logits") + torch.cuda.max_memory_allocated() - before
     done("full load", parts=parts | {"graphs": graphs[0]}, graphs_in_torch=graphs[1])
 

@@ -19,8 +19,8 @@ import torch
 import triton
 from torch import Tensor
 
-from octavo.kernels.logit_edits import pack
-from octavo.kernels.reference import logit_edits as twin_adjust
+from octavo.kernels.logit_edits import pack, unpack
+from octavo.kernels.reference import logit_edits as twin_edits
 from octavo.kernels.reference import sampling as twin
 from octavo.kernels.reference.philox import uniform
 from octavo.kernels.reference.sampling import Draws
@@ -147,21 +147,21 @@ class Asking:
         some = SamplingParams(allowed_token_ids=list(range(5, vocab, 7)), logit_bias={5: 2.0, 12: -1.5, 13: 9.0}, frequency_penalty=0.5)
         words = [[int(self.token_ids[0, length - 1]), 9], [11]]
         packed = [pack(params, (3, 4), words) if row % 8 < 7 else pack(some, (5,), words) for row in range(rows)]
-        self.asks = [torch.from_numpy(one) for one in packed if one is not None]
+        self.packed = packed
 
     def edit_logits(self, logits: Tensor, kernel: Callable[..., Tensor], device: str) -> Callable[[], Tensor]:
-        every = list(range(len(self.asks)))
+        every = list(range(len(self.packed)))
         step = len(self.token_ids[0])
         words = torch.stack([self.token_ids, self.num_tokens[:, None].expand(-1, step), self.num_prompt[:, None].expand(-1, step)])
         token_ids, num_tokens, num_prompt = words.contiguous().to(device)
-        asks = [one.to(device) for one in self.asks]
-        return lambda: kernel(logits, every, every, asks, token_ids, num_tokens[:, 0], num_prompt[:, 0])
+        edits = [unpack(one) if kernel is twin_edits.edit_logits else torch.from_numpy(one).to(device) for one in self.packed]
+        return lambda: kernel(logits, every, every, edits, token_ids, num_tokens[:, 0], num_prompt[:, 0])
 
 
-def check_adjust(vocab: int, dtype: torch.dtype, rows: int, length: int) -> str:
+def check_edits(vocab: int, dtype: torch.dtype, rows: int, length: int) -> str:
     logits, asking = rows_of("random", rows, vocab, dtype), Asking(rows, vocab, length)
     found = asking.edit_logits(logits.to(DEVICE), edit_logits, DEVICE)().cpu()
-    expected = asking.edit_logits(logits, twin_adjust.edit_logits, "cpu")()
+    expected = asking.edit_logits(logits, twin_edits.edit_logits, "cpu")()
     return "ok" if torch.allclose(found, expected, rtol=1e-6, atol=1e-6) else f"WRONG by {(found - expected).abs().nan_to_num().max():.1e}"
 
 
@@ -174,7 +174,7 @@ def checks(tiny: bool) -> Iterator[tuple[str, Callable[[], str]]]:
     for kind in ("ties",) if tiny else ("random", "ties", "equal", "masked"):
         for count in (5, 1000) if tiny else (0, 5, 20, 63, 1000):
             yield f"rank {kind} {count}", lambda k=kind, c=count: check_rank(k, vocab, torch.bfloat16, rows // 4, c)
-    yield "edit_logits", lambda: check_adjust(vocab, torch.bfloat16, 8 if tiny else 64, 40 if tiny else 2000)
+    yield "edit_logits", lambda: check_edits(vocab, torch.bfloat16, 8 if tiny else 64, 40 if tiny else 2000)
 
 
 def microseconds(run: Callable[[], object]) -> tuple[float, float]:

@@ -34,7 +34,7 @@ def main() -> None:
     args = parser.parse_args()
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True, detokenize=False)
     with LLM(max_model_len=1024) as llm:
-        library: Any = llm._core.executor.library  # type: ignore[attr-defined]
+        library: Any = llm._core.executor.program.library  # type: ignore[attr-defined]
         watched = library.call = Watched(library.call)
         for rows in map(int, args.rows.split(",")):
             prompts = [list(range(100 + row, 100 + row + PROMPT)) for row in range(rows)]
