@@ -80,7 +80,10 @@ def test_one_scene_plays_at_a_time_and_one_that_is_left_ends(endless: str, monke
             playing.cancel()
             await asyncio.wait({playing})
             await until(lambda: is_idle(llm), 1.0)
-            await lesson.play(1)
+            hits = llm.stats.prefix_hits
+            for _ in range(2):
+                await lesson.play(1)
+            assert llm.stats.prefix_hits == hits, "each scene begins with an empty cache"
 
     run(main())
 
