@@ -172,13 +172,14 @@ def test_it_loads_and_computes_what_plain_torch_does(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("octavo"), "propagate", True)
     prompts = [[5, 7, 11, 13, 17, 19, 23, 29, 31, 37], [3, 1, 4, 1, 5]]
-    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=1)
     with caplog.at_level("INFO"), LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True, block_size=4, max_num_batched_tokens=8) as llm:
-        answers = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)]
+        answers = [output.outputs[0] for output in llm.generate(prompts, greedy, use_tqdm=False)]
     assert "Native kernels are off for this model, torch computes: layer 0 computes its mixer and its MLP in parallel" in caplog.text
     for prompt, answer in zip(prompts, answers):
-        best = reference_logits(weights, [*prompt, *answer]).argmax(-1)
-        assert list(answer) == best[len(prompt) - 1 : -1].tolist()
+        logprobs = reference_logits(weights, [*prompt, *answer.token_ids]).log_softmax(-1)[len(prompt) - 1 : -1]
+        assert list(answer.token_ids) == logprobs.argmax(-1).tolist()
+        assert answer.cumulative_logprob == pytest.approx(float(logprobs.max(-1).values.sum()), abs=1e-3)
 
 
 def test_its_memory_is_planned_from_the_description(weights: dict[str, Tensor], tmp_path: Path) -> None:
@@ -201,10 +202,10 @@ def test_programs_that_cannot_run_a_model_are_turned_off_by_what_it_is_made_of(w
     for other in (
         replace(layer, parallel=True), replace(layer, norm=replace(layer.norm, kind="layer")), replace(layer, mlp=MLPShape(8, "gelu")),
         replace(layer, mixer=replace(mixer, soft_cap=30.0)), replace(layer, mixer=replace(mixer, rope=None)),
-        replace(layer, mlp=MLPShape(8)),
     ):  # fmt: skip
-        changed = replace(dense, layers=(layer, other))
-        assert not suited(resolved(EngineConfig(), "cpu"), changed).native
+        assert not suited(resolved(EngineConfig(), "cpu"), replace(dense, layers=(other, other))).native
+    mixed = replace(dense, layers=(layer, replace(layer, mlp=MLPShape(8))))
+    assert not suited(resolved(EngineConfig(), "cpu"), mixed).native
     windowed = replace(dense, layers=(layer, replace(layer, mixer=replace(mixer, window=4))))
     assert suited(resolved(EngineConfig(), "cpu"), windowed).native
 
