@@ -9,7 +9,6 @@
 A `*` in a rule stands for a number, such as that of a layer. A rule may have several of them: experts have a number too.
 """
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -72,8 +71,12 @@ def vector(name: str, module: str, size: int, layer: int | None = None, bias: bo
 def _starred(name: str) -> tuple[str, list[str]]:
     """layers.3.mlp  ->  layers.*.mlp and its numbers, ["3"]"""
     words = name.split(".")
-    numbers = [word for word in words if re.fullmatch(r"[0-9]+", word)]
-    return ".".join("*" if re.fullmatch(r"[0-9]+", word) else word for word in words), numbers
+    numbers = [word for word in words if _is_number(word)]
+    return ".".join("*" if _is_number(word) else word for word in words), numbers
+
+
+def _is_number(word: str) -> bool:
+    return word.isascii() and word.isdigit()
 
 
 def _filled(pattern: str, numbers: list[str]) -> str:
