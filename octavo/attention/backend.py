@@ -1,6 +1,6 @@
-"""The attention seam: what a backend is, the registries of them, and how one is chosen.
+"""The backends of attention over keys and values: what a backend is, which there are, and how one is chosen.
 
-A backend is built once per layer from an `AttentionSpec`; what it lacks it refuses by name, at start, not in a step.
+A backend is built once per layer from an `AttentionSpec`. What it does not support it refuses by name, at start, not in a step.
 `prepare` runs once a step (work shared by all layers), `write` and `attend` once a layer.
 """
 
@@ -36,8 +36,8 @@ class Rope:
 class AttentionBackend(Protocol):
     name: ClassVar[str]
     dtypes: ClassVar[tuple[str, ...]]
-    paged: ClassVar[bool]  # else every row has a region of its own
-    layouts: ClassVar[tuple[str, ...]]  # of a block, that it reads
+    paged: ClassVar[bool]  # if not, every row has a region of its own
+    layouts: ClassVar[tuple[str, ...]]  # the layouts of a block that it reads
     captured: ClassVar[bool]  # on a device: whether a step with it can be captured as a CUDA graph
     spec: AttentionSpec
     few_rows: int  # up to how many rows of one query it has `attend_few` for: a backend with any is a `FewBackend`
@@ -46,25 +46,25 @@ class AttentionBackend(Protocol):
 
     @staticmethod
     def prepare(batch: ForwardBatch) -> Any:
-        """Index work all layers share; the runner puts it into `batch.attention`."""
+        """Returns the index work that all layers share. The program puts it into `batch.attention`."""
 
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
-        """Normalise and rotate q and k, store k and v in the cache; returns q [T, heads, head_dim].
+        """Norms and rotates q and k, and stores k and v in the cache. Returns q [T, heads, head_dim].
 
         qkv [T, (heads + 2 * kv_heads) * head_dim] may be overwritten.
         """
 
     def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor) -> Tensor:
-        """Attention of q over what the cache holds; fills and returns out [T, heads, head_dim]."""
+        """Computes attention of q over what the cache holds. Fills and returns out [T, heads, head_dim]."""
 
 
 class FewBackend(AttentionBackend, Protocol):
     def attend_few(
         self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
-        """`write` and `attend` at once for a few rows of one query, their context in splits.
+        """Does `write` and `attend` at once for a few rows of one query, with their context in splits.
 
-        (parts [R, splits, heads, head_dim], their log-sum-exp [R, splits, heads] in units of log2), both float32
+        Returns (parts [R, splits, heads, head_dim], their log-sum-exp [R, splits, heads] in units of log2), both float32
         """
 
 
@@ -82,7 +82,7 @@ ON_DEVICE = {
 
 
 def split_heads(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of each token: views, [T, heads, head_dim] each."""
+    """Returns q, k and v of each token as views, [T, heads, head_dim] each."""
     parts = qkv.view(len(qkv), -1, spec.head_dim)
     q, k, v = parts.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
     return q, k, v
@@ -98,7 +98,7 @@ def load_backend(name: str, on_device: bool = False) -> type[AttentionBackend]:
 
 
 def choose_backend(config: ResolvedConfig, dtype: str, on_device: bool) -> type[AttentionBackend]:
-    """The backend for this run, or a refusal that says what it lacks and what to turn."""
+    """Returns the backend for this run, or raises an error that says what it lacks and which setting to change."""
     default = "triton" if on_device else "cpu"
     backend = load_backend(default if config.attention_backend == "auto" else config.attention_backend, on_device)
     name, layout = backend.name, config.kv_cache_layout

@@ -1,9 +1,9 @@
-"""Attention without paging: the reference the paged backend is proven against.
+"""Attention without paging: the reference that the paged backend is compared with.
 
     cache   [num_rows, max_len, kv_heads, head_dim]      row r owns region r;  slot = r * max_len + position
 
-A token's place follows from its row and position alone, so no block table can be wrong here. Everything after loading
-is the very function the paged backend calls.
+A token's place follows from its row and position alone, so no block table can be wrong here. After loading, it calls the
+same functions as the paged backend.
 """
 
 from dataclasses import dataclass

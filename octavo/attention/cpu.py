@@ -10,9 +10,8 @@
 
     slot of token 9 = block * block_size + offset = table[9 // 4] * 4 + 9 % 4 = 5 * 4 + 1 = 21
 
-`write` puts each new token at its slot. `attend` gathers whole blocks through the table, which lines a row's tokens up
-again, and from there on it is attention as anywhere else. A block never moves and two tables may name the same one:
-that is all a shared prefix is.
+`write` puts each new token at its slot. `attend` gathers whole blocks through the table, so that a row's tokens are in order
+again; the rest is ordinary attention. A block never moves, and two tables may name the same block: that is a shared prefix.
 """
 
 from collections.abc import Callable
@@ -46,7 +45,7 @@ class CpuBackend:
 
     @staticmethod
     def prepare(batch: ForwardBatch) -> list[tuple[RowGroup, Tensor]]:
-        """Groups of rows, each with the blocks to gather for it [rows * num_blocks]."""
+        """Returns groups of rows, each with the blocks to gather for it [rows * num_blocks]."""
         return [(group, batch.tables[group.index, : group.num_blocks].flatten()) for group in group_rows(batch)]
 
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
@@ -81,7 +80,7 @@ def keep(cache: Cache, k: Tensor, v: Tensor, slots: Tensor) -> None:
 
 
 def recall(cache: Cache, load: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """k and v out of the cache, in `dtype`; `load` gathers tokens of a buffer."""
+    """Returns k and v from the cache, in `dtype`. `load` gathers tokens of a buffer."""
 
     def loaded(name: str) -> Tensor:
         values = load(cache[name])
@@ -93,9 +92,9 @@ def recall(cache: Cache, load: Callable[[Tensor], Tensor], dtype: torch.dtype) -
 
 
 def attend_group(q: Tensor, k: Tensor, v: Tensor, tail: Tensor, group: RowGroup, spec: AttentionSpec, out: Tensor) -> None:
-    """Attention of a group's queries over its loaded k and v [rows, tokens, kv_heads, head_dim]; fills their part of out.
+    """Computes attention of a group's queries over its k and v [rows, tokens, kv_heads, head_dim], and fills their part of out.
 
-    `tail` lists what in k and v was never written by these rows and is not known to be zero.
+    `tail` lists the places in k and v that these rows never wrote and that may not be zero.
     """
     queries = q.index_select(0, group.tokens).view(-1, group.num_query, *q.shape[1:])  # [rows, num_query, heads, head_dim]
     k = zero_tail(k, tail)[:, : group.length]

@@ -1,10 +1,10 @@
-"""Paged attention by FlashInfer, where it is installed and asked for: our kernel writes the cache, FlashInfer's read it.
+"""Paged attention by FlashInfer, if it is installed and asked for. Our kernel writes the cache, FlashInfer's read it.
 
     our tables    [ 7 2 5 . ]  [ 9 4 . . ]  [ . . . . ]      10, 5 and 0 tokens in blocks of 4; the third row is padding
     its arrays    indices 7 2 5 9 4 .    indptr 0 3 5 6    last length 2 1 1
 
-It plans on the host what a step computes, so that a step waits for the device and cannot be captured as a CUDA graph. To its
-prefill kernel rows of one query and of more are one case. Layers of one spec share a plan.
+It plans on the host what a step computes. So a step waits for the device, and cannot be captured as a CUDA graph. One prefill
+kernel computes rows of one query and of more. Layers of one spec share a plan.
 """
 
 from typing import Any, ClassVar
@@ -29,7 +29,7 @@ WORKSPACE = 128 * 2**20  # bytes, as FlashInfer recommends; the plans of a step 
 
 
 class Planned:
-    """A step in FlashInfer's words, with a wrapper for each kind of layer once one has asked."""
+    """A step in FlashInfer's terms. The wrapper for a kind of layer is made when the first such layer asks."""
 
     def __init__(self, batch: ForwardBatch) -> None:
         size = batch.block_size

@@ -61,6 +61,11 @@ class AttentionSpec:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def projections(self) -> dict[str, int]:
+        """The parts of the product that makes q, k and v, and how wide each is."""
+        return {"q": self.q_size, "k": self.kv_size, "v": self.kv_size}
+
+    @property
     def position_table(self) -> tuple[Hashable, int] | None:
         """Cosines and sines for half of a head each."""
         return None if self.rope is None else ((self.rope, self.head_dim), self.head_dim)

@@ -18,7 +18,7 @@ from octavo.kernels.ops import decode_attention_parts, decode_shares, few_rows, 
 
 
 class Shares:
-    """How decode is divided in a step: counted by the first layer that asks, once for each window that layers have."""
+    """How decode is divided in a step. It is counted once for each window, when the first layer asks."""
 
     def __init__(self, batch: ForwardBatch) -> None:
         self._rows = batch.query_start, batch.context_len
@@ -88,7 +88,7 @@ class TritonRegions:
 
     @staticmethod
     def prepare(batch: ForwardBatch) -> Regions:
-        """On the device, without a word from the host."""
+        """Computes everything on the device: the host is not asked."""
         count, length = batch.caches[0]["k"].shape[:2]
         device, starts = batch.slots.device, batch.query_start
         regions = torch.where(batch.rows < 0, count - 1, batch.rows)
@@ -129,12 +129,12 @@ SUPPORTED = ("window", "soft_cap")
 
 
 def _few_rows(spec: AttentionSpec) -> int:
-    """The kernel of a few rows caps no scores."""
+    """Returns 0 where scores are capped: the kernel of a few rows cannot do that."""
     return few_rows(spec.head_dim) if spec.soft_cap is None else 0
 
 
 def _fresh(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """k and v of this step's tokens: they stand behind q in qkv, of which it is a view."""
+    """Returns k and v of this step's tokens, which stand behind q in qkv. `q` is a view of qkv."""
     parts = q.as_strided((len(q), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim), q.stride())
     k, v = parts[:, spec.num_heads :].chunk(2, dim=1)
     return k, v

@@ -32,8 +32,7 @@ class Attention(nn.Module):
         """`bias`: whether q, k and v have one, and whether the output has one. `norm_eps`: of the norms on heads, if there are any."""
         super().__init__()
         self.rope = rope
-        parts = {"q": spec.q_size, "k": spec.kv_size, "v": spec.kv_size}
-        self.qkv = MergedLinear(hidden_size, parts, bias[0], scheme, dtype)
+        self.qkv = MergedLinear(hidden_size, spec.projections, bias[0], scheme, dtype)
         self.output = RowParallelLinear(spec.q_size, hidden_size, bias[1], scheme, dtype, comm)
         self.norms: QKNorm | None = None
         if spec.qk_norm:

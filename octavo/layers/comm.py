@@ -1,6 +1,6 @@
-"""What ranks say to each other, and the version for one rank, which is silence.
+"""How ranks communicate, and the version for one rank, which does nothing.
 
-A layer is given its `Comm` when it is built and calls it whether there are others or not.
+A layer is given its `Comm` when it is built, and calls it even if there is only one rank.
 """
 
 from typing import Protocol
@@ -13,10 +13,10 @@ class Comm(Protocol):
     size: int
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x."""
+        """Returns the sum of x over all ranks."""
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's x, joined along the last dimension in rank order."""
+        """Returns x of all ranks, joined along the last dimension in rank order."""
 
     def send(self, x: Tensor, rank: int) -> None: ...
 
@@ -24,7 +24,7 @@ class Comm(Protocol):
         """Fills and returns x."""
 
     def broadcast_ids(self, ids: Tensor) -> Tensor:
-        """Rank 0's ids, on every rank: sampled tokens are all that ranks need to tell each other."""
+        """Returns the ids of rank 0 on every rank. Ranks have to exchange nothing else between steps."""
 
 
 class NullComm:

@@ -1,4 +1,4 @@
-"""Token ids in, logits out: the two ends of a model, which may share one matrix."""
+"""The embedding and the head of a model, which may share one matrix."""
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ class Embedding(nn.Module):
 
 
 class LMHead(nn.Module):
-    """Logits of every token of the vocabulary. Tied, it has no matrix of its own and multiplies by the embedding's."""
+    """Computes logits for the whole vocabulary. A tied head has no matrix of its own, and uses the embedding's."""
 
     def __init__(self, embedding: Embedding, tied: bool, scheme: QuantScheme, comm: Comm) -> None:
         super().__init__()
@@ -30,10 +30,10 @@ class LMHead(nn.Module):
             scheme.params(self, embedding.hidden_size, embedding.vocab_size, False, embedding.dtype)
 
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """[S, hidden] -> [S, vocab], in `out` if that is given."""
+        """Returns logits [S, vocab] of hidden states [S, hidden], in `out` if that is given."""
         return self.comm.all_gather(self.matrix.scheme.apply(self.matrix, hidden, out))
 
     @property
     def matrix(self) -> "LMHead | Embedding":
-        """Whose weights they are."""
+        """The module that has the weights."""
         return self if self.tied is None else self.tied

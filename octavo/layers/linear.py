@@ -2,7 +2,7 @@
 
     Linear             y = x W^T + b
     MergedLinear       several projections of one x as one product; each is a named slice of the rows of W
-    RowParallelLinear  its input is split over the ranks, so their results are summed
+    RowParallelLinear  its input may be split over ranks, whose results are summed
 
     qkv.weight   [ q: heads * head_dim rows | k: kv_heads * head_dim | v: kv_heads * head_dim ]
 """

@@ -1,4 +1,4 @@
-"""The norm between two sub-layers, which also carries the residual stream forward."""
+"""The norm between two sub-layers, which also adds to the residual stream."""
 
 import torch
 from torch import Tensor, nn
@@ -14,5 +14,5 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """x is what the last sub-layer adds to the stream; returns the next one's input and the new stream."""
+        """Adds x, the result of the last sub-layer, to the residual stream. Returns the normed sum and the sum."""
         return add_rms_norm(x, residual, self.weight, self.eps)

@@ -37,11 +37,11 @@ class Checkpoint(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str) -> Tensor:
-        """A dense tensor: in the float type it is stored in, or float32 if it was quantised. It may be a view of the file."""
+        """Returns a dense tensor, in the float type of the file, or in float32 if it was quantised. It may be a view of the file."""
         ...
 
     def packed(self, name: str) -> PackedWeight | None:
-        """A quantised matrix as codes; None where it is stored as floats."""
+        """Returns a quantised matrix as codes, or None if it is stored as floats."""
 
     def fingerprint(self) -> bytes: ...
 
@@ -128,7 +128,7 @@ class SafetensorsCheckpoint:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The weight file `name` of `folder`: a plain name that leads, also through links, to a file within the model."""
+    """Returns the path of a weight file, which must be a plain name and lead, also through links, to a file within the model."""
     path = folder / name
     homes = [folder.resolve()]
     if homes[0].parent.name == "snapshots":  # a hub cache: models--x--y/snapshots/<commit>/<name> links to models--x--y/blobs/<digest>
@@ -153,7 +153,7 @@ def _map(path: Path) -> Any:  # the library is not annotated
 
 
 class _SafetensorsFile:
-    """One mapped file. The library checks the header (sizes, overlaps, kinds); its complaints come out as `LoadError`."""
+    """One mapped file. The library checks the header (sizes, overlaps, kinds); its errors are raised as `LoadError`."""
 
     def __init__(self, path: Path, quantised: bool) -> None:
         self.path = path
@@ -169,7 +169,7 @@ class _SafetensorsFile:
         self.headers = {name: self._header(name, view, quantised) for name, view in views.items()}
 
     def _header(self, name: str, view: Any, quantised: bool) -> Header:
-        """Of floats; of whole numbers only where they belong to a quantised module."""
+        """Accepts floats, and whole numbers only if they belong to a quantised module."""
         stored, shape = view.get_dtype(), tuple(view.get_shape())
         if stored == "I32" and quantised and name.endswith(WHOLE_NUMBERS):
             return Header(torch.int32, shape)
@@ -187,7 +187,7 @@ MAX_ROPE_FACTORS = 4096  # one for each pair of a head's dimensions
 
 
 def _part(tensor: GGUFTensor) -> str:
-    """attn_q of blk.0.attn_q.weight"""
+    """Returns attn_q for blk.0.attn_q.weight."""
     return tensor.name.split(".")[-2]
 
 
@@ -268,7 +268,7 @@ class GGUFCheckpoint:
 
 
 def half_split(rows: Tensor, heads: int) -> Tensor:
-    """Rows of a query or key projection from interleaved rotary order to Hugging Face's.
+    """Reorders rows of a query or key projection from interleaved rotary order to Hugging Face's.
 
     A head of width d rotates pairs of rows. Interleaved, a pair is (2i, 2i + 1); half-split, it is (i, i + d/2).
     """

@@ -1,6 +1,6 @@
-"""Random weights of a plausible size, for trying out shapes: the same for the same seed, and made as they are asked for.
+"""Random weights of a plausible size, for trying out shapes. They are the same for the same seed, and made when they are read.
 
-Floats, or codes of any kind: nobody quantises billions of random numbers to get other random numbers.
+They are floats, or codes of any kind: quantising billions of random numbers would only give other random numbers.
 """
 
 from functools import cached_property
@@ -21,7 +21,7 @@ POOL = 4_000_037  # values drawn; a prime, so that repeats never line up with th
 
 
 class DummyCheckpoint:
-    """Whatever weights `model` wants, which may be one without memory. Norms are ones."""
+    """Has every weight of `model`, which may be on the meta device. Norms are ones."""
 
     source = "dummy weights"
 
@@ -49,7 +49,7 @@ class DummyCheckpoint:
         return torch.ones(shape) if is_norm else self._taken(self._pool, name, prod(shape)).view(shape)
 
     def draw(self, name: str, codes: Codes) -> PackedWeight:
-        """A matrix as codes of that kind, each as likely as any; the scales of its groups differ by a factor of three at most."""
+        """Returns a matrix of random codes. The scales of its groups differ by a factor of three at most."""
         n, k = self._shapes[name]
         most = 2**codes.bits - 1
         drawn = self._taken(self._bytes, name, n * k).view(n, k) & most
@@ -58,7 +58,7 @@ class DummyCheckpoint:
         return PackedWeight(codes.bits, codes.group, drawn, scale.half(), (scale * (-most / 2)).half(), 1.0)
 
     def _taken(self, pool: Tensor, name: str, count: int) -> Tensor:
-        """The pool over and over, from where the weight before it ended."""
+        """Returns numbers of the pool, which repeats, from where the weight before this one ended."""
         pieces, start = [], self._start[name]
         while count:
             pieces.append(pool[start : start + count])

@@ -13,7 +13,7 @@ FINGERPRINT_WINDOWS, WINDOW_BYTES = 64, 4096
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Weight name -> file name, out of the index of a sharded model."""
+    """Returns the file of each weight, from the index of a sharded model."""
     weight_map = read_json_object(index, INDEX_BYTES, INDEX_ITEMS).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise LoadError(f"{index}: weight_map must give a file name for each weight")

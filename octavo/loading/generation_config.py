@@ -27,7 +27,7 @@ class GenerationConfig:
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:
-    """An empty one where there is no such file, as beside every GGUF file."""
+    """Returns an empty one if there is no such file. GGUF files have none."""
     path = folder / "generation_config.json"
     if not path.exists():
         return GenerationConfig()

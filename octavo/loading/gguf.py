@@ -81,12 +81,12 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 def _shown(text: str) -> str:
-    """A name out of the file, short and on one line."""
+    """Returns a name from the file, short and on one line, for messages."""
     return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
 class _HeaderReader:
-    """Walks the mapped header; `need` stands before every read."""
+    """Walks through the mapped header. `need` checks the length before every read."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -231,7 +231,7 @@ class _HeaderReader:
         return GGUFTensor(name, tuple(reversed(dims)), kind, offset, prod(dims) // group * group_bytes)
 
     def placed(self, declared: list[GGUFTensor], start: int, alignment: int) -> dict[str, GGUFTensor]:
-        """The tensors with offsets counted from the start of the file, once each is known to lie inside it and apart."""
+        """Returns the tensors with offsets from the start of the file. Each must lie inside it, and none may overlap."""
         tensors: dict[str, GGUFTensor] = {}
         end = start
         for tensor in sorted(declared, key=attrgetter("offset")):

@@ -73,7 +73,7 @@ def _parts(module: nn.Module) -> Iterable[tuple[str | None, slice]]:
 
 def _redundant(name: str, model: Decoder) -> bool:
     """Whether this is a tensor of old checkpoints that follows from the others."""
-    head = family_of(model.config).rules.checkpoint_module("head")
+    head = family_of(model.config).rules.find("head")
     return name.endswith(".rotary_emb.inv_freq") or (name == f"{head}.weight" and model.config.tie_embeddings)
 
 

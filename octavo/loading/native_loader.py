@@ -1,4 +1,4 @@
-"""Weights as the native program wants them: packed into panels once, part by part, so that no dense copy of a model is ever held.
+"""Packs weights into the panels of the native program, matrix by matrix, so that no dense copy of a model is ever held.
 
 Quantised parts stay codes. Parts that make up one matrix (q, k, v) must be of one kind: codes take the most bits and the
 smallest group of any; where one of them is no code, or orders its columns in another way, all of them become floats.
@@ -20,7 +20,7 @@ from octavo.quant.packed import PackedWeight, concatenate, mergeable
 
 
 class StoredParameters:
-    """A model's parameters by name, those made of several parts as one, read from a checkpoint by the RULES of `model`.
+    """Reads a model's parameters from a checkpoint by their names in the model. Parts of one matrix are joined.
 
     The model itself needs no memory.
     """
@@ -38,12 +38,12 @@ class StoredParameters:
         return (sum(part[0] for part in parts), *parts[0][1:])
 
     def floats(self, name: str) -> Tensor:
-        """It may be a view of the file: whoever keeps it makes a copy."""
+        """Returns floats that may be a view of the file: copy them to keep them."""
         parts = [self.checkpoint.read(self._stored[label]).float() for label in self._labels(name)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def copy(self, name: str, target: Tensor) -> None:
-        """Part by part, as they are stored, into the rows of a tensor on any device."""
+        """Copies a parameter, part by part, into the rows of a tensor on any device."""
         sizes = [self.checkpoint.shape(self._stored[label])[0] for label in self._labels(name)]
         for label, rows in zip(self._labels(name), target.split(sizes), strict=True):
             rows.copy_(self.checkpoint.read(self._stored[label]))
@@ -62,7 +62,7 @@ class StoredParameters:
 
 class NativeWeights:
     def __init__(self, parameters: StoredParameters, library: NativeLibrary, dtype: str) -> None:
-        """`dtype`: of what is not stored as codes."""
+        """`dtype`: for weights that are not stored as codes."""
         self._parameters = parameters
         self._library = library
         self._kind, self._dtype = {"float32": F32, "bfloat16": BF16, "float16": F16}[dtype], getattr(torch, dtype)
@@ -71,11 +71,11 @@ class NativeWeights:
         return np.array(self._parameters.floats(name).numpy())
 
     def rows(self, name: str) -> Tensor:
-        """A matrix as it is, to look rows up in."""
+        """Returns a matrix as it is, to look rows up in."""
         return self._parameters.floats(name).to(self._dtype, copy=True).contiguous()
 
     def matrix(self, module: str, alternate: bool = False, columns: int = 0) -> PackedMatrix:
-        """A product's weights, with zeros up to `columns`. With `alternate`, 16 rows of either half in turn, zeros after the last."""
+        """Returns the weights of a product, with zeros up to `columns`. With `alternate`, 16 rows of each half follow in turn."""
         name, bias = f"{module}.weight", f"{module}.bias"
         weight = self._parameters.codes(name) or self._wide(name, columns)
         order = _alternating(weight.shape[0] // 2) if alternate else None
@@ -95,7 +95,7 @@ class NativeWeights:
 
 
 def _alternating(size: int) -> Tensor:
-    """Rows of two halves of `size` as they stand with 16 of each in turn; -1 is a row of zeros."""
+    """Returns the order in which 16 rows of each of two halves of `size` follow each other; -1 is a row of zeros."""
     index = torch.full((-(-size // PANEL) * PANEL,), -1)
     index[:size] = torch.arange(size)
     panels = index.view(-1, 1, PANEL)
@@ -103,7 +103,7 @@ def _alternating(size: int) -> Tensor:
 
 
 def _taken(values: Tensor, order: Tensor | None) -> NDArray[np.float32]:
-    """In that order, with zeros where it says -1."""
+    """Returns the rows in that order, with zeros where it has -1."""
     if order is None:
         return values.contiguous().numpy()
     taken = values[order.clamp(min=0)]

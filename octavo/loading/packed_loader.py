@@ -1,7 +1,7 @@
-"""Weights as a device wants them: codes stay codes, matrix by matrix, so that no dense copy of a model is ever held.
+"""Reads weights into a model on a device, matrix by matrix. Codes stay codes, so that no dense copy of a model is ever held.
 
-Which parts can be one matrix of codes is decided as for the native program (`native_loader.py`); where they cannot, the matrix
-is floats of the model's dtype. An embedding that is not the head's matrix is floats, too: rows of it are looked up, not multiplied.
+The same parts can be merged as codes as in the native program (`native_loader.py`); where they cannot, the matrix is kept as
+floats. An embedding that is not the matrix of the head is kept as floats too: its rows are looked up, not multiplied.
 """
 
 import torch
@@ -16,7 +16,7 @@ from octavo.quant.device_packed import Packed
 
 
 def load_packed(model: Decoder, stored: StoredParameters) -> None:
-    """Into a model built with the scheme `Packed`, onto the device of its norms."""
+    """Fills a model that was built with the scheme `Packed`, on the device of its norms."""
     for name, parameter in model.named_parameters():  # norms and biases: the matrices are not there yet
         stored.copy(name, parameter.data)
     for name, module in model.named_modules():

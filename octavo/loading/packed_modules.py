@@ -1,8 +1,8 @@
-"""Modules of an AWQ or GPTQ folder: several tensors each, which the rest of the house sees as one weight.
+"""Modules of an AWQ or GPTQ folder. Each has several tensors, which the other code sees as one weight.
 
     model.layers.0.mlp.up_proj.qweight  .qzeros  .scales  .g_idx      ->  model.layers.0.mlp.up_proj.weight
 
-Which modules are quantised is told by the tensors there are, how by `quantization_config`; sizes are checked by headers alone.
+The names of the tensors say which modules are quantised, and `quantization_config` says how. Sizes are checked from headers.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,7 +41,7 @@ class PackedModule:
 
 
 def find_packed(headers: Mapping[str, Header], config: QuantConfig) -> list[PackedModule]:
-    """All modules there are codes of, each known to be complete and of one size."""
+    """Returns all quantised modules. Each has been checked to be complete, with tensors of matching sizes."""
     names = [name.removesuffix(CODES) for name in headers if name.endswith(CODES)]
     if not names:
         raise LoadError(f"quantization_config says {config.method}, but there is no weight named *{CODES}")

@@ -38,24 +38,24 @@ class ModelSource:
 
     @cached_property
     def gguf(self) -> GGUFFile:
-        """The header, parsed once; only for kind 'gguf'."""
+        """The parsed header, for kind 'gguf' only."""
         return read_gguf(self.path)
 
     @cached_property
     def quantization(self) -> QuantConfig | None:
-        """How config.json says weights are quantised; a GGUF file says it of each tensor."""
+        """How the weights are quantised, from config.json. A GGUF file says it for each tensor instead."""
         path = self.path / "config.json"
         return None if self.kind == "gguf" else read_quant_config(read_json_object(path), str(path))
 
 
 def resolve_model(model: str | None, revision: str | None = None, weights: bool = True) -> ModelSource:
-    """`revision`: of a model on the hub. Without `weights`, a download leaves them out."""
+    """Returns the model that a user named, downloaded if need be. Without `weights`, a download leaves them out."""
     found = locate(model, revision)
     return found if isinstance(found, ModelSource) else in_cache(found, fetch_model(found, weights))
 
 
 def source_of(config: EngineConfig) -> ModelSource:
-    """The model that settings name; random weights need none to be fetched."""
+    """Returns the model that the settings name. Weights are not downloaded where random ones will do."""
     return resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
 
 
@@ -64,7 +64,7 @@ def in_cache(name: HubName, path: Path) -> ModelSource:
 
 
 def locate(model: str | None, revision: str | None = None) -> ModelSource | HubName:
-    """What the word means, with nothing fetched: a model that is here, or a name on the hub."""
+    """Returns the model on this machine, or the name on the hub, that `model` stands for. Nothing is downloaded."""
     try:
         found = _find_here(model)
     except OSError as error:

@@ -18,7 +18,7 @@ class Entry:
 
 
 def parse_header(raw: bytes) -> dict[str, Entry]:
-    """A ValueError where it is none."""
+    """Raises ValueError if this is not a valid header."""
     try:
         header = json.loads(raw)
         return {name: _entry(**entry) for name, entry in header.items() if name != "__metadata__"}
@@ -34,7 +34,7 @@ def _entry(dtype: str, shape: list[int], data_offsets: list[int]) -> Entry:
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], int]:
-    """The tensors of a file, and the byte at which their data begin."""
+    """Returns the tensors of a file, and the byte at which their data begin."""
     try:
         if not path.is_file():
             raise ValueError("not a regular file")

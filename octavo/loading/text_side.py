@@ -1,4 +1,4 @@
-"""The text side of a model: its files found, its config and tokenizer read, with no weight touched and no torch imported."""
+"""The text side of a model: its config, tokenizer and sampling defaults. No weight is read and torch is not imported."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ class TextSide:
 
     @property
     def give_tokenizer(self) -> Callable[[], Tokenizer] | None:
-        """For an engine beside it, which wants it when the first grammar comes."""
+        """For an engine in the same process, which asks for it when the first grammar comes."""
         tokenizer = self.tokenizer
         return None if tokenizer is None else lambda: tokenizer
 
@@ -54,7 +54,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
 
 
 def _sampling_defaults(config: EngineConfig, source: ModelSource) -> Mapping[str, object]:
-    """What the model's makers recommend, unless the user wants none of it."""
+    """Returns what the model's makers recommend, unless the user turned that off."""
     if config.generation_config == "none":
         return {}
     if config.model is None or (source.kind == "gguf" and is_default_name(config.model)):

@@ -131,9 +131,8 @@ def describe(config: DenseConfig) -> ModelDescription:
 
 def _layer_matrices(config: DenseConfig, layer: int) -> list[Matrix]:
     hidden, inner, spec = config.hidden_size, config.intermediate_size, config.attention(layer)
-    heads = {"q": spec.q_size, "k": spec.kv_size, "v": spec.kv_size}
     return [
-        RULES.matrix("qkv", "layers.*.attention.qkv", heads, hidden, layer, config.qkv_bias, split="rows"),
+        RULES.matrix("qkv", "layers.*.attention.qkv", spec.projections, hidden, layer, config.qkv_bias, split="rows"),
         RULES.matrix("output", "layers.*.attention.output", hidden, spec.q_size, layer, config.output_bias, split="columns"),
         RULES.matrix("gate_up", "layers.*.mlp.gate_up", {"gate": inner, "up": inner}, hidden, layer, config.mlp_bias, "rows", gated=True),
         RULES.matrix("down", "layers.*.mlp.down", hidden, inner, layer, config.mlp_bias, split="columns"),

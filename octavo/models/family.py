@@ -9,7 +9,6 @@
 A `*` in a rule stands for a number, such as that of a layer. A rule may have several of them: experts have a number too.
 """
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,14 +28,22 @@ class Rule:
 
 class Rules:
     def __init__(self, rules: Iterable[Rule]) -> None:
-        self._rules = list(rules)
-        self._by_place = {(rule.module, rule.part): rule.checkpoint for rule in self._rules}
-        self._by_gguf = {rule.gguf: rule.checkpoint for rule in self._rules if rule.gguf is not None}
+        every = list(rules)
+        self._by_place = {(rule.module, rule.part): rule.checkpoint for rule in every}
+        self._by_gguf = {rule.gguf: rule.checkpoint for rule in every if rule.gguf is not None}
+        assert len(self._by_place) == len(every), "two rules lead to the same place"
 
     def checkpoint_module(self, module: str, part: str | None = None) -> str:
         """layers.3.attention.qkv, k  ->  model.layers.3.self_attn.k_proj"""
+        found = self.find(module, part)
+        assert found is not None, f"no rule for {module}, part {part}"
+        return found
+
+    def find(self, module: str, part: str | None = None) -> str | None:
+        """As `checkpoint_module`, but returns None if there is no rule."""
         pattern, numbers = _starred(module)
-        return _filled(self._by_place[pattern, part], numbers)
+        found = self._by_place.get((pattern, part))
+        return None if found is None else _filled(found, numbers)
 
     def of_gguf(self, name: str) -> str | None:
         """Returns the checkpoint's name of a tensor in a GGUF file, or None if this family has no such tensor."""
@@ -56,15 +63,20 @@ class Rules:
         return Matrix(name, module, parts, columns, layer, bias, split, gated, vocabulary)
 
 
-def vector(name: str, module: str, size: int, layer: int | None = None) -> Vector:
-    return Vector(name, module.replace("*", str(layer)), size, layer)
+def vector(name: str, module: str, size: int, layer: int | None = None, bias: bool = False) -> Vector:
+    """Returns a norm of the description."""
+    return Vector(name, module.replace("*", str(layer)), size, layer, bias)
 
 
 def _starred(name: str) -> tuple[str, list[str]]:
     """layers.3.mlp  ->  layers.*.mlp and its numbers, ["3"]"""
     words = name.split(".")
-    numbers = [word for word in words if re.fullmatch(r"[0-9]+", word)]
-    return ".".join("*" if re.fullmatch(r"[0-9]+", word) else word for word in words), numbers
+    numbers = [word for word in words if _is_number(word)]
+    return ".".join("*" if _is_number(word) else word for word in words), numbers
+
+
+def _is_number(word: str) -> bool:
+    return word.isascii() and word.isdigit()
 
 
 def _filled(pattern: str, numbers: list[str]) -> str:

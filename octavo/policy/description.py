@@ -42,6 +42,11 @@ class Vector:
     module: str  # layers.3.attention_norm
     size: int
     layer: int | None = None
+    bias: bool = False
+
+    @property
+    def numbers(self) -> int:
+        return 2 * self.size if self.bias else self.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +147,7 @@ class ModelDescription:
 
     @cached_property
     def vector_numbers(self) -> int:
-        return sum(vector.size for vector in self.vectors)
+        return sum(vector.numbers for vector in self.vectors)
 
     @cached_property
     def position_numbers(self) -> int:

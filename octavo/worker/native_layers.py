@@ -24,7 +24,7 @@ class LayerAttention(Protocol):
         """Is called once a step. `shared`: see `NativeProgram.shared_tokens`"""
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
-        """What a layer makes of its q, k and v [T, all heads * head_dim]; these are changed. -> [T, heads * head_dim]"""
+        """Returns the attention of a layer [T, heads * head_dim] for its q, k and v [T, all heads * head_dim], which are changed."""
 
 
 class NativeAttention:

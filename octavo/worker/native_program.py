@@ -133,12 +133,13 @@ class NativeProgram:
         assert spec.rope is not None
         rope = build_rope(spec.rope, spec.head_dim, max_len)
         self._kept.append(rope)
+        last_norm = next(vector.module for vector in model.vectors if vector.layer is None)
         return Model(
             num_layers=len(model.layers), hidden=model.hidden_size, heads=spec.num_heads, kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim, intermediate=self._inner, vocab=model.vocab_size, block_size=block_size,
             embed_kind=Q8 if self.embed is None else KINDS[self.embed.dtype], embed=None if self.embed is None else at(self.embed),
             eps=model.norm.eps, attention_scale=spec.scale, layers=self.layers,
-            norm=self._vector(weights, "norm.weight"), cos=at(rope.cos), sin=at(rope.sin), head=self._matrix(self.head),
+            norm=self._vector(weights, f"{last_norm}.weight"), cos=at(rope.cos), sin=at(rope.sin), head=self._matrix(self.head),
         )  # fmt: skip
 
     def _vector(self, weights: NativeWeights, name: str) -> int | None:
