@@ -14,7 +14,7 @@ def check(scheduler: Scheduler) -> None:
     assert all(pool.ref[block] == holders[block] for block in range(pool.num_blocks)), "refs and tables disagree"
     assert sorted(seq.seq_id for seq in live) == sorted(seq.seq_id for seq in scheduler.waiting + scheduler.running)
     never_admitted = [name for name, request in scheduler.requests.items() if request.life.first_scheduled is None]
-    assert list(scheduler._unscheduled) == never_admitted, "who waits for the first time is known by arrival"
+    assert list(scheduler.admission.unscheduled) == never_admitted, "who waits for the first time is known by arrival"
     _check_rows(scheduler)
     for queue in (scheduler.waiting, scheduler.running):
         assert [seq.key for seq in queue] == sorted(seq.key for seq in queue), "out of policy order"

@@ -11,6 +11,7 @@ sample computes that last token itself.
 
 from array import array
 from enum import Enum
+from operator import attrgetter
 
 from octavo.messages import FinishReason, LifeRecord, NoiseKey, RowWrite
 from octavo.sampling_params import SamplingParams
@@ -152,3 +153,6 @@ class Sequence:
         self.token_ids.extend(tokens)
         self.num_tokens += len(tokens)
         self.in_flight -= len(tokens)
+
+
+policy_key = attrgetter("key")  # sorts sequences in policy order

@@ -12,23 +12,18 @@ Plans run in order on one stream, so blocks and rows freed here are reusable at 
 import time
 from array import array
 from bisect import insort
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
-from operator import attrgetter
 
 from octavo.errors import RequestError
 from octavo.messages import AddRequest, Delta, FinishReason, Limits, RowFork, SchedulerStats, StepPlan, StepResult, TokenLogprobs
+from octavo.policy.admission import Admission
 from octavo.policy.door import check_request, length_limit
-from octavo.policy.kv_manager import KVManager, PrefixHit
-from octavo.policy.request import Request, Sequence, Status
+from octavo.policy.kv_manager import KVManager
+from octavo.policy.request import Request, Sequence, Status, policy_key
 
-MAX_PASSES = 16  # steps a request that does not fit may be passed by others
-SCAN_LIMIT = 32  # requests looked at behind one that does not fit
 SEALS_PER_STEP = 32  # larger batches take turns at sealing: when all cross a block edge together, no step pays for all
-COMEBACK_TOKENS = 32  # room a sequence preempted k times wants for more output: this times 2^k
 NOT_FINITE = "numerical_error: values that are not finite, or an id outside the vocabulary"
-_policy_key = attrgetter("key")
 
 
 class Scheduler:
@@ -54,11 +49,10 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # both in policy order
         self.running: list[Sequence] = []
         self.requests: dict[str, Request] = {}  # the live ones
-        self._unscheduled: OrderedDict[str, Request] = OrderedDict()  # of which never admitted, by arrival
         self.free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self.stats = SchedulerStats(0, 0, 0, kv.pool.num_blocks, 0, 0, 0, 0, 0)
         self._planned: dict[int, list[Sequence]] = {}  # step -> its sequences, until its update
-        self._unforked: list[Sequence] = []  # running sequences that stand for several samples
+        self.admission = Admission(kv, self.waiting, self.running, self.free_rows, self.stats, clock)
         self._arrivals = 0
         self._seq_ids = 0
 
@@ -84,8 +78,8 @@ class Scheduler:
         seq = self._new_sequence(request, 0, array("i", prompt), length_limit(message, self.limits))
         if params.n > 1:
             seq.stop_at = request.num_prompt - 1
-        self.requests[request.request_id] = self._unscheduled[request.request_id] = request
-        insort(self.waiting, seq, key=_policy_key)
+        self.requests[request.request_id] = self.admission.unscheduled[request.request_id] = request
+        insort(self.waiting, seq, key=policy_key)
 
     def _new_sequence(self, request: Request, index: int, token_ids: "array[int]", limit: int) -> Sequence:
         seq = Sequence(self._seq_ids, request, index, token_ids, limit, self.by_priority)
@@ -112,7 +106,7 @@ class Scheduler:
     def expire(self, seconds: float) -> list[Delta]:
         """End every request that waited so long and was never admitted. Costs nothing while there is none."""
         deltas: list[Delta] = []
-        while (request := next(iter(self._unscheduled.values()), None)) is not None:
+        while (request := next(iter(self.admission.unscheduled.values()), None)) is not None:
             if (waited := self.clock() - request.life.queued) < seconds:
                 break
             deltas += self.fail_request(request, f"waited {waited:.1f} s in the queue, queue_timeout is {seconds:g} s", "queue_timeout")
@@ -125,12 +119,14 @@ class Scheduler:
         planned: list[Sequence] = []
         self._planned[plan.step] = planned
         preempted = self._preempt_on_schedule()
-        for parent in self._unforked.copy():
+        for parent in self.admission.unforked.copy():
             if parent.num_planned == parent.stop_at:
                 self._fork(parent, plan)
         budget, starved = self._plan_running(plan, planned)
         if self.waiting and not (preempted or starved):
-            self._admit_waiting(plan, planned, budget)
+            for seq, count in self.admission.admit(plan, budget):
+                if count:
+                    self._plan(seq, count, plan, planned)
         return plan
 
     def _plan_running(self, plan: StepPlan, planned: list[Sequence]) -> tuple[int, bool]:
@@ -189,84 +185,9 @@ class Scheduler:
             if seq.request.params.structured_outputs is not None:
                 plan.mask_rows.append(len(plan.row) - 1)
 
-    def _admit_waiting(self, plan: StepPlan, planned: list[Sequence], budget: int) -> None:
-        """Admit in policy order; a head that does not fit may be passed, but not for ever."""
-        head: Sequence | None = None
-        passed = False
-        scanned = position = 0
-        while position < len(self.waiting) and budget > 0 and self.free_rows:
-            seq = self.waiting[position]
-            if seq.waits_for in self.kv.pending or seq.in_flight or seq.request.held:
-                position += 1  # its prefix is being computed, its last token still on the way, or its grammar not compiled
-                continue
-            count = self._admit(seq, plan, budget)
-            if count is not None:
-                del self.waiting[position]
-                if count:
-                    self._plan(seq, count, plan, planned)
-                budget -= count
-                passed = head is not None
-                continue
-            position += 1
-            if seq.waits_for:
-                continue
-            head = head or seq
-            scanned += 1
-            if head.steps_passed >= MAX_PASSES or scanned >= SCAN_LIMIT:
-                break
-        if head is not None and passed:
-            head.steps_passed += 1
-
-    def _admit(self, seq: Sequence, plan: StepPlan, budget: int) -> int | None:
-        """Match, count, allocate, all or nothing: tokens planned for it now, or None if it has to wait."""
-        kv = self.kv
-        hit = kv.match(seq)
-        seq.waits_for = hit.missed if hit.missed in kv.pending else b""
-        if seq.waits_for or seq.rows_needed > len(self.free_rows):
-            return None
-        if kv.blocks_needed(seq, hit) + self._margin(seq) > kv.pool.num_free:
-            return None
-        count = min(seq.target - hit.num_tokens, budget)
-        kv.admit(seq, hit)
-        self._take_rows(seq)
-        plan.row_writes.append(seq.row_write(hit.num_tokens))
-        fits = kv.allocate(seq, count, plan)
-        assert fits, "admission counted too few blocks"
-        seq.status = Status.RUNNING
-        insort(self.running, seq, key=_policy_key)
-        self._note_admission(seq, hit)
-        return count
-
-    def _margin(self, seq: Sequence) -> int:
-        """Blocks that must stay free beside it: one per running sequence, and room to come back to stay."""
-        if not self.running:
-            return 0
-        margin = len(self.running)
-        if seq.preemptions:
-            comeback = min(seq.limit - seq.num_tokens, COMEBACK_TOKENS << seq.preemptions)
-            margin += -(-comeback // self.kv.block_size)
-        return margin
-
-    def _note_admission(self, seq: Sequence, hit: PrefixHit) -> None:
-        life = seq.request.life
-        life.recomputed_tokens += max(0, seq.lost - hit.num_tokens)
-        if life.first_scheduled is None:
-            life.first_scheduled = self.clock()
-            del self._unscheduled[seq.request.request_id]
-            life.hit_reason = hit.reason
-            life.cached_tokens = hit.num_tokens
-            self.stats.prefix_queries += seq.num_tokens
-            self.stats.prefix_hits += hit.num_tokens
-
-    def _take_rows(self, seq: Sequence) -> None:
-        seq.row = self.free_rows.pop()
-        if seq.unforked:
-            seq.reserved = [self.free_rows.pop() for _ in range(seq.rows_needed - 1)]
-            self._unforked.append(seq)
-
     def _fork(self, parent: Sequence, plan: StepPlan) -> None:
         """The prompt is planned but for its last token: from here on each sample lives alone."""
-        self._unforked.remove(parent)
+        self.admission.unforked.remove(parent)
         parent.stop_at = parent.limit - 1
         request, rows, parent.reserved = parent.request, parent.reserved, []
         for index in range(1, request.params.n):
@@ -276,7 +197,7 @@ class Scheduler:
             child = self._new_sequence(request, index, array("i", parent.token_ids), parent.limit)
             child.row, child.status = rows.pop(), Status.RUNNING
             self.kv.fork(parent, child)
-            insort(self.running, child, key=_policy_key)
+            insort(self.running, child, key=policy_key)
             plan.row_forks.append(RowFork(child.row, parent.row, child.seq_id, request.noise(index)))
         if parent.index in request.aborted:
             self._remove(parent, "abort")
@@ -291,7 +212,7 @@ class Scheduler:
         seq.waits_for = b""
         seq.request.life.preemptions += 1
         self.stats.preemptions += 1
-        insort(self.waiting, seq, key=_policy_key)
+        insort(self.waiting, seq, key=policy_key)
 
     def _preempt_on_schedule(self) -> bool:
         """For tests: every k steps the last sequence goes, if it got further than last time (else it might never end)."""
@@ -306,8 +227,8 @@ class Scheduler:
         self.free_rows.append(seq.row)
         self.free_rows.extend(seq.reserved)
         seq.row, seq.reserved = -1, []
-        if seq in self._unforked:
-            self._unforked.remove(seq)
+        if seq in self.admission.unforked:
+            self.admission.unforked.remove(seq)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Delta]:
         """Take in what a plan brought. Plans are updated in the order they were made."""
@@ -391,7 +312,7 @@ class Scheduler:
         if not request.sequences:
             request.life.finished = self.clock()
             del self.requests[request.request_id]
-            self._unscheduled.pop(request.request_id, None)
+            self.admission.unscheduled.pop(request.request_id, None)
 
     def snapshot(self) -> SchedulerStats:
         """The counters and gauges of this moment, which nothing changes later: other threads read them."""

@@ -181,7 +181,7 @@ class FakeEngine:
         assert not self.core.has_work and not self.scheduler.waiting and not self.scheduler.running
         assert self.pool.num_free == self.pool.num_blocks - 1 and not any(self.pool.ref)
         assert sorted(self.scheduler.free_rows) == list(range(self.scheduler.limits.max_num_seqs))
-        assert not self.kv.pending and not self.scheduler._planned and not self.scheduler._unforked
+        assert not self.kv.pending and not self.scheduler._planned and not self.scheduler.admission.unforked
         invariants.check(self.scheduler)
 
     @property
