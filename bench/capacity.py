@@ -76,10 +76,7 @@ class Reserving(KVManager):
         return -(-self.reserve(seq) // SIZE)
 
     def allocate(self, seq: Sequence, count: int, plan: StepPlan) -> bool:
-        return super().allocate(seq, self.reserve(seq) if not seq.table else count, plan)
-
-    def has_room(self, seq: Sequence, count: int) -> bool:
-        return seq.num_planned + count <= len(seq.table) * SIZE
+        return super().allocate(seq, self.reserve(seq) if not seq.tables[0] else count, plan)
 
 
 def scheduler_of(way: str, num_blocks: int, max_len: int) -> Scheduler:

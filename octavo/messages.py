@@ -32,7 +32,7 @@ class RowWrite:
     token_ids: "array[int]"
     num_prompt: int
     start: int  # positions already in the cache (the prefix hit)
-    table: list[int]  # the blocks of that hit
+    tables: list[list[int]]  # the blocks of that hit, a table for each cache group; the null block behind a window
     params: SamplingParams
     end_ids: tuple[int, ...]  # ids that end it, held back until min_tokens
     bad_words: list[list[int]]  # ids that must not follow each other in its output
@@ -52,7 +52,13 @@ class RowFork:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one step does. Entry i of the five parallel lists is one planned sequence."""
+    """What one step does. Entry i of the five parallel lists is one planned sequence.
+
+    A worker carries it out in this order: copies, row forks, row writes, new blocks, forward, sample. Copies read their sources before
+    any of them writes, and so do row forks and row writes together. All cache groups share one pool of blocks of equal bytes, so a copy
+    is of a whole block, whoever owns it. A new block may be the null block: then the entry lies behind its group's window, nothing reads
+    it any more, and the block that was there may belong to another row from this plan on.
+    """
 
     step: int
     row: list[int] = field(default_factory=list)
@@ -60,7 +66,7 @@ class StepPlan:
     start: list[int] = field(default_factory=list)  # first position computed
     num_query: list[int] = field(default_factory=list)  # how many
     samples: list[bool] = field(default_factory=list)  # whether a token is sampled after the last of them
-    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # (row, index in its table, block)
+    new_blocks: list[tuple[int, int, int, int]] = field(default_factory=list)  # (row, cache group, index in that table, block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (source block, fresh block)
     row_writes: list[RowWrite] = field(default_factory=list)
     row_forks: list[RowFork] = field(default_factory=list)
@@ -149,6 +155,7 @@ class Limits:
     num_blocks: int
     block_size: int
     model_max_len: int = 0  # the model's own maximum: max_model_len can be raised so far
+    cache_tokens: int = 1 << 60  # the most positions of one sequence that the whole KV cache has room for
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,8 @@ def assemble(
         key=key,
         identity=identity,
         force_miss=debug.cache_force_miss,
+        groups=geometry.groups,
+        step_tokens=config.max_num_batched_tokens,
     )
     limits = Limits(
         max_num_seqs=config.max_num_seqs,

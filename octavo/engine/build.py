@@ -8,7 +8,7 @@ from octavo.engine.assemble import Engine, assemble
 from octavo.loading.resolve import ModelSource, open_checkpoint
 from octavo.log import Stopwatch, logger
 from octavo.model_config import ModelConfig
-from octavo.policy.block_pool import Event, OnEvent
+from octavo.policy.block_pool import BlockKey, Event, OnEvent
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.text.tokenizer import Tokenizer
 from octavo.worker.compilers import Compilers
@@ -53,7 +53,7 @@ def _poison_taken(worker: Worker, debug: Debug) -> OnEvent | None:
         return None
     caches = worker.store.caches
 
-    def on_event(event: Event, block: int, digest: bytes | None) -> None:
+    def on_event(event: Event, block: int, key: BlockKey | None) -> None:
         if event == "take":
             poison(caches, block)
 

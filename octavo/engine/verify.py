@@ -15,7 +15,7 @@ from octavo.errors import ConfigError, EngineError, VerifyError
 from octavo.loading.resolve import ModelSource
 from octavo.messages import AddRequest
 from octavo.model_config import ModelConfig
-from octavo.policy.block_pool import Event, PoolCounts
+from octavo.policy.block_pool import BlockKey, Event, PoolCounts
 from octavo.sampling_params import SamplingParams
 from octavo.worker.device import compilers_for
 from octavo.worker.kv_store import poison
@@ -88,8 +88,8 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
     config = stress_config(config, depth)
     debug = replace(debug_from_environment(), check=True, preempt_every=11)
 
-    def on_event(event: Event, block: int, digest: bytes | None) -> None:
-        worker.shadow.on_event(event, block, digest)
+    def on_event(event: Event, block: int, key: BlockKey | None) -> None:
+        worker.shadow.on_event(event, block, key)
         if event == "take":
             poison(worker.store.caches, block)
 

@@ -70,7 +70,7 @@ class Admission:
         """Returns the tokens planned for it now, or None if it has to wait."""
         kv = self.kv
         hit = kv.match(seq)
-        seq.waits_for = hit.missed if hit.missed in kv.pending else b""
+        seq.waits_for = hit.missed if hit.missed in kv.pending else None
         if seq.waits_for or seq.rows_needed > len(self.free_rows):
             return None
         if kv.blocks_needed(seq, hit) + self.margin(seq) > kv.pool.num_free:
@@ -87,13 +87,13 @@ class Admission:
         return count
 
     def margin(self, seq: Sequence) -> int:
-        """Blocks that must stay free beside it: one per running sequence, and room to come back to stay."""
+        """Blocks that must stay free beside it: one of each group per running sequence, and room to come back to stay."""
         if not self.running:
             return 0
-        margin = len(self.running)
+        margin = len(self.running) * len(self.kv.groups)
         if seq.preemptions:
             comeback = min(seq.limit - seq.num_tokens, COMEBACK_TOKENS << seq.preemptions)
-            margin += -(-comeback // self.kv.block_size)
+            margin += self.kv.blocks_for(comeback)
         return margin
 
     def _note_admission(self, seq: Sequence, hit: PrefixHit) -> None:

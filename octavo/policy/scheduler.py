@@ -38,7 +38,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.kv = kv
-        self.limits = limits
+        self.limits = replace(limits, cache_tokens=kv.most_tokens())
         self.by_priority = by_priority
         self.end_ids = frozenset(end_ids)
         self.seed = seed
@@ -82,7 +82,7 @@ class Scheduler:
         insort(self.waiting, seq, key=policy_key)
 
     def _new_sequence(self, request: Request, index: int, token_ids: "array[int]", limit: int) -> Sequence:
-        seq = Sequence(self._seq_ids, request, index, token_ids, limit, self.by_priority)
+        seq = Sequence(self._seq_ids, request, index, token_ids, limit, self.by_priority, len(self.kv.groups))
         self._seq_ids += 1
         request.sequences.append(seq)
         return seq
@@ -148,7 +148,7 @@ class Scheduler:
                 prefill_budget -= count
             if count == 0:
                 continue  # awaits its result, or its turn
-            while not (kv.has_room(seq, count) or kv.allocate(seq, count, plan)):
+            while not (seq.num_planned + count <= seq.room or kv.allocate(seq, count, plan)):
                 victim = running[-1]
                 self._preempt(victim)
                 preempted = True
@@ -209,7 +209,7 @@ class Scheduler:
         self._free(seq)
         seq.status = Status.WAITING
         seq.preemptions += 1
-        seq.waits_for = b""
+        seq.waits_for = None
         seq.request.life.preemptions += 1
         self.stats.preemptions += 1
         insort(self.waiting, seq, key=policy_key)

@@ -37,10 +37,12 @@ class DeviceRows:
         for fork in plan.row_forks:
             runs.append((self._at(fork.row, NOISE), _noise(fork.noise)))
         for write in plan.row_writes:
-            runs.append((self._at(write.row, 0), np.concatenate([_head(write), np.array(write.table, np.int32)])))
+            (table,) = write.tables
+            runs.append((self._at(write.row, 0), np.concatenate([_head(write), np.array(table, np.int32)])))
             runs.append((self._at(write.row, self.layout.tokens), np.array(write.token_ids, np.int32)))
         if plan.new_blocks:
-            rows, index, blocks = np.array(plan.new_blocks).T
+            rows, groups, index, blocks = np.array(plan.new_blocks).T
+            assert not groups.any(), "these rows have one table each"
             runs.extend(zip((rows * self.layout.width + HEAD + index).tolist(), blocks.astype(np.int32)[:, None], strict=True))
         if runs:
             self._write(runs)

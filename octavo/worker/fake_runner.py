@@ -7,16 +7,20 @@
 
 A wrong block, a stale block, a wrong parent, a lost token or a slip at a block edge gives another text at once. `expected`
 computes the same over a plain list. Slots start, and poisoned rows leave, `None`: reading one makes the row bad, as NaN would.
+Every further cache group holds the same as the first, and has to: whatever its window sees is compared, and a block that was given
+back must not be read.
 """
 
 from array import array
 from collections.abc import Collection
+from dataclasses import dataclass, replace
 from math import log
 
 import numpy as np
 
 from octavo.errors import EngineError
-from octavo.messages import NoiseKey, PromptPiece, StepPlan, StepResult, TokenLogprobs
+from octavo.messages import NoiseKey, PromptPiece, RowWrite, StepPlan, StepResult, TokenLogprobs
+from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.sampling_params import SamplingParams
 from octavo.worker.executor import Masks
@@ -29,6 +33,11 @@ Slot = int | None
 
 def _mix(previous: int, token: int, position: int) -> int:
     return (previous * 6364136223846793005 + token * 1442695040888963407 + position + 1) & MASK
+
+
+def _of_group(number: int, entry: int) -> int:
+    """What a cache group keeps of an entry: another number in each, so that a block of another group shows."""
+    return entry ^ number
 
 
 def _root(root: bytes) -> int:
@@ -68,26 +77,25 @@ def expected(
     return tokens[len(prompt) :]
 
 
+@dataclass(slots=True)
 class _Row:
-    __slots__ = ("end_ids", "noise", "num_prompt", "params", "root", "table", "tokens")
+    tokens: "array[int]"
+    tables: list[list[int]]  # one for each cache group
+    root: int
+    noise: NoiseKey
+    end_ids: tuple[int, ...]
+    num_prompt: int
+    params: SamplingParams
 
-    def __init__(
-        self,
-        tokens: "array[int]",
-        table: list[int],
-        root: int,
-        noise: NoiseKey,
-        end_ids: tuple[int, ...],
-        num_prompt: int,
-        params: SamplingParams,
-    ) -> None:
-        self.tokens = array("i", tokens)
-        self.table = list(table)
-        self.root = root
-        self.noise = noise
-        self.end_ids = end_ids
-        self.num_prompt = num_prompt
-        self.params = params
+    @staticmethod
+    def of(write: RowWrite) -> "_Row":
+        noise = NO_NOISE if write.params.greedy else write.noise
+        tables = [list(table) for table in write.tables]
+        return _Row(array("i", write.token_ids), tables, _root(write.root), noise, write.end_ids, write.num_prompt, write.params)
+
+    def copy(self, noise: NoiseKey) -> "_Row":
+        noise = NO_NOISE if self.noise is NO_NOISE else noise
+        return replace(self, tokens=array("i", self.tokens), tables=[list(table) for table in self.tables], noise=noise)
 
     @property
     def barred(self) -> tuple[int, ...]:
@@ -99,7 +107,8 @@ class FakeRunner:
         self.geometry = geometry
         self.vocab_size = vocab_size
         self.faults = faults
-        self.blocks: list[list[Slot]] = [[None] * geometry.block_size for _ in range(geometry.num_blocks)]
+        self.spans = [group.links * geometry.block_size for group in geometry.groups]
+        self.blocks: list[list[Slot]] = [[None] * max(self.spans) for _ in range(geometry.num_blocks)]
         self.rows: dict[int, _Row] = {}
         self.num_computed = 0  # positions, over all steps
         self._plan = StepPlan(0)
@@ -152,17 +161,13 @@ class FakeRunner:
         changed = [fork.row for fork in plan.row_forks] + [write.row for write in plan.row_writes]
         if len(changed) > len(set(changed)):  # a device makes all these changes at once, in no order
             raise EngineError(f"rows {sorted(changed)}: one is written twice in step {plan.step}")
-        for fork in plan.row_forks:
-            source = self.rows[fork.source]
-            noise = NO_NOISE if source.noise is NO_NOISE else fork.noise
-            self.rows[fork.row] = _Row(source.tokens, source.table, source.root, noise, source.end_ids, source.num_prompt, source.params)
+        forked = [self.rows[fork.source].copy(fork.noise) for fork in plan.row_forks]  # all reads before any write
+        for fork, row in zip(plan.row_forks, forked, strict=True):
+            self.rows[fork.row] = row
         for write in plan.row_writes:
-            noise = NO_NOISE if write.params.greedy else write.noise
-            self.rows[write.row] = _Row(
-                write.token_ids, write.table, _root(write.root), noise, write.end_ids, write.num_prompt, write.params
-            )
-        for row_id, index, block in plan.new_blocks:
-            table = self.rows[row_id].table
+            self.rows[write.row] = _Row.of(write)
+        for row_id, group, index, block in plan.new_blocks:
+            table = self.rows[row_id].tables[group]
             if index < len(table):
                 table[index] = block
             elif index == len(table):
@@ -172,18 +177,36 @@ class FakeRunner:
 
     def _compute(self, row: _Row, start: int, count: int) -> list[int] | None:
         """Write the new entries; every entry of the row, or None if one of them was never written."""
-        size, blocks, table = self.geometry.block_size, self.blocks, row.table
         self.num_computed += count
-        previous: Slot = row.root if start == 0 else blocks[table[(start - 1) // size]][(start - 1) % size]
+        (previous,) = self._read(row, 0, start - 1, start) if start else [row.root]
         for position in range(start, start + count):
             if previous is not None:
                 previous = _mix(previous, row.tokens[position], position)
-            blocks[table[position // size]][position % size] = previous
-        read = [slot for block in table for slot in blocks[block]]
-        entries = [slot for slot in read[: start + count] if slot is not None]
-        return entries if len(entries) == start + count else None
+            self._write(row, position, previous)
+        read = self._read(row, 0, 0, start + count)
+        entries = [slot for slot in read if slot is not None]
+        if len(entries) < start + count:
+            return None
+        for number, group in enumerate(self.geometry.groups[1:], 1):
+            first = 0 if group.window is None else max(0, start - group.window + 1)
+            if self._read(row, number, first, start + count) != [_of_group(number, entry) for entry in entries[first:]]:
+                raise EngineError(f"cache group {number} does not hold what positions {first} to {start + count - 1} wrote")
+        return entries
+
+    def _read(self, row: _Row, number: int, first: int, end: int) -> list[Slot]:
+        """What a group holds of these positions."""
+        span, table = self.spans[number], row.tables[number]
+        start = first // span
+        blocks = table[start : -(-end // span)]
+        if NULL_BLOCK in blocks:
+            raise EngineError(f"positions {first} to {end - 1} are read in cache group {number}, but their block was given back")
+        slots = [slot for block in blocks for slot in self.blocks[block][:span]]
+        return slots[first - start * span : end - start * span]
+
+    def _write(self, row: _Row, position: int, slot: Slot) -> None:
+        for number, (table, span) in enumerate(zip(row.tables, self.spans)):
+            self.blocks[table[position // span]][position % span] = None if slot is None else _of_group(number, slot)
 
     def _poison(self, row: _Row, start: int, count: int) -> None:
-        size = self.geometry.block_size
         for position in range(start, start + count):
-            self.blocks[row.table[position // size]][position % size] = None
+            self._write(row, position, None)

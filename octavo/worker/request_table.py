@@ -75,7 +75,8 @@ class RequestTable:
         for write in plan.row_writes:
             self._write(write)
         if plan.new_blocks:
-            rows, index, blocks = torch.tensor(plan.new_blocks).unbind(1)
+            rows, groups, index, blocks = torch.tensor(plan.new_blocks).unbind(1)
+            assert not groups.any(), "these rows have one table each"
             self.tables[rows, index] = blocks
 
     def append(self, rows: Tensor, ids: Tensor) -> None:
@@ -91,7 +92,8 @@ class RequestTable:
         self.num_tokens[row] = count
         self.num_prompt[row] = write.num_prompt
         self.tables[row] = NULL_BLOCK
-        self.tables[row, : len(write.table)] = torch.tensor(write.table, dtype=torch.int64)
+        (table,) = write.tables
+        self.tables[row, : len(table)] = torch.tensor(table, dtype=torch.int64)
         self.end_ids[row] = write.end_ids
         named = write.bad_words or write.params.allowed_token_ids or write.params.logit_bias
         self.edits[row] = LogitEdits.of(write.params, write.bad_words) if named else NO_EDITS

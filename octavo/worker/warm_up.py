@@ -31,8 +31,8 @@ def warm_up(
     else:
         store = ContiguousStore(specs, 1, blocks * size)
     runner = ModelRunner(program, sampling, store, RequestTable(1, prompt + 2, blocks), size, Faults(Debug()))
-    write = RowWrite(0, 0, array("q", [0] * prompt), prompt, 0, [], SamplingParams(), (), [], NoiseKey((0, 0), 0, 0), b"")
-    new_blocks = [(0, index, 1 + index) for index in range(blocks)]
+    write = RowWrite(0, 0, array("q", [0] * prompt), prompt, 0, [[]], SamplingParams(), (), [], NoiseKey((0, 0), 0, 0), b"")
+    new_blocks = [(0, 0, index, 1 + index) for index in range(blocks)]
     prefill = StepPlan(1, [0], [0], [0], [prompt], [True], new_blocks=new_blocks, row_writes=[write])
     decode = StepPlan(2, [0], [0], [prompt], [1], [True])
     for plan in (prefill, decode):

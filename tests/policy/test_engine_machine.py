@@ -12,9 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from octavo.messages import StepPlan
 from octavo.policy import invariants
+from octavo.policy.cache_group import CacheGroup
 from octavo.sampling_params import SamplingParams
 from tests.policy.machine_settings import SOAK, machine_settings
-from tests.support.fake import VOCAB, FakeEngine
+from tests.support.fake import GROUPS, VOCAB, FakeEngine
 
 BASE = [(7 * i + i * i // 3) % VOCAB for i in range(80)]  # what prompts have in common
 MOST_TOKENS = 80
@@ -34,6 +35,7 @@ class EngineMachine(RuleBasedStateMachine):
         by_priority=st.booleans(),
         preempt_every=st.sampled_from([0, 0, 0, 3, 7]),
         end_ids=st.sampled_from([(), (3,), (1, 2, 3, 4)]),
+        groups=st.sampled_from(GROUPS),
     )
     def start(
         self,
@@ -46,18 +48,20 @@ class EngineMachine(RuleBasedStateMachine):
         by_priority: bool,
         preempt_every: int,
         end_ids: tuple[int, ...],
+        groups: tuple[CacheGroup, ...],
     ) -> None:
         self.engine = FakeEngine(
             block_size=block_size,
             num_blocks=num_blocks,
             rows=rows,
             budget=rows + spare,
-            max_len=min(MOST_TOKENS, (num_blocks - 1) * block_size + 1),
+            most_len=MOST_TOKENS,
             depth=depth,
             caching=caching,
             by_priority=by_priority,
             preempt_every=preempt_every,
             end_ids=end_ids,
+            groups=groups,
         )
         self.rows = rows
         self.disturbed: set[str] = set()  # ended early on purpose, or in reach of a fault

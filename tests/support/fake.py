@@ -13,7 +13,8 @@ from octavo.engine.core import EngineCore
 from octavo.errors import EngineError
 from octavo.messages import AddRequest, Delta, FinishReason, Limits, StepPlan
 from octavo.policy import invariants
-from octavo.policy.block_pool import BlockPool, Event
+from octavo.policy.block_pool import BlockKey, BlockPool, Event
+from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.request import Request
@@ -24,6 +25,7 @@ from octavo.worker.fake_runner import FakeRunner, Slot, expected
 from octavo.worker.faults import Faults
 
 VOCAB = 50
+GROUPS = [(FULL,), (FULL,), (FULL, CacheGroup(window=3)), (FULL, CacheGroup(window=6, links=2)), (CacheGroup(links=2), CacheGroup(window=5))]
 Hook = Callable[[], None]
 
 
@@ -81,22 +83,25 @@ class FakeEngine:
         rows: int = 8,
         budget: int = 64,
         max_len: int | None = None,
+        most_len: int = 1 << 30,
         depth: int = 1,
         caching: bool = True,
         by_priority: bool = False,
         preempt_every: int = 0,
         end_ids: tuple[int, ...] = (),
         check: bool = True,
+        groups: tuple[CacheGroup, ...] = (FULL,),
     ) -> None:
-        self.max_len = max_len or (num_blocks - 1) * block_size + 1
+        """`max_len`: without it, as long as fits into the pool, and no longer than `most_len`."""
         self.pool = BlockPool(num_blocks, self._on_event)
-        self.kv = KVManager(self.pool, block_size, caching, b"k" * 16, b"model")
+        self.kv = KVManager(self.pool, block_size, caching, b"k" * 16, b"model", groups=groups, step_tokens=budget)
+        self.max_len = max_len or min(most_len, self.kv.most_tokens() + 1)
         limits = Limits(rows, budget, self.max_len, VOCAB, num_blocks, block_size)
         self.scheduler = Scheduler(
             self.kv, limits, by_priority, end_ids, seed=5, preempt_every=preempt_every, clock=lambda: float(self.scheduler.step)
         )
         self.faults = ChosenFaults()
-        self.runner = FakeRunner(CacheGeometry(num_blocks, block_size, self.max_len, 1), VOCAB, self.faults)
+        self.runner = FakeRunner(CacheGeometry(num_blocks, block_size, self.max_len, 1, groups), VOCAB, self.faults)
         self.executor = WatchedExecutor(self.runner, self._check_writes)
         self.core = EngineCore(self.scheduler, self.executor, depth, check)
         self.check = check
@@ -104,7 +109,7 @@ class FakeEngine:
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.token_steps: dict[tuple[str, int], list[int]] = {}  # the step each token came out of
         self.ends: dict[tuple[str, int], Delta] = {}
-        self.sealed: dict[bytes, list[Slot]] = {}  # digest -> content, for ever
+        self.sealed: dict[BlockKey, list[Slot]] = {}  # content by key, for ever
 
     # --- driving -----------------------------------------------------------------------------------------------------
 
@@ -204,29 +209,32 @@ class FakeEngine:
         if not self.check:
             return
         invariants.check(self.scheduler)
-        size = self.kv.block_size
         running = {seq.seq_id: seq for seq in self.scheduler.running}
         assert sum(plan.num_query) <= self.scheduler.limits.max_num_batched_tokens
         assert len(set(plan.row)) == len(plan.row)
         for seq_id, row, start, count in zip(plan.seq_id, plan.row, plan.start, plan.num_query):
             seq = running[seq_id]
             assert seq.row == row and count > 0 and seq.num_planned == start + count
-            for block in seq.table[start // size : (start + count - 1) // size + 1]:
-                assert self.pool.writable(block), f"block {block} is written while shared or sealed"
+            for table, span in zip(seq.tables, self.kv.spans):
+                for block in table[start // span : (start + count - 1) // span + 1]:
+                    assert self.pool.writable(block), f"block {block} is written while shared or sealed"
 
     def _check_worker(self) -> None:
         """Between steps: the worker's rows are the scheduler's sequences, and sealed blocks hold what was sealed."""
         invariants.check(self.scheduler)
         for seq in self.scheduler.running:
             row = self.runner.rows[seq.row]
-            assert row.table == seq.table, "scheduler and worker hold different tables"
+            assert row.tables == seq.tables, "scheduler and worker hold different tables"
             assert row.tokens[: seq.num_tokens] == seq.token_ids and len(row.tokens) == seq.num_tokens + seq.in_flight
-        for digest, block in self.pool.index.items():
-            assert self.runner.blocks[block] == self.sealed[digest], f"sealed block {block} was written"
+        for key, block in self.pool.index.items():
+            assert self._content(block, key) == self.sealed[key], f"sealed block {block} was written"
 
-    def _on_event(self, event: Event, block: int, digest: bytes | None) -> None:
+    def _content(self, block: int, key: BlockKey) -> list[Slot]:
+        return self.runner.blocks[block][: self.kv.spans[key[0]]]
+
+    def _on_event(self, event: Event, block: int, key: BlockKey | None) -> None:
         if event == "seal":
-            assert digest is not None
-            content = list(self.runner.blocks[block])
+            assert key is not None
+            content = self._content(block, key)
             assert None not in content, f"block {block} sealed with slots never written"
-            assert self.sealed.setdefault(digest, content) == content, "one digest, two contents"
+            assert self.sealed.setdefault(key, content) == content, "one key, two contents"

@@ -10,7 +10,7 @@ from collections import Counter
 
 from octavo.messages import StepPlan
 from octavo.sampling_params import SamplingParams
-from tests.support.fake import VOCAB, FakeEngine, Hook
+from tests.support.fake import GROUPS, VOCAB, FakeEngine, Hook
 
 
 class Episode:
@@ -22,12 +22,13 @@ class Episode:
             num_blocks=num_blocks,
             rows=self.rows,
             budget=self.rows + rng.choice((0, 3, 12, 60)),
-            max_len=min(120, (num_blocks - 1) * size + 1),
+            most_len=120,
             depth=rng.choice((1, 2)),
             caching=rng.random() < 0.9,
             by_priority=rng.random() < 0.5,
             preempt_every=rng.choice((0, 0, 5, 13)),
             end_ids=rng.choice(((), (3,), (1, 2, 3, 4))),
+            groups=rng.choice(GROUPS),
         )
         self.shared = [[rng.randrange(VOCAB) for _ in range(100)] for _ in range(3)]
         self.disturbed: set[str] = set()

@@ -18,13 +18,13 @@ NOISE_KEY = NoiseKey((2**32 - 1, 2**31), 2**31 + 5, 2**32 - 2)  # words of noise
 
 
 def write(row: int, params: SamplingParams) -> RowWrite:
-    return RowWrite(row, row, array("i", [1, LARGEST]), 1, 0, [7, LARGEST], params, (), [], NOISE_KEY, b"")
+    return RowWrite(row, row, array("i", [1, LARGEST]), 1, 0, [[7, LARGEST]], params, (), [], NOISE_KEY, b"")
 
 
 def test_the_largest_numbers_lie_in_a_row_as_they_are() -> None:
     rows = DeviceRows(3, RowLayout(4, 8), torch.device("cpu"))
     params = SamplingParams(top_k=LARGEST)
-    rows.apply(StepPlan(1, row_writes=[write(1, params)], new_blocks=[(1, 2, LARGEST)]))
+    rows.apply(StepPlan(1, row_writes=[write(1, params)], new_blocks=[(1, 0, 2, LARGEST)]))
     rows.apply(StepPlan(2, row_forks=[RowFork(2, 1, 9, NoiseKey((1, 2), 3, 4))]))
     for row, noise in ((1, (2**32 - 1, 2**31, 2**31 + 5, 2**32 - 2)), (2, (1, 2, 3, 4))):
         assert rows.words[row, [NUM_TOKENS, NUM_PROMPT, TOP_K]].tolist() == [2, 1, LARGEST]
@@ -50,7 +50,7 @@ def test_places_beyond_2_31_words_are_told_as_they_are(monkeypatch: pytest.Monke
     width = layout.width
     rows = DeviceRows(640, layout, torch.device("meta"))
     plan = StepPlan(1, row_forks=[RowFork(639, 300, 1, NOISE_KEY)], row_writes=[write(200, SamplingParams())])
-    plan.new_blocks += [(127, 5, 3), (128, 0, 4)]
+    plan.new_blocks += [(127, 0, 5, 3), (128, 0, 0, 4)]
     rows.apply(plan)
     (fork,), (noise, head, tokens, *blocks) = told
     assert width == 2**24 and fork == [300 * width, 639 * width, width]

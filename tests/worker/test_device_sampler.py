@@ -48,7 +48,7 @@ class Request:
     def write(self, row: int) -> RowWrite:
         a = self.asked
         return RowWrite(
-            row=row, seq_id=row, token_ids=array("i", a.ids), num_prompt=a.num_prompt, start=0, table=[], params=a.params,
+            row=row, seq_id=row, token_ids=array("i", a.ids), num_prompt=a.num_prompt, start=0, tables=[[]], params=a.params,
             end_ids=a.end_ids, bad_words=a.bad_words, noise=self.noise, root=b"",
         )  # fmt: skip
 

@@ -20,7 +20,7 @@ ROWS, MAX_LEN = 6, 96
 
 
 def write(row: int, tokens: list[int], table: list[int], params: SamplingParams | None = None, end_ids: tuple[int, ...] = ()) -> RowWrite:
-    return RowWrite(row, row, array("i", tokens), 1, 0, table, params or SamplingParams(), end_ids, [], NoiseKey((row, 1), 2, 3), b"")
+    return RowWrite(row, row, array("i", tokens), 1, 0, [table], params or SamplingParams(), end_ids, [], NoiseKey((row, 1), 2, 3), b"")
 
 
 def new_table(block_size: int = 16) -> RequestTable:
@@ -42,7 +42,7 @@ def mixed_plans(draw: st.DrawFn) -> tuple[int, StepPlan, dict[int, list[int]], d
         table = [next(blocks) for _ in range(-(-(start + count) // size))]
         known = draw(st.integers(0, len(table)))  # the rest comes as new blocks of this step
         plan.row_writes.append(write(row, tokens, table[:known]))
-        plan.new_blocks += [(row, index, block) for index, block in enumerate(table) if index >= known]
+        plan.new_blocks += [(row, 0, index, block) for index, block in enumerate(table) if index >= known]
         plan.row.append(row)
         plan.start.append(start)
         plan.num_query.append(count)
@@ -84,7 +84,7 @@ def test_a_forked_row_is_a_copy_with_noise_of_its_own() -> None:
     table = new_table()
     table.apply(StepPlan(1, row_writes=[write(0, [5, 6, 7], [3, 4], params, end_ids=(9,)), write(2, list(range(90)), [8] * 6)]))
     noise = NoiseKey((70, 71), 2**31, 73)
-    table.apply(StepPlan(2, row_forks=[RowFork(2, 0, 99, noise)], new_blocks=[(2, 1, 5)]))
+    table.apply(StepPlan(2, row_forks=[RowFork(2, 0, 99, noise)], new_blocks=[(2, 0, 1, 5)]))
     assert table.token_ids[2, :3].tolist() == [5, 6, 7]
     assert table.num_tokens.tolist()[:3] == [3, 0, 3] and table.num_prompt.tolist()[:3] == [1, 0, 1]
     assert table.tables[2].tolist() == [3, 5, 0, 0, 0, 0] and table.tables[0].tolist() == [3, 4, 0, 0, 0, 0]
