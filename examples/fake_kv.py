@@ -131,7 +131,7 @@ class WatchedEngine:
         )
 
     def check_idle(self) -> None:
-        rows, blocks = ROWS - len(self.scheduler.free_rows), NUM_BLOCKS - 1 - self.pool.num_free
+        rows, blocks = ROWS - len(self.scheduler.rows.free), NUM_BLOCKS - 1 - self.pool.num_free
         if rows or blocks:
             raise Wrong(f"all have ended, and yet {rows} rows and {blocks} blocks are held")
 

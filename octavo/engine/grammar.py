@@ -132,7 +132,7 @@ class Grammars:
         ends: list[Delta] = []
         for delta in deltas if self._guided else ():
             guided = self._guided.get(delta.request_id)
-            if guided is not None and delta.token_ids and delta.finish_reason != "stop":
+            if guided is not None and delta.token_ids:
                 ends += self._advance(scheduler, delta, guided.matcher(delta.index))
         for delta in (*deltas, *ends) if self._guided else ():
             if delta.finish_reason is not None and delta.request_id in self._guided:
@@ -140,7 +140,12 @@ class Grammars:
         return deltas + ends if ends else deltas
 
     def _advance(self, scheduler: Scheduler, delta: Delta, matcher: "Matcher") -> list[Delta]:
-        matcher.advance(delta.token_ids)
+        said = delta.token_ids[:-1] if delta.finish_reason == "stop" else delta.token_ids  # an end id is no text
+        for count, token in enumerate(said, 1):
+            matcher.advance([token])
+            if matcher.ended:  # what was sampled behind that is dropped
+                _cut(delta, count)
+                break
         if matcher.ended and delta.finish_reason == "length":  # it was just long enough
             end = replace(delta, token_ids=[], logprobs=None, finish_reason="stop")
             delta.finish_reason = delta.life = None
@@ -203,6 +208,12 @@ class Grammars:
 
         assert self._tokenizer is not None
         return guide(self._tokenizer(), self._vocab_size, self._end_ids)
+
+
+def _cut(delta: Delta, count: int) -> None:
+    """Keeps the first tokens of a delta."""
+    delta.token_ids = delta.token_ids[:count]
+    delta.logprobs = None if delta.logprobs is None else delta.logprobs[:count]
 
 
 def _size(form: StructuredOutputs) -> int:

@@ -209,7 +209,7 @@ def _events_of(plan: StepPlan, scheduler: Scheduler) -> list[EventWords]:
             seq = running.get(write.seq_id)  # unless it has ended in its first step
             first = seq is not None and not seq.preemptions
             events.append(("hit", write.seq_id, write.start, (seq.request.life.hit_reason or "") if seq is not None and first else ""))
-    events += [("fork", of_row[fork.source], fork.seq_id) for fork in plan.row_forks if fork.source in of_row]
+    events += [("fork", of_row[fork.source], fork.seq_id) for fork in plan.row_forks if not fork.moves and fork.source in of_row]
     row_of = {block: row for row, _, _, block in plan.new_blocks} if plan.copies else {}
     events += [("copy", source, copy, of_row[row_of[copy]]) for source, copy in plan.copies]
     return events

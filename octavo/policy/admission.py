@@ -12,6 +12,7 @@ from collections.abc import Callable
 from octavo.messages import SchedulerStats, StepPlan
 from octavo.policy.kv_manager import KVManager, PrefixHit
 from octavo.policy.request import Request, Sequence, Status, policy_key
+from octavo.policy.rows import Rows
 
 MAX_PASSES = 16  # steps a request that does not fit may be passed by others
 SCAN_LIMIT = 32  # requests looked at behind one that does not fit
@@ -24,14 +25,14 @@ class Admission:
         kv: KVManager,
         waiting: list[Sequence],
         running: list[Sequence],
-        free_rows: list[int],
+        rows: Rows,
         stats: SchedulerStats,
         clock: Callable[[], float],
     ) -> None:
         self.kv = kv
-        self.waiting = waiting  # these three are the scheduler's own lists
+        self.waiting = waiting  # these are the scheduler's own lists
         self.running = running
-        self.free_rows = free_rows
+        self.rows = rows
         self.stats = stats
         self.clock = clock
         self.unscheduled: OrderedDict[str, Request] = OrderedDict()  # requests never admitted, by arrival
@@ -43,7 +44,7 @@ class Admission:
         head: Sequence | None = None
         passed = False
         scanned = position = 0
-        while position < len(self.waiting) and budget > 0 and self.free_rows:
+        while position < len(self.waiting) and budget > 0 and self.rows.free:
             seq = self.waiting[position]
             if seq.waits_for in self.kv.pending or seq.in_flight or seq.request.held:
                 position += 1  # its prefix is being computed, its last token still on the way, or its grammar not compiled
@@ -71,13 +72,15 @@ class Admission:
         kv = self.kv
         hit = kv.match(seq)
         seq.waits_for = hit.missed if hit.missed in kv.pending else None
-        if seq.waits_for or seq.rows_needed > len(self.free_rows):
+        if seq.waits_for or seq.rows_needed > len(self.rows.free):
             return None
         if kv.blocks_needed(seq, hit) + self.margin(seq) > kv.pool.num_free:
             return None
         count = min(seq.target - hit.num_tokens, budget)
         kv.admit(seq, hit)
-        self._take_rows(seq)
+        self.rows.take(seq)
+        if seq.unforked:
+            self.unforked.append(seq)
         plan.row_writes.append(seq.row_write(hit.num_tokens))
         fits = kv.allocate(seq, count, plan)
         assert fits, "admission counted too few blocks"
@@ -106,9 +109,3 @@ class Admission:
             life.cached_tokens = hit.num_tokens
             self.stats.prefix_queries += seq.num_tokens
             self.stats.prefix_hits += hit.num_tokens
-
-    def _take_rows(self, seq: Sequence) -> None:
-        seq.row = self.free_rows.pop()
-        if seq.unforked:
-            seq.reserved = [self.free_rows.pop() for _ in range(seq.rows_needed - 1)]
-            self.unforked.append(seq)

@@ -30,7 +30,7 @@ def check(scheduler: Scheduler) -> None:
 
 def _check_rows(scheduler: Scheduler) -> None:
     held = [row for seq in scheduler.running for row in (seq.row, *seq.reserved)]
-    assert sorted(held + scheduler.free_rows) == list(range(scheduler.limits.max_num_seqs)), "rows leaked or doubled"
+    assert sorted(held + scheduler.rows.free) == list(range(scheduler.limits.max_num_seqs)), "rows leaked or doubled"
 
 
 def _check_sequence(seq: Sequence, scheduler: Scheduler) -> None:
@@ -39,6 +39,7 @@ def _check_sequence(seq: Sequence, scheduler: Scheduler) -> None:
         assert not any(seq.tables) and seq.row == -1 and seq.num_planned == 0 and not seq.pending
         return
     assert seq.num_computed <= seq.num_planned <= seq.target <= seq.limit - 1
+    assert seq.num_sealed <= seq.num_computed // kv.block_size, "sealed before it was computed"
     assert len(seq.token_ids) == seq.num_tokens <= seq.limit
     assert len(seq.tables) == len(kv.groups) and seq.room <= min(len(table) * span for table, span in zip(seq.tables, kv.spans))
     for number in range(len(kv.groups)):
@@ -56,9 +57,3 @@ def _check_table(seq: Sequence, number: int, kv: KVManager) -> None:
     assert behind == sorted(behind), "a block in front of one that was given back is still held"
     for block in table[seq.num_planned // span : seq.room // span]:
         assert pool.writable(block), "there is room in a block that is shared or sealed"
-    if seq.num_computed >= seq.request.num_prompt:  # before that, samples may share what their parent has in flight
-        in_flight = {table[position // span] for position in range(seq.num_computed, seq.num_planned)}
-        assert all(pool.writable(block) for block in in_flight), "a shared or sealed block is being written"
-    for index, block in enumerate(table):
-        if (index + 1) * span > seq.num_computed and block != NULL_BLOCK:
-            assert pool.key_of[block] is None or (index + 1) * span <= seq.num_planned, "sealed before it was computed"

@@ -228,13 +228,51 @@ class KVManager:
     # --- sequences ---------------------------------------------------------------------------------------------------
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """The child shares every block of its parent; who writes first copies."""
-        for table in parent.tables:
+        """The child shares the blocks of its parent, but for what only the last token needs: it computes that one itself.
+
+        Who writes into a shared block first copies it.
+        """
+        child.num_planned = min(parent.num_planned, parent.num_tokens - 1)
+        child.num_computed, child.num_sealed = min(parent.num_computed, child.num_planned), parent.num_sealed
+        child.tables = [table[: -(-child.num_planned // span)] for table, span in zip(parent.tables, self.spans)]
+        for table in child.tables:
             self.pool.share(_held(table))
-        child.tables = [list(table) for table in parent.tables]
         child.digests = list(parent.digests)
         parent.room = child.room = 0
-        child.num_planned, child.num_computed, child.num_sealed = parent.num_planned, parent.num_computed, parent.num_sealed
+
+    def shortest(self, seq: Sequence) -> int:
+        """The fewest tokens it can be truncated to: what a window sees from there was not given back."""
+        lengths = [1]
+        for number in self._windows:
+            given_back = seq.tables[number].count(NULL_BLOCK)
+            lengths.append(given_back * self.spans[number] + (self.groups[number].window or 0) if given_back else 1)
+        return max(lengths)
+
+    def truncate(self, seq: Sequence, length: int) -> None:
+        """Its first `length` tokens stay. Blocks behind are given back; those that are sealed can still be found."""
+        assert self.shortest(seq) <= length <= seq.num_tokens
+        del seq.token_ids[length:]
+        seq.num_tokens = length
+        seq.num_planned = cut = min(seq.num_planned, length - 1)  # a token is sampled after the last one, so that is computed again
+        seq.num_computed, seq.num_sealed = min(seq.num_computed, cut), min(seq.num_sealed, cut // self.block_size)
+        seq.room = 0
+        for table, span in zip(seq.tables, self.spans):
+            kept = -(-cut // span)
+            self.pool.release(_held(table[kept:]))
+            del table[kept:]
+        self.forget_digests(seq, length // self.block_size)
+
+    def forget_digests(self, seq: Sequence, kept: int) -> None:
+        """Tokens behind the first `kept` links are others now: their digests and what was announced of them are withdrawn."""
+        gone = set(seq.digests[kept:])
+        del seq.digests[kept:]
+        self._withdraw(seq, [key for key in seq.pending if key[1] in gone])
+        seq.pending = [key for key in seq.pending if key[1] not in gone]
+
+    def _withdraw(self, seq: Sequence, keys: list[BlockKey]) -> None:
+        for key in keys:
+            if self.pending.get(key) == seq.seq_id:
+                del self.pending[key]
 
     def release(self, seq: Sequence) -> None:
         """Give back all tables and withdraw what was announced."""
@@ -242,9 +280,7 @@ class KVManager:
             self.pool.release(_held(table))
         seq.tables = [[] for _ in self.groups]
         seq.num_planned = seq.num_computed = seq.num_sealed = seq.room = 0
-        for key in seq.pending:
-            if self.pending.get(key) == seq.seq_id:
-                del self.pending[key]
+        self._withdraw(seq, seq.pending)
         seq.pending = []
 
     def _extend_digests(self, seq: Sequence, count: int) -> None:

@@ -86,8 +86,8 @@ class Request:
 class Sequence:
     __slots__ = (
         "digests", "ended", "in_flight", "index", "key", "limit", "lost", "num_computed", "num_planned", "num_sealed", "num_tokens",
-        "pending", "preemptions", "request", "reserved", "room", "row", "seq_id", "status", "steps_passed", "stop_at", "tables", "token_ids",
-        "waits_for",
+        "pending", "preemptions", "request", "reserved", "room", "row", "seq_id", "status", "steps_passed", "stop_at", "tables",
+        "token_ids", "waits_for",
     )  # fmt: skip
 
     def __init__(

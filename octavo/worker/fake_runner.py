@@ -2,7 +2,8 @@
 
     slot of position i:   h[i] = mix(h[i-1] read through the block table, token i, i),   h[-1] from the digest root
     next token:           a hash over every h read through the table, and the noise key (greedy: none); no end id before min_tokens,
-                          and of a masked row only what the mask allows
+                          no end of a bad word, and of a masked row only what the mask allows
+    several a step:       up to `row_tokens`, as if each had been computed before the next; a masked row gets one
     logprobs:             to a hash every token is as likely as any other, in prompts too
 
 A wrong block, a stale block, a wrong parent, a lost token or a slip at a block edge gives another text at once. `expected`
@@ -12,7 +13,7 @@ back must not be read.
 """
 
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import log
 
@@ -62,17 +63,31 @@ def _even(count: int, vocab_size: int) -> TokenLogprobs:
     return TokenLogprobs(logprob, 1, ids, [logprob] * len(ids))
 
 
+def _barred(output: Sequence[int], end_ids: Collection[int], min_tokens: int, bad_words: list[list[int]]) -> set[int]:
+    """Ids that may not follow this output."""
+    barred = {word[-1] for word in bad_words if list(output[len(output) - len(word) + 1 :]) == word[:-1]}
+    return barred | set(end_ids) if len(output) < min_tokens else barred
+
+
 def expected(
-    prompt: list[int], count: int, root: bytes, noise: NoiseKey, vocab_size: int, end_ids: Collection[int] = (), min_tokens: int = 0
+    prompt: list[int],
+    count: int,
+    root: bytes,
+    noise: NoiseKey,
+    vocab_size: int,
+    end_ids: Collection[int] = (),
+    min_tokens: int = 0,
+    bad_words: list[list[int]] | None = None,
+    output: Sequence[int] = (),
 ) -> list[int]:
-    """`count` tokens after `prompt`, without blocks."""
+    """`count` tokens after `prompt`, without blocks. `output`: the first of them, where somebody chose these."""
     entries: list[int] = []
-    previous, tokens = _root(root), list(prompt)
+    previous, tokens = _root(root), [*prompt, *output]
     while len(tokens) < len(prompt) + count:
         for position in range(len(entries), len(tokens)):
             previous = _mix(previous, tokens[position], position)
             entries.append(previous)
-        barred = end_ids if len(tokens) < len(prompt) + min_tokens else ()
+        barred = _barred(tokens[len(prompt) :], end_ids, min_tokens, bad_words or [])
         tokens.append(_next_token(entries, noise, vocab_size, barred))
     return tokens[len(prompt) :]
 
@@ -86,27 +101,38 @@ class _Row:
     end_ids: tuple[int, ...]
     num_prompt: int
     params: SamplingParams
+    bad_words: list[list[int]]
 
     @staticmethod
     def of(write: RowWrite) -> "_Row":
         noise = NO_NOISE if write.params.greedy else write.noise
         tables = [list(table) for table in write.tables]
-        return _Row(array("i", write.token_ids), tables, _root(write.root), noise, write.end_ids, write.num_prompt, write.params)
+        ids, root = array("i", write.token_ids), _root(write.root)
+        return _Row(ids, tables, root, noise, write.end_ids, write.num_prompt, write.params, write.bad_words)
 
     def copy(self, noise: NoiseKey) -> "_Row":
         noise = NO_NOISE if self.noise is NO_NOISE else noise
         return replace(self, tokens=array("i", self.tokens), tables=[list(table) for table in self.tables], noise=noise)
 
     @property
-    def barred(self) -> tuple[int, ...]:
-        return self.end_ids if len(self.tokens) < self.num_prompt + self.params.min_tokens else ()
+    def barred(self) -> set[int]:
+        return _barred(self.tokens[self.num_prompt :], self.end_ids, self.params.min_tokens, self.bad_words)
+
+    def shorten(self, length: int, spans: list[int]) -> None:
+        """Keeps this many ids, and the blocks of all but the last of them."""
+        if length > len(self.tokens):
+            raise EngineError(f"a row of {len(self.tokens)} ids should keep {length}")
+        del self.tokens[length:]
+        for table, span in zip(self.tables, spans):
+            del table[-(-(length - 1) // span) :]
 
 
 class FakeRunner:
-    def __init__(self, geometry: CacheGeometry, vocab_size: int, faults: Faults) -> None:
+    def __init__(self, geometry: CacheGeometry, vocab_size: int, faults: Faults, row_tokens: int = 1) -> None:
         self.geometry = geometry
         self.vocab_size = vocab_size
         self.faults = faults
+        self.row_tokens = row_tokens
         self.spans = [group.links * geometry.block_size for group in geometry.groups]
         self.blocks: list[list[Slot]] = [[None] * max(self.spans) for _ in range(geometry.num_blocks)]
         self.rows: dict[int, _Row] = {}
@@ -140,17 +166,27 @@ class FakeRunner:
         masked = {} if masks is None else dict(zip(plan.mask_rows, masks, strict=True))
         result = StepResult(plan.step, [], bad_rows=[entry for entry, entries in enumerate(self._entries) if entries is None])
         for entry, (row_id, entries) in enumerate(zip(plan.row, self._entries)):
-            row, tokens = self.rows[row_id], []
-            if plan.samples[entry]:
-                token = 0 if entries is None else _next_token(entries, row.noise, self.vocab_size, row.barred, masked.get(entry))
-                row.tokens.append(token)
-                tokens = [token]
-                if row.params.logprobs is not None:
-                    result.logprobs[entry] = _even(row.params.logprobs, self.vocab_size)
+            row = self.rows[row_id]
+            tokens = self._sample(row, entries, masked.get(entry)) if plan.samples[entry] else []
+            if tokens and row.params.logprobs is not None:
+                result.logprobs[entry] = [_even(row.params.logprobs, self.vocab_size)] * len(tokens)
             result.tokens.append(tokens)
             if piece := self._prompt_piece(row, plan.start[entry], plan.num_query[entry]):
                 result.prompt_logprobs[entry] = piece
         return result
+
+    def _sample(self, row: _Row, entries: list[int] | None, mask: Masks | None) -> list[int]:
+        """Tokens that follow, which join the row."""
+        if entries is None:
+            row.tokens.append(0)
+            return [0]
+        tokens: list[int] = []
+        wanted = 1 if mask is not None else 1 + entries[-1] % self.row_tokens
+        while len(tokens) < min(wanted, self.geometry.max_model_len - len(entries)) or not tokens:
+            tokens.append(_next_token(entries, row.noise, self.vocab_size, row.barred, mask))
+            row.tokens.append(tokens[-1])
+            entries.append(_mix(entries[-1], tokens[-1], len(entries)))
+        return tokens
 
     def _prompt_piece(self, row: _Row, start: int, count: int) -> PromptPiece | None:
         """Of the prompt's tokens that come after those computed."""
@@ -166,6 +202,10 @@ class FakeRunner:
             self.rows[fork.row] = row
         for write in plan.row_writes:
             self.rows[write.row] = _Row.of(write)
+        for row_id, length in plan.lengths:
+            self.rows[row_id].shorten(length, self.spans)
+        for row_id, token in plan.last_ids:
+            self.rows[row_id].tokens[-1] = token
         for row_id, group, index, block in plan.new_blocks:
             table = self.rows[row_id].tables[group]
             if index < len(table):

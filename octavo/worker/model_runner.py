@@ -79,7 +79,7 @@ class ModelRunner:
         self.table.append(self._rows, ids)
         for entry, token in zip(entries, ids.tolist(), strict=True):
             tokens[entry].append(token)
-        result.logprobs = {entries[index]: found for index, found in sampled.logprobs.items()}
+        result.logprobs = {entries[index]: [found] for index, found in sampled.logprobs.items()}
         return result
 
     def _valid_ids(self, ids: Tensor, entries: list[int]) -> Tensor:

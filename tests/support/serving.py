@@ -57,4 +57,4 @@ class FakeService:
 
     def is_idle(self) -> bool:
         nothing = not (self.core.has_work or self.processor._requests or self.scheduler._planned or self.scheduler.kv.pending)
-        return nothing and not any(self.pool.ref) and len(self.scheduler.free_rows) == self.scheduler.limits.max_num_seqs
+        return nothing and not any(self.pool.ref) and len(self.scheduler.rows.free) == self.scheduler.limits.max_num_seqs
