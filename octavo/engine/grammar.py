@@ -141,12 +141,14 @@ class Grammars:
 
     def _advance(self, scheduler: Scheduler, delta: Delta, matcher: "Matcher") -> list[Delta]:
         said = delta.token_ids[:-1] if delta.finish_reason == "stop" else delta.token_ids  # an end id is no text
-        for count, token in enumerate(said, 1):
-            matcher.advance([token])
-            if matcher.ended:  # what was sampled behind that is dropped
-                _cut(delta, count)
-                break
-        if matcher.ended and delta.finish_reason == "length":  # it was just long enough
+        heard = 0
+        while heard < len(said) and not matcher.ended:
+            matcher.advance([said[heard]])
+            heard += 1
+        is_cut = heard < len(said)  # what was sampled behind a complete text is dropped
+        if is_cut:
+            _cut(delta, heard)
+        if matcher.ended and (delta.finish_reason == "length" or (is_cut and delta.finish_reason == "stop")):  # it was just long enough
             end = replace(delta, token_ids=[], logprobs=None, finish_reason="stop")
             delta.finish_reason = delta.life = None
             return [end]

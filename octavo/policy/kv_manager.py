@@ -161,30 +161,31 @@ class KVManager:
         pool, start, needed = self.pool, seq.num_planned, 0
         for table, span in zip(seq.tables, self.spans):
             needed += (start + count - 1) // span + 1 - len(table)
-            needed += start % span != 0 and count > 0 and not pool.writable(table[start // span])
+            if start % span and count and not pool.writable(table[start // span]):
+                needed += 1
         behind = self._behind_windows(seq) if self._windows else []
-        if needed > len(pool.free) + sum(pool.ref[seq.tables[group][index]] == 1 for group, index in behind):
+        if needed > len(pool.free) + sum([pool.ref[seq.tables[group][index]] == 1 for group, index in behind]):
             return False
         if behind:
             self._give_back(seq, behind, plan)
-        if needed:
-            for number, span in enumerate(self.spans):
-                self._grow(seq, number, span, count, plan)
-        seq.room = min([len(table) * span for table, span in zip(seq.tables, self.spans)])
+        seq.room = min([self._grow(seq, number, start, count, plan) for number in range(len(self.spans))])
         return True
 
-    def _grow(self, seq: Sequence, number: int, span: int, count: int, plan: StepPlan) -> None:
-        pool, table, start = self.pool, seq.tables[number], seq.num_planned
-        index = start // span
-        if start % span != 0 and not pool.writable(table[index]):
-            (copy,) = pool.take(1)
+    def _grow(self, seq: Sequence, number: int, start: int, count: int, plan: StepPlan) -> int:
+        """Makes room in one group. Returns the end of its last block."""
+        pool, table, span = self.pool, seq.tables[number], self.spans[number]
+        if start % span and count and not pool.writable(table[start // span]):
+            (copy,), index = pool.take(1), start // span
             plan.copies.append((table[index], copy))
             plan.new_blocks.append((seq.row, number, index, copy))
             pool.release((table[index],))
             table[index] = copy
-        for block in pool.take((start + count - 1) // span + 1 - len(table)):
-            plan.new_blocks.append((seq.row, number, len(table), block))
-            table.append(block)
+        fresh = (start + count - 1) // span + 1 - len(table)
+        if fresh > 0:
+            for block in pool.take(fresh):
+                plan.new_blocks.append((seq.row, number, len(table), block))
+                table.append(block)
+        return len(table) * span
 
     def _behind_windows(self, seq: Sequence) -> list[tuple[int, int]]:
         """Returns the (group, index) of blocks that nothing reads any more.
@@ -210,20 +211,18 @@ class KVManager:
 
     def seal(self, seq: Sequence) -> None:
         """Offer the blocks that `num_computed` has filled to the cache."""
-        first, full = seq.num_sealed, seq.num_computed // self.block_size
+        full = seq.num_computed // self.block_size
         if self.caching:
             self._extend_digests(seq, full)
             for number, group in enumerate(self.groups):
-                self._seal(seq, number, first // group.links, full // group.links)
+                table, links = seq.tables[number], group.links
+                first, end = seq.num_sealed // links, full // links
+                for index in range(first, end):
+                    key = (number, seq.digests[(index + 1) * links - 1])
+                    self.pool.seal(table[index], key)
+                    self.pending.pop(key, None)
+                self.on_seal(seq, number, first, end)
         seq.num_sealed = full
-
-    def _seal(self, seq: Sequence, number: int, first: int, end: int) -> None:
-        table, links = seq.tables[number], self.groups[number].links
-        for index in range(first, end):
-            key = (number, seq.digests[(index + 1) * links - 1])
-            self.pool.seal(table[index], key)
-            self.pending.pop(key, None)
-        self.on_seal(seq, number, first, end)
 
     # --- sequences ---------------------------------------------------------------------------------------------------
 

@@ -100,7 +100,7 @@ class Both:
         self.rows.token_ids[lines, self.rows.num_tokens[lines].long()] = drawn.int()
         self.rows.num_tokens[lines] += 1
         found = self.sampler.sample(logits, self.sampler.special(plan), plan.row, ids, masks).to_host()
-        self._assert_same(plan, where, expected, ids, {where.index(entry): one for entry, one in found.logprobs().items()})
+        self._assert_same(plan, where, expected, ids, {where.index(entry): one for entry, (one,) in found.logprobs().items()})
 
     def _assert_same(self, plan: StepPlan, where: list[int], expected: Sampled, ids: Tensor, logprobs: object) -> None:
         assert ids[where].tolist() == expected.ids.tolist()
