@@ -91,7 +91,7 @@ def counting_slots(llm: LLM) -> Iterator[list[float]]:
         news = step()
         held = (kv.pool.num_blocks - 1 - kv.pool.num_free) * kv.block_size
         if held:
-            unused = sum(len(seq.table) * kv.block_size - seq.num_planned for seq in core.scheduler.running)
+            unused = sum(len(seq.tables[0]) * kv.block_size - seq.num_planned for seq in core.scheduler.running)
             shares.append(unused / held)
         return news
 

@@ -77,24 +77,16 @@ class Reserving(KVManager):
         return -(-self.reserve(seq) // SIZE)
 
     def allocate(self, seq: Sequence, count: int, plan: StepPlan) -> bool:
-        return super().allocate(seq, self.reserve(seq) if not seq.table else count, plan)
-
-    def has_room(self, seq: Sequence, count: int) -> bool:
-        return seq.num_planned + count <= len(seq.table) * SIZE
-
-
-class Regions(Scheduler):
-    """What is reserved never grows: nothing has to stay free."""
-
-    def _margin(self, seq: Sequence) -> int:
-        return 0
+        return super().allocate(seq, self.reserve(seq) if not seq.tables[0] else count, plan)
 
 
 def scheduler_of(way: str, num_blocks: int, max_len: int) -> Scheduler:
     pool, limits = BlockPool(num_blocks), Limits(num_blocks, UNBOUNDED, max_len, VOCAB, num_blocks, SIZE)
     if way == "blocks":
         return Scheduler(KVManager(pool, SIZE, caching=False, key=b"bench", identity=b"bench"), limits)
-    return Regions(Reserving(pool, (lambda seq: max_len) if way == "model" else (lambda seq: seq.limit)), limits)
+    scheduler = Scheduler(Reserving(pool, (lambda seq: max_len) if way == "model" else (lambda seq: seq.limit)), limits)
+    scheduler.admission.margin = lambda seq: 0  # type: ignore[method-assign]  # what is reserved never grows: nothing has to stay free
+    return scheduler
 
 
 def fit(way: str, lengths: list[Lengths], num_blocks: int, max_len: int) -> Fit:

@@ -95,7 +95,7 @@ class WatchedEngine:
 
     def _note_tables(self) -> None:
         for seq in self.scheduler.running:
-            self.samples[seq.request.request_id, seq.index].table = list(seq.table)
+            self.samples[seq.request.request_id, seq.index].table = list(seq.tables[0])
 
     def _compare(self, delta: Delta) -> None:
         sample = self.samples[delta.request_id, delta.index]
@@ -119,7 +119,7 @@ class WatchedEngine:
         last = len(sample.tokens) - 1
         position = sample.num_prompt + last - 1
         index = position // BLOCK_SIZE
-        sharing = [seq for seq in self.scheduler.running if set(seq.table) & set(sample.table)]
+        sharing = [seq for seq in self.scheduler.running if set(seq.tables[0]) & set(sample.table)]
         holders = ", ".join(f"{seq.request.request_id}/{seq.index}" for seq in sharing)
         return (
             f"  expected   {' '.join(map(str, sample.whole[: last + 1]))}\n"
@@ -129,7 +129,7 @@ class WatchedEngine:
         )
 
     def check_idle(self) -> None:
-        rows, blocks = ROWS - len(self.scheduler.free_rows), NUM_BLOCKS - 1 - self.pool.num_free
+        rows, blocks = ROWS - len(self.scheduler.rows.free), NUM_BLOCKS - 1 - self.pool.num_free
         if rows or blocks:
             raise Wrong(f"all have ended, and yet {rows} rows and {blocks} blocks are held")
 

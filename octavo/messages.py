@@ -32,7 +32,7 @@ class RowWrite:
     token_ids: "array[int]"
     num_prompt: int
     start: int  # positions already in the cache (the prefix hit)
-    table: list[int]  # the blocks of that hit
+    tables: list[list[int]]  # the blocks of that hit, a table for each cache group; the null block behind a window
     params: SamplingParams
     end_ids: tuple[int, ...]  # ids that end it, held back until min_tokens
     bad_words: list[list[int]]  # ids that must not follow each other in its output
@@ -42,17 +42,28 @@ class RowWrite:
 
 @dataclass(slots=True)
 class RowFork:
-    """A sample leaves its parent: `row` starts as a copy of `source`."""
+    """`row` becomes a copy of `source`: a sample leaves its parent, or a sequence moves into another row."""
 
     row: int
     source: int
     seq_id: int
     noise: NoiseKey
+    moves: bool = False  # the sequence itself was in `source`
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one step does. Entry i of the five parallel lists is one planned sequence."""
+    """What one step does. Entry i of the five parallel lists is one planned sequence.
+
+    A worker carries it out in this order: copies, row forks, row writes, lengths, last ids, new blocks, forward, sample.
+    Copies read all their sources before any of them writes. Row forks and row writes are one parallel assignment: every source is read
+    before any row is written, so two rows can exchange places. No row is written twice.
+    All cache groups share one pool of blocks of equal bytes, so a copy is of a whole block, whoever owns it.
+    A row with a new length keeps that many ids, and the entries of its tables that positions up to the last id but one need; what lies
+    behind means nothing any more. Its last id is computed again, because a token is sampled after it.
+    A new block may be the null block: then the entry lies behind its group's window, nothing reads it any more, and the block that was
+    there may belong to another row from this plan on.
+    """
 
     step: int
     row: list[int] = field(default_factory=list)
@@ -60,16 +71,18 @@ class StepPlan:
     start: list[int] = field(default_factory=list)  # first position computed
     num_query: list[int] = field(default_factory=list)  # how many
     samples: list[bool] = field(default_factory=list)  # whether a token is sampled after the last of them
-    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # (row, index in its table, block)
+    new_blocks: list[tuple[int, int, int, int]] = field(default_factory=list)  # (row, cache group, index in that table, block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (source block, fresh block)
     row_writes: list[RowWrite] = field(default_factory=list)
     row_forks: list[RowFork] = field(default_factory=list)
+    lengths: list[tuple[int, int]] = field(default_factory=list)  # (row, ids it keeps)
+    last_ids: list[tuple[int, int]] = field(default_factory=list)  # (row, id that takes the place of its last one)
     mask_rows: list[int] = field(default_factory=list)  # entries whose token a grammar decides on, too: they are sampled with masks
 
     @property
     def is_empty(self) -> bool:
         """Nothing for a worker to do."""
-        return not (self.row or self.row_writes or self.row_forks)
+        return not (self.row or self.row_writes or self.row_forks or self.lengths or self.last_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +103,8 @@ class StepResult:
     """What came of a plan; lists run along the plan's entries."""
 
     step: int
-    tokens: list[list[int]]  # [] where nothing was sampled
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # entry -> where asked for
+    tokens: list[list[int]]  # [] where nothing was sampled, else one or several ids that follow each other
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # entry -> of each of its ids, where asked for
     prompt_logprobs: dict[int, PromptPiece] = field(default_factory=dict)  # entry -> where asked for
     bad_rows: list[int] = field(default_factory=list)  # entries whose hidden states were not finite
 
@@ -149,6 +162,7 @@ class Limits:
     num_blocks: int
     block_size: int
     model_max_len: int = 0  # the model's own maximum: max_model_len can be raised so far
+    cache_tokens: int = 1 << 60  # the most positions of one sequence that the whole KV cache has room for
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from octavo.log import Stopwatch, logger
 from octavo.messages import EngineFacts, Limits
 from octavo.model_config import ModelConfig
 from octavo.policy.auto import resolved
-from octavo.policy.block_pool import BlockPool, Event, OnEvent
+from octavo.policy.block_pool import BlockKey, BlockPool, Event, OnEvent
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.memory_plan import plan_memory
@@ -114,7 +114,7 @@ def _poison_taken(runner: "ModelRunner") -> OnEvent | None:
         return None
     caches = runner.store.caches
 
-    def on_event(event: Event, block: int, digest: bytes | None) -> None:
+    def on_event(event: Event, block: int, key: BlockKey | None) -> None:
         if event == "take":
             poison(caches, block)
 
@@ -143,6 +143,8 @@ def assemble(started: Started, model: ModelConfig, debug: Debug, tokenizer: Give
         key=started.key,
         identity=started.identity,
         force_miss=debug.cache_force_miss,
+        groups=geometry.groups,
+        step_tokens=config.max_num_batched_tokens,
     )
     limits = Limits(
         max_num_seqs=config.max_num_seqs,

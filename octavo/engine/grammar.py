@@ -132,7 +132,7 @@ class Grammars:
         ends: list[Delta] = []
         for delta in deltas if self._guided else ():
             guided = self._guided.get(delta.request_id)
-            if guided is not None and delta.token_ids and delta.finish_reason != "stop":
+            if guided is not None and delta.token_ids:
                 ends += self._advance(scheduler, delta, guided.matcher(delta.index))
         for delta in (*deltas, *ends) if self._guided else ():
             if delta.finish_reason is not None and delta.request_id in self._guided:
@@ -140,8 +140,15 @@ class Grammars:
         return deltas + ends if ends else deltas
 
     def _advance(self, scheduler: Scheduler, delta: Delta, matcher: "Matcher") -> list[Delta]:
-        matcher.advance(delta.token_ids)
-        if matcher.ended and delta.finish_reason == "length":  # it was just long enough
+        said = delta.token_ids[:-1] if delta.finish_reason == "stop" else delta.token_ids  # an end id is no text
+        heard = 0
+        while heard < len(said) and not matcher.ended:
+            matcher.advance([said[heard]])
+            heard += 1
+        is_cut = heard < len(said)  # what was sampled behind a complete text is dropped
+        if is_cut:
+            _cut(delta, heard)
+        if matcher.ended and (delta.finish_reason == "length" or (is_cut and delta.finish_reason == "stop")):  # it was just long enough
             end = replace(delta, token_ids=[], logprobs=None, finish_reason="stop")
             delta.finish_reason = delta.life = None
             return [end]
@@ -203,6 +210,12 @@ class Grammars:
 
         assert self._tokenizer is not None
         return guide(self._tokenizer(), self._vocab_size, self._end_ids)
+
+
+def _cut(delta: Delta, count: int) -> None:
+    """Keeps the first tokens of a delta."""
+    delta.token_ids = delta.token_ids[:count]
+    delta.logprobs = None if delta.logprobs is None else delta.logprobs[:count]
 
 
 def _size(form: StructuredOutputs) -> int:

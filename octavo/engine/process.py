@@ -113,7 +113,7 @@ class Loop:
 
     def pulse(self, busy: bool) -> Pulse:
         scheduler = self._core.scheduler
-        return Pulse(time.monotonic(), busy, scheduler.step, self._taken, len(scheduler.free_rows), scheduler.snapshot())
+        return Pulse(time.monotonic(), busy, scheduler.step, self._taken, len(scheduler.rows.free), scheduler.snapshot())
 
     def _obey(self, command: Command) -> Refused | None:
         core = self._core

@@ -14,7 +14,7 @@ from octavo.errors import ConfigError, EngineError, VerifyError
 from octavo.loading.resolve import ModelSource
 from octavo.messages import AddRequest
 from octavo.model_config import ModelConfig
-from octavo.policy.block_pool import Event, PoolCounts
+from octavo.policy.block_pool import BlockKey, Event, PoolCounts
 from octavo.sampling_params import SamplingParams
 from octavo.worker.build import build_runner, make_shadow
 from octavo.worker.device import compilers_for
@@ -94,8 +94,8 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
         shadow = make_shadow(facts, geometry)
         runner = build_runner(facts, geometry, debug, compilers, shadow)
 
-    def on_event(event: Event, block: int, digest: bytes | None) -> None:
-        shadow.on_event(event, block, digest)
+    def on_event(event: Event, block: int, key: BlockKey | None) -> None:
+        shadow.on_event(event, block, key)
         if event == "take":
             poison(runner.store.caches, block)
 

@@ -19,7 +19,7 @@ from octavo.engine.view_frame import EventWords, ViewFrame, Wanted
 from octavo.engine.watcher import Contents, Watcher
 from octavo.log import logger
 from octavo.messages import FinishReason, StepPlan
-from octavo.policy.block_pool import Event
+from octavo.policy.block_pool import BlockKey, Event
 from octavo.policy.request import Sequence
 from octavo.policy.scheduler import Scheduler
 
@@ -50,7 +50,7 @@ class EngineView:
         self._trace: Trace = NoTrace()  # what was there before
         kv = self._scheduler.kv
         self._on_event, self._on_end, self._on_seal = kv.pool.on_event, self._scheduler.on_end, kv.on_seal
-        self._contents = Contents(kv.pool, kv.block_size, clock)
+        self._contents = Contents(kv.pool, kv.spans, clock)
         kv.on_seal = self._on_sealed
 
     def ask(self, client: str, wanted: Wanted) -> None:
@@ -127,22 +127,22 @@ class EngineView:
         self._is_attached, self._core.trace = False, self._trace
         self._scheduler.kv.pool.on_event, self._scheduler.on_end = self._on_event, self._on_end
 
-    def _on_sealed(self, seq: Sequence, first: int, end: int) -> None:
-        self._on_seal(seq, first, end)
-        self._try(self._contents.remember, seq, first, end)
+    def _on_sealed(self, seq: Sequence, group: int, first: int, end: int) -> None:
+        self._on_seal(seq, group, first, end)
+        self._try(self._contents.remember, seq, group, first, end)
 
-    def _on_block(self, event: Event, block: int, digest: bytes | None) -> None:
-        self._on_event(event, block, digest)
-        self._try(self._note_block, event, block, digest)
+    def _on_block(self, event: Event, block: int, key: BlockKey | None) -> None:
+        self._on_event(event, block, key)
+        self._try(self._note_block, event, block, key)
 
-    def _note_block(self, event: Event, block: int, digest: bytes | None) -> None:
+    def _note_block(self, event: Event, block: int, key: BlockKey | None) -> None:
         for watcher in self._watchers.values():
             watcher.on_block(event, block)
         if event == "take":
             self._contents.since[block] = self._clock()
         elif event == "evict":
-            assert digest is not None
-            self._tell((self._scheduler.step, self._now(), "evict", block, digest[:8].hex()))
+            assert key is not None
+            self._tell((self._scheduler.step, self._now(), "evict", block, key[1][:8].hex()))
 
     def _on_sequence_end(self, seq: Sequence, reason: FinishReason) -> None:
         self._on_end(seq, reason)
@@ -209,7 +209,7 @@ def _events_of(plan: StepPlan, scheduler: Scheduler) -> list[EventWords]:
             seq = running.get(write.seq_id)  # unless it has ended in its first step
             first = seq is not None and not seq.preemptions
             events.append(("hit", write.seq_id, write.start, (seq.request.life.hit_reason or "") if seq is not None and first else ""))
-    events += [("fork", of_row[fork.source], fork.seq_id) for fork in plan.row_forks if fork.source in of_row]
-    row_of = {block: row for row, _, block in plan.new_blocks} if plan.copies else {}
+    events += [("fork", of_row[fork.source], fork.seq_id) for fork in plan.row_forks if not fork.moves and fork.source in of_row]
+    row_of = {block: row for row, _, _, block in plan.new_blocks} if plan.copies else {}
     events += [("copy", source, copy, of_row[row_of[copy]]) for source, copy in plan.copies]
     return events

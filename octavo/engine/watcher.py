@@ -18,7 +18,7 @@ from itertools import chain, islice
 
 from octavo.engine.view_frame import BlockState, EventWords, SequenceState, StepNumbers, ViewFrame
 from octavo.messages import FinishReason
-from octavo.policy.block_pool import BlockPool, Event
+from octavo.policy.block_pool import NULL_BLOCK, BlockPool, Event
 from octavo.policy.request import Sequence, Status
 from octavo.policy.scheduler import Scheduler
 
@@ -31,26 +31,35 @@ TOKENS_A_FRAME = 1024  # blocks that are told with their tokens
 ASKED_TOKENS = 64  # of a prompt that waits
 
 
+Place = tuple[Sequence, int, int]  # a block's sequence, cache group, and index in that table
+
+
 class Contents:
     """What blocks hold that were sealed, and since when: kept from the start on, for a cached block has nobody else who knows."""
 
-    def __init__(self, pool: BlockPool, block_size: int, clock: Callable[[], float]) -> None:
-        self.block_size = block_size
+    def __init__(self, pool: BlockPool, spans: list[int], clock: Callable[[], float]) -> None:
+        """`spans`: tokens in a block of each cache group"""
+        self.spans = spans
         self.since = array("d", [0.0]) * pool.num_blocks  # by the clock
-        self._ids = array("i", [0]) * (pool.num_blocks * block_size)
-        self._digest_of = pool.digest_of
+        self._room = max(spans)
+        self._ids = array("i", [0]) * (pool.num_blocks * self._room)
+        self._key_of = pool.key_of
         self._clock = clock
 
-    def remember(self, seq: Sequence, first: int, end: int) -> None:
-        size, now = self.block_size, self._clock()
+    def remember(self, seq: Sequence, group: int, first: int, end: int) -> None:
+        span, now = self.spans[group], self._clock()
         for index in range(first, end):
-            block = seq.table[index]
-            if self._digest_of[block] is not None:  # else it is a duplicate that stays with its sequence
-                self._ids[block * size : (block + 1) * size] = seq.token_ids[index * size : (index + 1) * size]
+            block = seq.tables[group][index]
+            if self._key_of[block] is not None:  # else it is a duplicate that stays with its sequence
+                start = block * self._room
+                self._ids[start : start + span] = seq.token_ids[index * span : (index + 1) * span]
                 self.since[block] = now
 
     def of(self, block: int) -> list[int]:
-        return self._ids[block * self.block_size : (block + 1) * self.block_size].tolist()
+        """The tokens of a sealed block."""
+        key = self._key_of[block]
+        assert key is not None
+        return self._ids[block * self._room : block * self._room + self.spans[key[0]]].tolist()
 
 
 @dataclass(slots=True)
@@ -60,34 +69,36 @@ class _Told:
     tokens: int
     computed: int
     preemptions: int
-    table: list[int]
+    tables: list[list[int]]
 
     @staticmethod
     def of(seq: Sequence) -> "_Told":
-        return _Told(seq, seq.status.value, seq.num_tokens, seq.num_computed, seq.preemptions, seq.table.copy())
+        return _Told(seq, seq.status.value, seq.num_tokens, seq.num_computed, seq.preemptions, [table.copy() for table in seq.tables])
 
     def holds(self) -> bool:
         seq = self.seq
         return (
             self.computed == seq.num_computed and self.tokens == seq.num_tokens and self.state == seq.status.value
-            and self.preemptions == seq.preemptions and self.table == seq.table
+            and self.preemptions == seq.preemptions and self.tables == seq.tables
         )  # fmt: skip
 
-    def same_entries(self, table: list[int]) -> int:
-        """How many entries of its table are those it had."""
-        if table[: len(self.table)] == self.table:
-            return len(self.table)
-        return next((at for at, (old, new) in enumerate(zip(self.table, table)) if old != new), min(len(self.table), len(table)))
+    def same_entries(self, seq: Sequence, group: int) -> int:
+        """How many entries of a table are those it had."""
+        old, new = self.tables[group], seq.tables[group]
+        if new[: len(old)] == old:
+            return len(old)
+        return next((at for at, (one, other) in enumerate(zip(old, new)) if one != other), min(len(old), len(new)))
 
 
 def _state_of(seq: Sequence, start: int) -> SequenceState:
+    """`start`: the first entry that is told of its first table"""
     request, life = seq.request, seq.request.life
     asked = None
     if seq.status is Status.WAITING:
         asked = list(seq.token_ids[max(0, request.num_prompt - ASKED_TOKENS) : request.num_prompt])
     return SequenceState(
         seq.seq_id, request.request_id, seq.index, request.params.n, seq.status.value, request.num_prompt, seq.num_tokens, seq.limit,
-        seq.num_computed, life.cached_tokens, life.hit_reason or "", seq.preemptions, start, seq.table[start:], asked=asked,
+        seq.num_computed, life.cached_tokens, life.hit_reason or "", seq.preemptions, start, seq.tables[0][start:], asked=asked,
     )  # fmt: skip
 
 
@@ -98,8 +109,8 @@ class Watcher:
         self.due = 0.0  # it gets none before
         self._scheduler, self._pool = scheduler, scheduler.kv.pool
         self._contents, self._start, self._watched_from = contents, start, watched_from
-        held = chain.from_iterable(seq.table for seq in scheduler.running)
-        self._owed: dict[int, tuple[Sequence, int] | None] = dict.fromkeys(self._pool.index.values())  # to the one that fills it
+        held = (block for seq in scheduler.running for table in seq.tables for block in table if block != NULL_BLOCK)
+        self._owed: dict[int, Place | None] = dict.fromkeys(self._pool.index.values())  # where the one that fills it has it
         self._dirty = dict.fromkeys(chain(held, self._owed))
         self._told: dict[int, _Told] = {}
         self._steps: deque[StepNumbers] = deque(maxlen=MOST_STEPS)
@@ -113,15 +124,16 @@ class Watcher:
         self._dirty[block] = None
         if event == "seal":
             self._owed[block] = None
-        elif event == "release" and self._pool.ref[block] and self._pool.digest_of[block] is None:
+        elif event == "release" and self._pool.ref[block] and self._pool.key_of[block] is None:
             self._owed[block] = None  # who has left may have been further than those who share it
 
     def on_end(self, seq: Sequence, reason: FinishReason) -> None:
         """Its table is about to be given back."""
         before = self._told.get(seq.seq_id)
-        start = 0 if before is None else before.same_entries(seq.table)
-        self._ended[seq.seq_id] = _state_of(seq, start), reason, seq.digests[: seq.num_sealed]
-        self._ended_entries += len(seq.table)
+        start = 0 if before is None else before.same_entries(seq, 0)
+        links = self._scheduler.kv.groups[0].links
+        self._ended[seq.seq_id] = _state_of(seq, start), reason, seq.digests[links - 1 : seq.num_sealed : links]
+        self._ended_entries += len(seq.tables[0])
         while len(self._ended) > MOST_ENDED or (self._ended_entries > ENDED_ENTRIES and len(self._ended) > 1):
             oldest, *_ = self._ended.pop(next(iter(self._ended)))
             self._ended_entries -= oldest.start + len(oldest.table)
@@ -166,18 +178,24 @@ class Watcher:
         return changed, list(gone.items())
 
     def _tell(self, seq: Sequence, before: _Told | None) -> SequenceState:
-        table, size = seq.table, self._contents.block_size
-        start = 0 if before is None else before.same_entries(table)
-        first = start  # entries whose tokens are not those it was told
-        if before is not None:
-            anew = before.preemptions != seq.preemptions  # it came back: other blocks, or others' in between
-            first = 0 if anew else min(start, min(before.computed, seq.num_computed) // size)
-        for index in range(first, len(table)):
-            self._dirty[table[index]] = None
-            if self._pool.digest_of[table[index]] is None:  # else it was owed when it was sealed
-                self._owed[table[index]] = (seq, index)
+        for group in range(len(seq.tables)):
+            self._tell_table(seq, group, before)
+        start = 0 if before is None else before.same_entries(seq, 0)
         self._told[seq.seq_id] = _Told.of(seq)
         return _state_of(seq, start)
+
+    def _tell_table(self, seq: Sequence, group: int, before: _Told | None) -> None:
+        """Marks the blocks whose tokens are not those that were told."""
+        table, first = seq.tables[group], 0
+        if before is not None and before.preemptions == seq.preemptions:  # else it came back: other blocks, or others' in between
+            first = min(before.same_entries(seq, group), min(before.computed, seq.num_computed) // self._contents.spans[group])
+        for index in range(first, len(table)):
+            block = table[index]
+            if block == NULL_BLOCK:
+                continue
+            self._dirty[block] = None
+            if self._pool.key_of[block] is None:  # else it was owed when it was sealed
+                self._owed[block] = (seq, group, index)
 
     # --- blocks ------------------------------------------------------------------------------------------------------
 
@@ -194,20 +212,27 @@ class Watcher:
         return found
 
     def _state(self, block: int, ids: list[int] | None) -> BlockState:
-        digest, ref, since = self._pool.digest_of[block], self._pool.ref[block], self._contents.since[block]
-        if digest is not None:
-            return block, ref, 1, digest[:8].hex(), ids, round(since - self._start, 4)
+        key, ref, since = self._pool.key_of[block], self._pool.ref[block], self._contents.since[block]
+        if key is not None:
+            return block, ref, 1, key[1][:8].hex(), ids, round(since - self._start, 4)
         return block, ref, 0, "", ids, round(since - self._start, 4) if ref and since >= self._watched_from else None
 
-    def _tokens(self, block: int, owner: tuple[Sequence, int] | None) -> list[int]:
-        if self._pool.digest_of[block] is not None:
+    def _tokens(self, block: int, place: Place | None) -> list[int]:
+        if self._pool.key_of[block] is not None:
             return self._contents.of(block)
         if not self._pool.ref[block]:
             return []
-        if owner is None or self._pool.ref[block] > 1 or block not in owner[0].table:  # samples that share it, or it was forgotten
-            holders = (seq for seq in self._scheduler.running if block in seq.table)
-            seq = max(holders, key=lambda seq: seq.num_computed)
-            owner = seq, seq.table.index(block)
-        seq, index = owner
-        start = index * self._contents.block_size
-        return seq.token_ids[start : min(start + self._contents.block_size, seq.num_computed)].tolist()
+        if place is None or self._pool.ref[block] > 1 or block not in place[0].tables[place[1]]:  # shared, or it was forgotten
+            places = (place for seq in self._scheduler.running if (place := _place(seq, block)) is not None)
+            place = max(places, key=lambda place: place[0].num_computed)
+        seq, group, index = place
+        span = self._contents.spans[group]
+        return seq.token_ids[index * span : min((index + 1) * span, seq.num_computed)].tolist()
+
+
+def _place(seq: Sequence, block: int) -> Place | None:
+    """Where a sequence has a block, if it has it."""
+    for group, table in enumerate(seq.tables):
+        if block in table:
+            return seq, group, table.index(block)
+    return None

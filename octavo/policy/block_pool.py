@@ -3,9 +3,9 @@
     null          block 0: padding reads and writes it, nobody owns it
     free          ref 0, in `free`, next to be taken first:   [ unsealed .. | sealed, least recently used .. most ]
     held          ref > 0: that many block tables contain it
-    sealed        its content is final and `index` finds it by digest, held or free; taking it from `free` evicts it
+    sealed        its content is final and `index` finds it by its key, held or free; taking it from `free` evicts it
 
-Everything is O(1) per block. The pool knows nothing of tokens or sequences.
+A key is a cache group and a digest. Everything is O(1) per block. The pool knows nothing of tokens or sequences.
 """
 
 from collections import OrderedDict
@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 NULL_BLOCK = 0
-EVICTED_RING = 8192  # digests remembered after eviction, to tell "evicted" from "never seen"
+EVICTED_RING = 8192  # keys remembered after eviction, to tell "evicted" from "never seen"
 
+BlockKey = tuple[int, bytes]  # cache group, digest of the tokens up to the block's end
 Event = Literal["take", "share", "release", "seal", "evict"]
-OnEvent = Callable[[Event, int, bytes | None], None]
+OnEvent = Callable[[Event, int, BlockKey | None], None]  # what happened, the block, the key of a sealed one
 
 
 @dataclass(slots=True)
@@ -28,7 +29,7 @@ class PoolCounts:
     evicted: int = 0
 
 
-def _ignore(event: Event, block: int, digest: bytes | None) -> None:
+def _ignore(event: Event, block: int, key: BlockKey | None) -> None:
     """Nobody watches."""
 
 
@@ -38,9 +39,9 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.ref = [0] * num_blocks
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
-        self.index: dict[bytes, int] = {}  # digest -> block
-        self.digest_of: list[bytes | None] = [None] * num_blocks
-        self.evicted: OrderedDict[bytes, None] = OrderedDict()
+        self.index: dict[BlockKey, int] = {}  # key -> block
+        self.key_of: list[BlockKey | None] = [None] * num_blocks
+        self.evicted: OrderedDict[BlockKey, None] = OrderedDict()
         self.counts = PoolCounts()
         self.on_event = on_event or _ignore  # whoever watches for a while puts its own here, and this one back
 
@@ -48,8 +49,8 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self.free)
 
-    def lookup(self, digest: bytes) -> int | None:
-        return self.index.get(digest)
+    def lookup(self, key: BlockKey) -> int | None:
+        return self.index.get(key)
 
     def take(self, count: int) -> list[int]:
         """`count` blocks at ref 1, contents undefined; evicts what they held. The caller has made sure there are enough."""
@@ -58,7 +59,7 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             block, _ = free.popitem(last=False)
-            if self.digest_of[block] is not None:
+            if self.key_of[block] is not None:
                 self._evict(block)
             self.ref[block] = 1
             self.on_event("take", block, None)
@@ -72,7 +73,7 @@ class BlockPool:
             if self.ref[block] == 0:
                 del self.free[block]
             self.ref[block] += 1
-            self.on_event("share", block, self.digest_of[block])
+            self.on_event("share", block, self.key_of[block])
         self.counts.shared += len(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -83,22 +84,22 @@ class BlockPool:
             self.on_event("release", block, None)
             if self.ref[block] == 0:
                 self.free[block] = None
-                if self.digest_of[block] is None:
+                if self.key_of[block] is None:
                     self.free.move_to_end(block, last=False)
 
-    def seal(self, block: int, digest: bytes) -> None:
+    def seal(self, block: int, key: BlockKey) -> None:
         """The block's content is final and may be found. Content already cached elsewhere stays a private duplicate."""
         assert self.ref[block] > 0, f"block {block} sealed while free"
-        if digest in self.index:
+        if key in self.index:
             return
-        assert self.digest_of[block] is None, f"block {block} sealed twice"
-        self.index[digest] = block
-        self.digest_of[block] = digest
+        assert self.key_of[block] is None, f"block {block} sealed twice"
+        self.index[key] = block
+        self.key_of[block] = key
         self.counts.sealed += 1
-        self.on_event("seal", block, digest)
+        self.on_event("seal", block, key)
 
     def writable(self, block: int) -> bool:
-        return self.ref[block] == 1 and self.digest_of[block] is None
+        return self.ref[block] == 1 and self.key_of[block] is None
 
     def forget(self) -> None:
         """Empty the cache: nothing is found any more. Holders keep their blocks."""
@@ -107,21 +108,21 @@ class BlockPool:
         self.evicted.clear()
 
     def _evict(self, block: int) -> None:
-        digest = self.digest_of[block]
-        assert digest is not None
-        del self.index[digest]
-        self.digest_of[block] = None
-        self.evicted[digest] = None
+        key = self.key_of[block]
+        assert key is not None
+        del self.index[key]
+        self.key_of[block] = None
+        self.evicted[key] = None
         if len(self.evicted) > EVICTED_RING:
             self.evicted.popitem(last=False)
         self.counts.evicted += 1
-        self.on_event("evict", block, digest)
+        self.on_event("evict", block, key)
 
     def check(self) -> None:
-        """Assert that every block is in exactly one state and that index and digests agree."""
-        assert self.ref[NULL_BLOCK] == 0 and NULL_BLOCK not in self.free and self.digest_of[NULL_BLOCK] is None
+        """Assert that every block is in exactly one state and that index and keys agree."""
+        assert self.ref[NULL_BLOCK] == 0 and NULL_BLOCK not in self.free and self.key_of[NULL_BLOCK] is None
         held = sum(count > 0 for count in self.ref)
         assert len(self.free) + held + 1 == self.num_blocks
         assert all(self.ref[block] == 0 for block in self.free)
-        sealed = {digest: block for block, digest in enumerate(self.digest_of) if digest is not None}
+        sealed = {key: block for block, key in enumerate(self.key_of) if key is not None}
         assert sealed == self.index

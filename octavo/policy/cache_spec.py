@@ -7,10 +7,15 @@ A buffer's shape is that of one token; the store lays tokens out as [num_blocks,
 and fills buffers without knowing their names.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from octavo.errors import ConfigError
+from octavo.policy.cache_group import FULL, CacheGroup
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+CLOSE = 1.25  # kinds whose numbers of layers differ by less get one group each: padding costs less than more tables would
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +47,26 @@ class CacheGeometry:
     block_size: int
     max_model_len: int
     bytes_per_token: int
+    groups: tuple[CacheGroup, ...] = (FULL,)
+
+
+def one_group(specs: Sequence[LayerCacheSpec]) -> tuple[CacheGroup, ...]:
+    """Returns one full group of all layers: layers with a window read no further than it, and keep their blocks."""
+    return (CacheGroup(tuple(spec.layer for spec in specs)),)
+
+
+def split_layers(specs: Sequence[LayerCacheSpec]) -> tuple[CacheGroup, ...]:
+    """Returns groups whose blocks have equal bytes, the full ones first."""
+    kinds: dict[tuple[int | None, int], list[int]] = {}
+    for spec in specs:
+        kinds.setdefault((spec.window, spec.bytes_per_token), []).append(spec.layer)
+    counts = [len(layers) for layers in kinds.values()]
+    in_a_group = max(counts) if max(counts) < CLOSE * min(counts) else min(counts)
+    most_bytes = max(num_bytes for _, num_bytes in kinds)
+    groups = []
+    for (window, num_bytes), layers in kinds.items():
+        if most_bytes % num_bytes:
+            raise ConfigError(f"layer {layers[0]} keeps {num_bytes} bytes a token, which does not divide {most_bytes} of another layer")
+        number = -(-len(layers) // in_a_group)
+        groups += [CacheGroup(tuple(layers[first::number]), window, most_bytes // num_bytes) for first in range(number)]
+    return tuple(sorted(groups, key=lambda group: group.window is not None))

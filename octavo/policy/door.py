@@ -41,10 +41,10 @@ def _check_length(message: AddRequest, limits: Limits) -> None:
             "max_tokens" if len(prompt) < limits.max_model_len else "prompt",
             "context_length_exceeded",
         )
-    needed = -(-(length_limit(message, limits) - 1) // limits.block_size)
-    if needed > limits.num_blocks - 1:
+    positions, size = length_limit(message, limits) - 1, limits.block_size  # the last token is never computed
+    if positions > limits.cache_tokens:
         raise RequestError(
-            f"the request may grow to {needed} blocks of {limits.block_size} tokens, but the KV cache has {limits.num_blocks - 1}; "
+            f"the request may grow to {-(-positions // size)} blocks of {size} tokens, but the KV cache has {limits.cache_tokens // size}; "
             "lower max_tokens or enlarge the KV cache (--kv-cache-memory-bytes, --num-gpu-blocks-override)",
             "max_tokens",
             "context_length_exceeded",

@@ -2,6 +2,8 @@
 
 from collections import Counter
 
+from octavo.policy.block_pool import NULL_BLOCK
+from octavo.policy.kv_manager import KVManager
 from octavo.policy.request import Sequence, Status
 from octavo.policy.scheduler import Scheduler
 
@@ -10,11 +12,11 @@ def check(scheduler: Scheduler) -> None:
     kv, pool = scheduler.kv, scheduler.kv.pool
     pool.check()
     live = [seq for request in scheduler.requests.values() for seq in request.sequences]
-    holders = Counter(block for seq in live for block in seq.table)
+    holders = Counter(block for seq in live for table in seq.tables for block in table if block != NULL_BLOCK)
     assert all(pool.ref[block] == holders[block] for block in range(pool.num_blocks)), "refs and tables disagree"
     assert sorted(seq.seq_id for seq in live) == sorted(seq.seq_id for seq in scheduler.waiting + scheduler.running)
     never_admitted = [name for name, request in scheduler.requests.items() if request.life.first_scheduled is None]
-    assert list(scheduler._unscheduled) == never_admitted, "who waits for the first time is known by arrival"
+    assert list(scheduler.admission.unscheduled) == never_admitted, "who waits for the first time is known by arrival"
     _check_rows(scheduler)
     for queue in (scheduler.waiting, scheduler.running):
         assert [seq.key for seq in queue] == sorted(seq.key for seq in queue), "out of policy order"
@@ -28,22 +30,30 @@ def check(scheduler: Scheduler) -> None:
 
 def _check_rows(scheduler: Scheduler) -> None:
     held = [row for seq in scheduler.running for row in (seq.row, *seq.reserved)]
-    assert sorted(held + scheduler.free_rows) == list(range(scheduler.limits.max_num_seqs)), "rows leaked or doubled"
+    assert sorted(held + scheduler.rows.free) == list(range(scheduler.limits.max_num_seqs)), "rows leaked or doubled"
 
 
 def _check_sequence(seq: Sequence, scheduler: Scheduler) -> None:
     kv = scheduler.kv
-    size = kv.block_size
     if seq.status is Status.WAITING:
-        assert not seq.table and seq.row == -1 and seq.num_planned == 0 and not seq.pending
+        assert not any(seq.tables) and seq.row == -1 and seq.num_planned == 0 and not seq.pending
         return
     assert seq.num_computed <= seq.num_planned <= seq.target <= seq.limit - 1
-    assert len(seq.table) == -(-seq.num_planned // size), "table and progress disagree"
+    assert seq.num_sealed <= seq.num_computed // kv.block_size, "sealed before it was computed"
     assert len(seq.token_ids) == seq.num_tokens <= seq.limit
-    assert 0 not in seq.table and len(set(seq.table)) == len(seq.table)
-    if seq.num_computed >= seq.request.num_prompt:  # before that, samples may share what their parent has in flight
-        in_flight = {seq.table[position // size] for position in range(seq.num_computed, seq.num_planned)}
-        assert all(kv.pool.writable(block) for block in in_flight), "a shared or sealed block is being written"
-    for index, block in enumerate(seq.table):
-        if (index + 1) * size > seq.num_computed:
-            assert kv.pool.digest_of[block] is None or (index + 1) * size <= seq.num_planned, "sealed before it was computed"
+    assert len(seq.tables) == len(kv.groups) and seq.room <= min(len(table) * span for table, span in zip(seq.tables, kv.spans))
+    for number in range(len(kv.groups)):
+        _check_table(seq, number, kv)
+
+
+def _check_table(seq: Sequence, number: int, kv: KVManager) -> None:
+    table, span, pool = seq.tables[number], kv.spans[number], kv.pool
+    assert len(table) == -(-seq.num_planned // span), "table and progress disagree"
+    first = kv.groups[number].first_seen(seq.num_computed, span)
+    held = table[first:]
+    assert NULL_BLOCK not in held, "a block was given back that a window can still see"
+    assert len(set(held)) == len(held)
+    behind = [block != NULL_BLOCK for block in table[:first]]
+    assert behind == sorted(behind), "a block in front of one that was given back is still held"
+    for block in table[seq.num_planned // span : seq.room // span]:
+        assert pool.writable(block), "there is room in a block that is shared or sealed"

@@ -1,44 +1,64 @@
-"""`KVManager`: block tables over the pool: match a prefix, allocate, copy on write, seal, fork, release.
+"""`KVManager`: block tables over the pool: match a prefix, allocate, copy on write, seal, fork, give back, release.
 
-    tokens     [ t0 .. t15 | t16 .. t31 | t32 .. ]
-    table      [    5      |     9      |   2    ]      block 5 holds positions 0..15
-    digests    [    d0     |     d1     ]               d1 = H(d0, t16..t31): equal digests mean equal prefixes
+    tokens      [ t0 .. t15 | t16 .. t31 | t32 .. t47 | t48 .. ]
+    digests     [    d0     |     d1     |     d2     ]            d1 = H(d0, t16..t31): equal digests mean equal prefixes
+    tables[0]   [    5      |     9      |     2      |   7    ]    a full group: block 5 holds positions 0..15
+    tables[1]   [    0      |     0      |     4      |   8    ]    a group with a window: what lies behind it was given back
 
-A table only grows. An entry changes in one case: the block of the next position is shared with another sample; then a
-fresh copy takes its place, in the plan that writes it first.
+A table only grows. An entry changes in two cases. If the block of the next position is shared or sealed, a fresh copy takes its
+place, in the plan that writes it first. If it lies behind the window, it becomes the null block.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
 from octavo.messages import HitReason, StepPlan
-from octavo.policy.block_pool import BlockPool
+from octavo.policy.block_pool import NULL_BLOCK, BlockKey, BlockPool
+from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.policy.request import Sequence
+
+UNBOUNDED = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    table: list[int]
+    tables: list[list[int]]  # one for each group; null behind a window
     num_tokens: int
     reason: HitReason  # why it ends where it ends
-    missed: bytes = b""  # digest of the first block that was not found
+    missed: BlockKey | None = None  # the block that was not found, and its group
 
 
-def _ignore(seq: Sequence, first: int, end: int) -> None:
+def _ignore(seq: Sequence, group: int, first: int, end: int) -> None:
     """Nobody asks later what a cached block holds."""
 
 
 class KVManager:
-    def __init__(self, pool: BlockPool, block_size: int, caching: bool, key: bytes, identity: bytes, force_miss: bool = False) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        caching: bool,
+        key: bytes,
+        identity: bytes,
+        force_miss: bool = False,
+        groups: tuple[CacheGroup, ...] = (FULL,),
+        step_tokens: int = UNBOUNDED,
+    ) -> None:
+        """`identity`: whatever must be equal for two caches to hold equal bytes. `step_tokens`: the most that a plan computes."""
         self.pool = pool
-        self.block_size = block_size
+        self.block_size = block_size  # tokens of a link
         self.caching = caching
-        self.pending: dict[bytes, int] = {}  # digest -> seq_id of who is computing that block
-        self.on_seal: Callable[[Sequence, int, int], None] = _ignore  # the sequence, and which entries of its table were offered
+        self.groups = groups
+        self.spans = [group.links * block_size for group in groups]  # tokens in a block
+        self.pending: dict[BlockKey, int] = {}  # block -> seq_id of who is computing it
+        self.on_seal: Callable[[Sequence, int, int, int], None] = _ignore  # sequence, group, which entries of that table were offered
         self._hash = blake2b(key=key, digest_size=32)  # keyed once, copied for every digest
-        self._identity = identity  # model, weights, dtypes, block size: what must be equal for KV bytes to be
+        self._identity = identity
         self._force_miss = force_miss
+        self._windows = [number for number, group in enumerate(groups) if group.window is not None]
+        self._most_held = [group.most_held(span, step_tokens) or UNBOUNDED for group, span in zip(groups, self.spans)]
 
     def root(self, salt: str) -> bytes:
         """Start of a digest chain; no lookup crosses identities or salts."""
@@ -46,104 +66,235 @@ class KVManager:
         state.update(self._identity + b"\0" + salt.encode())
         return state.digest()
 
-    def match(self, seq: Sequence) -> PrefixHit:
-        """The longest cached prefix in whole blocks, short of the last token: that one is always computed."""
-        if not self.caching or not seq.reads_cache:
-            return PrefixHit([], 0, "off")
-        full = (seq.num_tokens - 1) // self.block_size
-        self._extend_digests(seq, full)
-        table: list[int] = []
-        for digest in seq.digests[:full]:
-            block = None if self._force_miss else self.pool.lookup(digest)
-            if block is None:
-                return PrefixHit(table, len(table) * self.block_size, self._miss_reason(digest, len(table)), digest)
-            table.append(block)
-        return PrefixHit(table, len(table) * self.block_size, "end" if full else "short")
+    # --- a prefix ----------------------------------------------------------------------------------------------------
 
-    def _miss_reason(self, digest: bytes, num_matched: int) -> HitReason:
-        if digest in self.pool.evicted:
+    def match(self, seq: Sequence) -> PrefixHit:
+        """The longest cached prefix that every group can start from, short of the last token: that one is always computed."""
+        if not self.caching or not seq.reads_cache:
+            return PrefixHit([[] for _ in self.groups], 0, "off")
+        longest = cut = (seq.num_tokens - 1) // self.block_size  # in links
+        self._extend_digests(seq, longest)
+        missed: BlockKey | None = None
+        number = content = 0
+        while content < len(self.groups):  # each group may lower it, until none does
+            fit, miss = self._fit(number, seq, cut)
+            content = content + 1 if fit == cut else 1
+            if miss is not None and (missed is None or missed not in self.pending):
+                missed = miss
+            cut, number = fit, (number + 1) % len(self.groups)
+        reason = self._miss_reason(missed, cut) if missed is not None else "end" if longest else "short"
+        return PrefixHit([self._found(number, seq, cut) for number in range(len(self.groups))], cut * self.block_size, reason, missed)
+
+    def _fit(self, number: int, seq: Sequence, cut: int) -> tuple[int, BlockKey | None]:
+        """Returns the longest prefix of at most `cut` links that this group can start from, and the block it lacks for more."""
+        group, span = self.groups[number], self.spans[number]
+        links, digests = group.links, seq.digests
+        end = cut // links  # entries of its table
+        if group.window is None:
+            for index in range(end):
+                key = (number, digests[(index + 1) * links - 1])
+                if self._lookup(key) is None:
+                    return index * links, key
+            return end * links, None
+        missed: BlockKey | None = None
+        at = end
+        while at > group.first_seen(end * span, span):
+            at -= 1
+            key = (number, digests[(at + 1) * links - 1])
+            if self._lookup(key) is None:
+                end, missed = at, key
+        return end * links, missed
+
+    def _found(self, number: int, seq: Sequence, cut: int) -> list[int]:
+        """Returns the table of a hit of `cut` links: null blocks where the window does not reach."""
+        links, span = self.groups[number].links, self.spans[number]
+        table = [NULL_BLOCK] * self.groups[number].first_seen(cut * self.block_size, span)
+        for index in range(len(table), cut // links):
+            block = self._lookup((number, seq.digests[(index + 1) * links - 1]))
+            assert block is not None
+            table.append(block)
+        return table
+
+    def _lookup(self, key: BlockKey) -> int | None:
+        return None if self._force_miss else self.pool.lookup(key)
+
+    def _miss_reason(self, missed: BlockKey, num_matched: int) -> HitReason:
+        if missed in self.pool.evicted:
             return "evicted"
         return "differs" if num_matched else "cold"
 
+    # --- blocks ------------------------------------------------------------------------------------------------------
+
     def blocks_needed(self, seq: Sequence, hit: PrefixHit) -> int:
         """Free blocks it takes to hold the whole present sequence, hit blocks that are now free included."""
-        total = -(-seq.num_tokens // self.block_size)
-        ref = self.pool.ref
-        return total - len(hit.table) + sum(ref[block] == 0 for block in hit.table)
+        ref, needed = self.pool.ref, 0
+        for table, span, most_held in zip(hit.tables, self.spans, self._most_held):
+            needed += min(-(-seq.num_tokens // span) - len(table), most_held)
+            needed += sum(ref[block] == 0 for block in table if block != NULL_BLOCK)
+        return needed
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """The most blocks that this many tokens hold, in all groups."""
+        return sum(min(-(-num_tokens // span), most_held) for span, most_held in zip(self.spans, self._most_held))
+
+    def most_tokens(self) -> int:
+        """The most tokens of one sequence that fit into the whole pool."""
+        return bisect_right(range(UNBOUNDED), self.pool.num_blocks - 1, key=self.blocks_for) - 1
 
     def admit(self, seq: Sequence, hit: PrefixHit) -> None:
-        """Start a table from a hit, and announce the blocks this sequence is going to fill."""
-        assert not seq.table
-        self.pool.share(hit.table)
-        seq.table = list(hit.table)
+        """Start tables from a hit, and announce the blocks this sequence is going to fill."""
+        assert not any(seq.tables)
+        for table in hit.tables:
+            self.pool.share(_held(table))
+        seq.tables = [list(table) for table in hit.tables]
         seq.num_planned = seq.num_computed = hit.num_tokens
-        seq.num_sealed = len(hit.table)
+        seq.num_sealed = hit.num_tokens // self.block_size
         if self.caching:
             self._extend_digests(seq, seq.num_tokens // self.block_size)
-            for digest in seq.digests[seq.num_sealed :]:
-                if self.pending.setdefault(digest, seq.seq_id) == seq.seq_id:
-                    seq.pending.append(digest)
-
-    def has_room(self, seq: Sequence, count: int) -> bool:
-        """Whether the next `count` positions are in blocks it already has to itself: nearly every decode step."""
-        start = seq.num_planned
-        return start % self.block_size != 0 and start + count <= len(seq.table) * self.block_size and self.pool.ref[seq.table[-1]] == 1
+            for number, group in enumerate(self.groups):
+                for digest in seq.digests[seq.num_sealed + group.links - 1 :: group.links]:
+                    if self.pending.setdefault((number, digest), seq.seq_id) == seq.seq_id:
+                        seq.pending.append((number, digest))
 
     def allocate(self, seq: Sequence, count: int, plan: StepPlan) -> bool:
-        """Room for the next `count` positions, with a private copy of a shared block; or False and nothing changed."""
-        table, size, pool = seq.table, self.block_size, self.pool
-        start = seq.num_planned
-        fresh = (start + count - 1) // size + 1 - len(table)
-        shared = start % size != 0 and count > 0 and pool.ref[table[start // size]] > 1
-        if fresh + shared > len(pool.free):
+        """Room for the next `count` positions, with private copies of shared blocks; or False and nothing changed."""
+        pool, start, needed = self.pool, seq.num_planned, 0
+        for table, span in zip(seq.tables, self.spans):
+            needed += (start + count - 1) // span + 1 - len(table)
+            if start % span and count and not pool.writable(table[start // span]):
+                needed += 1
+        behind = self._behind_windows(seq) if self._windows else []
+        if needed > len(pool.free) + sum([pool.ref[seq.tables[group][index]] == 1 for group, index in behind]):
             return False
-        if shared:
-            index = start // size
-            (copy,) = pool.take(1)
+        if behind:
+            self._give_back(seq, behind, plan)
+        seq.room = min([self._grow(seq, number, start, count, plan) for number in range(len(self.spans))])
+        return True
+
+    def _grow(self, seq: Sequence, number: int, start: int, count: int, plan: StepPlan) -> int:
+        """Makes room in one group. Returns the end of its last block."""
+        pool, table, span = self.pool, seq.tables[number], self.spans[number]
+        if start % span and count and not pool.writable(table[start // span]):
+            (copy,), index = pool.take(1), start // span
             plan.copies.append((table[index], copy))
-            plan.new_blocks.append((seq.row, index, copy))
+            plan.new_blocks.append((seq.row, number, index, copy))
             pool.release((table[index],))
             table[index] = copy
+        fresh = (start + count - 1) // span + 1 - len(table)
         if fresh > 0:
             for block in pool.take(fresh):
-                plan.new_blocks.append((seq.row, len(table), block))
+                plan.new_blocks.append((seq.row, number, len(table), block))
                 table.append(block)
-        return True
+        return len(table) * span
+
+    def _behind_windows(self, seq: Sequence) -> list[tuple[int, int]]:
+        """Returns the (group, index) of blocks that nothing reads any more.
+
+        A sequence may be truncated to any length from `num_computed` on, so what a window can see from there is kept.
+        """
+        behind = []
+        for number in self._windows:
+            table = seq.tables[number]
+            index = min(self.groups[number].first_seen(seq.num_computed, self.spans[number]), len(table)) - 1
+            while index >= 0 and table[index] != NULL_BLOCK:
+                behind.append((number, index))
+                index -= 1
+        return behind
+
+    def _give_back(self, seq: Sequence, behind: list[tuple[int, int]], plan: StepPlan) -> None:
+        """The worker hears of it in the plan from which on nothing reads these blocks: the plan may hand them to others."""
+        self.seal(seq)  # while they are in the table
+        for number, index in behind:
+            self.pool.release((seq.tables[number][index],))
+            seq.tables[number][index] = NULL_BLOCK
+            plan.new_blocks.append((seq.row, number, index, NULL_BLOCK))
 
     def seal(self, seq: Sequence) -> None:
         """Offer the blocks that `num_computed` has filled to the cache."""
         full = seq.num_computed // self.block_size
         if self.caching:
             self._extend_digests(seq, full)
-            for index in range(seq.num_sealed, full):
-                self.pool.seal(seq.table[index], seq.digests[index])
-                self.pending.pop(seq.digests[index], None)
-            self.on_seal(seq, seq.num_sealed, full)
+            for number, group in enumerate(self.groups):
+                table, links = seq.tables[number], group.links
+                first, end = seq.num_sealed // links, full // links
+                for index in range(first, end):
+                    key = (number, seq.digests[(index + 1) * links - 1])
+                    self.pool.seal(table[index], key)
+                    self.pending.pop(key, None)
+                self.on_seal(seq, number, first, end)
         seq.num_sealed = full
 
+    # --- sequences ---------------------------------------------------------------------------------------------------
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """The child shares every block of its parent; who writes first copies."""
-        self.pool.share(parent.table)
-        child.table = list(parent.table)
+        """The child shares the blocks of its parent, but for what only the last token needs: it computes that one itself.
+
+        Who writes into a shared block first copies it.
+        """
+        child.num_planned = min(parent.num_planned, parent.num_tokens - 1)
+        child.num_computed, child.num_sealed = min(parent.num_computed, child.num_planned), parent.num_sealed
+        child.tables = [table[: -(-child.num_planned // span)] for table, span in zip(parent.tables, self.spans)]
+        for table in child.tables:
+            self.pool.share(_held(table))
         child.digests = list(parent.digests)
-        child.num_planned, child.num_computed, child.num_sealed = parent.num_planned, parent.num_computed, parent.num_sealed
+        parent.room = child.room = 0
+
+    def shortest(self, seq: Sequence) -> int:
+        """The fewest tokens it can be truncated to: what a window sees from there was not given back."""
+        lengths = [1]
+        for number in self._windows:
+            given_back = seq.tables[number].count(NULL_BLOCK)
+            lengths.append(given_back * self.spans[number] + (self.groups[number].window or 0) if given_back else 1)
+        return max(lengths)
+
+    def truncate(self, seq: Sequence, length: int) -> None:
+        """Its first `length` tokens stay. Blocks behind are given back; those that are sealed can still be found."""
+        assert self.shortest(seq) <= length <= seq.num_tokens
+        del seq.token_ids[length:]
+        seq.num_tokens = length
+        seq.num_planned = cut = min(seq.num_planned, length - 1)  # a token is sampled after the last one, so that is computed again
+        seq.num_computed, seq.num_sealed = min(seq.num_computed, cut), min(seq.num_sealed, cut // self.block_size)
+        seq.room = 0
+        for table, span in zip(seq.tables, self.spans):
+            kept = -(-cut // span)
+            self.pool.release(_held(table[kept:]))
+            del table[kept:]
+        self.forget_digests(seq, length // self.block_size)
+
+    def forget_digests(self, seq: Sequence, kept: int) -> None:
+        """Tokens behind the first `kept` links are others now: their digests and what was announced of them are withdrawn."""
+        gone = set(seq.digests[kept:])
+        del seq.digests[kept:]
+        self._withdraw(seq, [key for key in seq.pending if key[1] in gone])
+        seq.pending = [key for key in seq.pending if key[1] not in gone]
+
+    def _withdraw(self, seq: Sequence, keys: list[BlockKey]) -> None:
+        for key in keys:
+            if self.pending.get(key) == seq.seq_id:
+                del self.pending[key]
 
     def release(self, seq: Sequence) -> None:
-        """Give back the whole table and withdraw what was announced."""
-        self.pool.release(seq.table)
-        seq.table = []
-        seq.num_planned = seq.num_computed = seq.num_sealed = 0
-        for digest in seq.pending:
-            if self.pending.get(digest) == seq.seq_id:
-                del self.pending[digest]
+        """Give back all tables and withdraw what was announced."""
+        for table in seq.tables:
+            self.pool.release(_held(table))
+        seq.tables = [[] for _ in self.groups]
+        seq.num_planned = seq.num_computed = seq.num_sealed = seq.room = 0
+        self._withdraw(seq, seq.pending)
         seq.pending = []
 
     def _extend_digests(self, seq: Sequence, count: int) -> None:
-        digests, size = seq.digests, self.block_size
+        digests, size, extras = seq.digests, self.block_size, seq.request.extras
         parent = digests[-1] if digests else seq.request.root
         for start in range(len(digests) * size, count * size, size):
             state = self._hash.copy()
             state.update(parent)
             state.update(seq.token_ids[start : start + size])
+            if extras:
+                state.update(extras.get(start // size, b""))
             parent = state.digest()
             digests.append(parent)
+
+
+def _held(table: list[int]) -> list[int]:
+    """Returns the blocks of a table, without the null blocks behind a window."""
+    return [block for block in table if block != NULL_BLOCK]

@@ -11,8 +11,10 @@ sample computes that last token itself.
 
 from array import array
 from enum import Enum
+from operator import attrgetter
 
 from octavo.messages import FinishReason, LifeRecord, NoiseKey, RowWrite
+from octavo.policy.block_pool import BlockKey
 from octavo.sampling_params import SamplingParams
 
 LOW32 = 0xFFFFFFFF
@@ -32,6 +34,7 @@ class Request:
         "bad_words",
         "end_ids",
         "engine_seed",
+        "extras",
         "held",
         "life",
         "num_prompt",
@@ -65,6 +68,7 @@ class Request:
         self.bad_words = bad_words or []  # ids that must not follow each other in a sample
         self.engine_seed = engine_seed
         self.life = LifeRecord(queued)
+        self.extras: dict[int, bytes] = {}  # link -> what its digest covers beside its tokens
         self.held = False  # not to be admitted yet
         self.sequences: list[Sequence] = []  # the live ones
         self.aborted: set[int] = set()  # samples aborted before the fork that would have made them
@@ -82,11 +86,13 @@ class Request:
 class Sequence:
     __slots__ = (
         "digests", "ended", "in_flight", "index", "key", "limit", "lost", "num_computed", "num_planned", "num_sealed", "num_tokens",
-        "pending", "preemptions", "request", "reserved", "row", "seq_id", "status", "steps_passed", "stop_at", "table", "token_ids",
-        "waits_for",
+        "pending", "preemptions", "request", "reserved", "room", "row", "seq_id", "status", "steps_passed", "stop_at", "tables",
+        "token_ids", "waits_for",
     )  # fmt: skip
 
-    def __init__(self, seq_id: int, request: Request, index: int, token_ids: "array[int]", limit: int, by_priority: bool) -> None:
+    def __init__(
+        self, seq_id: int, request: Request, index: int, token_ids: "array[int]", limit: int, by_priority: bool, num_groups: int = 1
+    ) -> None:
         self.seq_id = seq_id
         self.request = request
         self.index = index  # which of the n samples
@@ -94,14 +100,15 @@ class Sequence:
         self.num_tokens = len(token_ids)  # ids the host knows
         self.num_planned = 0  # positions given to plans
         self.num_computed = 0  # positions whose plan was updated
-        self.in_flight = 0  # sampled tokens the host has not seen
+        self.in_flight = 0  # plans that sample after it and whose tokens the host has not seen
         self.limit = limit  # most tokens it may ever have: max_tokens and max_model_len
         self.stop_at = limit - 1  # planning stops here: the last token is never computed
-        self.table: list[int] = []  # its blocks, append-only
-        self.digests: list[bytes] = []  # of its full blocks, as far as anyone asked
-        self.num_sealed = 0  # blocks already offered to the cache
-        self.pending: list[bytes] = []  # digests it has announced and not yet sealed
-        self.waits_for = b""  # a digest somebody else is computing
+        self.tables: list[list[int]] = [[] for _ in range(num_groups)]  # its blocks, a table for each cache group
+        self.room = 0  # positions from num_planned up to here lie in blocks it has to itself
+        self.digests: list[bytes] = []  # of its full links, as far as anyone asked
+        self.num_sealed = 0  # links whose blocks were offered to the cache
+        self.pending: list[BlockKey] = []  # blocks it has announced and perhaps not yet sealed
+        self.waits_for: BlockKey | None = None  # a block somebody else is computing
         self.row = -1
         self.reserved: list[int] = []  # rows held for samples not forked yet
         self.status = Status.WAITING
@@ -139,7 +146,7 @@ class Sequence:
             token_ids=array("i", self.token_ids),
             num_prompt=request.num_prompt,
             start=start,
-            table=list(self.table),
+            tables=[list(table) for table in self.tables],
             params=request.params,
             end_ids=tuple(sorted(request.end_ids)),
             bad_words=request.bad_words,
@@ -148,7 +155,10 @@ class Sequence:
         )
 
     def append(self, tokens: list[int]) -> None:
-        """Sampled tokens arrive on the host."""
+        """What one plan sampled arrives on the host."""
         self.token_ids.extend(tokens)
         self.num_tokens += len(tokens)
-        self.in_flight -= len(tokens)
+        self.in_flight -= 1
+
+
+policy_key = attrgetter("key")  # sorts sequences in policy order

@@ -12,23 +12,19 @@ Plans run in order on one stream, so blocks and rows freed here are reusable at 
 import time
 from array import array
 from bisect import insort
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
-from operator import attrgetter
 
 from octavo.errors import RequestError
 from octavo.messages import AddRequest, Delta, FinishReason, Limits, RowFork, SchedulerStats, StepPlan, StepResult, TokenLogprobs
+from octavo.policy.admission import Admission
 from octavo.policy.door import check_request, length_limit
-from octavo.policy.kv_manager import KVManager, PrefixHit
-from octavo.policy.request import Request, Sequence, Status
+from octavo.policy.kv_manager import KVManager
+from octavo.policy.request import Request, Sequence, Status, policy_key
+from octavo.policy.rows import Rows
 
-MAX_PASSES = 16  # steps a request that does not fit may be passed by others
-SCAN_LIMIT = 32  # requests looked at behind one that does not fit
 SEALS_PER_STEP = 32  # larger batches take turns at sealing: when all cross a block edge together, no step pays for all
-COMEBACK_TOKENS = 32  # room a sequence preempted k times wants for more output: this times 2^k
 NOT_FINITE = "numerical_error: values that are not finite, or an id outside the vocabulary"
-_policy_key = attrgetter("key")
 
 
 class Scheduler:
@@ -41,24 +37,30 @@ class Scheduler:
         seed: int = 0,
         preempt_every: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        row_tokens: int = 1,
     ) -> None:
+        """`row_tokens`: the most tokens that a step may sample for a row. Where it is more than one, nobody knows how many will come,
+        so a sequence is not planned while tokens of its are in flight.
+        """
+        assert limits.max_num_seqs * row_tokens <= limits.max_num_batched_tokens, "the tokens of one step may not fit into the next"
         self.kv = kv
-        self.limits = limits
+        self.limits = replace(limits, cache_tokens=kv.most_tokens())
         self.by_priority = by_priority
         self.end_ids = frozenset(end_ids)
         self.seed = seed
         self.preempt_every = preempt_every
+        self.row_tokens = row_tokens
         self.clock = clock
         self.on_end: Callable[[Sequence, FinishReason], None] = lambda seq, reason: None  # while it still has its blocks
         self.step = 0
         self.waiting: list[Sequence] = []  # both in policy order
         self.running: list[Sequence] = []
         self.requests: dict[str, Request] = {}  # the live ones
-        self._unscheduled: OrderedDict[str, Request] = OrderedDict()  # of which never admitted, by arrival
-        self.free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
+        self.rows = Rows(limits.max_num_seqs)
         self.stats = SchedulerStats(0, 0, 0, kv.pool.num_blocks, 0, 0, 0, 0, 0)
         self._planned: dict[int, list[Sequence]] = {}  # step -> its sequences, until its update
-        self._unforked: list[Sequence] = []  # running sequences that stand for several samples
+        self._told: dict[int, list[Sequence]] = {}  # step -> sequences that moved or changed, if any
+        self.admission = Admission(kv, self.waiting, self.running, self.rows, self.stats, clock)
         self._arrivals = 0
         self._seq_ids = 0
 
@@ -84,11 +86,11 @@ class Scheduler:
         seq = self._new_sequence(request, 0, array("i", prompt), length_limit(message, self.limits))
         if params.n > 1:
             seq.stop_at = request.num_prompt - 1
-        self.requests[request.request_id] = self._unscheduled[request.request_id] = request
-        insort(self.waiting, seq, key=_policy_key)
+        self.requests[request.request_id] = self.admission.unscheduled[request.request_id] = request
+        insort(self.waiting, seq, key=policy_key)
 
     def _new_sequence(self, request: Request, index: int, token_ids: "array[int]", limit: int) -> Sequence:
-        seq = Sequence(self._seq_ids, request, index, token_ids, limit, self.by_priority)
+        seq = Sequence(self._seq_ids, request, index, token_ids, limit, self.by_priority, len(self.kv.groups))
         self._seq_ids += 1
         request.sequences.append(seq)
         return seq
@@ -112,7 +114,7 @@ class Scheduler:
     def expire(self, seconds: float) -> list[Delta]:
         """End every request that waited so long and was never admitted. Costs nothing while there is none."""
         deltas: list[Delta] = []
-        while (request := next(iter(self._unscheduled.values()), None)) is not None:
+        while (request := next(iter(self.admission.unscheduled.values()), None)) is not None:
             if (waited := self.clock() - request.life.queued) < seconds:
                 break
             deltas += self.fail_request(request, f"waited {waited:.1f} s in the queue, queue_timeout is {seconds:g} s", "queue_timeout")
@@ -125,12 +127,16 @@ class Scheduler:
         planned: list[Sequence] = []
         self._planned[plan.step] = planned
         preempted = self._preempt_on_schedule()
-        for parent in self._unforked.copy():
+        for parent in self.admission.unforked.copy():
             if parent.num_planned == parent.stop_at:
                 self._fork(parent, plan)
+        if told := self.rows.tell(plan):
+            self._told[plan.step] = told
         budget, starved = self._plan_running(plan, planned)
         if self.waiting and not (preempted or starved):
-            self._admit_waiting(plan, planned, budget)
+            for seq, count in self.admission.admit(plan, budget):
+                if count:
+                    self._plan(seq, count, plan, planned)
         return plan
 
     def _plan_running(self, plan: StepPlan, planned: list[Sequence]) -> tuple[int, bool]:
@@ -139,20 +145,22 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens
         prefill_budget = self._prefill_budget(budget)
         lacking: int | None = None  # tokens wanted by prefills from here on; not asked before there is one
-        preempted = False
-        after = len(running)
+        preempted, row_tokens = False, self.row_tokens
+        after = len(running) * row_tokens  # kept for those behind, so that decode is never starved
         for seq in running.copy():
-            after -= 1
+            after -= row_tokens
             if seq.status is not is_running:
                 break  # preempted for one before it, and so are all behind it
             count = min(seq.num_tokens + seq.in_flight, seq.stop_at) - seq.num_planned
-            if count > 1:
+            if row_tokens > 1 and seq.in_flight:
+                continue  # nobody knows yet how many tokens will come
+            if count > row_tokens:
                 lacking = (self._prefill_lack() if lacking is None else lacking) - count  # by those behind: leave it, at most half
                 count = max(0, min(count, budget - after, max(prefill_budget - lacking, (prefill_budget + 1) // 2)))
                 prefill_budget -= count
             if count == 0:
                 continue  # awaits its result, or its turn
-            while not (kv.has_room(seq, count) or kv.allocate(seq, count, plan)):
+            while not (seq.num_planned + count <= seq.room or kv.allocate(seq, count, plan)):
                 victim = running[-1]
                 self._preempt(victim)
                 preempted = True
@@ -165,14 +173,14 @@ class Scheduler:
 
     def _prefill_budget(self, budget: int) -> int:
         """While anything waits for a row that is free, running prefills leave it half of what decode leaves."""
-        if not self.waiting or not self.free_rows:
+        if not self.waiting or not self.rows.free:
             return budget
-        decoding = sum(seq.target - seq.num_planned == 1 for seq in self.running)
+        decoding = sum(lack for seq in self.running if (lack := seq.target - seq.num_planned) <= self.row_tokens)
         return (budget - decoding) // 2
 
     def _prefill_lack(self) -> int:
         """Tokens that running prefills want, together."""
-        return sum(lack for seq in self.running if (lack := seq.target - seq.num_planned) > 1)
+        return sum(lack for seq in self.running if (lack := seq.target - seq.num_planned) > self.row_tokens)
 
     def _plan(self, seq: Sequence, count: int, plan: StepPlan, planned: list[Sequence]) -> None:
         start, end = seq.num_planned, seq.num_planned + count
@@ -189,97 +197,62 @@ class Scheduler:
             if seq.request.params.structured_outputs is not None:
                 plan.mask_rows.append(len(plan.row) - 1)
 
-    def _admit_waiting(self, plan: StepPlan, planned: list[Sequence], budget: int) -> None:
-        """Admit in policy order; a head that does not fit may be passed, but not for ever."""
-        head: Sequence | None = None
-        passed = False
-        scanned = position = 0
-        while position < len(self.waiting) and budget > 0 and self.free_rows:
-            seq = self.waiting[position]
-            if seq.waits_for in self.kv.pending or seq.in_flight or seq.request.held:
-                position += 1  # its prefix is being computed, its last token still on the way, or its grammar not compiled
-                continue
-            count = self._admit(seq, plan, budget)
-            if count is not None:
-                del self.waiting[position]
-                if count:
-                    self._plan(seq, count, plan, planned)
-                budget -= count
-                passed = head is not None
-                continue
-            position += 1
-            if seq.waits_for:
-                continue
-            head = head or seq
-            scanned += 1
-            if head.steps_passed >= MAX_PASSES or scanned >= SCAN_LIMIT:
-                break
-        if head is not None and passed:
-            head.steps_passed += 1
-
-    def _admit(self, seq: Sequence, plan: StepPlan, budget: int) -> int | None:
-        """Match, count, allocate, all or nothing: tokens planned for it now, or None if it has to wait."""
-        kv = self.kv
-        hit = kv.match(seq)
-        seq.waits_for = hit.missed if hit.missed in kv.pending else b""
-        if seq.waits_for or seq.rows_needed > len(self.free_rows):
-            return None
-        if kv.blocks_needed(seq, hit) + self._margin(seq) > kv.pool.num_free:
-            return None
-        count = min(seq.target - hit.num_tokens, budget)
-        kv.admit(seq, hit)
-        self._take_rows(seq)
-        plan.row_writes.append(seq.row_write(hit.num_tokens))
-        fits = kv.allocate(seq, count, plan)
-        assert fits, "admission counted too few blocks"
-        seq.status = Status.RUNNING
-        insort(self.running, seq, key=_policy_key)
-        self._note_admission(seq, hit)
-        return count
-
-    def _margin(self, seq: Sequence) -> int:
-        """Blocks that must stay free beside it: one per running sequence, and room to come back to stay."""
-        if not self.running:
-            return 0
-        margin = len(self.running)
-        if seq.preemptions:
-            comeback = min(seq.limit - seq.num_tokens, COMEBACK_TOKENS << seq.preemptions)
-            margin += -(-comeback // self.kv.block_size)
-        return margin
-
-    def _note_admission(self, seq: Sequence, hit: PrefixHit) -> None:
-        life = seq.request.life
-        life.recomputed_tokens += max(0, seq.lost - hit.num_tokens)
-        if life.first_scheduled is None:
-            life.first_scheduled = self.clock()
-            del self._unscheduled[seq.request.request_id]
-            life.hit_reason = hit.reason
-            life.cached_tokens = hit.num_tokens
-            self.stats.prefix_queries += seq.num_tokens
-            self.stats.prefix_hits += hit.num_tokens
-
-    def _take_rows(self, seq: Sequence) -> None:
-        seq.row = self.free_rows.pop()
-        if seq.unforked:
-            seq.reserved = [self.free_rows.pop() for _ in range(seq.rows_needed - 1)]
-            self._unforked.append(seq)
-
     def _fork(self, parent: Sequence, plan: StepPlan) -> None:
         """The prompt is planned but for its last token: from here on each sample lives alone."""
-        self._unforked.remove(parent)
+        self.admission.unforked.remove(parent)
         parent.stop_at = parent.limit - 1
         request, rows, parent.reserved = parent.request, parent.reserved, []
         for index in range(1, request.params.n):
             if index in request.aborted:  # never made: this plan could give its row to another, and a row is written once a plan
-                self.free_rows.append(rows.pop())
+                self.rows.free.append(rows.pop())
                 continue
             child = self._new_sequence(request, index, array("i", parent.token_ids), parent.limit)
             child.row, child.status = rows.pop(), Status.RUNNING
             self.kv.fork(parent, child)
-            insort(self.running, child, key=_policy_key)
-            plan.row_forks.append(RowFork(child.row, parent.row, child.seq_id, request.noise(index)))
+            insort(self.running, child, key=policy_key)
+            plan.row_forks.append(RowFork(child.row, self.rows.source(parent), child.seq_id, request.noise(index)))
         if parent.index in request.aborted:
             self._remove(parent, "abort")
+
+    def fork(self, parent: Sequence, index: int) -> Sequence | None:
+        """Makes sample `index` out of what the host knows of another one. Returns None where that runs and no row is free."""
+        assert not parent.unforked and parent.status is not Status.FINISHED
+        if parent.status is Status.RUNNING and not self.rows.free:
+            return None
+        child = self._new_sequence(parent.request, index, array("i", parent.token_ids), parent.limit)
+        if parent.status is Status.WAITING:
+            insort(self.waiting, child, key=policy_key)
+            return child
+        child.status = Status.RUNNING
+        self.rows.fork(parent, child)
+        self.kv.fork(parent, child)
+        insort(self.running, child, key=policy_key)
+        return child
+
+    def truncate(self, seq: Sequence, length: int) -> None:
+        """Its first `length` tokens stay, its prompt among them. Whatever is in flight behind them is dropped when it comes."""
+        assert seq.request.num_prompt <= length and seq.request.num_prompt < seq.num_tokens and seq.status is not Status.FINISHED
+        if seq.num_planned >= length or seq.in_flight:
+            self._drop_in_flight(seq)
+        self.kv.truncate(seq, length)
+        if seq.status is Status.RUNNING:
+            self.rows.shorten(seq)
+
+    def _drop_in_flight(self, seq: Sequence) -> None:
+        """Plans in flight have no more news for it. One that has ended takes its place in them: a fault still ends the request."""
+        ended = Sequence(-1, seq.request, seq.index, array("i"), 0, self.by_priority)
+        ended.status = Status.FINISHED
+        for planned in self._planned.values():
+            planned[:] = [ended if other is seq else other for other in planned]
+        seq.in_flight = 0
+
+    def replace_last(self, seq: Sequence, token: int) -> None:
+        """Another id takes the place of its last one, which no plan has computed yet."""
+        assert seq.in_flight == 0 and seq.request.num_prompt < seq.num_tokens and seq.num_planned < seq.num_tokens
+        seq.token_ids[-1] = token
+        self.kv.forget_digests(seq, (seq.num_tokens - 1) // self.kv.block_size)
+        if seq.status is Status.RUNNING:
+            self.rows.replace_last(seq)
 
     def _preempt(self, seq: Sequence) -> None:
         """Take everything back; it will be computed again. A token still in flight is kept when it arrives."""
@@ -288,10 +261,10 @@ class Scheduler:
         self._free(seq)
         seq.status = Status.WAITING
         seq.preemptions += 1
-        seq.waits_for = b""
+        seq.waits_for = None
         seq.request.life.preemptions += 1
         self.stats.preemptions += 1
-        insort(self.waiting, seq, key=_policy_key)
+        insort(self.waiting, seq, key=policy_key)
 
     def _preempt_on_schedule(self) -> bool:
         """For tests: every k steps the last sequence goes, if it got further than last time (else it might never end)."""
@@ -303,17 +276,16 @@ class Scheduler:
 
     def _free(self, seq: Sequence) -> None:
         self.kv.release(seq)
-        self.free_rows.append(seq.row)
-        self.free_rows.extend(seq.reserved)
-        seq.row, seq.reserved = -1, []
-        if seq in self._unforked:
-            self._unforked.remove(seq)
+        self.rows.release(seq)
+        if seq in self.admission.unforked:
+            self.admission.unforked.remove(seq)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Delta]:
         """Take in what a plan brought. Plans are updated in the order they were made."""
         deltas: list[Delta] = []
         size, is_finished, is_running = self.kv.block_size, Status.FINISHED, Status.RUNNING
         planned = self._planned.pop(plan.step)
+        self._told.pop(plan.step, None)
         turns = max(1, len(planned) // SEALS_PER_STEP)
         bad, computed = set(result.bad_rows), sum(plan.num_query)
         for entry, seq in enumerate(planned):
@@ -328,24 +300,26 @@ class Scheduler:
             if entry in result.prompt_logprobs:
                 deltas.append(Delta(seq.request.request_id, seq.index, [], prompt_logprobs=result.prompt_logprobs[entry]))
             if tokens:
+                if len(tokens) > 1:
+                    tokens = _kept(seq, tokens)
                 seq.append(tokens)
             if seq.num_computed // size > seq.num_sealed and (seq.seq_id + plan.step) % turns == 0:
                 self.kv.seal(seq)
             if tokens:
                 deltas.append(self._deliver(seq, tokens, result.logprobs.get(entry)))
         generated = sum([len(delta.token_ids) for delta in deltas])
-        self.stats.prompt_tokens += computed - generated
+        self.stats.prompt_tokens += computed - generated if self.row_tokens == 1 else _prompt_positions(plan, planned)
         self.stats.generation_tokens += generated
         return deltas
 
-    def _deliver(self, seq: Sequence, tokens: list[int], logprobs: TokenLogprobs | None) -> Delta:
+    def _deliver(self, seq: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> Delta:
         """The delta of freshly appended tokens; finishes the sequence if they end it."""
         request = seq.request
-        delta = Delta(request.request_id, seq.index, tokens, None if logprobs is None else [logprobs])
+        delta = Delta(request.request_id, seq.index, tokens, None if logprobs is None else logprobs[: len(tokens)])
         if request.life.first_token is None:
             request.life.first_token = self.clock()
             delta.life = request.life
-            self.stats.prompt_tokens += 1  # what it was sampled after: the last prompt token, no generated one
+            self.stats.prompt_tokens += self.row_tokens == 1  # what it was sampled after: the last prompt token, no generated one
         token = tokens[-1]
         if token in request.end_ids:
             delta.finish_reason = "stop"
@@ -362,6 +336,7 @@ class Scheduler:
     def fail(self, plan: StepPlan, message: str) -> list[Delta]:
         """The plan was not carried out: every request it touched ends with an error."""
         hurt = [seq.request for seq in self._planned.pop(plan.step)]  # also of a sample that has ended: others share what it computed
+        hurt += [seq.request for seq in self._told.pop(plan.step, ())]
         moved = {*(write.seq_id for write in plan.row_writes), *(fork.seq_id for fork in plan.row_forks)}
         hurt += [request for request in self.requests.values() if any(seq.seq_id in moved for seq in request.sequences)]
         return [delta for request in hurt for delta in self.fail_request(request, message)]
@@ -391,9 +366,22 @@ class Scheduler:
         if not request.sequences:
             request.life.finished = self.clock()
             del self.requests[request.request_id]
-            self._unscheduled.pop(request.request_id, None)
+            self.admission.unscheduled.pop(request.request_id, None)
 
     def snapshot(self) -> SchedulerStats:
         """The counters and gauges of this moment, which nothing changes later: other threads read them."""
         gauges = {"running": len(self.running), "waiting": len(self.waiting), "free_blocks": self.kv.pool.num_free}
         return replace(self.stats, steps=self.stats.steps.copy(), **gauges)
+
+
+def _kept(seq: Sequence, tokens: list[int]) -> list[int]:
+    """Returns the tokens up to an end id or to the sequence's limit. What lies behind is dropped."""
+    kept = tokens[: seq.limit - seq.num_tokens]
+    end = next((at for at, token in enumerate(kept) if token in seq.request.end_ids), len(kept))
+    return kept[: end + 1]
+
+
+def _prompt_positions(plan: StepPlan, planned: list[Sequence]) -> int:
+    """Returns how many positions of prompts a plan has computed."""
+    ends = (start + count for start, count in zip(plan.start, plan.num_query))
+    return sum(max(0, min(end, seq.request.num_prompt) - start) for seq, start, end in zip(planned, plan.start, ends, strict=True))

@@ -195,8 +195,8 @@ def _warm_up(runner: ModelRunner, geometry: CacheGeometry) -> None:
     watch, size = Stopwatch(), geometry.block_size
     tokens = min(3, geometry.max_model_len, (geometry.num_blocks - 1) * size)
     prompt = max(tokens - 1, 1)
-    write = RowWrite(0, 0, array("q", [0] * prompt), prompt, 0, [], SamplingParams(), (), [], NoiseKey((0, 0), 0, 0), b"")
-    new_blocks = [(0, index, 1 + index) for index in range(-(-tokens // size))]
+    write = RowWrite(0, 0, array("q", [0] * prompt), prompt, 0, [[]], SamplingParams(), (), [], NoiseKey((0, 0), 0, 0), b"")
+    new_blocks = [(0, 0, index, 1 + index) for index in range(-(-tokens // size))]
     plans = [StepPlan(1, [0], [0], [0], [prompt], [True], new_blocks=new_blocks, row_writes=[write])]
     if tokens > prompt:
         plans.append(StepPlan(2, [0], [0], [prompt], [1], [True]))

@@ -2,21 +2,26 @@
 
     slot of position i:   h[i] = mix(h[i-1] read through the block table, token i, i),   h[-1] from the digest root
     next token:           a hash over every h read through the table, and the noise key (greedy: none); no end id before min_tokens,
-                          and of a masked row only what the mask allows
+                          no end of a bad word, and of a masked row only what the mask allows
+    several a step:       up to `row_tokens`, as if each had been computed before the next; a masked row gets one
     logprobs:             to a hash every token is as likely as any other, in prompts too
 
 A wrong block, a stale block, a wrong parent, a lost token or a slip at a block edge gives another text at once. `expected`
 computes the same over a plain list. Slots start, and poisoned rows leave, `None`: reading one makes the row bad, as NaN would.
+Every further cache group holds the same as the first, and has to: whatever its window sees is compared, and a block that was given
+back must not be read.
 """
 
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from math import log
 
 import numpy as np
 
 from octavo.errors import EngineError
-from octavo.messages import NoiseKey, PromptPiece, StepPlan, StepResult, TokenLogprobs
+from octavo.messages import NoiseKey, PromptPiece, RowWrite, StepPlan, StepResult, TokenLogprobs
+from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.sampling_params import SamplingParams
 from octavo.worker.executor import Kept, Masks
@@ -29,6 +34,11 @@ Slot = int | None
 
 def _mix(previous: int, token: int, position: int) -> int:
     return (previous * 6364136223846793005 + token * 1442695040888963407 + position + 1) & MASK
+
+
+def _of_group(number: int, entry: int) -> int:
+    """What a cache group keeps of an entry: another number in each, so that a block of another group shows."""
+    return entry ^ number
 
 
 def _root(root: bytes) -> int:
@@ -53,53 +63,78 @@ def _even(count: int, vocab_size: int) -> TokenLogprobs:
     return TokenLogprobs(logprob, 1, ids, [logprob] * len(ids))
 
 
+def _barred(output: Sequence[int], end_ids: Collection[int], min_tokens: int, bad_words: list[list[int]]) -> set[int]:
+    """Ids that may not follow this output."""
+    barred = {word[-1] for word in bad_words if list(output[len(output) - len(word) + 1 :]) == word[:-1]}
+    return barred | set(end_ids) if len(output) < min_tokens else barred
+
+
 def expected(
-    prompt: list[int], count: int, root: bytes, noise: NoiseKey, vocab_size: int, end_ids: Collection[int] = (), min_tokens: int = 0
+    prompt: list[int],
+    count: int,
+    root: bytes,
+    noise: NoiseKey,
+    vocab_size: int,
+    end_ids: Collection[int] = (),
+    min_tokens: int = 0,
+    bad_words: list[list[int]] | None = None,
+    output: Sequence[int] = (),
 ) -> list[int]:
-    """`count` tokens after `prompt`, without blocks."""
+    """`count` tokens after `prompt`, without blocks. `output`: the first of them, where somebody chose these."""
     entries: list[int] = []
-    previous, tokens = _root(root), list(prompt)
+    previous, tokens = _root(root), [*prompt, *output]
     while len(tokens) < len(prompt) + count:
         for position in range(len(entries), len(tokens)):
             previous = _mix(previous, tokens[position], position)
             entries.append(previous)
-        barred = end_ids if len(tokens) < len(prompt) + min_tokens else ()
+        barred = _barred(tokens[len(prompt) :], end_ids, min_tokens, bad_words or [])
         tokens.append(_next_token(entries, noise, vocab_size, barred))
     return tokens[len(prompt) :]
 
 
+@dataclass(slots=True)
 class _Row:
-    __slots__ = ("end_ids", "noise", "num_prompt", "params", "root", "table", "tokens")
+    tokens: "array[int]"
+    tables: list[list[int]]  # one for each cache group
+    root: int
+    noise: NoiseKey
+    end_ids: tuple[int, ...]
+    num_prompt: int
+    params: SamplingParams
+    bad_words: list[list[int]]
 
-    def __init__(
-        self,
-        tokens: "array[int]",
-        table: list[int],
-        root: int,
-        noise: NoiseKey,
-        end_ids: tuple[int, ...],
-        num_prompt: int,
-        params: SamplingParams,
-    ) -> None:
-        self.tokens = array("i", tokens)
-        self.table = list(table)
-        self.root = root
-        self.noise = noise
-        self.end_ids = end_ids
-        self.num_prompt = num_prompt
-        self.params = params
+    @staticmethod
+    def of(write: RowWrite) -> "_Row":
+        noise = NO_NOISE if write.params.greedy else write.noise
+        tables = [list(table) for table in write.tables]
+        ids, root = array("i", write.token_ids), _root(write.root)
+        return _Row(ids, tables, root, noise, write.end_ids, write.num_prompt, write.params, write.bad_words)
+
+    def copy(self, noise: NoiseKey) -> "_Row":
+        noise = NO_NOISE if self.noise is NO_NOISE else noise
+        return replace(self, tokens=array("i", self.tokens), tables=[list(table) for table in self.tables], noise=noise)
 
     @property
-    def barred(self) -> tuple[int, ...]:
-        return self.end_ids if len(self.tokens) < self.num_prompt + self.params.min_tokens else ()
+    def barred(self) -> set[int]:
+        return _barred(self.tokens[self.num_prompt :], self.end_ids, self.params.min_tokens, self.bad_words)
+
+    def shorten(self, length: int, spans: list[int]) -> None:
+        """Keeps this many ids, and the blocks of all but the last of them."""
+        if length > len(self.tokens):
+            raise EngineError(f"a row of {len(self.tokens)} ids should keep {length}")
+        del self.tokens[length:]
+        for table, span in zip(self.tables, spans):
+            del table[-(-(length - 1) // span) :]
 
 
 class FakeRunner:
-    def __init__(self, geometry: CacheGeometry, vocab_size: int, faults: Faults) -> None:
+    def __init__(self, geometry: CacheGeometry, vocab_size: int, faults: Faults, row_tokens: int = 1) -> None:
         self.geometry = geometry
         self.vocab_size = vocab_size
         self.faults = faults
-        self.blocks: list[list[Slot]] = [[None] * geometry.block_size for _ in range(geometry.num_blocks)]
+        self.row_tokens = row_tokens
+        self.spans = [group.links * geometry.block_size for group in geometry.groups]
+        self.blocks: list[list[Slot]] = [[None] * max(self.spans) for _ in range(geometry.num_blocks)]
         self.rows: dict[int, _Row] = {}
         self.num_computed = 0  # positions, over all steps
         self._plan = StepPlan(0)
@@ -128,17 +163,27 @@ class FakeRunner:
         masked = {} if masks is None else dict(zip(plan.mask_rows, masks, strict=True))
         result = StepResult(plan.step, [], bad_rows=[entry for entry, entries in enumerate(self._entries) if entries is None])
         for entry, (row_id, entries) in enumerate(zip(plan.row, self._entries)):
-            row, tokens = self.rows[row_id], []
-            if plan.samples[entry]:
-                token = 0 if entries is None else _next_token(entries, row.noise, self.vocab_size, row.barred, masked.get(entry))
-                row.tokens.append(token)
-                tokens = [token]
-                if row.params.logprobs is not None:
-                    result.logprobs[entry] = _even(row.params.logprobs, self.vocab_size)
+            row = self.rows[row_id]
+            tokens = self._sample(row, entries, masked.get(entry)) if plan.samples[entry] else []
+            if tokens and row.params.logprobs is not None:
+                result.logprobs[entry] = [_even(row.params.logprobs, self.vocab_size)] * len(tokens)
             result.tokens.append(tokens)
             if piece := self._prompt_piece(row, plan.start[entry], plan.num_query[entry]):
                 result.prompt_logprobs[entry] = piece
         return Kept(result)
+
+    def _sample(self, row: _Row, entries: list[int] | None, mask: Masks | None) -> list[int]:
+        """Tokens that follow, which join the row."""
+        if entries is None:
+            row.tokens.append(0)
+            return [0]
+        tokens: list[int] = []
+        wanted = 1 if mask is not None else 1 + entries[-1] % self.row_tokens
+        while len(tokens) < min(wanted, self.geometry.max_model_len - len(entries)) or not tokens:
+            tokens.append(_next_token(entries, row.noise, self.vocab_size, row.barred, mask))
+            row.tokens.append(tokens[-1])
+            entries.append(_mix(entries[-1], tokens[-1], len(entries)))
+        return tokens
 
     def _prompt_piece(self, row: _Row, start: int, count: int) -> PromptPiece | None:
         """Of the prompt's tokens that come after those computed."""
@@ -149,17 +194,17 @@ class FakeRunner:
         changed = [fork.row for fork in plan.row_forks] + [write.row for write in plan.row_writes]
         if len(changed) > len(set(changed)):  # a device makes all these changes at once, in no order
             raise EngineError(f"rows {sorted(changed)}: one is written twice in step {plan.step}")
-        for fork in plan.row_forks:
-            source = self.rows[fork.source]
-            noise = NO_NOISE if source.noise is NO_NOISE else fork.noise
-            self.rows[fork.row] = _Row(source.tokens, source.table, source.root, noise, source.end_ids, source.num_prompt, source.params)
+        forked = [self.rows[fork.source].copy(fork.noise) for fork in plan.row_forks]  # all reads before any write
+        for fork, row in zip(plan.row_forks, forked, strict=True):
+            self.rows[fork.row] = row
         for write in plan.row_writes:
-            noise = NO_NOISE if write.params.greedy else write.noise
-            self.rows[write.row] = _Row(
-                write.token_ids, write.table, _root(write.root), noise, write.end_ids, write.num_prompt, write.params
-            )
-        for row_id, index, block in plan.new_blocks:
-            table = self.rows[row_id].table
+            self.rows[write.row] = _Row.of(write)
+        for row_id, length in plan.lengths:
+            self.rows[row_id].shorten(length, self.spans)
+        for row_id, token in plan.last_ids:
+            self.rows[row_id].tokens[-1] = token
+        for row_id, group, index, block in plan.new_blocks:
+            table = self.rows[row_id].tables[group]
             if index < len(table):
                 table[index] = block
             elif index == len(table):
@@ -169,18 +214,36 @@ class FakeRunner:
 
     def _compute(self, row: _Row, start: int, count: int) -> list[int] | None:
         """Write the new entries; every entry of the row, or None if one of them was never written."""
-        size, blocks, table = self.geometry.block_size, self.blocks, row.table
         self.num_computed += count
-        previous: Slot = row.root if start == 0 else blocks[table[(start - 1) // size]][(start - 1) % size]
+        (previous,) = self._read(row, 0, start - 1, start) if start else [row.root]
         for position in range(start, start + count):
             if previous is not None:
                 previous = _mix(previous, row.tokens[position], position)
-            blocks[table[position // size]][position % size] = previous
-        read = [slot for block in table for slot in blocks[block]]
-        entries = [slot for slot in read[: start + count] if slot is not None]
-        return entries if len(entries) == start + count else None
+            self._write(row, position, previous)
+        read = self._read(row, 0, 0, start + count)
+        entries = [slot for slot in read if slot is not None]
+        if len(entries) < start + count:
+            return None
+        for number, group in enumerate(self.geometry.groups[1:], 1):
+            first = 0 if group.window is None else max(0, start - group.window + 1)
+            if self._read(row, number, first, start + count) != [_of_group(number, entry) for entry in entries[first:]]:
+                raise EngineError(f"cache group {number} does not hold what positions {first} to {start + count - 1} wrote")
+        return entries
+
+    def _read(self, row: _Row, number: int, first: int, end: int) -> list[Slot]:
+        """What a group holds of these positions."""
+        span, table = self.spans[number], row.tables[number]
+        start = first // span
+        blocks = table[start : -(-end // span)]
+        if NULL_BLOCK in blocks:
+            raise EngineError(f"positions {first} to {end - 1} are read in cache group {number}, but their block was given back")
+        slots = [slot for block in blocks for slot in self.blocks[block][:span]]
+        return slots[first - start * span : end - start * span]
+
+    def _write(self, row: _Row, position: int, slot: Slot) -> None:
+        for number, (table, span) in enumerate(zip(row.tables, self.spans)):
+            self.blocks[table[position // span]][position % span] = None if slot is None else _of_group(number, slot)
 
     def _poison(self, row: _Row, start: int, count: int) -> None:
-        size = self.geometry.block_size
         for position in range(start, start + count):
-            self.blocks[row.table[position // size]][position % size] = None
+            self._write(row, position, None)

@@ -65,7 +65,8 @@ class ContiguousStore:
         self.caches = _allocate(specs, num_rows, max_len, device)
 
     def apply(self, plan: StepPlan) -> None:
-        for fork in plan.row_forks:
+        if plan.row_forks:
+            rows, sources = [fork.row for fork in plan.row_forks], [fork.source for fork in plan.row_forks]
             for cache in self.caches:
                 for buffer in cache.values():
-                    buffer[fork.row] = buffer[fork.source]
+                    buffer[rows] = buffer[sources]  # a copy is taken first, so that rows can exchange places

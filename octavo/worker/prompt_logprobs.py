@@ -54,9 +54,13 @@ class PromptLogprobs:
         self._asked: dict[int, _Asked] = {}  # row -> by its latest tenant
 
     def apply(self, plan: StepPlan) -> None:
-        """Learns of the rows a plan forks and writes; a fork begins at the last token of a prompt, and has nothing left to tell."""
-        for fork in plan.row_forks:
+        """Learns of the rows a plan forks and writes. A sequence that moves takes along what it asked for; a sample that leaves its
+        parent begins behind the prompt, and has nothing to tell of it."""
+        moved = [self._asked.get(fork.source) if fork.moves else None for fork in plan.row_forks]
+        for fork, asked in zip(plan.row_forks, moved):
             self._asked.pop(fork.row, None)
+            if asked is not None:
+                self._asked[fork.row] = asked
         for write in plan.row_writes:
             self._asked.pop(write.row, None)
             if write.params.prompt_logprobs is not None:

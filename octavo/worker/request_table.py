@@ -21,6 +21,7 @@ from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.sampling_params import SamplingParams
 
 Words = NDArray[np.int32]
+Places = NDArray[np.int64]
 
 
 class RequestTable:
@@ -38,22 +39,49 @@ class RequestTable:
         for fork in plan.row_forks:
             runs.append((self._at(fork.row, NOISE), noise_words(fork.noise)))
         for write in plan.row_writes:
-            runs.append((self._at(write.row, 0), np.concatenate([_head(write), np.array(write.table, np.int32)])))
+            runs.append((self._at(write.row, 0), _head(write)))
             runs.append((self._at(write.row, self.layout.tokens), np.array(write.token_ids, np.int32)))
+            tables = enumerate(write.tables)
+            runs.extend((self._at(write.row, self.layout.table(group)), np.array(table, np.int32)) for group, table in tables if table)
+        for row, length in plan.lengths:
+            runs.append((self._at(row, NUM_TOKENS), np.array([length], np.int32)))
         if plan.new_blocks:
-            rows, index, blocks = np.array(plan.new_blocks).T
-            runs.extend(zip((rows * self.layout.width + HEAD + index).tolist(), blocks.astype(np.int32)[:, None], strict=True))
+            runs += self._block_runs(plan.new_blocks)
         if runs:
             self._write(runs)
+        if plan.last_ids:
+            self._replace_last(plan.last_ids)
 
     def _at(self, row: int, word: int) -> int:
         return row * self.layout.width + word
 
     def _copy_lines(self, forks: list[RowFork]) -> None:
+        """Copies whole lines, all reads before any write: rows that exchange places go through memory beside the table."""
+        width, flat, count = self.layout.width, self.words.view(-1), len(forks)
+        sources, targets, beside = (np.array(rows) * width for rows in zip(*((f.source, f.row, i) for i, f in enumerate(forks))))
+        if set(sources.tolist()) & set(targets.tolist()):
+            lines = flat.new_empty(count * width)
+            self._copy(flat, lines, sources, beside)
+            self._copy(lines, flat, beside, targets)
+        else:
+            self._copy(flat, flat, sources, targets)
+
+    def _copy(self, source: Tensor, target: Tensor, starts: Places, places: Places) -> None:
         width = self.layout.width
-        runs = np.array([(fork.source * width, fork.row * width, width) for fork in forks], np.int64)  # [N, 3]
-        flat = self.words.view(-1)
-        copy_words(flat, flat, _runs(upload(runs.ravel().view(np.int32), self.words.device)), width)
+        runs = np.stack([starts, places, np.full_like(starts, width)], axis=1)  # [N, 3]
+        copy_words(source, target, _runs(upload(runs.ravel().view(np.int32), self.words.device)), width)
+
+    def _replace_last(self, last_ids: list[tuple[int, int]]) -> None:
+        """The host may not know how long a row is: its length is read where it lies."""
+        rows, ids = upload(np.array(last_ids, np.int32).T.copy(), self.words.device)
+        places = self.num_tokens.index_select(0, rows) - 1
+        self.token_ids[rows.long(), places.long()] = ids
+
+    def _block_runs(self, new_blocks: list[tuple[int, int, int, int]]) -> list[tuple[int, Words]]:
+        layout = self.layout
+        rows, groups, index, blocks = np.array(new_blocks).T
+        places = rows * layout.width + layout.table(0) + groups * layout.max_blocks + index
+        return list(zip(places.tolist(), blocks.astype(np.int32)[:, None], strict=True))
 
     def _write(self, runs: list[tuple[int, Words]]) -> None:
         counts = np.array([len(words) for _, words in runs])

@@ -76,9 +76,10 @@ class Rankings:
         """Returns the same in memory of the host: readable when the device has come this far."""
         return self if self.found is None else replace(self, found=on_host(self.found))
 
-    def logprobs(self) -> dict[int, TokenLogprobs]:
-        """Returns what each entry asked for."""
-        return {} if self.found is None else dict(zip(self.entries, listed(self.found, self.counts), strict=True))
+    def logprobs(self) -> dict[int, list[TokenLogprobs]]:
+        """Returns what each entry asked for, of its one token."""
+        found = [] if self.found is None else listed(self.found, self.counts)
+        return {entry: [token] for entry, token in zip(self.entries, found, strict=True)}
 
 
 NO_RANKINGS = Rankings([], [], None)

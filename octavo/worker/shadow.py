@@ -2,7 +2,7 @@
 
     paged store         what the engine runs on: blocks, tables, sharing, copies, eviction
     shadow              one contiguous region per row. It never recomputes: it appends the k, v the forward produced;
-                        at a seal it archives the bytes under the digest; at a hit it copies them from the archive, at a
+                        at a seal it archives the bytes under the block's key; at a hit it copies them from the archive, at a
                         fork from the parent's row
 
 In every layer of every step each row is gathered through its block table and must equal its region; then the same
@@ -29,7 +29,7 @@ from octavo.attention.spec import AttentionSpec
 from octavo.errors import VerifyError
 from octavo.kernels.step_tensors import StepTensors
 from octavo.messages import StepPlan
-from octavo.policy.block_pool import Event
+from octavo.policy.block_pool import BlockKey, Event
 from octavo.policy.cache_spec import LayerCacheSpec
 from octavo.worker.kv_store import CPU, Caches, ContiguousStore, KVStore
 from octavo.worker.native_layers import NativeAttention, NativeLayers
@@ -60,20 +60,20 @@ class Shadow:
         self.step = 0
         self._tables: dict[int, list[int]] = {}  # row -> blocks, as the plans say
         self._rows_of: dict[int, dict[int, int]] = {}  # block -> {row: index in its table}
-        self._digest_of: dict[int, bytes] = {}  # block -> digest, while it is sealed
-        self._archive: dict[bytes, Caches] = {}  # digest -> bytes of that block, per layer and buffer
+        self._key_of: dict[int, BlockKey] = {}  # block -> its key, while it is sealed
+        self._archive: dict[BlockKey, Caches] = {}  # key -> bytes of that block, per layer and buffer
 
-    def on_event(self, event: Event, block: int, digest: bytes | None) -> None:
+    def on_event(self, event: Event, block: int, key: BlockKey | None) -> None:
         """Events of the block pool: what is sealed is archived, what is evicted can be hit no more."""
         if event == "seal":
-            assert digest is not None
+            assert key is not None
             row, index = next(iter(self._rows_of[block].items()))
-            self._digest_of[block] = digest
-            self._archive[digest] = [
+            self._key_of[block] = key
+            self._archive[key] = [
                 {name: buffer[row, self._span(index)].clone() for name, buffer in cache.items()} for cache in self.regions.caches
             ]
         elif event == "evict":
-            del self._archive[self._digest_of.pop(block)]
+            del self._archive[self._key_of.pop(block)]
 
     def apply(self, plan: StepPlan) -> None:
         """Follow a plan: forks, rows that start from a hit, blocks that change hands."""
@@ -81,13 +81,18 @@ class Shadow:
         self.compared.steps += 1
         self.compared.copies += len(plan.copies)
         self.regions.apply(plan)
-        for fork in plan.row_forks:
-            self._set_table(fork.row, self._tables[fork.source])
-            self.compared.forks += 1
+        forked = [list(self._tables[fork.source]) for fork in plan.row_forks]  # all reads before any write
+        for fork, table in zip(plan.row_forks, forked):
+            self._set_table(fork.row, table)
+            self.compared.forks += not fork.moves
         for write in plan.row_writes:
-            self._set_table(write.row, write.table)
-            self._restore(write.row, write.table)
-        for row, index, block in plan.new_blocks:
+            (blocks,) = write.tables
+            self._set_table(write.row, blocks)
+            self._restore(write.row, blocks)
+        for row, length in plan.lengths:
+            self._set_table(row, self._tables[row][: -(-(length - 1) // self.block_size)])
+        for row, group, index, block in plan.new_blocks:
+            assert group == 0, "a region holds the tokens of one table"
             table = self._tables[row]
             for replaced in table[index:]:  # copied on write: the row leaves the shared block
                 self._rows_of[replaced].pop(row)
@@ -103,7 +108,7 @@ class Shadow:
 
     def _restore(self, row: int, table: list[int]) -> None:
         for index, block in enumerate(table):
-            for cache, archived in zip(self.regions.caches, self._archive[self._digest_of[block]], strict=True):
+            for cache, archived in zip(self.regions.caches, self._archive[self._key_of[block]], strict=True):
                 for name, buffer in cache.items():
                     buffer[row, self._span(index)] = archived[name]
 

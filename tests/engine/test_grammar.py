@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from octavo.engine import grammar
 from octavo.engine.grammar import Grammars
 from octavo.errors import RequestError
-from octavo.messages import AddRequest
+from octavo.messages import AddRequest, Delta, FinishReason, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 from octavo.text import grammar_limits, guidance
 from tests.support.fake import VOCAB, FakeEngine
@@ -174,6 +174,22 @@ def test_masks_are_filled_while_the_forward_runs(depth: int, monkeypatch: pytest
     engine.add("a", [1], asking({"regex": "x{9}"}))
     run(engine)
     assert called == ["forward", "fill", "sample"] * (len(called) // 3) and len(called) >= 27
+
+
+@pytest.mark.parametrize("ending", [None, "length", "stop"])
+def test_what_several_tokens_say_behind_the_end_of_a_text_is_dropped(ending: FinishReason | None) -> None:
+    engine = engine_of()
+    engine.add("a", [1], asking({"choice": ["xy"]}))
+    grammars = engine.core.grammars
+    while engine.scheduler.requests["a"].held:
+        grammars.nap()
+        grammars.collect(engine.scheduler)
+    x, y = SPELLINGS.index(b"x"), SPELLINGS.index(b"y")
+    logprobs = [TokenLogprobs(-float(at), 1, [], []) for at in range(4)]
+    delta = Delta("a", 0, [x, y, x, END if ending == "stop" else y], logprobs, finish_reason=ending)
+    first, *ends = grammars.advance(engine.scheduler, [delta])
+    assert first.token_ids == [x, y] and first.logprobs == logprobs[:2]
+    assert [news.finish_reason for news in (first, *ends)] == [None, "stop"], "its last token is text, and no end id"
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -15,7 +15,7 @@ from octavo.engine.view_frame import ViewFrame
 from octavo.engine.view_stream import ViewStream
 from octavo.errors import UnavailableError
 from octavo.messages import FinishReason
-from octavo.policy.block_pool import Event
+from octavo.policy.block_pool import BlockKey, Event
 from octavo.policy.request import Sequence
 from octavo.server.view import without_text
 from tests.policy.machine_settings import machine_settings
@@ -42,7 +42,7 @@ class WatchedMachine(EngineMachine):
 
     def _begin(self) -> None:
         self.readers: dict[str, Reader] = {}
-        self.sealed_ids: dict[bytes, list[int]] = {}
+        self.sealed_ids: dict[BlockKey, list[int]] = {}
         self._checks, self.engine.pool.on_event = self.engine.pool.on_event, self._on_event
         self.ends: dict[int, tuple[list[Any], str, list[str]]] = {}  # how each sequence was before it left, and its sealed blocks
         self._let_go, self.engine.scheduler._remove = self.engine.scheduler._remove, self._remove  # type: ignore[method-assign]
@@ -51,17 +51,18 @@ class WatchedMachine(EngineMachine):
         self.readers["always"] = Reader(self.view, "always", self.engine.scheduler)
 
     def _remove(self, seq: Sequence, reason: FinishReason) -> None:
-        digests = [self.engine.pool.digest_of[block] for block in seq.table]
-        self.ends[seq.seq_id] = row_of(seq), reason, ["" if digest is None else digest[:8].hex() for digest in digests]
+        keys = [self.engine.pool.key_of[block] for block in seq.tables[0]]
+        self.ends[seq.seq_id] = row_of(seq), reason, ["" if key is None else key[1][:8].hex() for key in keys]
         self._let_go(seq, reason)
 
-    def _on_event(self, event: Event, block: int, digest: bytes | None) -> None:
-        self._checks(event, block, digest)
+    def _on_event(self, event: Event, block: int, key: BlockKey | None) -> None:
+        self._checks(event, block, key)
         if event == "seal":
-            assert digest is not None
-            seq = next(seq for seq in self.engine.scheduler.running if block in seq.table)
-            start, size = seq.table.index(block) * self.engine.kv.block_size, self.engine.kv.block_size
-            self.sealed_ids[digest] = list(seq.token_ids[start : start + size])
+            assert key is not None
+            seq = next(seq for seq in self.engine.scheduler.running if block in seq.tables[key[0]])
+            span = self.engine.kv.spans[key[0]]
+            start = seq.tables[key[0]].index(block) * span
+            self.sealed_ids[key] = list(seq.token_ids[start : start + span])
 
     @rule(name=NAMES)
     def join(self, name: str) -> None:

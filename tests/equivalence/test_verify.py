@@ -193,8 +193,8 @@ def test_a_stale_sealed_block_is_caught(folder: str, native: bool, monkeypatch: 
     def with_stale_block(self: Any, plan: StepPlan) -> None:
         apply(self, plan)
         for write in plan.row_writes:
-            if write.table:
-                self.caches[1]["v"][write.table[0], -1, 0, 0] += 1.0
+            if write.tables[0]:
+                self.caches[1]["v"][write.tables[0][0], -1, 0, 0] += 1.0
 
     monkeypatch.setattr(PagedStore, "apply", with_stale_block)
     with pytest.raises(VerifyError, match=r"layer 1.*v of position 15"):

@@ -80,7 +80,7 @@ def assert_all_happened_and_nothing_is_held(llm: LLM, heard: dict[tuple[str, int
     invariants.check(scheduler)
     pool, stats = scheduler.kv.pool, llm.stats()
     assert pool.num_free == pool.num_blocks - 1 and not any(pool.ref), "blocks are held though nothing runs"
-    assert len(scheduler.free_rows) == ROWS and not scheduler.kv.pending
+    assert len(scheduler.rows.free) == ROWS and not scheduler.kv.pending
     reasons = {reason for one in heard.values() for reason, _, _ in one.ends}  # type: ignore[misc]
     assert reasons == {"length", "stop", "abort"} and all(len(one.ends) == 1 for one in heard.values())
     assert stats.preemptions > 0 and stats.prefix_hits > 0 and pool.counts.evicted > 0

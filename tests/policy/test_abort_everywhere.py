@@ -78,11 +78,11 @@ def test_blocks_of_an_aborted_request_are_used_again_while_its_step_is_in_flight
     engine = FakeEngine(block_size=2, num_blocks=8, rows=2, depth=depth)
     engine.add("old", PREFIX, sampling(4))
     engine.step()
-    held = set(engine.scheduler.running[0].table)
+    held = set(engine.scheduler.running[0].tables[0])
     engine.abort("old")
     engine.add("new", PREFIX[::-1], sampling(4))
     engine.step()
-    taken = {block for _, _, block in engine.executor.plans[-1].new_blocks}
+    taken = {block for _, _, _, block in engine.executor.plans[-1].new_blocks}
     assert len(engine.executor.plans) == 2 and len(engine.core._launched) == depth - 1
     assert len(taken & held) >= 3, "freed blocks are free at once"
     engine.run()

@@ -4,12 +4,13 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from octavo.policy.block_pool import EVICTED_RING, BlockPool, Event
+from octavo.policy.block_pool import EVICTED_RING, BlockKey, BlockPool, Event
 from tests.policy.machine_settings import SOAK, machine_settings
 
 
-def _digest(number: int) -> bytes:
-    return number.to_bytes(32, "little")
+def _key(number: int) -> BlockKey:
+    """Two groups, with digests in common."""
+    return number % 2, (number // 2).to_bytes(32, "little")
 
 
 def _some(blocks: list[int]) -> st.SearchStrategy[list[int]]:
@@ -19,11 +20,11 @@ def _some(blocks: list[int]) -> st.SearchStrategy[list[int]]:
 class PoolMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(2, 12))
     def start(self, num_blocks: int) -> None:
-        self.events: list[tuple[Event, int, bytes | None]] = []
+        self.events: list[tuple[Event, int, BlockKey | None]] = []
         self.pool = BlockPool(num_blocks, lambda *event: self.events.append(event))
         self.ref = dict.fromkeys(range(1, num_blocks), 0)
         self.order = list(range(1, num_blocks))  # the free ones, first to be taken first
-        self.cached: dict[bytes, int] = {}
+        self.cached: dict[BlockKey, int] = {}
 
     def _held(self) -> list[int]:
         return [block for block, count in self.ref.items() if count]
@@ -38,7 +39,7 @@ class PoolMachine(RuleBasedStateMachine):
         wanted, self.order = self.order[:count], self.order[count:]
         assert self.pool.take(count) == wanted
         self.ref.update(dict.fromkeys(wanted, 1))
-        self.cached = {digest: block for digest, block in self.cached.items() if block not in wanted}
+        self.cached = {key: block for key, block in self.cached.items() if block not in wanted}
 
     @precondition(lambda self: bool(self._held() or self.cached))
     @rule(data=st.data())
@@ -64,8 +65,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), first=st.integers(0, 15))
     def seal(self, data: st.DataObject, first: int) -> None:
         for number, block in enumerate(data.draw(_some(self._unsealed())), first):
-            self.pool.seal(block, _digest(number % 16))
-            self.cached.setdefault(_digest(number % 16), block)
+            self.pool.seal(block, _key(number % 16))
+            self.cached.setdefault(_key(number % 16), block)
 
     @rule(sure=st.sampled_from([False] * 7 + [True]))
     def forget(self, sure: bool) -> None:
@@ -81,7 +82,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check()
         assert self.pool.ref[1:] == list(self.ref.values())
         assert list(self.pool.free) == self.order and self.pool.num_free == len(self.order)
-        assert all(self.pool.lookup(_digest(number)) == self.cached.get(_digest(number)) for number in range(16))
+        assert all(self.pool.lookup(_key(number)) == self.cached.get(_key(number)) for number in range(16))
         for block, count in self.ref.items():
             assert self.pool.writable(block) == (count == 1 and block not in self.cached.values())
 
@@ -112,7 +113,7 @@ def test_unsealed_blocks_are_taken_first_then_tails_of_the_least_recently_releas
     pool = BlockPool(8)
     first, second, scratch = pool.take(3), pool.take(3), pool.take(1)
     for block in first + second:
-        pool.seal(block, _digest(block))
+        pool.seal(block, _key(block))
     pool.release(second)
     pool.release(first)
     pool.release(scratch)
@@ -123,7 +124,7 @@ def test_a_hit_makes_blocks_recent_again() -> None:
     pool = BlockPool(4)
     a, b, c = pool.take(3)
     for block in (a, b, c):
-        pool.seal(block, _digest(block))
+        pool.seal(block, _key(block))
         pool.release([block])
     pool.share([a])
     pool.release([a])
@@ -133,20 +134,20 @@ def test_a_hit_makes_blocks_recent_again() -> None:
 def test_equal_content_stays_a_private_duplicate_and_is_never_remapped() -> None:
     pool = BlockPool(4)
     a, b = pool.take(2)
-    pool.seal(a, _digest(1))
-    pool.seal(b, _digest(1))
-    assert pool.lookup(_digest(1)) == a and pool.writable(b)
+    pool.seal(a, _key(1))
+    pool.seal(b, _key(1))
+    assert pool.lookup(_key(1)) == a and pool.writable(b)
 
 
 def test_only_the_latest_evictions_are_remembered() -> None:
     pool = BlockPool(2)
     for number in range(EVICTED_RING + 2):
         blocks = pool.take(1)
-        pool.seal(blocks[0], _digest(number))
+        pool.seal(blocks[0], _key(number))
         pool.release(blocks)
     pool.take(1)
     assert len(pool.evicted) == EVICTED_RING
-    assert _digest(1) not in pool.evicted and _digest(2) in pool.evicted
+    assert _key(1) not in pool.evicted and _key(2) in pool.evicted
 
 
 def test_a_pool_without_enough_blocks_or_with_too_many_releases_is_a_bug_that_shows() -> None:

@@ -12,15 +12,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from octavo.messages import StepPlan
 from octavo.policy import invariants
+from octavo.policy.cache_group import CacheGroup
+from octavo.policy.request import Sequence
 from octavo.sampling_params import SamplingParams
 from tests.policy.machine_settings import SOAK, machine_settings
-from tests.support.fake import VOCAB, FakeEngine
+from tests.support.fake import GROUPS, VOCAB, FakeEngine
 
 BASE = [(7 * i + i * i // 3) % VOCAB for i in range(80)]  # what prompts have in common
 MOST_TOKENS = 80
 
 anyone = st.tuples(st.integers(0, 99), st.none() | st.integers(0, 3))  # a request (perhaps ended or unknown), a sample or all
 points = st.sampled_from(["before_forward", "after_forward"])
+changes = st.sampled_from(["fork", "truncate", "replace", "exchange"])
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -34,6 +37,8 @@ class EngineMachine(RuleBasedStateMachine):
         by_priority=st.booleans(),
         preempt_every=st.sampled_from([0, 0, 0, 3, 7]),
         end_ids=st.sampled_from([(), (3,), (1, 2, 3, 4)]),
+        groups=st.sampled_from(GROUPS),
+        row_tokens=st.sampled_from([1, 1, 3]),
     )
     def start(
         self,
@@ -46,18 +51,22 @@ class EngineMachine(RuleBasedStateMachine):
         by_priority: bool,
         preempt_every: int,
         end_ids: tuple[int, ...],
+        groups: tuple[CacheGroup, ...],
+        row_tokens: int,
     ) -> None:
         self.engine = FakeEngine(
             block_size=block_size,
             num_blocks=num_blocks,
             rows=rows,
-            budget=rows + spare,
-            max_len=min(MOST_TOKENS, (num_blocks - 1) * block_size + 1),
+            budget=rows * row_tokens + spare,
+            most_len=MOST_TOKENS,
             depth=depth,
             caching=caching,
             by_priority=by_priority,
             preempt_every=preempt_every,
             end_ids=end_ids,
+            groups=groups,
+            row_tokens=row_tokens,
         )
         self.rows = rows
         self.disturbed: set[str] = set()  # ended early on purpose, or in reach of a fault
@@ -117,6 +126,37 @@ class EngineMachine(RuleBasedStateMachine):
         self.disturbed |= late
         assert {delta.request_id for delta in self.engine.expire(steps)} == late
 
+    def _sample(self, pick: int) -> Sequence | None:
+        """A sample that has begun to answer."""
+        scheduler = self.engine.scheduler
+        begun = [seq for seq in scheduler.running + scheduler.waiting if seq.num_tokens > seq.request.num_prompt]
+        return begun[pick % len(begun)] if begun else None
+
+    def _change(self, what: str, pick: int, number: int) -> None:
+        seq, engine = self._sample(pick), self.engine
+        if seq is None:
+            return
+        if what == "fork":
+            engine.fork(seq)
+        elif what == "truncate":
+            engine.truncate(seq, max(seq.request.num_prompt, engine.kv.shortest(seq), seq.num_tokens - number))
+        elif what == "replace" and not seq.in_flight and seq.num_planned < seq.num_tokens:
+            token = next(token for token in range(number, VOCAB) if token not in seq.request.end_ids)
+            engine.replace_last(seq, token)
+        elif what == "exchange" and len(engine.scheduler.running) > 1:
+            one, other, *_ = engine.scheduler.running[number % 2 :] + engine.scheduler.running
+            engine.scheduler.rows.exchange(one, other)
+
+    @rule(what=changes, pick=st.integers(0, 9), number=st.integers(0, 9))
+    def change(self, what: str, pick: int, number: int) -> None:
+        self._change(what, pick, number)
+
+    @rule(what=changes, pick=st.integers(0, 9), number=st.integers(0, 9), point=points)
+    def step_with_change_inside(self, what: str, pick: int, number: int, point: str) -> None:
+        hooks = self.engine.executor.before_forward if point == "before_forward" else self.engine.executor.after_forward
+        hooks.append(lambda: self._change(what, pick, number))
+        self.engine.step()
+
     @rule(count=st.integers(1, 6))
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -147,9 +187,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(entry=st.integers(-1, 3))
     def step_with_failing_forward(self, entry: int) -> None:
         self.engine.faults.raise_at = entry
-        self._faulty_step(
-            lambda plan: {*plan.seq_id, *(write.seq_id for write in plan.row_writes), *(fork.seq_id for fork in plan.row_forks)}
-        )
+        self._faulty_step(self.engine.touched)
 
     def _faulty_step(self, hurt: Callable[[StepPlan], set[int]]) -> None:
         """A step with a fault that may end the requests of the sequences `hurt` names, and no others."""

@@ -1,6 +1,6 @@
 """Block tables against the plainest memory there is: a slot remembers the whole token prefix that was written into it.
 
-So a table is right if reading it gives, position by position, the prefixes of its own tokens.
+So a table is right if reading it gives, position by position, the prefixes of its own tokens, as far as its group's window sees.
 """
 
 from array import array
@@ -9,46 +9,67 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
+from octavo.errors import ConfigError
 from octavo.messages import StepPlan
-from octavo.policy.block_pool import BlockPool, Event
+from octavo.policy.block_pool import NULL_BLOCK, BlockKey, BlockPool, Event
+from octavo.policy.cache_group import CacheGroup
+from octavo.policy.cache_spec import Buffer, LayerCacheSpec, one_group, split_layers
 from octavo.policy.kv_manager import KVManager
 from octavo.policy.request import Request, Sequence
 from octavo.sampling_params import SamplingParams
 from tests.policy.machine_settings import SOAK, machine_settings
+from tests.support.fake import GROUPS
 
-Prefix = tuple[str, tuple[int, ...]]  # salt and tokens
+Prefix = tuple[int, str, tuple[int, ...]]  # group, salt and tokens
 
 
 class KVMachine(RuleBasedStateMachine):
-    @initialize(size=st.sampled_from([1, 2, 4]), num_blocks=st.integers(4, 14), caching=st.sampled_from([True, True, True, False]))
-    def start(self, size: int, num_blocks: int, caching: bool) -> None:
+    @initialize(
+        size=st.sampled_from([1, 2, 4]),
+        num_blocks=st.integers(4, 20),
+        caching=st.sampled_from([True, True, True, False]),
+        groups=st.sampled_from(GROUPS),
+    )
+    def start(self, size: int, num_blocks: int, caching: bool, groups: tuple[CacheGroup, ...]) -> None:
         self.size = size
         self.pool = BlockPool(num_blocks, self._on_event)
-        self.kv = KVManager(self.pool, size, caching, b"key", b"model")
-        self.memory: list[list[Prefix | None]] = [[None] * size for _ in range(num_blocks)]
+        self.kv = KVManager(self.pool, size, caching, b"key", b"model", groups=groups)
+        self.memory: list[list[Prefix | None]] = [[None] * max(self.kv.spans) for _ in range(num_blocks)]
         self.findable: dict[Prefix, int] = {}  # what the cache should find
         self.live: list[Sequence] = []
         self.salts: dict[int, str] = {}
         self.ids = 0
 
-    def _on_event(self, event: Event, block: int, digest: bytes | None) -> None:
+    def _on_event(self, event: Event, block: int, key: BlockKey | None) -> None:
         if event == "seal":
-            content = self.memory[block][-1]
-            assert content is not None, "sealed before it was written"
+            assert key is not None
+            content = self.memory[block][self.kv.spans[key[0]] - 1]
+            assert content is not None and content[0] == key[0], "sealed before it was written, or in another group"
             self.findable[content] = block
         elif event == "evict":
             self.findable = {prefix: at for prefix, at in self.findable.items() if at != block}
 
-    def _prefix(self, seq: Sequence, length: int) -> Prefix:
-        return self.salts[seq.seq_id], tuple(seq.token_ids[:length])
+    def _prefix(self, seq: Sequence, group: int, length: int) -> Prefix:
+        return group, self.salts[seq.seq_id], tuple(seq.token_ids[:length])
 
     def _sequence(self, tokens: "array[int]", salt: str) -> Sequence:
         params = SamplingParams()
         request = Request(str(self.ids), params, len(tokens), self.ids, 0, self.kv.root(salt), frozenset(), 0, 0.0)
-        seq = Sequence(self.ids, request, 0, tokens, len(tokens) + 100, False)
+        seq = Sequence(self.ids, request, 0, tokens, len(tokens) + 100, False, len(self.kv.groups))
         self.salts[seq.seq_id] = salt
         self.ids += 1
         return seq
+
+    def _table(self, seq: Sequence, group: int, length: int) -> list[int] | None:
+        """The table of a hit of this length, or None where the group cannot start from there."""
+        span, window = self.kv.spans[group], self.kv.groups[group].window
+        if length % span:
+            return None
+        table = []
+        for end in range(span, length + 1, span):
+            seen = window is None or end > length - window + 1  # by the query that comes next
+            table.append(self.findable.get(self._prefix(seq, group, end)) if seen else NULL_BLOCK)
+        return None if None in table else [block or NULL_BLOCK for block in table]
 
     @rule(
         shared=st.sampled_from([0, 3, 8, 8, 9, 10]),
@@ -59,11 +80,11 @@ class KVMachine(RuleBasedStateMachine):
     def admit(self, shared: int, tail: list[int], salt: str, seal: bool) -> None:
         seq = self._sequence(array("i", [7] * shared + tail or [7]), salt)
         hit = self.kv.match(seq)
-        wanted = 0
-        while (wanted + 1) * self.size < seq.num_tokens and self._prefix(seq, (wanted + 1) * self.size) in self.findable:
-            wanted += 1
-        assert hit.table == [self.findable[self._prefix(seq, (at + 1) * self.size)] for at in range(wanted)]
-        assert hit.num_tokens == wanted * self.size < seq.num_tokens
+        for length in range((seq.num_tokens - 1) // self.size * self.size, -1, -self.size):
+            tables = [self._table(seq, group, length) for group in range(len(self.kv.groups))]
+            if None not in tables:
+                break
+        assert (hit.num_tokens, hit.tables) == (length, tables), "the longest prefix that every group can start from"
         if self.kv.blocks_needed(seq, hit) > self.pool.num_free:
             return
         self.kv.admit(seq, hit)
@@ -76,28 +97,29 @@ class KVMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 99), new=st.lists(st.integers(0, 1), min_size=1, max_size=5))
     def grow(self, pick: int, new: list[int]) -> None:
         seq = self.live[pick % len(self.live)]
-        seq.in_flight += len(new)
-        seq.append(new)
+        seq.in_flight += 1
+        seq.append(new)  # which were sampled by one plan
         self._allocate(seq, seq.num_tokens - seq.num_planned, must_fit=False)
 
     def _allocate(self, seq: Sequence, count: int, must_fit: bool) -> None:
         plan = StepPlan(0)
-        before = (self.pool.ref.copy(), list(self.pool.free), dict(self.pool.index), seq.table.copy())
-        roomy = self.kv.has_room(seq, count)
+        before = (self.pool.ref.copy(), list(self.pool.free), dict(self.pool.index), [table.copy() for table in seq.tables])
+        roomy = seq.num_planned + count <= seq.room
         if not self.kv.allocate(seq, count, plan):
-            assert before == (self.pool.ref, list(self.pool.free), self.pool.index, seq.table), "a failed allocate changed something"
+            assert before == (self.pool.ref, list(self.pool.free), self.pool.index, seq.tables), "a failed allocate changed something"
             assert not must_fit and not roomy and not plan.new_blocks and not plan.copies
             seq.token_ids = seq.token_ids[: seq.num_planned] or seq.token_ids
             seq.num_tokens = len(seq.token_ids)
             seq.digests = seq.digests[: seq.num_tokens // self.size]
             return
-        assert not roomy or not plan.new_blocks, "has_room, and yet blocks were taken"
+        assert not roomy or all(block == NULL_BLOCK for *_, block in plan.new_blocks), "there was room, and yet blocks were taken"
         for source, target in plan.copies:
             self.memory[target] = list(self.memory[source])
         for position in range(seq.num_planned, seq.num_planned + count):
-            block = seq.table[position // self.size]
-            assert self.pool.writable(block), "written while shared or sealed"
-            self.memory[block][position % self.size] = self._prefix(seq, position + 1)
+            for group, span in enumerate(self.kv.spans):
+                block = seq.tables[group][position // span]
+                assert self.pool.writable(block), "written while shared or sealed"
+                self.memory[block][position % span] = self._prefix(seq, group, position + 1)
         seq.num_planned += count
 
     @precondition(lambda self: self.live)
@@ -108,8 +130,9 @@ class KVMachine(RuleBasedStateMachine):
     def _seal(self, seq: Sequence) -> None:
         before, seq.num_computed = seq.num_sealed, seq.num_planned
         self.kv.seal(seq)
-        newly = range(before, seq.num_computed // self.size)
-        assert not self.kv.caching or all(self._prefix(seq, (at + 1) * self.size) in self.findable for at in newly)
+        for group, span in enumerate(self.kv.spans):
+            ends = range(before * self.size // span * span + span, seq.num_computed + 1, span)
+            assert not self.kv.caching or all(self._prefix(seq, group, end) in self.findable for end in ends)
 
     @precondition(lambda self: self.live)
     @rule(pick=st.integers(0, 99))
@@ -120,11 +143,17 @@ class KVMachine(RuleBasedStateMachine):
         self.live.append(child)
 
     @precondition(lambda self: self.live)
+    @rule(pick=st.integers(0, 99), back=st.integers(0, 12))
+    def truncate(self, pick: int, back: int) -> None:
+        seq = self.live[pick % len(self.live)]
+        self.kv.truncate(seq, min(seq.num_tokens, max(self.kv.shortest(seq), seq.num_tokens - back)))
+
+    @precondition(lambda self: self.live)
     @rule(pick=st.integers(0, 99))
     def release(self, pick: int) -> None:
         seq = self.live.pop(pick % len(self.live))
         self.kv.release(seq)
-        assert not seq.table and not seq.pending
+        assert not any(seq.tables) and not seq.pending
 
     @rule(sure=st.sampled_from([False] * 7 + [True]))
     def forget(self, sure: bool) -> None:
@@ -136,12 +165,16 @@ class KVMachine(RuleBasedStateMachine):
         if not hasattr(self, "kv"):
             return
         self.pool.check()
+        tables = [table for seq in self.live for table in seq.tables]
         for block in range(1, self.pool.num_blocks):
-            assert self.pool.ref[block] == sum(seq.table.count(block) for seq in self.live)
+            assert self.pool.ref[block] == sum(table.count(block) for table in tables)
         for seq in self.live:
-            assert len(seq.table) == -(-seq.num_planned // self.size)
-            read = [slot for block in seq.table for slot in self.memory[block]][: seq.num_planned]
-            assert read == [self._prefix(seq, length) for length in range(1, seq.num_planned + 1)]
+            for group, (table, span) in enumerate(zip(seq.tables, self.kv.spans)):
+                assert len(table) == -(-seq.num_planned // span)
+                window = self.kv.groups[group].window
+                first = 0 if window is None else max(0, seq.num_computed - window + 1)
+                read = [slot for block in table for slot in self.memory[block][:span]][first : seq.num_planned]
+                assert read == [self._prefix(seq, group, length) for length in range(first + 1, seq.num_planned + 1)]
         assert set(self.kv.pending.values()) <= {seq.seq_id for seq in self.live}
         if not self.live:
             assert not self.kv.pending and self.pool.num_free == self.pool.num_blocks - 1
@@ -157,11 +190,12 @@ def test_tables_read_back_their_own_tokens_under_any_calls_for_long() -> None:
 
 
 # promise: another-tenants-salt
-def test_digests_depend_on_key_identity_salt_parent_and_tokens() -> None:
-    def digests(key: bytes, identity: bytes, salt: str, tokens: list[int]) -> list[bytes]:
+def test_digests_depend_on_key_identity_salt_parent_tokens_and_extras() -> None:
+    def digests(key: bytes, identity: bytes, salt: str, tokens: list[int], extras: dict[int, bytes] | None = None) -> list[bytes]:
         kv = KVManager(BlockPool(2), 2, True, key, identity)
         request = Request("r", SamplingParams(), len(tokens), 0, 0, kv.root(salt), frozenset(), 0, 0.0)
         seq = Sequence(0, request, 0, array("i", tokens), 99, False)
+        request.extras = extras or {}
         kv.match(seq)
         return seq.digests
 
@@ -172,5 +206,40 @@ def test_digests_depend_on_key_identity_salt_parent_and_tokens() -> None:
         digests(b"k", b"x", "", [1, 2, 3, 4, 5]),
         digests(b"k", b"m", "x", [1, 2, 3, 4, 5]),
         digests(b"k", b"m", "", [9, 2, 3, 4, 5]),
+        digests(b"k", b"m", "", [1, 2, 3, 4, 5], {0: b"image"}),
     ]
     assert all(not set(usual) & set(other) for other in others)
+    later = digests(b"k", b"m", "", [1, 2, 3, 4, 5], {1: b"image"})
+    assert later[0] == usual[0] and later[1] != usual[1], "what a link covers beside its tokens counts from there on"
+
+
+def _specs(kinds: str) -> list[LayerCacheSpec]:
+    """A letter for each layer: f is full, w has a window, s has a window and keeps half the bytes."""
+    buffers = {"f": Buffer((2, 8), "float32"), "w": Buffer((2, 8), "float32"), "s": Buffer((1, 8), "float32")}
+    return [LayerCacheSpec(at, {"kv": buffers[kind]}, None if kind == "f" else 4) for at, kind in enumerate(kinds)]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "groups"),
+    [
+        ("fff", [((0, 1, 2), None, 1)]),
+        ("fwwfww", [((0, 3), None, 1), ((1, 4), 4, 1), ((2, 5), 4, 1)]),
+        ("wwwwf", [((4,), None, 1), ((0,), 4, 1), ((1,), 4, 1), ((2,), 4, 1), ((3,), 4, 1)]),
+        ("ffffwwwww", [((0, 1, 2, 3), None, 1), ((4, 6, 8), 4, 1), ((5, 7), 4, 1)]),
+        ("fffffwwwwww", [((0, 1, 2, 3, 4), None, 1), ((5, 6, 7, 8, 9, 10), 4, 1)]),  # nearly as many: one layer's bytes of padding
+        ("fsfs", [((0, 2), None, 1), ((1, 3), 4, 2)]),
+    ],
+)
+def test_layers_are_split_into_groups_whose_blocks_have_equal_bytes(kinds: str, groups: list[tuple[object, ...]]) -> None:
+    specs = _specs(kinds)
+    split = split_layers(specs)
+    assert [(group.layers, group.window, group.links) for group in split] == groups
+    assert sorted(layer for group in split for layer in group.layers) == list(range(len(kinds)))
+    assert len({specs[group.layers[0]].bytes_per_token * group.links for group in split}) == 1
+    assert one_group(specs) == (CacheGroup(tuple(range(len(kinds)))),)
+
+
+def test_layers_whose_bytes_do_not_divide_are_refused() -> None:
+    specs = [LayerCacheSpec(0, {"kv": Buffer((3,), "float32")}), LayerCacheSpec(1, {"kv": Buffer((2,), "float32")})]
+    with pytest.raises(ConfigError, match="layer 1 keeps 8 bytes a token, which does not divide 12 of another layer"):
+        split_layers(specs)

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from octavo.policy.scheduler import MAX_PASSES
+from octavo.policy.admission import MAX_PASSES
 from tests.support.fake import FakeEngine, sampling
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])

@@ -13,10 +13,11 @@ from octavo.engine.core import EngineCore
 from octavo.errors import EngineError
 from octavo.messages import AddRequest, Delta, FinishReason, Limits, StepPlan
 from octavo.policy import invariants
-from octavo.policy.block_pool import BlockPool, Event
+from octavo.policy.block_pool import BlockKey, BlockPool, Event
+from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.kv_manager import KVManager
-from octavo.policy.request import Request
+from octavo.policy.request import Request, Sequence
 from octavo.policy.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
 from octavo.worker.executor import Masks, Promise
@@ -24,6 +25,9 @@ from octavo.worker.fake_runner import FakeRunner, Slot, expected
 from octavo.worker.faults import Faults
 
 VOCAB = 50
+GROUPS = [
+    (FULL,), (FULL,), (FULL, CacheGroup(window=3)), (FULL, CacheGroup(window=6, links=2)), (CacheGroup(links=2), CacheGroup(window=5)),
+]  # fmt: skip
 Hook = Callable[[], None]
 
 
@@ -87,35 +91,48 @@ class FakeEngine:
         rows: int = 8,
         budget: int = 64,
         max_len: int | None = None,
+        most_len: int = 1 << 30,
         depth: int = 1,
         caching: bool = True,
         by_priority: bool = False,
         preempt_every: int = 0,
         end_ids: tuple[int, ...] = (),
         check: bool = True,
+        groups: tuple[CacheGroup, ...] = (FULL,),
+        row_tokens: int = 1,
     ) -> None:
-        self.max_len = max_len or (num_blocks - 1) * block_size + 1
+        """`max_len`: without it, as long as fits into the pool, and no longer than `most_len`."""
         self.pool = BlockPool(num_blocks, self._on_event)
-        self.kv = KVManager(self.pool, block_size, caching, b"k" * 16, b"model")
+        self.kv = KVManager(self.pool, block_size, caching, b"k" * 16, b"model", groups=groups, step_tokens=budget)
+        self.max_len = max_len or min(most_len, self.kv.most_tokens() + 1)
         limits = Limits(rows, budget, self.max_len, VOCAB, num_blocks, block_size)
         self.scheduler = Scheduler(
-            self.kv, limits, by_priority, end_ids, seed=5, preempt_every=preempt_every, clock=lambda: float(self.scheduler.step)
+            self.kv, limits, by_priority, end_ids, 5, preempt_every, clock=lambda: float(self.scheduler.step), row_tokens=row_tokens
         )
         self.faults = ChosenFaults()
-        self.runner = FakeRunner(CacheGeometry(num_blocks, block_size, self.max_len, 1), VOCAB, self.faults)
+        self.runner = FakeRunner(CacheGeometry(num_blocks, block_size, self.max_len, 1, groups), VOCAB, self.faults, row_tokens)
         self.executor = WatchedExecutor(self.runner, self._check_writes)
         self.core = EngineCore(self.scheduler, self.executor, depth, check)
         self.check = check
         self.asked: dict[str, tuple[AddRequest, Request]] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.chosen: dict[tuple[str, int], list[int]] = {}  # the first tokens of a sample that were not its own
         self.token_steps: dict[tuple[str, int], list[int]] = {}  # the step each token came out of
         self.ends: dict[tuple[str, int], Delta] = {}
-        self.sealed: dict[bytes, list[Slot]] = {}  # digest -> content, for ever
+        self.sealed: dict[BlockKey, list[Slot]] = {}  # content by key, for ever
 
     # --- driving -----------------------------------------------------------------------------------------------------
 
-    def add(self, name: str, prompt: list[int], params: SamplingParams | None = None, priority: int = 0, salt: str = "") -> Request:
-        message = AddRequest(name, list(prompt), params or sampling(), priority, salt)
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        params: SamplingParams | None = None,
+        priority: int = 0,
+        salt: str = "",
+        bad_words: list[list[int]] | None = None,
+    ) -> Request:
+        message = AddRequest(name, list(prompt), params or sampling(), priority, salt, bad_words or [])
         self.core.add(message)
         request = self.scheduler.requests[name]
         self.asked[name] = (message, request)
@@ -145,6 +162,30 @@ class FakeEngine:
             self._check_worker()
         return deltas
 
+    def fork(self, parent: Sequence) -> Sequence | None:
+        """Another sample of the request, which begins with all its parent has said."""
+        name = parent.request.request_id
+        index = max(at for other, at in self.tokens if other == name) + 1
+        child = self.scheduler.fork(parent, index)
+        if child is not None:
+            said = self.tokens[name, parent.index]
+            self.tokens[name, index], self.chosen[name, index] = said.copy(), said.copy()
+            self.token_steps[name, index] = self.token_steps[name, parent.index].copy()
+        return child
+
+    def truncate(self, seq: Sequence, length: int) -> None:
+        """It says the rest again."""
+        key, kept = (seq.request.request_id, seq.index), length - seq.request.num_prompt
+        self.scheduler.truncate(seq, length)
+        for lists in (self.tokens, self.token_steps, self.chosen):
+            del lists.get(key, [])[kept:]
+
+    def replace_last(self, seq: Sequence, token: int) -> None:
+        key = seq.request.request_id, seq.index
+        self.scheduler.replace_last(seq, token)
+        self.tokens[key][-1] = token
+        self.chosen[key] = self.tokens[key].copy()
+
     def preempt_last(self) -> None:
         """The last running sequence is preempted at the start of the next step."""
         every, self.scheduler.preempt_every = self.scheduler.preempt_every, 1
@@ -165,8 +206,9 @@ class FakeEngine:
         message, request = self.asked[name]
         prompt, params = message.prompt_token_ids, message.params
         count = self.max_len - len(prompt) if params.max_tokens is None else params.max_tokens
-        text = expected(prompt, count, request.root, request.noise(index), VOCAB, request.end_ids, params.min_tokens)
-        end = next((at for at, token in enumerate(text) if token in request.end_ids), None)
+        chosen, key = self.chosen.get((name, index), []), request.noise(index)
+        text = expected(prompt, count, request.root, key, VOCAB, request.end_ids, params.min_tokens, message.bad_words, chosen)
+        end = next((at for at, token in enumerate(text) if token in request.end_ids and at >= len(chosen)), None)
         return (text, "length") if end is None else (text[: end + 1], "stop")
 
     def reason(self, name: str, index: int = 0) -> FinishReason | None:
@@ -186,9 +228,14 @@ class FakeEngine:
         """As after start, but for what is cached."""
         assert not self.core.has_work and not self.scheduler.waiting and not self.scheduler.running
         assert self.pool.num_free == self.pool.num_blocks - 1 and not any(self.pool.ref)
-        assert sorted(self.scheduler.free_rows) == list(range(self.scheduler.limits.max_num_seqs))
-        assert not self.kv.pending and not self.scheduler._planned and not self.scheduler._unforked
+        assert sorted(self.scheduler.rows.free) == list(range(self.scheduler.limits.max_num_seqs))
+        assert not self.kv.pending and not self.scheduler._planned and not self.scheduler._told and not self.scheduler.admission.unforked
         invariants.check(self.scheduler)
+
+    def touched(self, plan: StepPlan) -> set[int]:
+        """Sequences whose requests end where this plan is not carried out."""
+        moved = {*(write.seq_id for write in plan.row_writes), *(fork.seq_id for fork in plan.row_forks)}
+        return moved | {*plan.seq_id, *(seq.seq_id for seq in self.scheduler._told.get(plan.step, ()))}
 
     @property
     def copies(self) -> int:
@@ -210,29 +257,34 @@ class FakeEngine:
         if not self.check:
             return
         invariants.check(self.scheduler)
-        size = self.kv.block_size
         running = {seq.seq_id: seq for seq in self.scheduler.running}
         assert sum(plan.num_query) <= self.scheduler.limits.max_num_batched_tokens
         assert len(set(plan.row)) == len(plan.row)
         for seq_id, row, start, count in zip(plan.seq_id, plan.row, plan.start, plan.num_query):
             seq = running[seq_id]
             assert seq.row == row and count > 0 and seq.num_planned == start + count
-            for block in seq.table[start // size : (start + count - 1) // size + 1]:
-                assert self.pool.writable(block), f"block {block} is written while shared or sealed"
+            for table, span in zip(seq.tables, self.kv.spans):
+                for block in table[start // span : (start + count - 1) // span + 1]:
+                    assert self.pool.writable(block), f"block {block} is written while shared or sealed"
 
     def _check_worker(self) -> None:
         """Between steps: the worker's rows are the scheduler's sequences, and sealed blocks hold what was sealed."""
         invariants.check(self.scheduler)
         for seq in self.scheduler.running:
-            row = self.runner.rows[seq.row]
-            assert row.table == seq.table, "scheduler and worker hold different tables"
-            assert row.tokens[: seq.num_tokens] == seq.token_ids and len(row.tokens) == seq.num_tokens + seq.in_flight
-        for digest, block in self.pool.index.items():
-            assert self.runner.blocks[block] == self.sealed[digest], f"sealed block {block} was written"
+            row = self.runner.rows[self.scheduler.rows.source(seq)]
+            if self.scheduler.rows.is_told(seq):
+                assert row.tables == seq.tables, "scheduler and worker hold different tables"
+                assert row.tokens[: seq.num_tokens] == seq.token_ids and len(row.tokens) >= seq.num_tokens + seq.in_flight
+                assert seq.in_flight or len(row.tokens) == seq.num_tokens
+        for key, block in self.pool.index.items():
+            assert self._content(block, key) == self.sealed[key], f"sealed block {block} was written"
 
-    def _on_event(self, event: Event, block: int, digest: bytes | None) -> None:
+    def _content(self, block: int, key: BlockKey) -> list[Slot]:
+        return self.runner.blocks[block][: self.kv.spans[key[0]]]
+
+    def _on_event(self, event: Event, block: int, key: BlockKey | None) -> None:
         if event == "seal":
-            assert digest is not None
-            content = list(self.runner.blocks[block])
+            assert key is not None
+            content = self._content(block, key)
             assert None not in content, f"block {block} sealed with slots never written"
-            assert self.sealed.setdefault(digest, content) == content, "one digest, two contents"
+            assert self.sealed.setdefault(key, content) == content, "one key, two contents"

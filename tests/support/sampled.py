@@ -42,7 +42,8 @@ class Rows:
         table.token_ids[where, lengths] = ids
         table.num_tokens[where] += 1
         special = self.sampler.special(StepPlan(0, row=rows, samples=[True] * len(rows)))
-        return Sampled(ids, self.sampler.sample(logits, special, rows, ids, masks).to_host().logprobs())
+        found = self.sampler.sample(logits, special, rows, ids, masks).to_host().logprobs()
+        return Sampled(ids, {index: one for index, (one,) in found.items()})
 
     def said(self, row: int) -> list[int]:
         return self.table.token_ids[row, : int(self.table.num_tokens[row])].tolist()  # type: ignore[no-any-return]

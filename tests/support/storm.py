@@ -10,24 +10,27 @@ from collections import Counter
 
 from octavo.messages import StepPlan
 from octavo.sampling_params import SamplingParams
-from tests.support.fake import VOCAB, FakeEngine, Hook
+from tests.support.fake import GROUPS, VOCAB, FakeEngine, Hook
 
 
 class Episode:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         size, num_blocks, self.rows = rng.choice((1, 2, 4, 16)), rng.randrange(8, 40), rng.randrange(2, 12)
+        row_tokens = rng.choice((1, 1, 3))
         self.engine = FakeEngine(
             block_size=size,
             num_blocks=num_blocks,
             rows=self.rows,
-            budget=self.rows + rng.choice((0, 3, 12, 60)),
-            max_len=min(120, (num_blocks - 1) * size + 1),
+            budget=self.rows * row_tokens + rng.choice((0, 3, 12, 60)),
+            most_len=120,
             depth=rng.choice((1, 2)),
             caching=rng.random() < 0.9,
             by_priority=rng.random() < 0.5,
             preempt_every=rng.choice((0, 0, 5, 13)),
             end_ids=rng.choice(((), (3,), (1, 2, 3, 4))),
+            groups=rng.choice(GROUPS),
+            row_tokens=row_tokens,
         )
         self.shared = [[rng.randrange(VOCAB) for _ in range(100)] for _ in range(3)]
         self.disturbed: set[str] = set()
@@ -41,6 +44,8 @@ class Episode:
                 self._add()
             if rng.random() < 0.05:
                 rng.choice((self._abort, self._poison, self._fail, self._reset))()
+            if rng.random() < 0.1:
+                self._change()
             self._step()
         engine.scheduler.preempt_every = 0
         while engine.core.has_work:
@@ -110,13 +115,32 @@ class Episode:
 
         def note() -> None:
             plans = self.engine.executor.plans[-1:]
-            hurt = {seq_id for plan in plans for seq_id in _touched(plan, entries)}
+            hurt = {seq_id for plan in plans for seq_id in self._touched(plan, entries)}
             self.happened[what] += bool(hurt)
             for name, request in self.engine.scheduler.requests.items():
                 if any(seq.seq_id in hurt for seq in request.sequences):
                     self.disturbed.add(name)
 
         return note
+
+    def _change(self) -> None:
+        """A sample that has begun to answer is forked, truncated, or given another last id; or two exchange rows."""
+        engine, rng = self.engine, self.rng
+        running = engine.scheduler.running
+        begun = [seq for seq in running + engine.scheduler.waiting if seq.num_tokens > seq.request.num_prompt]
+        what = rng.choice(("fork", "truncate", "replace", "exchange"))
+        if what == "exchange" and len(running) > 1:
+            engine.scheduler.rows.exchange(*rng.sample(running, 2))
+        if not begun or what == "exchange":
+            return
+        seq = rng.choice(begun)
+        self.happened[what] += 1
+        if what == "fork" and len(engine.tokens) < 4 * len(engine.asked):  # else there is no end of them
+            engine.fork(seq)
+        elif what == "truncate":
+            engine.truncate(seq, max(seq.request.num_prompt, engine.kv.shortest(seq), seq.num_tokens - rng.randrange(9)))
+        elif what == "replace" and not seq.in_flight and seq.num_planned < seq.num_tokens:
+            engine.replace_last(seq, rng.choice([token for token in range(VOCAB) if token not in seq.request.end_ids]))
 
     def _reset(self) -> None:
         self.engine.pool.forget()
@@ -135,8 +159,5 @@ class Episode:
             }
         )
 
-
-def _touched(plan: StepPlan, entries: set[int] | None) -> set[int]:
-    if entries is not None:
-        return {seq_id for entry, seq_id in enumerate(plan.seq_id) if entry in entries}
-    return {*plan.seq_id, *(write.seq_id for write in plan.row_writes), *(fork.seq_id for fork in plan.row_forks)}
+    def _touched(self, plan: StepPlan, entries: set[int] | None) -> set[int]:
+        return self.engine.touched(plan) if entries is None else {seq_id for entry, seq_id in enumerate(plan.seq_id) if entry in entries}

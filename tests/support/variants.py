@@ -137,9 +137,9 @@ def plans() -> list[StepPlan]:
     """Rows of every kind of sampling are written, decode in numbers odd and even, and have prompts long and short."""
     noise = NoiseKey((1, 2), 3, 4)
     prompt = array("q", range(600))
-    writes = [RowWrite(row, row, prompt, 599, 0, [], SamplingParams(**kind), (1,), [], noise, b"") for row, kind in enumerate(KINDS)]
+    writes = [RowWrite(row, row, prompt, 599, 0, [[]], SamplingParams(**kind), (1,), [], noise, b"") for row, kind in enumerate(KINDS)]
     every = list(range(len(KINDS)))
-    made = [StepPlan(1, every, every, [0] * 7, [80] * 7, [True] * 7, row_writes=writes, new_blocks=[(row, 0, 1 + row) for row in every])]
+    made = [StepPlan(1, every, every, [0] * 7, [80] * 7, [True] * 7, row_writes=writes, new_blocks=[(row, 0, 0, 1 + row) for row in every])]
     for rows in ([0], [1], [0, 1], [2, 3, 4], [1, 3, 5, 6], [0, 1, 2, 3, 4], every):
         made.append(StepPlan(1, rows, rows, [90] * len(rows), [1] * len(rows), [True] * len(rows)))
     for count in (2, 7, 33, 599):

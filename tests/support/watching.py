@@ -9,6 +9,7 @@ from octavo.engine import wire
 from octavo.engine.view import EngineView
 from octavo.engine.view_frame import ViewFrame
 from octavo.engine.wire import UpFrame, View
+from octavo.policy.block_pool import NULL_BLOCK, BlockKey
 from octavo.policy.request import Sequence
 from octavo.policy.scheduler import Scheduler
 from octavo.server.view import Pieces, delta, line
@@ -28,8 +29,8 @@ def row_of(seq: Sequence) -> list[Any]:
     """What is to be told of a sequence: the fields of SEQUENCE."""
     request = seq.request
     return [
-        list(seq.table), request.request_id, seq.index, request.params.n, seq.status.value, request.num_prompt, seq.num_tokens, seq.limit,
-        seq.num_computed, request.life.cached_tokens, seq.preemptions,
+        list(seq.tables[0]), request.request_id, seq.index, request.params.n, seq.status.value, request.num_prompt, seq.num_tokens,
+        seq.limit, seq.num_computed, request.life.cached_tokens, seq.preemptions,
     ]  # fmt: skip
 
 
@@ -42,8 +43,8 @@ class Reader:
         self.ended: dict[int, tuple[dict[str, Any], str]] = {}  # whoever was told to be gone: as last told, and how it ended
         view.ask(name, "full")
 
-    def look(self, sealed_ids: Mapping[bytes, list[int]] | None = None) -> int:
-        """Everything that is new; how many frames that took. `sealed_ids`: what each digest ever stood for, to check every frame by."""
+    def look(self, sealed_ids: Mapping[BlockKey, list[int]] | None = None) -> int:
+        """Everything that is new; how many frames that took. `sealed_ids`: what each key ever stood for, to check every frame by."""
         for count in range(10_000):
             self.view.ask(self.name, "delta")
             found = dict(self.view.frames(busy=False))
@@ -58,13 +59,13 @@ class Reader:
                 self._assert_no_lies(self._ids(sealed_ids))
         raise AssertionError("there is no end of it")
 
-    def assert_exact(self, sealed_ids: Mapping[bytes, list[int]]) -> None:
-        """The state is the engine's. `sealed_ids`: what each digest ever stood for."""
+    def assert_exact(self, sealed_ids: Mapping[BlockKey, list[int]]) -> None:
+        """The state is the engine's. `sealed_ids`: what each key ever stood for."""
         state, scheduler = self.state, self.scheduler
         pool = scheduler.kv.pool
         assert state.ref == pool.ref
-        assert state.digests == ["" if digest is None else digest[:8].hex() for digest in pool.digest_of]
-        assert state.sealed == [int(digest is not None) for digest in pool.digest_of]
+        assert state.digests == ["" if key is None else key[1][:8].hex() for key in pool.key_of]
+        assert state.sealed == [int(key is not None) for key in pool.key_of]
         live = {seq.seq_id: seq for seq in [*scheduler.running, *scheduler.waiting]}
         assert state.seqs.keys() == live.keys()
         for seq_id, seq in live.items():
@@ -79,12 +80,14 @@ class Reader:
             told = self.state.tokens[block] or []
             assert told == [f"{token} " for token in ids.get(block, ())][: len(told)], f"block {block}"
 
-    def _ids(self, sealed_ids: Mapping[bytes, list[int]]) -> dict[int, list[int]]:
+    def _ids(self, sealed_ids: Mapping[BlockKey, list[int]]) -> dict[int, list[int]]:
         """Of every block that holds something."""
         kv = self.scheduler.kv
-        size, ids = kv.block_size, {block: sealed_ids[digest] for digest, block in kv.pool.index.items()}
+        ids = {block: sealed_ids[key] for key, block in kv.pool.index.items()}
         for seq in self.scheduler.running:
-            for index, block in enumerate(seq.table):
-                filled = list(seq.token_ids[index * size : min((index + 1) * size, seq.num_computed)])
-                ids[block] = max(ids.get(block, []), filled, key=len)  # a sample hears later than its sibling what they share
+            for table, span in zip(seq.tables, kv.spans):
+                for index, block in enumerate(table):
+                    if block != NULL_BLOCK:
+                        filled = list(seq.token_ids[index * span : min((index + 1) * span, seq.num_computed)])
+                        ids[block] = max(ids.get(block, []), filled, key=len)  # a sample hears later than its sibling what they share
         return ids

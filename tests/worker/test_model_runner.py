@@ -24,7 +24,7 @@ ROWS, MAX_LEN = 6, 96
 
 
 def write(row: int, tokens: list[int], table: list[int], params: SamplingParams | None = None, end_ids: tuple[int, ...] = ()) -> RowWrite:
-    return RowWrite(row, row, array("i", tokens), 1, 0, table, params or SamplingParams(), end_ids, [], NoiseKey((row, 1), 2, 3), b"")
+    return RowWrite(row, row, array("i", tokens), 1, 0, [table], params or SamplingParams(), end_ids, [], NoiseKey((row, 1), 2, 3), b"")
 
 
 def new_table(block_size: int = 16) -> RequestTable:
@@ -56,7 +56,7 @@ def mixed_plans(draw: st.DrawFn) -> tuple[int, StepPlan, dict[int, list[int]], d
         table = [next(blocks) for _ in range(-(-(start + count) // size))]
         known = draw(st.integers(0, len(table)))  # the rest comes as new blocks of this step
         plan.row_writes.append(write(row, tokens, table[:known]))
-        plan.new_blocks += [(row, index, block) for index, block in enumerate(table) if index >= known]
+        plan.new_blocks += [(row, 0, index, block) for index, block in enumerate(table) if index >= known]
         plan.row.append(row)
         plan.start.append(start)
         plan.num_query.append(count)
@@ -90,10 +90,21 @@ def test_a_mixed_plan_is_read_out_of_the_rows(case: tuple[int, StepPlan, dict[in
     assert step.samples.tolist() == plan.samples and step.draw_positions.tolist() == [len(tokens[row]) for row in plan.row]
 
 
+def test_rows_exchange_places_in_one_plan_and_a_row_is_cut_and_ends_otherwise() -> None:
+    """On both devices a fork copies a whole line, all reads before any write."""
+    table = new_table()
+    table.apply(StepPlan(1, row_writes=[write(0, [5, 6, 7], [3, 4]), write(2, [9, 8], [1]), write(3, [1, 1, 1, 1], [2])]))
+    moved = [RowFork(2, 0, 0, NoiseKey((0, 1), 2, 3), moves=True), RowFork(0, 2, 2, NoiseKey((2, 1), 2, 3), moves=True)]
+    table.apply(StepPlan(2, row_forks=moved, lengths=[(3, 3)], last_ids=[(3, 77), (2, 70)]))
+    said = {row: table.token_ids[row, : table.num_tokens[row]].tolist() for row in (0, 2, 3)}
+    assert said == {0: [9, 8], 2: [5, 6, 70], 3: [1, 1, 77]}
+    assert table.words[[0, 2], HEAD].tolist() == [1, 3] and table.words[[0, 2], NOISE].tolist() == [2, 0]
+
+
 def test_a_forked_row_is_a_copy_with_noise_of_its_own() -> None:
     table = new_table()
     table.apply(StepPlan(1, row_writes=[write(0, [5, 6, 7], [3, 4], SamplingParams(temperature=0.5)), write(2, list(range(90)), [8] * 6)]))
-    table.apply(StepPlan(2, row_forks=[RowFork(2, 0, 99, NoiseKey((70, 71), 2**31, 73))], new_blocks=[(2, 1, 5)]))
+    table.apply(StepPlan(2, row_forks=[RowFork(2, 0, 99, NoiseKey((70, 71), 2**31, 73))], new_blocks=[(2, 0, 1, 5)]))
     assert table.token_ids[2, :3].tolist() == [5, 6, 7]
     assert table.num_tokens.tolist()[:3] == [3, 0, 3] and table.num_prompt.tolist()[:3] == [1, 0, 1]
     assert table.words[[0, 2], HEAD : HEAD + 2].tolist() == [[3, 4], [3, 5]]
@@ -134,6 +145,12 @@ def test_copies_move_whole_blocks_of_every_layer_and_read_before_they_write(copi
     store = filled(PagedStore(SPECS, 6, 16))
     store.apply(StepPlan(1, copies=copies))
     assert contents(store) == [after] * 4
+
+
+def test_contiguous_rows_exchange_places() -> None:
+    store, key = filled(ContiguousStore(SPECS, 4, 32)), NoiseKey((0, 0), 0, 0)
+    store.apply(StepPlan(1, row_forks=[RowFork(3, 1, 9, key), RowFork(1, 3, 9, key)]))
+    assert contents(store) == [[0, 3, 2, 1]] * 4
 
 
 def test_a_fork_copies_a_contiguous_row() -> None:

@@ -50,7 +50,7 @@ def requests(draw: st.DrawFn) -> Asked:
 
 def drawn(logits: Tensor, batch: list[Asked], masks: dict[int, Masks], sampling: Sampling, processed: bool = True) -> Sampled:
     writes = [
-        RowWrite(row, row, array("i", a.ids), a.num_prompt, 0, [], a.params, a.end_ids, a.bad_words, NoiseKey((1, row), 0, 0), b"")
+        RowWrite(row, row, array("i", a.ids), a.num_prompt, 0, [[]], a.params, a.end_ids, a.bad_words, NoiseKey((1, row), 0, 0), b"")
         for row, a in enumerate(batch)
     ]
     return sample_rows(logits, writes, sampling, masks, processed)

@@ -18,13 +18,13 @@ NOISE_KEY = NoiseKey((2**32 - 1, 2**31), 2**31 + 5, 2**32 - 2)  # words of noise
 
 
 def write(row: int, params: SamplingParams) -> RowWrite:
-    return RowWrite(row, row, array("i", [1, LARGEST]), 1, 0, [7, LARGEST], params, (), [], NOISE_KEY, b"")
+    return RowWrite(row, row, array("i", [1, LARGEST]), 1, 0, [[7, LARGEST]], params, (), [], NOISE_KEY, b"")
 
 
 def test_the_largest_numbers_lie_in_a_row_as_they_are() -> None:
     rows = RequestTable(3, RowLayout(4, 8), torch.device("cpu"))
     params = SamplingParams(temperature=0.7)
-    rows.apply(StepPlan(1, row_writes=[write(1, params)], new_blocks=[(1, 2, LARGEST)]))
+    rows.apply(StepPlan(1, row_writes=[write(1, params)], new_blocks=[(1, 0, 2, LARGEST)]))
     rows.apply(StepPlan(2, row_forks=[RowFork(2, 1, 9, NoiseKey((1, 2), 3, 4))]))
     for row, noise in ((1, (2**32 - 1, 2**31, 2**31 + 5, 2**32 - 2)), (2, (1, 2, 3, 4))):
         assert rows.words[row, [NUM_TOKENS, NUM_PROMPT]].tolist() == [2, 1]
@@ -51,13 +51,13 @@ def test_places_beyond_2_31_words_are_told_as_they_are(monkeypatch: pytest.Monke
     width = layout.width
     rows = RequestTable(640, layout, torch.device("meta"))
     plan = StepPlan(1, row_forks=[RowFork(639, 300, 1, NOISE_KEY)], row_writes=[write(200, SamplingParams())])
-    plan.new_blocks += [(127, 5, 3), (128, 0, 4)]
+    plan.new_blocks += [(127, 0, 5, 3), (128, 0, 0, 4)]
     rows.apply(plan)
-    (fork,), (noise, head, tokens, *blocks) = told
+    (fork,), (noise, head, tokens, table, *blocks) = told
     assert width == 2**24 and fork == [300 * width, 639 * width, width]
-    words = 6 * 5  # of the runs themselves, two for each number
-    assert noise == [words, 639 * width + NOISE, 4] and head == [words + 4, 200 * width, HEAD + 2]
-    assert tokens == [words + 4 + HEAD + 2, 200 * width + layout.tokens, 2]
+    words = 6 * 6  # of the runs themselves, two for each number
+    assert noise == [words, 639 * width + NOISE, 4] and head == [words + 4, 200 * width, HEAD]
+    assert tokens == [words + 4 + HEAD, 200 * width + layout.tokens, 2] and table[1:] == [200 * width + HEAD, 2]
     assert [place for _, place, _ in blocks] == [127 * width + HEAD + 5, 128 * width + HEAD] and 128 * width == 2**31
 
 
@@ -68,7 +68,7 @@ def test_a_row_that_no_copy_could_reach_the_end_of_is_refused() -> None:
 
 
 def write_of(params: SamplingParams, bad_words: list[list[int]] | None = None) -> RowWrite:
-    return RowWrite(0, 0, array("i", [1]), 1, 0, [], params, (), bad_words or [], NOISE_KEY, b"")
+    return RowWrite(0, 0, array("i", [1]), 1, 0, [[]], params, (), bad_words or [], NOISE_KEY, b"")
 
 
 @pytest.mark.parametrize(

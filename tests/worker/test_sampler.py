@@ -43,7 +43,7 @@ def writes_of(cases: list[Case], rows: list[int]) -> list[RowWrite]:
             token_ids=array("i", c.prompt + c.output),
             num_prompt=len(c.prompt),
             start=0,
-            table=[],
+            tables=[[]],
             params=c.params,
             end_ids=c.end_ids,
             bad_words=[],

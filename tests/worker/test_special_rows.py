@@ -20,7 +20,7 @@ KEY = NoiseKey((1, 2), 3, 4)
 
 
 def write(row: int, params: SamplingParams, ids: list[int] | None = None, num_prompt: int = 1) -> RowWrite:
-    return RowWrite(row, row, array("i", ids or [1, 2]), num_prompt, 0, [], params, (1,), [], KEY, b"")
+    return RowWrite(row, row, array("i", ids or [1, 2]), num_prompt, 0, [[]], params, (1,), [], KEY, b"")
 
 
 def test_a_row_that_is_not_finite_stays_marked() -> None:

@@ -1,0 +1,111 @@
+"""`Admission`: who of those that wait comes in. Match, count, allocate: in that order, all or nothing.
+
+A sequence is admitted with room for all of its present tokens, and only while enough stays free for those that run. A head that
+does not fit may be passed by others for some steps, then nobody passes. A sequence whose prefix somebody else is computing waits
+for it.
+"""
+
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Callable
+
+from octavo.messages import SchedulerStats, StepPlan
+from octavo.policy.kv_manager import KVManager, PrefixHit
+from octavo.policy.request import Request, Sequence, Status, policy_key
+from octavo.policy.rows import Rows
+
+MAX_PASSES = 16  # steps a request that does not fit may be passed by others
+SCAN_LIMIT = 32  # requests looked at behind one that does not fit
+COMEBACK_TOKENS = 32  # room a sequence preempted k times wants for more output: this times 2^k
+
+
+class Admission:
+    def __init__(
+        self,
+        kv: KVManager,
+        waiting: list[Sequence],
+        running: list[Sequence],
+        rows: Rows,
+        stats: SchedulerStats,
+        clock: Callable[[], float],
+    ) -> None:
+        self.kv = kv
+        self.waiting = waiting  # these are the scheduler's own lists
+        self.running = running
+        self.rows = rows
+        self.stats = stats
+        self.clock = clock
+        self.unscheduled: OrderedDict[str, Request] = OrderedDict()  # requests never admitted, by arrival
+        self.unforked: list[Sequence] = []  # running sequences that stand for several samples
+
+    def admit(self, plan: StepPlan, budget: int) -> list[tuple[Sequence, int]]:
+        """Admits in policy order. Returns who came in, and how many tokens the plan computes for each."""
+        admitted: list[tuple[Sequence, int]] = []
+        head: Sequence | None = None
+        passed = False
+        scanned = position = 0
+        while position < len(self.waiting) and budget > 0 and self.rows.free:
+            seq = self.waiting[position]
+            if seq.waits_for in self.kv.pending or seq.in_flight or seq.request.held:
+                position += 1  # its prefix is being computed, its last token still on the way, or its grammar not compiled
+                continue
+            count = self._admit(seq, plan, budget)
+            if count is not None:
+                del self.waiting[position]
+                admitted.append((seq, count))
+                budget -= count
+                passed = head is not None
+                continue
+            position += 1
+            if seq.waits_for:
+                continue
+            head = head or seq
+            scanned += 1
+            if head.steps_passed >= MAX_PASSES or scanned >= SCAN_LIMIT:
+                break
+        if head is not None and passed:
+            head.steps_passed += 1
+        return admitted
+
+    def _admit(self, seq: Sequence, plan: StepPlan, budget: int) -> int | None:
+        """Returns the tokens planned for it now, or None if it has to wait."""
+        kv = self.kv
+        hit = kv.match(seq)
+        seq.waits_for = hit.missed if hit.missed in kv.pending else None
+        if seq.waits_for or seq.rows_needed > len(self.rows.free):
+            return None
+        if kv.blocks_needed(seq, hit) + self.margin(seq) > kv.pool.num_free:
+            return None
+        count = min(seq.target - hit.num_tokens, budget)
+        kv.admit(seq, hit)
+        self.rows.take(seq)
+        if seq.unforked:
+            self.unforked.append(seq)
+        plan.row_writes.append(seq.row_write(hit.num_tokens))
+        fits = kv.allocate(seq, count, plan)
+        assert fits, "admission counted too few blocks"
+        seq.status = Status.RUNNING
+        insort(self.running, seq, key=policy_key)
+        self._note_admission(seq, hit)
+        return count
+
+    def margin(self, seq: Sequence) -> int:
+        """Blocks that must stay free beside it: one of each group per running sequence, and room to come back to stay."""
+        if not self.running:
+            return 0
+        margin = len(self.running) * len(self.kv.groups)
+        if seq.preemptions:
+            comeback = min(seq.limit - seq.num_tokens, COMEBACK_TOKENS << seq.preemptions)
+            margin += self.kv.blocks_for(comeback)
+        return margin
+
+    def _note_admission(self, seq: Sequence, hit: PrefixHit) -> None:
+        life = seq.request.life
+        life.recomputed_tokens += max(0, seq.lost - hit.num_tokens)
+        if life.first_scheduled is None:
+            life.first_scheduled = self.clock()
+            del self.unscheduled[seq.request.request_id]
+            life.hit_reason = hit.reason
+            life.cached_tokens = hit.num_tokens
+            self.stats.prefix_queries += seq.num_tokens
+            self.stats.prefix_hits += hit.num_tokens
