@@ -8,13 +8,9 @@
                -> logprobs of the processed kind: of what greedy rows take the best, and others draw
 
 A step samples every row by its temperature alone and appends that id to the row. For special rows it is provisional: they are
-drawn here, and the id takes its place. The host may be a step behind and never looks at ids: whatever depends on them is read out of
-the rows, where they lie. Nothing here waits for a device.
-
-Penalties read the row's own ids, so forks, preemption and steps in flight need no counts kept beside them. Noise is keyed by
-(seed, sample) and counted by (token, position). A row's result therefore depends on its logits, ids, parameters and key alone, never
-on its neighbours, its row number or its place in the batch. Equal scores go to the lower id. A row of logits that are not finite
-still yields some valid id, and disturbs no other.
+drawn here, and the id takes its place. What depends on ids is read out of the rows, where they lie: nothing waits for a device.
+Noise is keyed by (seed, sample) and counted by (token, position), so a row's result depends on its logits, ids, parameters and key
+alone. Equal scores go to the lower id. A row of logits that are not finite still yields some valid id, and disturbs no other.
 """
 
 import math

@@ -2,9 +2,8 @@
 
 import pytest
 
-from octavo.messages import StepResult
 from octavo.sampling_params import SamplingParams
-from octavo.worker.executor import Masks
+from octavo.worker.executor import Kept, Masks
 from tests.support.fake import FakeEngine, sampling
 
 PROMPT = [(11 * i + i * i // 5) % 50 for i in range(13)]
@@ -21,10 +20,10 @@ def _sampled(engine: FakeEngine) -> list[int]:
     counts: list[int] = []
     sample = engine.runner.sample
 
-    def count(masks: Masks | None = None) -> StepResult:
-        result = sample(masks)
-        counts.extend(map(len, result.tokens))
-        return result
+    def count(masks: Masks | None = None) -> Kept:
+        made = sample(masks)
+        counts.extend(map(len, made.result().tokens))
+        return made
 
     engine.runner.sample = count  # type: ignore[method-assign]
     return counts
