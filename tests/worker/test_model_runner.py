@@ -90,6 +90,13 @@ def test_a_mixed_plan_is_read_out_of_the_rows(case: tuple[int, StepPlan, dict[in
     assert step.samples.tolist() == plan.samples and step.draw_positions.tolist() == [len(tokens[row]) for row in plan.row]
 
 
+def test_the_table_of_a_short_row_is_filled_up_with_the_null_block() -> None:
+    table = new_table()
+    table.apply(StepPlan(1, row_writes=[write(1, [7] * 90, [1, 2, 3, 4, 5, 6]), write(4, [8], [9])]))
+    step = prepared(StepPlan(2, row=[4, 1], start=[0, 89], num_query=[1, 1], samples=[True, True]), table, 16)
+    assert step.tables[0, :, :6].tolist() == [[9, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6]]
+
+
 def test_rows_exchange_places_in_one_plan_and_a_row_is_cut_and_ends_otherwise() -> None:
     """On both devices a fork copies a whole line, all reads before any write."""
     table = new_table()
