@@ -129,8 +129,9 @@ class KVManager:
         """Free blocks it takes to hold the whole present sequence, hit blocks that are now free included."""
         ref, needed = self.pool.ref, 0
         for table, span, most_held in zip(hit.tables, self.spans, self._most_held):
-            needed += min(-(-seq.num_tokens // span) - len(table), most_held)
-            needed += sum(ref[block] == 0 for block in table if block != NULL_BLOCK)
+            fresh = -(-seq.num_tokens // span) - len(table)
+            free = sum(ref[block] == 0 for block in table if block != NULL_BLOCK)
+            needed += min(fresh + free, most_held)
         return needed
 
     def blocks_for(self, num_tokens: int) -> int:
