@@ -23,7 +23,7 @@ from bench.peers.lines import Curve, Plot, draw
 from octavo import LLM, SamplingParams
 from octavo.bench import loads
 from octavo.bench.figures import number
-from octavo.bench.text import text_ids
+from octavo.bench.workload import text_ids
 from octavo.worker.device import torch_gpu
 from octavo.worker.machine import cpu_model, num_threads
 

@@ -21,8 +21,7 @@ from bench.peers.environments import NotInstalled
 from bench.peers.export import ExportFailed
 from bench.peers.process import EngineFailed, EngineProcess, Requests
 from octavo.bench.figures import Figure
-from octavo.bench.text import text_ids
-from octavo.bench.workload import TEXT_LOADS, Workload, text_loads
+from octavo.bench.workload import TEXT_LOADS, Workload, text_ids, text_loads
 from octavo.loading.resolve import ModelSource, resolve_model
 from octavo.loading.text_side import load_tokenizer
 from octavo.worker.machine import cpu_model, num_threads

@@ -21,7 +21,7 @@ from bench.peers.engines import llama, octavo
 from bench.peers.lines import Curve, Plot, draw
 from bench.peers.process import EngineProcess, Reply, Requests
 from octavo.bench.figures import Figure, number
-from octavo.bench.text import text_ids
+from octavo.bench.workload import text_ids
 from octavo.loading.resolve import resolve_model
 from octavo.loading.text_side import load_tokenizer
 from octavo.worker.machine import cpu_model, num_threads

@@ -13,8 +13,7 @@ import statistics
 import time
 
 from octavo import LLM, SamplingParams, log
-from octavo.bench.text import text_ids
-from octavo.bench.workload import Workload, text_loads
+from octavo.bench.workload import Workload, text_ids, text_loads
 from tests.support.http_client import Connection, request_bytes
 from tests.support.server_process import ServerProcess
 

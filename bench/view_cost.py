@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from octavo.bench.text import text_ids
-from octavo.bench.workload import text_loads
+from octavo.bench.workload import text_ids, text_loads
 from octavo.config import Debug, EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.view import EngineView

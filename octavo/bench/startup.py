@@ -15,6 +15,7 @@ from dataclasses import asdict
 from octavo.bench.figures import Figure, Result
 from octavo.config import EngineConfig
 from octavo.errors import EngineError
+from octavo.sampling_params import SamplingParams
 
 MILESTONES = ("import", "ready", "first_token")
 PHASE = re.compile(r"INFO (?P<name>[\w -]+) took (?:[\d.]+ GiB and )?(?P<seconds>[\d.]+) seconds")
@@ -34,7 +35,7 @@ def measure_startup(config: EngineConfig, name: str, rounds: int) -> Result:
 
 def _start(config: EngineConfig) -> dict[str, float]:
     """Seconds from starting a process to each milestone, its phases, and its peak memory."""
-    command = [sys.executable, "-m", "octavo.bench.cold_start", json.dumps(asdict(config))]
+    command = [sys.executable, "-m", "octavo.bench.startup", json.dumps(asdict(config))]
     found: dict[str, float] = {}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         start = time.perf_counter()
@@ -51,3 +52,25 @@ def _start(config: EngineConfig) -> dict[str, float]:
         raise EngineError(f"the process that was started did not reach {missing[0] if missing else 'its end'}: {last}")
     phases = (PHASE.search(line) for line in lines)
     return found | {phase["name"].lower().replace(" ", "_"): float(phase["seconds"]) for phase in phases if phase}
+
+
+# -- the process that is started
+
+
+def main(settings: str) -> None:
+    """`settings`: the fields of an EngineConfig, as JSON."""
+    config = EngineConfig(**json.loads(settings))
+    import octavo.engine.build  # noqa: F401  # torch, which an LLM loads only when it is made
+    from octavo.bench.machine import peak_memory
+    from octavo.llm import LLM
+
+    print("import", flush=True)
+    with LLM.from_config(config) as llm:
+        print("ready", flush=True)
+        next(iter(llm.stream([0] if config.skip_tokenizer_init else "Hello", SamplingParams(temperature=0, max_tokens=1))))
+        print("first_token", flush=True)
+        print("peak_memory", peak_memory(), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -8,7 +8,9 @@ The same model, choice and seed give the same workload.
 """
 
 from dataclasses import dataclass
+from importlib import resources
 from random import Random
+from typing import Protocol
 
 from octavo.bench import loads
 from octavo.errors import ConfigError
@@ -79,3 +81,21 @@ def check_fits(name: str, tokens: int, max_model_len: int) -> None:
     """A load is run as it is or not at all: cut to fit, its figure would mean something else."""
     if tokens > max_model_len:
         raise ConfigError(f"{name}: a sequence may grow to {tokens:,} tokens, max_model_len is {max_model_len:,}; {INSTEAD}")
+
+
+# -- the text that loads are cut from
+
+ENOUGH = 20_480  # what loads.cpu asks for is "over 20,000"
+
+
+class Encoder(Protocol):
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+
+def text_ids(tokenizer: Encoder) -> list[int]:
+    lines = resources.files("octavo.bench").joinpath("sonnets.txt").read_text(encoding="utf-8").splitlines()
+    order, ids = Random(0), list[int]()
+    while len(ids) < ENOUGH:
+        ids += tokenizer.encode("\n".join(lines) + "\n", add_special_tokens=False)
+        order.shuffle(lines)
+    return ids

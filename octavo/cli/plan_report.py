@@ -6,8 +6,7 @@ from octavo.cli.plan_text import plan_rows, plan_sentence, plan_sizes
 from octavo.config import ResolvedConfig
 from octavo.policy.memory_plan import MemoryPlan, ModelNeeds, shown
 from octavo.report.charts import Curve, Part, curves, parts_bar
-from octavo.report.document import Report, Section, pictured, said, table
-from octavo.report.html import Html
+from octavo.report.document import Html, Report, Section, pictured, said, table
 from octavo.worker.machine import this_machine
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from octavo.client.address import parse_url
 from octavo.client.api import RemoteServer
+from octavo.client.http import parse_url
 from octavo.config import api_key
 
 

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.client.address import Address
-from octavo.client.http import HttpClient
-from octavo.client.reply import EventLines, Lines, Reply
+from octavo.client.http import Address, EventLines, HttpClient, Lines, Reply
 from octavo.errors import RemoteError
 
 NAMED = 5  # of many models, in an error

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.report.html import Html, tag
+from octavo.report.document import Html, tag
 
 WIDTH = 760
 LEFT, RIGHT, TOP, BOTTOM, PLOT = 64, 20, 30, 44, 200  # around curves, and their height

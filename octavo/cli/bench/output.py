@@ -7,17 +7,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from octavo.bench.figures import Result
-from octavo.bench.picture import Panel, draw
-from octavo.bench.sections import sections
-from octavo.bench.table import Lines, aligned
+from octavo.bench.figures import Lines, Result, aligned
+from octavo.bench.picture import Panel, draw, sections
 from octavo.cli.args import MODEL_HELP
 from octavo.cli.targets import add_report_flag, check_target, write_report, write_target
 from octavo.report.document import Report
 
 if TYPE_CHECKING:
     from octavo.bench.machine import Machine
-    from octavo.bench.serving.report import Client
+    from octavo.bench.serving import Client
 
 MOST = 1_000_000
 

@@ -6,13 +6,9 @@ import math
 import sys
 from collections.abc import Callable
 
-from octavo.bench.figures import Result, number, words
+from octavo.bench.figures import Result, by_result, number, words
 from octavo.bench.picture import Bar, Panel, heading
-from octavo.bench.serving.arrivals import poisson, replayed
-from octavo.bench.serving.drive import Load, drive, probe
-from octavo.bench.serving.report import client_here, failures, result_of
-from octavo.bench.serving.slo import slo
-from octavo.bench.table import by_result
+from octavo.bench.serving import Load, client_here, drive, failures, poisson, probe, replayed, result_of, slo
 from octavo.bench.traces import MOST
 from octavo.bench.workload import Workload, check_fits
 from octavo.cli.bench.output import Shown, add_target_flags, check_targets, count, publish

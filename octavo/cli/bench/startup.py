@@ -3,10 +3,9 @@
 import argparse
 from dataclasses import replace
 
-from octavo.bench.figures import number, words
+from octavo.bench.figures import by_statistic, number, words
 from octavo.bench.picture import Panel, bar
 from octavo.bench.startup import measure_startup
-from octavo.bench.table import by_statistic
 from octavo.cli.args import add_engine_flags, engine_config
 from octavo.cli.bench.output import Shown, add_common_flags, check_targets, publish
 

@@ -3,9 +3,8 @@
 import argparse
 from dataclasses import replace
 
-from octavo.bench.figures import Result, number
+from octavo.bench.figures import Result, by_result, number
 from octavo.bench.picture import Panel, bar, heading
-from octavo.bench.table import by_result
 from octavo.bench.workload import check_fits
 from octavo.cli.args import add_engine_flags, engine_config
 from octavo.cli.bench.output import Shown, add_common_flags, check_targets, publish

@@ -4,9 +4,8 @@ import argparse
 import re
 from collections.abc import Callable
 
-from octavo.bench.text import Encoder, text_ids
 from octavo.bench.traces import read_trace, traced
-from octavo.bench.workload import RANDOM_LOADS, TEXT_LOADS, Lengths, Workload, drawn, random_load, text_loads
+from octavo.bench.workload import RANDOM_LOADS, TEXT_LOADS, Encoder, Lengths, Workload, drawn, random_load, text_ids, text_loads
 from octavo.cli.bench.output import count
 from octavo.errors import nearest
 
