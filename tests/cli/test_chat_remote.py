@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from octavo.cli.chat_remote import RemoteAnswers
-from octavo.cli.chat_session import ChatSession
+from octavo.cli.chat_session import ChatSession, RemoteAnswers
 from octavo.client.api import RemoteServer
 from octavo.client.http import parse_url
 from octavo.errors import RemoteError

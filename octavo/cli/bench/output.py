@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from octavo.bench.figures import Lines, Result, aligned
 from octavo.bench.picture import Panel, draw, sections
 from octavo.cli.args import MODEL_HELP
-from octavo.cli.targets import add_report_flag, check_target, write_report, write_target
+from octavo.cli.in_out import add_report_flag, check_target, write_report, write_target
 from octavo.report.document import Report
 
 if TYPE_CHECKING:

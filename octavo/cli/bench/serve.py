@@ -13,7 +13,7 @@ from octavo.bench.traces import MOST
 from octavo.bench.workload import Workload, check_fits
 from octavo.cli.bench.output import Shown, add_target_flags, check_targets, count, publish
 from octavo.cli.bench.workloads import DEFAULT_PROMPTS, add_workload_flags, check_choice, maker
-from octavo.cli.remote import add_remote_flags, open_remote
+from octavo.cli.opening import add_remote_flags, open_remote
 from octavo.client.api import RemoteServer
 from octavo.errors import RemoteError
 from octavo.sampling_params import SamplingParams
