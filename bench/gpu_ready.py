@@ -69,7 +69,7 @@ def serve_everything(llm: "LLM") -> None:  # type: ignore[name-defined]  # noqa:
 
 
 def measure(model: str, cache: str, check: bool = False) -> tuple[dict[str, float], list[str]]:
-    """Seconds to each milestone and of each phase, and what else was printed."""
+    """Returns the seconds to each milestone and of each phase, and what else was printed."""
     command = [sys.executable, __file__, "--model", model, "--start", *(["--check"] if check else [])]
     found: dict[str, float] = {}
     said = []

@@ -13,7 +13,7 @@ PROMPT, OUTPUT = 64, 150
 
 
 class Watched:
-    """The native library's functions, with a clock around the step."""
+    """The functions of the native library, with the step timed."""
 
     def __init__(self, calls: Any) -> None:
         self._calls, self.seconds = calls, 0.0

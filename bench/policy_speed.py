@@ -38,7 +38,7 @@ def _scheduler(aligned: bool) -> Scheduler:
 
 
 def measure(aligned: bool, depth: int, steps: int = 400, clock: Callable[[], float] = time.perf_counter) -> Speed:
-    """Seconds of `steps` full decode steps; at depth 2 a plan is updated after the next one was made."""
+    """Returns the seconds of `steps` full decode steps. At depth 2 a plan is updated after the next one was made."""
     scheduler = _scheduler(aligned)
     launched: list[StepPlan] = []
     seconds: list[float] = []

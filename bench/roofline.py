@@ -29,11 +29,11 @@ UNITS = {"read": "GB/s", "amx": "TOP/s", "avx512": "TOP/s"}
 
 
 class NoRoofline(Exception):
-    """It cannot be measured here; the message says why."""
+    """The roofline cannot be measured here. The message says why."""
 
 
 def measure(threads: int, rounds: int = 5) -> dict[str, Figure]:
-    """Figures by name, those of LABELS; what the CPU or the kernel does not have is left out."""
+    """Returns the figures of LABELS by name, without those that the CPU or the kernel does not support."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise NoRoofline("no roofline: there is no C++ compiler (g++) to build bench/roofline.cpp with")
@@ -44,7 +44,7 @@ def measure(threads: int, rounds: int = 5) -> dict[str, Figure]:
 
 
 def parse(lines: str) -> dict[str, Figure]:
-    """`name value` a line, one line a sample; `name absent` for what there is not."""
+    """Reads lines `name value`, one for each sample, and `name absent` for what is not supported."""
     samples: dict[str, list[float]] = defaultdict(list)
     for name, value in (line.split() for line in lines.splitlines()):
         if value != "absent":

@@ -23,7 +23,7 @@ PROMPT = 16  # tokens of a stream on FakeKV
 
 
 async def stream_all(server: ServerProcess, workload: list[tuple[list[int], int]], path: str = "/v1/completions") -> int:
-    """Every request at once, every stream read to its end; events read."""
+    """Sends all requests at once, and reads every stream to its end. Returns how many events came."""
 
     async def one(ids: list[int], count: int) -> int:
         connection = Connection(server)

@@ -49,7 +49,7 @@ def fake_core() -> EngineCore:
 
 
 def fake_seconds(way: Way, clock: Callable[[], float] = time.process_time) -> float:
-    """CPU seconds of a step. Each step stands for one of 10 ms: ten of them to a frame."""
+    """Returns the CPU seconds of a step. A step stands for one of 10 ms, so a frame is sent every ten steps."""
     core = fake_core()
     view = None if way == "without" else EngineView(core)
     if view is not None and way == "watched":
@@ -86,7 +86,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 async def one_load(server: ServerProcess, workload: list[tuple[list[int], int]], watched: bool) -> tuple[float, int]:
-    """Seconds of it, and frames that were read meanwhile."""
+    """Returns the seconds of the load, and how many frames were read meanwhile."""
     frames = 0
 
     async def watch() -> None:

@@ -1,10 +1,10 @@
-"""The figures as a picture: a small SVG of horizontal bars, written by hand, readable on light and on dark.
+"""Draws figures as horizontal bars, in an SVG file of their own or in a report, which also has curves of them.
 
     panel title, unit
-      label  ██████████████├──┤  12.3        the thin line runs from the least to the most that was seen
+      label  ██████████████├──┤  12.3        the thin line goes from the least to the greatest sample
     small print: the command and the machine
 
-Every number in it also stands in its description, for those who cannot see the bars.
+The description of a picture has all its numbers, for people who cannot see the bars.
 """
 
 import textwrap
@@ -16,8 +16,8 @@ from octavo.bench.figures import Figure, Lines, Result, number, words
 from octavo.report.charts import Curve, curves
 from octavo.report.document import Html, Section, pictured, said, table, tag
 
-WIDTH, MARGIN, LEFT, RIGHT = 760, 24, 220, 70  # of the picture, its edge, labels, numbers
-ROW, HEAD, SMALL = 26, 44, 16  # heights of a bar's row, a panel's title, a line of small print
+WIDTH, MARGIN, LEFT, RIGHT = 760, 24, 220, 70  # widths of the picture, its margin, the labels, the numbers
+ROW, HEAD, SMALL = 26, 44, 16  # heights of a row with a bar, the title of a panel, a line of small print
 LONGEST_LABEL = 28  # characters
 
 STYLE = """
@@ -35,8 +35,8 @@ STYLE = """
 class Bar:
     label: str
     value: float
-    low: float  # the thin line, from here
-    high: float  # to here
+    low: float  # where the thin line begins
+    high: float  # where it ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Panel:
 
 
 def bar(label: str, figure: Figure) -> Bar:
-    """The median, and the range that was seen."""
+    """Returns a bar of the median, with a thin line from the least to the greatest sample."""
     return Bar(label, *(figure.statistic(name) for name in ("median", "min", "max")))
 
 
@@ -55,7 +55,7 @@ def heading(name: str, figure: Figure) -> str:
 
 
 def draw(title: str, panels: Sequence[Panel], small_print: Sequence[str]) -> str:
-    """A file of its own."""
+    """Returns the text of an SVG file."""
     bars, y = _panels(panels, 48)
     body = [_text(MARGIN, 36, title, "title"), *bars]
     lines = [line for text in small_print for line in textwrap.wrap(text, 120, break_on_hyphens=False)]
@@ -74,13 +74,13 @@ def draw(title: str, panels: Sequence[Panel], small_print: Sequence[str]) -> str
 
 
 def within_report(panels: Sequence[Panel]) -> Html:
-    """The same bars in a report, which has a title, small print and colours of its own."""
+    """Returns the same bars for a report, which has its own title, small print and colours."""
     bars, height = _panels(panels, 0)
     return tag("svg", Html("".join(bars)), viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=_said(panels))
 
 
 def _panels(panels: Sequence[Panel], y: int) -> tuple[list[str], int]:
-    """One below the other from `y` on, and where they end."""
+    """Draws the panels below each other, from `y` on. Returns them and the place where they end."""
     body = []
     for panel in panels:
         body += _panel(panel, y)
@@ -89,6 +89,7 @@ def _panels(panels: Sequence[Panel], y: int) -> tuple[list[str], int]:
 
 
 def _said(panels: Sequence[Panel]) -> str:
+    """Returns the description: all numbers of the panels."""
     return "; ".join(f"{panel.title}: " + ", ".join(f"{bar.label} {number(bar.value)}" for bar in panel.bars) for panel in panels)
 
 
@@ -118,11 +119,12 @@ def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> st
 # -- sections of a report
 
 PERCENTS = [half / 2 for half in range(201)]
-ENOUGH = 3  # samples below which a spread says nothing
-MOST_POINTS = 400  # of a curve
+ENOUGH = 3  # samples that a curve of their spread needs
+MOST_POINTS = 400  # that a curve may have
 
 
 def sections(results: Sequence[Result], head: str, lines: Lines, panels: Sequence[Panel]) -> list[Section]:
+    """Returns a report's sections: the figures, how times are spread, and the course of each run."""
     figures = Section("Figures", [said(head), table(lines, "figures"), pictured(within_report(panels))])
     return [figures, *_spreads(results), *(_course(result) for result in results if result.each_request)]
 
@@ -140,7 +142,7 @@ def _spreads(results: Sequence[Result]) -> list[Section]:
 
 
 def _course(result: Result) -> Section:
-    """Of requests that were seen from outside."""
+    """Returns a section on when requests came and when they were answered, for a server that was measured from outside."""
     asked = result.each_request
     lines = [_counted("arrived", (one["due"] for one in asked))]
     lines.append(_counted("answered", (one["ended"] for one in asked if one["error"] is None)))
@@ -151,7 +153,7 @@ def _course(result: Result) -> Section:
 
 
 def _counted(label: str, times: Iterable[object]) -> Curve:
-    """How many there were by each moment."""
+    """Returns a curve of how many of the times have passed."""
     ordered = sorted(time for time in times if isinstance(time, float | int))
     every = -(-len(ordered) // MOST_POINTS) or 1
     kept = [(time, float(number)) for number, time in enumerate(ordered, 1) if number % every == 0 or number == len(ordered)]

@@ -1,4 +1,9 @@
-"""When requests arrive, in seconds after the start: as a Poisson process, all at once, or as a trace has it."""
+"""Measures a server from outside: when requests arrive, what their clients saw, and the figures of it.
+
+`drive` sends each request when it is due, and notes when each piece of its answer came. A piece is an event with text. A server may
+put several tokens into one piece, or hold back a token that is half a character. Tokens are therefore counted by the `usage` that
+the server reports, and by pieces only if it reports none.
+"""
 
 import argparse
 import asyncio
@@ -22,11 +27,11 @@ from octavo.errors import ConfigError, RemoteError
 from octavo.progress import GenerateProgress
 from octavo.worker.machine import cpu_model
 
-# -- when requests arrive
+# -- when requests arrive, in seconds after the start
 
 
 def poisson(count: int, rate: float, seed: int) -> list[float]:
-    """`rate` requests a second on average, the first at once; the same seed gives the same times. inf: all at once."""
+    """Returns times of a Poisson process with `rate` requests a second, the first at 0. With rate inf all come at once."""
     if math.isinf(rate):
         return [0.0] * count
     rng = Random(f"{seed} arrivals")
@@ -34,7 +39,7 @@ def poisson(count: int, rate: float, seed: int) -> list[float]:
 
 
 def replayed(name: str, times: list[float] | None, speedup: float) -> list[float]:
-    """Those of a trace, so many times as fast."""
+    """Returns the times of a trace, `speedup` times as fast."""
     if times is None:
         raise ConfigError(f"--trace {name} does not say when its requests came; set --request-rate")
     return [(time - times[0]) / speedup for time in times]
@@ -47,16 +52,16 @@ LOOK_EVERY = 0.5  # seconds between two looks at the progress
 
 @dataclass(slots=True)
 class Asked:
-    """One request, as its client saw it. Times are seconds after the start of the run."""
+    """A request as its client saw it. Times are seconds after the start of the run."""
 
     due: float
     sent: float = 0.0
-    pieces: list[float] = field(default_factory=list)  # when each came
+    pieces: list[float] = field(default_factory=list)  # when each piece came
     ended: float = 0.0
     input_tokens: int = 0
     output_tokens: int = 0
-    cached_tokens: int | None = None  # where the server says
-    status: int | None = None  # of the answer, None where there was none
+    cached_tokens: int | None = None  # None if the server does not say
+    status: int | None = None  # of the answer; None if there was no answer
     error: str | None = None
 
     @property
@@ -86,17 +91,17 @@ class Load:
     workload: Workload
     due: Sequence[float]
     model: str
-    concurrency: int | None  # most requests in flight
+    concurrency: int | None  # the most requests at the same time
     temperature: float
 
 
 async def probe(server: RemoteServer, model: str, highest_id: int) -> None:
-    """One small request, so that what is wrong with all of them is said once; it also wakes the server up."""
+    """Sends one small request. If every request would fail, this one raises the error; it also warms the server up."""
     await server.stream("/v1/completions", _body(model, [highest_id] * 4, 2, 0.0), lambda _now, _event: None)
 
 
 async def drive(server: RemoteServer, load: Load) -> tuple[float, list[Asked]]:
-    """Seconds from the first request to the end of the last, and what each of them saw."""
+    """Sends all requests. Returns the seconds from the start to the end of the last one, and what the client saw of each."""
     asked = [Asked(due) for due in load.due]
     gate = asyncio.Semaphore(load.concurrency) if load.concurrency else contextlib.nullcontext()
     start = time.perf_counter()
@@ -136,7 +141,7 @@ async def _ask(server: RemoteServer, request: Asked, body: dict[str, object], st
 
     try:
         await server.stream("/v1/completions", body, take)
-        if not request.pieces:  # not one character: its only moment is the end
+        if not request.pieces:  # no text came: the end counts as the only piece
             request.pieces.append(request.ended)
         request.status, request.output_tokens = 200, request.output_tokens or len(request.pieces)
     except RemoteError as error:
@@ -144,7 +149,7 @@ async def _ask(server: RemoteServer, request: Asked, body: dict[str, object], st
 
 
 async def _watch(asked: Sequence[Asked], progress: GenerateProgress) -> None:
-    """Looks now and then, so that showing the progress costs the same however many tokens come."""
+    """Shows the progress twice a second, so that this costs the same however many tokens come."""
     shown = (0, 0, 0)
     while True:
         await asyncio.sleep(LOOK_EVERY)
@@ -155,8 +160,10 @@ async def _watch(asked: Sequence[Asked], progress: GenerateProgress) -> None:
         shown = now
 
 
-# -- service level objectives
-
+# -- service level objectives: limits that a request keeps or does not
+#
+#    ttft   to the first token                        tpot   per token after the first, on average
+#    itl    between two pieces of text, every time    e2e    to the end
 
 Slo = Mapping[str, float]  # name -> seconds
 UNITS = {"ms": 1e-3, "s": 1.0}
@@ -164,7 +171,7 @@ NAMES = ("ttft", "itl", "tpot", "e2e")
 
 
 def slo(text: str) -> Slo:
-    """ttft:500ms,itl:50ms"""
+    """Reads ttft:500ms,itl:50ms."""
     bounds: dict[str, float] = {}
     for part in text.split(","):
         found = re.fullmatch(r"(\w+):(\d{1,9}(?:\.\d{1,9})?)(ms|s)", part.strip(), re.ASCII)
@@ -175,19 +182,19 @@ def slo(text: str) -> Slo:
 
 
 def keeps(request: Asked, bounds: Slo) -> bool:
-    """A request that failed keeps nothing."""
+    """Whether the request kept all limits. One that failed did not."""
     if request.error is not None:
         return False
     seen = {"ttft": request.first_token, "itl": max(request.gaps, default=0.0), "tpot": request.per_token or 0.0, "e2e": request.end_to_end}
     return all(seen[name] <= bound for name, bound in bounds.items())
 
 
-# -- what a run comes to
+# -- the figures of a run
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Who asked whom: the server's own machine may be another."""
+    """Who asked which server. The server may run on another machine."""
 
     model: str
     server: str
@@ -206,6 +213,7 @@ def client_here(model: str, server: str) -> Client:
 
 
 def result_of(load: Load, seconds: float, asked: Sequence[Asked], bounds: Slo | None) -> Result:
+    """Returns the figures over all requests that were answered. Raises an error if none was."""
     done = [request for request in asked if request.error is None]
     if not done:
         raise RemoteError(f"{load.workload.name}: all {len(asked)} requests failed; {'; '.join(failures(asked))}")
@@ -223,7 +231,7 @@ def result_of(load: Load, seconds: float, asked: Sequence[Asked], bounds: Slo | 
         "request_throughput": Figure("requests/s", [len(done) / seconds]),
         "wall": Figure("s", [seconds]),
     }
-    if load.concurrency is None:  # else a request may wait for its turn, as it should
+    if load.concurrency is None:  # with a limit on concurrency, requests wait for their turn
         figures["behind_schedule"] = Figure("ms", [1000 * max(request.sent - request.due for request in asked)])
     if facts["input_tokens"] and all(request.cached_tokens is not None for request in done):
         cached = sum(request.cached_tokens or 0 for request in done)
@@ -240,7 +248,7 @@ def _told(request: Asked, bounds: Slo | None) -> dict[str, object]:
 
 
 def failures(asked: Sequence[Asked]) -> list[str]:
-    """Each status with how often it came, and the first of its reasons."""
+    """Returns a line for each status of failed requests: how often it came, and its first reason."""
     failed = [request for request in asked if request.error is not None]
     counts = Counter(request.status for request in failed)
     reasons = {request.status: request.error for request in reversed(failed)}

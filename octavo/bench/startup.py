@@ -1,6 +1,11 @@
-"""Start-up, measured from outside: a fresh process each round, its milestones timed from the moment it was started.
+"""Measures the start from outside. Each round starts a process of this module, which says on stdout how far it has come:
 
-Phases come from the log lines that end in "took S seconds", whichever the engine writes.
+    import            octavo and torch are loaded
+    ready             an LLM is open
+    first_token       it has generated a token
+    peak_memory N     the most bytes it held
+
+Times count from the start of the process. The phases in between are those log lines of the engine that end in "took S seconds".
 """
 
 import json
@@ -23,6 +28,7 @@ MIB = 2**20
 
 
 def measure_startup(config: EngineConfig, name: str, rounds: int) -> Result:
+    """Starts a process in each round, and returns the figures of all rounds."""
     samples: dict[str, list[float]] = defaultdict(list)
     for number in range(1, rounds + 1):
         seconds = _start(config)
@@ -34,7 +40,7 @@ def measure_startup(config: EngineConfig, name: str, rounds: int) -> Result:
 
 
 def _start(config: EngineConfig) -> dict[str, float]:
-    """Seconds from starting a process to each milestone, its phases, and its peak memory."""
+    """Starts one process. Returns the seconds to each milestone and of each phase, and its peak memory in MiB."""
     command = [sys.executable, "-m", "octavo.bench.startup", json.dumps(asdict(config))]
     found: dict[str, float] = {}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
@@ -58,9 +64,9 @@ def _start(config: EngineConfig) -> dict[str, float]:
 
 
 def main(settings: str) -> None:
-    """`settings`: the fields of an EngineConfig, as JSON."""
+    """Opens an LLM and generates a token. `settings`: the fields of an EngineConfig, as JSON."""
     config = EngineConfig(**json.loads(settings))
-    import octavo.engine.build  # noqa: F401  # torch, which an LLM loads only when it is made
+    import octavo.engine.build  # noqa: F401  # loads torch, which otherwise is loaded with the model
     from octavo.bench.machine import peak_memory
     from octavo.llm import LLM
 

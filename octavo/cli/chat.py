@@ -7,10 +7,9 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from octavo.cli.args import add_engine_flags, add_sampling_flags, engine_config, sampling_values
-from octavo.cli.chat_session import Answerer, ChatSession, LocalAnswers, RemoteAnswers
+from octavo.cli.chat_session import CHAT_DEFAULTS, Answerer, ChatSession, LocalAnswers, RemoteAnswers, chat_params
 from octavo.cli.in_out import for_stdout, read_stdin
 from octavo.cli.opening import add_remote_flags, open_remote, opened
 from octavo.config import no_color, state_dir
@@ -18,11 +17,6 @@ from octavo.errors import OctavoError, RequestError, nearest
 from octavo.loading.default_model import NAME, is_default_name
 from octavo.sampling_params import SamplingParams
 from octavo.text.reasoning import Piece
-
-if TYPE_CHECKING:
-    from octavo.llm import LLM
-
-CHAT_DEFAULTS: dict[str, object] = {"temperature": 0.2, "top_p": 0.9, "max_tokens": None}
 
 COMMANDS = {
     "/help": "show this list",
@@ -99,11 +93,6 @@ def _talk(answerer: Answerer, system: str | None, question: str | None) -> int:
         terminal.write(piece)
     print()
     return 0
-
-
-def chat_params(llm: "LLM", params: SamplingParams) -> SamplingParams:
-    """Fills in what was not set: with the values that the model recommends or, where it recommends none, with CHAT_DEFAULTS."""
-    return params.with_defaults(llm.sampling_defaults or CHAT_DEFAULTS).for_chat()
 
 
 def _model_and_question(args: argparse.Namespace) -> tuple[str | None, str | None]:

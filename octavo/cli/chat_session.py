@@ -147,7 +147,13 @@ class ChatSession:
 
 # -- answers of a model in this process
 
+CHAT_DEFAULTS: dict[str, object] = {"temperature": 0.2, "top_p": 0.9, "max_tokens": None}
 ROOM = 256  # tokens kept free for an answer without max_tokens, but never more than a quarter of the context
+
+
+def chat_params(llm: "LLM", params: SamplingParams) -> SamplingParams:
+    """Fills in what was not set: with the values that the model recommends or, where it recommends none, with CHAT_DEFAULTS."""
+    return params.with_defaults(llm.sampling_defaults or CHAT_DEFAULTS).for_chat()
 
 
 class LocalAnswers:

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.cli.args import add_engine_flags, add_sampling_flags, engine_config, sampling_values
-from octavo.cli.chat import chat_params
+from octavo.cli.chat_session import chat_params
 from octavo.cli.in_out import check_target, for_stdout, read_stdin
 from octavo.cli.opening import opened
 from octavo.errors import ConfigError, OctavoError, RequestError, nearest

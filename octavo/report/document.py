@@ -1,4 +1,7 @@
-"""`Report`: what a command found, section by section, and the file of HTML that says it. Each command only fills it in."""
+"""`Report` is what a command found, section by section. `rendered` makes an HTML file of it. Commands only fill it in.
+
+`Html` is text that is HTML or SVG already. A plain `str` is escaped when it becomes part of an element.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +10,7 @@ from html import escape
 
 from octavo import __version__
 
-VOID = frozenset({"meta", "br"})  # never closed in HTML
+VOID = frozenset({"meta", "br"})  # elements without an end tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +19,7 @@ class Html:
 
 
 def tag(name: str, /, *children: Html | str, **attributes: str | float) -> Html:
-    """An element. `class_` is class, an underscore within a name a dash; characters a file cannot hold are spelled out."""
+    """Returns an element. Names of attributes have _ where HTML has -, and `class_` is class."""
     listed = "".join(f' {key.rstrip("_").replace("_", "-")}="{_escaped(_value(value))}"' for key, value in attributes.items())
     if name in VOID:
         return Html(f"<{name}{listed}>")
@@ -28,7 +31,8 @@ def joined(*parts: Html | str) -> Html:
 
 
 def _escaped(text: str) -> str:
-    kept = "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)  # also half of a pair, or bidi marks
+    """Escapes text for HTML. Control characters, surrogates and bidi marks become \\x1b, \\ud800 and the like."""
+    kept = "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
     return escape(kept, quote=True)
 
 
@@ -38,7 +42,7 @@ def _value(value: str | float) -> str:
 
 # -- a report
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # it asks nobody for anything, and runs nothing
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # the file loads nothing and runs nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +53,18 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    kind: str  # octavo plan
-    title: str  # the model, as a rule
+    """What a command found."""
+
+    kind: str  # the command, such as "octavo plan"
+    title: str  # mostly the model
     verdict: str  # one sentence
-    holds: bool | None  # whether the verdict is a good one, where it is one
+    holds: bool | None  # whether the verdict is good; None if it is neither good nor bad
     sections: Sequence[Section]
-    facts: Mapping[str, str]  # what it was found with: the command, the machine
+    facts: Mapping[str, str]  # how it was found: the command, the machine
 
 
 def rendered(report: Report) -> str:
+    """Returns the report as the text of an HTML file."""
     tone = {None: "verdict", True: "verdict good", False: "verdict bad"}[report.holds]
     head = tag("header", tag("p", report.kind, class_="kind"), tag("h1", report.title), tag("p", report.verdict, class_=tone))
     sections = [tag("section", tag("h2", section.title), *section.parts) for section in report.sections]
@@ -88,7 +95,7 @@ def said(text: str) -> Html:
 
 
 def table(lines: Sequence[Sequence[str]], name: str, words: Sequence[int] = ()) -> Html:
-    """The first line is the head, the first column names the rows; `words`: further columns that are no numbers."""
+    """Returns a table. The first line is its head, the first cell of a line its name. `words`: columns of text, not numbers."""
     head, *rows = lines
     kinds = ["words" if column in words else "number" for column in range(len(head))]
     top = [tag("th", cell, scope="col", class_=kind) if cell else tag("td", "") for cell, kind in zip(head, kinds)]
@@ -103,7 +110,7 @@ def pictured(drawing: Html, caption: str = "") -> Html:
     return tag("figure", drawing, *([tag("figcaption", caption)] if caption else []))
 
 
-# -- how it looks
+# -- the style: quiet, the type of a book, one accent; for light and dark, for a screen and for paper
 
 STYLE = """
 :root {

@@ -1,4 +1,4 @@
-"""`octavo bench latency`: the time of one batch: to the first token, per token, to the end."""
+"""`octavo bench latency` measures the time of one batch: to the first token, per token, to the end."""
 
 import argparse
 from dataclasses import replace

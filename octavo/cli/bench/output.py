@@ -1,4 +1,4 @@
-"""What all of `octavo bench` has: MODEL, --rounds, and the files it writes."""
+"""What the sub-commands of `octavo bench` share: MODEL, --rounds, and the files they write."""
 
 import argparse
 import json
@@ -55,7 +55,7 @@ def check_targets(args: argparse.Namespace) -> None:
 
 
 def publish(args: argparse.Namespace, kind: str, machine: "Machine | Client", results: Sequence[Result], shown: Shown) -> None:
-    """The table goes to stdout, the rest to the files that were given."""
+    """Prints the table, and writes the files that were asked for."""
     print(f"{machine}\n{shown.head}\n\n{aligned(shown.lines)}")
     if args.json is not None:
         found = {"kind": kind, "command": args.typed, "machine": asdict(machine), "results": [result.as_json() for result in results]}

@@ -1,4 +1,4 @@
-"""`octavo bench startup`: the time from the start of a process to `import`, to ready, and to its first token."""
+"""`octavo bench startup` measures the time from the start of a process until it is imported, ready, and has a first token."""
 
 import argparse
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`octavo bench throughput`: tokens per second over a workload, and the latency of its requests."""
+"""`octavo bench throughput` measures tokens per second over a workload, and the latency of its requests."""
 
 import argparse
 from dataclasses import replace
@@ -68,6 +68,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _panel(name: str, results: list[Result]) -> Panel:
-    """One figure, a bar for each workload that has it."""
+    """Returns a panel of one figure, with a bar for each workload that has it."""
     found = [(result.name, result.figures[name]) for result in results if name in result.figures]
     return Panel(heading(name, found[0][1]), [bar(label, figure) for label, figure in found])
