@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from octavo.client.api import RemoteModel, RemoteServer
 from octavo.errors import EngineError, OctavoError, RemoteError, RequestError
-from octavo.outputs import TextDelta
 from octavo.sampling_params import SamplingParams
 from octavo.text.prompt import Message
 from octavo.text.reasoning import Piece, ReasoningSplitter
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
+    from octavo.outputs import TextDelta
 
 CONTEXT_FULL = "context_length_exceeded"  # the code of an error
 
@@ -182,7 +182,7 @@ class LocalAnswers:
                     raise EngineError(str(delta.stop_reason))
 
 
-def _note_delta(stats: AnswerStats, delta: TextDelta, work: str) -> None:
+def _note_delta(stats: AnswerStats, delta: "TextDelta", work: str) -> None:
     stats.note(len(delta.token_ids))
     stats.work = work
     if delta.life is not None:

@@ -4,9 +4,12 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError, RequestError
-from octavo.report.document import Report, rendered
+
+if TYPE_CHECKING:
+    from octavo.report.document import Report
 
 # Characters that control a terminal, alone or at the start of a sequence: all control characters but new line and tab.
 STEERING = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"}
@@ -52,5 +55,7 @@ def write_target(flag: str, target: str, text: str) -> None:
         raise ConfigError(f"{flag} {target}: {error.strerror}") from error
 
 
-def write_report(target: str, report: Report) -> None:
+def write_report(target: str, report: "Report") -> None:
+    from octavo.report.document import rendered  # a chat needs no reports, and starts sooner without them
+
     write_target("--report", target, rendered(report))
