@@ -1,11 +1,11 @@
-"""How many sequences fit into the same bytes: reserved whole, reserved by their limit, and in blocks.
+"""Counts how many sequences fit into the same bytes: with the whole context reserved, with their limit reserved, and in blocks.
 
     python bench/capacity.py [--gpu 80,120] [--json capacity.json] [--picture docs/capacity.svg]
 
-The bytes are those the engine's own plan leaves for the KV cache of a GPU, in bfloat16. Requests wait without end; the scheduler, the
-block pool and the block tables that serve decide who runs, with made-up tokens in place of a runner and steps that may be of any
-size. Reservation is the same but for what a sequence takes when it is admitted, and cannot lose anything between regions: it is
-better here than regions in memory would be. Figures are means over steps, once the first sequences have made room for others.
+The bytes are what the engine's own plan leaves for the KV cache of a GPU, in bfloat16. There are always requests that wait. The
+engine's scheduler, block pool and block tables decide who runs; tokens are made up, and a step may have any size. Reservation
+differs only in what a sequence takes when it is admitted. It loses nothing between regions here, as it would in real memory.
+Figures are means over steps, after the first sequences have made room for others.
 """
 
 import argparse

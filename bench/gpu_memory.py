@@ -1,9 +1,9 @@
-"""What an engine takes of a GPU beside what was planned, part by part.
+"""Compares the memory that an engine takes of a GPU with what was planned, part by part.
 
     python bench/gpu_memory.py [--model 0.6B] [--set kv_cache_memory_bytes=4294967296 max_num_seqs=256]
 
-The plan is the one the engine starts by, which is that of `octavo plan`. All that is held is read off the GPU by another process, so
-that CUDA's own is seen, too. The load fills every row and steps of the largest size, with filters and penalties. Measured are:
+The plan is the one that the engine starts by, as `octavo plan` prints it. Another process reads how much of the GPU is in use, so
+that the memory of CUDA counts, too. The load fills every row and steps of the largest size, with filters and penalties. Measured are:
 
     weights, KV cache, rows    the tensors themselves
     graphs                     what is missing from the GPU once they are captured

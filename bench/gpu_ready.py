@@ -1,4 +1,4 @@
-"""Ready in seconds: from the start of a process to its first token, with random weights of Qwen3's shapes.
+"""Measures the seconds from the start of a process to its first token, with random weights of Qwen3's shapes.
 
     python bench/gpu_ready.py [--model 0.6B] [--rounds 2] [--check]
 

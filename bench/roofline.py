@@ -1,7 +1,7 @@
-"""What this machine can do at most: `python bench/roofline.py`.
+"""Measures the most that this machine can do: `python bench/roofline.py`.
 
-Reading memory with as many threads as the engine uses, and multiplying out of registers alone. roofline.cpp does it, compiled
-for this CPU when asked; other scripts call `measure` to say what share of it an engine reached in the same run.
+It reads memory with as many threads as the engine uses, and multiplies numbers that stay in registers. roofline.cpp does this; it
+is compiled for this CPU first. Other scripts call `measure` to print the share of it that an engine reached in the same run.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What HTTP costs: the same load offline and over HTTP in turn, and streams on FakeKV, where no model hides the rest of it.
+"""Measures what HTTP costs: the same load offline and over HTTP in turn, and streams on FakeKV, where no model hides the cost.
 
     python bench/serving_cost.py [MODEL]              batch32 of `octavo bench`, offline and over HTTP, as a ratio
     python bench/serving_cost.py --fake [MODEL]       streamed tokens a second, and how late the API process's event loop was

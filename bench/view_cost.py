@@ -1,4 +1,4 @@
-"""What watching costs: the same work without the inspector, with it and nobody there, and watched at ten frames a second, in turn.
+"""Measures what watching costs: in turn without the inspector, with it but no watcher, and watched at ten frames a second.
 
     python bench/view_cost.py                     steps on FakeKV in this process: seconds of CPU for 32 sequences that decode
     python bench/view_cost.py --model [MODEL]     batch32 of `octavo bench` over HTTP: wall time, and CPU of engine and API process
