@@ -1,7 +1,7 @@
-"""How fast tokens come through `AsyncLLM` from an engine process on FakeKV: `python bench/async_speed.py MODEL`.
+"""Measures how fast tokens come through `AsyncLLM` from an engine process on FakeKV: `python bench/async_speed.py MODEL`.
 
-No model computes and no HTTP is spoken: what is measured is the road between them, from the engine's step to text in a reader's
-hands. Besides tokens a second it tells what each process could carry if it had a core to itself, and how late the event loop was.
+There is no model and no HTTP, so it measures only what lies between them: from the engine's step to the text that a reader gets.
+Besides tokens a second it prints what each process could reach with a core of its own, and how late the event loop was.
 """
 
 import argparse

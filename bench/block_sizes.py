@@ -23,7 +23,7 @@ from bench.peers.lines import Curve, Plot, draw
 from octavo import LLM, SamplingParams
 from octavo.bench import loads
 from octavo.bench.figures import number
-from octavo.bench.text import text_ids
+from octavo.bench.workload import text_ids
 from octavo.worker.device import torch_gpu
 from octavo.worker.machine import cpu_model, num_threads
 
@@ -36,7 +36,7 @@ Requests = list[tuple[list[int], int]]
 
 @dataclass(slots=True)
 class Found:
-    """Of one size of blocks."""
+    """What was measured with one block size."""
 
     tokens_per_second: list[float]
     unused: float  # share of the slots held that hold no token
@@ -62,7 +62,7 @@ def tiny_load() -> Requests:
 
 
 def shared_load() -> tuple[Requests, Requests, int]:
-    """Eight prefixes of odd lengths with a request each, three more of each, and how many tokens those could find."""
+    """Returns eight requests with prefixes of odd lengths, three more requests for each prefix, and how many tokens those could find."""
     rng, first, others, shared = Random(1), list[tuple[list[int], int]](), list[tuple[list[int], int]](), 0
     for _ in range(8):
         prefix = [rng.randrange(IDS) for _ in range(rng.randrange(31, 480, 2))]
@@ -74,7 +74,7 @@ def shared_load() -> tuple[Requests, Requests, int]:
 
 
 def answer(llm: LLM, requests: Requests, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds it took."""
+    """Runs the requests. Returns the seconds they took."""
     params = [SamplingParams(temperature=0.6, max_tokens=count, ignore_eos=True, detokenize=False) for _, count in requests]
     start = clock()
     llm.generate([ids for ids, _ in requests], params, use_tqdm=False)
@@ -83,7 +83,7 @@ def answer(llm: LLM, requests: Requests, clock: Callable[[], float] = time.perf_
 
 @contextmanager
 def counting_slots(llm: LLM) -> Iterator[list[float]]:
-    """The share of held slots without a token, after every step."""
+    """Gives a list that gets the share of held slots without a token, after every step."""
     core: Any = llm._core  # type: ignore[attr-defined]
     kv, step, shares = core.scheduler.kv, core.step, list[float]()
 
@@ -101,7 +101,7 @@ def counting_slots(llm: LLM) -> Iterator[list[float]]:
 
 
 def table_bytes(llm: LLM) -> int:
-    """Block tables of all rows, and those of a step, which are copies."""
+    """Returns the bytes of the block tables of all rows, and of those of one step, which are copies."""
     runner: Any = llm._core.executor
     layout = runner.table.layout
     copies: int = runner.program.memory._tables.nbytes
@@ -109,7 +109,7 @@ def table_bytes(llm: LLM) -> int:
 
 
 def look_at(llm: LLM, load: Requests) -> Found:
-    """All but the throughput, which wants several rounds."""
+    """Measures everything but throughput, which needs several rounds."""
     llm.reset_prefix_cache()
     with counting_slots(llm) as shares:
         answer(llm, load)
@@ -132,7 +132,7 @@ def open_engine(args: argparse.Namespace, size: int) -> LLM:
 
 
 def measure(args: argparse.Namespace, sizes: list[int]) -> dict[int, Found]:
-    """Engines that are open together, in turn in every round."""
+    """Measures engines that are all open. In every round each has its turn."""
     with ExitStack() as stack:
         engines = {size: stack.enter_context(open_engine(args, size)) for size in sizes}
         some = next(iter(engines.values()))

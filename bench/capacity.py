@@ -1,11 +1,11 @@
-"""How many sequences fit into the same bytes: reserved whole, reserved by their limit, and in blocks.
+"""Counts how many sequences fit into the same bytes: with the whole context reserved, with their limit reserved, and in blocks.
 
     python bench/capacity.py [--gpu 80,120] [--json capacity.json] [--picture docs/capacity.svg]
 
-The bytes are those the engine's own plan leaves for the KV cache of a GPU, in bfloat16. Requests wait without end; the scheduler, the
-block pool and the block tables that serve decide who runs, with made-up tokens in place of a runner and steps that may be of any
-size. Reservation is the same but for what a sequence takes when it is admitted, and cannot lose anything between regions: it is
-better here than regions in memory would be. Figures are means over steps, once the first sequences have made room for others.
+The bytes are what the engine's own plan leaves for the KV cache of a GPU, in bfloat16. There are always requests that wait. The
+engine's scheduler, block pool and block tables decide who runs; tokens are made up, and a step may have any size. Reservation
+differs only in what a sequence takes when it is admitted. It loses nothing between regions here, as it would in real memory.
+Figures are means over steps, after the first sequences have made room for others.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What ran at once."""
+    """What ran at the same time."""
 
     sequences: float
     filled: float  # share of the slots that hold a token
@@ -67,7 +67,7 @@ def load_lengths() -> dict[str, list[Lengths]]:
 
 
 class Reserving(KVManager):
-    """Room for a whole region is taken when a sequence is admitted."""
+    """A manager that takes room for a whole region when a sequence is admitted."""
 
     def __init__(self, pool: BlockPool, reserve: Reserve) -> None:
         super().__init__(pool, SIZE, caching=False, key=b"bench", identity=b"bench")
@@ -90,7 +90,7 @@ def scheduler_of(way: str, num_blocks: int, max_len: int) -> Scheduler:
 
 
 def fit(way: str, lengths: list[Lengths], num_blocks: int, max_len: int) -> Fit:
-    """Runs until the longest answer could have been given twice, and counts in the second half."""
+    """Runs twice as many steps as the longest answer needs, and counts in the second half."""
     scheduler, rng, wanted = scheduler_of(way, num_blocks, max_len), Random(0), list[int]()
     half, slots, running, filled = max(one.answer for one in lengths), (num_blocks - 1) * SIZE, 0, 0
     for step in range(2 * half):
@@ -108,13 +108,13 @@ def fit(way: str, lengths: list[Lengths], num_blocks: int, max_len: int) -> Fit:
 
 
 def _token(wanted: list[int], seq_id: int) -> int:
-    """Every request has one sequence, and they are numbered as they come."""
+    """Returns a made-up token. Every request has one sequence, numbered in order of arrival."""
     wanted[seq_id] -= 1
     return STOP if wanted[seq_id] == 0 else GO_ON
 
 
 def blocks_of(model: ModelConfig, gpu: int) -> tuple[int, int]:
-    """(blocks, the longest sequence) the engine's plan leaves on a GPU of so many bytes."""
+    """Returns the blocks, and the longest sequence, that the engine's plan has on a GPU with so many bytes."""
     config, needs = resolved(EngineConfig(block_size=SIZE), "cuda"), ModelShape("", model).needs("bfloat16", device="cuda")
     plan = plan_memory(needs, config, Memory.of_gpu(gpu, gpu, config.gpu_memory_utilization))
     assert plan.refusal is None, plan.refusal

@@ -21,8 +21,7 @@ from bench.peers.environments import NotInstalled
 from bench.peers.export import ExportFailed
 from bench.peers.process import EngineFailed, EngineProcess, Requests
 from octavo.bench.figures import Figure
-from octavo.bench.text import text_ids
-from octavo.bench.workload import TEXT_LOADS, Workload, text_loads
+from octavo.bench.workload import TEXT_LOADS, Workload, text_ids, text_loads
 from octavo.loading.resolve import ModelSource, resolve_model
 from octavo.loading.text_side import load_tokenizer
 from octavo.worker.machine import cpu_model, num_threads
@@ -32,7 +31,7 @@ DEFAULT_ENVS = Path("~/.cache/octavo/peers").expanduser()
 
 
 def measure(engine: Engine, loads: Mapping[str, Workload]) -> dict[str, float]:
-    """One process: its start, then each load after a warm-up."""
+    """Starts one process, and runs each load in it after a warm-up."""
     with engine.start() as process:
         process.call([([1, 2, 3, 4], 1)])
         sample = {"first_token": time.perf_counter() - process.started}
@@ -45,7 +44,7 @@ def measure(engine: Engine, loads: Mapping[str, Workload]) -> dict[str, float]:
 
 
 def _rate(process: EngineProcess, name: str, load: Workload) -> float:
-    """Tokens a second: those read for prefill, those made for others, without the first one for a single stream."""
+    """Returns tokens per second: prompt tokens for prefill, else output tokens. A single stream does not count its first token."""
     seconds = process.call(load.requests).seconds
     if name == "single":
         alone: Requests = [(_other(ids), 1) for ids, _ in load.requests]
@@ -54,7 +53,7 @@ def _rate(process: EngineProcess, name: str, load: Workload) -> float:
 
 
 def _other(ids: list[int]) -> list[int]:
-    """A prompt as long, that no prefix cache has seen."""
+    """Returns a prompt of the same length that is in no prefix cache."""
     return ids[::-1]
 
 
@@ -88,7 +87,7 @@ class Comparison:
 
 
 def work(source: ModelSource) -> tuple[int, float]:
-    """Bytes of weights a token reads, and operations of a prefill of 1,024 tokens, head left out: its last token alone wants it."""
+    """Returns the bytes of weights that a token reads, and the operations of a prefill of 1,024 tokens, without the head."""
     tensors = source.gguf.tensors
     matrices = [tensor.shape[0] * tensor.shape[1] for name, tensor in tensors.items() if name.startswith("blk.") and len(tensor.shape) == 2]
     metadata, length = source.gguf.metadata, 1024

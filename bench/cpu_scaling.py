@@ -21,7 +21,7 @@ from bench.peers.engines import llama, octavo
 from bench.peers.lines import Curve, Plot, draw
 from bench.peers.process import EngineProcess, Reply, Requests
 from octavo.bench.figures import Figure, number
-from octavo.bench.text import text_ids
+from octavo.bench.workload import text_ids
 from octavo.loading.resolve import resolve_model
 from octavo.loading.text_side import load_tokenizer
 from octavo.worker.machine import cpu_model, num_threads
@@ -48,7 +48,7 @@ def _cut(text: list[int], length: int, rng: Random) -> list[int]:
 
 
 def point(reply: Reply, decode_only: bool) -> Point:
-    """Throughput of the whole call, or of one stream after its first token; the gaps are those of all streams."""
+    """Returns the throughput of the whole call, or of one stream after its first token; and the gaps of all streams."""
     gaps = Figure("ms", [1e3 * (after - before) for times in reply.times for before, after in pairwise(times)])
     if decode_only:
         (times,) = reply.times

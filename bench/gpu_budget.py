@@ -46,7 +46,7 @@ HOST_PARTS = ("plan", "launch", "wait", "update", "rest")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something the device did, in microseconds."""
+    """Something that the device did. Times are in microseconds."""
 
     name: str
     start: float
@@ -55,7 +55,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Of one decode step, microseconds, means over steps."""
+    """The microseconds of one decode step, as means over steps."""
 
     step: float  # from one beginning to the next
     kinds: dict[str, float]
@@ -71,7 +71,7 @@ def kind_of(name: str, behind_the_layers: bool) -> str:
 
 
 def steps_of(events: Sequence[Event]) -> list[list[Event]]:
-    """Steps in order, from one `prepare_entries` to the next."""
+    """Returns the steps in order. Each goes from one `prepare_entries` to the next."""
     steps: list[list[Event]] = []
     for event in sorted(events, key=lambda event: event.start):
         if FIRST_KERNEL in event.name:
@@ -82,7 +82,7 @@ def steps_of(events: Sequence[Event]) -> list[list[Event]]:
 
 
 def budget(events: Sequence[Event], skipped: int = 0) -> Budget:
-    """Of all steps but the first few and the last, which nothing follows."""
+    """Returns the budget over all steps but the first few and the last, whose end is not known."""
     steps = steps_of(events)[skipped:]
     assert len(steps) > 1, f"no two steps among {len(events)} events: {sorted({event.name for event in events})[:20]}"
     starts = [step[0].start for step in steps]
@@ -103,7 +103,7 @@ def budget(events: Sequence[Event], skipped: int = 0) -> Budget:
 
 
 class Watch:
-    """The parts of an engine's step on the host, each with a clock around it."""
+    """Times each part of an engine's step on the host."""
 
     def __init__(self, llm: LLM) -> None:
         core: Any = llm._core  # type: ignore[attr-defined]
@@ -128,7 +128,7 @@ class Watch:
 
 @dataclass(slots=True)
 class Waited:
-    """A promise whose keeping is timed."""
+    """A result that times how long the caller waits for it."""
 
     promise: Any
     watch: Watch
@@ -138,7 +138,7 @@ class Waited:
 
 
 class Unread:
-    """Nobody reads what the rows say."""
+    """An output that nobody reads."""
 
     def push(self, delta: Any) -> None:
         pass
@@ -148,7 +148,7 @@ class Unread:
 
 
 class Load:
-    """Rows that decode, in an engine driven step by step, text side included."""
+    """Rows that decode in an engine, step by step, with the text side."""
 
     def __init__(self, llm: LLM, rows: int, context: int, tokens: int) -> None:
         self.llm, self.rows, self.ids = llm, rows, [f"budget-{row}" for row in range(rows)]
@@ -178,7 +178,7 @@ class Load:
 
 
 def host_times(load: Load, watch: Watch, steps: int) -> dict[str, float]:
-    """Microseconds of a step by part; `rest` is the loop itself and the text side."""
+    """Returns the microseconds of each part of a step. `rest` is the loop itself and the text side."""
     watch.spent.clear()
     start = time.perf_counter()
     for _ in range(steps):
@@ -209,7 +209,7 @@ def open_engine(args: argparse.Namespace, shape: dict[str, Any]) -> LLM:
 
 
 def measure(args: argparse.Namespace, shape: dict[str, Any]) -> dict[int, tuple[dict[str, float], Budget | None]]:
-    """By rows: the host's parts, and the device's."""
+    """Returns the parts of the host and of the device, for each number of rows."""
     found: dict[int, tuple[dict[str, float], Budget | None]] = {}
     with open_engine(args, shape) as llm:
         watch = Watch(llm)
@@ -223,7 +223,7 @@ def measure(args: argparse.Namespace, shape: dict[str, Any]) -> dict[int, tuple[
 
 
 def parts_of(host: dict[str, float], device: Budget | None) -> dict[str, float]:
-    """Everything by name, in the order of the table."""
+    """Returns all parts by name, in the order of the table."""
     parts = {"step": sum(host.values())}
     if device is not None:
         parts |= {"step, profiled": device.step} | {kind: device.kinds.get(kind, 0.0) for kind in (*KINDS, SAMPLING, REST)}
@@ -232,7 +232,7 @@ def parts_of(host: dict[str, float], device: Budget | None) -> dict[str, float]:
 
 
 def table(columns: dict[str, dict[str, float]]) -> str:
-    """Parts down, models and rows across."""
+    """Returns a table with a line for each part, and a column for each model and number of rows."""
     lines = [f"| us of one step | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     lines += [f"| {part} | {' | '.join(number(parts[part]) for parts in columns.values())} |" for part in next(iter(columns.values()))]
     return "\n".join(lines)

@@ -142,12 +142,12 @@ class Bench:
         self.place(context)
 
     def place(self, context: int) -> None:
-        """The new token of each row is the last of so many; rows differ a little."""
+        """Places the new token of each row at the end of its context. The lengths of rows differ a little."""
         self.batch.context_len.copy_(context - torch.arange(self.rows, dtype=torch.int32))
         self.follow()
 
     def follow(self) -> None:
-        """Positions and slots from lengths."""
+        """Computes positions and slots from lengths."""
         last = self.batch.context_len.long() - 1
         self.batch.positions[0].copy_(last)
         blocks = self.batch.tables.gather(1, last[:, None] // BLOCK)[:, 0].long()
@@ -202,7 +202,7 @@ def distance(got: Tensor, exact: Tensor) -> float:
 
 
 def check(cases: list[tuple[Shape, torch.dtype]]) -> int:
-    """Small models over a few steps against the twins: the worst of hidden states, logits and caches. Returns how many fail."""
+    """Compares small models with their twins over a few steps, and prints the worst error. Returns how many fail."""
     failed = 0
     for shape, dtype in cases:
         for rows, context in ((1, 5), (2, 70), (3, 900), (4, 300))[: None if ON_GPU else 2]:
@@ -237,7 +237,7 @@ def _compare(shape: Shape, dtype: torch.dtype, rows: int, context: int) -> float
 
 
 def race(bench: Bench, steps: int = 1000) -> bool:
-    """Text of so many steps, token after token into a growing cache: the same bits with dependent launch as without?"""
+    """Whether so many steps over a growing cache give the same bits with dependent launch as without it."""
     start = 300
     seen: list[Tensor] = []
     tokens = bench.tokens.clone()
@@ -267,7 +267,7 @@ def race(bench: Bench, steps: int = 1000) -> bool:
 
 
 def choices(bench: Bench) -> Iterator[tuple[str, list[Any]]]:
-    """By kernel, tiles worth a try: (columns, warps, turns); all turns above 1 are one program, so they cost no time to compile."""
+    """Yields tiles to try for each kernel: (columns, warps, turns). All turns above 1 share one program, so they need not be compiled."""
     small = bench.shape.hidden <= 2048
 
     def products(*tried: tuple[int, int, int]) -> list[ProductTiles]:
@@ -303,7 +303,7 @@ def defaults(bench: Bench) -> dict[str, Any]:
 
 
 def sweep(bench: Bench, seconds: float) -> Kernels:
-    """Coordinate descent in whole steps; the context of attention is the mean of both."""
+    """Returns the best tiles, found by coordinate descent in whole steps. The context of attention is the mean of both."""
     deadline = time.monotonic() + seconds
     best = Kernels(tiles=defaults(bench))
 
@@ -339,7 +339,7 @@ def _short(tiles: Any) -> str:
 
 
 def alone(bench: Bench, kernels: Kernels, context: int) -> None:
-    """Each kernel by itself, over the weights of all layers; the step's own order lets more overlap."""
+    """Times each kernel alone, over the weights of all layers. In a step more of them overlap."""
     bench.place(context)
     model, batch, shape = bench.model, bench.batch, bench.shape
     rows, like = bench.rows, {"dtype": bench.dtype, "device": DEVICE}

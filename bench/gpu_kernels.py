@@ -63,12 +63,12 @@ def laid_out(cache: Tensor, layout: Layout) -> Tensor:
 
 
 def distance(got: Tensor, exact: Tensor) -> float:
-    """Relative to the exact one's length; NaN, which no limit lets pass, if anything is not finite."""
+    """Returns the error relative to the length of the exact result. It is NaN, which no limit accepts, if a value is not finite."""
     return float((got.double() - exact.double()).norm() / exact.double().norm())
 
 
 def microseconds(runs: list[Run], spent: int = 150) -> float:
-    """Of one run; `spent`: ms of measuring"""
+    """Returns the microseconds of one run. `spent`: milliseconds to spend on measuring."""
     if not ON_GPU:
         start = time.perf_counter()
         runs[0]()
@@ -117,7 +117,7 @@ class Rows:
         )  # fmt: skip
 
     def error(self) -> float:
-        """Against the twin; infinite where the contiguous cache gives other bits."""
+        """Returns the error against the twin, or infinity if a contiguous cache gives other bits."""
         self.out.fill_(torch.nan)
         paged = self.attend().clone()
         k, v = (cache[self.tables.long()].flatten(1, 2).contiguous() for cache in (self.k, self.v))  # [rows, length, kv_heads, dim]
@@ -137,7 +137,7 @@ class Rows:
         return 4 * self.rows * HEADS * DIM * seen
 
     def torch_attention(self) -> Run:
-        """The same without blocks, by cuDNN."""
+        """Returns a run of the same attention without blocks, by cuDNN."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         q = self.q.view(self.rows, self.num_query, HEADS, DIM).transpose(1, 2).contiguous()
@@ -171,7 +171,7 @@ def prefill_cases(tiny: bool) -> Iterator[Case]:
 
 
 def layout_cases(tiny: bool) -> Iterator[Case]:
-    """All that touches the cache, in either layout: decode, prefill over a past, the write."""
+    """Yields cases of all kernels that use the cache, in both layouts: decode, prefill after cached tokens, writes."""
     rows_of = [(rows, context, 1) for rows, context in DECODE] + [(4, 8192, 1024)]
     for (rows, context, queries), layout in product(rows_of[: 1 if tiny else None], ("nhd", "hnd")):
         case = Rows(1, 20, 1, layout) if tiny else Rows(rows, context, queries, layout)
@@ -295,7 +295,7 @@ def line(case: Case) -> str:
 
 
 def report(name: str, make: Callable[[bool], Iterator[Case]], tiny: bool, deadline: float) -> int:
-    """Prints a kind's cases; returns how many failed. What cannot be built ends its kind, what cannot run only itself."""
+    """Prints the cases of a kind and returns how many failed. An error while cases are built ends the kind, one in a run only that case."""
     failed = 0
     try:
         for case in make(tiny):

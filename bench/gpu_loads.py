@@ -44,7 +44,7 @@ def run(llm: LLM, requests: list[tuple[list[int], int]], temperature: float) -> 
 
 
 def print_busy(llm: LLM, requests: list[tuple[list[int], int]], temperature: float) -> None:
-    """How long the device computed in one round, and at what."""
+    """Prints how long the device computed in one round, and with which kernels."""
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
         seconds = run(llm, requests, temperature)
     spent: dict[str, float] = defaultdict(float)

@@ -1,9 +1,9 @@
-"""What an engine takes of a GPU beside what was planned, part by part.
+"""Compares the memory that an engine takes of a GPU with what was planned, part by part.
 
     python bench/gpu_memory.py [--model 0.6B] [--set kv_cache_memory_bytes=4294967296 max_num_seqs=256]
 
-The plan is the one the engine starts by, which is that of `octavo plan`. All that is held is read off the GPU by another process, so
-that CUDA's own is seen, too. The load fills every row and steps of the largest size, with filters and penalties. Measured are:
+The plan is the one that the engine starts by, as `octavo plan` prints it. Another process reads how much of the GPU is in use, so
+that the memory of CUDA counts, too. The load fills every row and steps of the largest size, with filters and penalties. Measured are:
 
     weights, KV cache, rows    the tensors themselves
     graphs                     what is missing from the GPU once they are captured
@@ -38,7 +38,7 @@ PARTS = ("weights", "kv_cache", "activations", "graphs", "rows", "other")
 
 
 def held_parts(runner: ModelRunner) -> dict[str, int]:
-    """Bytes of what stays: weights, the pool, and all that belongs to rows."""
+    """Returns the bytes of what the engine keeps: weights, the pool, and all that belongs to rows."""
     program: Any = runner.program
     eager = program.eager
     rope = eager.model.layers[0].attention.rope
@@ -51,7 +51,7 @@ def held_parts(runner: ModelRunner) -> dict[str, int]:
 
 
 def recorded_plans() -> list[MemoryPlan]:
-    """Those the engine will make from now on."""
+    """Returns a list that collects the plans the engine makes from now on."""
     plans, plan_memory = list[MemoryPlan](), facts_module.plan_memory
 
     def plan(*given: Any) -> MemoryPlan:
@@ -63,7 +63,7 @@ def recorded_plans() -> list[MemoryPlan]:
 
 
 def recorded_graphs() -> list[int]:
-    """Bytes that captured steps will take: of the GPU, and of those what torch knows of."""
+    """Returns two numbers, set when steps are captured: the bytes they take of the GPU, and those of them that torch knows of."""
     taken, capture = [0, 0], Graph.capture
 
     def watched(self: Graph) -> None:
@@ -108,7 +108,7 @@ def child(settings: dict[str, Any]) -> None:
 
 
 def watched(settings: dict[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """(what the other process has done, bytes it holds, what it says)"""
+    """Yields what the other process has done, the bytes it holds, and what it printed."""
     before, _ = torch.cuda.mem_get_info()
     command = [sys.executable, __file__, "--child", json.dumps(settings)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -123,7 +123,7 @@ def watched(settings: dict[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]
 
 
 def table(planned: dict[str, int], held: int, said: dict[str, Any]) -> str:
-    """Planned and measured beside each other; the last line is what `octavo plan` promises within 5 %."""
+    """Returns a table of planned and measured bytes. The last line is what `octavo plan` promises within 5 %."""
     parts, reserved = said["parts"], said["reserved"]
     outside = parts["graphs"] - said["graphs_in_torch"]
     measured = parts | {"other": held - reserved - outside}

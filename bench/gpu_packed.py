@@ -75,7 +75,7 @@ class Cell:
 
     @property
     def variant(self) -> tuple:
-        """What a compiled kernel depends on."""
+        """Returns what a compiled kernel depends on."""
         if isinstance(self.how, int):
             return self.bits, self.group, "slab"
         if isinstance(self.how, Gemv):
@@ -100,7 +100,7 @@ def random_codes(size: int, wide: int, bits: int, group: int, order: bool = Fals
 
 
 def chosen(size: int, wide: int, bits: int, group: int, rows: int) -> Cell:
-    """As the engine would."""
+    """Returns the cell that the engine would choose."""
     weight = zero_codes(wide, size, bits, group, "meta")
     how = rule(rows, weight, (size, wide) in GATED) if rows <= GEMM_ROWS else packed.SLAB
     return Cell(size, wide, bits, group, rows, how)
@@ -136,7 +136,7 @@ def choices(size: int, wide: int, rows: int) -> Iterator[SmallGemm | Gemm]:
 
 
 def tiled_cells() -> list[Cell]:
-    """What a batch of hundreds may be divided into; an int is a slab of so many weights."""
+    """Returns ways to divide the product of a batch of hundreds. An int is a slab of so many weights."""
     tiles = [(256, 128, 8, 3), (256, 128, 8, 2), (128, 128, 8, 4), (128, 128, 8, 3), (256, 64, 8, 3), (256, 64, 8, 2), (128, 64, 4, 4)]
     found = []
     for group, rows, (size, wide) in product((128, 32), (256, 512), SWEPT[:4]):
@@ -146,7 +146,7 @@ def tiled_cells() -> list[Cell]:
 
 
 def shares_worth(rows: int, wide: int, tile: tuple[int, int, int, int]) -> list[int]:
-    """Up to two programs for each multiprocessor."""
+    """Returns the shares to try: up to two programs for each multiprocessor."""
     programs = -(-rows // tile[0]) * -(-wide // tile[1])
     return [shares for shares in (1, 2, 4) if programs * shares <= PROGRAMS] or [1]
 
@@ -165,7 +165,7 @@ def table_cells() -> list[Cell]:
 
 
 def microseconds(runs: list[Callable[[], object]]) -> float:
-    """Of one run."""
+    """Returns the microseconds of one run."""
     if not ON_GPU:
         start = time.perf_counter()
         runs[0]()
@@ -198,7 +198,7 @@ def inputs(rows: int, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Check:
-    """A function of both modules, given the same; errors up to `limit` are roundings."""
+    """A function that both modules have, and its arguments. Errors up to `limit` are roundings."""
 
     label: str
     name: str
@@ -214,7 +214,7 @@ class Check:
 
 
 def checks(tiny: bool) -> Iterator[Check]:
-    """Every path: bits, groups, sizes that no tile divides, orders, biases."""
+    """Yields checks of every path: bits, groups, sizes that no tile divides, orders, biases."""
     kinds = [(4, 32)] if tiny else product((4, 8), (16, 32, 64, 128))
     for (bits, group), order in product(kinds, (False, True)):
         size, wide = (group, 40) if tiny else (11 * group, 200) if group < 128 else (1536, 72)
@@ -230,7 +230,7 @@ def checks(tiny: bool) -> Iterator[Check]:
 
 
 def check(tiny: bool) -> int:
-    """How many differ."""
+    """Returns how many checks differ."""
     wrong = 0
     for case in checks(tiny):
         try:
@@ -280,7 +280,7 @@ def table(deadline: float, tiny: bool) -> None:
 
 
 def sweep(swept: list[Cell], deadline: float) -> None:
-    """A line for each matrix, group and number of rows, with the best choices; then all of them as Python."""
+    """Prints the best choices for each matrix, group and number of rows, then all of them as Python."""
     best: dict[tuple[int, int, int], dict[int, How]] = {}
     for cells in grouped(swept):
         size, wide, rows, group = cells[0].size, cells[0].wide, cells[0].rows, cells[0].group
@@ -337,7 +337,7 @@ def _short(how: How) -> str:
 
 
 def compile_all(cells: list[Cell], processes: int) -> None:
-    """By processes of their own, which leave the kernels in Triton's cache."""
+    """Compiles all kernels in other processes, which leave them in Triton's cache."""
     start = time.monotonic()
     command = [sys.executable, *sys.argv, "--compile"]
     workers = [subprocess.Popen([*command, f"{part}/{processes}"], stdout=subprocess.DEVNULL) for part in range(processes)]

@@ -92,7 +92,7 @@ class Case:
         return torch.randn(shape, device=DEVICE, dtype=torch.float32 if not ON_GPU else self.dtype).to(self.dtype)
 
     def shares(self, tiles: Tiles | None) -> Tensor:
-        """Made once, as in a step."""
+        """Returns the shares, which are made once, as in a step."""
         of_decode = tiles if self.max_query == 1 else None
         if of_decode not in self._shares:
             self._shares[of_decode] = self.divide(of_decode)
@@ -116,7 +116,7 @@ class Case:
         )  # fmt: skip
 
     def error(self, tiles: Tiles | None = None) -> float:
-        """Against the twin, relative; infinite where the three ways to the same keys give other bits, or one does when it is gone again."""
+        """Returns the relative error against the twin, or infinity if the three ways to the same keys, or two runs, differ in a bit."""
         self.out.fill_(torch.nan)
         fresh = self.attend(tiles).clone()
         self.out.fill_(torch.nan)
@@ -138,7 +138,7 @@ class Case:
         return 4 * self.heads * self.dim * sum(count * (context - count) + count * (count + 1) / 2 for count, context in self.mix)
 
     def by_torch(self) -> Callable[[], object]:
-        """cuDNN's attention over the new tokens as they lie in qkv: rows of one length together, others one by one."""
+        """Returns a run of cuDNN's attention over the new tokens in qkv: rows of equal length together, others one by one."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         lengths = [count for count, _ in self.mix]
@@ -157,7 +157,7 @@ class Case:
 
 
 def checks(tiny: bool) -> dict[str, Callable[[], Case]]:
-    """Each feature, head size, dtype and block size once, with the tiles of the table."""
+    """Returns a check of each feature, head size, dtype and block size, with the tiles of the table."""
     if tiny:
         mix: Mix = [(20, 20), (3, 25), (1, 30), (1, 0)]
         return {
@@ -195,7 +195,7 @@ def named_shares(tiles: Tiles) -> str:
 
 
 def jobs(tiny: bool, decode: bool, features: bool) -> dict[str, Callable[[], float]]:
-    """What is checked, by name."""
+    """Returns all checks by name."""
     if tiny or features:
         return {name: lambda m=make: m().error() for name, make in checks(tiny).items()}
     decoding: Mix = [(1, context) for context in (1, 0, 257, 513, 900, 100, 2000, 4096, 20000)]
@@ -209,7 +209,7 @@ def jobs(tiny: bool, decode: bool, features: bool) -> dict[str, Callable[[], flo
 
 
 def check_all(names: list[str], mode: list[str], deadline: float) -> dict[str, str]:
-    """What each check said, from a process of its own."""
+    """Runs each check in a process of its own. Returns the last line of each."""
     waiting, running, said = list(names), {}, {}
     while (waiting or running) and time.monotonic() < deadline:
         while waiting and len(running) < AT_ONCE:
@@ -260,7 +260,7 @@ def sweep_prefill(right: set[str], deadline: float) -> None:
 
 
 def decode_cases() -> Iterator[tuple[str, Mix]]:
-    """Ragged ones first: the tiles that are best for the very first go on."""
+    """Yields the cases, ragged ones first. The tiles that are best for the first case are tried with the others."""
     for rows, most in ((256, 2000), (128, 2000), (64, 2000), (32, 2000), (512, 1100)):
         lengths = torch.randint(100, most, (rows,), generator=torch.Generator().manual_seed(0)).tolist()
         yield f"{rows} of 100 to {most}", [(1, one) for one in lengths]
@@ -288,7 +288,7 @@ def sweep_decode(right: set[str], deadline: float) -> None:
 
 
 def sweep(case: Case, ways: list[Tiles], deadline: float) -> list[tuple[float, Tiles]]:
-    """The quickest first."""
+    """Times the choices. Returns them with their times, the fastest first."""
     found = []
     for tiles in dict.fromkeys(ways):
         if time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Ready in seconds: from the start of a process to its first token, with random weights of Qwen3's shapes.
+"""Measures the seconds from the start of a process to its first token, with random weights of Qwen3's shapes.
 
     python bench/gpu_ready.py [--model 0.6B] [--rounds 2] [--check]
 
@@ -69,7 +69,7 @@ def serve_everything(llm: "LLM") -> None:  # type: ignore[name-defined]  # noqa:
 
 
 def measure(model: str, cache: str, check: bool = False) -> tuple[dict[str, float], list[str]]:
-    """Seconds to each milestone and of each phase, and what else was printed."""
+    """Returns the seconds to each milestone and of each phase, and what else was printed."""
     command = [sys.executable, __file__, "--model", model, "--start", *(["--check"] if check else [])]
     found: dict[str, float] = {}
     said = []

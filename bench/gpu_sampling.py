@@ -71,7 +71,7 @@ def rows_of(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> Tensor:
 
 
 def draws_of(filters: list[tuple[int, float, float]], rows: int) -> Draws:
-    """The filters in turn."""
+    """Returns draws that take the filters in turn."""
     chosen = [filters[row % len(filters)] for row in range(rows)]
     generator = torch.Generator().manual_seed(rows)
     top_k, top_p, min_p = (torch.tensor(column) for column in zip(*chosen, strict=True))
@@ -84,7 +84,7 @@ def there(draws: Draws) -> Draws:
 
 
 def excused(logits: Tensor, draws: Draws, row: int, found: int) -> bool:
-    """Whether an id is as good as the right one, as far as float32 can tell."""
+    """Whether an id is as right as the expected one within the precision of float32."""
     some = draws.take(torch.tensor([row]))
     distance = twin.distances(logits[row : row + 1].float(), some.temperature)
     ids = np.argsort(distance[0].numpy(), kind="stable")
@@ -137,7 +137,7 @@ def check_rank(kind: str, vocab: int, dtype: torch.dtype, rows: int, count: int)
 
 
 class Asking:
-    """Rows of ids that ask for everything, each in its own way."""
+    """Rows of ids whose requests use all logit edits, each with other values."""
 
     def __init__(self, rows: int, vocab: int, length: int) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -178,7 +178,7 @@ def checks(tiny: bool) -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def microseconds(run: Callable[[], object]) -> tuple[float, float]:
-    """Of the device for one run, and of the host."""
+    """Returns the microseconds of the device and of the host for one run."""
     start = time.perf_counter()
     run()
     if not ON_GPU:
@@ -201,7 +201,7 @@ def microseconds(run: Callable[[], object]) -> tuple[float, float]:
 
 
 def kernel_times(run: Callable[[], object], runs: int = 5) -> dict[str, float]:
-    """The microseconds of each kernel in one run, all its launches together."""
+    """Returns the microseconds of each kernel in one run, over all its launches."""
     run()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -212,7 +212,7 @@ def kernel_times(run: Callable[[], object], runs: int = 5) -> dict[str, float]:
 
 
 def by_kernel(rows: int = 256) -> Iterator[str]:
-    """A line for each filter."""
+    """Yields a line for each filter."""
     for spread in ("random", "flat"):
         logits = rows_of(spread, rows, 151_936, torch.bfloat16).to(DEVICE)
         for name, filters in FILTERS.items():
@@ -222,7 +222,7 @@ def by_kernel(rows: int = 256) -> Iterator[str]:
 
 
 def sweep(tiny: bool) -> int:
-    """Prints a line for each tiling, by the sum of the draws; returns how many failed."""
+    """Prints a line for each tiling, ordered by the sum of its draws. Returns how many failed."""
     vocab, rows, checked = (5000, 1, 3) if tiny else (151_936, 256, 8)
     logits = rows_of("flat", rows, vocab, torch.bfloat16).to(DEVICE)
     cases = {name: there(draws_of([FILTERS[name]], rows)) for name in ("temperature", "top_k 50", "top_p 0.9")}

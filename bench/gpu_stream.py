@@ -55,7 +55,7 @@ class Shape:
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """(in, out)"""
+        """Returns name -> (in, out)."""
         return {
             "qkv": (self.hidden, (self.heads + 2 * self.kv_heads) * DIM),
             "output": (self.heads * DIM, self.hidden),
@@ -66,7 +66,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Product:
-    """A product of a layer with what stands in front of it and behind."""
+    """A product of a layer, with what is computed before and after it in the same kernel."""
 
     name: str
     x: Tensor
@@ -75,7 +75,7 @@ class Product:
     weight: DeviceCodes
 
     def run(self, how: How) -> tuple[Tensor, Tensor]:
-        """(out, residual)"""
+        """Returns (out, residual)."""
         x, residual, weight, gated = self.x, self.residual, self.weight, self.name in GATED
         out = torch.empty(len(x), len(weight) // 2 if gated else len(weight), dtype=x.dtype, device=x.device)
         if self.name in NORMED:
@@ -133,11 +133,11 @@ class Chain:
         return x
 
     def microseconds(self, choice: Choice) -> float:
-        """Of one layer."""
+        """Returns the microseconds of one layer."""
         return microseconds([lambda: self.step(choice)]) / len(self.weights)
 
     def alone(self, choice: Choice) -> Iterator[tuple[str, float, float]]:
-        """Each kernel over all layers: its name, microseconds, TB/s."""
+        """Yields the name, microseconds and TB/s of each kernel over all layers."""
         shape = self.shape
         qkv = inputs(self.rows, shape.matrices["qkv"][1])
         parts = self.attend(0, qkv)
@@ -159,7 +159,7 @@ SEVERAL = [(4, 1, 1, 4), (4, 1, 2, 4), (4, 1, 3, 4), (2, 1, 3, 4), (2, 1, 2, 4),
 
 
 def choices(name: str, size: int, wide: int, rows: int, group: int = 128) -> list[How]:
-    """Ways worth a try; that of the table is among them, if there is one."""
+    """Returns ways to try. The way in the table is among them, if there is one."""
     blocks = size // (16 // BITS * 32)
     found: list[How] = []
     if rows == 1:
@@ -211,7 +211,7 @@ def _short(how: How) -> str:
 
 
 def checks(tiny: bool) -> Iterator[tuple[str, Callable[[], Any], Callable[[], Any]]]:
-    """Widths, groups, rows, orders, gates: (label, kernel, twin)."""
+    """Yields checks of widths, groups, rows, orders and gates, each as (label, kernel, twin)."""
     kinds = [(4, 32)] if tiny else list(product((4, 8), (16, 32, 64, 128)))
     for (bits, group), rows in product(kinds, (1, 3) if tiny else (1, 2, 3, 4)):
         order = rows == 3
@@ -234,7 +234,7 @@ def check(tiny: bool) -> int:
 
 
 def compiled_runs(rows_of: list[int], groups: list[int]) -> list[Callable[[], object]]:
-    """A run for each kernel, on few lines of a matrix."""
+    """Returns a run for each kernel, on few lines of a matrix."""
     runs: dict[tuple[Any, ...], Callable[[], object]] = {}
     for rows, group, (name, (size, wide)) in product(rows_of, groups, Shape().matrices.items()):
         by_rule = rule(rows, zero_codes(wide, size, BITS, group, "meta"), name in GATED)
@@ -261,12 +261,12 @@ def compile_all() -> None:
 
 
 def vocabulary_choices() -> list[How]:
-    """8 bits: two steps of four warps."""
+    """Returns ways to try for the vocabulary, whose codes have 8 bits."""
     return [Gemv(8, 1, 1, 4), Gemv(8, 1, 2, 4), Gemv(4, 1, 2, 4), Gemv(8, 1, 1, 8), Gemv(4, 2, 1, 8), SmallGemm(64, 8, 1, 4, 4)]
 
 
 def vocabulary(group: int) -> float:
-    """Microseconds of one row's logits."""
+    """Returns the microseconds of the logits of one row."""
     weight, times = random_codes(HIDDEN, VOCABULARY, VOCABULARY_BITS, group), []
     head = Product("head", inputs(1, HIDDEN), inputs(1, HIDDEN), inputs(1, HIDDEN), weight)
     exact = head.exact()

@@ -1,4 +1,4 @@
-"""How much of a decode step is Python and not the native call: `python bench/host_share.py [--rows 1,32] [--rounds 5]`.
+"""Measures how much of a decode step is Python and not the native call: `python bench/host_share.py [--rows 1,32] [--rounds 5]`.
 
 The default model, greedy, 64 tokens in and 150 out; the share is the time outside the native calls over all of it.
 """
@@ -13,7 +13,7 @@ PROMPT, OUTPUT = 64, 150
 
 
 class Watched:
-    """The native library's functions, with a clock around the step."""
+    """The functions of the native library, with the step timed."""
 
     def __init__(self, calls: Any) -> None:
         self._calls, self.seconds = calls, 0.0

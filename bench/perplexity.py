@@ -1,4 +1,4 @@
-"""How sure a model is of a text, natively and in float32: what packed weights and rounded activations cost.
+"""Measures the perplexity of a text, natively and in float32, and so what packed weights and rounded activations cost.
 
     python bench/perplexity.py wikitext-2-raw-v1_test.txt                 many rows at a time: floats inside the products
     python bench/perplexity.py wikitext-2-raw-v1_test.txt --step 16       few: activations of 8 bits, as when it decodes

@@ -1,8 +1,8 @@
-"""How fast the policy room plans: `python bench/policy_speed.py`.
+"""Measures how fast the policy plans: `python bench/policy_speed.py`.
 
-256 sequences decode; a step is `schedule` plus `update`, with made-up tokens in place of a runner. Aligned, all sequences
-cross a block edge in the same step, where each seals a block and takes a new one: the worst case. Spread, a sixteenth of
-them does in every step. Figures are medians over runs; the slowest step is the slowest of one run.
+256 sequences decode. A step is `schedule` plus `update`, with made-up tokens in place of a runner. In the worst case, aligned,
+all sequences fill a block in the same step, so each seals a block and takes a new one. Spread, a sixteenth of them does so in
+every step. Figures are medians over runs; the slowest step is the slowest of one run.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def _scheduler(aligned: bool) -> Scheduler:
 
 
 def measure(aligned: bool, depth: int, steps: int = 400, clock: Callable[[], float] = time.perf_counter) -> Speed:
-    """Seconds of `steps` full decode steps; at depth 2 a plan is updated after the next one was made."""
+    """Returns the seconds of `steps` full decode steps. At depth 2 a plan is updated after the next one was made."""
     scheduler = _scheduler(aligned)
     launched: list[StepPlan] = []
     seconds: list[float] = []

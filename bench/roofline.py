@@ -1,7 +1,7 @@
-"""What this machine can do at most: `python bench/roofline.py`.
+"""Measures the most that this machine can do: `python bench/roofline.py`.
 
-Reading memory with as many threads as the engine uses, and multiplying out of registers alone. roofline.cpp does it, compiled
-for this CPU when asked; other scripts call `measure` to say what share of it an engine reached in the same run.
+It reads memory with as many threads as the engine uses, and multiplies numbers that stay in registers. roofline.cpp does this; it
+is compiled for this CPU first. Other scripts call `measure` to print the share of it that an engine reached in the same run.
 """
 
 import argparse
@@ -29,11 +29,11 @@ UNITS = {"read": "GB/s", "amx": "TOP/s", "avx512": "TOP/s"}
 
 
 class NoRoofline(Exception):
-    """It cannot be measured here; the message says why."""
+    """The roofline cannot be measured here. The message says why."""
 
 
 def measure(threads: int, rounds: int = 5) -> dict[str, Figure]:
-    """Figures by name, those of LABELS; what the CPU or the kernel does not have is left out."""
+    """Returns the figures of LABELS by name, without those that the CPU or the kernel does not support."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise NoRoofline("no roofline: there is no C++ compiler (g++) to build bench/roofline.cpp with")
@@ -44,7 +44,7 @@ def measure(threads: int, rounds: int = 5) -> dict[str, Figure]:
 
 
 def parse(lines: str) -> dict[str, Figure]:
-    """`name value` a line, one line a sample; `name absent` for what there is not."""
+    """Reads lines `name value`, one for each sample, and `name absent` for what is not supported."""
     samples: dict[str, list[float]] = defaultdict(list)
     for name, value in (line.split() for line in lines.splitlines()):
         if value != "absent":

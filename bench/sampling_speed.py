@@ -1,7 +1,7 @@
-"""How fast rows of logits are sampled from: `python bench/sampling_speed.py`. The native library beside its torch twin.
+"""Measures how fast the native library samples from logits, beside its torch twin: `python bench/sampling_speed.py`.
 
-32 rows of 49,152 random logits, flatter than a model's, which makes it harder. Both run on one thread, in turn; figures are
-the best native call and the median of the ratios.
+There are 32 rows of 49,152 random logits. They are flatter than those of a model, which makes it harder. Both run on one thread, in
+turn. The figures are the best native call and the median of the ratios.
 """
 
 import argparse

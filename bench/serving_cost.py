@@ -1,4 +1,4 @@
-"""What HTTP costs: the same load offline and over HTTP in turn, and streams on FakeKV, where no model hides the rest of it.
+"""Measures what HTTP costs: the same load offline and over HTTP in turn, and streams on FakeKV, where no model hides the cost.
 
     python bench/serving_cost.py [MODEL]              batch32 of `octavo bench`, offline and over HTTP, as a ratio
     python bench/serving_cost.py --fake [MODEL]       streamed tokens a second, and how late the API process's event loop was
@@ -13,8 +13,7 @@ import statistics
 import time
 
 from octavo import LLM, SamplingParams, log
-from octavo.bench.text import text_ids
-from octavo.bench.workload import Workload, text_loads
+from octavo.bench.workload import Workload, text_ids, text_loads
 from tests.support.http_client import Connection, request_bytes
 from tests.support.server_process import ServerProcess
 
@@ -24,7 +23,7 @@ PROMPT = 16  # tokens of a stream on FakeKV
 
 
 async def stream_all(server: ServerProcess, workload: list[tuple[list[int], int]], path: str = "/v1/completions") -> int:
-    """Every request at once, every stream read to its end; events read."""
+    """Sends all requests at once, and reads every stream to its end. Returns how many events came."""
 
     async def one(ids: list[int], count: int) -> int:
         connection = Connection(server)

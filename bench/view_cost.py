@@ -1,4 +1,4 @@
-"""What watching costs: the same work without the inspector, with it and nobody there, and watched at ten frames a second, in turn.
+"""Measures what watching costs: in turn without the inspector, with it but no watcher, and watched at ten frames a second.
 
     python bench/view_cost.py                     steps on FakeKV in this process: seconds of CPU for 32 sequences that decode
     python bench/view_cost.py --model [MODEL]     batch32 of `octavo bench` over HTTP: wall time, and CPU of engine and API process
@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from octavo.bench.text import text_ids
-from octavo.bench.workload import text_loads
+from octavo.bench.workload import text_ids, text_loads
 from octavo.config import Debug, EngineConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.view import EngineView
@@ -50,7 +49,7 @@ def fake_core() -> EngineCore:
 
 
 def fake_seconds(way: Way, clock: Callable[[], float] = time.process_time) -> float:
-    """CPU seconds of a step. Each step stands for one of 10 ms: ten of them to a frame."""
+    """Returns the CPU seconds of a step. A step stands for one of 10 ms, so a frame is sent every ten steps."""
     core = fake_core()
     view = None if way == "without" else EngineView(core)
     if view is not None and way == "watched":
@@ -87,7 +86,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 async def one_load(server: ServerProcess, workload: list[tuple[list[int], int]], watched: bool) -> tuple[float, int]:
-    """Seconds of it, and frames that were read meanwhile."""
+    """Returns the seconds of the load, and how many frames were read meanwhile."""
     frames = 0
 
     async def watch() -> None:

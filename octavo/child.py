@@ -1,4 +1,4 @@
-"""Processes of our own: how one is started and how often again, that none outlives its parent, and that freed memory goes back."""
+"""Helps with child processes: starts and restarts them, ends them with their parent, and gives freed memory back to the system."""
 
 import ctypes
 import os
@@ -13,12 +13,12 @@ _PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from {} import {} as main; m
 
 
 def command(module: str, function: str, number: int) -> list[str]:
-    """Calls the function with the number, in another interpreter; modules are those of this one, whatever the folder."""
+    """Returns a command that calls the function with the number in a new interpreter, with the module path of this one."""
     return [sys.executable, "-P", "-c", _PROGRAM.format(module, function), str(number), *sys.path]
 
 
 def die_with(parent: int) -> None:
-    """Of all ways in which a parent can end, the system knows. To be called by the child."""
+    """Makes the system kill this process when its parent ends, however that happens. The child calls it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -26,7 +26,7 @@ def die_with(parent: int) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """By SIGSTOP: it lives, and does nothing. To be called by its parent."""
+    """Whether a child process is stopped by SIGSTOP: alive, but not running. Its parent calls it."""
     if not hasattr(os, "waitid"):
         return False
     with suppress(ChildProcessError):
@@ -35,15 +35,15 @@ def is_stopped(pid: int) -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Gives the memory that this process has freed back to the system: malloc would keep much of it for later."""
+    """Gives memory that this process has freed back to the system. malloc would keep much of it."""
     with suppress(OSError, AttributeError):  # another C library has no such call
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class Restarts:
-    """How often a process that ended is started again, and how soon: after 0.5 s, 1 s, 2 s ... 30 s.
+    """Decides whether a process that ended is started again, and how soon: after 0.5 s, 1 s, 2 s ... 30 s.
 
-    The count begins anew after a minute of health, so that a process may die now and then for ever.
+    A process that was ready for a minute resets the count, so one that dies now and then is always restarted.
     """
 
     def __init__(self, most: int) -> None:
@@ -51,7 +51,7 @@ class Restarts:
         self.count = 0
 
     def pause(self, healthy_seconds: float) -> float | None:
-        """Seconds until the next start; None: there is none. `healthy_seconds`: how long the process was ready before it ended."""
+        """Returns the seconds until the next start, or None for no more. `healthy_seconds`: how long the process had been ready."""
         if healthy_seconds >= HEALTHY_SECONDS:
             self.count = 0
         if self.count >= self.most:

@@ -1,4 +1,4 @@
-"""Settings. They are frozen: nothing writes to them, and what start-up finds out is returned instead.
+"""The settings of the engine. They are frozen: what the start finds out is returned, never written into them.
 
 `EngineConfig` is what a user sets: each field is a flag and a keyword of `LLM`. `Debug` is what a test switches on
 through `OCTAVO_DEBUG`. A model's own numbers are in `model_config.py`. Environment variables are read here and nowhere else.
@@ -24,7 +24,7 @@ LogprobsMode = Literal["raw", "processed"]
 
 
 def _flag(default: Any, text: str, choices_because: str = "") -> Any:
-    """A field with its help text, from which the command line is built. `choices_because`: why there are no other choices."""
+    """Returns a field with the help text of its flag. `choices_because`: why there are no other choices."""
     return field(default=default, metadata={"help": text, "because": choices_because})
 
 
@@ -126,7 +126,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig(EngineConfig):
-    """The same with a value for every setting that depends on device and model (`policy/auto.py`)."""
+    """An `EngineConfig` with values for all settings that depend on device and model. `policy/auto.py` makes it."""
 
     device: Literal["cpu", "cuda"]
     kv_cache_layout: Literal["nhd", "hnd"]
@@ -136,14 +136,14 @@ class ResolvedConfig(EngineConfig):
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse a keyword that is no setting, as Python refuses one that a function does not take."""
+    """Raises TypeError for a keyword that is not a setting, as Python does for a keyword that a function does not have."""
     for name in names:
         if name not in Settings.__annotations__:
             raise TypeError(f"LLM has no setting {name!r}{nearest(name, Settings.__annotations__)}")
 
 
 def check_setting(name: str, value: object) -> None:
-    """Check one field. What concerns two fields is checked when all are known."""
+    """Checks the value of one field. Rules about two fields are checked in `EngineConfig`."""
     if name == "model" and not isinstance(value, (str, os.PathLike, type(None))):
         raise ConfigError(f"model must be a path or a name, got {value!r}")
     if name == "trace" and not (value is None or (isinstance(value, str) and value)):
@@ -167,7 +167,7 @@ def check_setting(name: str, value: object) -> None:
 
 
 _MANY = 2**31 - 1
-_INTEGERS = {  # least and most
+_INTEGERS = {  # name -> the least and the greatest value
     "max_model_len": (2, _MANY),
     "block_size": (1, 256),
     "kv_cache_memory_bytes": (1, 2**63 - 1),
@@ -205,7 +205,7 @@ class Debug:
 
     check: bool = False  # assert every invariant after every step, fill free blocks with NaN
     runner: Literal["model", "fake", "device"] = "model"  # fake: FakeKV instead of a model; device: as on a GPU, on the CPU
-    isa: CpuIsa = "auto"  # of the native kernels, whatever cpu_isa says
+    isa: CpuIsa = "auto"  # instruction set of the native kernels, whatever cpu_isa says
     native: Literal["on", "off"] = "on"  # off: torch computes, whatever `native` says
     preempt_every: int = 0  # preempt the last running sequence every k steps
     forward_raise: int = 0  # raise in forward at this step
@@ -213,9 +213,9 @@ class Debug:
     forward_nan: int = 0  # make the first planned row of this step not finite
     sample_bad_id: int = 0  # sample an id outside the vocabulary at this step
     cache_force_miss: bool = False  # every prefix lookup misses
-    ipc_drop: int = 0  # this frame of news, of those an engine process sends, is lost on the way
-    ipc_truncate: int = 0  # half of it is
-    ipc_garbage: int = 0  # it comes out as something else
+    ipc_drop: int = 0  # the frame with this number that an engine process sends is lost
+    ipc_truncate: int = 0  # half of this frame is lost
+    ipc_garbage: int = 0  # the bytes of this frame are changed
     exit_sigkill: int = 0  # an engine process is killed at this step
     grammar_timeout: bool = False  # every grammar takes too long to compile
     loop_slow: int = 0  # milliseconds of CPU time after which a turn of an API process's event loop is reported
@@ -223,14 +223,16 @@ class Debug:
 
     @property
     def switched_on(self) -> list[str]:
-        """The switches that are set, for the log."""
+        """Returns the switches that are set, for the log."""
         return [f"{f.name}={value}" for f in fields(self) if (value := getattr(self, f.name)) != f.default]
 
     def overrule(self, config: EngineConfig) -> EngineConfig:
+        """Returns the config with what these switches change in it."""
         return replace(config, native=config.native and self.native == "on", cpu_isa=config.cpu_isa if self.isa == "auto" else self.isa)
 
     @staticmethod
     def parse(text: str) -> "Debug":
+        """Reads the value of OCTAVO_DEBUG."""
         known = {f.name: f for f in fields(Debug)}
         values: dict[str, Any] = {}
         for item in filter(None, (part.strip() for part in text.split(","))):
@@ -258,7 +260,7 @@ def debug_from_environment() -> Debug:
 
 
 def api_key() -> str | None:
-    """OCTAVO_API_KEY, where set: a key of the server that does not show in the list of processes."""
+    """Returns OCTAVO_API_KEY, if it is set. Unlike a flag, it does not show in the list of processes."""
     return os.environ.get("OCTAVO_API_KEY") or None
 
 
@@ -268,11 +270,12 @@ def spans_wanted() -> bool:
 
 
 def visible_gpus() -> str | None:
-    """CUDA_VISIBLE_DEVICES, where set. CUDA hides all other GPUs from this process."""
+    """Returns CUDA_VISIBLE_DEVICES, if it is set. CUDA hides all other GPUs from this process."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def log_level(default: str) -> str:
+    """Returns OCTAVO_LOG_LEVEL, or the default."""
     level = os.environ.get("OCTAVO_LOG_LEVEL", default).upper()
     if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise ConfigError(f"OCTAVO_LOG_LEVEL must be DEBUG, INFO, WARNING or ERROR, got {level!r}")
@@ -287,29 +290,29 @@ VARIABLES = (
 
 
 def environment() -> dict[str, str]:
-    """The variables above that are set, and all others named OCTAVO_*, without secrets."""
+    """Returns the variables above that are set, and all others named OCTAVO_*, without secrets."""
     names = sorted({*VARIABLES, *(name for name in os.environ if name.startswith("OCTAVO_"))})
     return {name: _shown(name, value) for name in names if (value := os.environ.get(name))}
 
 
 def _shown(name: str, value: str) -> str:
-    """On one line. Hidden are tokens, values of unknown variables and passwords in addresses."""
+    """Returns a value in one line. It hides tokens, passwords in addresses, and values of unknown variables."""
     if name not in VARIABLES or name in ("HF_TOKEN", "OCTAVO_API_KEY"):
         return "(set)"
     return re.sub(r"//[^/]*@", "//(set)@", " ".join(value.split()))[:200]
 
 
 def thread_limit() -> int | None:
-    """OMP_NUM_THREADS, where set."""
+    """Returns OMP_NUM_THREADS, if it is set to a number."""
     value = os.environ.get("OMP_NUM_THREADS", "")
     return int(value) if value.isdigit() and int(value) > 0 else None
 
 
 def calm_threads() -> None:
-    """Let torch's threads spin only briefly before they sleep. This works only before torch is imported.
+    """Lets torch's threads spin only briefly before they sleep. It must be called before torch is imported.
 
-    A thread that spins at a barrier takes a core from the thread it waits for: with one other process running,
-    a decode step was eight times slower.
+    A thread that spins at a barrier takes a core from the thread it waits for. With one other process running, this made a
+    decode step eight times slower.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -320,11 +323,11 @@ def no_color() -> bool:
 
 
 def state_dir() -> Path:
-    """The folder for small files that are kept between runs, such as the history of a chat."""
+    """Returns the folder for small files that are kept between runs, such as the history of a chat."""
     return Path("~/.local/state/octavo").expanduser()
 
 
 def in_flag(size: int) -> str:
-    """A size as its flag takes it: 8m."""
+    """Returns a size in the form that flags take, such as 8m."""
     unit, power = next(((unit, power) for unit, power in (("g", 30), ("m", 20), ("k", 10)) if size % 2**power == 0), ("", 0))
     return f"{size >> power}{unit}"

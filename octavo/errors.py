@@ -1,7 +1,7 @@
-"""Every exception a user can meet, in one place.
+"""All exceptions that a user can meet.
 
-All of them derive from `OctavoError`, so a caller can catch the family; each also derives from the built-in a Python
-programmer would expect (ValueError for a bad value, and so on). Messages name the thing, the number and the knob.
+They derive from `OctavoError`, so a caller can catch all of them. Each also derives from the built-in exception that a Python
+programmer would expect, such as ValueError for a bad value. Messages name the thing, the number and the setting to change.
 """
 
 import difflib
@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 
 class OctavoError(Exception):
-    """The family: anything Octavo itself reports."""
+    """Any error that Octavo itself reports."""
 
 
 class ConfigError(OctavoError, ValueError):
@@ -25,17 +25,17 @@ class TemplateError(OctavoError, ValueError):
 
 
 class RequestError(OctavoError, ValueError):
-    """A request cannot be served; `param` names the field at fault, `code` is machine-readable."""
+    """A request cannot be served. `param` names the field that is wrong, `code` is for programs."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
         self.code = code
-        self.index: int | None = None  # of the prompt at fault, where several came in one call
+        self.index: int | None = None  # of the prompt that is wrong, if a call had several
 
 
 class EngineError(OctavoError, RuntimeError):
-    """The engine failed while it worked on a request; `code` is machine-readable, such as numerical_error."""
+    """The engine failed while it worked on a request. `code` is for programs, such as numerical_error."""
 
     def __init__(self, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class EngineError(OctavoError, RuntimeError):
 
 
 class OverloadError(OctavoError, RuntimeError):
-    """The queue is full; in `retry_after` seconds there may be room."""
+    """The queue is full. In `retry_after` seconds there may be room."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class OverloadError(OctavoError, RuntimeError):
 
 
 class UnavailableError(OctavoError, RuntimeError):
-    """The engine is loading, draining or dead, or did not get to a request in time; `code` says which, where there is one."""
+    """The engine is loading, draining or dead, or did not begin a request in time. `code` may say which."""
 
     def __init__(self, message: str, retry_after: float, code: str | None = None) -> None:
         super().__init__(message)
@@ -66,7 +66,7 @@ class DeadlineError(OctavoError, TimeoutError):
 
 
 class RemoteError(OctavoError, RuntimeError):
-    """A server that was asked over HTTP refused or failed; `status` is that of its answer, None where there was none that made sense."""
+    """A server that was asked over HTTP refused or failed. `status` is the HTTP status, None if there was no valid answer."""
 
     def __init__(self, message: str, status: int | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -79,6 +79,6 @@ class VerifyError(OctavoError, AssertionError):
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """The name that is spelled most like it, as the end of a message; nothing where none is close."""
+    """Returns the end of a message that suggests the most similar name, or "" if none is similar."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""

@@ -1,4 +1,4 @@
-"""`FairLock`: how threads share what only one of them may use at a time, and each only for a moment."""
+"""`FairLock` lets threads take turns at something that only one of them may use at a time."""
 
 import threading
 from types import TracebackType
@@ -7,16 +7,16 @@ from octavo.errors import EngineError
 
 
 class FairLock:
-    """A lock that does not come back to the thread that just had it while another one waits, as a plain lock would."""
+    """A lock that a thread cannot take twice in a row while another thread waits for it. With a plain lock it could."""
 
     def __init__(self) -> None:
-        self._next = threading.Lock()  # whoever has it gets the next turn
+        self._next = threading.Lock()  # the thread that has it gets the next turn
         self._turn = threading.Lock()
         self._holder: int | None = None
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread is inside a turn: what asks is a signal handler or a finalizer, which Python runs anywhere."""
+        """Whether this thread has the lock. Then the caller is a signal handler or a finalizer, which Python may run at any point."""
         return self._holder == threading.get_ident()
 
     def __enter__(self) -> None:

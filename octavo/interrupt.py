@@ -1,4 +1,4 @@
-"""Ctrl-C between steps, never inside one: a step that is cut in half would leave the engine in no state at all."""
+"""`DeferredInterrupt` delays Ctrl-C until the current step has ended. Half a step would leave the engine in a wrong state."""
 
 import signal
 import threading
@@ -6,7 +6,10 @@ from types import FrameType, TracebackType
 
 
 class DeferredInterrupt:
-    """While entered (in the main thread, with Python's own handler), Ctrl-C waits for `check` or the end; a second one does not."""
+    """A context in which Ctrl-C waits for `check` or the end of the context. A second Ctrl-C does not wait.
+
+    It works in the main thread, and only if Python's own handler of Ctrl-C is installed. Elsewhere it does nothing.
+    """
 
     def __init__(self) -> None:
         self._pending = False
@@ -27,6 +30,7 @@ class DeferredInterrupt:
             self.check()
 
     def check(self) -> None:
+        """Raises KeyboardInterrupt if Ctrl-C was pressed."""
         if self._pending:
             self._pending = False
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Logging: one logger, to stderr, `OCTAVO_LOG_LEVEL` sets how much (DEBUG, INFO, WARNING, ERROR); as text, or an object a line."""
+"""The one logger, which writes to stderr, as text or as JSON lines. `OCTAVO_LOG_LEVEL` is DEBUG, INFO, WARNING or ERROR."""
 
 import json
 import logging
@@ -7,11 +7,11 @@ import time
 from contextvars import ContextVar
 
 logger = logging.getLogger("octavo")
-request_id: ContextVar[str] = ContextVar("request_id", default="")  # of what is being worked on, in a server
+request_id: ContextVar[str] = ContextVar("request_id", default="")  # the request that a server is working on
 
 
 def setup(level: str, form: str = "text") -> None:
-    """Send Octavo's log lines to stderr at `level`. A second call only changes the level."""
+    """Sends log lines of at least this level to stderr. A second call only changes the level."""
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(JsonLines() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
@@ -21,6 +21,8 @@ def setup(level: str, form: str = "text") -> None:
 
 
 class JsonLines(logging.Formatter):
+    """Formats a log line as a JSON object."""
+
     def format(self, record: logging.LogRecord) -> str:
         line = {"time": round(record.created, 3), "level": record.levelname, "message": record.getMessage()}
         if known := request_id.get():
@@ -31,7 +33,7 @@ class JsonLines(logging.Formatter):
 
 
 class Stopwatch:
-    """Seconds since it was made."""
+    """Counts the seconds since it was made."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Files of our own making: nothing but one of its kind is ever written over, and what goes wrong is told with the setting to change."""
+"""Opens files that Octavo writes. A file of another kind is never overwritten, and errors name the setting to change."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +9,11 @@ from octavo.errors import ConfigError
 
 
 def open_own(setting: str, path: str, kind: str, head: bytes, mode: int, go_on: bool = False) -> int:
-    """The descriptor, to write at. `head`: how a `kind` begins; a slip of the hand must not cost a model. `go_on`: behind what is there."""
+    """Opens a file for writing and returns its descriptor. `go_on`: append to the file instead of replacing it.
+
+    `head`: the bytes that every file of this `kind` begins with. If the file begins with others, it is an error: a mistyped path
+    must not destroy a model.
+    """
     try:
         if Path(path).is_file():
             with open(path, "rb") as file:
@@ -22,7 +26,7 @@ def open_own(setting: str, path: str, kind: str, head: bytes, mode: int, go_on: 
 
 @contextmanager
 def told_with_tmpdir() -> Iterator[None]:
-    """For files that nobody named."""
+    """Turns an OSError about a temporary file into an error that names TMPDIR."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Progress of long work, on stderr: a bar or a line that is redrawn at a terminal, else a plain line every few seconds."""
+"""Shows the progress of long work on stderr. At a terminal it redraws a bar or a line, else it prints a line every few seconds."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ REDRAW_EVERY = 0.2
 
 
 class GenerateProgress:
-    """Finished requests, and tokens per second in and out."""
+    """Shows finished requests, and prompt and output tokens per second."""
 
     def __init__(self, total: int, enabled: bool) -> None:
         self._total = total
@@ -29,12 +29,13 @@ class GenerateProgress:
             self._bar.stop()
 
     def count(self, done: int, tokens_in: int, tokens_out: int) -> None:
-        """What is new since the last call."""
+        """Adds what is new since the last call."""
         self._done += done
         self._tokens_in += tokens_in
         self._tokens_out += tokens_out
 
     def show(self) -> None:
+        """Shows the progress, if the last time is long enough ago."""
         if not self._enabled or time.perf_counter() - self._last_line < (LINE_EVERY if self._bar is None else REDRAW_EVERY):
             return
         self._last_line = time.perf_counter()
@@ -48,7 +49,7 @@ class GenerateProgress:
         return f"in {self._tokens_in / seconds:.0f} tok/s, out {self._tokens_out / seconds:.0f} tok/s"
 
 
-def _bar(total: int):  # type: ignore[no-untyped-def]  # rich may be absent, and so may its types
+def _bar(total: int):  # type: ignore[no-untyped-def]  # rich and its types may not be installed
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -61,7 +62,7 @@ def _bar(total: int):  # type: ignore[no-untyped-def]  # rich may be absent, and
 
 
 def in_units(num_bytes: float) -> str:
-    """94 MB, 2.3 GB"""
+    """Returns a number of bytes as text, such as 94 MB or 2.3 GB."""
     for unit, size in (("GB", 10**9), ("MB", 10**6)):
         if num_bytes >= size:
             return f"{num_bytes / size:.{1 if num_bytes < 10 * size else 0}f} {unit}"
@@ -69,12 +70,12 @@ def in_units(num_bytes: float) -> str:
 
 
 class DownloadProgress:
-    """Bytes that have come, of how many, how fast, and how long the rest will take."""
+    """Shows how much of a download is here, how fast it is, and how long the rest will take."""
 
     def __init__(self, name: str, total: int, enabled: bool = True) -> None:
         self._name = name
         self._total = total
-        self._done = self._came = 0  # bytes that are here, and those of them that came now
+        self._done = self._came = 0  # bytes that are here; those of them that this run downloaded
         self._start = self._last_line = time.perf_counter()
         self._enabled = enabled
         self._at_terminal = sys.stderr.isatty()
@@ -90,11 +91,11 @@ class DownloadProgress:
             self._show(f"downloaded {self._name} in {time.perf_counter() - self._start:.0f} s")
 
     def skip(self, num_bytes: int) -> None:
-        """These bytes are here from an earlier download; below zero where they have to come again."""
+        """Adds bytes of an earlier download. A negative number takes bytes away that must be downloaded again."""
         self._done += num_bytes
 
     def update(self, num_bytes: int) -> None:
-        """So many bytes came."""
+        """Adds bytes that were downloaded just now, and shows the progress now and then."""
         self._done += num_bytes
         self._came += num_bytes
         now = time.perf_counter()
@@ -111,7 +112,7 @@ class DownloadProgress:
 
 
 def _duration(seconds: float) -> str:
-    """45 s, 12 min, 3.5 h"""
+    """Returns a duration as text, such as 45 s, 12 min or 3.5 h."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -1,6 +1,6 @@
-"""Settings of the server. Every field is a flag of `octavo serve` and a key of its --config file.
+"""The settings of the server. Every field is a flag of `octavo serve` and a key of its --config file.
 
-A field states its help text and its range, so a new setting is one line here. Keys are secrets: no repr and no table shows them.
+A field has its help text and its range, so a new setting is one line here. API keys are secrets: no repr and no table shows them.
 """
 
 import re
@@ -22,6 +22,8 @@ def _flag(default: Any, text: str, least: float | None = None, most: float | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
+    """What a user sets for a server."""
+
     host: str = _flag("127.0.0.1", "address to listen on; 0.0.0.0 is every address of this machine, set --api-key with it")
     port: int = _flag(8000, "port to listen on; 0: any free port", 0, 65535)
     api_key: tuple[str, ...] = _flag((), "key that clients must send; may be repeated, and OCTAVO_API_KEY is one more", secret=True)
@@ -61,10 +63,10 @@ class ServerConfig:
             raise ConfigError("record needs the inspector: leave out --record or --no-inspector")
 
 
-# Settings of the engine in the lesson: small enough that everything happens within a few steps, and every block is seen.
+# Settings of the engine in the lesson. They are small, so that evictions and preemptions come within a few steps.
 LESSON = {"num_gpu_blocks_override": 33, "max_num_batched_tokens": 48, "max_num_seqs": 8, "max_model_len": 320, "block_size": 16}
 SECRETS = frozenset(each.name for each in fields(ServerConfig) if each.metadata["secret"])
-_KEY = re.compile(r"[!-~]{1,512}"), "1 to 512 visible ASCII characters"  # what a header carries unchanged
+_KEY = re.compile(r"[!-~]{1,512}"), "1 to 512 visible ASCII characters"  # characters that a header carries unchanged
 _HOST = re.compile(r"[A-Za-z0-9._:\[\]-]{1,255}"), "a name or an address"
 _FORMS: dict[str, tuple[re.Pattern[str], str]] = {
     "host": _HOST,

@@ -1,1 +1,1 @@
-"""The benchmarks behind `octavo bench`: workloads, how they are measured, and how the figures are shown."""
+"""The benchmarks of `octavo bench`: workloads, how they are measured, and how the figures are shown."""

@@ -1,4 +1,4 @@
-"""On what a benchmark ran: the line without which its figures mean little, and the memory it took."""
+"""`Machine` says what a benchmark ran on, for figures mean little without it. `peak_memory` says how much memory it took."""
 
 import platform
 import resource
@@ -17,7 +17,7 @@ from octavo.worker.machine import OWN_STATUS, cpu_model, num_threads, proc_bytes
 class Machine:
     model: str
     dtype: str
-    gpu: str | None  # where it computes
+    gpu: str | None  # None if the CPU computes
     cpu: str
     threads: int
     system: str
@@ -34,6 +34,7 @@ class Machine:
 
 
 def describe(config: EngineConfig, name: str, model: ModelConfig) -> Machine:
+    """Returns this machine, as the model would use it."""
     choice = device_here(config.device)
     return Machine(
         model=name,
@@ -49,6 +50,9 @@ def describe(config: EngineConfig, name: str, model: ModelConfig) -> Machine:
 
 
 def peak_memory() -> int:
-    """Most bytes this process held at once. Linux's own count first: that of getrusage begins with the parent's."""
+    """Returns the most bytes that this process has held at once.
+
+    Linux's own count is preferred, because the count of getrusage begins with what the parent process had.
+    """
     unit = 1 if platform.system() == "Darwin" else 1024
     return proc_bytes(OWN_STATUS, "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,4 +1,4 @@
-"""Running a workload: rounds of one `generate` call over all of it, each with an empty prefix cache, after a warm-up.
+"""Measures a workload. After a warm-up, each round is one `generate` call over all requests, with an empty prefix cache.
 
 A request's times come from its life record:
 
@@ -29,11 +29,11 @@ MIB = 2**20
 class Round:
     seconds: float
     outputs: list[RequestOutput]
-    first_token_alone: float | None = None  # seconds of the same call with one token out, where the workload is one stream
+    first_token_alone: float | None = None  # seconds to generate only the first token, if the workload is a single request
 
 
 def run_round(llm: LLM, workload: Workload, temperature: float = 0.0) -> Round:
-    """One call over the whole workload, with nothing in the prefix cache."""
+    """Runs the whole workload in one call, with an empty prefix cache."""
     llm.reset_prefix_cache()
     params = [
         SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True, detokenize=workload.is_text)
@@ -50,12 +50,13 @@ def run_round(llm: LLM, workload: Workload, temperature: float = 0.0) -> Round:
 
 
 def warm_up(llm: LLM, workload: Workload) -> None:
-    """A small part of the workload: what is made once, on first use, is made now."""
+    """Runs a small part of the workload, so that what is made on first use is not measured."""
     few = [(ids[:WARM_UP_TOKENS], min(count, 4)) for ids, count in workload.requests[:WARM_UP_REQUESTS]]
     run_round(llm, replace(workload, requests=few))
 
 
 def measure(llm: LLM, workload: Workload, rounds: int, temperature: float = 0.0) -> Result:
+    """Warms up, runs the rounds, and returns their figures."""
     say(f"{workload.name}: warm-up")
     warm_up(llm, workload)
     done = []
@@ -86,7 +87,7 @@ def _round(llm: LLM, workload: Workload, temperature: float) -> Round:
 
 
 def figures_of(workload: Workload, rounds: list[Round]) -> dict[str, Figure]:
-    """Throughput has a sample a round, times have one a request and round."""
+    """Returns the figures of all rounds. Throughput has a sample per round, times have one per request and round."""
 
     def each_round(unit: str, of: Callable[[Round], float]) -> Figure:
         return Figure(unit, [of(one) for one in rounds])
@@ -107,12 +108,12 @@ def figures_of(workload: Workload, rounds: list[Round]) -> dict[str, Figure]:
 
 
 def _running(one: Round) -> float:
-    """Requests that ran at the same time, on average over the round."""
+    """Returns how many requests ran at the same time, on average over the round."""
     return sum(_between(output.metrics.first_scheduled, output.metrics.finished) for output in one.outputs) / one.seconds
 
 
 def _decode_rates(workload: Workload, rounds: list[Round]) -> list[float]:
-    """One stream's tokens after the first over the time they took. A round so short that noise hid that time says nothing."""
+    """Returns tokens per second after the first token, for a single request. Rounds too short to tell are left out."""
     alone = [(one.seconds, one.first_token_alone) for one in rounds if one.first_token_alone is not None]
     return [(workload.output_tokens - 1) / (seconds - first) for seconds, first in alone if seconds > first]
 

@@ -1,22 +1,23 @@
-"""The figures as a picture: a small SVG of horizontal bars, written by hand, readable on light and on dark.
+"""Draws figures as horizontal bars, in an SVG file of their own or in a report, which also has curves of them.
 
     panel title, unit
-      label  ██████████████├──┤  12.3        the thin line runs from the least to the most that was seen
+      label  ██████████████├──┤  12.3        the thin line goes from the least to the greatest sample
     small print: the command and the machine
 
-Every number in it also stands in its description, for those who cannot see the bars.
+The description of a picture has all its numbers, for people who cannot see the bars.
 """
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from octavo.bench.figures import Figure, number, words
-from octavo.report.html import Html, tag
+from octavo.bench.figures import Figure, Lines, Result, number, words
+from octavo.report.charts import Curve, curves
+from octavo.report.document import Html, Section, pictured, said, table, tag
 
-WIDTH, MARGIN, LEFT, RIGHT = 760, 24, 220, 70  # of the picture, its edge, labels, numbers
-ROW, HEAD, SMALL = 26, 44, 16  # heights of a bar's row, a panel's title, a line of small print
+WIDTH, MARGIN, LEFT, RIGHT = 760, 24, 220, 70  # widths of the picture, its margin, the labels, the numbers
+ROW, HEAD, SMALL = 26, 44, 16  # heights of a row with a bar, the title of a panel, a line of small print
 LONGEST_LABEL = 28  # characters
 
 STYLE = """
@@ -34,8 +35,8 @@ STYLE = """
 class Bar:
     label: str
     value: float
-    low: float  # the thin line, from here
-    high: float  # to here
+    low: float  # where the thin line begins
+    high: float  # where it ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Panel:
 
 
 def bar(label: str, figure: Figure) -> Bar:
-    """The median, and the range that was seen."""
+    """Returns a bar of the median, with a thin line from the least to the greatest sample."""
     return Bar(label, *(figure.statistic(name) for name in ("median", "min", "max")))
 
 
@@ -54,7 +55,7 @@ def heading(name: str, figure: Figure) -> str:
 
 
 def draw(title: str, panels: Sequence[Panel], small_print: Sequence[str]) -> str:
-    """A file of its own."""
+    """Returns the text of an SVG file."""
     bars, y = _panels(panels, 48)
     body = [_text(MARGIN, 36, title, "title"), *bars]
     lines = [line for text in small_print for line in textwrap.wrap(text, 120, break_on_hyphens=False)]
@@ -73,13 +74,13 @@ def draw(title: str, panels: Sequence[Panel], small_print: Sequence[str]) -> str
 
 
 def within_report(panels: Sequence[Panel]) -> Html:
-    """The same bars in a report, which has a title, small print and colours of its own."""
+    """Returns the same bars for a report, which has its own title, small print and colours."""
     bars, height = _panels(panels, 0)
     return tag("svg", Html("".join(bars)), viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=_said(panels))
 
 
 def _panels(panels: Sequence[Panel], y: int) -> tuple[list[str], int]:
-    """One below the other from `y` on, and where they end."""
+    """Draws the panels below each other, from `y` on. Returns them and the place where they end."""
     body = []
     for panel in panels:
         body += _panel(panel, y)
@@ -88,6 +89,7 @@ def _panels(panels: Sequence[Panel], y: int) -> tuple[list[str], int]:
 
 
 def _said(panels: Sequence[Panel]) -> str:
+    """Returns the description: all numbers of the panels."""
     return "; ".join(f"{panel.title}: " + ", ".join(f"{bar.label} {number(bar.value)}" for bar in panel.bars) for panel in panels)
 
 
@@ -112,3 +114,47 @@ def _short(label: str) -> str:
 
 def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+# -- sections of a report
+
+PERCENTS = [half / 2 for half in range(201)]
+ENOUGH = 3  # samples that a curve of their spread needs
+MOST_POINTS = 400  # that a curve may have
+
+
+def sections(results: Sequence[Result], head: str, lines: Lines, panels: Sequence[Panel]) -> list[Section]:
+    """Returns a report's sections: the figures, how times are spread, and the course of each run."""
+    figures = Section("Figures", [said(head), table(lines, "figures"), pictured(within_report(panels))])
+    return [figures, *_spreads(results), *(_course(result) for result in results if result.each_request)]
+
+
+def _spreads(results: Sequence[Result]) -> list[Section]:
+    names = list(dict.fromkeys(name for result in results for name, figure in result.figures.items() if figure.unit == "ms"))
+    drawn = []
+    for name in names:
+        found = [(result.name, result.figures[name]) for result in results if name in result.figures]
+        spread = [(label, figure) for label, figure in found if len(figure.samples) >= ENOUGH]
+        if spread:
+            lines = [Curve(label, list(zip(figure.percentiles(PERCENTS), PERCENTS))) for label, figure in spread]
+            drawn.append(pictured(curves(lines, f"{words(name)}, ms", "% of samples that took at most this")))
+    return [Section("How times are spread", drawn)] if drawn else []
+
+
+def _course(result: Result) -> Section:
+    """Returns a section on when requests came and when they were answered, for a server that was measured from outside."""
+    asked = result.each_request
+    lines = [_counted("arrived", (one["due"] for one in asked))]
+    lines.append(_counted("answered", (one["ended"] for one in asked if one["error"] is None)))
+    if any("within_slo" in one for one in asked):
+        lines.append(_counted("answered within the SLO", (one["ended"] for one in asked if one["within_slo"])))
+    text = "How far answers lie behind arrivals is how many requests are under way; what keeps within the SLO is goodput."
+    return Section(f"{result.name}: the course of the run", [pictured(curves(lines, "seconds", "requests so far"), text)])
+
+
+def _counted(label: str, times: Iterable[object]) -> Curve:
+    """Returns a curve of how many of the times have passed."""
+    ordered = sorted(time for time in times if isinstance(time, float | int))
+    every = -(-len(ordered) // MOST_POINTS) or 1
+    kept = [(time, float(number)) for number, time in enumerate(ordered, 1) if number % every == 0 or number == len(ordered)]
+    return Curve(f"{label}: {len(ordered):,}", [(0.0, 0.0), *kept])

@@ -1,6 +1,11 @@
-"""Start-up, measured from outside: a fresh process each round, its milestones timed from the moment it was started.
+"""Measures the start from outside. Each round starts a process of this module, which says on stdout how far it has come:
 
-Phases come from the log lines that end in "took S seconds", whichever the engine writes.
+    import            octavo and torch are loaded
+    ready             an LLM is open
+    first_token       it has generated a token
+    peak_memory N     the most bytes it held
+
+Times count from the start of the process. The phases in between are those log lines of the engine that end in "took S seconds".
 """
 
 import json
@@ -15,6 +20,7 @@ from dataclasses import asdict
 from octavo.bench.figures import Figure, Result
 from octavo.config import EngineConfig
 from octavo.errors import EngineError
+from octavo.sampling_params import SamplingParams
 
 MILESTONES = ("import", "ready", "first_token")
 PHASE = re.compile(r"INFO (?P<name>[\w -]+) took (?:[\d.]+ GiB and )?(?P<seconds>[\d.]+) seconds")
@@ -22,6 +28,7 @@ MIB = 2**20
 
 
 def measure_startup(config: EngineConfig, name: str, rounds: int) -> Result:
+    """Starts a process in each round, and returns the figures of all rounds."""
     samples: dict[str, list[float]] = defaultdict(list)
     for number in range(1, rounds + 1):
         seconds = _start(config)
@@ -33,8 +40,8 @@ def measure_startup(config: EngineConfig, name: str, rounds: int) -> Result:
 
 
 def _start(config: EngineConfig) -> dict[str, float]:
-    """Seconds from starting a process to each milestone, its phases, and its peak memory."""
-    command = [sys.executable, "-m", "octavo.bench.cold_start", json.dumps(asdict(config))]
+    """Starts one process. Returns the seconds to each milestone and of each phase, and its peak memory in MiB."""
+    command = [sys.executable, "-m", "octavo.bench.startup", json.dumps(asdict(config))]
     found: dict[str, float] = {}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         start = time.perf_counter()
@@ -51,3 +58,25 @@ def _start(config: EngineConfig) -> dict[str, float]:
         raise EngineError(f"the process that was started did not reach {missing[0] if missing else 'its end'}: {last}")
     phases = (PHASE.search(line) for line in lines)
     return found | {phase["name"].lower().replace(" ", "_"): float(phase["seconds"]) for phase in phases if phase}
+
+
+# -- the process that is started
+
+
+def main(settings: str) -> None:
+    """Opens an LLM and generates a token. `settings`: the fields of an EngineConfig, as JSON."""
+    config = EngineConfig(**json.loads(settings))
+    import octavo.engine.build  # noqa: F401  # loads torch, which otherwise is loaded with the model
+    from octavo.bench.machine import peak_memory
+    from octavo.llm import LLM
+
+    print("import", flush=True)
+    with LLM.from_config(config) as llm:
+        print("ready", flush=True)
+        next(iter(llm.stream([0] if config.skip_tokenizer_init else "Hello", SamplingParams(temperature=0, max_tokens=1))))
+        print("first_token", flush=True)
+        print("peak_memory", peak_memory(), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,10 +1,10 @@
-"""Traces: the lengths of requests that a real service saw, read from a file and turned into a workload.
+"""Reads traces, which are lengths of requests that a real service recorded, and makes workloads of them.
 
     Azure CSV         TIMESTAMP,ContextTokens,GeneratedTokens
     Mooncake JSONL    {"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, ...]}
 
-A trace has no text, so ids are drawn. A Mooncake hash id stands for 512 tokens of a prompt and all that came before them:
-equal hash ids become equal tokens, so what prompts shared there they share here. Times may be left out where they do not matter.
+A trace has no text, so ids are drawn at random. A Mooncake hash id stands for 512 tokens of a prompt and all tokens before them.
+Equal hash ids become equal tokens, so prompts share the same prefixes as in the service. A trace may lack times of arrival.
 """
 
 import csv
@@ -20,7 +20,7 @@ from typing import TextIO
 from octavo.bench.workload import Ids, Workload, random_ids
 from octavo.errors import ConfigError
 
-HASHED = 512  # tokens a Mooncake hash id stands for
+HASHED = 512  # tokens that a Mooncake hash id stands for
 MOST = 2**31 - 1  # tokens
 AZURE_FIELDS = ("ContextTokens", "GeneratedTokens")
 MOONCAKE_FIELDS = ("input_length", "output_length")
@@ -30,12 +30,12 @@ MOONCAKE_FIELDS = ("input_length", "output_length")
 class Traced:
     input_length: int
     output_length: int
-    hash_ids: tuple[int, ...] = ()  # one for each 512 tokens of the prompt, where the trace has them
-    arrival: float | None = None  # seconds, from whatever moment the trace counts
+    hash_ids: tuple[int, ...] = ()  # one for each 512 tokens of the prompt, if the trace has them
+    arrival: float | None = None  # in seconds; only differences mean something
 
 
 def read_trace(path: str, most: int | None = None) -> list[Traced]:
-    """The first `most` requests of a trace, or all."""
+    """Returns the first `most` requests of a trace, or all."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             is_json = file.read(1) == "{"
@@ -51,7 +51,7 @@ def read_trace(path: str, most: int | None = None) -> list[Traced]:
 
 
 def traced(path: str, requests: list[Traced], vocab_size: int, longest: int, seed: int) -> Workload:
-    """Prompts for the requests of a trace. What is longer than the context is cut, the end of the prompt first."""
+    """Returns the requests of a trace as a workload. If a request is longer than the context, the end of its prompt is cut off."""
     made, clipped = [], 0
     blocks: dict[int, Ids] = {}
     for number, request in enumerate(requests):
@@ -104,7 +104,7 @@ def _mooncake(file: TextIO, path: str) -> Iterator[Traced]:
 
 
 def _azure_time(text: str | None) -> float | None:
-    """2023-11-16 18:15:46.6805900, in whatever zone: only differences count."""
+    """Reads 2023-11-16 18:15:46.6805900. The time zone does not matter, for only differences are used."""
     try:
         return datetime.fromisoformat(text or "").replace(tzinfo=UTC).timestamp()
     except ValueError:

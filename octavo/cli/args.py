@@ -1,8 +1,8 @@
-"""Flags from dataclasses: every field of `EngineConfig`, and for a server of `ServerConfig`, is a flag with the field's help, type
-and default.
+"""Makes flags out of dataclasses: each field of `EngineConfig` is a flag with the field's help, type and default, and for a server
+each field of `ServerConfig`, too.
 
 A flag that is not given is absent from the parsed arguments, so the defaults are in one place: the dataclass. A flag wins over
-the file of --config, the file over the default. --show-config says where each value came from.
+the file of --config, and the file over the default. --show-config prints where each value came from.
 
     --max-model-len 32k      int | None: a number (k, m, g are powers of 1024) or auto
     --dtype float32          Literal: a choice
@@ -45,7 +45,7 @@ MODEL_HELP = field_help(EngineConfig.__dataclass_fields__["model"])
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong and what was probably meant, and takes options and words in any order."""
+    """Accepts options and words in any order. An error is one line, and suggests what was probably meant."""
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         options = argv[: argv.index("--")] if "--" in argv else argv
@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, only: Sequence[str] | None = None) -> None:
-    """A flag for each field, or for those in `only` where a command sets the others itself."""
+    """Adds a flag for each field, or only for the fields in `only`, if the command sets the others itself."""
     group = parser.add_argument_group("engine")
     group.add_argument("--model", metavar="MODEL", help=MODEL_HELP)
     offered = SETTINGS if only is None else ("model", *only)
@@ -79,7 +79,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, only: Sequence[str] | None
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of a server, and all of the engine."""
+    """Adds the flags of a server and all flags of the engine."""
     group = parser.add_argument_group("server")
     for field in fields(ServerConfig):
         _add_field(group, field)
@@ -88,7 +88,10 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_config(args: argparse.Namespace, model: str | None = None) -> EngineConfig:
-    """`model`: the one that was given as a word; without it, that of `--model`. With --show-config the command ends here."""
+    """Returns the config that file and flags give. With --show-config it prints the config and ends the command.
+
+    `model`: a model that was given as a word. It wins over --model.
+    """
     given = _given(args, model)
     config = EngineConfig(**given.of(SETTINGS))
     if args.show_config:
@@ -97,7 +100,7 @@ def engine_config(args: argparse.Namespace, model: str | None = None) -> EngineC
 
 
 def server_configs(args: argparse.Namespace, model: str | None = None) -> tuple[EngineConfig, ServerConfig]:
-    """The same for a server."""
+    """Returns both configs of a server, as `engine_config` does for the engine."""
     given = _given(args, model)
     if key := api_key():
         given.values["api_key"] = (*given.values.get("api_key", ()), key)
@@ -116,12 +119,13 @@ class _Given:
 
     values: dict[str, Any]
     origins: dict[str, str]
-    settings: frozenset[str]  # of the command
+    settings: frozenset[str]  # the settings that the command has
 
     def of(self, names: Sequence[str]) -> dict[str, Any]:
         return {name: value for name, value in self.values.items() if name in names}
 
     def take_lesson(self) -> None:
+        """Adds the settings of the lesson. None of them may be given."""
         if taken := next((name for name in LESSON if name in self.values), None):
             raise ConfigError(f"{taken} is set by the lesson ({LESSON[taken]}): leave out --{taken.replace('_', '-')} or --lesson")
         self.values |= LESSON
@@ -134,7 +138,7 @@ class _Given:
 
 def _given(args: argparse.Namespace, model: str | None) -> _Given:
     filed = read_settings(args.config) if args.config else {}
-    filed = {name: value for name, value in filed.items() if name in args.settings}  # one file may be used for several commands
+    filed = {name: value for name, value in filed.items() if name in args.settings}  # a file may have settings for other commands, too
     given = {name: value for name, value in vars(args).items() if name in args.settings}
     flags = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     if args.model is None:
@@ -145,7 +149,7 @@ def _given(args: argparse.Namespace, model: str | None) -> _Given:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, defaults: Mapping[str, object]) -> None:
-    """`defaults`: values of this command, where neither a flag nor the model sets one and SamplingParams has another."""
+    """Adds the flags of sampling. `defaults`: values of this command that differ from those of SamplingParams."""
     group = parser.add_argument_group("sampling")
     own = {field.name: field.default for field in fields(SamplingParams)}
     for name, (convert, text) in SAMPLING_FLAGS.items():
@@ -158,7 +162,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, defaults: Mapping[str, o
 
 
 def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of SamplingParams that were given as flags."""
+    """Returns the fields of SamplingParams that were given as flags."""
     return {name: value for name, value in vars(args).items() if name in {*SAMPLING_FLAGS, "stop", "n"}}
 
 
@@ -179,7 +183,7 @@ def _add_field(group: argparse._ArgumentGroup, field: Field[Any]) -> None:
 
 
 def _choice(field: Field[Any]) -> Callable[[str], str]:
-    """Like argparse's `choices`, but it also says why there are no others and which one was probably meant."""
+    """Checks a choice as argparse does. The error also says why there are no other choices, and which one was probably meant."""
     choices, because = get_args(field.type), field.metadata["because"]
 
     def convert(text: str) -> str:

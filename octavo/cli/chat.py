@@ -1,26 +1,22 @@
 """`octavo chat`: a conversation at the terminal, or one answer for a script."""
 
 import argparse
+import asyncio
+import contextlib
 import json
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from octavo.cli.args import add_engine_flags, add_sampling_flags, engine_config, sampling_values
-from octavo.cli.opening import opened
-from octavo.cli.prompt_rows import read_stdin
-from octavo.cli.remote import add_remote_flags, open_remote
+from octavo.cli.chat_session import CHAT_DEFAULTS, Answerer, ChatSession, LocalAnswers, RemoteAnswers, chat_params
+from octavo.cli.in_out import for_stdout, read_stdin
+from octavo.cli.opening import add_remote_flags, open_remote, opened
+from octavo.config import no_color, state_dir
 from octavo.errors import OctavoError, RequestError, nearest
 from octavo.loading.default_model import NAME, is_default_name
 from octavo.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from octavo.cli.chat_session import Answerer, ChatSession
-    from octavo.cli.terminal import Terminal
-    from octavo.llm import LLM
-
-CHAT_DEFAULTS: dict[str, object] = {"temperature": 0.2, "top_p": 0.9, "max_tokens": None}
+from octavo.text.reasoning import Piece
 
 COMMANDS = {
     "/help": "show this list",
@@ -71,33 +67,24 @@ def run(args: argparse.Namespace) -> int:
     if config is None:
         return _remotely(args, model, question)
     with opened(config) as llm:
-        from octavo.cli.chat_local import LocalAnswers
-
         return _talk(LocalAnswers(llm, chat_params(llm, params)), args.system, question)
 
 
 def _remotely(args: argparse.Namespace, model: str | None, question: str | None) -> int:
-    import asyncio
-
-    from octavo.cli.chat_remote import RemoteAnswers
-
     with asyncio.Runner() as runner, open_remote(args) as server:
         found = runner.run(server.model(model))
         return _talk(RemoteAnswers(runner, server, found, sampling_values(args)), args.system, question)
 
 
 def _check_no_engine(args: argparse.Namespace) -> None:
-    """A running server has its own settings: those of an engine are refused."""
+    """Refuses settings of an engine, for a running server has its own."""
     given = [name for name in vars(args) if name in args.settings and name != "model"]
     given += ["config"] * (args.config is not None) + ["show_config"] * args.show_config
     if given:
         args.fail(f"--{given[0].replace('_', '-')} does not go with --url: the server has its own settings")
 
 
-def _talk(answerer: "Answerer", system: str | None, question: str | None) -> int:
-    from octavo.cli.chat_session import ChatSession
-    from octavo.cli.terminal import Terminal
-
+def _talk(answerer: Answerer, system: str | None, question: str | None) -> int:
     terminal = Terminal()
     session = ChatSession(answerer, system, terminal.say)
     if question is None:
@@ -106,11 +93,6 @@ def _talk(answerer: "Answerer", system: str | None, question: str | None) -> int
         terminal.write(piece)
     print()
     return 0
-
-
-def chat_params(llm: "LLM", params: SamplingParams) -> SamplingParams:
-    """What was not set is taken from the model's recommended values, else from CHAT_DEFAULTS."""
-    return params.with_defaults(llm.sampling_defaults or CHAT_DEFAULTS).for_chat()
 
 
 def _model_and_question(args: argparse.Namespace) -> tuple[str | None, str | None]:
@@ -125,28 +107,28 @@ def _model_and_question(args: argparse.Namespace) -> tuple[str | None, str | Non
     return model, words[0] if words else None
 
 
-# Single words such as llama3.2 or qwen3:0.6b, which are models for ollama. An error is better than the default model's answer to them.
+# Single words such as llama3.2 or qwen3:0.6b, which are names of models in ollama. An error that no such model is found is better
+# than an answer of the default model to that word.
 _FAMILIES = "tinyllama|llama|smollm|qwen|mistral|mixtral|gemma|phi|deepseek|gpt-oss|granite|olmo"
 _MODEL_WORD = re.compile(rf"({_FAMILIES})[\w.-]*[\d:][\w.:-]*", re.IGNORECASE)
 
 
 def looks_like_model(word: str) -> bool:
+    """Whether a single word names a model. If it does not, it is a question."""
     if word.endswith(".gguf") or is_default_name(word) or _MODEL_WORD.fullmatch(word):
         return True
     if re.search(r"[\s?]", word) is None and ("/" in word or "\\" in word):
         return True
     try:
         return word != "" and Path(word).is_dir()
-    except OSError:  # too long for a name
+    except OSError:  # the word is too long for a file name
         return False
 
 
 class ChatLoop:
-    """Reads a line and answers it, or runs it as a command, until Ctrl-D."""
+    """Reads messages until Ctrl-D. Each is answered, or run as a command."""
 
-    def __init__(self, session: "ChatSession", terminal: "Terminal") -> None:
-        from octavo.cli.terminal import LineReader
-
+    def __init__(self, session: ChatSession, terminal: "Terminal") -> None:
         self._session = session
         self._terminal = terminal
         self._say = terminal.say
@@ -163,7 +145,7 @@ class ChatLoop:
             except EOFError:
                 print()
                 return 0
-            except KeyboardInterrupt:  # while typing: a fresh line
+            except KeyboardInterrupt:  # Ctrl-C while typing begins a new line
                 print()
             except UnicodeDecodeError as error:
                 self._say(f"error: that line is not {error.encoding} text")
@@ -222,8 +204,69 @@ class ChatLoop:
             self._say("give a file name: /save FILE")
             return
         try:
-            with Path(name).open("x", encoding="utf-8") as file:  # never over an existing file
+            with Path(name).open("x", encoding="utf-8") as file:  # fails if the file exists
                 file.write(json.dumps({"messages": self._session.messages()}, ensure_ascii=False) + "\n")
             self._say(f"saved {len(self._session.turns)} turns to {name}")
         except OSError as error:
             self._say(f"error: {name}: {error.strerror}")
+
+
+# -- the terminal
+
+QUOTES = '"""'
+HISTORY_LINES = 1000
+
+
+class Terminal:
+    """Writes a chat to stdout. What is not part of the answer, such as thinking, is dim."""
+
+    def __init__(self) -> None:
+        self._colour = sys.stdout.isatty() and not no_color()
+
+    def write(self, piece: Piece) -> None:
+        text = for_stdout(piece.text)
+        print(text if piece.kind == "content" else self._dim(text), end="", flush=True)
+
+    def say(self, note: str) -> None:
+        """Writes a line that is Octavo's own. It may quote a server, so it is made harmless, too."""
+        print(self._dim(for_stdout(note)), flush=True)
+
+    def _dim(self, text: str) -> str:
+        return f"\033[2m{text}\033[0m" if self._colour else text
+
+
+class LineReader:
+    """Reads lines with `input`.
+
+    With readline, lines can be edited, and a history is kept between runs. If the history cannot be read or written, there is none.
+    """
+
+    def __init__(self) -> None:
+        self._file = state_dir() / "history"
+        try:
+            import readline
+        except ImportError:  # this Python was built without it
+            self._readline = None
+            return
+        self._readline = readline
+        readline.set_history_length(HISTORY_LINES)
+        with contextlib.suppress(OSError):
+            readline.read_history_file(self._file)
+
+    def message(self) -> str:
+        """Returns one line, or all lines between triple quotes."""
+        line = self._line(">>> ")
+        if not line.startswith(QUOTES):
+            return line.strip()
+        lines = [line.removeprefix(QUOTES)]
+        while not lines[-1].rstrip().endswith(QUOTES):
+            lines.append(self._line("... "))
+        return "\n".join(lines).rstrip().removesuffix(QUOTES).strip()
+
+    def _line(self, prompt: str) -> str:
+        line = input(prompt)
+        if self._readline is not None:
+            with contextlib.suppress(OSError):
+                self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._readline.write_history_file(self._file)
+        return line

@@ -1,12 +1,12 @@
-"""Settings as text: out of a TOML file, sizes such as 32k, and the table that says where each setting came from.
+"""Reads settings from a TOML file, reads sizes such as 32k, and prints the table of where each setting came from.
 
     # octavo.toml: the names of the flags, with - or _; sizes as in flags
     model = "models/SmolLM2"
     max-model-len = "32k"
     enable_prefix_caching = false
 
-A flag wins over the file, the file over the default. The file holds settings of the engine and of the server and nothing else; paths
-in it are relative to the current folder, as those of flags are.
+A flag wins over the file, and the file over the default. The file may have settings of the engine and of the server, and nothing
+else. Paths in it are relative to the current folder, as those of flags are.
 """
 
 import argparse
@@ -29,7 +29,7 @@ MOST_BYTES = 2**20
 
 
 def read_settings(path: str) -> dict[str, Any]:
-    """Fields of EngineConfig and ServerConfig, each checked by itself."""
+    """Returns the settings of a file, as fields of EngineConfig and ServerConfig. Each value is checked alone."""
     settings: dict[str, Any] = {}
     known = (*SETTINGS, *SERVER_SETTINGS)
     for key, value in _parse(path).items():
@@ -58,13 +58,13 @@ def _parse(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: not UTF-8 text (at line {line})") from error
     except RecursionError as error:
         raise ConfigError(f"{path}: nested too deep") from error
-    except ValueError as error:  # it names the line, but where the file ends too soon
+    except ValueError as error:  # its message has the line, unless the file ends too early
         last = len(data.splitlines())
         raise ConfigError(f"{path}: not valid TOML: {str(error).replace('at end of document', f'at line {last}, the last')}") from error
 
 
 def _converted(path: str, name: str, value: object) -> object:
-    """What the flag would make of it. TOML has types: 32k needs quotes, and a plain number must have none."""
+    """Returns the value that the flag of this name would give. TOML has types: 32k needs quotes, a plain number must have none."""
     field, kind = _field(name), _field(name).type
     try:
         if is_size(field) and isinstance(value, str):
@@ -77,7 +77,7 @@ def _converted(path: str, name: str, value: object) -> object:
         raise ConfigError(f"{path}: {said[:300]}") from error
     if isinstance(value, list):
         return tuple(value)
-    return float(value) if kind is float and isinstance(value, int) else value  # 1 is a number, too
+    return float(value) if kind is float and isinstance(value, int) else value  # TOML reads 1 as an integer
 
 
 def _field(name: str) -> Field[Any]:
@@ -85,7 +85,7 @@ def _field(name: str) -> Field[Any]:
 
 
 def settings_table(configs: Sequence[EngineConfig | ServerConfig], names: frozenset[str], origins: Mapping[str, str]) -> str:
-    """Each setting in `names` with its value and origin, then what the environment sets."""
+    """Returns a table of the settings in `names`, each with its value and origin, and of the environment variables that are set."""
     rows = [("setting", "value", "from")]
     values = {name: value for one in configs for name, value in asdict(one).items() if name in names}
     shown = {name: "(set)" if name in SECRETS and value else _text(name, value) for name, value in values.items()}
@@ -106,12 +106,12 @@ def _text(name: str, value: object) -> str:
 
 
 def is_size(field: Field[Any]) -> bool:
-    """Whether its number may have a unit."""
+    """Whether the field's number may have a unit, such as 32k."""
     return field.type == int | None or field.name.endswith("_bytes")
 
 
 def size(text: str) -> int | None:
-    """4096, 32k, 512m, 1.5g, 24GiB, 24gb (units are powers of 1024 however they are written); auto is None."""
+    """Reads 4096, 32k, 512m, 1.5g, 24GiB or 24gb. All units are powers of 1024. Returns None for auto."""
     found = re.fullmatch(r"(\d+|\d*\.\d+)([kmg]?)(?:(?<=[kmg])i?b)?", text.lower())
     if found is None and text.lower() != "auto":
         raise argparse.ArgumentTypeError(f"must be a size like 4096, 32k, 512m, 1.5g, 24GiB or auto, got {text!r}")

@@ -1,5 +1,6 @@
-"""What `octavo doctor` finds out about this machine. Nothing here may fail: what is unknown is None, and a library that cannot be
-imported is kept with the reason.
+"""`Facts` is what `octavo doctor` finds out about this machine.
+
+Nothing here may fail. What is unknown is None, and a library that cannot be imported is listed with the reason.
 """
 
 import importlib
@@ -19,39 +20,38 @@ from octavo.worker import machine
 from octavo.worker.device import Found, find, missing_tools
 
 NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
-# name -> the oldest version that works, and name -> what is lost without it
-REQUIRED = {"torch": "2.11", "numpy": "", "safetensors": "", "tokenizers": "", "jinja2": ""}
+REQUIRED = {"torch": "2.11", "numpy": "", "safetensors": "", "tokenizers": "", "jinja2": ""}  # name -> the oldest version that works
 SERVER = ("fastapi", "uvicorn", "uvloop", "httptools", "pydantic", "pyzmq", "msgspec", "prometheus_client")
-OPTIONAL = {
+OPTIONAL = {  # name -> what does not work without it
     "huggingface_hub": "models of the hub cannot be downloaded without it",
     "rich": "terminals show plain lines without it",
     **dict.fromkeys(SERVER, "octavo serve cannot start without it"),
     "llguidance": "structured outputs (JSON, regex, choice, grammar) do not work without it",
 }
-MODULES = {"pyzmq": "zmq"}  # where it is not the library's name
+MODULES = {"pyzmq": "zmq"}  # library -> module, if their names differ
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
     name: str
     version: str | None  # None: not installed
-    error: str | None  # why it cannot be imported, where it cannot
+    error: str | None  # why it cannot be imported; None if it can
 
 
 @dataclass(frozen=True, slots=True)
 class Torch:
-    """What an imported torch says of itself."""
+    """What torch reports about itself."""
 
     found: Found
     mkldnn: bool
-    dispatch: str  # the widest instructions its own kernels use here
-    amx: bool  # asked of the kernel, which may refuse what the CPU has
-    dtype: str  # what it is fast at here, and `--dtype auto` takes where it computes
+    dispatch: str  # the widest instructions that its kernels use on this CPU
+    amx: bool  # whether the operating system allows it; it may not, though the CPU has it
+    dtype: str  # the dtype that is fast on this CPU, and what `--dtype auto` means when torch computes
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCache:
-    """The folder of models from the hub."""
+    """The folder that models of the hub are downloaded to."""
 
     folder: Path
     in_use: int  # bytes
@@ -66,8 +66,8 @@ class Facts:
     release: str
     libraries: tuple[Library, ...]
     torch: Torch | None
-    driver: str | None  # NVIDIA's
-    tools: str  # what Triton builds launchers with, and is not here
+    driver: str | None  # the version of NVIDIA's driver
+    tools: str  # the tools that Triton needs and this machine lacks
     cpu: str
     cpu_flags: frozenset[str]
     allowed_cpus: int
@@ -75,18 +75,19 @@ class Facts:
     omp_threads: int | None
     threads: int
     native: str | None  # the best level of the native kernels
-    no_native: str  # why there are none, and what helps
-    load: float | None  # of the last minute
+    no_native: str  # why there are no native kernels, and what helps
+    load: float | None  # the load average of the last minute
     total_bytes: int
     available_bytes: int | None
     memory_bytes: int  # what this process may use
     default_model: Path | None
     cache: ModelCache | None
     variables: dict[str, str]
-    mistakes: tuple[str, ...]  # variables with a value that will be refused
+    mistakes: tuple[str, ...]  # errors about variables whose value is refused
 
 
 def gather() -> Facts:
+    """Asks this machine for all facts."""
     libraries = tuple(map(_library, (*REQUIRED, *OPTIONAL)))
     native, no_native = _native()
     return Facts(
@@ -118,6 +119,7 @@ def gather() -> Facts:
 
 
 def _native() -> tuple[str | None, str]:
+    """Returns the best level of the native kernels, or None and the reason."""
     try:
         from octavo.worker.device import native_level  # needs numpy
 
@@ -154,13 +156,14 @@ def _driver() -> str | None:
 
 def _cache() -> ModelCache | None:
     try:
-        folder = Hub.from_environment().cache  # where downloads go; huggingface_hub reads the variables for it
-    except Exception:  # it is missing or broken
+        folder = Hub.from_environment().cache  # the folder depends on variables that huggingface_hub reads
+    except Exception:  # huggingface_hub is missing or broken
         return None
     return ModelCache(folder, _size(folder), _free(folder))
 
 
 def _mistakes() -> Iterator[str]:
+    """Yields the errors about environment variables that a command would end with."""
     for check in (lambda: log_level("INFO"), debug_from_environment):
         try:
             check()
@@ -169,18 +172,18 @@ def _mistakes() -> Iterator[str]:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of all files below; links are not followed, so that what two names share counts once."""
+    """Returns the bytes of all files in the folder. Links are not followed, so a file with two names counts once."""
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
             try:
                 total += os.lstat(os.path.join(root, name)).st_size
-            except OSError:  # gone meanwhile
+            except OSError:  # the file was removed meanwhile
                 continue
     return total
 
 
 def _free(folder: Path) -> int:
-    """Free bytes where the folder is, or would be."""
+    """Returns the free bytes of the disk that the folder is on, or would be on."""
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     return shutil.disk_usage(existing).free

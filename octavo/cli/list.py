@@ -1,9 +1,9 @@
-"""`octavo list`: the models on this machine that need no download."""
+"""`octavo list` prints the models on this machine that need no download."""
 
 import argparse
 import time
 
-from octavo.cli.terminal import for_stdout
+from octavo.cli.in_out import for_stdout
 from octavo.progress import in_units
 
 HOUR, DAY = 3600, 86400

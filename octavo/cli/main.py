@@ -1,9 +1,9 @@
-"""The `octavo` command: finds the sub-command, runs it, and turns an error into one line and an exit code.
+"""The `octavo` command finds the sub-command, runs it, and turns an error into one line and an exit code.
 
     0  done      1  an error, in one line      2  wrong usage      130  Ctrl-C      141  the reader of stdout is gone
 
-A sub-command is a module with `add_arguments(parser)` and `run(args) -> int`, or a package with SUBCOMMANDS. Only
-the one that is asked for is imported, and it imports the engine only in `run`, so that help does not wait for torch.
+A sub-command is a module with `add_arguments(parser)` and `run(args) -> int`, or a package with SUBCOMMANDS. Only the module
+of the sub-command that runs is imported. It imports the engine only in `run`, so that help does not wait for torch.
 """
 
 import argparse
@@ -39,6 +39,7 @@ COMMANDS = {
     "top": "watch a running server: block pool, requests, steps",
     "doctor": "check this machine, and say what to fix",
 }
+ALIASES = {"run": "chat"}  # command -> the module of another one
 EXAMPLES = """examples:
   octavo serve                        the default model at http://127.0.0.1:8000
   octavo chat "Why is the sky blue?"  one answer in the terminal
@@ -54,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? instead
+        sys.stdout.reconfigure(errors="replace")  # a character that the terminal lacks becomes ?
     try:
         code = _run("octavo", "an LLM inference engine with paged KV memory", "octavo.cli", COMMANDS, words)
-        sys.stdout.flush()  # a reader that is gone is handled below
+        sys.stdout.flush()  # so that a reader that is gone is noticed here, and handled below
         return code
     except OctavoError as error:
         if _debugging():
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes stdout once more when it ends
         return 141
 
 
@@ -80,7 +81,7 @@ def _run(program: str, summary: str, package: str, commands: Mapping[str, str], 
     if not words or words[0] not in commands:
         _no_command(program, summary, commands, words or ["--help"])
     name, rest = words[0], words[1:]
-    command = importlib.import_module(f"{package}.{name}")
+    command = importlib.import_module(f"{package}.{ALIASES.get(name, name)}")
     if hasattr(command, "SUBCOMMANDS"):
         return _run(f"{program} {name}", commands[name], command.__name__, command.SUBCOMMANDS, rest)
     parser = _parser(f"{program} {name}", commands[name])
@@ -90,13 +91,12 @@ def _run(program: str, summary: str, package: str, commands: Mapping[str, str], 
 
 
 def _parser(program: str, summary: str) -> Parser:
-    """Examples at the end of the help keep their lines."""
-    form = argparse.RawDescriptionHelpFormatter
+    form = argparse.RawDescriptionHelpFormatter  # examples at the end of the help keep their lines
     return Parser(prog=program, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False, formatter_class=form)
 
 
 def _no_command(program: str, summary: str, commands: Mapping[str, str], words: Sequence[str]) -> NoReturn:
-    """Everything that is not a sub-command: help, the version, and mistakes."""
+    """Handles words that do not begin with a sub-command: prints help or the version, or says what is wrong."""
     parser = _parser(program, summary)
     parser.epilog = EXAMPLES if commands is COMMANDS else f'"{program} COMMAND --help" lists the options of a command.'
     parser.add_argument("--version", action="version", version=f"octavo {__version__}")
@@ -115,12 +115,12 @@ def _no_command(program: str, summary: str, commands: Mapping[str, str], words: 
 
 
 def _one_line(text: str) -> str:
-    """Names from a file may hold any character, also those that control a terminal."""
+    """Returns the text as one line without control characters, which names that come from files may have."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(text.split()))
 
 
 def _typed(words: Sequence[str]) -> str:
-    """The command line without its keys, for files that a user may share."""
+    """Returns the command line without API keys, for files that a user may share."""
     shown = list(words)
     for index, word in enumerate(shown):
         name, given, _ = word.partition("=")
@@ -134,5 +134,5 @@ def _typed(words: Sequence[str]) -> str:
 def _debugging() -> bool:
     try:
         return log_level("WARNING") == "DEBUG"
-    except ConfigError:  # a wrong level is reported like any other error
+    except ConfigError:  # the variable has a wrong value, which the command itself reports
         return False

@@ -1,26 +1,27 @@
-"""`octavo plan`: how much memory a model needs, from its config and headers. No weights are read.
+"""`octavo plan` tells how much memory a model needs. It reads the config and headers of the model, and no weights.
 
 The engine starts by the same plan (`policy/memory_plan.py`). Flags ask "what if": another memory size, context length,
-batch, dtype or quantization.
+batch, dtype or quantization. The plan is printed as text or as JSON, and can be written as a report.
 """
 
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from collections import Counter
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from octavo.cli.args import add_engine_flags, engine_config
 from octavo.cli.config_file import size
-from octavo.cli.plan_text import MARKS, plan_head, plan_text
-from octavo.cli.plan_weights import matrix_forms
-from octavo.cli.targets import add_report_flag, check_target, write_report
-from octavo.cli.terminal import can_show
-from octavo.config import Device, ResolvedConfig, no_color
+from octavo.cli.in_out import add_report_flag, can_show, check_target, write_report
+from octavo.config import Device, EngineConfig, ResolvedConfig, no_color
 from octavo.errors import ConfigError
 from octavo.loading.default_model import NAME
 from octavo.policy.auto import check_cache_dtype, resolved, suited
-from octavo.policy.memory_plan import Memory, MemoryPlan, ModelNeeds, plan_memory
+from octavo.policy.memory_plan import Memory, MemoryPlan, ModelNeeds, plan_memory, shown
+from octavo.report.charts import Curve, Part, curves, parts_bar
+from octavo.report.document import Html, Report, Section, pictured, said, table
+from octavo.worker.machine import num_threads, refuse_float16, resolve_dtype, this_machine
 
 if TYPE_CHECKING:
     from octavo.loading.shape import ModelShape
@@ -54,10 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_target("--report", args.report)
-    from octavo.cli.plan_report import plan_report
     from octavo.loading.shape import model_shape
     from octavo.worker.device import level_used
-    from octavo.worker.machine import num_threads, refuse_float16, resolve_dtype
 
     asked = engine_config(args, args.words)
     shape = model_shape(asked.model, asked.revision)
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _device(asked: Device, size: int | None) -> Literal["cpu", "cuda"]:
-    """With --memory, a GPU need not be here. torch is imported only where there may be one."""
+    """Returns the device to plan for. With --memory, this machine need not have a GPU. torch is imported only if it may have one."""
     from octavo.worker.device import device_here, nvidia_signs
 
     if asked == "cuda" and size is not None:
@@ -101,7 +100,7 @@ def _memory(config: ResolvedConfig, size: int | None) -> Memory:
 
 
 def _record(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan, level: str | None) -> dict[str, Any]:
-    """All of the table, with sizes in bytes."""
+    """Returns the whole table for --json, with sizes in bytes."""
     use, geometry = plan.use, plan.geometry
     return {
         "model": shape.name,
@@ -134,3 +133,176 @@ def _record(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan
         "fits": plan.refusal is None,
         "refusal": plan.refusal,
     }
+
+
+# -- as text: a table, a bar of where the memory goes, and one sentence
+#
+#    ██▓▓▓▓▓▓▓▓▓▓▓▓▒▒░░··································╱╱      the whole bar is the memory that this process may use
+
+WIDTH = 72
+# part of the memory: a block character, a letter for terminals without it, a colour
+MARKS = {
+    "weights": ("█", "W", 34),
+    "KV cache": ("▓", "K", 36),
+    "activations": ("▒", "A", 33),
+    "rows, other": ("░", "o", 35),
+    "free": ("·", ".", 2),
+    "other processes": ("╱", "x", 31),
+}
+
+
+def plan_head(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, level: str | None) -> str:
+    """Returns a line about the model and what computes it. `level`: that of the native kernels, None if torch computes."""
+    by = "on a GPU" if config.device == "cuda" else f"on the CPU by {f'native kernels ({level})' if level else 'torch'}"
+    return f"{shape.name}: {shape.config.architecture}, {needs.model.num_parameters:,} parameters, {needs.dtype}, {by}"
+
+
+def plan_text(
+    head: str, shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan, plain: bool, colour: bool
+) -> str:
+    lines = [head, ""]
+    lines += [f"  {name:<17}{value:>12}   {note}".rstrip() for name, value, note in plan_rows(shape, needs, config, plan)]
+    lines += ["", *_bar(plan, plain, colour), ""]
+    return "\n".join([*lines, plan_sentence(plan)])
+
+
+def plan_rows(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan) -> list[tuple[str, str, str]]:
+    """Returns the rows of the table, each a name, a size and a note."""
+    use, geometry, memory = plan.use, plan.geometry, plan.memory
+    token = f"{geometry.bytes_per_token:,} bytes per token" + ("" if needs.kv_cache_dtype == needs.dtype else f" in {needs.kv_cache_dtype}")
+    blocks = f"{geometry.num_blocks:,} blocks of {geometry.block_size} tokens, {token}"
+    on_gpu = memory.gpu is not None
+    whole = ""
+    if memory.gpu is not None:
+        size = shown(memory.gpu)
+        share = f"; GPU and CPU share {size} of memory" if memory.unified else f" of {size}"
+        whole = f" (--gpu-memory-utilization {config.gpu_memory_utilization}{share})"
+    own = [*(["CUDA and its libraries"] if on_gpu else []), *(["Python, libraries, tokenizer"] if memory.unified or not on_gpu else [])]
+    held = f", {shown(memory.others)} of it held by other processes" if memory.others else ""
+    return [
+        ("weights", shown(use.weights), stored(shape, needs, config)),
+        *(("", shown(form.nbytes), f"of it {form}") for form in matrix_forms(shape, needs, config)),
+        ("KV cache", shown(use.kv_cache), blocks if on_gpu else f"{blocks}; allocated as it is used"),
+        ("activations", shown(use.activations), f"steps of {config.max_num_batched_tokens:,} tokens, {config.max_num_seqs:,} sequences"),
+        *([("graphs", shown(use.graphs), "CUDA graphs, estimated")] if use.graphs else []),
+        ("rows", shown(use.rows), f"{config.max_num_seqs:,} sequences of {geometry.max_model_len:,} tokens: ids and block tables"),
+        ("other", shown(use.other), "; ".join(own)),
+        ("total", shown(use.total), f"of {shown(memory.total)}{whole}{held}"),
+        ("context length", f"{geometry.max_model_len:,}", f"tokens (the model's own maximum is {shape.config.max_position:,})"),
+        ("at that length", f"{plan.concurrency:,.1f}", "sequences at the same time"),
+    ]
+
+
+def plan_sizes(plan: MemoryPlan) -> dict[str, int]:
+    """Returns the parts of the bar, in bytes."""
+    use = plan.use
+    sizes = dict(zip(MARKS, (use.weights, use.kv_cache, use.activations + use.graphs, use.rows + use.other, 0, plan.memory.others)))
+    return sizes | {"free": max(plan.memory.total - sum(sizes.values()), 0)}
+
+
+def _bar(plan: MemoryPlan, plain: bool, colour: bool) -> list[str]:
+    sizes = plan_sizes(plan)
+    marks = {name: block if not plain else letter for name, (block, letter, _) in MARKS.items()}
+    paint = {name: f"\033[{code}m" if colour else "" for name, (_, _, code) in MARKS.items()}
+    end = "\033[0m" if colour else ""
+    drawn = {name: paint[name] + marks[name] * cells + end for name, cells in _cells(sizes).items() if cells}
+    legend = [f"{paint[name]}{marks[name]}{end} {name}" for name in drawn]
+    return ["  " + "".join(drawn.values()), "  " + "   ".join(legend)]
+
+
+def _cells(sizes: dict[str, int]) -> dict[str, int]:
+    """Divides the cells of the bar in proportion to the sizes. Every part that is not empty gets at least one."""
+    whole = sum(sizes.values())
+    cells = {name: max(round(WIDTH * size / whole), 1) if size else 0 for name, size in sizes.items()}
+    widest = max(cells, key=lambda name: cells[name])
+    cells[widest] += WIDTH - sum(cells.values())
+    return cells
+
+
+def plan_sentence(plan: MemoryPlan) -> str:
+    if plan.refusal is not None:
+        return f"It does not fit: {plan.refusal}."
+    return f"It fits: {shown(plan.memory.free - plan.use.total)} stay free when all of it is in use."
+
+
+# -- the weights: how they are stored, and how each matrix is kept in memory
+#
+#    93.8 MiB   of it 4-bit weights in groups of 32: 30 qkv, 30 output, 30 gate_up, 30 down (from Q4_1)
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixForm:
+    """All matrices that are kept in the same form."""
+
+    kept: str  # such as "4-bit weights in groups of 32", or a dtype
+    matrices: dict[str, int]  # name -> how many
+    stored: list[str]  # the formats that they have in the file
+    nbytes: int
+
+    def __str__(self) -> str:
+        listed = ", ".join(f"{count} {name}" for name, count in self.matrices.items())
+        return f"{self.kept}: {listed}" + (f" (from {', '.join(self.stored)})" if self.stored else "")
+
+
+def stored(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig) -> str:
+    """Returns a note on the size of the weights on disk, and on what loading makes of them."""
+    if shape.stored_bytes is None:
+        return "no weights on this machine"
+    note = ""
+    if config.quantization in ("int8", "int4"):
+        note = f", {config.quantization} at load" + ("" if needs.keeps_codes else "; torch computes with floats, so no memory is saved")
+    elif shape.packed:
+        note = f", {'kept quantised' if needs.keeps_codes and config.quantization == 'auto' else 'converted to floats at load'}"
+    return f"{shown(shape.stored_bytes)} on disk{note}"
+
+
+def matrix_forms(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig) -> list[MatrixForm]:
+    """Returns the forms that matrices are kept in, or nothing if torch computes or no weights are quantised."""
+    if not needs.keeps_codes or not (shape.packed or config.quantization in ("int8", "int4")):
+        return []
+    weights = {weight.name: weight for weight in shape.weights}
+    found: dict[str, MatrixForm] = {}
+    for one in shape.kept(needs.dtype, config.quantization, needs.device):
+        parts = [weights[part] for part in one.matrix.parts if part in weights]
+        kept = needs.dtype if one.codes is None else f"{one.codes.bits}-bit weights in groups of {one.codes.group}"
+        if shape.expands(one, config.quantization):
+            kept += " (their parts cannot be merged as quantised)"
+        form = found.get(kept, MatrixForm(kept, {}, [], 0))
+        matrices = Counter(form.matrices) + Counter([one.matrix.name])
+        kinds = dict.fromkeys([*form.stored, *(part.kind for part in parts)])
+        found[kept] = MatrixForm(kept, dict(matrices), list(kinds), form.nbytes + one.nbytes)
+    return list(found.values())
+
+
+# -- as a report
+
+
+def plan_report(command: str, head: str, shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan) -> Report:
+    parts = [Part(name, size, shown(size)) for name, size in plan_sizes(plan).items()]
+    caption = f"The whole bar is {shown(max(plan.memory.total, plan.use.total + plan.memory.others))}."
+    rows = [("", "", ""), *plan_rows(shape, needs, config, plan)]
+    sections = [
+        Section("Where the memory goes", [pictured(parts_bar(parts), caption), table(rows, "memory", words=[2])]),
+        Section("How many sequences fit", _fits(plan, config.max_num_seqs)),
+    ]
+    facts = {"command": command, "model": head, "machine": this_machine()}
+    return Report("octavo plan", shape.name, plan_sentence(plan), plan.refusal is None, sections, facts)
+
+
+def sequences_at(plan: MemoryPlan) -> list[tuple[int, int]]:
+    """Returns lengths, each twice the last, from one block to the longest sequence; and how many sequences of each the pool holds."""
+    geometry = plan.geometry
+    lengths = [geometry.block_size]
+    while 2 * lengths[-1] < geometry.max_model_len:
+        lengths.append(2 * lengths[-1])
+    lengths = [length for length in lengths if length < geometry.max_model_len] + [geometry.max_model_len]
+    return [(length, (geometry.num_blocks - 1) // -(-length // geometry.block_size)) for length in lengths]
+
+
+def _fits(plan: MemoryPlan, rows: int) -> list[Html]:
+    found = sequences_at(plan)
+    drawing = curves([Curve("sequences the pool holds", found)], "tokens of each, prompt and answer", "sequences", logarithmic=True)
+    cells = ([f"{length:,}", f"{count:,}", f"{min(count, rows):,}"] for length, count in found)
+    lines = [["tokens of each", "sequences", "at once"], *cells]
+    text = f"Sequences that share a prefix share its blocks, so more may fit. At most {rows:,} run at the same time (--max-num-seqs)."
+    return [said(text), pictured(drawing), table(lines, "sequences that fit")]

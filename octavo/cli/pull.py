@@ -1,4 +1,4 @@
-"""`octavo pull`: download a model into the hub's cache, or finish a download that was interrupted."""
+"""`octavo pull` downloads a model into the hub's cache, or finishes a download that was interrupted."""
 
 import argparse
 
@@ -32,6 +32,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"{found.name} is on this machine already: {in_units(size_of(found.path))} in {found.path}")
         return 0
     path = fetch_model(found)
-    load_model_config(in_cache(found, path))  # a GGUF file is of a kind that Octavo can open, too
+    load_model_config(in_cache(found, path))  # an error if Octavo cannot open this kind of model
     print(f"{found.shown} is ready: {in_units(size_of(path))} in {path}")
     return 0

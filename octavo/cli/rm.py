@@ -1,4 +1,4 @@
-"""`octavo rm`: remove a downloaded model from the hub's cache, after a question."""
+"""`octavo rm` removes a downloaded model from the hub's cache. It asks first."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""`octavo serve`: a server with OpenAI's API and a web page.
+"""`octavo serve` starts a server with OpenAI's API and a web page.
 
 The cheap checks come first: settings, the port, the model's files. Then the engine process imports torch and loads the weights.
 """
@@ -49,12 +49,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """The signal came before the first request: there is nothing to wait for."""
+    """Ends the command when SIGTERM comes during the start. No request is running yet, so there is nothing to wait for."""
     raise SystemExit(0)
 
 
 def _warn(config: ServerConfig) -> None:
-    """A server without a key that other machines can reach deserves a warning; with a key it is worth a line."""
+    """Logs who else can read what, if other machines reach this server: a warning if it has no key, else a note."""
     if said := who_reads(config):
         tell = log.logger.info if config.api_key else log.logger.warning
         tell("%s", said)

@@ -1,4 +1,4 @@
-"""What a wrong command, option or value was meant to be: the nearest name, or what users of other engines call it.
+"""Suggests what a wrong command, option or value was meant to be: the nearest name, or the name here of what other engines have.
 
 The tables below hold the words of vLLM, SGLang, ollama and llama.cpp. Each word leads to the name it has here, or to a sentence
 that says why there is no such thing. A name is suggested only where the command has it.
@@ -122,7 +122,7 @@ VALUES = {
 
 
 def meant(name: str, known: Collection[str], others: Mapping[str, str]) -> str:
-    """The end of a message about an unknown `name`: what it is called here, or what to do instead."""
+    """Returns the end of a message about an unknown `name`: what it is called here, or what to do instead."""
     found = others.get(name)
     if found is None:
         return nearest(name, known)

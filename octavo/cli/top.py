@@ -8,21 +8,24 @@
 import argparse
 import asyncio
 import contextlib
+import os
 import shutil
 import sys
+import termios
 import time
-from typing import TYPE_CHECKING
+import tty
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Any
 
-from octavo.cli.remote import add_key_flag, open_remote
-
-if TYPE_CHECKING:
-    from octavo.cli.top_screen import Screen
-    from octavo.cli.top_watch import Watch
+from octavo.cli.opening import add_key_flag, open_remote
+from octavo.cli.top_picture import Line, figures_line, picture, plain
+from octavo.cli.top_watch import Watch
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 REDRAW_SECONDS = 0.25
 LINE_SECONDS = 1.0
-ONCE_SECONDS = 1.0  # after the first frame, so that there are steps to count
+ONCE_SECONDS = 1.0  # from the first frame to the picture of --once
 ONCE_LINES = 60
 
 
@@ -35,10 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo.cli.top_screen import open_screen
-    from octavo.cli.top_watch import Watch
-
-    with asyncio.Runner() as runner, open_remote(args) as server:  # whose connections end before their loop
+    with asyncio.Runner() as runner, open_remote(args) as server:  # the connections must end before their loop does
         watch = Watch(server, comes_back=not args.once)
         if args.once:
             runner.run(_once(watch))
@@ -49,9 +49,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _once(watch: "Watch") -> None:
-    from octavo.cli.top_picture import picture, plain
-
+async def _once(watch: Watch) -> None:
+    """Prints one picture. It waits a moment first, so that there are steps to show."""
     async with _watching(watch) as task:
         await asyncio.wait({task, told := asyncio.ensure_future(watch.told.wait())}, return_when=asyncio.FIRST_COMPLETED)
         told.cancel()
@@ -61,14 +60,13 @@ async def _once(watch: "Watch") -> None:
     print("\n".join(plain(picture(watch, shutil.get_terminal_size().columns, ONCE_LINES))))
 
 
-async def _lines(watch: "Watch") -> None:
-    from octavo.cli.top_picture import figures_line
-
+async def _lines(watch: Watch) -> None:
+    """Prints a line of figures every second."""
     said = None
     async with _watching(watch) as task:
         while not task.done():
             text = figures_line(watch)
-            news = text != said if watch.trouble is not None else watch.told.is_set()  # trouble is told once
+            news = text != said if watch.trouble is not None else watch.told.is_set()  # the same trouble is printed once
             if news:
                 print(time.strftime("%H:%M:%S"), text, flush=True)
             said = text
@@ -76,9 +74,8 @@ async def _lines(watch: "Watch") -> None:
         await task
 
 
-async def _live(watch: "Watch", screen: "Screen") -> None:
-    from octavo.cli.top_picture import picture
-
+async def _live(watch: Watch, screen: "Screen") -> None:
+    """Redraws the screen until q is pressed."""
     async with _watching(watch) as task:
         await asyncio.wait({task}, timeout=REDRAW_SECONDS)  # an error at the start is printed outside the screen, where it stays
         if task.done():
@@ -92,10 +89,75 @@ async def _live(watch: "Watch", screen: "Screen") -> None:
 
 
 @contextlib.asynccontextmanager
-async def _watching(watch: "Watch"):  # type: ignore[no-untyped-def]
+async def _watching(watch: Watch) -> AsyncIterator[asyncio.Task[None]]:
+    """Gives a task that follows the server, and ends it at the end."""
     task = asyncio.create_task(watch.run())
     try:
         yield task
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+# -- the screen
+
+STYLES = {
+    "": "", "dim": "dim", "strong": "bold", "warn": "bold red",
+    "free": "dim", "cached": "yellow", "in use": "cyan", "shared": "bold magenta",
+}  # fmt: skip
+
+
+def open_screen() -> "Screen | None":
+    """Returns None if rich is not installed, or if the terminal cannot be redrawn."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    console = Console(highlight=False)
+    return Screen(console) if console.is_terminal and not console.is_dumb_terminal else None
+
+
+class Screen:
+    """The whole terminal as a picture that rich redraws in place."""
+
+    def __init__(self, console: Any) -> None:
+        from rich.live import Live
+
+        self.left = False  # True after q
+        self._console = console
+        self._live = Live(console=console, screen=True, auto_refresh=False)
+        self._before: list[Any] | None = None  # the settings of the terminal, to restore them
+
+    def __enter__(self) -> "Screen":
+        self._live.start()
+        if sys.stdin.isatty():
+            self._before = termios.tcgetattr(sys.stdin)
+            tty.setcbreak(sys.stdin)
+            asyncio.get_running_loop().add_reader(sys.stdin, self._key)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._before is not None:
+            asyncio.get_running_loop().remove_reader(sys.stdin)
+            with contextlib.suppress(termios.error):  # the terminal may be gone
+                termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._before)
+        self._live.stop()
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self._console.size.width, self._console.size.height
+
+    def show(self, lines: Sequence[Line]) -> None:
+        from rich.text import Text
+
+        text = Text(no_wrap=True, overflow="crop")
+        for number, line in enumerate(lines):
+            text.append("\n" if number else "")
+            for part, style in line:
+                text.append(part, STYLES[style])
+        self._live.update(text, refresh=True)
+
+    def _key(self) -> None:
+        typed = os.read(sys.stdin.fileno(), 64)
+        if not typed or b"q" in typed.lower():
+            self.left = True

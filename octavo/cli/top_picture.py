@@ -1,6 +1,6 @@
-"""A view as lines for a terminal of any width: figures, the block pool as a map, steps as bars, requests, events.
+"""Draws a view as lines for a terminal of any width: figures, a map of the block pool, steps as bars, requests, events.
 
-Text from the server is made harmless in one place: where lines are cut to the width.
+Text from the server is made harmless in one place: `_fitted`, which cuts lines to the width.
 """
 
 import unicodedata
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from octavo.cli.terminal import can_show
+from octavo.cli.in_out import can_show
 from octavo.cli.top_watch import Watch
 from octavo.client.view import ViewState
 from octavo.errors import RemoteError
@@ -20,19 +20,22 @@ SIGNS, LETTERS = "·░▒█", ".cuS"
 BARS, STEEL = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 MAP_SHARE = 3  # the map takes at most this part of the height
 MOST_EVENTS = 6
-WIDE = 60  # columns, from which on there is room for what matters less
+WIDE = 60  # columns; narrower terminals do not show preemptions of requests
 
 
 def picture(watch: Watch, width: int, height: int) -> list[Line]:
+    """Returns the whole picture, in at most `height` lines."""
     with _of_a_view(watch):
         return [_fitted(line, width) for line in _lines(watch, width, height)][:height]
 
 
 def plain(lines: Iterable[Line]) -> list[str]:
+    """Returns the lines without styles."""
     return ["".join(text for text, _ in line).rstrip() for line in lines]
 
 
 def figures_line(watch: Watch) -> str:
+    """Returns the figures in one line, or why there are none now."""
     if watch.trouble is not None:
         return "".join(map(_harmless, f"waiting: {watch.trouble}"))
     with _of_a_view(watch):
@@ -41,7 +44,7 @@ def figures_line(watch: Watch) -> str:
 
 @contextmanager
 def _of_a_view(watch: Watch) -> Iterator[None]:
-    """A frame comes from outside and may hold anything."""
+    """Turns errors inside into one about the server, for its frames may hold anything."""
     try:
         yield
     except (TypeError, ValueError, LookupError, AttributeError) as error:
@@ -67,7 +70,7 @@ def _lines(watch: Watch, width: int, height: int) -> list[Line]:
 
 
 def _kinds(state: ViewState) -> bytes:
-    """Of every block but the null one: its place in KINDS."""
+    """Returns the kind of each block but the null block, as an index of KINDS."""
     return bytes((3 if ref > 1 else 2) if ref else (1 if sealed else 0) for ref, sealed in zip(state.ref[1:], state.sealed[1:]))
 
 
@@ -89,7 +92,7 @@ def _figures(watch: Watch, kinds: bytes) -> list[str]:
 
 
 def _pool(kinds: bytes, width: int, most_lines: int) -> list[Line]:
-    """One character for a block, or for as many as needed to fit: then the kind that most of them are."""
+    """Draws one character for a block. If the pool is too large, a character stands for several blocks and shows the most common kind."""
     signs = SIGNS if can_show(SIGNS) else LETTERS
     each = max(-(-len(kinds) // (width * most_lines)), 1)
     legend = [f"{sign} {name} {kinds.count(kind):,}" for kind, (sign, name) in enumerate(zip(signs, KINDS))]
@@ -104,7 +107,7 @@ def _most(kinds: bytes) -> int:
 
 
 def _runs(kinds: Sequence[int], signs: str) -> Line:
-    """Neighbours of one kind are one piece."""
+    """Returns the characters of these blocks. Neighbours of the same kind are one piece of text."""
     line: Line = []
     for kind in kinds:
         if line and line[-1][1] == KINDS[kind]:
@@ -127,7 +130,7 @@ def _steps(state: ViewState, width: int) -> list[Line]:
 
 
 def _requests(state: ViewState, width: int, room: int) -> list[Line]:
-    """Running requests first, then waiting ones, then those that ended last; if they do not all fit, how many more there are."""
+    """Lists running requests, then waiting ones, then those that ended last. If not all fit, the last line says how many more there are."""
     live = sorted(state.seqs.values(), key=lambda seq: (seq["state"] != "running", seq["seq"]))
     listed = live + [{**seq, "state": f"ended ({how})"} for seq, how in reversed(state.ended)]
     if not listed or room < 3:
@@ -190,7 +193,7 @@ def _clipped(text: str, width: int) -> str:
 
 
 def _fitted(line: Line, width: int) -> Line:
-    """Cut to the width, every sign one column wide."""
+    """Returns the line cut to the width. Every character is one column wide."""
     fitted: Line = []
     for text, style in line:
         fitted.append(("".join(map(_harmless, text[:width])), style))
@@ -199,5 +202,5 @@ def _fitted(line: Line, width: int) -> Line:
 
 
 def _harmless(char: str) -> str:
-    """A question mark in place of control characters, and of those that are not one column wide."""
+    """Returns a question mark for a control character, and for a character that is not one column wide."""
     return char if char.isprintable() and unicodedata.east_asian_width(char) not in "WF" and not unicodedata.combining(char) else "?"

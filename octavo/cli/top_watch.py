@@ -1,4 +1,4 @@
-"""`Watch` follows the live view of a server; if the server goes away, it waits for it."""
+"""`Watch` follows the live view of a server. If the server goes away, it waits until it is back."""
 
 import asyncio
 from collections import deque
@@ -11,22 +11,22 @@ from octavo.client.view import ViewState
 from octavo.errors import RemoteError
 
 PATH = "/v1/view"
-SILENCE_SECONDS = 15.0  # a server says something every five
+SILENCE_SECONDS = 15.0  # a server sends something every five seconds
 RETRY_SECONDS = 1.0
-RECENT_SECONDS = 5.0  # what rates are over
+RECENT_SECONDS = 5.0  # rates are averages over this time
 MOST_BLOCKS = 2**24
 
 
 @dataclass(slots=True)
 class Counts:
-    """Sums over all steps that were told of: the state keeps only the last few hundred."""
+    """Sums over all steps since the start. `ViewState` keeps only the last few hundred steps."""
 
     prompt: int = 0  # tokens computed
     output: int = 0
     preempted: int = 0
-    found: int = 0  # prompt tokens in the cache
-    asked: int = 0  # of so many
-    recent: deque[tuple[float, int, int]] = field(default_factory=deque)  # when, and prompt and output by then
+    found: int = 0  # prompt tokens that were in the cache
+    asked: int = 0  # prompt tokens that were looked up
+    recent: deque[tuple[float, int, int]] = field(default_factory=deque)  # a time, and the values of `prompt` and `output` then
 
     def add(self, steps: Iterable[list[Any]]) -> None:
         for _, _, _, prompt, output, _, _, _, _, preempted, found, asked in steps:
@@ -37,29 +37,33 @@ class Counts:
             self.asked += asked
 
     def note(self, at: float) -> None:
+        """Keeps the sums of this moment, for rates."""
         self.recent.append((at, self.prompt, self.output))
         while at - self.recent[0][0] > RECENT_SECONDS:
             self.recent.popleft()
 
     def rates(self) -> tuple[float, float]:
-        """Prompt and output tokens a second."""
+        """Returns prompt tokens and output tokens per second."""
         (start, *before), (end, *now) = (self.recent[0], self.recent[-1]) if self.recent else ((0.0, 0, 0), (0.0, 0, 0))
         prompt, output = ((late - early) / max(end - start, 1e-3) for early, late in zip(before, now))
         return prompt, output
 
 
 class Watch:
+    """What is known of a server."""
+
     def __init__(self, server: RemoteServer, comes_back: bool) -> None:
+        """`comes_back`: whether to wait for a server that goes away. If not, that is an error."""
         self.address = str(server.address)
         self.state = ViewState()
-        self.told = asyncio.Event()  # the state is one
-        self.trouble: str | None = None  # why it is out of date
+        self.told = asyncio.Event()  # set when `state` has been received
+        self.trouble: str | None = None  # why `state` is out of date
         self.counts = Counts()
         self._server = server
         self._comes_back = comes_back
 
     async def run(self) -> None:
-        """Until it is cancelled, or there is nothing to wait for."""
+        """Follows the server until it is cancelled. Raises an error if waiting for the server is of no use."""
         while True:
             try:
                 await self._follow()
@@ -96,7 +100,7 @@ class Watch:
         self.state.apply(frame)
         if frame["kind"] == "full":
             if not self.told.is_set():
-                self.counts.add(frame["steps"])  # later ones tell again what is counted
+                self.counts.add(frame["steps"])  # later full frames repeat steps that were counted
             self.counts.recent.clear()
             self.told.set()
             self.trouble = None

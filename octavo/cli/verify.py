@@ -1,17 +1,21 @@
-"""`octavo verify`: run a model with a contiguous cache beside the paged one, and compare them bit for bit in every step."""
+"""`octavo verify` runs a model with a contiguous cache beside the paged one, and compares them bit for bit in every step."""
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from octavo.cli.args import MODEL_HELP, add_engine_flags, engine_config
-from octavo.cli.targets import add_report_flag, check_target, write_report
+from octavo.cli.in_out import add_report_flag, check_target, write_report
+from octavo.report.charts import strip
+from octavo.report.document import Report, Section, pictured, said, table
+from octavo.worker.machine import this_machine
 
 if TYPE_CHECKING:
     from octavo.engine.verify import Verified
 
 DEFAULT_REQUESTS = 40
-LEAST_REQUESTS = 12  # tried with block sizes of 1 to 256, both depths and many seeds: with fewer, a case such as an eviction may not happen
+LEAST_REQUESTS = 12  # with fewer, a case such as an eviction may not happen (tried with block sizes 1 to 256, both depths, many seeds)
 MOST_REQUESTS = 100_000
 CASES = "a prefix hit, a fork, a copy on write, a preemption and an eviction"
 EXAMPLES = """examples:
@@ -20,7 +24,7 @@ EXAMPLES = """examples:
   octavo verify --report proof.html          the result as a page with pictures
 
 Exit code 0: all values are equal. 1: the first difference is shown."""
-# The schedule sets the rest.
+# The flags of the engine that a user may set. The schedule sets the others.
 SETTINGS = ("revision", "dtype", "quantization", "device", "load_format", "block_size", "kv_cache_dtype", "native", "cpu_isa", "seed")
 
 
@@ -44,7 +48,6 @@ def _count(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     config = engine_config(args, args.words)  # before torch loads: --show-config ends here
     check_target("--report", args.report)
-    from octavo.cli.verify_report import verified_text, verify_report
     from octavo.engine.verify import verify
     from octavo.errors import VerifyError
     from octavo.loading.resolve import load_model_config, source_of
@@ -65,3 +68,54 @@ def run(args: argparse.Namespace) -> int:
     if args.report is not None:
         write_report(args.report, verify_report(source.name, facts, results, failure))
     return 0 if failure is None else 1
+
+
+# -- the result, as text and as a report
+
+LABEL, COLUMN = 32, 16  # widths in characters
+COMPARED = (
+    "In every layer of every step each sequence is gathered through its block table, and must be, bit for bit, what a contiguous cache "
+    "kept beside it holds; the same attention over both must give the same bits."
+)
+SCHEDULE = "What paging was put through: a mark for each step in which it happened, taller where it happened more often, and the sum."
+
+
+def verified_lines(results: "Sequence[Verified]") -> list[list[str]]:
+    """Returns the lines of the table, with a column for each pipeline depth."""
+    rows = [
+        ("requests", [r.requests for r in results]),
+        ("steps compared", [r.compared.steps for r in results]),
+        ("rows compared (all layers)", [r.compared.rows for r in results]),
+        ("cache values, bit for bit", [r.compared.cache_values for r in results]),
+        ("attention outputs, bit for bit", [r.compared.output_values for r in results]),
+        ("prompt tokens from the cache", [r.cached_tokens for r in results]),
+        ("preemptions", [r.preemptions for r in results]),
+        ("samples forked", [r.compared.forks for r in results]),
+        ("blocks allocated", [r.pool.taken for r in results]),
+        ("blocks shared", [r.pool.shared for r in results]),
+        ("blocks copied on write", [r.compared.copies for r in results]),
+        ("blocks evicted", [r.pool.evicted for r in results]),
+    ]
+    head = ["", *(f"depth {r.depth}" for r in results)]
+    return [head, *([label, *(f"{value:,}" for value in values)] for label, values in rows)]
+
+
+def verified_text(name: str, block_size: int, results: "Sequence[Verified]") -> str:
+    first = results[0]
+    what = f"{name}, {first.dtype}, {first.kernels} kernels, blocks of {block_size} in {first.kv_cache_dtype}"
+    lines = [line[0].ljust(LABEL) + "".join(cell.rjust(COLUMN) for cell in line[1:]) for line in verified_lines(results)]
+    return "\n".join([f"{what}: paged and contiguous caches agree bit for bit", *lines])
+
+
+def verify_report(name: str, facts: Mapping[str, str], results: "Sequence[Verified]", failure: str | None) -> Report:
+    """Returns the report. `results` has the depths that were verified, `failure` the first difference, if there is one."""
+    sections = []
+    if results:
+        first = results[0]
+        facts = {**facts, "dtype": first.dtype, "KV cache dtype": first.kv_cache_dtype, "kernels": first.kernels}
+        sections.append(Section("What was compared", [said(COMPARED), table(verified_lines(results), "what was compared")]))
+    for result in results:
+        drawing = strip(list(result.schedule.items()), "steps")
+        sections.append(Section(f"The schedule at pipeline depth {result.depth}", [pictured(drawing, SCHEDULE)]))
+    verdict = failure or "Verified: paged and contiguous caches agree bit for bit."
+    return Report("octavo verify", name, verdict, failure is None, sections, {**facts, "machine": this_machine()})

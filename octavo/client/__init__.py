@@ -1,1 +1,1 @@
-"""Asking a server over HTTP, this one or any that speaks OpenAI's API: for `octavo bench serve`, `octavo chat --url`, `octavo top`."""
+"""The client of `octavo bench serve`, `octavo chat --url` and `octavo top`. It asks any server with OpenAI's API over HTTP."""

@@ -1,4 +1,4 @@
-"""`RemoteServer`: OpenAI's API as far as we ask for it: which models there are, JSON for JSON, streams of events; and our view."""
+"""`RemoteServer` asks a server with OpenAI's API: for its models, for JSON, for streams of events, and for Octavo's own view."""
 
 import asyncio
 import json
@@ -6,29 +6,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.client.address import Address
-from octavo.client.http import HttpClient
-from octavo.client.reply import EventLines, Lines, Reply
+from octavo.client.http import Address, EventLines, HttpClient, Lines, Reply
 from octavo.errors import RemoteError
 
-NAMED = 5  # of many models, in an error
-PATIENCE = 30.0  # seconds, for what needs no computing
-MOST_CHARS = 300  # of what a server says
+NAMED = 5  # models that an error names
+PATIENCE = 30.0  # seconds to wait for an answer that needs no model
+MOST_CHARS = 300  # that an error quotes of a server
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteModel:
     name: str
-    max_model_len: int | None  # OpenAI's own API does not tell
+    max_model_len: int | None  # None if the server does not say, as OpenAI's own
 
 
 class RemoteServer:
+    """A server at an address. What goes wrong is raised as RemoteError."""
+
     def __init__(self, address: Address, key: str | None) -> None:
         self.address = address
         self._http = HttpClient(address, key)
 
     async def model(self, wanted: str | None) -> RemoteModel:
-        """The one that is meant: by its name, or because there is no other."""
+        """Returns the model with this name. Without a name, it returns the only model of the server."""
         try:
             found = await self._json("GET", "/v1/models")
             models = {str(model["id"]): model.get("max_model_len") for model in found["data"]}
@@ -49,7 +49,7 @@ class RemoteServer:
         return await self._json("POST", path, body)
 
     async def stream(self, path: str, body: dict[str, object], take: Callable[[float, dict[str, Any]], None]) -> None:
-        """`take` gets each event and when it came. Returns after [DONE]; an error, as status or as event, is raised."""
+        """Calls `take` with each event and the time it came, until [DONE]. An error is raised, whether it is a status or an event."""
         lines, refusal, ended = EventLines(), bytearray(), False
 
         def sink(now: float, reply: Reply, new: bytes) -> None:
@@ -68,7 +68,7 @@ class RemoteServer:
                     raise self._failure(reply.status, event)
                 try:
                     take(now, event)
-                except (TypeError, KeyError, AttributeError, ValueError) as error:  # of another shape than it should be
+                except (TypeError, KeyError, AttributeError, ValueError) as error:  # the event does not have the fields it should have
                     raise self._no_api(path) from error
 
         reply = await self._http.ask("POST", path, _dumped({**body, "stream": True}), sink)
@@ -78,7 +78,10 @@ class RemoteServer:
             raise self._no_api(path)
 
     async def follow(self, path: str, take: Callable[[dict[str, Any]], None]) -> None:
-        """`take` gets each object of a stream that has one a line, until it ends. What is no such stream has status 200, too."""
+        """Calls `take` with each object of a stream of JSON lines, until the stream ends.
+
+        If it is not such a stream, the error has status 200, so that it is told from a server that is gone.
+        """
         lines, refusal = Lines(), bytearray()
 
         def sink(_now: float, reply: Reply, new: bytes) -> None:
@@ -133,7 +136,7 @@ def _dumped(body: dict[str, object]) -> bytes:
 
 
 def _read(data: bytes) -> Any:
-    """JSON, if it is that: a refusal may be anything."""
+    """Returns the JSON in a refusal, or None if it is not JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):

@@ -1,7 +1,11 @@
-"""A small HTTP/1.1 client for asyncio: connections that are kept and used again, and bodies handed over as they arrive.
+"""`HttpClient` is a small HTTP/1.1 client for asyncio. It keeps connections, and hands a body over as it arrives.
 
-Every piece of a body is stamped in the callback that received it, before anything else is done, so that times are those of
-arrival and not of some task that was woken up later.
+    Address       the URL of a server, taken apart and checked
+    Reply         one answer, taken apart as its bytes come in
+    HttpClient    the connections to one address
+
+Every piece of a body gets its time in the callback that received it, before anything else is done. So the times are those of
+arrival, not those of a task that ran later.
 """
 
 import asyncio
@@ -9,15 +13,170 @@ import os
 import ssl
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
 
-from octavo.client.address import Address
-from octavo.client.reply import Reply
 from octavo.errors import ConfigError, RemoteError
 
-Sink = Callable[[float, Reply, bytes], None]  # when it came (time.perf_counter), what of the answer is known, new bytes of its body
+PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    scheme: str
+    host: str
+    port: int
+    prefix: str  # comes before every path: "", or "/below" if another server forwards what is below that path
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.authority}{self.prefix}"
+
+    @property
+    def authority(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == PORTS[self.scheme] else f"{host}:{self.port}"
+
+
+def parse_url(url: str) -> Address:
+    """Reads http://127.0.0.1:8000, with or without the /v1 that other clients want."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise _wrong(url, str(error)) from error
+    if parts.scheme not in PORTS or not parts.hostname:
+        raise _wrong(url, "wanted something like http://127.0.0.1:8000")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise _wrong(url, "it may have a host, a port and a path, and nothing else; a key is given with --api-key")
+    if not url.isascii() or not url.isprintable() or " " in url:
+        raise _wrong(url, "it has characters that no URL has")
+    prefix = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
+    return Address(parts.scheme, parts.hostname, PORTS[parts.scheme] if port is None else port, prefix)
+
+
+def _wrong(url: str, what: str) -> ConfigError:
+    return ConfigError(f"the URL {url!r:.200}: {what}")
+
+
+# -- an answer, and the lines and events in its body
+
+LONGEST_HEAD = 65_536  # bytes
+LONGEST_LINE = 16 * 2**20
+
+
+class Reply:
+    """One HTTP/1.1 answer. Its length or its last chunk says where the body ends. Without either it ends with the connection."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.done = False
+        self._held = b""
+        self._left: int | None = None  # bytes still to come; None if the length is not known
+        self._chunked = False
+
+    @property
+    def keeps_alive(self) -> bool:
+        return self.done and self.headers.get("connection", "").lower() != "close"
+
+    @property
+    def ends_with_connection(self) -> bool:
+        return self.status != 0 and not self._chunked and self._left is None
+
+    def feed(self, data: bytes) -> bytes:
+        """Takes bytes of the connection. Returns the new bytes of the body among them."""
+        self._held += data
+        while self.status == 0:
+            head, found, rest = self._held.partition(b"\r\n\r\n")
+            if not found:
+                _check(len(self._held) <= LONGEST_HEAD and (self._held[:5] + b"HTTP/"[len(self._held) :]) == b"HTTP/")
+                return b""
+            self._held = rest
+            self._read_head(head.decode("latin-1"))
+        return self._chunks() if self._chunked else self._plain()
+
+    def _read_head(self, head: str) -> None:
+        first, *lines = head.split("\r\n")
+        words = first.split(" ", 2)
+        _check(len(words) >= 2 and words[0].startswith("HTTP/1.") and words[1].isdigit())
+        if words[1].startswith("1"):  # 100 Continue and the like: the answer comes later
+            return
+        self.status = int(words[1])
+        self.headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        self._chunked = self.headers.get("transfer-encoding", "").lower() == "chunked"
+        if not self._chunked and (length := self.headers.get("content-length")) is not None:
+            _check(length.isdigit())
+            self._left = int(length)
+
+    def _plain(self) -> bytes:
+        body, self._held = self._held, b""
+        if self._left is not None:
+            body = body[: self._left]
+            self._left -= len(body)
+            self.done = self._left == 0
+        return body
+
+    def _chunks(self) -> bytes:
+        held, at, found = self._held, 0, []
+        while (end := held.find(b"\r\n", at)) >= 0:
+            size = _hex(held[at:end])
+            if size == 0:
+                self.done = held.find(b"\r\n\r\n", end) >= 0  # trailers are ignored
+                break
+            start = end + 2
+            if len(held) < start + size + 2:
+                break
+            found.append(held[start : start + size])
+            at = start + size + 2
+        self._held = held[at:]
+        return b"".join(found)
+
+
+class Lines:
+    """Splits a body into lines as its bytes come."""
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def feed(self, body: bytes) -> list[bytes]:
+        """Takes bytes of the body. Returns the lines that they complete."""
+        *lines, self._held = (self._held + body).split(b"\n")
+        if len(self._held) > LONGEST_LINE:
+            raise RemoteError(f"the server sends a line of more than {LONGEST_LINE:,} bytes")
+        return lines
+
+
+class EventLines:
+    """Takes the data out of server-sent events. With OpenAI's API the data of an event is always one line."""
+
+    def __init__(self) -> None:
+        self._lines = Lines()
+
+    def feed(self, body: bytes) -> list[bytes]:
+        return [line[5:].strip() for line in self._lines.feed(body) if line.startswith(b"data:")]
+
+
+def _hex(text: bytes) -> int:
+    digits = text.partition(b";")[0].strip()
+    _check(0 < len(digits) <= 8 and all(digit in b"0123456789abcdefABCDEF" for digit in digits))
+    return int(digits, 16)
+
+
+def _check(holds: bool) -> None:
+    """Raises an error if the server has broken a rule of HTTP/1.1."""
+    if not holds:
+        raise RemoteError("what listens there does not speak HTTP/1.1")
+
+
+# -- connections
+
+
+Sink = Callable[[float, Reply, bytes], None]  # gets the time (perf_counter), the answer so far, and new bytes of its body
 
 
 class HttpClient:
+    """Asks one server, over as many connections as there are requests at once."""
+
     def __init__(self, address: Address, key: str | None) -> None:
         if key is not None and not (key.isascii() and key.isprintable()):
             raise ConfigError("the API key has characters that no header can have")
@@ -27,7 +186,7 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def ask(self, method: str, path: str, body: bytes, sink: Sink) -> Reply:
-        """One answer, to its end. Cancelled, it leaves the server by closing the connection."""
+        """Sends a request and returns its answer when it is complete. If it is cancelled, it closes the connection."""
         data = self._head(method, path, len(body)).encode() + body
         while True:
             connection, used = await self._connection()
@@ -35,7 +194,7 @@ class HttpClient:
                 reply = await connection.ask(data, sink)
             except ConnectionError as error:
                 if used and not connection.heard:
-                    continue  # the server closed it just now, for it was idle: that says nothing about this request
+                    continue  # the server closed this idle connection and has not seen the request: try another
                 raise RemoteError(f"the server at {self.address} closed the connection before its answer was complete") from error
             if reply.keeps_alive:
                 self._idle.append(connection)
@@ -53,7 +212,7 @@ class HttpClient:
         return f"{method} {self.address.prefix}{path} HTTP/1.1\r\nhost: {self.address.authority}\r\n{self._key_line}{kind}\r\n"
 
     async def _connection(self) -> tuple["_Connection", bool]:
-        """One that is idle, or a new one; and whether it was used before."""
+        """Returns an idle connection or a new one, and whether it was used before."""
         while self._idle:
             if not (connection := self._idle.pop()).closed:
                 return connection, True
@@ -67,7 +226,7 @@ class HttpClient:
 
 
 class _Connection(asyncio.Protocol):
-    """One request at a time."""
+    """A connection, which carries one request at a time."""
 
     def __init__(self) -> None:
         self.closed = self.heard = False
@@ -101,7 +260,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
         reply = self._reply
-        if reply is None or self._done.done():  # nothing was asked
+        if reply is None or self._done.done():  # the server sends what nobody asked for
             self.close()
             return
         self.heard = True
@@ -109,7 +268,7 @@ class _Connection(asyncio.Protocol):
             body = reply.feed(data)
             if reply.status:
                 self._sink(now, reply, body)
-        except Exception as error:  # whoever asked hears of it
+        except Exception as error:  # `ask` raises it
             self._done.set_exception(error)
             return
         if reply.done:

@@ -1,4 +1,4 @@
-"""`ViewState`: the view of an engine as frames have told it so far (docs/view.md). Frames come from a server's stream or a recording."""
+"""`ViewState` is the view of an engine that frames have built up so far (docs/view.md). Frames come from a server or a recording."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -20,15 +20,16 @@ class ViewState:
         self.ref = [0] * num_blocks
         self.sealed = [0] * num_blocks
         self.digests = [""] * num_blocks
-        self.tokens: list[list[str] | None] = [None] * num_blocks  # None: not told yet
+        self.tokens: list[list[str] | None] = [None] * num_blocks  # None: not known yet
         self.since: list[float | None] = [None] * num_blocks
         self.seqs: dict[int, dict[str, Any]] = {}
-        self.ended: deque[tuple[dict[str, Any], str]] = deque(maxlen=MOST_ENDED)  # the last ones, as they were, and how they ended
+        self.ended: deque[tuple[dict[str, Any], str]] = deque(maxlen=MOST_ENDED)  # a sequence's last state, how it ended
         self.steps: deque[list[Any]] = deque(maxlen=MOST_STEPS)
         self.events: deque[list[Any]] = deque(maxlen=MOST_EVENTS)
         self.lost = 0
 
     def apply(self, frame: Mapping[str, Any]) -> None:
+        """Changes the state as the frame says."""
         kind = frame["kind"]
         if kind == "head":
             self.head, self.note = dict(frame), None
@@ -61,7 +62,7 @@ class ViewState:
         self.lost += frame.get("lost", 0)
 
     def blocks(self, numbers: Iterable[int]) -> list[list[Any]]:
-        """As a frame tells them; those that are free are left out."""
+        """Returns these blocks in the form they have in a frame, without free ones."""
         return [
             [block, self.ref[block], self.sealed[block], self.digests[block], self.tokens[block], self.since[block]]
             for block in numbers

@@ -1,1 +1,1 @@
-"""Reports: a file of HTML that needs nothing else, says its figures as tables and as pictures, and prints."""
+"""Reports: one HTML file that needs no other, with figures as tables and as pictures, for a screen and for paper."""

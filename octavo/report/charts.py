@@ -1,27 +1,27 @@
-"""Pictures in reports, as SVG: a bar of parts, curves over two axes, and a strip of what happened when.
+"""Draws the pictures of reports as SVG: a bar of parts, curves over two axes, and a strip of what happened when.
 
-Every picture says in words what it shows, for those who cannot see it; colour alone tells nothing apart.
+Every picture also says in words what it shows, for people who cannot see it. No two things differ by colour alone.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.report.html import Html, tag
+from octavo.report.document import Html, tag
 
 WIDTH = 760
-LEFT, RIGHT, TOP, BOTTOM, PLOT = 64, 20, 30, 44, 200  # around curves, and their height
-LABELS = 120  # width of what stands left of a strip
+LEFT, RIGHT, TOP, BOTTOM, PLOT = 64, 20, 30, 44, 200  # margins around curves, and the height of their plot
+LABELS = 120  # width of the labels left of a strip
 LANE = 26
-COLUMNS = 300  # of a strip; more steps share one
-STYLES = 6  # of parts and curves
+COLUMNS = 300  # of a strip at most; if there are more steps, several share a column
+STYLES = 6  # that parts and curves have; then they repeat
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     label: str
     value: float
-    shown: str  # the value, for people
+    shown: str  # the value as text
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Curve:
 
 
 def parts_bar(parts: Sequence[Part]) -> Html:
-    """One bar, as long as all parts together, and below it what each is."""
+    """Draws one bar that is divided into parts, and a legend below it."""
     parts = [part for part in parts if part.value > 0]
     whole = sum(part.value for part in parts)
     rects, legend, x = [], [], 0.0
@@ -48,7 +48,7 @@ def parts_bar(parts: Sequence[Part]) -> Html:
 
 
 def curves(drawn: Sequence[Curve], across: str, up: str, logarithmic: bool = False) -> Html:
-    """`logarithmic`: both axes, where numbers span orders of magnitude; points at or below zero are left out there."""
+    """Draws curves over two axes. `logarithmic`: both axes are, and points at or below zero are left out."""
     shown = [Curve(one.label, [p for p in one.points if not logarithmic or min(p) > 0]) for one in drawn]
     points = [point for one in shown for point in one.points]
     axis = _Logarithmic if logarithmic else _Linear
@@ -79,7 +79,7 @@ def curves(drawn: Sequence[Curve], across: str, up: str, logarithmic: bool = Fal
 
 
 def strip(lanes: Sequence[tuple[str, Sequence[int]]], across: str) -> Html:
-    """A lane for each kind of thing: a mark for each step in which it happened, taller where more did."""
+    """Draws a lane for each kind of event, with a mark for each step in which it happened. More events make a taller mark."""
     steps = max(len(counts) for _, counts in lanes)
     columns = min(COLUMNS, steps)
     width = (WIDTH - LABELS - 60) / columns
@@ -104,7 +104,7 @@ def strip(lanes: Sequence[tuple[str, Sequence[int]]], across: str) -> Html:
 
 
 class _Linear:
-    """From zero to a little above the greatest."""
+    """An axis from zero to a little above the greatest value."""
 
     def __init__(self, values: Sequence[float]) -> None:
         most = max(values, default=0.0) or 1.0
@@ -118,7 +118,7 @@ class _Linear:
 
 
 class _Logarithmic:
-    """Whole powers of two around all values, a tick for every few."""
+    """An axis from one power of two to another, with at most nine ticks."""
 
     def __init__(self, values: Sequence[float]) -> None:
         powers = [math.log2(value) for value in values] or [0.0]

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.bench.figures import STATISTICS, Figure, Result, number
+from octavo.bench.figures import STATISTICS, Figure, Result, aligned, by_result, number
 from octavo.bench.measure import Round, figures_of
 from octavo.bench.picture import Bar, Panel, draw
 from octavo.bench.startup import PHASE
-from octavo.bench.table import aligned, by_result
 from octavo.bench.workload import Workload
 from octavo.messages import LifeRecord
 from octavo.outputs import CompletionOutput, RequestOutput

@@ -17,18 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.bench.figures import number
-from octavo.bench.serving.arrivals import poisson
-from octavo.bench.serving.drive import Asked
-from octavo.bench.serving.slo import keeps, slo
+from octavo.bench.serving import Asked, keeps, poisson, slo
 from octavo.bench.traces import read_trace, traced
 from octavo.bench.workload import RANDOM_LOADS, Lengths, drawn
 from octavo.cli.args import Parser
 from octavo.cli.bench.serve import DEFAULT_VOCABULARY, add_arguments
 from octavo.cli.bench.workloads import maker
 from octavo.cli.main import main
-from octavo.client.address import parse_url
 from octavo.client.api import RemoteServer
-from octavo.client.reply import EventLines, Reply
+from octavo.client.http import EventLines, Reply, parse_url
 from octavo.errors import RemoteError
 from tests.bench.test_commands import pictured, rows
 from tests.cli.processes import FAKE, ROOT, SECONDS, environment

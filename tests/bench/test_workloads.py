@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from octavo.bench import loads
-from octavo.bench.text import text_ids
 from octavo.bench.traces import HASHED, MOST, Traced, read_trace, traced
-from octavo.bench.workload import RANDOM_LOADS, TEXT_LOADS, Lengths, drawn, random_load, text_loads
+from octavo.bench.workload import RANDOM_LOADS, TEXT_LOADS, Lengths, drawn, random_load, text_ids, text_loads
 from octavo.errors import ConfigError
 from octavo.loading.resolve import resolve_model
 from octavo.loading.text_side import load_tokenizer

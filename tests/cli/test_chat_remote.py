@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from octavo.cli.chat_remote import RemoteAnswers
-from octavo.cli.chat_session import ChatSession
-from octavo.client.address import parse_url
+from octavo.cli.chat_session import ChatSession, RemoteAnswers
 from octavo.client.api import RemoteServer
+from octavo.client.http import parse_url
 from octavo.errors import RemoteError
 from octavo.text.reasoning import Piece
 from tests.cli.processes import FAKE, Typist

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from octavo.cli.doctor import report, without_home
+from octavo.cli.doctor import findings, report, without_home
 from octavo.cli.doctor_facts import MODULES, OPTIONAL, REQUIRED, Facts, Library, ModelCache, Torch
-from octavo.cli.doctor_findings import findings
 from octavo.worker.device import Found, Gpu, TorchBuild
 from octavo.worker.machine import LEVEL_DTYPES
 from tests.cli.processes import ROOT, octavo

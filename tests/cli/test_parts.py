@@ -11,12 +11,9 @@ from typing import cast
 import pytest
 
 from octavo.cli.args import Parser, add_engine_flags, engine_config
-from octavo.cli.chat import looks_like_model
-from octavo.cli.chat_local import LocalAnswers
-from octavo.cli.chat_session import ChatSession
-from octavo.cli.generate_output import Answer, JsonWriter, Sample, TextWriter
-from octavo.cli.prompt_rows import Row
-from octavo.cli.terminal import Terminal
+from octavo.cli.chat import Terminal, looks_like_model
+from octavo.cli.chat_session import ChatSession, LocalAnswers
+from octavo.cli.generate import Answer, JsonWriter, Row, Sample, TextWriter
 from octavo.config import EngineConfig
 from octavo.errors import RequestError
 from octavo.llm import LLM

@@ -23,8 +23,8 @@ from octavo.cli import top, top_watch
 from octavo.cli.main import main
 from octavo.cli.top_picture import KINDS, SIGNS, figures_line, picture, plain
 from octavo.cli.top_watch import Watch
-from octavo.client.address import parse_url
 from octavo.client.api import RemoteServer
+from octavo.client.http import parse_url
 from octavo.errors import RemoteError
 from tests.cli.processes import SECONDS, Typist, environment
 from tests.support.view_host import Shown, view_host

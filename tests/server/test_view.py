@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect
 
-from octavo.client.reply import Reply
+from octavo.client.http import Reply
 from octavo.client.view import ViewState
 from octavo.engine.view import EngineView
 from octavo.engine.view_frame import ViewFrame

@@ -1,4 +1,4 @@
-"""`octavo bench`: what can be measured. Each is a sub-command, and a module in this folder."""
+"""`octavo bench` has a sub-command for each thing that can be measured. Each is a module in this folder."""
 
 SUBCOMMANDS = {
     "throughput": "tokens per second: published loads, lengths you choose, or a trace",

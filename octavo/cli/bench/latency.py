@@ -1,11 +1,10 @@
-"""`octavo bench latency`: the time of one batch: to the first token, per token, to the end."""
+"""`octavo bench latency` measures the time of one batch: to the first token, per token, to the end."""
 
 import argparse
 from dataclasses import replace
 
-from octavo.bench.figures import number, words
+from octavo.bench.figures import by_statistic, number, words
 from octavo.bench.picture import Bar, Panel, heading
-from octavo.bench.table import by_statistic
 from octavo.bench.workload import Lengths, drawn
 from octavo.cli.args import add_engine_flags, engine_config
 from octavo.cli.bench.output import Shown, add_common_flags, check_targets, count, publish

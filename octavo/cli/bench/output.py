@@ -1,4 +1,4 @@
-"""What all of `octavo bench` has: MODEL, --rounds, and the files it writes."""
+"""What the sub-commands of `octavo bench` share: MODEL, --rounds, and the files they write."""
 
 import argparse
 import json
@@ -7,17 +7,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from octavo.bench.figures import Result
-from octavo.bench.picture import Panel, draw
-from octavo.bench.sections import sections
-from octavo.bench.table import Lines, aligned
+from octavo.bench.figures import Lines, Result, aligned
+from octavo.bench.picture import Panel, draw, sections
 from octavo.cli.args import MODEL_HELP
-from octavo.cli.targets import add_report_flag, check_target, write_report, write_target
+from octavo.cli.in_out import add_report_flag, check_target, write_report, write_target
 from octavo.report.document import Report
 
 if TYPE_CHECKING:
     from octavo.bench.machine import Machine
-    from octavo.bench.serving.report import Client
+    from octavo.bench.serving import Client
 
 MOST = 1_000_000
 
@@ -57,7 +55,7 @@ def check_targets(args: argparse.Namespace) -> None:
 
 
 def publish(args: argparse.Namespace, kind: str, machine: "Machine | Client", results: Sequence[Result], shown: Shown) -> None:
-    """The table goes to stdout, the rest to the files that were given."""
+    """Prints the table, and writes the files that were asked for."""
     print(f"{machine}\n{shown.head}\n\n{aligned(shown.lines)}")
     if args.json is not None:
         found = {"kind": kind, "command": args.typed, "machine": asdict(machine), "results": [result.as_json() for result in results]}

@@ -1,4 +1,4 @@
-"""`octavo bench serve`: a running server, measured as its clients see it."""
+"""`octavo bench serve` measures a running server as its clients see it."""
 
 import argparse
 import asyncio
@@ -6,23 +6,19 @@ import math
 import sys
 from collections.abc import Callable
 
-from octavo.bench.figures import Result, number, words
+from octavo.bench.figures import Result, by_result, number, words
 from octavo.bench.picture import Bar, Panel, heading
-from octavo.bench.serving.arrivals import poisson, replayed
-from octavo.bench.serving.drive import Load, drive, probe
-from octavo.bench.serving.report import client_here, failures, result_of
-from octavo.bench.serving.slo import slo
-from octavo.bench.table import by_result
+from octavo.bench.serving import Load, client_here, drive, failures, poisson, probe, replayed, result_of, slo
 from octavo.bench.traces import MOST
 from octavo.bench.workload import Workload, check_fits
 from octavo.cli.bench.output import Shown, add_target_flags, check_targets, count, publish
 from octavo.cli.bench.workloads import DEFAULT_PROMPTS, add_workload_flags, check_choice, maker
-from octavo.cli.remote import add_remote_flags, open_remote
+from octavo.cli.opening import add_remote_flags, open_remote
 from octavo.client.api import RemoteServer
 from octavo.errors import RemoteError
 from octavo.sampling_params import SamplingParams
 
-DEFAULT_VOCABULARY = 10_001  # what the published loads draw from: 0 to 10,000
+DEFAULT_VOCABULARY = 10_001  # the published loads have ids from 0 to 10,000
 FACTS = ("requests", "failed", "input_tokens", "output_tokens")
 ONCE = ("output_throughput", "input_throughput", "request_throughput", "goodput", "within_slo", "wall", "behind_schedule", "cache_hit_rate")
 TIMES = ("first_token", "inter_token", "per_output_token", "end_to_end")
@@ -100,7 +96,7 @@ def _due(args: argparse.Namespace, workload: Workload) -> list[float]:
 
 
 class _RemoteTokenizer:
-    """The server's own, over /tokenize: vLLM has it too, OpenAI's API does not."""
+    """The tokenizer of the server, over /tokenize. vLLM has this route too, OpenAI's API does not."""
 
     def __init__(self, runner: asyncio.Runner, server: RemoteServer, model: str) -> None:
         self._runner = runner
@@ -121,7 +117,7 @@ def _rates(result: Result) -> str:
 
 
 def _panels(results: list[Result]) -> list[Panel]:
-    """Throughput a bar for each workload, each time a bar for each of its statistics."""
+    """Returns a panel of throughput with a bar for each workload, and a panel for each time with a bar for each statistic."""
     rate = [(result.name, result.figures["output_throughput"]) for result in results]
     values = [(name, figure.statistic("median")) for name, figure in rate]
     panels = [Panel(heading("output_throughput", rate[0][1]), [Bar(name, value, value, value) for name, value in values])]

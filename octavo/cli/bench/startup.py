@@ -1,12 +1,11 @@
-"""`octavo bench startup`: the time from the start of a process to `import`, to ready, and to its first token."""
+"""`octavo bench startup` measures the time from the start of a process until it is imported, ready, and has a first token."""
 
 import argparse
 from dataclasses import replace
 
-from octavo.bench.figures import number, words
+from octavo.bench.figures import by_statistic, number, words
 from octavo.bench.picture import Panel, bar
 from octavo.bench.startup import measure_startup
-from octavo.bench.table import by_statistic
 from octavo.cli.args import add_engine_flags, engine_config
 from octavo.cli.bench.output import Shown, add_common_flags, check_targets, publish
 

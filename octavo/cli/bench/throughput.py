@@ -1,11 +1,10 @@
-"""`octavo bench throughput`: tokens per second over a workload, and the latency of its requests."""
+"""`octavo bench throughput` measures tokens per second over a workload, and the latency of its requests."""
 
 import argparse
 from dataclasses import replace
 
-from octavo.bench.figures import Result, number
+from octavo.bench.figures import Result, by_result, number
 from octavo.bench.picture import Panel, bar, heading
-from octavo.bench.table import by_result
 from octavo.bench.workload import check_fits
 from octavo.cli.args import add_engine_flags, engine_config
 from octavo.cli.bench.output import Shown, add_common_flags, check_targets, publish
@@ -69,6 +68,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _panel(name: str, results: list[Result]) -> Panel:
-    """One figure, a bar for each workload that has it."""
+    """Returns a panel of one figure, with a bar for each workload that has it."""
     found = [(result.name, result.figures[name]) for result in results if name in result.figures]
     return Panel(heading(name, found[0][1]), [bar(label, figure) for label, figure in found])

@@ -1,22 +1,22 @@
-"""The flags of a workload, and the workloads."""
+"""The flags that choose a workload, and the workloads that they choose."""
 
 import argparse
 import re
 from collections.abc import Callable
 
-from octavo.bench.text import Encoder, text_ids
 from octavo.bench.traces import read_trace, traced
-from octavo.bench.workload import RANDOM_LOADS, TEXT_LOADS, Lengths, Workload, drawn, random_load, text_loads
+from octavo.bench.workload import RANDOM_LOADS, TEXT_LOADS, Encoder, Lengths, Workload, drawn, random_load, text_ids, text_loads
 from octavo.cli.bench.output import count
 from octavo.errors import nearest
 
-Maker = Callable[[int, Callable[[], Encoder]], list[Workload]]  # from the longest sequence of a model and the way to its tokenizer
+# Makes workloads. It gets the longest sequence of a model, and a function that returns the model's tokenizer.
+Maker = Callable[[int, Callable[[], Encoder]], list[Workload]]
 
 DEFAULT_INPUT, DEFAULT_OUTPUT, DEFAULT_PROMPTS = Lengths(128, 128), Lengths(64, 64), 32
 
 
 def add_workload_flags(parser: argparse.ArgumentParser, default: str, arrivals: str) -> None:
-    """`default`: which of the three is taken where none is chosen. `arrivals`: when the requests of a trace arrive."""
+    """Adds the flags. `default`: the words for what is used if none is given. `arrivals`: when the requests of a trace arrive."""
     group = parser.add_argument_group(f"workload, one of (default: {default})")
     text = f"published loads, joined by commas: {', '.join(TEXT_LOADS)} (text), {', '.join(RANDOM_LOADS)} (random ids)"
     group.add_argument("--load", type=_loads, metavar="NAME", help=text)
@@ -43,7 +43,7 @@ def needs_text(args: argparse.Namespace) -> bool:
 
 
 def maker(args: argparse.Namespace, vocab_size: int, seed: int) -> Maker:
-    """What can be refused without the model is refused here; what needs it is made when it is open."""
+    """Returns a function that makes the workloads when the model is open. Errors that need no model are raised at once."""
     if args.trace is not None:
         requests = read_trace(args.trace, args.num_prompts)
         return lambda longest, _: [traced(args.trace, requests, vocab_size, longest, seed)]
@@ -66,7 +66,7 @@ def _chose_lengths(args: argparse.Namespace) -> bool:
 
 
 def _lengths(text: str) -> Lengths:
-    """128, or 64-512."""
+    """Reads 128, or 64-512."""
     found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text, re.ASCII)
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= low <= high:

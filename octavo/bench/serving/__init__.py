@@ -1,1 +1,0 @@
-"""A server measured from outside: when requests arrive, what their clients saw, and what that comes to."""
