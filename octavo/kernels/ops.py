@@ -12,17 +12,10 @@ from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.logit_edits import LogitEdits
-from octavo.kernels.reference import activation as reference_activation
-from octavo.kernels.reference import copy_blocks as reference_copy_blocks
-from octavo.kernels.reference import fused_decode as reference_fused_decode
-from octavo.kernels.reference import gemv as reference_gemv
-from octavo.kernels.reference import logit_edits as reference_logit_edits
-from octavo.kernels.reference import norm as reference_norm
-from octavo.kernels.reference import packed as reference_packed
-from octavo.kernels.reference import paged_attention as reference_attention
+from octavo.kernels.reference import attention as reference_attention
+from octavo.kernels.reference import layer as reference_layer
 from octavo.kernels.reference import rows as reference_rows
 from octavo.kernels.reference import sampling as reference_sampling
-from octavo.kernels.reference import write_kv as reference_write_kv
 from octavo.kernels.reference.sampling import Draws, Ranking
 from octavo.kernels.row_words import RowLayout
 from octavo.kernels.step_tensors import StepTensors
@@ -38,14 +31,14 @@ def _triton(name: str) -> ModuleType:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Adds x to the residual stream and normalises the sum: (normed, new residual), each [T, size]."""
-    kernels = _triton("step.norm") if x.is_cuda else reference_norm
+    kernels = _triton("step.norm") if x.is_cuda else reference_layer
     normed, stream = kernels.add_rms_norm(x, residual, weight, eps)
     return normed, stream
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """x [T, 2 * size], gate then up -> silu(gate) * up [T, size]."""
-    gated: Tensor = (_triton("step.activation") if x.is_cuda else reference_activation).silu_and_mul(x)
+    gated: Tensor = (_triton("step.activation") if x.is_cuda else reference_layer).silu_and_mul(x)
     return gated
 
 
@@ -60,7 +53,7 @@ def write_kv(
     v_cache: Tensor,
 ) -> Tensor:
     """Norms and rotates q and k, puts k and v into the cache; returns q [T, heads, head_dim], a view of qkv."""
-    kernels = _triton("step.write_kv") if qkv.is_cuda else reference_write_kv
+    kernels = _triton("step.write_kv") if qkv.is_cuda else reference_attention
     q: Tensor = kernels.write_kv(qkv, norms, cos, sin, positions, slots, k_cache, v_cache)
     return q
 
@@ -110,31 +103,31 @@ def norm_linear(
     x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual) W^T, the new residual)"""
-    product, stream = (_triton("gemv.products") if x.is_cuda else reference_gemv).norm_linear(x, residual, norm_weight, eps, weight, bias)
+    product, stream = (_triton("gemv.products") if x.is_cuda else reference_layer).norm_linear(x, residual, norm_weight, eps, weight, bias)
     return product, stream
 
 
 def gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor]:
     """(silu(gate) * up of rms_norm(x + residual), the new residual); weight [2 * size, in], gate over up"""
-    gated, stream = (_triton("gemv.products") if x.is_cuda else reference_gemv).gate_up(x, residual, norm_weight, eps, weight)
+    gated, stream = (_triton("gemv.products") if x.is_cuda else reference_layer).gate_up(x, residual, norm_weight, eps, weight)
     return gated, stream
 
 
 def merge_linear(parts: Tensor, parts_lse: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The merged parts [rows, splits, heads, head_dim] times W^T, [rows, out]"""
-    product: Tensor = (_triton("gemv.products") if parts.is_cuda else reference_gemv).merge_linear(parts, parts_lse, weight, bias)
+    product: Tensor = (_triton("gemv.products") if parts.is_cuda else reference_layer).merge_linear(parts, parts_lse, weight, bias)
     return product
 
 
 def merge_parts(parts: Tensor, parts_lse: Tensor, dtype: torch.dtype) -> Tensor:
     """The merged parts [rows, splits, heads, head_dim] as [rows, heads * head_dim]"""
-    merged: Tensor = (_triton("gemv.products") if parts.is_cuda else reference_gemv).merge_parts(parts, parts_lse, dtype)
+    merged: Tensor = (_triton("gemv.products") if parts.is_cuda else reference_layer).merge_parts(parts, parts_lse, dtype)
     return merged
 
 
 def few_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [rows, in], weight [out, in] -> [rows, out]"""
-    product: Tensor = (_triton("gemv.products") if x.is_cuda else reference_gemv).linear(x, weight, bias)
+    product: Tensor = (_triton("gemv.products") if x.is_cuda else reference_layer).linear(x, weight, bias)
     return product
 
 
@@ -153,7 +146,7 @@ def decode_attention_parts(
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """(parts [rows, splits, heads, head_dim], their log-sum-exp [rows, splits, heads] in units of log2), both float32"""
-    kernels = _triton("attention.fused_decode") if qkv.is_cuda else reference_fused_decode
+    kernels = _triton("attention.fused_decode") if qkv.is_cuda else reference_attention
     parts, parts_lse = kernels.decode_attention_parts(
         qkv, norms, cos, sin, positions, slots, tables, context_len, k_cache, v_cache, scale, window
     )
@@ -162,7 +155,7 @@ def decode_attention_parts(
 
 def copy_blocks(buffers: list[Tensor], pairs: list[tuple[int, int]]) -> None:
     """Copies block `source` onto block `target` for every pair, all reads before any write. buffers: each [num_blocks, ...]"""
-    (_triton("step.copy_blocks") if buffers[0].is_cuda else reference_copy_blocks).copy_blocks(buffers, pairs)
+    (_triton("step.copy_blocks") if buffers[0].is_cuda else reference_attention).copy_blocks(buffers, pairs)
 
 
 def sample(logits: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor) -> Tensor:
@@ -193,7 +186,7 @@ def edit_logits(
     num_prompt: Tensor,  # [rows]
 ) -> Tensor:
     """The entries' logits after allowed ids, bans, bias and penalties, [len(entries), V] float32."""
-    kernels = _triton("sampling.logit_edits") if logits.is_cuda else reference_logit_edits
+    kernels = _triton("sampling.logit_edits") if logits.is_cuda else reference_sampling
     scores: Tensor = kernels.edit_logits(logits, entries, rows, edits, token_ids, num_tokens, num_prompt)
     return scores
 
@@ -221,17 +214,17 @@ def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, sta
 
 def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """x [rows, in] -> [rows, out], in `out` if that is given"""
-    product: Tensor = (_triton("packed.products") if x.is_cuda else reference_packed).packed_linear(x, weight, bias, out)
+    product: Tensor = (_triton("packed.products") if x.is_cuda else reference_layer).packed_linear(x, weight, bias, out)
     return product
 
 
 def packed_gate_up(x: Tensor, weight: DeviceCodes) -> Tensor:
     """silu(gate) * up; weight has rows of gate over rows of up"""
-    product: Tensor = (_triton("packed.products") if x.is_cuda else reference_packed).packed_gate_up(x, weight)
+    product: Tensor = (_triton("packed.products") if x.is_cuda else reference_layer).packed_gate_up(x, weight)
     return product
 
 
 def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
     """All rows, or those of an index [count], as weights [count, in]; columns in their original order"""
-    weights: Tensor = (_triton("packed.products") if weight.words.is_cuda else reference_packed).unpack(weight, dtype, rows)
+    weights: Tensor = (_triton("packed.products") if weight.words.is_cuda else reference_layer).unpack(weight, dtype, rows)
     return weights

@@ -22,8 +22,7 @@ from octavo.loading.files import INDEX, SINGLE, fingerprint, read_weight_map
 from octavo.loading.gguf import GGUFFile, GGUFTensor
 from octavo.loading.gguf_config import read_gguf_model
 from octavo.loading.packed_modules import WHOLE_NUMBERS, Header, PackedModule, find_packed
-from octavo.quant.fold_gguf import fold_gguf
-from octavo.quant.packed import PackedWeight
+from octavo.quant.packed import PackedWeight, fold_gguf
 from octavo.quant.quant_config import QuantConfig
 
 MAX_HEADER_BYTES = 32 * 2**20  # 250,000 weights in one file; the library would take 100 MB

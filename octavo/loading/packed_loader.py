@@ -7,12 +7,10 @@ floats. An embedding that is not the matrix of the head is kept as floats too: i
 import torch
 from torch import nn
 
-from octavo.layers.embedding import Embedding, LMHead
-from octavo.layers.linear import Linear
+from octavo.layers.linear import Embedding, Linear, LMHead
 from octavo.loading.native_loader import StoredParameters
 from octavo.models.decoder import Decoder
-from octavo.quant.base import UNQUANTIZED
-from octavo.quant.device_packed import Packed
+from octavo.quant.schemes import UNQUANTIZED, Packed
 
 
 def load_packed(model: Decoder, stored: StoredParameters) -> None:

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from octavo.errors import LoadError
-from octavo.quant.fold_awq import check_awq, unpack_awq
-from octavo.quant.fold_gptq import check_gptq, unpack_gptq
 from octavo.quant.quant_config import QuantConfig
-from octavo.quant.words import ZeroPointWeight
+from octavo.quant.zero_point import ZeroPointWeight, check_awq, check_gptq, unpack_awq, unpack_gptq
 
 CODES = ".qweight"
 PARTS = {"awq": (CODES, ".qzeros", ".scales"), "gptq": (CODES, ".qzeros", ".scales", ".g_idx")}

@@ -19,8 +19,7 @@ from octavo.model_config import ModelConfig
 from octavo.models.registry import describe
 from octavo.policy.description import ModelDescription
 from octavo.policy.model_size import Codes, requantised
-from octavo.quant.packed import PackedWeight
-from octavo.quant.quantize import quantize
+from octavo.quant.packed import PackedWeight, quantize
 
 
 def as_wanted(

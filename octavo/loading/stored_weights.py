@@ -17,8 +17,7 @@ from octavo.loading.safetensors_header import Entry, read_header
 from octavo.models.family import Rules
 from octavo.policy.description import ModelDescription
 from octavo.policy.model_size import Codes
-from octavo.quant.groups import whole_group
-from octavo.quant.quant_config import QuantConfig
+from octavo.quant.quant_config import QuantConfig, whole_group
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # name in the file -> (dtype or GGUF kind, shape), in the order of the file
 GGUF_CODES = {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from octavo.attention.backend import AttentionBackend
     from octavo.layers.comm import Comm
     from octavo.models.decoder import Decoder
-    from octavo.quant.base import QuantScheme
+    from octavo.quant.schemes import QuantScheme
 
 register(dense_family.FAMILY)
 

@@ -32,7 +32,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.gpu_size import captured_tokens
-from octavo.quant.device_packed import Packed
+from octavo.quant.schemes import Packed
 from octavo.sampling_params import SamplingParams
 from octavo.worker.compilers import Compilers, Wanted, kernel_shapes
 from octavo.worker.facts import Facts

@@ -21,11 +21,10 @@ from octavo.attention.backend import AttentionBackend, load_backend
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.config import EngineConfig
-from octavo.kernels.reference.rotary import rotate
-from octavo.layers.attention import Attention
+from octavo.kernels.reference.layer import rotate
+from octavo.layers.attention import Attention, build_rope
 from octavo.layers.comm import Comm, NullComm
 from octavo.layers.linear import Linear, RowParallelLinear
-from octavo.layers.rotary import build_rope
 from octavo.loading.loader import weight_targets
 from octavo.loading.shape import model_shape
 from octavo.model_config import ConfigReader, ModelConfig, RopeConfig
@@ -36,7 +35,7 @@ from octavo.models.registry import build_model, describe, read_config
 from octavo.policy.auto import resolved, suited
 from octavo.policy.description import LayerShape, MLPShape, ModelDescription, NormShape
 from octavo.policy.memory_plan import GIB, Memory, plan_memory
-from octavo.quant.base import UNQUANTIZED, QuantScheme, empty_parameter
+from octavo.quant.schemes import UNQUANTIZED, QuantScheme, empty_parameter
 
 RULES = Rules(
     [
