@@ -12,7 +12,7 @@ from octavo.cli.opening import opened
 from octavo.cli.prompt_rows import read_stdin
 from octavo.cli.remote import add_remote_flags, open_remote
 from octavo.errors import OctavoError, RequestError, nearest
-from octavo.loading.default_model import NAME, is_default_name
+from octavo.loading.names import NAME, is_default_name
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from octavo.cli.doctor_facts import OPTIONAL, REQUIRED, Facts, Library
 from octavo.config import VARIABLES
 from octavo.errors import nearest
-from octavo.loading.default_model import INSTALL
+from octavo.loading.names import INSTALL
 from octavo.worker.device import TOOLS, missing, platform_note, torch_refusal
 
 GIB = 2**30

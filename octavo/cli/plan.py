@@ -18,7 +18,7 @@ from octavo.cli.targets import add_report_flag, check_target, write_report
 from octavo.cli.terminal import can_show
 from octavo.config import Device, ResolvedConfig, no_color
 from octavo.errors import ConfigError
-from octavo.loading.default_model import NAME
+from octavo.loading.names import NAME
 from octavo.policy.auto import check_cache_dtype, resolved, suited
 from octavo.policy.memory_plan import Memory, MemoryPlan, ModelNeeds, plan_memory
 

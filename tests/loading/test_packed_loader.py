@@ -10,9 +10,7 @@ from octavo.attention.backend import load_backend
 from octavo.layers.comm import NullComm
 from octavo.layers.linear import Embedding, Linear, LMHead
 from octavo.loading.checkpoint import Checkpoint
-from octavo.loading.loader import load_weights
-from octavo.loading.native_loader import StoredParameters
-from octavo.loading.packed_loader import load_packed
+from octavo.loading.loader import StoredParameters, load_packed, load_weights
 from octavo.loading.requantized import as_wanted
 from octavo.loading.resolve import load_model_config, open_checkpoint, resolve_model
 from octavo.model_config import ModelConfig

@@ -25,7 +25,7 @@ from octavo.kernels import ops
 from octavo.kernels.kernel_shapes import PackedShape
 from octavo.kernels.row_words import RowLayout
 from octavo.layers.comm import NullComm
-from octavo.loading.packed_loader import load_packed
+from octavo.loading.loader import load_packed
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.model_config import RopeConfig
 from octavo.models.dense_family import DenseConfig
