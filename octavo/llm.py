@@ -28,7 +28,7 @@ from octavo.outputs import RequestOutput, TextDelta
 from octavo.progress import GenerateProgress
 from octavo.sampling_params import SamplingParams
 from octavo.structured_outputs import StructuredOutputs
-from octavo.text.grammar_limits import check_limits
+from octavo.text.grammar_text import check_limits
 from octavo.text.prompt import Conversation, Prompt, as_conversations, as_prompts
 from octavo.text.tokenizer import Tokenizer
 

@@ -28,8 +28,7 @@ from octavo.policy.request import Request, Sequence, Status
 from octavo.policy.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
 from octavo.structured_outputs import PARAM, StructuredOutputs
-from octavo.text.grammar_limits import need_library
-from octavo.text.grammar_text import grammar_text
+from octavo.text.grammar_text import grammar_text, need_library
 from octavo.text.tokenizer import Tokenizer
 from octavo.worker.executor import Masks
 

@@ -1,7 +1,7 @@
-"""The tools of a request, checked at the door: a name, a description and a JSON schema each.
+"""Checks the tools of a request: each has a name, a description and a JSON schema.
 
-A schema goes into the prompt, and where a call is forced into a grammar; what is checked here is its size, its depth and
-that its keywords are what JSON schema says they are, so that a mistake is answered by its place:
+A schema goes into the prompt, and into a grammar if a call is forced. Its size, its depth and the types of its keywords are
+checked here, so that an error can name the place:
 `tools[2].function.parameters.properties.city.type`.
 """
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from octavo.errors import RequestError
-from octavo.text.pattern import pattern_error
 
 MAX_TOOLS = 128
 MAX_DEPTH = 32  # of a schema
@@ -31,7 +30,7 @@ class ToolChoice:
     name: str | None = None  # of the one tool that is required
 
     def offered(self, tools: list[dict[str, object]]) -> list[dict[str, object]]:
-        """The tools an answer may call."""
+        """Returns the tools that an answer may call."""
         if self.mode == "none":
             return []
         return [tool for tool in tools if self.name is None or tool_name(tool) == self.name]
@@ -44,7 +43,7 @@ def tool_name(tool: Mapping[str, object]) -> str:
 
 
 def check_tools(tools: object) -> list[dict[str, object]]:
-    """The tools as a template wants them; a RequestError names the place at fault."""
+    """Returns the tools as a template wants them. A RequestError names the place at fault."""
     if tools is None:
         return []
     if not isinstance(tools, list):
@@ -175,3 +174,33 @@ def _is_large(value: object) -> bool:
         elif isinstance(item, list):
             waiting += item
     return units > MAX_UNITS
+
+
+# -- regular expressions of a schema, checked in one pass without compiling them
+#
+# A caller could make compiling take long (large ranges, counts of counts), and every engine has a language of its own. The check
+# finds what none of them accepts: groups and classes left open, repetition of nothing, a backslash at the end.
+
+_TOKEN = re.compile(
+    r"(?P<atoms>(?:\\[\s\S]|\[\^?+\]?+(?:\\[\s\S]|[^\]\\])*+\]|[^\\\[()|^$*+?{])++)"
+    r"|(?P<open>\((?:\?(?:[:=!]|<[=!]|P?<[A-Za-z_]\w*>))?+)(?!\?)"
+    r"|(?P<close>\))"
+    r"|(?P<repeat>(?:[*+?]|\{(?P<least>\d{1,9})(?:,(?P<most>\d{0,9}))?\})[?+]?)"
+    r"|(?P<gap>[|^$])"
+    r"|(?P<brace>\{)"
+)
+
+
+def pattern_error(pattern: str) -> str | None:
+    """Returns what is wrong with a pattern, and where, or None."""
+    at, groups, repeatable = 0, 0, False
+    while at < len(pattern):
+        token = _TOKEN.match(pattern, at)
+        if token is None or (token["close"] and not groups) or (token["repeat"] and not repeatable):
+            return f"unexpected {pattern[at]!r} at character {at}"
+        if token["most"] and int(token["most"]) < int(token["least"]):
+            return f"{token['repeat']} at character {at} is at most less than at least"
+        groups += bool(token["open"]) - bool(token["close"])
+        repeatable = token.lastgroup in ("atoms", "close", "brace")
+        at = token.end()
+    return "a group is not closed" if groups else None
