@@ -15,10 +15,9 @@ from typing import TypeVar, Unpack
 
 from octavo import log
 from octavo.config import EngineConfig, Settings, check_names, debug_from_environment, log_level
-from octavo.engine.asking import to_request
 from octavo.engine.build import Engine, build_engine
 from octavo.engine.core import EngineCore
-from octavo.engine.output import OutputPump
+from octavo.engine.output import OutputPump, to_request
 from octavo.errors import EngineError, RequestError
 from octavo.fair_lock import FairLock
 from octavo.interrupt import DeferredInterrupt

@@ -13,16 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from octavo.config import EngineConfig, log_level
-from octavo.engine.asking import to_request
-from octavo.engine.link import Link
-from octavo.engine.output import OutputPump
+from octavo.engine.link import Link, ViewStream
+from octavo.engine.output import OutputPump, Stream, to_request
 from octavo.engine.process import Orders
-from octavo.engine.socket_folder import SocketFolder
-from octavo.engine.streams import Stream
-from octavo.engine.supervisor import Serving, Supervisor, lasting
-from octavo.engine.view_frame import ViewFrame
-from octavo.engine.view_stream import ViewStream
-from octavo.engine.wire import Abort, Add, Beat, Hello, News, Refused, ResetPrefixCache, View, frame_limit
+from octavo.engine.supervisor import Serving, SocketFolder, Supervisor, lasting
+from octavo.engine.wire import Abort, Add, Beat, Hello, News, Refused, ResetPrefixCache, View, ViewFrame, frame_limit
 from octavo.errors import DeadlineError, EngineError, OctavoError, OverloadError, RequestError, UnavailableError
 from octavo.loading.text_side import TextSide, open_text_side
 from octavo.log import logger

@@ -1,10 +1,10 @@
-"""The engine's ear and mouth: a thread that owns the ROUTER socket, so that nobody waits for a step to be heard.
+"""A thread of the engine process that owns the ROUTER socket, so that clients are heard during a step.
 
-    this thread    takes frames; refuses at once what the queue has no room for; sends the news of every step; beats
+    this thread    takes frames, refuses at once what the queue has no room for, sends the news of every step and heartbeats
     main thread    between steps: `take` what came in, step, `give` the news
 
-A client is an API process. The ids of its requests begin with its name on the socket, so news find their way back. One that is
-silent for some seconds, or whose process is gone, is given up: its requests are aborted.
+A client is an API process. The ids of its requests begin with its name on the socket, so news find their way back. A client that
+is silent for some seconds, or whose process is gone, is given up: its requests are aborted.
 """
 
 import os
@@ -20,9 +20,23 @@ import zmq
 
 from octavo.child import give_back_freed_memory
 from octavo.engine import wire
-from octavo.engine.pace import Pace
-from octavo.engine.view_frame import ViewFrame, Wanted
-from octavo.engine.wire import Abort, Add, Beat, Down, DownFrame, Hello, Lost, News, Ping, Refused, ResetPrefixCache, Up, UpFrame
+from octavo.engine.wire import (
+    Abort,
+    Add,
+    Beat,
+    Down,
+    DownFrame,
+    Hello,
+    Lost,
+    News,
+    Ping,
+    Refused,
+    ResetPrefixCache,
+    Up,
+    UpFrame,
+    ViewFrame,
+    Wanted,
+)
 from octavo.errors import ConfigError
 from octavo.log import logger
 from octavo.messages import AddRequest, Delta, EngineFacts, SchedulerStats
@@ -354,3 +368,29 @@ def _sliced(news: list[Delta]) -> Iterator[list[Delta]]:
     rest = [delta for delta in news if delta.prompt_logprobs is None] if pieces else news
     if rest:
         yield rest
+
+
+# -- Retry-After: the number of waiting requests, divided by how fast requests have ended lately
+
+RECENT = 64  # ends that tell the rate
+SHORTEST, LONGEST = 1.0, 60.0  # seconds a client is told to wait
+
+
+class Pace:
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=RECENT + 1)  # of the last ends, behind the one they are counted from
+
+    def begin(self, now: float) -> None:
+        """Starts to count anew: there was nothing to do before."""
+        self._times.clear()
+        self._times.append(now)
+
+    def end(self, now: float) -> None:
+        self._times.append(now)
+
+    def retry_after(self, waiting: int, now: float) -> float:
+        """Returns the seconds until as many requests have ended as wait now, or the shortest wait if none has ended yet."""
+        if len(self._times) < 2:
+            return SHORTEST
+        each = (now - self._times[0]) / (len(self._times) - 1)  # until now: what has stalled is slow
+        return min(max(waiting * each, SHORTEST), LONGEST)

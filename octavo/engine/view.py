@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 from octavo.engine.core import EngineCore
 from octavo.engine.trace import NoTrace, Trace
-from octavo.engine.view_frame import EventWords, ViewFrame, Wanted
 from octavo.engine.watcher import Contents, Watcher
+from octavo.engine.wire import EventWords, ViewFrame, Wanted
 from octavo.log import logger
 from octavo.messages import FinishReason, StepPlan
 from octavo.policy.block_pool import BlockKey, Event

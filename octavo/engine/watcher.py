@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
-from octavo.engine.view_frame import BlockState, EventWords, SequenceState, StepNumbers, ViewFrame
+from octavo.engine.wire import BlockState, EventWords, SequenceState, StepNumbers, ViewFrame
 from octavo.messages import FinishReason
 from octavo.policy.block_pool import NULL_BLOCK, BlockPool, Event
 from octavo.policy.request import Sequence, Status
