@@ -66,7 +66,7 @@ def check_tools(tools: object) -> list[dict[str, object]]:
 
 
 def check_tool_choice(choice: object, tools: list[dict[str, object]]) -> ToolChoice:
-    """What was asked for, of these checked tools; auto where there are some, if nothing was."""
+    """Returns the choice that was asked for, of these checked tools. The default is auto if there are tools."""
     if choice is None:
         return ToolChoice("auto" if tools else "none")
     if choice in ("none", "auto"):
@@ -105,7 +105,7 @@ def _function(tool: object, where: str) -> dict[str, object]:
 
 
 def _check_schema(schema: object, where: str) -> None:
-    """Without recursion: a schema may be as deep as a request's JSON."""
+    """Checks a schema without recursion, since it may be as deep as a request's JSON."""
     waiting = [(schema, where, 1)]
     while waiting:
         schema, where, depth = waiting.pop()
@@ -146,7 +146,7 @@ def _check_keyword(keyword: object, value: object, where: str) -> None:
 
 
 def _inner(schema: Mapping[object, object]) -> Iterator[tuple[object, str]]:
-    """Schemas inside of one, and where; what a property is named is no keyword."""
+    """Gives the schemas inside of one, and their places. The name of a property is no keyword."""
     for keyword, value in schema.items():
         if keyword in NAMED_SCHEMAS and isinstance(value, Mapping):
             yield from ((inner, f"{keyword}.{name}") for name, inner in value.items())
@@ -164,7 +164,7 @@ def _check_pattern(pattern: object, where: str) -> None:
 
 
 def _is_large(value: object) -> bool:
-    """Counted without recursion, and no further than need be."""
+    """Whether the tools have more than MAX_UNITS characters and items, counted without recursion and no further than needed."""
     units, waiting = 0, [value]
     while waiting and units <= MAX_UNITS:
         item = waiting.pop()
