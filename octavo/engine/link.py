@@ -24,7 +24,7 @@ SLICE_SECONDS = 0.01  # other tasks get their turn after so long
 
 
 class Listener(Protocol):
-    """Who is told what came in."""
+    """The receiver of what came in."""
 
     def on_hello(self, hello: Hello) -> None: ...
 
@@ -68,11 +68,11 @@ class Link:
             self._socket.close(linger=LAST_WORDS_MS)
 
     def forget(self) -> None:
-        """The engine is dead: what still comes of it is dropped."""
+        """Drops everything that still comes from a dead engine."""
         self.epoch = 0
 
     def ping(self) -> None:
-        """Called a few times a second: says that we are there, and looks whether the engine still is."""
+        """Tells the engine that this process is there, and checks that the engine still is. Called a few times a second."""
         with suppress(zmq.Again):
             while self._monitor.recv_multipart(zmq.NOBLOCK):
                 self._listener.on_hangup()
@@ -95,7 +95,7 @@ class Link:
         return True
 
     def _look(self) -> None:
-        """Soon, and once however often it is asked for: what is there may take a while to read."""
+        """Schedules one look at the socket soon, however often it is called: reading may take a while."""
         if not self._looking:
             self._looking = True
             self._loop.call_soon(self._take)

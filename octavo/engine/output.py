@@ -31,7 +31,7 @@ class Processed:
 
 class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None, keep_logprobs: bool = True) -> None:
-        """Without `keep_logprobs` deltas alone tell them: whoever reads those has no need of them a second time."""
+        """Without `keep_logprobs`, only deltas have logprobs, for readers of deltas."""
         self._tokenizer = tokenizer
         self._keep_logprobs = keep_logprobs
         self._requests: dict[str, _RequestState] = {}
@@ -40,7 +40,7 @@ class OutputProcessor:
         self._requests[request.request_id] = _RequestState(request, prompt, self._tokenizer, self._keep_logprobs)
 
     def drop(self, request_id: str) -> None:
-        """Forget a request whose output nobody wants any more."""
+        """Forgets a request whose output is not wanted any more."""
         self._requests.pop(request_id, None)
 
     def process(self, deltas: list[Delta]) -> Processed:
@@ -73,16 +73,16 @@ class OutputProcessor:
 
 
 class Reader(Protocol):
-    """Whoever waits for a request."""
+    """A reader of one request."""
 
     def push(self, delta: TextDelta) -> None: ...
 
     def finish(self, output: RequestOutput) -> None:
-        """Nothing more comes of this request."""
+        """Takes the whole output. Nothing more comes of this request."""
 
 
 class OutputPump:
-    """Brings what the engine says to the readers of its requests, as text, and aborts samples that ended in a stop string."""
+    """Gives the engine's deltas to the readers of its requests, as text, and aborts samples that ended in a stop string."""
 
     def __init__(self, tokenizer: Tokenizer | None, abort: Callable[[str, int], object], keep_logprobs: bool = True) -> None:
         self._processor = OutputProcessor(tokenizer, keep_logprobs)
@@ -94,7 +94,7 @@ class OutputPump:
         self._readers[request.request_id] = reader
 
     def drop(self, request_id: str) -> None:
-        """Forgets a request whose output nobody wants any more."""
+        """Forgets a request whose output is not wanted any more, and its reader."""
         self._processor.drop(request_id)
         self._readers.pop(request_id, None)
 
@@ -129,7 +129,7 @@ class _RequestState:
         return all(sample.output.finish_reason is not None for sample in self.samples)
 
     def add_prompt_logprobs(self, piece: PromptPiece) -> None:
-        """A piece may come twice: what a preemption threw away is computed again."""
+        """Adds a piece of prompt logprobs. A piece may come twice: what a preemption threw away is computed again."""
         start, found = piece
         assert self.prompt_logprobs is not None
         for position, logprobs in enumerate(found, start):
@@ -154,7 +154,7 @@ class _Sample:
     def __init__(
         self, index: int, request: AddRequest, tokenizer: Tokenizer | None, stops: StopStrings, tail: list[int], keep_logprobs: bool
     ) -> None:
-        """`tail`: see `shown_tail`; what is the same for all samples is worked out once."""
+        """`tail`: of the prompt (`shown_tail`), computed once for all samples."""
         self.request_id = request.request_id
         self.search = StopSearch(stops) if stops.texts else None
         self.tokenizer = tokenizer
@@ -171,7 +171,7 @@ class _Sample:
         self.code: str | None = None
 
     def take(self, delta: Delta) -> TextDelta:
-        """Append a delta's tokens, up to one that completes a stop string, and say what is new."""
+        """Appends a delta's tokens, up to one that completes a stop string. Returns what is new."""
         self.error, self.code = delta.error, delta.code
         before = len(self.output.token_ids)
         for position, token in enumerate(delta.token_ids):
@@ -229,7 +229,7 @@ class _Sample:
 
 
 def _choices(token: int, found: TokenLogprobs, tokenizer: Tokenizer | None) -> TokenChoices:
-    """The token first, then the best alternatives."""
+    """Returns the token first, then the best alternatives."""
     choices = {token: _logprob(token, found.logprob, found.rank, tokenizer)}
     for rank, (other, logprob) in enumerate(zip(found.top_ids, found.top_logprobs, strict=True), start=1):
         choices.setdefault(other, _logprob(other, logprob, rank, tokenizer))

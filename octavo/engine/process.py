@@ -40,7 +40,7 @@ SWITCH_SECONDS = 0.0005  # how long the loop may keep the interpreter from the r
 
 
 class Orders(Struct, frozen=True):
-    """All an engine process is told."""
+    """The orders of an engine process."""
 
     config: EngineConfig
     path: str  # of the model, found by the parent
@@ -58,14 +58,14 @@ class Orders(Struct, frozen=True):
 
 
 class Reason(Struct, frozen=True):
-    """Why an engine did not start."""
+    """The reason why an engine did not start."""
 
     kind: str  # the error's class
     message: str
 
 
 class Loop:
-    """What comes in between steps, and what goes out."""
+    """The loop of the engine process: takes commands between steps, and gives out news."""
 
     def __init__(
         self, core: EngineCore, router: Router, queue_timeout: float | None, view: EngineView | NoView, step_seconds: float
@@ -104,7 +104,7 @@ class Loop:
         self._log.turn(pulse.stats)
 
     def _keep_pace(self) -> None:
-        """Waits before commands are taken, not after: a watcher that asks meanwhile sees every step."""
+        """Waits before commands are taken, and not after, so that a watcher who asks meanwhile sees every step."""
         if self._step_seconds and self._core.has_work:
             time.sleep(max(0.0, self._next_step - time.monotonic()))
 
@@ -138,7 +138,7 @@ class Loop:
 
 
 def _settled(deltas: list[Delta]) -> list[Delta]:
-    """With copies of records that the engine goes on writing: the router's thread reads them later."""
+    """Returns deltas with copies of records that the engine goes on writing, since the router's thread reads them later."""
     for delta in deltas:
         if delta.life is not None:
             delta.life = copy(delta.life)
@@ -146,7 +146,7 @@ def _settled(deltas: list[Delta]) -> list[Delta]:
 
 
 def serve(orders: Orders) -> None:
-    """For ever; raises if it cannot start or go on."""
+    """Runs for ever. Raises if the engine cannot start or go on."""
     debug = debug_from_environment()
     source = ModelSource(Path(orders.path), orders.kind, orders.name)
     model = replace(load_model_config(source), eos_token_ids=orders.end_ids)
@@ -165,7 +165,7 @@ def serve(orders: Orders) -> None:
 
 
 class LoopBroke(Exception):
-    """The engine had started, and cannot go on."""
+    """The engine had started and cannot go on."""
 
 
 def main(parent: int) -> None:

@@ -31,7 +31,7 @@ from octavo.own_file import told_with_tmpdir
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """How an engine is served by a process of its own."""
+    """The settings of an engine in a process of its own."""
 
     max_queue: int = 1024  # requests that may wait
     queue_timeout: float | None = None  # seconds one may
@@ -44,7 +44,7 @@ class Serving:
 
 
 class Supervisor:
-    """`on_start` hears of every start, `on_down` why an engine ended, `on_dead` why there will be no other."""
+    """Calls `on_start` at every start, `on_down` with why an engine ended, `on_dead` with why there will be no other."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Supervisor:
         return self._process is not None and is_stopped(self._process.pid)
 
     def ready(self) -> None:
-        """The engine said hello."""
+        """Notes that the engine is ready."""
         self._ready_at = time.monotonic()
 
     def kill(self, verdict: str) -> None:
@@ -80,7 +80,7 @@ class Supervisor:
         self._end_group()
 
     async def stop(self) -> None:
-        """At once, and for good."""
+        """Ends the engine at once, and for good."""
         self._task.cancel()
         await asyncio.wait([self._task])
         self._reap()
@@ -107,7 +107,7 @@ class Supervisor:
             await asyncio.sleep(pause)
 
     async def _live(self, epoch: int) -> bytes:
-        """From its start to its end; what it said."""
+        """Waits from the start of the process to its end. Returns what it wrote."""
         words = command("octavo.engine.process", "main", os.getpid())
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
         self._process = process
@@ -132,7 +132,7 @@ class Supervisor:
         return bytes(said)
 
     def _why(self, said: bytes) -> OctavoError:
-        """As the user should see it: what it said of itself, or how it ended."""
+        """Returns the reason for the user: what the process said itself, or how it ended."""
         with suppress(msgspec.DecodeError):
             reason = msgspec.json.decode(said, type=Reason)
             kind = getattr(errors, reason.kind, EngineError)
@@ -156,7 +156,7 @@ class Supervisor:
 
 
 def lasting(work: Coroutine[Any, Any, None], on_broken: Callable[[OctavoError], None]) -> asyncio.Task[None]:
-    """A task that nobody waits for. What breaks it is logged and told, else it would vanish with the task."""
+    """Starts a task that nobody waits for. An error in it is logged and reported; otherwise it would vanish with the task."""
 
     def look(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -180,7 +180,7 @@ YOUNG_SECONDS = 60.0
 
 
 class SocketFolder:
-    """Locked while its owner lives. A folder that is not locked was left behind."""
+    """A folder that is locked while its owner lives. One that is not locked was left behind."""
 
     def __init__(self) -> None:
         with told_with_tmpdir():
