@@ -48,7 +48,6 @@ class RowParallelLinear(Linear):
         return self.comm.all_reduce(self.scheme.apply(self, x))
 
 
-
 class Embedding(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int, scheme: QuantScheme, dtype: torch.dtype) -> None:
         super().__init__()
@@ -81,7 +80,6 @@ class LMHead(nn.Module):
         return self if self.tied is None else self.tied
 
 
-
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -91,7 +89,6 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Adds x, the result of the last sub-layer, to the residual stream. Returns the normed sum and the sum."""
         return add_rms_norm(x, residual, self.weight, self.eps)
-
 
 
 class MLP(nn.Module):

@@ -26,7 +26,7 @@ from octavo.policy.description import ModelDescription
 from octavo.policy.model_size import Codes, requantised
 from octavo.quant.packed import PackedWeight, quantize
 
-STD = 0.02
+STD = 0.02  # of random weights
 CPU = torch.device("cpu")
 POOL = 4_000_037  # values drawn; a prime, so that repeats never line up with the rows of a matrix
 

@@ -108,7 +108,6 @@ class _Table:
         return self.integer("group_size", lambda size: size == -1 or 0 < size < 2**31, "-1 or a number of columns")
 
 
-
 def whole_group(name: str, group_size: int, columns: int) -> int:
     """Returns the largest of `GROUPS` that divides both a published group and a row of that many columns."""
     for group in GROUPS:

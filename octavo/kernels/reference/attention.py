@@ -110,7 +110,6 @@ def paged_attention(
     return out
 
 
-
 def write_kv(
     qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]
     norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k [head_dim], eps
@@ -135,7 +134,6 @@ def write_kv(
     places = slots // k_cache.shape[1], slots % k_cache.shape[1]  # a cache may be strided: there is no view of it by slots
     k_cache[places], v_cache[places] = k, v
     return q
-
 
 
 def decode_attention_parts(
@@ -168,7 +166,6 @@ def decode_attention_parts(
     paged_attention(q, k_cache, v_cache, tables[rows], starts, context_len[rows], scale, out, window, lse)
     parts[rows, 0], parts_lse[rows, 0] = out, lse / math.log(2)
     return parts, parts_lse
-
 
 
 def decode_shares(

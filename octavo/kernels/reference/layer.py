@@ -29,7 +29,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(residual, weight, eps), residual
 
 
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Returns x [T, heads, head_dim] with each head turned to its token's position.
 
@@ -42,7 +41,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
