@@ -19,8 +19,8 @@ from torch import Tensor
 
 from octavo.attention.backend import Rope, load_backend
 from octavo.attention.forward_batch import ForwardBatch
-from octavo.kernels.reference import fused_decode as plain_attention
-from octavo.kernels.reference import gemv as plain
+from octavo.kernels.reference import attention as plain_attention
+from octavo.kernels.reference import layer as plain
 from octavo.kernels.reference import sampling as plain_sampling
 from octavo.kernels.triton.attention import fused_decode
 from octavo.kernels.triton.gemv import products

@@ -19,12 +19,9 @@ import triton
 from torch import Tensor
 
 from octavo.kernels.cache_layout import Layout, empty_cache
-from octavo.kernels.reference import activation as plain_activation
-from octavo.kernels.reference import gemv as plain_gemv
-from octavo.kernels.reference import norm as plain_norm
-from octavo.kernels.reference import paged_attention as plain_attention
+from octavo.kernels.reference import attention as plain_attention
+from octavo.kernels.reference import layer as plain_layer
 from octavo.kernels.reference import sampling as plain_sampling
-from octavo.kernels.reference import write_kv as plain_write
 from octavo.kernels.triton.attention.paged_attention import paged_attention, shares_of
 from octavo.kernels.triton.gemv.products import gate_up, linear, norm_linear
 from octavo.kernels.triton.sampling.sample import sample
@@ -202,7 +199,7 @@ def _product_case(name: str, rows: int, size: int, wide: int) -> Case:
         return [lambda w=w: function(x, residual, norm_weight, 1e-6, w) for w in weights]
 
     ours = runs(linear, norm_linear, gate_up)
-    theirs = runs(plain_gemv.linear, plain_gemv.norm_linear, plain_gemv.gate_up)
+    theirs = runs(plain_layer.linear, plain_layer.norm_linear, plain_layer.gate_up)
 
     def error() -> float:
         got, exact = ours[0](), theirs[0]()
@@ -223,17 +220,17 @@ def small_cases(tiny: bool) -> Iterator[Case]:
         yield Case(
             f"add_rms_norm {tokens} x 4096",
             [lambda a=a, r=residual, w=weight: add_rms_norm(a, r, w, 1e-6) for a in x],
-            lambda a=x[0], r=residual, w=weight: max(map(distance, add_rms_norm(a, r, w, 1e-6), plain_norm.add_rms_norm(a, r, w, 1e-6))),
+            lambda a=x[0], r=residual, w=weight: max(map(distance, add_rms_norm(a, r, w, 1e-6), plain_layer.add_rms_norm(a, r, w, 1e-6))),
             bytes=4 * rows * size * DTYPE.itemsize,
-            peer=[lambda a=a, r=residual, w=weight: plain_norm.add_rms_norm(a, r, w, 1e-6) for a in x] if ON_GPU else [],
+            peer=[lambda a=a, r=residual, w=weight: plain_layer.add_rms_norm(a, r, w, 1e-6) for a in x] if ON_GPU else [],
         )
         both = [random(rows, 2 * (64 if tiny else 12288)) for _ in range(sets)]
         yield Case(
             f"silu_and_mul {tokens} x 12288",
             [lambda a=a: silu_and_mul(a) for a in both],
-            lambda a=both[0]: distance(silu_and_mul(a), plain_activation.silu_and_mul(a)),
+            lambda a=both[0]: distance(silu_and_mul(a), plain_layer.silu_and_mul(a)),
             bytes=1.5 * both[0].numel() * DTYPE.itemsize,
-            peer=[lambda a=a: plain_activation.silu_and_mul(a) for a in both] if ON_GPU else [],
+            peer=[lambda a=a: plain_layer.silu_and_mul(a) for a in both] if ON_GPU else [],
         )
         yield _write_case(rows, tokens)
 
@@ -249,7 +246,7 @@ def _write_case(rows: int, tokens: int, layout: Layout = "nhd") -> Case:
     def error() -> float:
         ours, exact = qkv.clone(), qkv.clone()
         write_kv(ours, norms, cos, sin, positions, slots, cache[0], cache[1])
-        plain_write.write_kv(exact, norms, cos, sin, positions, slots, cache[2], cache[3])
+        plain_attention.write_kv(exact, norms, cos, sin, positions, slots, cache[2], cache[3])
         return max(distance(ours, exact), distance(cache[0], cache[2]), distance(cache[1], cache[3]))
 
     moved = 2 * qkv.numel() * DTYPE.itemsize

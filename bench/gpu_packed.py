@@ -24,8 +24,8 @@ import triton
 from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes, block_size, zero_codes
-from octavo.kernels.reference import packed as twin
-from octavo.kernels.reference.activation import silu_and_mul
+from octavo.kernels.reference import layer as twin
+from octavo.kernels.reference.layer import silu_and_mul
 from octavo.kernels.triton.packed import products as packed
 from octavo.kernels.triton.packed.rules import GEMM_ROWS, PROGRAMS, SMALL_GEMM_ROWS, Gemm, Gemv, SmallGemm, power_of_rows, rule
 

@@ -24,7 +24,7 @@ import triton
 from torch import Tensor
 
 from bench.gpu_kernels import DEVICE, ON_GPU, distance, microseconds
-from octavo.kernels.reference import paged_attention as plain
+from octavo.kernels.reference import attention as plain
 from octavo.kernels.triton.attention.paged_attention import paged_attention, shares_of
 from octavo.kernels.triton.attention.tiles import Tiles, decode_tiles, prefill_tiles
 from octavo.kernels.triton.target import capability

@@ -20,8 +20,7 @@ import triton
 from torch import Tensor
 
 from octavo.kernels.logit_edits import pack, unpack
-from octavo.kernels.reference import logit_edits as twin_edits
-from octavo.kernels.reference import sampling as twin
+from octavo.kernels.reference import sampling as plain_sampling
 from octavo.kernels.reference.philox import uniform
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.precompile import kernel_keys
@@ -86,7 +85,7 @@ def there(draws: Draws) -> Draws:
 def excused(logits: Tensor, draws: Draws, row: int, found: int) -> bool:
     """Whether an id is as right as the expected one within the precision of float32."""
     some = draws.take(torch.tensor([row]))
-    distance = twin.distances(logits[row : row + 1].float(), some.temperature)
+    distance = plain_sampling.distances(logits[row : row + 1].float(), some.temperature)
     ids = np.argsort(distance[0].numpy(), kind="stable")
     mass = np.exp(-distance[0].double().numpy()[ids])
     score = (-torch.log(-torch.log(uniform(some.noise, some.positions, logits.shape[1]).double())) - distance.double())[0].numpy()[ids]
@@ -106,7 +105,7 @@ def excused(logits: Tensor, draws: Draws, row: int, found: int) -> bool:
 
 def check_draw(kind: str, vocab: int, dtype: torch.dtype, rows: int, tiling: Tiling = TILING) -> str:
     logits, draws = rows_of(kind, rows, vocab, dtype), draws_of([*FILTERS.values(), *WIDE.values()], rows)
-    found, expected = draw(logits.to(DEVICE), there(draws), tiling).cpu(), twin.draw(logits, draws)
+    found, expected = draw(logits.to(DEVICE), there(draws), tiling).cpu(), plain_sampling.draw(logits, draws)
     differing = (found != expected).nonzero().flatten().tolist()
     wrong = [row for row in differing if not excused(logits, draws, row, int(found[row]))]
     return f"{len(differing) - len(wrong)} near ties" if not wrong else f"WRONG rows {wrong[:8]}"
@@ -128,7 +127,7 @@ def check_broken(vocab: int, rows: int) -> str:
 def check_rank(kind: str, vocab: int, dtype: torch.dtype, rows: int, count: int) -> str:
     logits = rows_of(kind, rows, vocab, dtype)
     ids = torch.randint(0, vocab, (rows,), generator=torch.Generator().manual_seed(1))
-    found, expected = rank(logits.to(DEVICE), ids.to(DEVICE), count), twin.rank(logits, ids, count)
+    found, expected = rank(logits.to(DEVICE), ids.to(DEVICE), count), plain_sampling.rank(logits, ids, count)
     for name in ("chosen", "ranks", "near", "near_ids"):
         if not torch.equal(getattr(found, name).cpu(), getattr(expected, name)):
             return f"WRONG {name}"
@@ -154,14 +153,14 @@ class Asking:
         step = len(self.token_ids[0])
         words = torch.stack([self.token_ids, self.num_tokens[:, None].expand(-1, step), self.num_prompt[:, None].expand(-1, step)])
         token_ids, num_tokens, num_prompt = words.contiguous().to(device)
-        edits = [unpack(one) if kernel is twin_edits.edit_logits else torch.from_numpy(one).to(device) for one in self.packed]
+        edits = [unpack(one) if kernel is plain_sampling.edit_logits else torch.from_numpy(one).to(device) for one in self.packed]
         return lambda: kernel(logits, every, every, edits, token_ids, num_tokens[:, 0], num_prompt[:, 0])
 
 
 def check_edits(vocab: int, dtype: torch.dtype, rows: int, length: int) -> str:
     logits, asking = rows_of("random", rows, vocab, dtype), Asking(rows, vocab, length)
     found = asking.edit_logits(logits.to(DEVICE), edit_logits, DEVICE)().cpu()
-    expected = asking.edit_logits(logits, twin_edits.edit_logits, "cpu")()
+    expected = asking.edit_logits(logits, plain_sampling.edit_logits, "cpu")()
     return "ok" if torch.allclose(found, expected, rtol=1e-6, atol=1e-6) else f"WRONG by {(found - expected).abs().nan_to_num().max():.1e}"
 
 

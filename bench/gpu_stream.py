@@ -24,8 +24,8 @@ from torch import Tensor
 
 from bench.gpu_packed import DEVICE, DTYPE, ON_GPU, distance, inputs, microseconds, random_codes
 from octavo.kernels.device_codes import DeviceCodes, zero_codes
-from octavo.kernels.reference import packed as twin
-from octavo.kernels.reference.norm import add_rms_norm as twin_norm
+from octavo.kernels.reference import layer as twin
+from octavo.kernels.reference.layer import add_rms_norm as twin_norm
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.gemv.products import merge_parts
 from octavo.kernels.triton.packed import products as packed

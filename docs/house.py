@@ -30,7 +30,8 @@ PAGE = ROOT / "docs/house.md"
 SHORT = 40  # lines
 IDLE_SECONDS, END_SECONDS = 3, 1  # without a request; for what follows the last chunk
 KERNELS = ("octavo/kernels/", "octavo/native/")
-LAYER_WORDS = re.compile(r"\b(intermediate_size|num_kv_heads|num_key_value_heads|[qkvo]_proj|gate_proj|up_proj|down_proj)\b")
+# Names of a dense layer's matrices, in a checkpoint and here, and the keys of a config.json that give their sizes.
+LAYER_WORDS = re.compile(r"\b([qkvo]_proj|gate_proj|up_proj|down_proj|gate_up|intermediate_size|num_key_value_heads)\b")
 CIRCLES = {"Import circles": False, "Import circles, imports for types included": True}  # title -> whether those for types count
 STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)  # where an import can stand
 READY = re.compile(r"Octavo is ready: (http://\S+)")
@@ -75,8 +76,17 @@ def short_files(files: dict[str, str]) -> list[str]:
 
 
 def layer_files(files: dict[str, str]) -> list[str]:
-    """Files that spell the make-up of a dense layer: a size of it, or a checkpoint's name of one of its matrices."""
-    return [path for path, text in files.items() if not path.startswith(KERNELS) and LAYER_WORDS.search(text)]
+    """Files whose code says what matrices a dense layer has. Words in comments and docstrings do not count."""
+    return [path for path, text in files.items() if not path.startswith(KERNELS) and LAYER_WORDS.search(code_alone(text))]
+
+
+def code_alone(text: str) -> str:
+    """Returns a file's code without comments and docstrings."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = None
+    return ast.unparse(tree)
 
 
 # -- imports

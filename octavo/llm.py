@@ -15,10 +15,9 @@ from typing import TypeVar, Unpack
 
 from octavo import log
 from octavo.config import EngineConfig, Settings, check_names, debug_from_environment, log_level
-from octavo.engine.asking import to_request
 from octavo.engine.build import Engine, build_engine
 from octavo.engine.core import EngineCore
-from octavo.engine.output import OutputPump
+from octavo.engine.output import OutputPump, to_request
 from octavo.errors import EngineError, RequestError
 from octavo.fair_lock import FairLock
 from octavo.interrupt import DeferredInterrupt
@@ -28,7 +27,7 @@ from octavo.outputs import RequestOutput, TextDelta
 from octavo.progress import GenerateProgress
 from octavo.sampling_params import SamplingParams
 from octavo.structured_outputs import StructuredOutputs
-from octavo.text.grammar_limits import check_limits
+from octavo.text.grammar_text import check_limits
 from octavo.text.prompt import Conversation, Prompt, as_conversations, as_prompts
 from octavo.text.tokenizer import Tokenizer
 
@@ -37,7 +36,7 @@ Item = TypeVar("Item")
 
 
 def _signature() -> inspect.Signature:
-    """The settings with their types and defaults; `model` may be given without its name."""
+    """The settings with their types and defaults. `model` may be given without its name."""
     model, *others = inspect.signature(EngineConfig).parameters.values()
     return inspect.Signature([model.replace(kind=model.POSITIONAL_OR_KEYWORD), *others])
 
@@ -58,7 +57,7 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: EngineConfig, log_default: str = "INFO") -> "LLM":
-        """`log_default`: how much is logged where OCTAVO_LOG_LEVEL does not say."""
+        """`log_default`: how much is logged if OCTAVO_LOG_LEVEL is not set."""
         llm = cls.__new__(cls)
         llm._open(config, log_default)
         return llm
@@ -90,7 +89,7 @@ class LLM:
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
-        """Complete each prompt; one `params` for all, or one for each. Results come in the order of the prompts.
+        """Completes each prompt, with one `params` for all or one for each. Returns results in the order of the prompts.
 
         Without `params`, as the model's makers recommend (generation_config.json).
 
@@ -107,7 +106,7 @@ class LLM:
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or several.
+        """Answers a conversation, or several.
 
         What `params` leaves open is as the model's makers recommend (generation_config.json), the length up to the rest of the context.
         """
@@ -116,13 +115,13 @@ class LLM:
         return self._run(encoded, wanted, use_tqdm, _spread_priority(priority, len(encoded)))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
-        """Complete one prompt and yield its text as it comes; leaving the loop early aborts the request."""
+        """Completes one prompt and yields its text as it comes. Leaving the loop early aborts the request."""
         return self._stream([next(self._ids)], [self.encoder.encode(prompt)], [params or self._own_params])
 
     def stream_batch(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Generator[tuple[int, TextDelta], None, None]:
-        """Complete prompts in one batch and yield their texts as they come, each piece with the index of its prompt.
+        """Completes prompts in one batch and yields their texts as they come, each piece with the index of its prompt.
 
         Leaving the loop early aborts all of them.
         """
@@ -131,7 +130,7 @@ class LLM:
         return _numbered(ids, self._stream(ids, encoded, _spread(self._own_params if params is None else params, len(encoded))))
 
     def stream_chat(self, messages: Conversation, params: SamplingParams | None = None) -> Generator[TextDelta, None, None]:
-        """Answer one conversation and yield its text as it comes."""
+        """Answers one conversation and yields its text as it comes."""
         return self._stream([next(self._ids)], [self.encoder.encode_chat(messages)], [self._for_chat(params or SamplingParams())])
 
     def get_tokenizer(self) -> Tokenizer:
@@ -141,11 +140,11 @@ class LLM:
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence, prompt and answer: the one asked for, or what start-up found to fit."""
+        """The most tokens of a sequence, prompt and answer: the number asked for, or the one that start-up found to fit."""
         return self._core.scheduler.limits.max_model_len
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached block that nobody holds, and find none of the others again."""
+        """Forgets all cached blocks. Blocks that are in use are not found again."""
         with self._turn():
             self._core.scheduler.kv.pool.forget()
 
@@ -154,7 +153,7 @@ class LLM:
             return self._core.scheduler.snapshot()
 
     def close(self) -> None:
-        """Free all memory. Calls that other threads are in end with an EngineError. Closing twice is harmless."""
+        """Frees all memory. Calls in other threads end with an EngineError. Closing twice is harmless."""
         self._in_a_turn(self._close_engine)
 
     def __enter__(self) -> "LLM":
@@ -182,7 +181,7 @@ class LLM:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """The engine is this thread's alone in here. Nobody stays longer than a step takes."""
+        """A context in which this thread alone has the engine. No thread stays in it longer than a step takes."""
         self._check_process()  # a lock that another thread held when this process was forked would never come free
         with self._lock:
             try:
@@ -192,7 +191,7 @@ class LLM:
                     self._chores.popleft()()
 
     def _in_a_turn(self, chore: Callable[[], None]) -> None:
-        """Do it in a turn of its own; at the end of the one under way if a finalizer or a signal handler asks in the middle of a step."""
+        """Does some work in a turn of its own, or at the end of this one if a finalizer or a signal handler calls it during a step."""
         if os.getpid() != self._process:
             return  # the engine is not this process's to change
         self._chores.append(chore)
@@ -215,7 +214,7 @@ class LLM:
     def _add(
         self, ids: Sequence[str], encoded: Sequence[Encoded], params: Sequence[SamplingParams], priority: Sequence[int], reader: "_Reader"
     ) -> None:
-        """Hand requests to the engine, all before its next step."""
+        """Gives requests to the engine, all before its next step."""
         spelled: dict[Sequence[str], list[list[int]]] = {}  # bad words, once for all prompts that have the same
         checked: StructuredOutputs | None = None  # the newest form, which the prompts of one call often share
         with self._turn():
@@ -265,7 +264,7 @@ class LLM:
             self._in_a_turn(partial(self._drop, ids))
 
     def _pump(self) -> None:
-        """One step; its news go to whoever waits for them, in other threads and in streams that rest, too."""
+        """Makes one step. Its news go to all who wait for them, also in other threads and in streams that are not read now."""
         with self._turn():
             if self._engine is None:
                 raise EngineError("this LLM is closed: that happened while this call was under way")
@@ -273,7 +272,7 @@ class LLM:
                 self._outputs.give(self._engine.core.step())
 
     def _drop(self, request_ids: Sequence[str]) -> None:
-        """End requests, in whatever state they are, and forget them."""
+        """Ends requests, whatever their state, and forgets them."""
         for request_id in request_ids:
             if self._engine is not None:
                 self._engine.core.abort(request_id)
@@ -281,7 +280,7 @@ class LLM:
 
 
 class _Reader:
-    """What a call or a stream hears of its requests, in whatever thread the news come."""
+    """The news that a call or a stream gets about its requests, from whatever thread."""
 
     def __init__(self, progress: GenerateProgress | None = None) -> None:
         self.news: deque[TextDelta] = deque()  # of a stream: not yet read
@@ -309,7 +308,7 @@ def _numbered(ids: Sequence[str], deltas: Generator[TextDelta, None, None]) -> G
 
 @contextmanager
 def _prompt_named(index: int) -> Iterator[None]:
-    """A refusal in here is of the prompt at `index`."""
+    """A context that adds the prompt's `index` to a refusal."""
     try:
         yield
     except RequestError as error:

@@ -1,4 +1,4 @@
-"""What a user gets back: `RequestOutput` with one `CompletionOutput` per sample, or `TextDelta`s while it streams."""
+"""The results that a user gets: `RequestOutput` with one `CompletionOutput` per sample, or `TextDelta`s while it streams."""
 
 from dataclasses import dataclass, field
 
@@ -40,7 +40,7 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class TextDelta:
-    """What is new of one sample."""
+    """The news of one sample."""
 
     request_id: str
     index: int

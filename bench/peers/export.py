@@ -4,7 +4,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from octavo.loading.gguf_config import config_dict
+from octavo.loading.gguf import config_dict
 from octavo.loading.resolve import ModelSource, open_checkpoint
 from octavo.text.gguf_tokenizer import build_gguf_tokenizer
 

@@ -25,10 +25,8 @@ from octavo.attention.backend import QKNorm, Rope, refuse_unsupported, split_hea
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.row_groups import RowGroup, group_rows
 from octavo.attention.spec import AttentionSpec
-from octavo.kernels.reference.attention import attend, load_blocks, store, zero_tail
-from octavo.kernels.reference.kv_codes import from_codes, to_codes
-from octavo.kernels.reference.norm import rms_norm
-from octavo.kernels.reference.rotary import rotate
+from octavo.kernels.reference.attention import attend, from_codes, load_blocks, store, to_codes, zero_tail
+from octavo.kernels.reference.layer import rms_norm, rotate
 
 
 class CpuBackend:

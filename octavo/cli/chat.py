@@ -14,7 +14,7 @@ from octavo.cli.in_out import for_stdout, read_stdin
 from octavo.cli.opening import add_remote_flags, open_remote, opened
 from octavo.config import no_color, state_dir
 from octavo.errors import OctavoError, RequestError, nearest
-from octavo.loading.default_model import NAME, is_default_name
+from octavo.loading.names import NAME, is_default_name
 from octavo.sampling_params import SamplingParams
 from octavo.text.reasoning import Piece
 

@@ -13,7 +13,7 @@ from octavo import __version__
 from octavo.cli.doctor_facts import OPTIONAL, REQUIRED, Facts, Library, gather
 from octavo.config import VARIABLES
 from octavo.errors import nearest
-from octavo.loading.default_model import INSTALL
+from octavo.loading.names import INSTALL
 from octavo.policy.memory_plan import default_pool_bytes
 from octavo.worker.device import TOOLS, choose_device, missing, platform_note, torch_refusal
 from octavo.worker.machine import fast_dtype

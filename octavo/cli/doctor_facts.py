@@ -14,8 +14,8 @@ from pathlib import Path
 
 from octavo.config import debug_from_environment, environment, log_level, thread_limit
 from octavo.errors import ConfigError
-from octavo.loading.default_model import default_model
 from octavo.loading.hub_client import Hub
+from octavo.loading.names import default_model
 from octavo.worker import machine
 from octavo.worker.device import Found, find, missing_tools
 

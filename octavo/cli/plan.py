@@ -16,7 +16,7 @@ from octavo.cli.config_file import size
 from octavo.cli.in_out import add_report_flag, can_show, check_target, write_report
 from octavo.config import Device, EngineConfig, ResolvedConfig, no_color
 from octavo.errors import ConfigError
-from octavo.loading.default_model import NAME
+from octavo.loading.names import NAME
 from octavo.policy.auto import check_cache_dtype, resolved, suited
 from octavo.policy.memory_plan import Memory, MemoryPlan, ModelNeeds, plan_memory, shown
 from octavo.report.charts import Curve, Part, curves, parts_bar

@@ -21,10 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo.loading.default_model import NAME, PACKAGE, is_default_name
     from octavo.loading.hub_cache import removal
     from octavo.loading.hub_client import Hub
-    from octavo.loading.hub_files import parse_hub_name
+    from octavo.loading.names import NAME, PACKAGE, is_default_name, parse_hub_name
 
     if is_default_name(args.words):
         raise ConfigError(f"{NAME} is the default model, which is part of an installed package: run `pip uninstall {PACKAGE}`")

@@ -13,16 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from octavo.config import EngineConfig, log_level
-from octavo.engine.asking import to_request
-from octavo.engine.link import Link
-from octavo.engine.output import OutputPump
+from octavo.engine.link import Link, ViewStream
+from octavo.engine.output import OutputPump, Stream, to_request
 from octavo.engine.process import Orders
-from octavo.engine.socket_folder import SocketFolder
-from octavo.engine.streams import Stream
-from octavo.engine.supervisor import Serving, Supervisor, lasting
-from octavo.engine.view_frame import ViewFrame
-from octavo.engine.view_stream import ViewStream
-from octavo.engine.wire import Abort, Add, Beat, Hello, News, Refused, ResetPrefixCache, View, frame_limit
+from octavo.engine.supervisor import Serving, SocketFolder, Supervisor, lasting
+from octavo.engine.wire import Abort, Add, Beat, Hello, News, Refused, ResetPrefixCache, View, ViewFrame, frame_limit
 from octavo.errors import DeadlineError, EngineError, OctavoError, OverloadError, RequestError, UnavailableError
 from octavo.loading.text_side import TextSide, open_text_side
 from octavo.log import logger
@@ -40,7 +35,7 @@ RETRY_SECONDS = 1.0  # what a client is told to wait
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One prompt, ready for the engine."""
+    """One prompt, ready to be sent to the engine."""
 
     prompt: str | None  # its text, where it has one
     prompt_token_ids: list[int]
@@ -53,13 +48,13 @@ class Ask:
 
 
 class AsyncLLM:
-    """To be made and used in one event loop; `start` it, `close` it."""
+    """An engine to use from one event loop. Call `start` first and `close` last."""
 
     def __init__(
         self, config: EngineConfig, serving: Serving | None = None, on_dead: Callable[[OctavoError], None] | None = None,
         address: str | None = None, text: TextSide | None = None,
     ) -> None:  # fmt: skip
-        """`on_dead`: hears why the engine will not come back. `address`: of an engine that another process supervises."""
+        """`on_dead`: called with the reason if the engine will not come back. `address`: of an engine that another process supervises."""
         text = text or open_text_side(config)
         self.config = config
         self.encoder: PromptEncoder = text.encoder
@@ -87,23 +82,23 @@ class AsyncLLM:
 
     @property
     def text_tokenizer(self) -> Tokenizer | None:
-        """The same, where there may be none."""
+        """The tokenizer, or None if there is none."""
         return self._text.tokenizer
 
     @property
     def num_open(self) -> int:
-        """Requests somebody waits for."""
+        """The number of requests that somebody waits for."""
         return len(self._streams)
 
     @property
     def engine_pid(self) -> int | None:
-        """Of the engine process, where this one supervises it."""
+        """The id of the engine process, if this process supervises it."""
         return None if self._supervisor is None else self._supervisor.pid
 
     # --- life --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Until the engine is ready; raises what kept it from starting."""
+        """Waits until the engine is ready. Raises what kept it from starting."""
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._link = Link(self.address, self, frame_limit(self.config, self._text.model))
         self._view = ViewStream(self._link)
@@ -133,7 +128,7 @@ class AsyncLLM:
         )
 
     async def drain(self, seconds: float) -> int:
-        """No new requests; those that are open may end in time. How many did not."""
+        """Takes no new requests and waits for the open ones, for some time. Returns how many did not end."""
         self.state = "draining"
         deadline = time.monotonic() + seconds
         while self._streams and time.monotonic() < deadline:
@@ -157,23 +152,23 @@ class AsyncLLM:
             self._folder.remove()
 
     async def reset_prefix_cache(self) -> None:
-        """Before the next request: forget every cached block that nobody holds, and find none of the others again."""
+        """Makes the engine forget all cached blocks before the next request. Blocks that are in use are not found again."""
         self._link.send(ResetPrefixCache())
 
     def view(self) -> AsyncGenerator[ViewFrame, None]:
-        """What the engine does, for one reader at a time; the first frame, and the first of an engine started again, is a full one."""
+        """Gives frames of what the engine does, to one reader at a time. The first is full, also after a new start of the engine."""
         assert self._serving.inspector
         return self._view.frames()
 
     def label(self, request_id: str) -> str:
-        """What its asker called a request; its id where nobody did, or another process asked."""
+        """Returns the label of a request, or its id if it has none or came from another process."""
         stream = self._streams.get(request_id)
         return (self._view.name(request_id) if stream is None else stream.label) or request_id
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, ask: Ask) -> AsyncGenerator[list[TextDelta], None]:
-        """News since the last item, one delta for each sample that has any; leaving the iteration aborts the request.
+        """Gives the news since the last item, one delta for each sample that has any. Leaving the iteration aborts the request.
 
         Raises RequestError, OverloadError, UnavailableError, DeadlineError and EngineError, before the first item where it can.
         """
@@ -201,12 +196,12 @@ class AsyncLLM:
         return stream
 
     def _end(self, stream: Stream, error: OctavoError) -> None:
-        """Here and in the engine; its reader hears why."""
+        """Ends a request here and in the engine. Its reader gets the error."""
         self._abort(stream)
         stream.fail(error)
 
     def _drop(self, stream: Stream) -> None:
-        """Nobody reads it any more."""
+        """Forgets a request that nobody reads any more."""
         del self._streams[stream.request_id]
         self._view.remember(stream.request_id, stream.label)
         if stream.timer is not None:
@@ -290,13 +285,13 @@ class AsyncLLM:
                     self._on_down(verdict)
 
     def _keep_folder(self) -> None:
-        """The next engine, and processes that join this one, need the folder of its socket."""
+        """Makes the folder of the socket again if it is gone. The next engine and processes that join this one need it."""
         if self._folder is not None:
             with suppress(OSError):  # who needs it will say so
                 self._folder.make_again()
 
     def _verdict(self, now: float) -> str:
-        """Why the engine is as good as dead; nothing if it is not."""
+        """Returns why the engine is as good as dead, or nothing if it is not."""
         if self._supervisor is not None and self._supervisor.is_stopped:
             return "it was stopped"
         if now - self._last_sign > self._serving.beat_timeout:

@@ -43,7 +43,7 @@ GiveTokenizer = Callable[[], Tokenizer]
 
 @dataclass(slots=True)
 class Started:
-    """A runner that is ready, and what the policy has to know of it."""
+    """A runner that is ready, and the facts about it that the policy needs."""
 
     config: ResolvedConfig
     executor: Executor
@@ -93,12 +93,12 @@ def _start_model(config: EngineConfig, source: ModelSource, model: ModelConfig, 
 
 
 def started(facts: "Facts", geometry: CacheGeometry, runner: "ModelRunner", on_event: OnEvent | None = None) -> Started:
-    """`on_event` hears what happens to every block, for those who watch."""
+    """Returns what the policy needs of a runner. `on_event`: called with everything that happens to a block."""
     return Started(facts.config, runner, geometry, _identity(facts, geometry), secrets.token_bytes(32), on_event)
 
 
 def _identity(facts: "Facts", geometry: CacheGeometry) -> bytes:
-    """Holds whatever changes the bytes of a cache."""
+    """Returns what identifies the bytes of a cache: everything that changes them is in it."""
     config = facts.config
     weights = b"dummy%d" % config.seed if config.load_format == "dummy" else open_checkpoint(facts.source).fingerprint()
     dtypes = f"{facts.dtype} {facts.needs.kv_cache_dtype}"
@@ -107,7 +107,7 @@ def _identity(facts: "Facts", geometry: CacheGeometry) -> bytes:
 
 
 def _poison_taken(runner: "ModelRunner") -> OnEvent | None:
-    """In debug mode a block handed out is full of NaN until it is written."""
+    """Returns a function for debug mode that fills a block with NaN when it is handed out."""
     from octavo.worker.kv_store import PagedStore, poison
 
     if not isinstance(runner.store, PagedStore):

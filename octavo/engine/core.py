@@ -46,7 +46,7 @@ class EngineCore:
         return ended
 
     def step(self) -> list[Delta]:
-        """One step; the news it brought. Those of a step that raised come with the next one."""
+        """Makes one step and returns its news. The news of a step that raised come with the next one."""
         self._news += self.grammars.collect(self.scheduler)
         if not self._launched and self.grammars.must_wait(self.scheduler):
             self.grammars.nap()
@@ -90,7 +90,7 @@ class EngineCore:
         self.executor.stop()
 
     def _settle(self) -> None:
-        """Take in every launched step's result."""
+        """Takes the results of all launched steps."""
         while self._launched:
             plan, promise = self._launched.popleft()
             try:

@@ -1,4 +1,4 @@
-"""Grammars of the requests that have one: compiled while the request waits, advanced by what was sampled, asked what may come next.
+"""Grammars of requests: compiled while the request waits, advanced by what was sampled, and asked what may come next.
 
     add      the form is compiled in a thread; the request is held back, and others pass it
     collect  compiled: it may run, each sample with a matcher of its own. Failed, or too late: it ends with an error
@@ -28,8 +28,7 @@ from octavo.policy.request import Request, Sequence, Status
 from octavo.policy.scheduler import Scheduler
 from octavo.sampling_params import SamplingParams
 from octavo.structured_outputs import PARAM, StructuredOutputs
-from octavo.text.grammar_limits import need_library
-from octavo.text.grammar_text import grammar_text
+from octavo.text.grammar_text import grammar_text, need_library
 from octavo.text.tokenizer import Tokenizer
 from octavo.worker.executor import Masks
 
@@ -67,7 +66,7 @@ class _Guided:
 
 class Grammars:
     def __init__(self, tokenizer: Callable[[], Tokenizer] | None, vocab_size: int, end_ids: Collection[int], late: bool = False) -> None:
-        """`tokenizer`: called once, when the first grammar comes. `late`: for tests, every compilation takes too long."""
+        """`tokenizer`: called once, when the first grammar comes. `late`: for tests; every compilation then takes too long."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = end_ids
@@ -80,7 +79,7 @@ class Grammars:
         self._guided: dict[str, _Guided] = {}  # by request id
 
     def check(self, params: SamplingParams) -> None:
-        """The door: refuses what can never be served."""
+        """Refuses a request that can never be served."""
         if params.structured_outputs is None:
             return
         if self._tokenizer is None:
@@ -88,7 +87,7 @@ class Grammars:
         need_library()
 
     def add(self, request: Request) -> None:
-        """A request that came through the door; if it has a grammar, it is held back until that is compiled."""
+        """Takes a checked request. If it has a grammar, the request is held back until that is compiled."""
         self._forget([request.request_id])  # of an earlier request of that name
         if request.params.structured_outputs is None:
             return
@@ -97,7 +96,7 @@ class Grammars:
         self._jobs[request.request_id] = _Job(compiled, time.monotonic() + COMPILE_SECONDS)
 
     def collect(self, scheduler: Scheduler) -> list[Delta]:
-        """Lets go of requests whose grammar is compiled, ends those for which that failed, and forgets those that have ended."""
+        """Releases requests whose grammar is compiled, ends those whose grammar failed, and forgets those that have ended."""
         news: list[Delta] = []
         self._forget([name for name in (*self._jobs, *self._guided) if name not in scheduler.requests])
         for name, job in list(self._jobs.items()):
@@ -120,15 +119,15 @@ class Grammars:
         return news
 
     def must_wait(self, scheduler: Scheduler) -> bool:
-        """Nobody runs, and whoever waits is held back."""
+        """Whether no request runs and all waiting requests are held back."""
         return bool(self._jobs) and not scheduler.running and all(seq.request.held for seq in scheduler.waiting)
 
     def nap(self) -> None:
-        """Until a grammar is compiled, or for a moment."""
+        """Waits until a grammar is compiled, or for a moment."""
         wait([job.compiled for job in self._jobs.values()], NAP_SECONDS, FIRST_COMPLETED)
 
     def advance(self, scheduler: Scheduler, deltas: list[Delta]) -> list[Delta]:
-        """Deltas on their way out: matchers learn what was sampled. Samples whose text is complete end behind them."""
+        """Tells matchers what was sampled. Returns the deltas, followed by the ends of samples whose text is complete."""
         ends: list[Delta] = []
         for delta in deltas if self._guided else ():
             guided = self._guided.get(delta.request_id)
@@ -166,7 +165,7 @@ class Grammars:
             self._guided.pop(name, None)
 
     def fill(self, scheduler: Scheduler, plan: StepPlan) -> tuple[Masks | None, list[Delta]]:
-        """What each of the plan's masked rows may say next, [mask_rows, words], and the ends of those that can say nothing."""
+        """Returns what each masked row of the plan may say next, [mask_rows, words], and the ends of rows that can say nothing."""
         if not plan.mask_rows:
             return None, []
         assert self._guide is not None
@@ -184,7 +183,7 @@ class Grammars:
         return masks, news
 
     def _compiled(self, form: StructuredOutputs) -> "Future[Matcher]":
-        """That of this form; of an equal one, the same."""
+        """Returns the compiled grammar of a form. Equal forms share one."""
         compiled = self._cache.pop(form, None)
         self._cache_bytes -= 0 if compiled is None else _size(form)
         if compiled is None or _has_failed(compiled):
@@ -227,7 +226,7 @@ def _has_failed(future: "Future[Any]") -> bool:
 
 
 def _judge(scheduler: Scheduler, seq: Sequence, matcher: "Matcher", mask: NDArray[np.uint32]) -> list[Delta]:
-    """Ends a sample that nothing may follow. An end id that is ignored, or comes too early, is no way on."""
+    """Ends a sample after which nothing may follow. An end id that is ignored, or comes too early, does not count."""
     request = seq.request
     short = seq.num_tokens - request.num_prompt < request.params.min_tokens
     for token in (scheduler.end_ids - request.end_ids) | (request.end_ids if short else frozenset()):
@@ -239,7 +238,7 @@ def _judge(scheduler: Scheduler, seq: Sequence, matcher: "Matcher", mask: NDArra
 
 
 def _end_request(scheduler: Scheduler, name: str, error: str, code: str = CODE) -> list[Delta]:
-    """What went wrong belongs to the grammar, which all samples share."""
+    """Ends all samples of a request, since they share the grammar. Returns their last deltas."""
     return scheduler.fail_request(scheduler.requests[name], error, code)
 
 

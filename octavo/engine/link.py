@@ -1,20 +1,21 @@
-"""An API process's end of the socket: frames out, frames in, and whether any were lost.
+"""An API process's end of the socket: `Link` sends and receives frames and notices losses, `ViewStream` asks for frames of the view.
 
-The socket's descriptor tells of events only when they begin, and any call may swallow that sign: so whatever is there is taken
-whenever it is looked at, and it is looked at after every send.
+The socket's descriptor signals events only when they begin, and any call may consume the signal. So every look takes all that has
+arrived, and there is a look after every send.
 """
 
 import asyncio
 import os
 import secrets
 import time
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Protocol
 
 import zmq
 
 from octavo.engine import wire
-from octavo.engine.wire import Beat, Down, DownFrame, Hello, Lost, News, Ping, Refused, UpFrame, View
+from octavo.engine.wire import Beat, Down, DownFrame, Hello, Lost, News, Ping, Refused, UpFrame, View, ViewFrame, Wanted, Watch
 from octavo.errors import RequestError, UnavailableError
 from octavo.log import logger
 
@@ -23,7 +24,7 @@ SLICE_SECONDS = 0.01  # other tasks get their turn after so long
 
 
 class Listener(Protocol):
-    """Who is told what came in."""
+    """The receiver of what came in."""
 
     def on_hello(self, hello: Hello) -> None: ...
 
@@ -67,11 +68,11 @@ class Link:
             self._socket.close(linger=LAST_WORDS_MS)
 
     def forget(self) -> None:
-        """The engine is dead: what still comes of it is dropped."""
+        """Drops everything that still comes from a dead engine."""
         self.epoch = 0
 
     def ping(self) -> None:
-        """Called a few times a second: says that we are there, and looks whether the engine still is."""
+        """Tells the engine that this process is there, and checks that the engine still is. Called a few times a second."""
         with suppress(zmq.Again):
             while self._monitor.recv_multipart(zmq.NOBLOCK):
                 self._listener.on_hangup()
@@ -94,7 +95,7 @@ class Link:
         return True
 
     def _look(self) -> None:
-        """Soon, and once however often it is asked for: what is there may take a while to read."""
+        """Schedules one look at the socket soon, however often it is called: reading may take a while."""
         if not self._looking:
             self._looking = True
             self._loop.call_soon(self._take)
@@ -136,3 +137,76 @@ class Link:
             self._listener.on_view(body)
         elif isinstance(body, Lost):
             self._listener.on_lost()
+
+
+# -- the view, for one reader
+#
+# Every frame is asked for, at most ten times a second. After a new start of the engine or a lost message, the next frame is full.
+
+PERIOD_SECONDS = 0.1
+MOST_NAMES = 1024
+RETRY_SECONDS = 30.0  # an engine that was started again can be watched
+
+
+class ViewStream:
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._loop = asyncio.get_running_loop()
+        self._wanted: Wanted = "full"
+        self._answer: asyncio.Future[ViewFrame | None] | None = None
+        self._names: dict[str, str] | None = None  # of requests that ended while somebody reads
+
+    async def frames(self) -> AsyncGenerator[ViewFrame, None]:
+        """Gives frames for ever. Leaving the iteration ends the watching. Raises if the engine can give no more."""
+        self._wanted, self._names = "full", {}
+        try:
+            while True:
+                frame = await self._next()
+                if frame is not None:
+                    yield frame
+                await asyncio.sleep(PERIOD_SECONDS)
+        finally:
+            self._names = None
+            self._say("none")
+
+    def remember(self, request_id: str, name: str) -> None:
+        """Keeps the name of a request that is over here, because the frame with its end may still come."""
+        if self._names is not None and name:
+            self._names[request_id] = name
+            if len(self._names) > MOST_NAMES:
+                del self._names[next(iter(self._names))]
+
+    def name(self, request_id: str) -> str | None:
+        return (self._names or {}).get(request_id)
+
+    def push(self, frame: ViewFrame) -> None:
+        if self._answer is None or self._answer.done():
+            return
+        if frame.error:
+            self._answer.set_exception(UnavailableError(frame.error, RETRY_SECONDS))
+        elif frame.full == (self._wanted == "full"):
+            self._wanted = "delta"
+            self._answer.set_result(frame)
+
+    def begin_again(self) -> None:
+        """Asks for a full frame next, since the one that was asked for will not come."""
+        self._wanted = "full"
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(None)
+
+    async def _next(self) -> ViewFrame | None:
+        if not self._say(self._wanted):
+            return None  # there may be another engine soon
+        self._answer = self._loop.create_future()
+        try:
+            return await self._answer
+        finally:
+            self._answer = None
+
+    def _say(self, wanted: Wanted) -> bool:
+        try:
+            self._link.send(Watch(wanted))
+        except UnavailableError:
+            logger.debug("the view cannot be asked for: the engine cannot be reached")
+            return False
+        return True

@@ -1,16 +1,20 @@
-"""From token deltas to text: detokenising, stop strings, usage. Stop strings are decided here and nowhere else.
+"""Turns token deltas into text: detokenising, stop strings, usage. Stop strings are decided here and nowhere else.
 
     held back:  "...the end\nUs"     stop "\nUser": the tail "\nUs" may become a match, so it is not shown yet
     matched:    text is cut before the match, tokens count up to the one that completed it, the engine is told to abort
 """
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from octavo.config import EngineConfig
+from octavo.errors import EngineError, OctavoError, RequestError, UnavailableError
 from octavo.messages import AddRequest, Delta, LifeRecord, PromptPiece, TokenLogprobs
 from octavo.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta, TokenChoices
+from octavo.sampling_params import SamplingParams
 from octavo.text.detokenizer import IncrementalDetokenizer, shown_tail
 from octavo.text.stop_strings import StopSearch, StopStrings
 from octavo.text.tokenizer import Tokenizer
@@ -27,7 +31,7 @@ class Processed:
 
 class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None, keep_logprobs: bool = True) -> None:
-        """Without `keep_logprobs` deltas alone tell them: whoever reads those has no need of them a second time."""
+        """Without `keep_logprobs`, only deltas have logprobs, for readers of deltas."""
         self._tokenizer = tokenizer
         self._keep_logprobs = keep_logprobs
         self._requests: dict[str, _RequestState] = {}
@@ -36,7 +40,7 @@ class OutputProcessor:
         self._requests[request.request_id] = _RequestState(request, prompt, self._tokenizer, self._keep_logprobs)
 
     def drop(self, request_id: str) -> None:
-        """Forget a request whose output nobody wants any more."""
+        """Forgets a request whose output is not wanted any more."""
         self._requests.pop(request_id, None)
 
     def process(self, deltas: list[Delta]) -> Processed:
@@ -69,16 +73,16 @@ class OutputProcessor:
 
 
 class Reader(Protocol):
-    """Whoever waits for a request."""
+    """A reader of one request."""
 
     def push(self, delta: TextDelta) -> None: ...
 
     def finish(self, output: RequestOutput) -> None:
-        """Nothing more comes of this request."""
+        """Takes the whole output. Nothing more comes of this request."""
 
 
 class OutputPump:
-    """Brings what the engine says to the readers of its requests, as text, and aborts samples that ended in a stop string."""
+    """Gives the engine's deltas to the readers of its requests, as text, and aborts samples that ended in a stop string."""
 
     def __init__(self, tokenizer: Tokenizer | None, abort: Callable[[str, int], object], keep_logprobs: bool = True) -> None:
         self._processor = OutputProcessor(tokenizer, keep_logprobs)
@@ -90,7 +94,7 @@ class OutputPump:
         self._readers[request.request_id] = reader
 
     def drop(self, request_id: str) -> None:
-        """Forgets a request whose output nobody wants any more."""
+        """Forgets a request whose output is not wanted any more, and its reader."""
         self._processor.drop(request_id)
         self._readers.pop(request_id, None)
 
@@ -125,7 +129,7 @@ class _RequestState:
         return all(sample.output.finish_reason is not None for sample in self.samples)
 
     def add_prompt_logprobs(self, piece: PromptPiece) -> None:
-        """A piece may come twice: what a preemption threw away is computed again."""
+        """Adds a piece of prompt logprobs. A piece may come twice: what a preemption threw away is computed again."""
         start, found = piece
         assert self.prompt_logprobs is not None
         for position, logprobs in enumerate(found, start):
@@ -150,7 +154,7 @@ class _Sample:
     def __init__(
         self, index: int, request: AddRequest, tokenizer: Tokenizer | None, stops: StopStrings, tail: list[int], keep_logprobs: bool
     ) -> None:
-        """`tail`: see `shown_tail`; what is the same for all samples is worked out once."""
+        """`tail`: of the prompt (`shown_tail`), computed once for all samples."""
         self.request_id = request.request_id
         self.search = StopSearch(stops) if stops.texts else None
         self.tokenizer = tokenizer
@@ -167,7 +171,7 @@ class _Sample:
         self.code: str | None = None
 
     def take(self, delta: Delta) -> TextDelta:
-        """Append a delta's tokens, up to one that completes a stop string, and say what is new."""
+        """Appends a delta's tokens, up to one that completes a stop string. Returns what is new."""
         self.error, self.code = delta.error, delta.code
         before = len(self.output.token_ids)
         for position, token in enumerate(delta.token_ids):
@@ -225,7 +229,7 @@ class _Sample:
 
 
 def _choices(token: int, found: TokenLogprobs, tokenizer: Tokenizer | None) -> TokenChoices:
-    """The token first, then the best alternatives."""
+    """Returns the token first, then the best alternatives."""
     choices = {token: _logprob(token, found.logprob, found.rank, tokenizer)}
     for rank, (other, logprob) in enumerate(zip(found.top_ids, found.top_logprobs, strict=True), start=1):
         choices.setdefault(other, _logprob(other, logprob, rank, tokenizer))
@@ -235,3 +239,117 @@ def _choices(token: int, found: TokenLogprobs, tokenizer: Tokenizer | None) -> T
 def _logprob(token: int, logprob: float, rank: int, tokenizer: Tokenizer | None) -> Logprob:
     text = None if tokenizer is None else tokenizer.token_bytes(token).decode("utf-8", "replace")
     return Logprob(logprob, rank, text)
+
+
+# -- news for one reader
+
+
+class Stream:
+    """News of one request, which wait here until they are read. A slow reader gets them merged."""
+
+    __slots__ = ("_error", "_finished", "_loop", "_news", "_waiter", "label", "request_id", "timer")
+
+    def __init__(self, request_id: str, label: str = "") -> None:
+        self.request_id = request_id
+        self.label = label
+        self.timer: asyncio.TimerHandle | None = None  # of its deadline
+        self._loop = asyncio.get_running_loop()
+        self._news: list[TextDelta] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._finished = False
+        self._error: OctavoError | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come."""
+        return self._finished or self._error is not None
+
+    def push(self, delta: TextDelta) -> None:
+        if delta.finish_reason == "error":
+            self.fail(error_of(delta))
+            return
+        self._news.append(delta)
+        self._wake()
+
+    def finish(self, output: RequestOutput) -> None:
+        self._finished = True
+        self._wake()
+
+    def fail(self, error: OctavoError) -> None:
+        """Ends the stream with an error. What came before is read first."""
+        self._error = self._error or error
+        self._wake()
+
+    async def take(self) -> list[TextDelta]:
+        """Returns news as soon as there are any, or nothing at the end."""
+        while not (self._news or self.over):
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        news, self._news = self._news, []
+        if not news and self._error is not None:
+            raise self._error
+        return news if len(news) < 2 else merged(news)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def error_of(delta: TextDelta) -> OctavoError:
+    message = delta.error or "the engine failed"
+    if delta.code in ("queue_timeout", "grammar_busy"):
+        return UnavailableError(message, retry_after=1, code=delta.code)
+    if delta.code == "grammar_error":
+        return RequestError(message, "structured_outputs", delta.code)
+    return EngineError(message, delta.code)
+
+
+def merged(news: Iterable[TextDelta]) -> list[TextDelta]:
+    """Returns one delta for each sample, in the order in which they began."""
+    by_sample: dict[int, list[TextDelta]] = {}
+    for delta in news:
+        by_sample.setdefault(delta.index, []).append(delta)
+    return [parts[0] if len(parts) == 1 else _joined(parts) for parts in by_sample.values()]
+
+
+def _joined(parts: list[TextDelta]) -> TextDelta:
+    last = parts[-1]
+    lives = [part.life for part in parts if part.life is not None]
+    prompts = [part.prompt_logprobs for part in parts if part.prompt_logprobs is not None]
+    return TextDelta(
+        request_id=last.request_id,
+        index=last.index,
+        text="".join([part.text for part in parts]),
+        token_ids=[token for part in parts for token in part.token_ids],
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        life=lives[-1] if lives else None,
+        logprobs=None if last.logprobs is None else [choices for part in parts for choices in part.logprobs or ()],
+        prompt_logprobs=prompts[0] if prompts else None,
+        error=last.error,
+        code=last.code,
+    )
+
+
+# -- requests
+
+
+def to_request(
+    request_id: str,
+    prompt_token_ids: list[int],
+    params: SamplingParams,
+    bad_words: list[list[int]],
+    config: EngineConfig,
+    priority: int = 0,
+    cache_salt: str = "",
+) -> AddRequest:
+    """Returns a request for the engine, after the checks that only the text side can make. `bad_words`: as token ids"""
+    for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if value is not None and value > config.max_logprobs:
+            raise RequestError(f"{name} is {value}, max_logprobs is {config.max_logprobs}", name)
+    if params.stop and config.skip_tokenizer_init:
+        raise RequestError("stop strings need a tokenizer, and skip_tokenizer_init is set; use stop_token_ids", "stop")
+    return AddRequest(request_id, prompt_token_ids, params, priority, cache_salt, bad_words)

@@ -1,4 +1,4 @@
-"""The engine process: builds an engine, then takes in what came, steps, hands out the news, until its parent ends it.
+"""The engine process: it builds an engine, then takes messages, steps and gives out the news, until its parent ends it.
 
     stdin     its orders, a line of JSON; closed when the parent ends, and then it ends too
     stdout    why it could not start, a line of JSON
@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -25,13 +26,13 @@ from octavo.engine.build import build_engine
 from octavo.engine.core import EngineCore
 from octavo.engine.router import BROKEN, Command, Gone, Pulse, Router, Watching
 from octavo.engine.stall_watch import NoWatch, StallWatch, Watch
-from octavo.engine.stats import StatsLog
 from octavo.engine.view import EngineView, NoView
 from octavo.engine.wire import Abort, Refused, ResetPrefixCache, frame_limit
 from octavo.errors import OctavoError, RequestError
 from octavo.loading.resolve import ModelSource, load_model_config
 from octavo.loading.text_side import load_tokenizer
-from octavo.messages import AddRequest, Delta
+from octavo.log import logger
+from octavo.messages import AddRequest, Delta, SchedulerStats
 from octavo.worker.faults import Faults
 
 START_FAILED = 1  # exit code, with the reason on stdout
@@ -39,7 +40,7 @@ SWITCH_SECONDS = 0.0005  # how long the loop may keep the interpreter from the r
 
 
 class Orders(Struct, frozen=True):
-    """All an engine process is told."""
+    """The orders of an engine process."""
 
     config: EngineConfig
     path: str  # of the model, found by the parent
@@ -57,14 +58,14 @@ class Orders(Struct, frozen=True):
 
 
 class Reason(Struct, frozen=True):
-    """Why an engine did not start."""
+    """The reason why an engine did not start."""
 
     kind: str  # the error's class
     message: str
 
 
 class Loop:
-    """What comes in between steps, and what goes out."""
+    """The loop of the engine process: takes commands between steps, and gives out news."""
 
     def __init__(
         self, core: EngineCore, router: Router, queue_timeout: float | None, view: EngineView | NoView, step_seconds: float
@@ -103,7 +104,7 @@ class Loop:
         self._log.turn(pulse.stats)
 
     def _keep_pace(self) -> None:
-        """Waits before commands are taken, not after: a watcher that asks meanwhile sees every step."""
+        """Waits before commands are taken, and not after, so that a watcher who asks meanwhile sees every step."""
         if self._step_seconds and self._core.has_work:
             time.sleep(max(0.0, self._next_step - time.monotonic()))
 
@@ -137,7 +138,7 @@ class Loop:
 
 
 def _settled(deltas: list[Delta]) -> list[Delta]:
-    """With copies of records that the engine goes on writing: the router's thread reads them later."""
+    """Returns deltas with copies of records that the engine goes on writing, since the router's thread reads them later."""
     for delta in deltas:
         if delta.life is not None:
             delta.life = copy(delta.life)
@@ -145,7 +146,7 @@ def _settled(deltas: list[Delta]) -> list[Delta]:
 
 
 def serve(orders: Orders) -> None:
-    """For ever; raises if it cannot start or go on."""
+    """Runs for ever. Raises if the engine cannot start or go on."""
     debug = debug_from_environment()
     source = ModelSource(Path(orders.path), orders.kind, orders.name)
     model = replace(load_model_config(source), eos_token_ids=orders.end_ids)
@@ -164,7 +165,7 @@ def serve(orders: Orders) -> None:
 
 
 class LoopBroke(Exception):
-    """The engine had started, and cannot go on."""
+    """The engine had started and cannot go on."""
 
 
 def main(parent: int) -> None:
@@ -189,3 +190,35 @@ def main(parent: int) -> None:
         os.write(answers, msgspec.json.encode(Reason(type(error).__name__, f"{type(error).__name__}: {error}")))
         code = START_FAILED
     os._exit(code)  # at once, whatever other threads do
+
+
+# -- the log line of a busy engine, every ten seconds: what it did since the last one, and its state
+
+STATS_SECONDS = 10.0
+
+
+class StatsLog:
+    def __init__(self, stats: SchedulerStats, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._told, self._told_at = copy(stats), clock()
+
+    def turn(self, stats: SchedulerStats) -> None:
+        """Logs if it is time. Called between steps, and when the engine has something to do again."""
+        now = self._clock()
+        if now - self._told_at < STATS_SECONDS:
+            return
+        if stats.generation_tokens + stats.prompt_tokens > self._told.generation_tokens + self._told.prompt_tokens:
+            logger.info(_line(self._told, stats, now - self._told_at))
+        self._told, self._told_at = copy(stats), now
+
+
+def _line(before: SchedulerStats, now: SchedulerStats, seconds: float) -> str:
+    usable = now.num_blocks - 1  # block 0 is the null block
+    queries, hits = now.prefix_queries - before.prefix_queries, now.prefix_hits - before.prefix_hits
+    return (
+        f"Avg prompt throughput: {(now.prompt_tokens - before.prompt_tokens) / seconds:.1f} tokens/s, "
+        f"Avg generation throughput: {(now.generation_tokens - before.generation_tokens) / seconds:.1f} tokens/s, "
+        f"Running: {now.running} reqs, Waiting: {now.waiting} reqs, Preemptions: {now.preemptions - before.preemptions}, "
+        f"KV cache usage: {100 * (usable - now.free_blocks) / usable:.1f}%, "
+        f"Prefix cache hit rate: {100 * hits / queries if queries else 0:.1f}%"
+    )

@@ -1,10 +1,10 @@
-"""The engine's ear and mouth: a thread that owns the ROUTER socket, so that nobody waits for a step to be heard.
+"""A thread of the engine process that owns the ROUTER socket, so that clients are heard during a step.
 
-    this thread    takes frames; refuses at once what the queue has no room for; sends the news of every step; beats
+    this thread    takes frames, refuses at once what the queue has no room for, sends the news of every step and heartbeats
     main thread    between steps: `take` what came in, step, `give` the news
 
-A client is an API process. The ids of its requests begin with its name on the socket, so news find their way back. One that is
-silent for some seconds, or whose process is gone, is given up: its requests are aborted.
+A client is an API process. The ids of its requests begin with its name on the socket, so news find their way back. A client that
+is silent for some seconds, or whose process is gone, is given up: its requests are aborted.
 """
 
 import os
@@ -20,9 +20,23 @@ import zmq
 
 from octavo.child import give_back_freed_memory
 from octavo.engine import wire
-from octavo.engine.pace import Pace
-from octavo.engine.view_frame import ViewFrame, Wanted
-from octavo.engine.wire import Abort, Add, Beat, Down, DownFrame, Hello, Lost, News, Ping, Refused, ResetPrefixCache, Up, UpFrame
+from octavo.engine.wire import (
+    Abort,
+    Add,
+    Beat,
+    Down,
+    DownFrame,
+    Hello,
+    Lost,
+    News,
+    Ping,
+    Refused,
+    ResetPrefixCache,
+    Up,
+    UpFrame,
+    ViewFrame,
+    Wanted,
+)
 from octavo.errors import ConfigError
 from octavo.log import logger
 from octavo.messages import AddRequest, Delta, EngineFacts, SchedulerStats
@@ -56,7 +70,7 @@ Command = AddRequest | Abort | ResetPrefixCache | Gone | Watching
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """How the loop stands, published between steps."""
+    """The state of the loop, published between steps."""
 
     at: float
     busy: bool  # a step follows
@@ -96,7 +110,7 @@ class _Client:
 
 class Router:
     def __init__(self, address: str, epoch: int, max_queue: int, frame_limit: int, faults: Faults, lifeline: int | None = None) -> None:
-        """`lifeline`: a descriptor that ends when the parent does."""
+        """`lifeline`: a descriptor that closes when the parent ends."""
         self._epoch = epoch
         self._max_queue = max_queue
         self._faults = faults
@@ -140,7 +154,7 @@ class Router:
         self._pulse = pulse
 
     def take(self, wait: bool) -> list[Command]:
-        """All that came in; with `wait`, at least one."""
+        """Returns all commands that came in. With `wait`, it waits for at least one."""
         commands = [self._inbox.get()] if wait else []
         while not self._inbox.empty():
             commands.append(self._inbox.get())
@@ -216,7 +230,7 @@ class Router:
             self._obey(client, frame.body)
 
     def _meet(self, identity: bytes, client: _Client | None, frame: DownFrame, ping: Ping) -> None:
-        """One that is new here, or has not heard yet that this is a new engine."""
+        """Welcomes a client that is new, or does not know yet that this is a new engine."""
         if client is None:
             if not identity.isalnum():
                 return  # none of ours
@@ -230,7 +244,7 @@ class Router:
         client.seen, client.heard = time.monotonic(), frame.number
 
     def _greet(self) -> None:
-        """Whoever does not know yet hears that the engine is ready."""
+        """Tells clients that do not know it yet that the engine is ready."""
         if self._facts is None:
             return
         for client in self._clients.values():
@@ -271,12 +285,12 @@ class Router:
         return self._pulse is None or self._waiting - self._pulse.free_rows >= self._max_queue
 
     def _count_end(self, index: int | None) -> None:
-        """Of a sample; the first one, or all of them, stand for the request."""
+        """Counts the end of a request. The end of its first sample, or of all, counts."""
         if not index:
             self._pace.end(time.monotonic())
 
     def _lose(self, client: _Client) -> None:
-        """A frame of its is missing, nobody knows which: none of its requests can be trusted."""
+        """Drops all requests of a client that lost a frame: nobody knows which, so none of them can be trusted."""
         logger.error("A frame of client %s was lost, its requests end", client.name)
         self._inbox.put(Gone(client.name))
         self._send(client, Lost())
@@ -313,7 +327,7 @@ class Router:
             self._socket.send_multipart([client.identity, frame], zmq.NOBLOCK)
 
     def _stay_reachable(self) -> None:
-        """Where somebody removed the socket's file; its folder the first API process makes again. Those who are connected stay so."""
+        """Binds again if the socket's file was removed. The first API process makes the folder again. Connected clients stay connected."""
         if not os.path.exists(self._address.removeprefix("ipc://")):
             with suppress(ConfigError):  # next time
                 self._bind()
@@ -339,12 +353,12 @@ class Router:
 
 
 def stalled_for(pulse: Pulse, inbox: int, roused_at: float, now: float) -> float:
-    """How long the loop has had something to do and did not turn; it sleeps as long as it likes while there is nothing."""
+    """Returns for how long the loop has had something to do and did not turn. Without anything to do it may sleep."""
     return now - max(pulse.at, roused_at) if pulse.busy or inbox else 0.0
 
 
 def _sliced(news: list[Delta]) -> Iterator[list[Delta]]:
-    """In one piece, unless there is much to read: logprobs of a long prompt come in several."""
+    """Gives the news of a step in one piece, or in several if they are large, such as logprobs of a long prompt."""
     pieces = [delta for delta in news if delta.prompt_logprobs is not None]
     for delta in pieces:
         assert delta.prompt_logprobs is not None
@@ -354,3 +368,29 @@ def _sliced(news: list[Delta]) -> Iterator[list[Delta]]:
     rest = [delta for delta in news if delta.prompt_logprobs is None] if pieces else news
     if rest:
         yield rest
+
+
+# -- Retry-After: the number of waiting requests, divided by how fast requests have ended lately
+
+RECENT = 64  # ends that tell the rate
+SHORTEST, LONGEST = 1.0, 60.0  # seconds a client is told to wait
+
+
+class Pace:
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=RECENT + 1)  # of the last ends, behind the one they are counted from
+
+    def begin(self, now: float) -> None:
+        """Starts to count anew: there was nothing to do before."""
+        self._times.clear()
+        self._times.append(now)
+
+    def end(self, now: float) -> None:
+        self._times.append(now)
+
+    def retry_after(self, waiting: int, now: float) -> float:
+        """Returns the seconds until as many requests have ended as wait now, or the shortest wait if none has ended yet."""
+        if len(self._times) < 2:
+            return SHORTEST
+        each = (now - self._times[0]) / (len(self._times) - 1)  # until now: what has stalled is slow
+        return min(max(waiting * each, SHORTEST), LONGEST)

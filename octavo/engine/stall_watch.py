@@ -24,10 +24,10 @@ SAID = "did not turn for"  # what tests look for
 
 class Watch(Protocol):
     def begin(self) -> None:
-        """A turn begins."""
+        """Notes that a turn begins."""
 
     def end(self) -> None:
-        """It is over."""
+        """Notes that the turn is over."""
 
 
 class NoWatch:
@@ -39,7 +39,7 @@ class NoWatch:
 
 
 class StallWatch:
-    """To be made by the thread that it watches."""
+    """A watch over one thread, which must make it."""
 
     def __init__(self, what: str, milliseconds: int) -> None:
         self._what = what
@@ -52,7 +52,7 @@ class StallWatch:
         self._looked = self._times()
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> "StallWatch":
-        """`loop`: whose turns are to be watched; without one, `begin` and `end` say what a turn is."""
+        """`loop`: the event loop whose turns are watched. Without one, `begin` and `end` say what a turn is."""
         threading.Thread(target=self._run, args=(loop,), name="stall watch", daemon=True).start()
         return self
 
@@ -79,7 +79,7 @@ class StallWatch:
                     return
 
     def _look(self, took: float) -> None:
-        """At a turn that is not over."""
+        """Keeps the stack of a turn that takes too long, and reports one that takes very long."""
         if took > self._most:
             self._stack = self._stack or _stack_of(self._thread)
         if took > FOR_EVER_SECONDS and not self._told:
@@ -87,7 +87,7 @@ class StallWatch:
             self._report(took, " and still does not", self._stack)
 
     def _look_for_others(self) -> None:
-        """This thread sleeps for a moment. If it comes back late, and others computed all the while, they had the interpreter."""
+        """Reports the other threads if this one woke late while they computed: they held the interpreter."""
         before, self._looked = self._looked, self._times()
         wall, loop, process = (now - then for now, then in zip(self._looked, before))
         if min(wall, process - loop) > OTHERS * self._most:

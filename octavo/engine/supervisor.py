@@ -1,17 +1,22 @@
-"""`Supervisor`: starts the engine process, sees at once when it ends, and starts another one, but not for ever.
+"""`Supervisor` starts the engine process, sees at once when it ends, and starts another one. `SocketFolder` is where they meet.
 
-How often and how soon: `octavo.child.Restarts`. After `max_restarts` it stays dead.
+`octavo.child.Restarts` says how often and how soon. After `max_restarts` the engine stays dead.
 The process is the leader of a group of its own and is ended with all its children. It dies with this one, whatever happens here.
 """
 
 import asyncio
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,13 +24,14 @@ import msgspec
 from octavo import errors
 from octavo.child import Restarts, command, is_stopped
 from octavo.engine.process import Orders, Reason
-from octavo.errors import EngineError, OctavoError
+from octavo.errors import ConfigError, EngineError, OctavoError
 from octavo.log import logger
+from octavo.own_file import told_with_tmpdir
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """How an engine is served by a process of its own."""
+    """The settings of an engine in a process of its own."""
 
     max_queue: int = 1024  # requests that may wait
     queue_timeout: float | None = None  # seconds one may
@@ -38,7 +44,7 @@ class Serving:
 
 
 class Supervisor:
-    """`on_start` hears of every start, `on_down` why an engine ended, `on_dead` why there will be no other."""
+    """Calls `on_start` at every start, `on_down` with why an engine ended, `on_dead` with why there will be no other."""
 
     def __init__(
         self,
@@ -66,7 +72,7 @@ class Supervisor:
         return self._process is not None and is_stopped(self._process.pid)
 
     def ready(self) -> None:
-        """The engine said hello."""
+        """Notes that the engine is ready."""
         self._ready_at = time.monotonic()
 
     def kill(self, verdict: str) -> None:
@@ -74,7 +80,7 @@ class Supervisor:
         self._end_group()
 
     async def stop(self) -> None:
-        """At once, and for good."""
+        """Ends the engine at once, and for good."""
         self._task.cancel()
         await asyncio.wait([self._task])
         self._reap()
@@ -101,7 +107,7 @@ class Supervisor:
             await asyncio.sleep(pause)
 
     async def _live(self, epoch: int) -> bytes:
-        """From its start to its end; what it said."""
+        """Waits from the start of the process to its end. Returns what it wrote."""
         words = command("octavo.engine.process", "main", os.getpid())
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
         self._process = process
@@ -126,7 +132,7 @@ class Supervisor:
         return bytes(said)
 
     def _why(self, said: bytes) -> OctavoError:
-        """As the user should see it: what it said of itself, or how it ended."""
+        """Returns the reason for the user: what the process said itself, or how it ended."""
         with suppress(msgspec.DecodeError):
             reason = msgspec.json.decode(said, type=Reason)
             kind = getattr(errors, reason.kind, EngineError)
@@ -150,7 +156,7 @@ class Supervisor:
 
 
 def lasting(work: Coroutine[Any, Any, None], on_broken: Callable[[OctavoError], None]) -> asyncio.Task[None]:
-    """A task that nobody waits for. What breaks it is logged and told, else it would vanish with the task."""
+    """Starts a task that nobody waits for. An error in it is logged and reported; otherwise it would vanish with the task."""
 
     def look(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -160,3 +166,79 @@ def lasting(work: Coroutine[Any, Any, None], on_broken: Callable[[OctavoError], 
     task = asyncio.get_running_loop().create_task(work)
     task.add_done_callback(look)
     return task
+
+
+# -- the folder of the engine's socket: only its owner may read it, its path is short enough, and it is made again if it was removed
+#
+#     TMPDIR/octavo-engine-XXXXXXXX/engine    or in /tmp, if TMPDIR is too long for the address of a socket
+
+PREFIX = "octavo-engine-"
+NAME = "engine"
+MOST_BYTES = (103 if sys.platform == "darwin" else 107) - len(f"/{PREFIX}XXXXXXXX/{NAME}")  # of TMPDIR: a socket's path has a limit
+SHORT_PLACE = "/tmp"
+YOUNG_SECONDS = 60.0
+
+
+class SocketFolder:
+    """A folder that is locked while its owner lives. One that is not locked was left behind."""
+
+    def __init__(self) -> None:
+        with told_with_tmpdir():
+            place = _place()
+            _sweep(place)
+            self._path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))  # 0700
+            self._lock = _locked(self._path)
+        self.address = f"ipc://{self._path / NAME}"
+
+    def make_again(self) -> None:
+        """Makes the folder again if a cleaner of temporary files removed it. It keeps its name, which other processes know."""
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.lstat(self._path), os.fstat(self._lock)):
+                return
+        self._path.mkdir(0o700, parents=True)  # a folder that somebody else put there is not used
+        os.close(self._lock)
+        self._lock = _locked(self._path)
+
+    def remove(self) -> None:
+        shutil.rmtree(self._path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _place() -> str:
+    place = tempfile.gettempdir()
+    if _fits(place):
+        return place
+    if not os.access(SHORT_PLACE, os.W_OK):
+        raise ConfigError(
+            f"TMPDIR is {len(os.fsencode(place))} bytes long, at most {MOST_BYTES} leave room for the path of the engine's socket: "
+            f"set it to a shorter folder ({SHORT_PLACE} cannot be written, either)"
+        )
+    return SHORT_PLACE
+
+
+def _fits(place: str) -> bool:
+    try:
+        return len(place.encode()) <= MOST_BYTES
+    except UnicodeEncodeError:  # bytes that are no text cannot be told to the other processes
+        return False
+
+
+def _locked(path: Path) -> int:
+    """Returns a descriptor that holds the lock."""
+    descriptor = os.open(path, os.O_RDONLY)
+    with suppress(OSError):  # not every file system can: then it is not swept, either
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
+
+
+def _sweep(place: str) -> None:
+    """Removes folders whose owner was killed. A very young folder stays, since it may not be locked yet."""
+    for path in Path(place).glob(f"{PREFIX}*"):
+        with suppress(OSError):  # another user's, or somebody else removes it, or it is locked
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if time.time() - os.fstat(descriptor).st_mtime > YOUNG_SECONDS:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(descriptor)

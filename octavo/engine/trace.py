@@ -23,16 +23,16 @@ HEAD = '[\n{"ph":"M","name":"process_name","pid":'
 
 class Trace(Protocol):
     def begin(self) -> None:
-        """A step begins."""
+        """Notes that a step begins."""
 
     def mark(self, name: str) -> None:
-        """What was done since the last mark was this."""
+        """Names what was done since the last mark."""
 
     def end(self, plan: StepPlan, scheduler: Scheduler) -> None:
-        """The step is over."""
+        """Notes that the step is over."""
 
     def rest(self, scheduler: Scheduler) -> None:
-        """No step follows, for nothing is left to do."""
+        """Notes that no step follows, because nothing is left to do."""
 
     def close(self) -> None: ...
 
@@ -55,7 +55,7 @@ class NoTrace:
 
 
 def open_trace(path: str | None, goes_on: bool = False) -> Trace:
-    """`goes_on`: an engine that died wrote the file so far; this one has a process of its own in it."""
+    """`goes_on`: the file was begun by an engine that died. This engine gets a process of its own in it."""
     return NoTrace() if path is None else StepTrace(path, goes_on)
 
 
@@ -105,7 +105,7 @@ class StepTrace:
             self._flush(now)
 
     def close(self) -> None:
-        """Ends the array; what was killed has to do without."""
+        """Ends the array. The file of a killed process lacks the end."""
         self._flush(time.monotonic_ns())
         self._write("\n]\n")
         self._left = 0
@@ -134,7 +134,7 @@ class StepTrace:
         self._write(text)
 
     def _write(self, text: str) -> None:
-        """Whole events, in one call. A disk that is full ends the trace, and no step."""
+        """Writes whole events in one call. A full disk ends the trace, but no step."""
         if not text or len(text) > self._left:
             return
         self._left -= len(text)

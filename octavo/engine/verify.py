@@ -42,7 +42,7 @@ class Verified:
 
 
 def stress_config(config: EngineConfig, depth: int) -> EngineConfig:
-    """The user's model, dtype and block size, with everything else made tight."""
+    """Returns settings with the user's model, dtype and block size, and everything else made tight."""
     size = config.block_size
     return replace(
         config,
@@ -56,7 +56,7 @@ def stress_config(config: EngineConfig, depth: int) -> EngineConfig:
 
 
 def stress_requests(count: int, block_size: int, vocab_size: int, seed: int) -> list[AddRequest]:
-    """Families of prompts over a few shared prefixes; some come twice, some want several samples."""
+    """Returns prompts over a few shared prefixes. Some come twice, and some want several samples."""
     rng = Random(seed)
     size = block_size
     prefixes = [[rng.randrange(vocab_size) for _ in range(3 * size)] for _ in range(3)]
@@ -78,7 +78,7 @@ def stress_requests(count: int, block_size: int, vocab_size: int, seed: int) -> 
 
 
 def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth: int, num_requests: int) -> Verified:
-    """Run the stress schedule at one pipeline depth; raises `VerifyError` at the first difference."""
+    """Runs the stress schedule at one pipeline depth. Raises `VerifyError` at the first difference."""
     longest = BLOCKS_FOR_LONGEST * config.block_size + 1
     if model.max_position < longest:
         raise ConfigError(
@@ -120,7 +120,7 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
 
 
 def _run(engine: Engine, requests: list[AddRequest], compared: Compared) -> tuple[int, dict[str, list[int]]]:
-    """Feed requests in bursts; returns the prompt tokens that came from the cache, and what happened in each step."""
+    """Adds requests in bursts. Returns the prompt tokens that came from the cache, and what happened in each step."""
     queue, cached, so_far = list(reversed(requests)), 0, [(0,) * len(HAPPENINGS)]
     stats, pool = engine.core.scheduler.stats, engine.core.scheduler.kv.pool.counts
     while queue or engine.core.has_work:

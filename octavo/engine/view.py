@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 from octavo.engine.core import EngineCore
 from octavo.engine.trace import NoTrace, Trace
-from octavo.engine.view_frame import EventWords, ViewFrame, Wanted
 from octavo.engine.watcher import Contents, Watcher
+from octavo.engine.wire import EventWords, ViewFrame, Wanted
 from octavo.log import logger
 from octavo.messages import FinishReason, StepPlan
 from octavo.policy.block_pool import BlockKey, Event
@@ -29,7 +29,7 @@ FAILED = "the inspector failed and is switched off until the engine is started a
 
 
 class NoView:
-    """Nobody may watch."""
+    """A view that nobody may watch."""
 
     def ask(self, client: str, wanted: Wanted) -> None:
         pass
@@ -69,7 +69,7 @@ class EngineView:
             self._watchers[client].wants = True
 
     def frames(self, busy: bool) -> list[tuple[str, ViewFrame]]:
-        """For those who asked, if there is anything new. `busy`: there will be another opportunity soon."""
+        """Gives frames to those who asked, if there is anything new. `busy`: there will be another opportunity soon."""
         found: list[tuple[str, ViewFrame]] = []
         if self._watchers:
             self._try(self._gather, busy, found)
@@ -91,7 +91,7 @@ class EngineView:
                 found.append((client, frame))
 
     def _try(self, work: Callable[..., None], *arguments: object) -> None:
-        """The engine goes on whatever happens in here; the view does not."""
+        """Does some work of the view. An error turns the view off, and the engine goes on."""
         if self._is_off:
             return
         try:
@@ -197,7 +197,7 @@ class EngineView:
 
 
 def _events_of(plan: StepPlan, scheduler: Scheduler) -> list[EventWords]:
-    """Who came in with which hit, who was forked, whose blocks were copied. Rare in most steps."""
+    """Returns the events of a plan: sequences that came in with a hit, forks, copies of blocks. Most steps have none."""
     if not (plan.row_writes or plan.row_forks or plan.copies):
         return []
     events: list[EventWords] = []

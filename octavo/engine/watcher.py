@@ -1,4 +1,4 @@
-"""`Watcher`: what one client was told of an engine, and what it was not told yet.
+"""`Watcher` knows what one client was told about an engine, and what it was not told yet.
 
     dirty     blocks that changed since; told in their present state, however often they changed
     owed      blocks whose tokens are to be told: sealed ones from `Contents`, others from the sequence that fills them
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
-from octavo.engine.view_frame import BlockState, EventWords, SequenceState, StepNumbers, ViewFrame
+from octavo.engine.wire import BlockState, EventWords, SequenceState, StepNumbers, ViewFrame
 from octavo.messages import FinishReason
 from octavo.policy.block_pool import NULL_BLOCK, BlockPool, Event
 from octavo.policy.request import Sequence, Status
@@ -35,7 +35,7 @@ Place = tuple[Sequence, int, int]  # a block's sequence, cache group, and index 
 
 
 class Contents:
-    """What blocks hold that were sealed, and since when: kept from the start on, for a cached block has nobody else who knows."""
+    """The tokens of sealed blocks, and since when. It is kept from the start, because nothing else knows what a cached block holds."""
 
     def __init__(self, pool: BlockPool, spans: list[int], clock: Callable[[], float]) -> None:
         """`spans`: tokens in a block of each cache group"""
@@ -56,7 +56,7 @@ class Contents:
                 self.since[block] = now
 
     def of(self, block: int) -> list[int]:
-        """The tokens of a sealed block."""
+        """Returns the tokens of a sealed block."""
         key = self._key_of[block]
         assert key is not None
         return self._ids[block * self._room : block * self._room + self.spans[key[0]]].tolist()
@@ -83,7 +83,7 @@ class _Told:
         )  # fmt: skip
 
     def same_entries(self, seq: Sequence, group: int) -> int:
-        """How many entries of a table are those it had."""
+        """Returns how many first entries of a table are the same as before."""
         old, new = self.tables[group], seq.tables[group]
         if new[: len(old)] == old:
             return len(old)
@@ -91,7 +91,7 @@ class _Told:
 
 
 def _state_of(seq: Sequence, start: int) -> SequenceState:
-    """`start`: the first entry that is told of its first table"""
+    """Returns the state of a sequence. `start`: the first entry of its first table to tell"""
     request, life = seq.request, seq.request.life
     asked = None
     if seq.status is Status.WAITING:
@@ -104,7 +104,7 @@ def _state_of(seq: Sequence, start: int) -> SequenceState:
 
 class Watcher:
     def __init__(self, scheduler: Scheduler, contents: Contents, start: float, watched_from: float) -> None:
-        """`start`: of all times that are told. `watched_from`: since then somebody saw blocks being taken."""
+        """`start`: times are counted from it. `watched_from`: since then, the taking of blocks was observed."""
         self.wants = True  # it has asked for a frame
         self.due = 0.0  # it gets none before
         self._scheduler, self._pool = scheduler, scheduler.kv.pool
@@ -128,7 +128,7 @@ class Watcher:
             self._owed[block] = None  # who has left may have been further than those who share it
 
     def on_end(self, seq: Sequence, reason: FinishReason) -> None:
-        """Its table is about to be given back."""
+        """Keeps the last state of a sequence, whose table is about to be given back."""
         before = self._told.get(seq.seq_id)
         start = 0 if before is None else before.same_entries(seq, 0)
         links = self._scheduler.kv.groups[0].links
@@ -148,7 +148,7 @@ class Watcher:
         self._events.append(event)
 
     def frame(self, at: float, started: float) -> ViewFrame | None:
-        """All that is new, as far as it fits; None if nothing is."""
+        """Returns a frame with all that is new, as far as it fits, or None if nothing is."""
         seqs, gone = self._sequences()
         blocks = self._blocks()
         steps, events = list(self._steps), list(self._events)
@@ -231,7 +231,7 @@ class Watcher:
 
 
 def _place(seq: Sequence, block: int) -> Place | None:
-    """Where a sequence has a block, if it has it."""
+    """Returns where a sequence has a block, or None if it does not have it."""
     for group, table in enumerate(seq.tables):
         if block in table:
             return seq, group, table.index(block)

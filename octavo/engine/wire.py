@@ -1,19 +1,19 @@
-"""What crosses between an API process and the engine process: one msgpack frame a message, decoded into exactly these types.
+"""Messages between an API process and the engine process: one msgpack frame each, decoded into exactly these types.
 
     API process  --  Ping, Add, Abort, ResetPrefixCache, Watch  -->  engine process        DEALER to ROUTER over a unix socket
                 <--  Hello, Beat, News, Refused, Lost, View     --
 
-A frame carries the epoch, which start of the engine it belongs to, and a number, which counts the frames of one client in one
-direction: who sees a gap knows that something was lost. What is no frame is dropped and logged; it can do no more than that.
+A frame carries an epoch and a number. The epoch says to which start of the engine it belongs. The number counts the frames of one
+client in one direction, so that a gap shows a loss. Bytes that are not a frame are dropped and logged.
 """
 
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from octavo.config import EngineConfig
-from octavo.engine.view_frame import ViewFrame, Wanted
 from octavo.log import logger
 from octavo.messages import AddRequest, Delta, EngineFacts, SchedulerStats
 from octavo.model_config import ModelConfig
@@ -21,8 +21,56 @@ from octavo.model_config import ModelConfig
 TEXTS = 1 << 20  # bytes
 
 
+# -- a frame of the view: what changed in an engine since the last one, with token ids; the text side makes lines of it (docs/view.md)
+
+Wanted = Literal["full", "delta", "none"]  # all there is, what is new since the last frame, no more
+BlockState = tuple[int, int, int, str, list[int] | None, float | None]  # block, ref, sealed, digest, ids so far, since
+StepNumbers = tuple[int, float, float, int, int, int, int, int, int, int, int, int]
+# step, at, ms, prefill_tokens, decode_tokens, rows, running, waiting, used_blocks, preempted, hit_tokens, query_tokens
+EventWords = tuple[int | float | str, ...]  # step, at, kind, and what belongs to it
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """One sequence that is new, has changed or has ended. `table` has its entries from `start` on."""
+
+    seq: int
+    request: str
+    sample: int
+    samples: int  # of its request
+    state: str
+    prompt: int
+    tokens: int
+    limit: int  # the most tokens it may have, prompt and answer
+    computed: int
+    cached: int
+    reason: str
+    preemptions: int
+    start: int
+    table: list[int]
+    digests: list[str] | None = None  # of its full blocks, where it has ended
+    asked: list[int] | None = None  # of a waiting sequence: the last ids of its prompt, which no block holds yet
+
+
+@dataclass(frozen=True, slots=True)
+class ViewFrame:
+    full: bool  # whoever reads it forgets what came before
+    at: float  # seconds after `started`
+    started: float  # unix seconds
+    blocks: list[BlockState] = field(default_factory=list)
+    seqs: list[SequenceState] = field(default_factory=list)
+    gone: list[tuple[int, str]] = field(default_factory=list)
+    steps: list[StepNumbers] = field(default_factory=list)
+    events: list[EventWords] = field(default_factory=list)
+    lost: int = 0
+    error: str = ""  # why this is the last one, and empty
+
+
+# -- messages
+
+
 class Ping(Struct, tag="ping", array_like=True, frozen=True):
-    """A client is there, and speaks to this epoch; 0: it knows of none."""
+    """A client is there and speaks to this epoch. 0: it knows of none."""
 
     pid: int
 
@@ -41,19 +89,19 @@ class ResetPrefixCache(Struct, tag="reset", array_like=True, frozen=True):
 
 
 class Watch(Struct, tag="watch", array_like=True, frozen=True):
-    """One frame of the view is wanted, or none any more."""
+    """The client wants one frame of the view, or no more of them."""
 
     wanted: Wanted
 
 
 class Hello(Struct, tag="hello", array_like=True, frozen=True):
-    """The engine is ready; numbers count from here."""
+    """The engine is ready. Numbers count from here."""
 
     facts: EngineFacts
 
 
 class Beat(Struct, tag="beat", array_like=True, frozen=True):
-    """The engine process lives."""
+    """The engine process is alive."""
 
     steps: int
     stalled: float  # seconds that its loop has not turned although there is something to do, as in a long step
@@ -61,7 +109,7 @@ class Beat(Struct, tag="beat", array_like=True, frozen=True):
 
 
 class News(Struct, tag="news", array_like=True, frozen=True):
-    """What one step brought to one client."""
+    """The results of one step for one client."""
 
     deltas: list[Delta]
     stats: SchedulerStats
@@ -77,7 +125,7 @@ class Refused(Struct, tag="refused", array_like=True, frozen=True):
 
 
 class Lost(Struct, tag="lost", array_like=True, frozen=True):
-    """The engine missed a frame of this client, or had given it up: it works on none of its requests any more."""
+    """The engine missed a frame of this client, or gave the client up. It has dropped all of its requests."""
 
 
 class View(Struct, tag="view", array_like=True, frozen=True):
@@ -104,7 +152,7 @@ class UpFrame(Struct, array_like=True, frozen=True):
 
 
 def _plain(value: Any) -> int | float:
-    """A default that nobody has set is a number of its own kind; on the way it becomes a plain one."""
+    """Returns a plain number for a default that nobody has set, which is a number of its own class."""
     return int(value) if isinstance(value, int) else float(value)
 
 
@@ -134,5 +182,5 @@ def _decoded(decoder: "msgspec.msgpack.Decoder[Item]", frame: bytes) -> Item | N
 
 
 def frame_limit(config: EngineConfig, model: ModelConfig) -> int:
-    """Bytes of the largest request there can be: a whole context of ids, a bias for every id, all of them allowed, texts beside it."""
+    """Returns the bytes of the largest possible request: a whole context of ids, a bias for every id, all ids allowed, and texts."""
     return 5 * max(config.max_model_len or 0, model.max_position) + 20 * model.vocab_size + TEXTS

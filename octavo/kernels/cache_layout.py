@@ -4,7 +4,7 @@
     nhd     block | token | head | numbers      a token's heads side by side: it is written in one piece
     hnd     block | head | token | numbers      a head's tokens side by side: they are read in one piece
 
-What reads or writes a cache by its shape needs no word of this. Kernels, which count addresses themselves, need one number.
+Code that reads or writes a cache by its shape need not know the layout. Kernels compute addresses themselves and need one number.
 """
 
 from typing import Literal
@@ -16,12 +16,12 @@ Layout = Literal["nhd", "hnd"]
 
 
 def empty_cache(layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """shape: [num_blocks, block_size, kv_heads, ...], whatever the layout; memory is not touched."""
+    """Returns a cache whose memory is not touched. shape: [num_blocks, block_size, kv_heads, ...], in every layout"""
     return view_cache(layout, shape, dtype, torch.empty(shape, dtype=dtype, device=device))
 
 
 def view_cache(layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, memory: Tensor) -> Tensor:
-    """Returns contiguous memory of as many bytes as a cache of this shape."""
+    """Returns a cache of this shape over contiguous memory of as many bytes."""
     numbers = memory.view(-1).view(dtype)
     if layout == "nhd":
         return numbers.view(shape)
@@ -30,7 +30,7 @@ def view_cache(layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, memor
 
 
 def tokens_together(cache: Tensor) -> int:
-    """How many tokens of one head lie side by side: one, or all of a block."""
+    """Returns how many tokens of one head lie side by side: one, or all of a block."""
     if cache.is_contiguous():
         return 1
     assert cache.transpose(1, 2).is_contiguous(), f"a cache of strides {cache.stride()}"

@@ -1,4 +1,4 @@
-"""A quantised matrix as the products of a GPU read it: codes in words of 16 bits, scale and offset as a pair.
+"""A quantised matrix in the form that kernels of a GPU read: codes in words of 16 bits, scale and offset as a pair.
 
     w[row, order[c]] = (scale[row, c // group] * code[row, c] + offset[row, c // group]) * factor
 
@@ -39,7 +39,7 @@ class DeviceCodes:
         assert self.scales.shape == (len(self), -(-self.blocks * self.block // self.group))
 
     def __len__(self) -> int:
-        """Rows: what comes out of a product."""
+        """Returns the number of rows, which is the width of a product."""
         return len(self.words)
 
     @property
@@ -56,7 +56,7 @@ class DeviceCodes:
 
 
 def zero_codes(n: int, size: int, bits: int, group: int, device: torch.device | str) -> DeviceCodes:
-    """A matrix of that shape, all zero: to try a kernel on, or (on the device `meta`) to ask a rule about."""
+    """Returns a matrix of zeros, to try a kernel on, or (on the device `meta`) to apply a rule to."""
     columns = -(-size // block_size(bits, group)) * block_size(bits, group)
     words = torch.zeros(n, columns * bits // WORD_BITS, dtype=torch.int16, device=device)
     scales = torch.zeros(n, -(-columns // group), dtype=torch.int32, device=device)
@@ -64,5 +64,5 @@ def zero_codes(n: int, size: int, bits: int, group: int, device: torch.device | 
 
 
 def block_size(bits: int, group: int) -> int:
-    """Columns whose codes share words."""
+    """Returns the number of columns whose codes share words."""
     return WORD_BITS // bits * min(group, MAX_SPAN)

@@ -1,4 +1,4 @@
-"""The shapes that decide which kernels of a GPU are compiled, as numbers: no torch and no Triton, so that any process can name them."""
+"""The shapes that decide which kernels of a GPU are compiled, as numbers. No torch and no Triton here, so any process can use them."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -28,7 +28,7 @@ def wanted(params: SamplingParams, bad_words: list[list[int]]) -> bool:
 
 
 def pack(params: SamplingParams, end_ids: tuple[int, ...], bad_words: list[list[int]]) -> NDArray[np.int32]:
-    """`bad_words`: those of the parameters as ids."""
+    """Returns the line of words for one request. `bad_words`: those of the parameters, as ids"""
     allowed, bias = params.allowed_token_ids or (), params.logit_bias or {}
     head = np.zeros(HEAD, np.int32)
     head[:REPETITION] = len(allowed), len(bias), len(end_ids), len(bad_words), max(map(len, bad_words), default=0), params.min_tokens

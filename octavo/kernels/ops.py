@@ -1,6 +1,6 @@
-"""Kernels by device: on a GPU the Triton kernel, elsewhere its torch twin, of the same name and signature.
+"""Calls kernels by device: on a GPU the Triton kernel, elsewhere its torch twin of the same name and signature.
 
-triton is imported by the first that runs on a GPU: where there is none it need not be installed.
+The first kernel that runs on a GPU imports triton, so it need not be installed where there is none.
 """
 
 from functools import cache
@@ -12,17 +12,10 @@ from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.logit_edits import LogitEdits
-from octavo.kernels.reference import activation as reference_activation
-from octavo.kernels.reference import copy_blocks as reference_copy_blocks
-from octavo.kernels.reference import fused_decode as reference_fused_decode
-from octavo.kernels.reference import gemv as reference_gemv
-from octavo.kernels.reference import logit_edits as reference_logit_edits
-from octavo.kernels.reference import norm as reference_norm
-from octavo.kernels.reference import packed as reference_packed
-from octavo.kernels.reference import paged_attention as reference_attention
+from octavo.kernels.reference import attention as reference_attention
+from octavo.kernels.reference import layer as reference_layer
 from octavo.kernels.reference import rows as reference_rows
 from octavo.kernels.reference import sampling as reference_sampling
-from octavo.kernels.reference import write_kv as reference_write_kv
 from octavo.kernels.reference.sampling import Draws, Ranking
 from octavo.kernels.row_words import RowLayout
 from octavo.kernels.step_tensors import StepTensors
@@ -37,15 +30,15 @@ def _triton(name: str) -> ModuleType:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Adds x to the residual stream and normalises the sum: (normed, new residual), each [T, size]."""
-    kernels = _triton("step.norm") if x.is_cuda else reference_norm
+    """Adds x to the residual stream and normalises the sum. Returns (normed, new residual), each [T, size]."""
+    kernels = _triton("step.norm") if x.is_cuda else reference_layer
     normed, stream = kernels.add_rms_norm(x, residual, weight, eps)
     return normed, stream
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """x [T, 2 * size], gate then up -> silu(gate) * up [T, size]."""
-    gated: Tensor = (_triton("step.activation") if x.is_cuda else reference_activation).silu_and_mul(x)
+    """Returns silu(gate) * up [T, size]. x: [T, 2 * size], gate then up"""
+    gated: Tensor = (_triton("step.activation") if x.is_cuda else reference_layer).silu_and_mul(x)
     return gated
 
 
@@ -59,8 +52,8 @@ def write_kv(
     k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
     v_cache: Tensor,
 ) -> Tensor:
-    """Norms and rotates q and k, puts k and v into the cache; returns q [T, heads, head_dim], a view of qkv."""
-    kernels = _triton("step.write_kv") if qkv.is_cuda else reference_write_kv
+    """Norms and rotates q and k in place and stores k and v in the cache. Returns q [T, heads, head_dim], a view of qkv."""
+    kernels = _triton("step.write_kv") if qkv.is_cuda else reference_attention
     q: Tensor = kernels.write_kv(qkv, norms, cos, sin, positions, slots, k_cache, v_cache)
     return q
 
@@ -81,7 +74,7 @@ def paged_attention(
     fresh: tuple[Tensor, Tensor] | None = None,  # k and v of q's tokens, as write_kv leaves them in qkv: the same as in the cache
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Attention of each row's queries, the last of its context, over its keys and values; fills and returns out."""
+    """Fills and returns `out`: attention of each row's queries, the last of its context, over its keys and values."""
     if not q.is_cuda:
         rows = tables, query_start, context_len
         return reference_attention.paged_attention(q, k_cache, v_cache, *rows, scale, out, window, soft_cap=soft_cap)
@@ -94,7 +87,7 @@ def paged_attention(
 
 
 def decode_shares(query_start: Tensor, context_len: Tensor, k_cache: Tensor, window: int | None) -> Tensor | None:
-    """How decode attention is divided among programs in this step (`kernels/share_words.py`); the twin of attention divides nothing."""
+    """Returns how decode attention is divided among programs in this step (`kernels/share_words.py`), or None for the torch twin."""
     if not k_cache.is_cuda:
         return None
     shares: Tensor = _triton("attention.paged_attention").shares_of(query_start, context_len, k_cache, window)
@@ -102,39 +95,39 @@ def decode_shares(query_start: Tensor, context_len: Tensor, k_cache: Tensor, win
 
 
 def few_rows(head_dim: int) -> int:
-    """Up to how many rows of a decode step the kernels below are for."""
+    """Returns the most rows of a decode step that the kernels below can take."""
     return GEMV_ROWS if 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0 else 0
 
 
 def norm_linear(
     x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual) W^T, the new residual)"""
-    product, stream = (_triton("gemv.products") if x.is_cuda else reference_gemv).norm_linear(x, residual, norm_weight, eps, weight, bias)
+    """Returns (rms_norm(x + residual) W^T, the new residual)."""
+    product, stream = (_triton("gemv.products") if x.is_cuda else reference_layer).norm_linear(x, residual, norm_weight, eps, weight, bias)
     return product, stream
 
 
 def gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(silu(gate) * up of rms_norm(x + residual), the new residual); weight [2 * size, in], gate over up"""
-    gated, stream = (_triton("gemv.products") if x.is_cuda else reference_gemv).gate_up(x, residual, norm_weight, eps, weight)
+    """Returns (silu(gate) * up of rms_norm(x + residual), the new residual). weight: [2 * size, in], gate over up"""
+    gated, stream = (_triton("gemv.products") if x.is_cuda else reference_layer).gate_up(x, residual, norm_weight, eps, weight)
     return gated, stream
 
 
 def merge_linear(parts: Tensor, parts_lse: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The merged parts [rows, splits, heads, head_dim] times W^T, [rows, out]"""
-    product: Tensor = (_triton("gemv.products") if parts.is_cuda else reference_gemv).merge_linear(parts, parts_lse, weight, bias)
+    """Merges parts [rows, splits, heads, head_dim] of attention. Returns them times W^T, [rows, out]."""
+    product: Tensor = (_triton("gemv.products") if parts.is_cuda else reference_layer).merge_linear(parts, parts_lse, weight, bias)
     return product
 
 
 def merge_parts(parts: Tensor, parts_lse: Tensor, dtype: torch.dtype) -> Tensor:
-    """The merged parts [rows, splits, heads, head_dim] as [rows, heads * head_dim]"""
-    merged: Tensor = (_triton("gemv.products") if parts.is_cuda else reference_gemv).merge_parts(parts, parts_lse, dtype)
+    """Merges parts [rows, splits, heads, head_dim] of attention. Returns [rows, heads * head_dim]."""
+    merged: Tensor = (_triton("gemv.products") if parts.is_cuda else reference_layer).merge_parts(parts, parts_lse, dtype)
     return merged
 
 
 def few_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [rows, in], weight [out, in] -> [rows, out]"""
-    product: Tensor = (_triton("gemv.products") if x.is_cuda else reference_gemv).linear(x, weight, bias)
+    """Returns x W^T [rows, out]. x: [rows, in]; weight: [out, in]"""
+    product: Tensor = (_triton("gemv.products") if x.is_cuda else reference_layer).linear(x, weight, bias)
     return product
 
 
@@ -152,8 +145,11 @@ def decode_attention_parts(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """(parts [rows, splits, heads, head_dim], their log-sum-exp [rows, splits, heads] in units of log2), both float32"""
-    kernels = _triton("attention.fused_decode") if qkv.is_cuda else reference_fused_decode
+    """Writes the cache and attends, in splits of the context.
+
+    Returns (parts [rows, splits, heads, head_dim], their log-sum-exp [rows, splits, heads] in units of log2), both float32.
+    """
+    kernels = _triton("attention.fused_decode") if qkv.is_cuda else reference_attention
     parts, parts_lse = kernels.decode_attention_parts(
         qkv, norms, cos, sin, positions, slots, tables, context_len, k_cache, v_cache, scale, window
     )
@@ -162,23 +158,23 @@ def decode_attention_parts(
 
 def copy_blocks(buffers: list[Tensor], pairs: list[tuple[int, int]]) -> None:
     """Copies block `source` onto block `target` for every pair, all reads before any write. buffers: each [num_blocks, ...]"""
-    (_triton("step.copy_blocks") if buffers[0].is_cuda else reference_copy_blocks).copy_blocks(buffers, pairs)
+    (_triton("step.copy_blocks") if buffers[0].is_cuda else reference_attention).copy_blocks(buffers, pairs)
 
 
 def sample(logits: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor) -> Tensor:
-    """One id a row, [S] int64, with no filter: argmax at temperature 0, else with noise. noise: [S, 4]; positions: [S]"""
+    """Returns one id a row, [S] int64, without a filter: argmax at temperature 0, else with noise. noise: [S, 4]; positions: [S]"""
     ids: Tensor = (_triton("sampling.sample") if logits.is_cuda else reference_sampling).sample(logits, temperature, noise, positions)
     return ids
 
 
 def draw(logits: Tensor, draws: Draws) -> Tensor:
-    """One id a row, [S] int64, over what filters leave. logits: [S, V]"""
+    """Returns one id a row, [S] int64, of those that the filters leave. logits: [S, V]"""
     ids: Tensor = (_triton("sampling.draw") if logits.is_cuda else reference_sampling).draw(logits, draws)
     return ids
 
 
 def rank(logits: Tensor, ids: Tensor, count: int) -> Ranking:
-    """Where each row's id stands, and the row's `count` best. logits: [S, V]; ids: [S]"""
+    """Returns where each row's id stands, and the row's `count` best. logits: [S, V]; ids: [S]"""
     found: Ranking = (_triton("sampling.rank") if logits.is_cuda else reference_sampling).rank(logits, ids, count)
     return found
 
@@ -192,14 +188,14 @@ def edit_logits(
     num_tokens: Tensor,  # [rows], the provisional one among them
     num_prompt: Tensor,  # [rows]
 ) -> Tensor:
-    """The entries' logits after allowed ids, bans, bias and penalties, [len(entries), V] float32."""
-    kernels = _triton("sampling.logit_edits") if logits.is_cuda else reference_logit_edits
+    """Returns the entries' logits after allowed ids, bans, bias and penalties, [len(entries), V] float32."""
+    kernels = _triton("sampling.logit_edits") if logits.is_cuda else reference_sampling
     scores: Tensor = kernels.edit_logits(logits, entries, rows, edits, token_ids, num_tokens, num_prompt)
     return scores
 
 
 def copy_words(source: Tensor, target: Tensor, runs: Tensor, longest: int) -> None:
-    """Runs of words from one flat tensor to another; no run has more than `longest`.
+    """Copies runs of words from one flat tensor to another. No run has more than `longest`.
 
     runs: place in source, place in target, count, [N, 3] int64
     """
@@ -212,7 +208,7 @@ def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors
 
 
 def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, states: Tensor, hidden: Tensor, result: Tensor) -> None:
-    """Appends the sampled ids to their rows. result [entries]: the id, 0 where none was sampled, -1 where states are not finite.
+    """Appends the sampled ids to their rows. result [entries]: the id, 0 if none was sampled, -1 if states are not finite.
 
     states: of all tokens [T, any size]; hidden: of the last token of each entry [entries, size], which may be the same tensor
     """
@@ -220,18 +216,18 @@ def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, sta
 
 
 def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """x [rows, in] -> [rows, out], in `out` if that is given"""
-    product: Tensor = (_triton("packed.products") if x.is_cuda else reference_packed).packed_linear(x, weight, bias, out)
+    """Returns x W^T [rows, out], in `out` if that is given. x: [rows, in]"""
+    product: Tensor = (_triton("packed.products") if x.is_cuda else reference_layer).packed_linear(x, weight, bias, out)
     return product
 
 
 def packed_gate_up(x: Tensor, weight: DeviceCodes) -> Tensor:
-    """silu(gate) * up; weight has rows of gate over rows of up"""
-    product: Tensor = (_triton("packed.products") if x.is_cuda else reference_packed).packed_gate_up(x, weight)
+    """Returns silu(gate) * up. The weight has the rows of gate, then those of up."""
+    product: Tensor = (_triton("packed.products") if x.is_cuda else reference_layer).packed_gate_up(x, weight)
     return product
 
 
 def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
-    """All rows, or those of an index [count], as weights [count, in]; columns in their original order"""
-    weights: Tensor = (_triton("packed.products") if weight.words.is_cuda else reference_packed).unpack(weight, dtype, rows)
+    """Returns all rows, or those of an index [count], as weights [count, in], with columns in their original order."""
+    weights: Tensor = (_triton("packed.products") if weight.words.is_cuda else reference_layer).unpack(weight, dtype, rows)
     return weights

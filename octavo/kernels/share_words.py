@@ -18,10 +18,10 @@ LINE = 16  # words
 
 
 def most_shares(rows: int, kv_heads: int, programs: int, each: int) -> int:
-    """`each`: shares for each program that a GPU runs at once. Rows are cut into so many, and every row and KV head may begin one more."""
+    """Returns the most shares there can be: `each` for every program that a GPU runs at once, and one more for each row and KV head."""
     return programs * each + rows * kv_heads
 
 
 def most_parts(programs: int, each: int) -> int:
-    """Shares of rows that are cut, which come first: a row longer than a share is cut into less than twice what it would fill."""
+    """Returns the most shares of rows that are cut. These come first. A long row is cut into less than twice as many as it would fill."""
     return 2 * programs * each

@@ -1,1 +1,1 @@
-"""The layers models are built from; each takes the batch as an argument."""
+"""The layers that models are built from. Each takes the batch as an argument."""

@@ -1,8 +1,10 @@
 """Self-attention over keys and values: the mixer of every shipped model, with its projections around a backend.
 
 The backend owns rotation, cache and softmax. A mixer is called as `mixer(x, cache, batch)`: `cache` has the buffers of its
-layer, whose names only the mixer and its kernels know.
+layer, whose names only the mixer and its kernels know. `build_rope` makes the tables that the backend rotates with.
 """
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +13,9 @@ from octavo.attention.backend import AttentionBackend, QKNorm, Rope
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.layers.comm import Comm
-from octavo.layers.linear import MergedLinear, RowParallelLinear
-from octavo.layers.norm import RMSNorm
-from octavo.quant.base import QuantScheme
+from octavo.layers.linear import MergedLinear, RMSNorm, RowParallelLinear
+from octavo.model_config import RopeConfig
+from octavo.quant.schemes import QuantScheme
 
 
 class Attention(nn.Module):
@@ -46,3 +48,75 @@ class Attention(nn.Module):
         q = self.backend.write(self.qkv(x), self.norms, self.rope, cache, batch)
         mixed = self.backend.attend(q, cache, batch, torch.empty_like(q, memory_format=torch.contiguous_format))
         return mixed.flatten(1)
+
+
+# -- rotation tables: the angle of dimension pair i at position p is p * frequency[i]
+#
+#     default   frequency[i] = theta ^ (-2i / head_dim): high for small i, low for large i
+#     linear    all frequencies are divided by `factor`, which squeezes positions into the trained range
+#     llama3    low frequencies are divided and high ones kept, with a ramp between, by wavelengths that fit the original context
+#     yarn      the same with the ramp over dimensions, by turns made within the original context; tables are also scaled,
+#               which scales q and k, because a longer context flattens the softmax
+
+TABLE_DEVICE = torch.device("cpu")  # they are made there: the same for every device, and for a model without memory
+
+
+def build_rope(config: RopeConfig, head_dim: int, max_len: int) -> Rope:
+    position = torch.arange(max_len, dtype=torch.float32, device=TABLE_DEVICE)
+    angle = torch.outer(position, frequencies(config, head_dim))  # [max_len, head_dim / 2]
+    scale = table_scale(config)
+    default = torch.get_default_device()
+    place = TABLE_DEVICE if default.type == "meta" else default
+    return Rope(cos=(angle.cos() * scale).to(place), sin=(angle.sin() * scale).to(place))
+
+
+def frequencies(config: RopeConfig, head_dim: int) -> Tensor:
+    """Returns radians per position, [head_dim / 2] float32."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=TABLE_DEVICE) / head_dim
+    base = 1.0 / config.theta**exponent
+    if config.kind == "linear":
+        return base / config.factor
+    if config.kind == "llama3":
+        return _blend(base, config.factor, _llama3_kept(config, base))
+    if config.kind == "yarn":
+        return _blend(base, config.factor, _yarn_kept(config, head_dim))
+    return base
+
+
+def table_scale(config: RopeConfig) -> float:
+    if config.kind != "yarn":
+        return 1.0
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return _yarn_scale(config.factor, config.mscale) / _yarn_scale(config.factor, config.mscale_all_dim)
+    return _yarn_scale(config.factor, 1.0)
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _blend(base: Tensor, factor: float, kept: Tensor) -> Tensor:
+    """Returns the frequencies [head_dim / 2]: `kept` 1 keeps one, 0 divides it by the factor, and values between blend."""
+    return base / factor * (1 - kept) + base * kept
+
+
+def _llama3_kept(config: RopeConfig, base: Tensor) -> Tensor:
+    turns = config.original_max_position * base / (2 * math.pi)  # within the original context
+    return ((turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)).clamp(0, 1)
+
+
+def _yarn_kept(config: RopeConfig, head_dim: int) -> Tensor:
+    def dimension(turns: float) -> float:
+        """Returns the place between dimension pairs at which a frequency makes this many turns within the original context."""
+        return head_dim * math.log(config.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a step instead of a division by zero
+    pair = torch.arange(head_dim // 2, dtype=torch.float32, device=TABLE_DEVICE)
+    return 1 - ((pair - low) / (high - low)).clamp(0, 1)

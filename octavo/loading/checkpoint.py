@@ -1,15 +1,16 @@
 """Weights by name, wherever they are stored: a folder of safetensors or a GGUF file behind one small protocol.
 
-Names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`). Files are mapped, and a tensor is read when asked for;
-everything that can be known from the headers is checked when the checkpoint is opened.
+Names are Hugging Face's (`model.embed_tokens.weight`). Files are mapped, and a tensor is read when it is asked for. Everything
+that headers tell is checked when the checkpoint is opened.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,12 +20,10 @@ from torch import Tensor
 from octavo.errors import LoadError
 from octavo.kernels.reference.dequant import DENSE, SUPPORTED_KINDS, dequantize
 from octavo.loading.files import INDEX, SINGLE, fingerprint, read_weight_map
-from octavo.loading.gguf import GGUFFile, GGUFTensor
-from octavo.loading.gguf_config import read_gguf_model
-from octavo.loading.packed_modules import WHOLE_NUMBERS, Header, PackedModule, find_packed
-from octavo.quant.fold_gguf import fold_gguf
-from octavo.quant.packed import PackedWeight
+from octavo.loading.gguf import GGUFFile, GGUFTensor, read_gguf_model
+from octavo.quant.packed import PackedWeight, fold_gguf
 from octavo.quant.quant_config import QuantConfig
+from octavo.quant.zero_point import ZeroPointWeight, check_awq, check_gptq, unpack_awq, unpack_gptq
 
 MAX_HEADER_BYTES = 32 * 2**20  # 250,000 weights in one file; the library would take 100 MB
 
@@ -50,6 +49,54 @@ def _listed(names: set[str]) -> str:
     """Returns names for a message: the first few, and how many more there are."""
     first = ", ".join(name[:80] for name in sorted(names)[:5])
     return first if len(names) <= 5 else f"{first} and {len(names) - 5} more"
+
+
+# -- AWQ and GPTQ: the tensors of a quantised module, which the other code sees as one weight
+#
+#     MODULE.qweight  .qzeros  .scales  .g_idx      ->  MODULE.weight
+#
+# The names of the tensors say which modules are quantised, and `quantization_config` says how. Sizes are checked from headers.
+
+CODES = ".qweight"
+PARTS = {"awq": (CODES, ".qzeros", ".scales"), "gptq": (CODES, ".qzeros", ".scales", ".g_idx")}
+WHOLE_NUMBERS = (CODES, ".qzeros", ".g_idx")  # the parts that are int32
+
+
+class Header(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedModule:
+    name: str
+    config: QuantConfig
+    shape: tuple[int, int]
+    tensors: tuple[str, ...]  # the first of them are the codes
+
+    def read(self, read: Callable[[str], Tensor]) -> ZeroPointWeight:
+        unpack = unpack_awq if self.config.method == "awq" else unpack_gptq
+        return unpack({name: read(name) for name in self.tensors}, self.name, self.config)
+
+
+def find_packed(headers: Mapping[str, Header], config: QuantConfig) -> list[PackedModule]:
+    """Returns all quantised modules. Each has been checked to be complete, with tensors of matching sizes."""
+    names = [name.removesuffix(CODES) for name in headers if name.endswith(CODES)]
+    if not names:
+        raise LoadError(f"quantization_config says {config.method}, but there is no weight named *{CODES}")
+    return [_module(headers, name, config) for name in names]
+
+
+def _module(headers: Mapping[str, Header], name: str, config: QuantConfig) -> PackedModule:
+    if f"{name}.weight" in headers:
+        raise LoadError(f"{name} is there twice, as weight and as {CODES[1:]}")
+    check = check_awq if config.method == "awq" else check_gptq
+    layout = check(headers, name, config)
+    tensors = [name + part for part in PARTS[config.method] if name + part in headers]
+    return PackedModule(name, config, (layout.n, layout.k), tuple(tensors))
+
+
+# -- a folder of safetensors
 
 
 class SafetensorsCheckpoint:
@@ -182,6 +229,8 @@ class _SafetensorsFile:
         return tensor
 
 
+# -- a GGUF file
+
 ROPE_FACTORS = "rope_freqs.weight"
 MAX_ROPE_FACTORS = 4096  # one for each pair of a head's dimensions
 
@@ -229,7 +278,7 @@ class GGUFCheckpoint:
         return heads
 
     def _check_rope_factors(self) -> None:
-        """Llama 3.1 and later files scale each rotary frequency by a factor of its own."""
+        """Refuses files of Llama 3.1 and later that scale each rotary frequency by a factor of its own."""
         factors = self._gguf.tensors.get(ROPE_FACTORS)
         if factors is not None and (prod(factors.shape) > MAX_ROPE_FACTORS or not bool((self._dense(factors) == 1).all())):
             raise LoadError(f"{self.source}: {ROPE_FACTORS} scales single rotary frequencies, which is not supported for GGUF files")

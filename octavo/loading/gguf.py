@@ -10,16 +10,21 @@ before anything is allocated for it, so a hostile file costs neither time nor me
 """
 
 import mmap
+import reprlib
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from octavo.errors import LoadError
+from octavo.models.family import Family, GGUFForm
+from octavo.models.gguf_keys import GGUFKeys
+from octavo.models.registry import families
 
 # GGML's tensor kinds by number: name, elements a group, bytes a group. All are named, so that a refusal can say what it met.
 KINDS: dict[int, tuple[str, int, int]] = {
@@ -68,7 +73,7 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Parse and check the header of a GGUF file; the tensor data is not touched."""
+    """Parses and checks the header of a GGUF file. The tensor data is not touched."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -146,7 +151,7 @@ class _HeaderReader:
         return text
 
     def strings(self, count: int, what: str) -> list[str]:
-        """`count` strings in a row. A vocabulary is 100,000 of them: this loop is the time that reading a header takes."""
+        """Returns the next `count` strings. A vocabulary has 100,000 of them, so this loop takes most of the time of reading a header."""
         data, end, position, length_of = self.data, self.end, self.position, _U64.unpack_from
         texts = []
         try:
@@ -215,7 +220,7 @@ class _HeaderReader:
     # -- tensors
 
     def tensor(self) -> GGUFTensor:
-        """One entry of the tensor list; its offset is still relative to the data."""
+        """Returns one entry of the tensor list. Its offset is still relative to the data."""
         name = self.name("tensor")
         what = f"tensor {_shown(name)}"
         num_dims = self.u32(what)
@@ -247,3 +252,35 @@ class _HeaderReader:
                 raise self.fail(f"{what} ends at byte {end} but the file has {self.size}")
             tensors[tensor.name] = replace(tensor, offset=offset)
         return tensors
+
+
+# -- what a config.json would say of the model, by the family that its architecture belongs to
+
+
+class GGUFModel(NamedTuple):
+    """The family of a GGUF file, and what a config.json would say of the model."""
+
+    family: Family
+    config: dict[str, Any]
+    interleaved: dict[str, int]  # see `GGUFForm`
+
+
+def gguf_form(metadata: Mapping[str, Any], source: str) -> tuple[Family, GGUFForm, str]:
+    """Returns the family that knows the file's architecture, its form, and the architecture."""
+    name = metadata.get("general.architecture")
+    known = {word: (family, form) for family in families() if (form := family.gguf) is not None for word in form.architectures}
+    if not isinstance(name, str) or name not in known:
+        raise LoadError(f"{source}: general.architecture is {reprlib.repr(name)}; supported: {', '.join(known)}")
+    return *known[name], name
+
+
+def read_gguf_model(metadata: Mapping[str, Any], tensors: Mapping[str, GGUFTensor], source: str) -> GGUFModel:
+    family, form, architecture = gguf_form(metadata, source)
+    keys = GGUFKeys(metadata, {name: tensor.shape for name, tensor in tensors.items()}, architecture, source)
+    config = {"architectures": [form.architectures[architecture]], **form.config(keys), **keys.common()}
+    return GGUFModel(family, config, form.interleaved(architecture, config))
+
+
+def config_dict(metadata: Mapping[str, Any], tensors: Mapping[str, GGUFTensor], source: str) -> dict[str, Any]:
+    """Returns what a config.json would say of this model."""
+    return read_gguf_model(metadata, tensors, source).config

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.errors import LoadError
-from octavo.loading.default_model import NAME, default_model
 from octavo.loading.files import INDEX, SINGLE, read_weight_map
 from octavo.loading.hub import DEFAULT_BRANCH
-from octavo.loading.hub_files import HubName, choose_gguf, choose_weights, gguf_labels, parse_hub_name
+from octavo.loading.names import NAME, HubName, choose_gguf, choose_weights, default_model, gguf_labels, parse_hub_name
 from octavo.loading.resolve import ModelSource, load_model_config
 
 PREFIX = "models--"
@@ -43,7 +42,7 @@ class Cached:
 
 
 def cached_repositories(cache: Path) -> list[Cached]:
-    """In the order of their names."""
+    """Returns all repositories of the cache, in the order of their names."""
     folders = sorted(cache.glob(f"{PREFIX}*--*")) if cache.is_dir() else []
     named = [(folder, _repo_of(folder)) for folder in folders if folder.is_dir()]
     return [_cached(folder, repo) for folder, repo in named if repo is not None]
@@ -78,12 +77,12 @@ def _models(folder: Path, repo: str) -> Iterator[CachedModel]:
 
 
 def files_of(snapshot: Path) -> list[str]:
-    """Names of the files that are there; a link to nothing is not."""
+    """Returns the names of the files that exist. A link that leads nowhere does not count."""
     return sorted(path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file())
 
 
 def _openable(name: str, source: ModelSource, files: list[Path]) -> Iterator[CachedModel]:
-    """Nothing where Octavo does not read this kind of model."""
+    """Gives the model, or nothing if Octavo cannot read this kind."""
     with contextlib.suppress(LoadError, OSError):
         family = load_model_config(source).architecture.removesuffix("ForCausalLM")
         form = "GGUF" if source.kind == "gguf" else "safetensors" if source.quantization is None else source.quantization.method.upper()
@@ -97,12 +96,12 @@ def installed_default() -> CachedModel | None:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a model: of its file, or of all files in its folder, links followed."""
+    """Returns the bytes of a model: of its file, or of all files in its folder. Links are followed."""
     return path.stat().st_size if path.is_file() else sum((path / name).stat().st_size for name in files_of(path))
 
 
 def size_on_disk(folder: Path) -> int:
-    """Bytes of all files below. Links are not followed, so a blob with two names counts once."""
+    """Returns the bytes of all files below a folder. Links are not followed, so a blob with two names counts once."""
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -113,7 +112,7 @@ def size_on_disk(folder: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What `octavo rm` is about to remove."""
+    """The files that `octavo rm` is about to remove."""
 
     folder: Path  # of the repository
     files: list[Path] | None  # None: all of it
@@ -128,7 +127,7 @@ class Removal:
 
 
 def removal(cache: Path, name: HubName) -> Removal:
-    """Of a whole repository, or of one GGUF file in every revision of it."""
+    """Returns the removal of a whole repository, or of one GGUF file in every revision of it."""
     folder = cache / f"{PREFIX}{name.repo.replace('/', '--')}"
     if folder.is_symlink():
         raise LoadError(f"{folder} is a link to another place: remove it by hand")
@@ -152,5 +151,5 @@ def _gguf_of(name: HubName, snapshot: Path) -> Path | None:
 
 
 def _blob_of(link: Path) -> Path:
-    """What the link leads to, one step and no further: a blob may be a link itself."""
+    """Returns the target of a link, one step and no further: a blob may be a link itself."""
     return Path(os.path.normpath(link.parent / os.readlink(link))) if link.is_symlink() else link

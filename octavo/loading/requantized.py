@@ -1,32 +1,95 @@
-"""A checkpoint as the setting `quantization` wants it, whatever its file holds.
+"""Weights that differ from those of a file: in another form, as the setting `quantization` wants it, or random ones.
 
     auto          as it is: codes stay codes, floats stay floats
     none          floats: codes are dequantised
     int8, int4    codes of 8 or 4 bits in every matrix of a product (`policy/model_size.py` says which); codes of the file are
                   dequantised first, so that what their makers rounded is rounded once more
 
-This does not depend on the program that computes: the native one and a GPU keep the codes, torch gets the numbers they stand for.
-A GPU has larger groups. Floats become codes on the device that will hold them. Dummy weights are drawn as codes at once.
+The native program and a GPU keep the codes, and torch gets the numbers that they stand for. A GPU has larger groups. Floats become
+codes on the device that will hold them. Dummy weights are drawn as codes: quantising random numbers gives other random numbers.
 """
+
+from functools import cached_property
+from itertools import accumulate
+from math import prod
 
 import torch
 from torch import Tensor
 
 from octavo.config import Quantization
 from octavo.loading.checkpoint import Checkpoint
-from octavo.loading.dummy import CPU, DummyCheckpoint
+from octavo.loading.loader import weight_targets
 from octavo.model_config import ModelConfig
+from octavo.models.decoder import Decoder
 from octavo.models.registry import describe
 from octavo.policy.description import ModelDescription
 from octavo.policy.model_size import Codes, requantised
-from octavo.quant.packed import PackedWeight
-from octavo.quant.quantize import quantize
+from octavo.quant.packed import PackedWeight, quantize
+
+STD = 0.02  # of random weights
+CPU = torch.device("cpu")
+POOL = 4_000_037  # values drawn; a prime, so that repeats never line up with the rows of a matrix
+
+
+class DummyCheckpoint:
+    """Random weights of a plausible size, for trying out shapes: the same for the same seed, and made when they are read.
+
+    There is one for every weight of `model`, which may be on the meta device. Norms are ones.
+    """
+
+    source = "dummy weights"
+
+    def __init__(self, model: Decoder, seed: int, device: torch.device = CPU) -> None:
+        self._seed = seed
+        self._shapes = {name: tuple(target.values.shape) for name, target in weight_targets(model).items()}
+        starts = accumulate((prod(shape) for shape in self._shapes.values()), initial=0)
+        self._start = {name: start % POOL for name, start in zip(self._shapes, starts)}
+        self._pool = torch.randn(POOL, generator=torch.Generator().manual_seed(seed % 2**63)).mul_(STD).to(device)
+
+    @cached_property
+    def _bytes(self) -> Tensor:
+        dice = torch.Generator().manual_seed(self._seed % 2**63)
+        return torch.randint(256, (POOL,), dtype=torch.uint8, generator=dice).to(self._pool.device)
+
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def read(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        is_norm = len(shape) == 1 and name.endswith(".weight")
+        return torch.ones(shape) if is_norm else self._taken(self._pool, name, prod(shape)).view(shape)
+
+    def draw(self, name: str, codes: Codes) -> PackedWeight:
+        """Returns a matrix of random codes. The scales of its groups differ by a factor of three at most."""
+        n, k = self._shapes[name]
+        most = 2**codes.bits - 1
+        drawn = self._taken(self._bytes, name, n * k).view(n, k) & most
+        spread = STD * (12 / ((most + 1) ** 2 - 1)) ** 0.5  # the scale that makes weights as large as the floats are
+        scale = spread * (0.5 + self._taken(self._bytes, name, n * k // codes.group).view(n, -1) / 256)
+        return PackedWeight(codes.bits, codes.group, drawn, scale.half(), (scale * (-most / 2)).half(), 1.0)
+
+    def _taken(self, pool: Tensor, name: str, count: int) -> Tensor:
+        """Returns numbers of the pool, which repeats, from where the weight before this one ended."""
+        pieces, start = [], self._start[name]
+        while count:
+            pieces.append(pool[start : start + count])
+            count, start = count - len(pieces[-1]), 0
+        return torch.cat(pieces)
+
+    def packed(self, name: str) -> PackedWeight | None:
+        return None
+
+    def fingerprint(self) -> bytes:
+        return b"dummy%d" % self._seed
 
 
 def as_wanted(
     checkpoint: Checkpoint, quantization: Quantization, config: ModelConfig, device: torch.device = CPU, form: str = "cpu"
 ) -> Checkpoint:
-    """`form`: for which device the codes are made, cpu or cuda."""
+    """Returns a checkpoint in the wanted form. `form`: for which device the codes are made, cpu or cuda."""
     return checkpoint if quantization == "auto" else Requantized(checkpoint, quantization, describe(config), device, form)
 
 

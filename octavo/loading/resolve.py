@@ -1,27 +1,26 @@
-"""From what a user typed to a model: a Hugging Face folder, a GGUF file, the default model, or a name on the hub.
+"""Finds the model that a user named: a Hugging Face folder, a GGUF file, the default model, or a name on the hub. Reads its configs.
 
-A folder or file on this machine comes first. The hub is asked only where there is none.
+A folder or file on this machine comes first. The hub is asked only if there is none.
 """
 
 import difflib
 import re
-from dataclasses import dataclass, replace
+import reprlib
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError, LoadError
-from octavo.loading.default_model import INSTALL, NAME, default_model, is_default_name
+from octavo.errors import ConfigError, LoadError, RequestError
 from octavo.loading.files import read_json_object
-from octavo.loading.generation_config import read_generation_config
-from octavo.loading.gguf import GGUFFile, read_gguf
-from octavo.loading.gguf_config import config_dict
+from octavo.loading.gguf import GGUFFile, config_dict, read_gguf
 from octavo.loading.hub import fetch_model
-from octavo.loading.hub_files import HubName, at_revision, parse_hub_name
+from octavo.loading.names import INSTALL, NAME, HubName, at_revision, default_model, is_default_name, parse_hub_name
 from octavo.model_config import ModelConfig
 from octavo.models.registry import read_config
 from octavo.quant.quant_config import QuantConfig, read_quant_config
+from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from octavo.loading.checkpoint import Checkpoint
@@ -121,3 +120,42 @@ def open_checkpoint(source: ModelSource) -> "Checkpoint":
     from octavo.loading.checkpoint import GGUFCheckpoint, SafetensorsCheckpoint  # torch loads here: to find a model needs none
 
     return GGUFCheckpoint(source.gguf) if source.kind == "gguf" else SafetensorsCheckpoint(source.path, source.quantization)
+
+
+# -- generation_config.json: how a model's makers would sample from it, and the ids that end its answers
+
+# its names -> ours
+FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationConfig:
+    end_ids: tuple[int, ...] = ()  # also those that config.json does not know, such as the end of a chat turn
+    sampling: dict[str, Any] = field(default_factory=dict)  # fields of SamplingParams
+
+
+def read_generation_config(folder: Path) -> GenerationConfig:
+    """Returns an empty one if there is no such file. GGUF files have none."""
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return GenerationConfig()
+    raw = read_json_object(path)
+    ends = raw.get("eos_token_id")
+    ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(type(item) is int and item >= 0 for item in ids):
+        raise LoadError(f"{path}: eos_token_id must be a token id or a list of them, got {reprlib.repr(ends)}")
+    sampling = {ours: raw[name] for name, ours in FIELDS.items() if raw.get(name) is not None}
+    if raw.get("do_sample") is False:
+        sampling["temperature"] = 0.0
+    try:
+        SamplingParams(**sampling)
+    except RequestError as error:
+        raise LoadError(f"{path}: {error}") from error
+    return GenerationConfig(tuple(ids), sampling)

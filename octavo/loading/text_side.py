@@ -4,9 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from octavo.config import EngineConfig
-from octavo.loading.default_model import is_default_name
-from octavo.loading.generation_config import read_generation_config
-from octavo.loading.resolve import ModelSource, load_model_config, source_of
+from octavo.loading.names import is_default_name
+from octavo.loading.resolve import ModelSource, load_model_config, read_generation_config, source_of
 from octavo.log import Stopwatch, logger
 from octavo.model_config import ModelConfig
 from octavo.text.prompt import PromptEncoder
@@ -26,7 +25,7 @@ class TextSide:
 
     @property
     def give_tokenizer(self) -> Callable[[], Tokenizer] | None:
-        """For an engine in the same process, which asks for it when the first grammar comes."""
+        """A function that gives the tokenizer to an engine in the same process, when the first grammar comes."""
         tokenizer = self.tokenizer
         return None if tokenizer is None else lambda: tokenizer
 

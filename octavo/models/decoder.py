@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.layers.comm import Comm
-from octavo.layers.embedding import Embedding, LMHead
+from octavo.layers.linear import Embedding, LMHead
 from octavo.model_config import ModelConfig
-from octavo.quant.base import QuantScheme
+from octavo.quant.schemes import QuantScheme
 
 
 class Decoder(nn.Module):

@@ -96,7 +96,7 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
 
 
 def _windows(reader: ConfigReader, layers: int) -> tuple[int | None, ...]:
-    """Qwen2 and Qwen3 may have sliding windows: `layer_types` says in which layers, older files give `max_window_layers`."""
+    """Returns each layer's window. In Qwen2 and Qwen3 `layer_types` says which layers have one, in older files `max_window_layers`."""
     if not reader.flag("use_sliding_window", False) or reader.raw.get("sliding_window") is None:
         return (None,) * layers
     window = reader.integer("sliding_window")
@@ -149,7 +149,7 @@ def _layer_vectors(config: DenseConfig, layer: int) -> list[Vector]:
 
 
 def _gguf_config(keys: GGUFKeys) -> dict[str, Any]:
-    """What these models cannot express (experts, heads that are rotated in part, windows) is refused, not ignored."""
+    """Returns the family's keys of a config.json. Experts, partly rotated heads and windows are refused, not ignored."""
     if keys.integer("expert_count", 0, low=0):
         raise keys.fail(f"{keys.prefix}expert_count", "0 (a dense model)")
     context = keys.integer("context_length")
@@ -169,7 +169,7 @@ def _gguf_config(keys: GGUFKeys) -> dict[str, Any]:
 
 
 def _interleaved(architecture: str, config: Mapping[str, Any]) -> dict[str, int]:
-    """Files of Llama models store q and k in interleaved rotary order."""
+    """Returns the heads of tensors in interleaved rotary order: q and k in files of Llama models."""
     return {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if architecture == "llama" else {}
 
 

@@ -1,4 +1,4 @@
-"""What a family of models says of itself, without torch. `register(Family(...))` is all it takes to add one.
+"""The description of a family of models, without torch. `register(Family(...))` adds one.
 
     rules       where each weight of a checkpoint goes:  model.layers.*.self_attn.k_proj  ->  layers.*.attention.qkv, part k
     read        its fields out of a config.json, as a `ModelConfig` of its own
@@ -34,7 +34,7 @@ class Rules:
         assert len(self._by_place) == len(every), "two rules lead to the same place"
 
     def checkpoint_module(self, module: str, part: str | None = None) -> str:
-        """layers.3.attention.qkv, k  ->  model.layers.3.self_attn.k_proj"""
+        """Returns model.layers.3.self_attn.k_proj for layers.3.attention.qkv, part k."""
         found = self.find(module, part)
         assert found is not None, f"no rule for {module}, part {part}"
         return found
@@ -69,7 +69,7 @@ def vector(name: str, module: str, size: int, layer: int | None = None, bias: bo
 
 
 def _starred(name: str) -> tuple[str, list[str]]:
-    """layers.3.mlp  ->  layers.*.mlp and its numbers, ["3"]"""
+    """Returns layers.*.mlp and ["3"] for layers.3.mlp."""
     words = name.split(".")
     numbers = [word for word in words if _is_number(word)]
     return ".".join("*" if _is_number(word) else word for word in words), numbers

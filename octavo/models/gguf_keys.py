@@ -1,4 +1,4 @@
-"""Checked values out of GGUF metadata. Each error names the key that the file really has.
+"""Reads and checks values of GGUF metadata. Each error names the key that the file really has.
 
 What all families share is read here, in the words of a config.json, so that one reader serves both kinds of model.
 """

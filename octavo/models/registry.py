@@ -1,4 +1,4 @@
-"""The families that there are, and what they say of a model. Importing this does not import torch: a memory plan asks here."""
+"""All families, and what they say about a model. Importing this does not import torch, since memory plans use it."""
 
 import reprlib
 from functools import lru_cache
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from octavo.attention.backend import AttentionBackend
     from octavo.layers.comm import Comm
     from octavo.models.decoder import Decoder
-    from octavo.quant.base import QuantScheme
+    from octavo.quant.schemes import QuantScheme
 
 register(dense_family.FAMILY)
 
@@ -49,7 +49,7 @@ def describe(config: ModelConfig) -> ModelDescription:
 
 
 def cache_specs(config: ModelConfig, dtype: str) -> list[LayerCacheSpec]:
-    """What each layer keeps of a token, in a cache of this dtype."""
+    """Returns what each layer keeps of a token, in a cache of this dtype."""
     mixers = [layer.mixer for layer in describe(config).layers]
     return [LayerCacheSpec(index, mixer.buffers(dtype), mixer.window) for index, mixer in enumerate(mixers)]
 

@@ -18,7 +18,7 @@ SAMPLER_BYTES = 37
 
 
 def step_bytes(model: ModelDescription, dtype: str, cache_dtype: str, load: StepLoad) -> int:
-    """`dtype`: that of the run; `cache_dtype`: that of the cache."""
+    """Returns the bytes that a step holds at once. `dtype`: of the run; `cache_dtype`: of the cache"""
     logits = load.rows * model.vocab_size
     return max(_forward_bytes(model, dtype, cache_dtype, load) + FLOAT32 * logits, SAMPLER_BYTES * logits)
 

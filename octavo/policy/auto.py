@@ -1,4 +1,4 @@
-"""What `auto` means, once the device is known: the one place where settings that were left open get their values.
+"""Gives settings that were left open (`auto`) their values, once the device is known. No other place does.
 
                               CPU      GPU
     max_num_seqs              256      512
@@ -25,7 +25,7 @@ PIPELINE_DEPTH = {"cpu": 1, "cuda": 2}
 
 
 def resolved(config: EngineConfig, device: Literal["cpu", "cuda"]) -> ResolvedConfig:
-    """Nothing is left open; what this device cannot do is refused."""
+    """Returns settings with nothing left open. Refuses what this device cannot do."""
     _check(config, device)
     seqs, tokens = config.max_num_seqs, config.max_num_batched_tokens
     if seqs is None:
@@ -59,7 +59,7 @@ def _check(config: EngineConfig, device: str) -> None:
 
 
 def check_cache_dtype(config: EngineConfig, device: str, dtype: str) -> None:
-    """`dtype`: that of the run, which the model may have decided."""
+    """Refuses a cache dtype that this device cannot use. `dtype`: of the run, which the model may have decided"""
     if device != "cpu" and config.kv_cache_dtype not in ("auto", dtype):
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype}, dtype is {dtype}: on a GPU the KV cache has the dtype of the run; "

@@ -1,4 +1,4 @@
-"""The policy room's door: what can never be served is refused here, with the number and the knob."""
+"""Refuses requests that can never be served. The error has the number, and names the setting that helps."""
 
 from collections.abc import Collection
 
@@ -7,7 +7,7 @@ from octavo.messages import AddRequest, Limits
 
 
 def length_limit(message: AddRequest, limits: Limits) -> int:
-    """Most tokens a sample may have, prompt and output."""
+    """Returns the most tokens that a sample may have, prompt and output."""
     wanted, longest = message.params.max_tokens, limits.max_model_len
     return longest if wanted is None else min(longest, len(message.prompt_token_ids) + wanted)
 
@@ -59,7 +59,7 @@ def _asked(message: AddRequest) -> str:
 
 
 def _knobs(message: AddRequest, limits: Limits) -> str:
-    """What helps: the model's own maximum cannot be raised."""
+    """Returns the settings that help. The model's own maximum cannot be raised."""
     knobs = ["shorten the prompt"] + ([] if message.params.max_tokens is None else ["lower max_tokens"])
     if limits.max_model_len < limits.model_max_len:
         knobs.append(f"raise --max-model-len (up to {limits.model_max_len} tokens, the model's own maximum)")

@@ -35,7 +35,7 @@ DECODED, MIXED, LARGE = 20, 9216, 12288  # tokens of all graphs: of those that d
 
 
 def gpu_matrices(model: ModelDescription, item: int, stored: Mapping[str, Codes | None]) -> list[Kept]:
-    """`item`: bytes of a float; `stored`: how each weight comes, by its name."""
+    """Returns how each matrix is kept. `item`: bytes of a float; `stored`: how each weight is stored, by its name"""
     return kept_matrices(model, stored, lambda matrix, codes: _matrix_bytes(matrix, codes, item))
 
 
@@ -50,7 +50,7 @@ def gpu_slab_bytes(model: ModelDescription, item: int, stored: Mapping[str, Code
 
 
 def gpu_step_bytes(model: ModelDescription, item: int, load: StepLoad) -> int:
-    """The most that a step holds at once: logits of all rows, and layers or what draws. `item`: bytes of a number of the run's dtype."""
+    """Returns the most bytes that a step holds: logits of all rows, and either layers or sampling. `item`: bytes of a float of the run"""
     logits, adjusted = load.rows * model.vocab_size, min(load.rows, max(ADJUSTED_LOGITS // model.vocab_size, 1)) * model.vocab_size
     return logits * item + max(_layer_bytes(model, item, load), adjusted * ADJUSTED, logits * item)  # those that are filtered, side by side
 
@@ -61,12 +61,12 @@ def graph_refusal(model: ModelDescription) -> str | None:
 
 
 def captured_tokens(model: ModelDescription) -> int:
-    """Of the largest step that is captured; padding a larger one would take longer than launching it."""
+    """Returns the tokens of the largest step that is captured. To pad a larger step would take longer than to launch it."""
     return min(LAUNCHED // model.num_parameters, MOST_CAPTURED)
 
 
 def gpu_graph_bytes(model: ModelDescription, item: int, load: StepLoad) -> int:
-    """What graphs take: they share the memory of the largest step; each keeps its kernels, and the hidden states it ends with."""
+    """Returns the bytes of all graphs. They share the memory of the largest step; each keeps its kernels and its last hidden states."""
     captured = captured_tokens(model)
     largest = StepLoad(min(load.tokens, max(captured, load.rows)), load.rows, load.context, load.gathered)
     hidden = load.rows * DECODED + MIXED + (LARGE if captured >= load.tokens else 0)
@@ -74,13 +74,13 @@ def gpu_graph_bytes(model: ModelDescription, item: int, load: StepLoad) -> int:
 
 
 def gpu_row_bytes(model: ModelDescription, rows: int, tokens: int, max_len: int, max_blocks: int) -> int:
-    """Of the rows themselves, of the largest step made out of them, and of the rotation tables. `tokens`: of a step"""
+    """Returns the bytes of the rows, of the largest step made out of them, and of the rotation tables. `tokens`: of a step"""
     step = rows * (max_blocks + ENTRY_WORDS) + tokens * TOKEN_WORDS
     return (rows * (ROW_HEAD + max_blocks + max_len) + step) * WORD + max_len * model.position_numbers * FLOAT32
 
 
 def _layer_bytes(model: ModelDescription, item: int, load: StepLoad) -> int:
-    """The most that a layer of any kind holds."""
+    """Returns the most bytes that a layer of any kind holds."""
     return max(_of_layer(layer, model.hidden_size, item, load) for layer in model.kinds)
 
 

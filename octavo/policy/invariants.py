@@ -1,4 +1,4 @@
-"""The invariants of the policy room, asserted: after every step in debug mode, after every rule in the state machines."""
+"""Asserts the invariants of the policy: after every step in debug mode, and after every rule in the state machines."""
 
 from collections import Counter
 

@@ -22,7 +22,7 @@ _GPU_GROUPS = (128, 64, 32, 16)  # a scale costs its kernels more than the CPU's
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """How a quantised matrix is stored or kept."""
+    """The form in which a quantised matrix is stored or kept."""
 
     bits: int
     group: int
@@ -48,7 +48,7 @@ class Kept:
 def kept_matrices(
     model: ModelDescription, stored: Mapping[str, Codes | None], nbytes: Callable[[Matrix, Codes | None], int]
 ) -> list[Kept]:
-    """`stored`: how each weight comes, by its name; `nbytes`: of a matrix, as the program lays it out."""
+    """Returns how each matrix is kept. `stored`: how each weight is stored, by its name; `nbytes`: of a matrix in the program"""
     found = []
     for matrix in model.matrices:
         codes = _merged([stored.get(part) for part in matrix.parts])
@@ -57,7 +57,10 @@ def kept_matrices(
 
 
 def _merged(parts: list[Codes | None]) -> Codes | None:
-    """Parts take the most bits and the smallest group of any, and become floats where one is no code, or in another order."""
+    """Returns the form of a matrix of several parts: the most bits and the smallest group of any.
+
+    It is None, for floats, if a part is stored as floats or has its columns in another order.
+    """
     codes = [part for part in parts if part is not None]
     if len(codes) < len(parts) or len({part.order for part in codes}) > 1:
         return None

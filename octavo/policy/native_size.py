@@ -32,14 +32,14 @@ def native_refusal(model: ModelDescription) -> str | None:
 
 
 def native_matrices(model: ModelDescription, item: int, stored: Mapping[str, Codes | None]) -> list[Kept]:
-    """`item`: bytes of a float; `stored`: how each weight comes, by its name."""
+    """Returns how each matrix is kept. `item`: bytes of a float; `stored`: how each weight is stored, by its name"""
     return kept_matrices(model, stored, lambda matrix, codes: _panel_bytes(matrix, codes, item))
 
 
 def native_weight_bytes(
     model: ModelDescription, item: int, stored: Mapping[str, Codes | None], unpacked: int = 0
 ) -> tuple[int, int]:
-    """(the weights, the most that is held while they are packed). `unpacked`: bytes a weight takes while it is quantised again."""
+    """Returns (bytes of the weights, most bytes held while they are packed). `unpacked`: of a weight while it is quantised again"""
     kept = model.vector_numbers * FLOAT32
     if model.lookup is not None:
         kept += model.lookup.numbers * item
@@ -55,7 +55,7 @@ def native_weight_bytes(
 
 
 def native_step_bytes(model: ModelDescription, load: StepLoad, threads: int) -> int:
-    """Buffers grow to the fullest step and stay; hidden states and logits come on top, those of the step before too, and what each
+    """Returns the bytes of buffers, which grow to the fullest step and stay, of hidden states and logits of two steps, and of what each
     thread needs to draw from a row. A level that multiplies bfloat16 leaves some of the floats counted here untouched."""
     layer = {matrix.name: matrix for matrix in model.matrices if matrix.layer == 0}
     widest = max(matrix.columns for matrix in layer.values()) + COLUMNS

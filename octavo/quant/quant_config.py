@@ -1,6 +1,6 @@
-"""What `quantization_config` in a config.json says: AWQ or GPTQ, each in the layouts that were published.
+"""Reads `quantization_config` of a config.json: AWQ or GPTQ, each in the layouts that were published. No torch here: plans use it.
 
-Read strictly: a number or layout that we would read wrongly is refused by name, everything else (who made it, and how) is let pass.
+A number or layout that would be read wrongly is refused by name. Everything else, such as who made it, is ignored.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,6 +10,7 @@ from typing import Any
 from octavo.errors import LoadError
 
 METHODS = ("awq", "gptq")
+GROUPS = (128, 64, 32, 16)  # input columns that can share a scale in the packed form, largest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class QuantConfig:
 
 
 def read_quant_config(raw: Mapping[str, Any], source: str) -> QuantConfig | None:
-    """From the whole of a config.json; None where the model is not quantised."""
+    """Reads a whole config.json. Returns None if the model is not quantised."""
     if raw.get("compression_config") is not None:
         raise LoadError(f"{source}: compression_config is not supported; supported: quantization_config of {', '.join(METHODS)}")
     table = raw.get("quantization_config")
@@ -105,3 +106,11 @@ class _Table:
 
     def group_size(self) -> int:
         return self.integer("group_size", lambda size: size == -1 or 0 < size < 2**31, "-1 or a number of columns")
+
+
+def whole_group(name: str, group_size: int, columns: int) -> int:
+    """Returns the largest of `GROUPS` that divides both a published group and a row of that many columns."""
+    for group in GROUPS:
+        if group_size % group == 0 and columns % group == 0:
+            return group
+    raise LoadError(f"{name}: groups of {group_size} in rows of {columns} are not made of groups of {' or '.join(map(str, GROUPS))}")

@@ -18,8 +18,7 @@ from octavo.server.body import named
 from octavo.server.state import Server
 from octavo.structured_outputs import PARAM, StructuredOutputs, structured_outputs
 from octavo.text.call_reader import ToolCallDelta
-from octavo.text.grammar_limits import check_limits
-from octavo.text.grammar_text import joined_grammars
+from octavo.text.grammar_text import check_limits, joined_grammars
 from octavo.text.reasoning import ReasoningTokens, behind_thought, reasoning_family, reasoning_splitter
 from octavo.text.tool_calls import FAMILIES, forced_call, tool_call_family, tool_call_parser
 from octavo.text.tools import ToolChoice, tool_name

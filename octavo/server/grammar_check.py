@@ -22,7 +22,7 @@ from octavo.errors import RequestError, UnavailableError
 from octavo.log import logger
 from octavo.server.access import current_arrival
 from octavo.structured_outputs import PARAM, StructuredOutputs
-from octavo.text.grammar_limits import need_library
+from octavo.text.grammar_text import need_library
 from octavo.text.tokenizer import Tokenizer
 
 CPU_SECONDS = 2.0  # that one grammar may take

@@ -22,7 +22,7 @@ import msgspec
 from octavo import __version__
 from octavo.client.view import ViewState
 from octavo.engine.async_llm import AsyncLLM
-from octavo.engine.view_frame import SequenceState, ViewFrame
+from octavo.engine.wire import SequenceState, ViewFrame
 from octavo.errors import UnavailableError
 from octavo.log import logger
 from octavo.server_config import ServerConfig

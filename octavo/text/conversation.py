@@ -1,4 +1,4 @@
-"""Messages of a conversation, checked and made plain: what a chat template may rely on."""
+"""Checks the messages of a conversation and makes them plain, so that a chat template can rely on their form."""
 
 import json
 import reprlib
@@ -20,7 +20,7 @@ def check_count(messages: Sequence[object], param: str) -> None:
 
 
 def check_messages(messages: object) -> list[dict[str, object]]:
-    """The conversation as plain messages, text parts joined; a RequestError names the message at fault."""
+    """Returns the conversation as plain messages, with text parts joined. A RequestError names the message at fault."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise RequestError("messages must be a list of at least one message", param="messages")
     check_count(messages, "messages")
@@ -57,7 +57,7 @@ def _content(content: object, where: str) -> str:
 
 
 def check_medium(part: object, where: str) -> None:
-    """Of the parts of a message only text can be served."""
+    """Refuses a part of a message that is not text, such as an image."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if isinstance(kind, str) and kind in MEDIA:
         message = f"{where} has the type {kind}: {MEDIA[kind]} not supported yet; send text"
@@ -65,7 +65,7 @@ def check_medium(part: object, where: str) -> None:
 
 
 def _calls(calls: object, where: str) -> list[dict[str, object]]:
-    """Arguments become objects: templates write them as JSON, and text would be quoted once more."""
+    """Returns tool calls with their arguments as objects. Templates write them as JSON, and would quote a text once more."""
     if not isinstance(calls, list):
         raise RequestError(f"{where} must be a list, not {type(calls).__name__}", param=where)
     return [_call(call, f"{where}[{position}]") for position, call in enumerate(calls)]

@@ -1,8 +1,8 @@
-"""Token ids to text, a few at a time, for streams.
+"""Turns token ids into text, a few at a time, for streams.
 
-A token's bytes may end inside a character; they are held back until the rest arrives, so no delta ever ends in half a
-character and no U+FFFD stands where later tokens complete one. The deltas joined, `flush` included, are exactly
-`tokenizer.decode` of all the ids; the cost of a push does not depend on what came before.
+A token's bytes may end inside a character. They are held back until the rest arrives, so no delta ends in half a character, and
+no U+FFFD stands in place of a character that later tokens complete. The deltas joined, `flush` included, are exactly
+`tokenizer.decode` of all the ids. The cost of a push does not depend on what came before.
 """
 
 import codecs
@@ -11,20 +11,20 @@ from itertools import islice
 
 from octavo.text.tokenizer import Tokenizer
 
-OPEN_CHARACTER_BYTES = 3  # at most, of UTF-8: so many tokens back at most did an unfinished character begin
+OPEN_CHARACTER_BYTES = 3  # at most, in UTF-8: an unfinished character began at most so many tokens ago
 
 
 def shown_tail(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
-    """Of a prompt, all that decides how the text behind it goes on: its last ids that are text, as many as may share a character."""
+    """Returns the ids of a prompt that matter for the text after it: the last ones that are text, as many as may share a character."""
     shown = (token_id for token_id in reversed(ids) if token_id not in tokenizer.special_ids)
     return list(islice(shown, OPEN_CHARACTER_BYTES))[::-1]
 
 
 class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
-        """With `prompt_ids` the deltas continue that text: a first space is part of it, an open character is completed.
+        """With `prompt_ids`, the deltas continue that text: a first space is kept, and an open character is completed.
 
-        Their `shown_tail` does as well as all of them; who makes several gives each of them that.
+        The `shown_tail` of the prompt has the same effect as all of it, and is cheaper if several detokenizers are made.
         """
         self._tokenizer = tokenizer
         self._hidden: frozenset[int] = tokenizer.special_ids if skip_special_tokens else frozenset()
@@ -33,7 +33,7 @@ class IncrementalDetokenizer:
         self.push(shown_tail(tokenizer, prompt_ids))
 
     def push(self, ids: Sequence[int]) -> str:
-        """Take the next ids, return the text that is now certain."""
+        """Takes the next ids. Returns the text that is now certain."""
         hidden, token_bytes = self._hidden, self._tokenizer.token_bytes
         data = b"".join([token_bytes(token_id) for token_id in ids if token_id not in hidden])
         if self._strip_next and data:
@@ -42,5 +42,5 @@ class IncrementalDetokenizer:
         return self._decoder.decode(data)
 
     def flush(self) -> str:
-        """The end: what is still held back becomes U+FFFD, for no token will complete it."""
+        """Ends the text. Returns what was held back as U+FFFD, since no token will complete it."""
         return self._decoder.decode(b"", final=True)

@@ -67,7 +67,7 @@ def build_gguf_tokenizer(metadata: Mapping[str, object], source: str) -> GgufTok
 
 
 class _Fields:
-    """Checked reading of the `tokenizer.` keys."""
+    """Reads the `tokenizer.` keys and checks them."""
 
     def __init__(self, metadata: Mapping[str, object], source: str) -> None:
         self._metadata = metadata
@@ -126,7 +126,7 @@ class _Vocab:
         return cls(tokens, types, ids)
 
     def added(self, fields: "_Fields") -> list[AddedToken]:
-        """Tokens found in text before any splitting: control ones are special (not shown), user-defined ones are text."""
+        """Returns the tokens that are found in a text before it is split. Control tokens are special, user-defined ones are text."""
         added = [
             (token, kind) for token, kind in zip(self.tokens, self.types, strict=True) if kind in (UNKNOWN, CONTROL, USER_DEFINED) and token
         ]
@@ -191,7 +191,7 @@ def _sentencepiece_backend(vocab: _Vocab, fields: _Fields) -> Tokenizer:
 
 
 def _merges_by_score(vocab: _Vocab, scores: list[float], fields: _Fields) -> list[tuple[str, str]]:
-    """Sentencepiece joins the neighbours whose joined piece scores highest: every way to split a piece, best piece first."""
+    """Returns every way to split a piece, best piece first: sentencepiece joins the neighbours whose joined piece scores highest."""
     pieces = {token for token, kind in zip(vocab.tokens, vocab.types, strict=True) if kind == NORMAL}
     longest, characters = max(map(len, pieces), default=0), sum(map(len, pieces))
     if longest > MAX_PIECE_CHARS or characters > MAX_PIECE_TEXT:

@@ -47,7 +47,7 @@ LIMITS = llguidance.LLParserLimits(
 
 @dataclass(slots=True)
 class Cost:
-    """CPU time of a grammar while it is timed: its masks, its copies, and its samples' tokens."""
+    """The CPU time that a grammar takes while it is timed, for its masks, its copies, and its samples' tokens."""
 
     seconds: float = 0.0
     masks: int = 0
@@ -55,7 +55,7 @@ class Cost:
     too_much: bool = False
 
     def add(self, since: float) -> None:
-        """What this thread has worked since then. One that was slow ends all trust."""
+        """Adds the work of this thread since then. After slow work, the grammar's next masks are timed."""
         taken = time.thread_time() - since
         if taken > MASK_SECONDS:
             self.to_time = TIMED_MASKS
@@ -67,7 +67,7 @@ class Cost:
 
 
 class Matcher:
-    """Where one sample stands in its grammar."""
+    """The state of one sample in its grammar."""
 
     __slots__ = ("_inner", "cost")
 
@@ -82,37 +82,37 @@ class Matcher:
         return copied
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """The sample has said this; `failed` afterwards where the grammar does not allow it."""
+        """Takes the tokens of a sample. `failed` is set afterwards if the grammar does not allow them."""
         start = time.thread_time()
         self._inner.consume_tokens(list(tokens))
         self.cost.add(start)
 
     @property
     def failed(self) -> str:
-        """Why it can go no further; empty where it can, or where it has ended."""
+        """The reason why the sample cannot go on. It is empty if it can, or if it has ended."""
         if self.cost.too_much:
             return f"it is too much work, more than {1000 * MASK_SECONDS:.0f} ms of CPU time for a token"
         return _first_line(self._inner.get_error() or "it went wrong") if self._inner.is_error() else ""
 
     @property
     def dead_end(self) -> bool:
-        """It failed because no text goes on from here, and for no limit."""
+        """Whether it failed because no text can follow here, and not because of a limit."""
         return not self.cost.too_much and self._inner.is_error() and _is_dead_end(self._inner.get_error())
 
     @property
     def ended(self) -> bool:
-        """The text is complete, and nothing may follow."""
+        """Whether the text is complete and nothing may follow."""
         return self._inner.is_stopped() and not self._inner.is_error()
 
     @property
     def accepting(self) -> bool:
-        """The text may end here."""
+        """Whether the text may end here."""
         return self._inner.is_accepting()
 
 
 class Guide:
     def __init__(self, tokens: list[bytes], special_ids: Collection[int], end_ids: Collection[int], encode: Callable[[bytes], list[int]]):
-        """`encode`: spells text in tokens. A vocabulary without an end gets one behind its last id, which no mask shows."""
+        """`encode`: turns text into tokens. A vocabulary without an end id gets one after its last id, which no mask shows."""
         ends = sorted(end_ids) or [len(tokens)]
         tokens = tokens + [b"<end>"] * (not end_ids)
         words = _Words(tokens, sorted({*special_ids, *ends}), ends[0], encode)
@@ -137,7 +137,7 @@ class Guide:
         return Matcher(inner, cost)
 
     def fill(self, matchers: Sequence[tuple[int, Matcher]], masks: NDArray[np.int32]) -> None:
-        """What may come next, for each (row of masks, matcher). masks: [rows, num_words]
+        """Writes what may come next into the masks, for each (row, matcher). masks: [rows, num_words]
 
         Matchers of a grammar that has become too costly fail, and their masks stay as they are.
         """
@@ -156,7 +156,7 @@ class Guide:
             masks[:, -1] &= (1 << (self._own_end & 31)) - 1
 
     def _fill_batch(self, batch: Sequence[tuple[int, Matcher]], masks: NDArray[np.int32]) -> None:
-        """Where it is slow, nobody knows whose fault that was: all of its grammars are timed from here on."""
+        """Fills a batch. If it is slow, all of its grammars are timed from here on, since any of them may be the cause."""
         start = time.monotonic()
         rows = [(matcher._inner, row) for row, matcher in batch]
         self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.strides[0], len(masks))
@@ -166,7 +166,7 @@ class Guide:
 
 
 def _fill_timed(matcher: Matcher, masks: NDArray[np.int32], row: int, grace: float) -> None:
-    """A grammar that was too costly for one sample is not asked for the others."""
+    """Fills one mask and times it. A grammar that was too costly for one sample is not run for the others."""
     cost = matcher.cost
     cost.judge(grace)
     if not cost.too_much:
@@ -178,13 +178,13 @@ def _fill_timed(matcher: Matcher, masks: NDArray[np.int32], row: int, grace: flo
 
 
 def guide(tokenizer: Tokenizer, vocab_size: int, end_ids: Collection[int]) -> Guide:
-    """For a model with this many ids, which end a text with these."""
+    """Returns the guide of a model with this many ids and these end ids."""
     tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
     return Guide(tokens, tokenizer.special_ids, end_ids, lambda data: tokenizer.encode(data.decode(), add_special_tokens=False))
 
 
 class _Words:
-    """A vocabulary as the library asks for it."""
+    """A vocabulary in the form that the library wants."""
 
     def __init__(self, tokens: list[bytes], special_ids: list[int], end_id: int, encode: Callable[[bytes], list[int]]) -> None:
         self.tokens = tokens
@@ -197,7 +197,7 @@ class _Words:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, data: bytes) -> list[int]:
-        """Tokens of exactly these bytes: as the tokenizer spells them, unless it adds a space or sees a special token in them.
+        """Returns tokens of exactly these bytes: those of the tokenizer, unless it adds a space or finds a special token in them.
 
         The library asks at every mask for all the text that must follow, and needs the first token: of a long text, that of its start.
         """
@@ -208,7 +208,7 @@ class _Words:
         return self._greedy(data)
 
     def _greedy(self, data: bytes) -> list[int]:
-        """The longest token first; it ends where no token goes on."""
+        """Returns the longest token that fits, then the next, until no token fits."""
         ids, start = [], 0
         while start < len(data):
             pieces = (data[start:end] for end in range(min(start + self._longest, len(data)), start, -1))
@@ -221,7 +221,7 @@ class _Words:
 
 
 def _start(data: bytes) -> bytes:
-    """At most so many bytes, and whole characters."""
+    """Returns the first bytes of a text: at most FORCED_BYTES, and whole characters."""
     end = min(len(data), FORCED_BYTES)
     while 0 < end < len(data) and data[end] & 0xC0 == 0x80:
         end -= 1

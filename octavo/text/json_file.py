@@ -1,4 +1,4 @@
-"""The text files of a model, read with limits: nothing in them is trusted.
+"""Reads the text files of a model, with limits, because nothing in them is trusted.
 
 A file must be a regular one (a pipe would never end) of at most `MAX_BYTES`, and JSON may not hold more than `MAX_ITEMS`,
 since "[],[],[]" takes twenty times its size in memory. Whatever is wrong is a `LoadError` that names the file.
@@ -33,7 +33,7 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
 
 
 def parse_json_object(text: str, path: Path, unique_keys: bool = False, max_items: int = MAX_ITEMS) -> dict[str, Any]:
-    """The JSON object in `text`, which came from `path`; with `unique_keys` nothing in it may be said twice."""
+    """Returns the JSON object in `text`, which came from `path`. With `unique_keys`, no key may occur twice."""
     if sum(map(text.count, ",[{")) > max_items:
         raise LoadError(f"{path}: JSON of more than {max_items:,} items")
     try:

@@ -1,13 +1,16 @@
-"""The text side of a request: a prompt or a conversation becomes token ids."""
+"""Turns a prompt or a conversation into token ids. A conversation goes through the model's chat template first."""
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
-from octavo.errors import ConfigError, LoadError, RequestError
-from octavo.text.chat_template import ChatTemplate
+from jinja2 import TemplateSyntaxError, nodes
+
+from octavo.errors import ConfigError, LoadError, RequestError, TemplateError
 from octavo.text.conversation import check_messages
+from octavo.text.template_sandbox import TemplateSandbox
 from octavo.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Sequence[int]]
@@ -29,7 +32,7 @@ class PromptEncoder:
             self._template = ChatTemplate(source, name, tokenizer.bos_token, tokenizer.eos_token)
 
     def encode(self, prompt: Prompt, limit: int | None = None) -> tuple[str | None, list[int]]:
-        """The prompt's text, where it has one, and its ids. A text too long for `limit` tokens is not tokenised."""
+        """Returns the prompt's text, or None if it has none, and its ids. A text too long for `limit` tokens is refused untokenised."""
         if isinstance(prompt, str):
             if not prompt:  # some tokenizers would make a BOS of it; whoever wants just that can ask for it by id
                 raise RequestError("the prompt is empty", "prompt")
@@ -48,9 +51,9 @@ class PromptEncoder:
         options: Mapping[str, object] = _NO_OPTIONS,
         limit: int | None = None,
     ) -> tuple[str, list[int]]:
-        """The rendered conversation; the template writes the special tokens itself, so none are added.
+        """Returns the rendered conversation and its ids. The template writes the special tokens itself, so none are added.
 
-        `options`: some of TEMPLATE_OPTIONS. A text too long for `limit` tokens is not tokenised.
+        `options`: some of TEMPLATE_OPTIONS. A text too long for `limit` tokens is refused untokenised.
         """
         text = self.render_chat(messages, tools, options)
         tokenizer = self._need_tokenizer("chat")
@@ -60,7 +63,7 @@ class PromptEncoder:
     def render_chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] | None = None, options: Mapping[str, object] = _NO_OPTIONS
     ) -> str:
-        """The conversation as the template writes it."""
+        """Returns the conversation as the template writes it."""
         self._need_tokenizer("chat")
         if self._template is None:
             raise RequestError("the model has no chat template; give one with --chat-template", "messages")
@@ -76,11 +79,11 @@ class PromptEncoder:
         return text
 
     def default_system_prompt(self) -> str | None:
-        """See `ChatTemplate.default_system_prompt`; None where there is no template. It renders, so ask once and keep the answer."""
+        """As `ChatTemplate.default_system_prompt`, but None without a template. This renders: call it once and keep the answer."""
         return None if self._template is None else self._template.default_system_prompt()
 
     def spellings(self, words: Sequence[str]) -> list[list[int]]:
-        """Token ids of each word, as it stands at the start of a text and behind a space."""
+        """Returns the token ids of each word, at the start of a text and after a space."""
         if not words:
             return []
         tokenizer = self._need_tokenizer("bad_words")
@@ -94,7 +97,7 @@ class PromptEncoder:
 
 
 def _template_source(tokenizer: Tokenizer, template_file: str | None) -> tuple[str | None, str]:
-    """The text of the template, where there is one, and where it comes from."""
+    """Returns the text of the template, or None, and where it comes from."""
     if template_file is None:
         return tokenizer.chat_template, tokenizer.source
     try:
@@ -115,7 +118,7 @@ def _check_options(options: Mapping[str, object]) -> None:
 
 
 def _open_last_message(text: str, content: str) -> str:
-    """The text up to the end of the last message's content, so that an answer goes on with it."""
+    """Returns the text up to the end of the last message's content, so that the answer continues it."""
     start = text.rfind(content.strip()) if content.strip() else -1
     if start < 0:
         raise RequestError("continue_final_message needs a last message with content that the chat template writes as it is", "messages")
@@ -124,7 +127,7 @@ def _open_last_message(text: str, content: str) -> str:
 
 
 def _check_length(text: str, tokenizer: Tokenizer, limit: int | None, param: str) -> None:
-    """By the fewest tokens it can have: to count what 10 MB have would take seconds."""
+    """Refuses a text by the fewest tokens it can have. Tokenising 10 MB would take seconds."""
     if limit is None or len(text) <= limit:
         return
     fewest = len(text.encode("utf-8", "replace")) // tokenizer.longest_token
@@ -138,7 +141,7 @@ def _check_length(text: str, tokenizer: Tokenizer, limit: int | None, param: str
 
 
 def _without_images(ids: list[int], tokenizer: Tokenizer, param: str) -> list[int]:
-    """These; a text that spells the token of an image is refused, for none came along. Whoever sends ids means them."""
+    """Returns the ids of a text. A text that spells the token of an image is refused, since it has no image."""
     if not tokenizer.image_ids.isdisjoint(ids):
         found = next(token for token in ids if token in tokenizer.image_ids)
         raise RequestError(f"the {param} has {tokenizer.token(found)} in it, which stands for an image, and there is none", param)
@@ -146,7 +149,7 @@ def _without_images(ids: list[int], tokenizer: Tokenizer, param: str) -> list[in
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt or many; a flat list of ints is one."""
+    """Returns one prompt or many as a list. A flat list of ints is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not isinstance(prompts, Sequence):
@@ -157,9 +160,110 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def as_conversations(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:
-    """One conversation or many; an empty list is a conversation without messages, which the template refuses."""
+    """Returns one conversation or many as a list. An empty list is a conversation without messages, which the template refuses."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise RequestError(f"messages must be a list of messages or of such lists, not {type(messages).__name__}", "messages")
     if not messages or isinstance(messages[0], Mapping):
         return [messages]  # type: ignore[list-item]
     return messages  # type: ignore[return-value]
+
+
+# -- the chat template, which makes the prompt that a model was trained on
+#
+# The template is text out of the model's files, written in jinja2 and rendered as Hugging Face does (trimmed blocks, plain
+# JSON, `raise_exception`, `strftime_now`). It is not trusted: it runs in `TemplateSandbox` with a limit on time and on the
+# size of its output, and any failure in it is a TemplateError of one short line.
+
+MAX_SECONDS = 2.0
+MAX_UNITS = 8_000_000  # characters made, roughly; for a large conversation UNITS_PER_INPUT_UNIT adds to it
+UNITS_PER_INPUT_UNIT = 32  # a template copies each message a handful of times
+MAX_SOURCE_CHARS = 65_536  # twice the longest real template; jinja2 compiles some in quadratic time: here in a second
+MAX_ERROR_CHARS = 300
+
+Renderer = tuple[TemplateSandbox, Callable[[dict[str, object]], str]]
+_NO_VARIABLES: Mapping[str, object] = MappingProxyType({})
+
+
+class ChatTemplate:
+    def __init__(self, source: str, name: str, bos_token: str, eos_token: str) -> None:
+        """`name` says where the template comes from, for errors."""
+        if len(source) > MAX_SOURCE_CHARS:
+            raise TemplateError(f"chat template of {name} has {len(source):,} characters, at most {MAX_SOURCE_CHARS:,} are taken")
+        self._name = name
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._source = source
+        self._idle = [self._build()]  # a sandbox has one meter, so it renders for one thread at a time
+
+    def _build(self) -> Renderer:
+        sandbox = TemplateSandbox()
+        try:
+            return sandbox, sandbox.build(self._source, self._name)
+        except Exception as error:
+            raise self._failure("is not valid", error) from None
+
+    @cached_property
+    def reads_tools(self) -> bool:
+        """Whether it can write tools into the prompt."""
+        return any(name.name == "tools" for name in TemplateSandbox().parse(self._source).find_all(nodes.Name))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        variables: Mapping[str, object] = _NO_VARIABLES,
+    ) -> str:
+        """Returns the prompt text. `variables`: extra names that the template may read, such as enable_thinking."""
+        given: dict[str, object] = {"messages": messages, "tools": tools, "documents": None}
+        given |= {"add_generation_prompt": add_generation_prompt, **self._tokens}
+        if clash := given.keys() & variables.keys():
+            raise RequestError(f"chat template variable {min(clash)!r} is set by the engine and cannot be given", param=min(clash))
+        try:
+            renderer = self._idle.pop()
+        except IndexError:  # all are at work in other threads
+            renderer = self._build()
+        sandbox, render = renderer
+        sandbox.meter.start(MAX_UNITS + UNITS_PER_INPUT_UNIT * units_of((messages, tools)), MAX_SECONDS)
+        try:
+            return render({**variables, **given})
+        except Exception as error:  # templates raise anything: a missing key, a wrong type, too deep a recursion
+            raise self._failure("failed", error) from None
+        finally:
+            self._idle.append(renderer)
+
+    def default_system_prompt(self) -> str | None:
+        """Returns the system prompt that the template writes by itself, or None if there is none or it cannot be found.
+
+        The text in the place of a system message is cut out. Given as a system message, it must make the same prompt.
+        """
+        user = {"role": "user", "content": "a question"}
+        mark = "the system prompt stands here"
+        try:
+            without = self.render([user])
+            before, *after = self.render([{"role": "system", "content": mark}, user]).split(mark)
+            if len(after) != 1 or not (without.startswith(before) and without.endswith(after[0])):
+                return None
+            found = without[len(before) : len(without) - len(after[0])]
+            return found if found and self.render([{"role": "system", "content": found}, user]) == without else None
+        except TemplateError:  # it takes no system message, or wants something that is not there
+            return None
+
+    def _failure(self, what: str, error: Exception) -> TemplateError:
+        place, reason = "", str(error)
+        if isinstance(error, TemplateSyntaxError):
+            place, reason = f" (line {error.lineno})", str(error.message)
+        reason = " ".join(reason.split()) or type(error).__name__
+        return TemplateError(f"chat template of {self._name} {what}{place}: {reason[:MAX_ERROR_CHARS]}")
+
+
+def units_of(value: object) -> int:
+    """Returns the size of the input in characters and items, counted without recursion."""
+    units, waiting = 0, [value]
+    while waiting:
+        item = waiting.pop()
+        units += len(item) if isinstance(item, str) else 1
+        if isinstance(item, Mapping):
+            waiting += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple)):
+            waiting += item
+    return units

@@ -2,8 +2,8 @@
 
     "<think>\\n" | "17 is odd..." | "\\n</think>\\n\\n" | "It is prime."          tag, reasoning, tag, content
 
-Thinking can only come first: a `<think>` in the middle of an answer is text, and a thought that is never closed stays one.
-Every character comes out once, so the pieces joined are the text; the white space next to a tag is part of the tag.
+Thinking can only come first: a `<think>` in the middle of an answer is text. A thought that is never closed stays a thought. Every
+character comes out once, so the pieces joined are the text. White space next to a tag is part of the tag.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,17 +23,17 @@ class Piece:
 
 class Splitter(Protocol):
     def push(self, text: str) -> list[Piece]:
-        """The pieces that are now certain; only what may still become a tag is held back."""
+        """Takes the next text. Returns the pieces that are now certain: only what may still become a tag is held back."""
         ...
 
     def flush(self) -> list[Piece]:
-        """The end: whatever is held back is what it looks like."""
+        """Ends the answer. Returns what was held back, as the text that it looks like."""
         ...
 
 
 class ReasoningSplitter:
     def __init__(self, prompt: str = "") -> None:
-        """`prompt`: some templates open the thinking themselves."""
+        """`prompt`: the rendered prompt, since some templates open the thinking themselves."""
         self.thought = prompt.rstrip().endswith(OPEN)  # whether there is any thinking, as far as is known
         self._state: Literal["start", "opened", "thinking", "closed", "answer"] = "start"
         self._held = ""
@@ -55,7 +55,7 @@ class ReasoningSplitter:
         return [Piece("reasoning" if self.thought and not self.answering else "content", text)] if text else []
 
     def _step(self, text: str, at: int, pieces: list[Piece]) -> int:
-        """Take what belongs to one state; where the next begins."""
+        """Takes what belongs to one state. Returns the place at which the next begins."""
         match self._state:
             case "start":
                 return self._start(text, pieces)
@@ -97,7 +97,7 @@ class ReasoningSplitter:
 
 
 class PlainSplitter:
-    """For models that do not think, or where nobody wants it told apart."""
+    """A splitter for models that do not think, or whose thinking is not to be told apart: all is content."""
 
     def push(self, text: str) -> list[Piece]:
         return [Piece("content", text)] if text else []
@@ -133,7 +133,7 @@ REASONING_PARSERS = ("auto", "think", "none")
 
 
 def reasoning_family(parser: str, template: str | None) -> str:
-    """What a setting means: auto is think where the chat template speaks of it."""
+    """Returns what a setting means. `auto` means think if the chat template mentions it."""
     assert parser in REASONING_PARSERS
     if parser != "auto":
         return parser
@@ -141,12 +141,12 @@ def reasoning_family(parser: str, template: str | None) -> str:
 
 
 def reasoning_splitter(family: str, prompt: str) -> Splitter:
-    """One for each answer to the rendered prompt."""
+    """Returns the splitter of one answer to the rendered prompt."""
     return ReasoningSplitter(prompt) if family == "think" else PlainSplitter()
 
 
 def behind_thought(rules: str, family: str, prompt: str) -> str:
-    """A grammar (llguidance's Lark) that lets a model think first and then holds it to `rules`, which define `answer`."""
+    """Returns a grammar (llguidance's Lark) that lets a model think first and then requires `rules`, which define `answer`."""
     if family != "think" or prompt.rstrip().endswith(CLOSE):
         return f"start: answer\n{rules}"
     thought = "thought space" if prompt.rstrip().endswith(OPEN) else f'("{OPEN}" thought space)?'

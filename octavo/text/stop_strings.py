@@ -1,4 +1,4 @@
-"""Stop strings looked for in a text that comes in pieces; every character is read once, however long the strings are.
+"""Finds stop strings in a text that comes in pieces. Every character is read once, however long the strings are.
 
     stop "aab", text "xaa"    matched 2: the text ends with "aa", the first two characters of the stop string
                   then "a"    "aaa" is no head of it, but its end "aa" is: still matched 2
@@ -12,17 +12,17 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Those of one request. What its samples have matched so far is in a `StopSearch` each."""
+    """The stop strings of one request. What a sample has matched so far is in its `StopSearch`."""
 
     __slots__ = ("fallbacks", "texts")
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = texts
-        self.fallbacks = [[0, 0] for _ in texts]  # of each: for its first n characters, the longest shorter head that they end with
+        self.fallbacks = [[0, 0] for _ in texts]  # for the first n characters of each: the longest shorter head that they end with
 
 
 class StopSearch:
-    """Through the text of one sample."""
+    """The search through the text of one sample."""
 
     __slots__ = ("_length", "_matched", "_stops")
 
@@ -33,16 +33,16 @@ class StopSearch:
 
     @property
     def held_back(self) -> int:
-        """Length of the longest tail that a stop string starts with."""
+        """The length of the longest tail of the text that a stop string starts with."""
         return max(self._matched, default=0)
 
     def skip(self, piece: str) -> None:
-        """This piece of the text, and all before it, is part of no stop string."""
+        """Takes a piece of text that, like all before it, is part of no stop string."""
         self._length += len(piece)
         self._matched = [0] * len(self._matched)
 
     def push(self, piece: str) -> tuple[int, str] | None:
-        """Where in the text the earliest stop string begins, if the text now has one, and which it is. Nothing is pushed after that."""
+        """Takes a piece of text. Returns where the earliest stop string begins and which it is, or None. Nothing is pushed after a find."""
         found = []
         for number, stop in enumerate(self._stops.texts):
             matched, end = _advance(stop, self._stops.fallbacks[number], self._matched[number], piece)
@@ -54,7 +54,7 @@ class StopSearch:
 
 
 def _advance(stop: str, fallbacks: list[int], matched: int, piece: str) -> tuple[int, int]:
-    """How much of the stop string is matched after this piece, or after as much of it as completes the string, and how much that is."""
+    """Returns how many characters of the stop string are matched, and how many of the piece were read: all, or up to a find."""
     place, end = 0, len(piece)
     while place < end:
         if matched == 0:  # the usual case: nothing in the piece begins the stop string
@@ -73,7 +73,7 @@ def _advance(stop: str, fallbacks: list[int], matched: int, piece: str) -> tuple
 
 
 def _extend(fallbacks: list[int], stop: str, most: int) -> None:
-    """Up to that of the first `most` characters."""
+    """Extends the table of fallbacks to the first `most` characters."""
     for length in range(len(fallbacks), most + 1):
         char, head = stop[length - 1], fallbacks[-1]
         while head and stop[head] != char:

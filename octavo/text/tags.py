@@ -19,13 +19,13 @@ def skip_space(text: str, at: int) -> int:
 
 
 def tag_start(text: str, start: int, place: int) -> int:
-    """Where the white space before `place` begins, at most MAX_SPACES of it, and not before `start`."""
+    """Returns where the white space before `place` begins: at most MAX_SPACES of it, and not before `start`."""
     first = max(start, place - MAX_SPACES)
     return first + len(text[first:place].rstrip(SPACE))
 
 
 def half_tag(text: str, start: int, tag: str) -> int:
-    """Where the tail of the text begins that may still become `tag`; its end, where there is none."""
+    """Returns where the tail of the text that may still become `tag` begins, or the end of the text if there is none."""
     place = text.rfind(tag[0], max(start, len(text) - len(tag) + 1))
     if place < 0 or not tag.startswith(text[place:]):
         place = len(text)

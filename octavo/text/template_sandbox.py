@@ -107,7 +107,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         }
 
     def build(self, source: str, name: str) -> Callable[[dict[str, object]], str]:
-        """Parse, put the meter's calls in, compile. What comes back renders, spending from `self.meter`."""
+        """Parses and compiles a template with calls of the meter in it. Returns a function that renders it and charges `self.meter`."""
         tree = _MeterEverything(self).visit(self.parse(source, name))
         return self.template_class.from_code(self, self.compile(tree, name), self.make_globals(None)).render
 
@@ -121,7 +121,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return value
 
     def weigh(self, value: object) -> object:
-        """Charge for all that is reachable, before something walks it in one stroke (printing, comparing, sorting).
+        """Charges for everything that is reachable, before an operation such as printing, comparing or sorting walks all of it.
 
         A list in a list in a list, each held twice, is small to make and without end to walk; here that walk is paid by the step.
         """
@@ -270,7 +270,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """Plain JSON, as Hugging Face renders it: jinja2's own filter would escape it for HTML."""
+        """Returns plain JSON, as Hugging Face renders it. jinja2's own filter would escape it for HTML."""
         for _ in range(1 + min(max(indent or 0, 0), ITEM)):  # each level of depth is paid `indent` times over
             self.weigh(value)
         for separator in separators or ():

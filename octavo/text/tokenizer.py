@@ -39,7 +39,7 @@ class Tokenizer:
         eos_token_ids: tuple[int, ...],
         chat_template: str | None,
     ) -> None:
-        """`num_ids`: one more than the largest id of the backend's model; added tokens may lie above."""
+        """`num_ids`: one more than the largest id of the backend's model. Added tokens may lie above."""
         self.source = source
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
@@ -60,7 +60,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: Path) -> Self:
-        """Read tokenizer.json and tokenizer_config.json of a Hugging Face folder; chat_template.jinja wins over the config's."""
+        """Reads tokenizer.json and tokenizer_config.json of a Hugging Face folder. chat_template.jinja wins over the config's template."""
         with _complaints(path / "tokenizer.json"):
             backend, num_ids = _read_tokenizer_json(path / "tokenizer.json")
             config = read_json_object(path / "tokenizer_config.json")
@@ -69,13 +69,13 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object], source: str) -> Self:
-        """Build from the `tokenizer.*` keys of a GGUF file; `source` names the file in errors."""
+        """Builds a tokenizer from the `tokenizer.*` keys of a GGUF file. `source`: the file, for messages."""
         with _complaints(source):
             parts = build_gguf_tokenizer(metadata, source)
             return cls(parts.backend, source, parts.num_ids, parts.bos_token_id, parts.eos_token_ids, parts.chat_template)
 
     def check_fits(self, rows: int) -> None:
-        """Every id it can give out must be one of the model's `rows`, which its embedding has."""
+        """Raises if the tokenizer has an id that is not below `rows`, the number of rows of the model's embedding."""
         if self.vocab_size > rows:
             raise LoadError(f"{self.source}: the tokenizer has ids up to {self.vocab_size - 1}, the model's vocabulary ends at {rows - 1}")
 
@@ -89,7 +89,7 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Most bytes of a text that one token stands for, or somewhat more."""
+        """The most bytes of a text that one token stands for, or somewhat more."""
         spelled = self._backend.get_vocab(with_added_tokens=False)
         longest = max((len(token) if self._byte_level else len(token.encode()) for token in spelled), default=1)
         return max(longest, *(len(token.encode()) for token in self._added.values()), 1)
@@ -115,11 +115,11 @@ class Tokenizer:
         return data.decode("utf-8", "replace")
 
     def token(self, token_id: int) -> str:
-        """The token as the vocabulary spells it; empty for an id it does not have (padding rows of an embedding)."""
+        """Returns the token as the vocabulary spells it, or nothing for an id that it does not have (padding rows of an embedding)."""
         return (self._backend.id_to_token(token_id) or "") if 0 <= token_id < self.vocab_size else ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token adds to the text, special or not."""
+        """Returns the bytes that a token adds to the text, whether it is special or not."""
         data = self._bytes.get(token_id)
         if data is None:
             data = self._bytes[token_id] = self._spell(token_id)
@@ -137,13 +137,13 @@ class Tokenizer:
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """Undo GPT-2's spelling of bytes; a token with a character outside that alphabet stands for itself."""
+    """Returns the bytes that GPT-2's alphabet spells. A token with a character outside that alphabet stands for itself."""
     values = [_BYTE_OF_CHAR.get(char) for char in token]
     return token.encode() if None in values else bytes(value for value in values if value is not None)
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2 spells each byte as one visible character: printable Latin-1 as itself, the others from U+0100 on, in order."""
+    """Returns GPT-2's character for each byte: printable Latin-1 stands for itself, the others are U+0100 and up, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + order): byte for order, byte in enumerate(others)}
@@ -157,14 +157,14 @@ def _probe(backend: tokenizers.Tokenizer, tokens: list[str]) -> str | None:
 
 
 def _from_library(error: BaseException) -> bool:
-    """The library raises bare `Exception`; where it panics, a `BaseException` that no `except Exception` would catch."""
+    """Whether an error is the library's: it raises bare `Exception`, and in a panic a `BaseException` that is no `Exception`."""
     library = isinstance(error, Exception) and not isinstance(error, MemoryError)
     return library or type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def _complaints(source: object) -> Iterator[None]:
-    """What the library thinks of a file comes out as a `LoadError` that names it."""
+    """Turns an error of the library into a `LoadError` that names the file."""
     try:
         yield
     except OctavoError:
@@ -176,7 +176,7 @@ def _complaints(source: object) -> Iterator[None]:
 
 
 def _read_tokenizer_json(path: Path) -> tuple[tokenizers.Tokenizer, int]:
-    """The backend, and one more than the largest id of its model."""
+    """Returns the backend, and one more than the largest id of its model."""
     text = read_text(path)
     raw = parse_json_object(text, path, unique_keys=True)
     num_ids = check_tokenizer_json(raw, path)

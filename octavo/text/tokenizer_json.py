@@ -39,7 +39,7 @@ PARTS: Mapping[str, tuple[str, frozenset[str]]] = {
 
 
 def check_tokenizer_json(raw: Mapping[str, Any], path: Path) -> int:
-    """Raises a `LoadError` for what is not let in; how many ids the model part has, counted up to its largest."""
+    """Returns one more than the largest id of the model part. Raises a `LoadError` for what is not accepted."""
     checker = _Checker(path)
     checker.added_tokens(raw.get("added_tokens"))
     for where in PARTS:
@@ -78,7 +78,7 @@ class _Checker:
     # -- normalizer, pre_tokenizer, post_processor, decoder
 
     def parts(self, value: object, where: str) -> Iterator[dict[str, Any]]:
-        """The part itself, or the members of a Sequence, which may hold others."""
+        """Returns the part itself, or the members of a Sequence, which may hold others."""
         if value is None:
             return
         part = self.want(value, dict, where)
@@ -118,7 +118,7 @@ class _Checker:
             self.need(1 <= length <= MAX_PATTERN_CHARS, f"{where}: a pattern of {length:,} characters (1 to {MAX_PATTERN_CHARS} are taken)")
 
     def template(self, part: dict[str, Any]) -> None:
-        """Every special token it puts in must be one it describes."""
+        """Raises if the part inserts a special token that it does not describe."""
         what = "post_processor: TemplateProcessing"
         known = self.want(part.get("special_tokens"), dict, f"{what}: special_tokens")
         for side in ("single", "pair"):

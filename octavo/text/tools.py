@@ -1,7 +1,7 @@
-"""The tools of a request, checked at the door: a name, a description and a JSON schema each.
+"""Checks the tools of a request: each has a name, a description and a JSON schema.
 
-A schema goes into the prompt, and where a call is forced into a grammar; what is checked here is its size, its depth and
-that its keywords are what JSON schema says they are, so that a mistake is answered by its place:
+A schema goes into the prompt, and into a grammar if a call is forced. Its size, its depth and the types of its keywords are
+checked here, so that an error can name the place:
 `tools[2].function.parameters.properties.city.type`.
 """
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from octavo.errors import RequestError
-from octavo.text.pattern import pattern_error
 
 MAX_TOOLS = 128
 MAX_DEPTH = 32  # of a schema
@@ -31,7 +30,7 @@ class ToolChoice:
     name: str | None = None  # of the one tool that is required
 
     def offered(self, tools: list[dict[str, object]]) -> list[dict[str, object]]:
-        """The tools an answer may call."""
+        """Returns the tools that an answer may call."""
         if self.mode == "none":
             return []
         return [tool for tool in tools if self.name is None or tool_name(tool) == self.name]
@@ -44,7 +43,7 @@ def tool_name(tool: Mapping[str, object]) -> str:
 
 
 def check_tools(tools: object) -> list[dict[str, object]]:
-    """The tools as a template wants them; a RequestError names the place at fault."""
+    """Returns the tools as a template wants them. A RequestError names the place at fault."""
     if tools is None:
         return []
     if not isinstance(tools, list):
@@ -67,7 +66,7 @@ def check_tools(tools: object) -> list[dict[str, object]]:
 
 
 def check_tool_choice(choice: object, tools: list[dict[str, object]]) -> ToolChoice:
-    """What was asked for, of these checked tools; auto where there are some, if nothing was."""
+    """Returns the choice that was asked for, of these checked tools. The default is auto if there are tools."""
     if choice is None:
         return ToolChoice("auto" if tools else "none")
     if choice in ("none", "auto"):
@@ -106,7 +105,7 @@ def _function(tool: object, where: str) -> dict[str, object]:
 
 
 def _check_schema(schema: object, where: str) -> None:
-    """Without recursion: a schema may be as deep as a request's JSON."""
+    """Checks a schema without recursion, since it may be as deep as a request's JSON."""
     waiting = [(schema, where, 1)]
     while waiting:
         schema, where, depth = waiting.pop()
@@ -147,7 +146,7 @@ def _check_keyword(keyword: object, value: object, where: str) -> None:
 
 
 def _inner(schema: Mapping[object, object]) -> Iterator[tuple[object, str]]:
-    """Schemas inside of one, and where; what a property is named is no keyword."""
+    """Gives the schemas inside of one, and their places. The name of a property is no keyword."""
     for keyword, value in schema.items():
         if keyword in NAMED_SCHEMAS and isinstance(value, Mapping):
             yield from ((inner, f"{keyword}.{name}") for name, inner in value.items())
@@ -165,7 +164,7 @@ def _check_pattern(pattern: object, where: str) -> None:
 
 
 def _is_large(value: object) -> bool:
-    """Counted without recursion, and no further than need be."""
+    """Whether the tools have more than MAX_UNITS characters and items, counted without recursion and no further than needed."""
     units, waiting = 0, [value]
     while waiting and units <= MAX_UNITS:
         item = waiting.pop()
@@ -175,3 +174,33 @@ def _is_large(value: object) -> bool:
         elif isinstance(item, list):
             waiting += item
     return units > MAX_UNITS
+
+
+# -- regular expressions of a schema, checked in one pass without compiling them
+#
+# A caller could make compiling take long (large ranges, counts of counts), and every engine has a language of its own. The check
+# finds what none of them accepts: groups and classes left open, repetition of nothing, a backslash at the end.
+
+_TOKEN = re.compile(
+    r"(?P<atoms>(?:\\[\s\S]|\[\^?+\]?+(?:\\[\s\S]|[^\]\\])*+\]|[^\\\[()|^$*+?{])++)"
+    r"|(?P<open>\((?:\?(?:[:=!]|<[=!]|P?<[A-Za-z_]\w*>))?+)(?!\?)"
+    r"|(?P<close>\))"
+    r"|(?P<repeat>(?:[*+?]|\{(?P<least>\d{1,9})(?:,(?P<most>\d{0,9}))?\})[?+]?)"
+    r"|(?P<gap>[|^$])"
+    r"|(?P<brace>\{)"
+)
+
+
+def pattern_error(pattern: str) -> str | None:
+    """Returns what is wrong with a pattern, and where, or None."""
+    at, groups, repeatable = 0, 0, False
+    while at < len(pattern):
+        token = _TOKEN.match(pattern, at)
+        if token is None or (token["close"] and not groups) or (token["repeat"] and not repeatable):
+            return f"unexpected {pattern[at]!r} at character {at}"
+        if token["most"] and int(token["most"]) < int(token["least"]):
+            return f"{token['repeat']} at character {at} is at most less than at least"
+        groups += bool(token["open"]) - bool(token["close"])
+        repeatable = token.lastgroup in ("atoms", "close", "brace")
+        at = token.end()
+    return "a group is not closed" if groups else None

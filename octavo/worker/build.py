@@ -20,11 +20,8 @@ from octavo.kernels.cpu.library import NativeLibrary
 from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.kernels.row_words import RowLayout
 from octavo.layers.comm import NullComm
-from octavo.loading.dummy import DummyCheckpoint
-from octavo.loading.loader import load_weights
-from octavo.loading.native_loader import NativeWeights, StoredParameters
-from octavo.loading.packed_loader import load_packed
-from octavo.loading.requantized import as_wanted
+from octavo.loading.loader import NativeWeights, StoredParameters, load_packed, load_weights
+from octavo.loading.requantized import DummyCheckpoint, as_wanted
 from octavo.loading.resolve import open_checkpoint
 from octavo.log import Stopwatch, logger
 from octavo.messages import NoiseKey, RowWrite, StepPlan
@@ -32,7 +29,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.gpu_size import captured_tokens
-from octavo.quant.device_packed import Packed
+from octavo.quant.schemes import Packed
 from octavo.sampling_params import SamplingParams
 from octavo.worker.compilers import Compilers, Wanted, kernel_shapes
 from octavo.worker.facts import Facts

@@ -38,7 +38,7 @@ MOST_LETTERS = 1000  # of an error: a line has to go through a pipe in one piece
 
 
 class NoGPU:
-    """A driver that says what to compile for, and can do nothing else."""
+    """A driver that names the GPU to compile for, and can do nothing else."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -60,7 +60,7 @@ class Job:
 
 
 def find_jobs(wanted: Wanted) -> tuple[list[Job], list[str]]:
-    """One for each kernel that is compiled, slow ones first; and why some may be missing."""
+    """Returns one job for each kernel to compile, slow ones first, and why some may be missing."""
     found: dict[str, Job] = {}
     troubles = []
 
@@ -87,13 +87,13 @@ def _slowness(name: str) -> int:
 
 
 def compile_kernel(function: Any, specialization: str) -> None:
-    """Machine code, and the little C library that launches it: both go into the cache."""
+    """Compiles a kernel to machine code, and the small C library that launches it. Both go into the cache."""
     kernel = function.preload(specialization)
     CudaLauncher(kernel.src, kernel.metadata)
 
 
 def compile_all(jobs: list[Job], processes: int, results: int) -> None:
-    """The numbers of the jobs lie in a pipe, a byte each: whoever is free takes the next."""
+    """Runs all jobs in several processes. A pipe holds the numbers of the jobs, a byte each, and a free process takes the next."""
     queue, filling = os.pipe()
     os.write(filling, bytes(range(len(jobs))))
     os.close(filling)

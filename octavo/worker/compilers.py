@@ -1,4 +1,4 @@
-"""Kernels are compiled by other processes while this one imports torch, starts CUDA and reads weights.
+"""Has kernels compiled by other processes while this one imports torch, starts CUDA and reads weights.
 
     here     starts it | torch, CUDA | says what is wanted | weights | the warm-up: waits for each kernel it calls, if need be
     there    torch, triton ..........| a kernel each, many processes at once, into Triton's cache on disk ....
@@ -85,7 +85,7 @@ class Compilers:
 
     @classmethod
     def start(cls) -> "Compilers":
-        """In a group of its own: Ctrl-C is for this process, and all of them can be ended at once."""
+        """Starts them in a process group of their own, so that Ctrl-C does not reach them and all can be ended at once."""
         words = command("octavo.worker.compile_process", "main", os.getpid())
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
         try:
@@ -95,7 +95,7 @@ class Compilers:
             return cls()
 
     def compile(self, wanted: Wanted) -> None:
-        """Has them begin, and returns at once."""
+        """Makes them begin, and returns at once."""
         self._asked = json.dumps(asdict(wanted))
         if self._process is None or self._process.stdin is None:
             return
@@ -106,7 +106,7 @@ class Compilers:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Inside, the first call of a kernel that they compile waits for it. By the end, every kernel must have been called."""
+        """A context in which the first call of a kernel waits until it is compiled. By its end, every kernel must have been called."""
         from triton import knobs
 
         mark = self._mark()
@@ -125,7 +125,7 @@ class Compilers:
             mark.touch()
 
     def close(self) -> None:
-        """Ends them, whatever they do."""
+        """Ends the processes, whatever they do."""
         if self._process is None:
             return
         with suppress(ProcessLookupError):
@@ -155,7 +155,7 @@ class Compilers:
             self._wait_for(variant(fn, key))
 
     def _wait_for(self, name: str) -> None:
-        """Until it lies in the cache, or is known not to come from there."""
+        """Waits until a kernel is in the cache, or is known not to come."""
         watch = Stopwatch()
         while (self._known is None or name in self._coming) and self._hear():
             pass
@@ -164,7 +164,7 @@ class Compilers:
             logger.debug("Not compiled ahead: %s", name)
 
     def _hear(self) -> bool:
-        """Takes one line; false where none will come any more."""
+        """Reads one line. Returns false if no more will come."""
         assert self._process is not None and self._process.stdout is not None
         word, _, rest = self._process.stdout.readline().rstrip("\n").partition(" ")
         if word == SEEN:

@@ -1,4 +1,4 @@
-"""Where Octavo computes and where it does not run, as pure functions of what was found: each case is tested without its machine.
+"""Decides where Octavo computes and where it does not run, by pure functions of what was found, so that tests need no such machine.
 
     Linux on x86-64 and aarch64, also under WSL2     supported and tested
     macOS, others                                    the portable path: plain torch, not tested
@@ -61,7 +61,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """All that decides where to compute."""
+    """Everything that decides where to compute."""
 
     build: TorchBuild
     signs: bool  # of an NVIDIA GPU, whether torch sees it or not
@@ -88,7 +88,7 @@ class Choice:
 
 
 def device_here(asked: str) -> Choice:
-    """Where this process will compute. The GPU is not touched where the CPU was asked for."""
+    """Returns where this process will compute. The GPU is not touched if the CPU was asked for."""
     build = torch_build()
     if refusal := platform_refusal(platform.system()) or torch_refusal(build):
         raise ConfigError(refusal)
@@ -96,7 +96,7 @@ def device_here(asked: str) -> Choice:
 
 
 def find() -> Found:
-    """What is here. Where torch can, this starts CUDA."""
+    """Returns what this machine has. If torch can, this starts CUDA."""
     gpu, trouble = torch_gpu()
     return Found(torch_build(), nvidia_signs(), gpu, trouble, visible_gpus(), _version("triton"))
 
@@ -107,12 +107,12 @@ def nvidia_signs() -> bool:
 
 
 def compilers_for(asked: str) -> Compilers:
-    """Processes that compile a GPU's kernels while this one starts; none where there cannot be one to compute on."""
+    """Returns processes that compile a GPU's kernels while this one starts, or none if there can be no GPU to compute on."""
     return Compilers.start() if asked != "cpu" and nvidia_signs() and _version("triton") else Compilers()
 
 
 def torch_gpu() -> tuple[Gpu | None, str]:
-    """The GPU torch takes unless told otherwise; or None, and why."""
+    """Returns torch's default GPU, or None and why there is none."""
     import torch
 
     try:
@@ -125,7 +125,7 @@ def torch_gpu() -> tuple[Gpu | None, str]:
 
 
 def missing_tools() -> str:
-    """What Triton wants to build what launches a kernel. It does without where its cache has all of it, or CC names a compiler."""
+    """Returns the tools that Triton lacks to build kernel launchers. It needs none if its cache has them, or CC names a compiler."""
     scheme = sysconfig.get_default_scheme()
     headers = os.path.join(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme), "Python.h")
     compiler = shutil.which("gcc") or shutil.which("clang")
@@ -140,7 +140,7 @@ def _version(library: str) -> str | None:
 
 
 def native_level() -> tuple[str | None, str]:
-    """The best level of the native kernels on this machine; or None, and why there are none."""
+    """Returns the best level of the native kernels on this machine, or None and why there is none."""
     from octavo.kernels.cpu.library import find_library
 
     library = find_library()
@@ -148,7 +148,7 @@ def native_level() -> tuple[str | None, str]:
 
 
 def level_used(config: EngineConfig) -> str | None:
-    """The level the native program will run at, if no check at start drops it; None where torch computes."""
+    """Returns the level at which the native program will run, unless a check at start drops it, or None if torch computes."""
     if not config.wants_native:
         return None
     best, _ = native_level()
@@ -170,7 +170,7 @@ def torch_refusal(build: TorchBuild) -> str | None:
 
 
 def platform_note(system: str, machine: str) -> str | None:
-    """What to tell those who are on another platform than the tested one."""
+    """Returns a note for users of a platform that is not tested, or None."""
     if system == "Linux" and machine.lower() in ("x86_64", "amd64", "aarch64", "arm64"):
         return None
     name = "macOS" if system == "Darwin" else system
@@ -178,7 +178,7 @@ def platform_note(system: str, machine: str) -> str | None:
 
 
 def choose_device(asked: str, found: Found) -> Choice:
-    """The device and why, with what helps where a GPU lies idle."""
+    """Returns the device and why, with a hint if a GPU lies idle."""
     if asked == "cpu":
         return Choice("cpu", "as asked for")
     lack = missing(found)
@@ -191,7 +191,7 @@ def choose_device(asked: str, found: Found) -> Choice:
 
 
 def missing(found: Found) -> Lack | None:
-    """What keeps us from computing on a GPU."""
+    """Returns what keeps us from computing on a GPU, or None."""
     if found.gpu is None and not found.signs:
         return Lack("no NVIDIA GPU was found")
     if found.build.cuda is None:
@@ -209,6 +209,6 @@ def missing(found: Found) -> Lack | None:
 
 
 def start_lines(choice: Choice) -> list[str]:
-    """What the log says of this machine at start."""
+    """Returns the log lines about this machine at start."""
     note = platform_note(platform.system(), platform.machine())
     return [f"Device: {choice}", *([f"Platform: {note}"] if note else [])]

@@ -1,4 +1,4 @@
-"""The executor seam: how plans reach a runner and results come back.
+"""The executor: how plans reach a runner and results come back.
 
     forward(plan)    sample(masks) -> Promise    stop()
 

@@ -37,7 +37,7 @@ def _mix(previous: int, token: int, position: int) -> int:
 
 
 def _of_group(number: int, entry: int) -> int:
-    """What a cache group keeps of an entry: another number in each, so that a block of another group shows."""
+    """Returns what a cache group keeps of an entry: a different number in each group, so that a block of the wrong group shows."""
     return entry ^ number
 
 
@@ -58,13 +58,13 @@ def _next_token(entries: list[int], noise: NoiseKey, vocab_size: int, barred: Co
 
 
 def _even(count: int, vocab_size: int) -> TokenLogprobs:
-    """Of any token, with as many of the best, of which the lower ids come first."""
+    """Returns logprobs in which all tokens are equally likely, with `count` best ones, lower ids first."""
     ids, logprob = list(range(min(count, vocab_size))), -log(vocab_size)
     return TokenLogprobs(logprob, 1, ids, [logprob] * len(ids))
 
 
 def _barred(output: Sequence[int], end_ids: Collection[int], min_tokens: int, bad_words: list[list[int]]) -> set[int]:
-    """Ids that may not follow this output."""
+    """Returns the ids that may not follow this output."""
     barred = {word[-1] for word in bad_words if list(output[len(output) - len(word) + 1 :]) == word[:-1]}
     return barred | set(end_ids) if len(output) < min_tokens else barred
 
@@ -80,7 +80,7 @@ def expected(
     bad_words: list[list[int]] | None = None,
     output: Sequence[int] = (),
 ) -> list[int]:
-    """`count` tokens after `prompt`, without blocks. `output`: the first of them, where somebody chose these."""
+    """Returns `count` tokens after `prompt`, computed without blocks. `output`: the first of them, if they were chosen elsewhere"""
     entries: list[int] = []
     previous, tokens = _root(root), [*prompt, *output]
     while len(tokens) < len(prompt) + count:
@@ -173,7 +173,7 @@ class FakeRunner:
         return Kept(result)
 
     def _sample(self, row: _Row, entries: list[int] | None, mask: Masks | None) -> list[int]:
-        """Tokens that follow, which join the row."""
+        """Draws the tokens that follow, and adds them to the row."""
         if entries is None:
             row.tokens.append(0)
             return [0]
@@ -186,7 +186,7 @@ class FakeRunner:
         return tokens
 
     def _prompt_piece(self, row: _Row, start: int, count: int) -> PromptPiece | None:
-        """Of the prompt's tokens that come after those computed."""
+        """Returns the logprobs of the prompt's tokens after those that were computed."""
         wanted, reach = row.params.prompt_logprobs, min(start + count, row.num_prompt - 1)
         return None if wanted is None or reach <= start else (start + 1, [_even(wanted, self.vocab_size)] * (reach - start))
 
@@ -213,7 +213,7 @@ class FakeRunner:
                 raise EngineError(f"row {row_id}: block for index {index}, table has {len(table)}")
 
     def _compute(self, row: _Row, start: int, count: int) -> list[int] | None:
-        """Write the new entries; every entry of the row, or None if one of them was never written."""
+        """Writes the new entries. Returns every entry of the row, or None if one of them was never written."""
         self.num_computed += count
         (previous,) = self._read(row, 0, start - 1, start) if start else [row.root]
         for position in range(start, start + count):
@@ -231,7 +231,7 @@ class FakeRunner:
         return entries
 
     def _read(self, row: _Row, number: int, first: int, end: int) -> list[Slot]:
-        """What a group holds of these positions."""
+        """Returns what a group holds at these positions."""
         span, table = self.spans[number], row.tables[number]
         start = first // span
         blocks = table[start : -(-end // span)]

@@ -1,4 +1,4 @@
-"""Fault points of the engine, switched on only by tests; without a switch nothing happens."""
+"""Fault points of the engine. Only tests switch them on; otherwise they do nothing."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ class Faults:
         return step == self._debug.sample_bad_id
 
     def on_the_way(self, number: int, frame: bytes) -> bytes:
-        """What arrives of a frame of news."""
+        """Returns what arrives of a frame of news."""
         if number == self._debug.ipc_drop:
             return b""
         if number == self._debug.ipc_truncate:

@@ -15,7 +15,7 @@ from torch import nn
 
 from octavo.layers.linear import Linear
 from octavo.models.registry import describe
-from octavo.quant.base import Unquantized
+from octavo.quant.schemes import Unquantized
 from octavo.worker.program import Eager, Forward, Shape
 
 MIXED_TOKENS = (*range(256, 2048, 256), 2048, 4096, 8192)

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: memory and CPUs, cgroup limits counted, and what the CPU is fast at.
+"""Finds what this process may use of the machine: memory and CPUs within cgroup limits, and the dtypes that the CPU is fast at.
 
 It must answer where torch cannot be imported, too: `octavo doctor` asks.
 """
@@ -30,34 +30,34 @@ def total_bytes() -> int:
 
 
 def memory_bytes() -> int:
-    """Memory the process may use: the machine's, or its cgroup's limit where that is lower."""
+    """Returns the bytes that the process may use: those of the machine, or its cgroup's limit if that is lower."""
     limits = [read_number(group / name) for group in groups("memory") for name in ("memory.max", "memory.limit_in_bytes")]
     return min([total_bytes(), *(limit for limit in limits if limit)])
 
 
 def available_bytes() -> int | None:
-    """Memory that nobody on this machine uses now; None where the system does not say."""
+    """Returns the bytes that nobody on this machine uses now, or None if the system does not tell."""
     return proc_bytes(MEMORY_INFO, "MemAvailable")
 
 
 def num_threads() -> int:
-    """CPUs we may use, within OMP_NUM_THREADS."""
+    """Returns how many CPUs we may use, at most OMP_NUM_THREADS."""
     return max(1, min(num_cpus(), thread_limit() or num_cpus()))
 
 
 def num_cpus() -> int:
-    """CPUs in the affinity mask, within the cgroup's quota."""
+    """Returns the number of CPUs in the affinity mask, at most the cgroup's quota."""
     cpus = allowed_cpus()
     return min(cpus, quota_cpus() or cpus)
 
 
 def allowed_cpus() -> int:
-    """CPUs in the affinity mask."""
+    """Returns the number of CPUs in the affinity mask."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def quota_cpus() -> int | None:
-    """CPUs the cgroup's quota amounts to, rounded up; None without a quota."""
+    """Returns the CPUs of the cgroup's quota, rounded up, or None without a quota."""
     quotas = [quota for group in groups("cpu") if (quota := _read_quota(group)) is not None]
     return min(quotas, default=None)
 
@@ -71,21 +71,21 @@ def this_machine() -> str:
 
 
 def cpu_flags() -> frozenset[str]:
-    """What the CPU has and the kernel lets us use, in the kernel's words."""
+    """Returns the CPU features that the kernel lets us use, in the kernel's words."""
     found = _fields(CPU_INFO)
     return frozenset((found.get("flags") or found.get("Features") or "").split())  # x86 or ARM
 
 
 def fast_dtype(level: str | None) -> str:
-    """What the native kernels are fast at on this level; without one, what torch is. A plan asks, and does not wait for torch."""
+    """Returns the dtype at which the native kernels are fast on this level, or torch without a level. It does not import torch."""
     if level is not None:
         return LEVEL_DTYPES[level]
     return "bfloat16" if cpu_flags() & {"avx512_bf16", "amx_tile"} else "float32"
 
 
 def resolve_dtype(asked: str, stored: str | None, device: str, level: str | None) -> str:
-    """`auto`: float32 checkpoints stay float32, all others take what this CPU is fast at; a GPU is fast at either half type.
-    `level`: of the native kernels, where they compute."""
+    """Returns the dtype of the run. With `auto`, float32 checkpoints stay float32, and all others take what this CPU is fast at; a GPU
+    is fast at either half type. `level`: of the native kernels, if they compute"""
     if asked != "auto":
         return asked
     if device == "cuda":
@@ -94,7 +94,7 @@ def resolve_dtype(asked: str, stored: str | None, device: str, level: str | None
 
 
 def refuse_float16(config: EngineConfig, device: str, level: str | None) -> None:
-    """On a CPU torch is slow in float16, and lets what is too large for it become infinite."""
+    """Refuses float16 for torch on a CPU: it is slow there, and numbers that are too large become infinite."""
     for name, value in (("dtype", config.dtype), ("kv_cache_dtype", config.kv_cache_dtype)):
         if value == "float16" and device == "cpu" and level is None:
             raise ConfigError(
@@ -104,7 +104,7 @@ def refuse_float16(config: EngineConfig, device: str, level: str | None) -> None
 
 
 def groups(controller: str) -> list[Path]:
-    """This process's cgroup and all above it: each may set a limit, and all of them hold. v1 has a tree for each controller."""
+    """Returns this process's cgroup and all above it. Each may set a limit, and all limits hold. v1 has a tree for each controller."""
     own = {"": "/", controller: "/"}
     try:
         lines = OWN_GROUP.read_text().splitlines()
@@ -134,13 +134,13 @@ def read_number(path: Path) -> int | None:
 
 
 def proc_bytes(path: Path, name: str) -> int | None:
-    """Bytes of a line `name:  123 kB`; None where there is none, as on other systems."""
+    """Returns the bytes of a line `name:  123 kB`, or None if there is none, as on other systems."""
     found = _fields(path).get(name, "").removesuffix(" kB")
     return int(found) * 1024 if found.isdigit() else None
 
 
 def _fields(path: Path) -> dict[str, str]:
-    """The first `name : value` of each name in a file of /proc."""
+    """Returns the first `name : value` of each name in a file of /proc."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

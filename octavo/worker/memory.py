@@ -1,4 +1,4 @@
-"""How much memory is still to be had on the device: what the process may use, less what other processes hold.
+"""Finds how much memory is left on the device: what the process may use, less what other processes hold.
 
 The kernel says what is available to newcomers; a cgroup with a limit says what its members hold, file cache included, which
 is given back on demand. Of this process's own share, Python and its libraries are counted in every plan, so they are
@@ -53,7 +53,7 @@ def host_memory() -> Memory:
 
 @contextmanager
 def out_of_memory_explained(needs: ModelNeeds, config: ResolvedConfig) -> Iterator[None]:
-    """Memory that runs out although the plan said it would do ends in a plan for three quarters of it.
+    """Turns an error of memory that ran out in spite of the plan into a plan for three quarters of it.
 
     What was built is dropped with the frames that held it: memory that this attempt still held would count as another's.
     """
@@ -78,14 +78,14 @@ def _advice(needs: ModelNeeds, config: ResolvedConfig, now: Memory) -> str:
 
 
 def _left_of_addresses() -> int | None:
-    """Bytes that `ulimit -v` leaves; what is only reserved counts there."""
+    """Returns the bytes that `ulimit -v` leaves. Memory that is only reserved counts there, too."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     held = proc_bytes(OWN_STATUS, "VmSize")
     return None if limit == resource.RLIM_INFINITY or held is None else max(limit - held, 0)
 
 
 def _left_in(group: Path) -> int | None:
-    """Bytes the members of a cgroup may still take; None without a limit."""
+    """Returns the bytes that the members of a cgroup may still take, or None without a limit."""
     limit, held = read_number(group / "memory.max"), read_number(group / "memory.current")
     if limit is None or held is None:
         return None

@@ -17,8 +17,8 @@ from octavo.kernels.cpu.packing import PackedMatrix
 from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.kernels.ops import finish, prepare
 from octavo.kernels.step_tensors import StepMemory, StepTensors
-from octavo.layers.rotary import build_rope
-from octavo.loading.native_loader import NativeWeights
+from octavo.layers.attention import build_rope
+from octavo.loading.loader import NativeWeights
 from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.description import ModelDescription
 from octavo.worker.kv_store import Caches

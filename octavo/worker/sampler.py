@@ -23,10 +23,8 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import logit_edits, ops
-from octavo.kernels.drawn_from import rank_drawn
-from octavo.kernels.mask import mask_logits
 from octavo.kernels.ops import Edits, edit_logits
-from octavo.kernels.reference.sampling import ONE, Draws, Ranking
+from octavo.kernels.reference.sampling import ONE, Draws, Ranking, mask_logits, rank_drawn
 from octavo.messages import NoiseKey, RowWrite, StepPlan, TokenLogprobs
 from octavo.policy.gpu_size import ADJUSTED_LOGITS
 from octavo.sampling_params import SamplingParams

@@ -10,8 +10,7 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.config import EngineConfig
 from octavo.errors import LoadError
-from octavo.loading.generation_config import read_generation_config
-from octavo.loading.resolve import resolve_model
+from octavo.loading.resolve import read_generation_config, resolve_model
 from octavo.loading.text_side import open_text_side
 from tests.cli.processes import octavo
 from tests.support.story_folder import story_folder

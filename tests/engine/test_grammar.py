@@ -22,7 +22,8 @@ from octavo.engine.grammar import Grammars
 from octavo.errors import RequestError
 from octavo.messages import AddRequest, Delta, FinishReason, TokenLogprobs
 from octavo.sampling_params import SamplingParams
-from octavo.text import grammar_limits, guidance
+from octavo.text import grammar_text as limits
+from octavo.text import guidance
 from tests.support.fake import VOCAB, FakeEngine
 
 END = VOCAB - 1
@@ -394,7 +395,7 @@ def test_without_a_tokenizer_or_the_library_it_is_refused_at_the_door(monkeypatc
     with pytest.raises(RequestError, match="skip_tokenizer_init"):
         FakeEngine().add("a", [1], asking({"choice": ["xy"]}))
     engine = engine_of()
-    monkeypatch.setattr(grammar_limits, "find_spec", lambda name: None)
+    monkeypatch.setattr(limits, "find_spec", lambda name: None)
     with pytest.raises(RequestError, match="pip install llguidance") as refused:
         engine.add("a", [1], asking({"choice": ["xy"]}))
     assert refused.value.param == "structured_outputs"

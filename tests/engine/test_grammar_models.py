@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from octavo import LLM, SamplingParams, StructuredOutputs
-from octavo.engine import client
+from octavo import llm as llm_module
 from octavo.engine.async_llm import Ask
 from octavo.errors import RequestError, UnavailableError
 from octavo.outputs import RequestOutput
-from octavo.text import grammar_limits
+from octavo.text import grammar_text as limits
 from tests.support.engine_process import engine_process, is_idle, read, run, until
 
 SCHEMA = {
@@ -88,7 +88,7 @@ def test_logprobs_are_those_of_the_raw_logits(said: dict[str, tuple[list[Request
 def test_limits_are_checked_once_for_the_prompts_of_a_call(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the caller's thread, before the engine hears of it; a step does not check at all."""
     checked = list[StructuredOutputs]()
-    monkeypatch.setattr(client, "check_limits", lambda form: (checked.append(form), grammar_limits.check_limits(form)))
+    monkeypatch.setattr(llm_module, "check_limits", lambda form: (checked.append(form), limits.check_limits(form)))
     with LLM(stories, num_gpu_blocks_override=200) as llm:
         form = StructuredOutputs(grammar="\n" * 10_000 + 'start: "a"')
         outputs = llm.generate(["Once"] * 16, SamplingParams(n=2, structured_outputs=form))

@@ -19,7 +19,7 @@ from octavo.cli.config_file import size
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 from octavo.layers.comm import NullComm
-from octavo.loading.dummy import DummyCheckpoint
+from octavo.loading.requantized import DummyCheckpoint
 from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.loading.shape import model_shape
 from octavo.models.registry import build_model

@@ -19,12 +19,11 @@ import pytest
 import zmq
 
 from octavo.config import Debug
-from octavo.engine import socket_folder, wire
+from octavo.engine import supervisor, wire
 from octavo.engine.async_llm import AsyncLLM
-from octavo.engine.pace import LONGEST, RECENT, SHORTEST, Pace
-from octavo.engine.router import LARGE, Pulse, Router, _sliced, stalled_for
-from octavo.engine.socket_folder import MOST_BYTES, SocketFolder
-from octavo.engine.stats import StatsLog
+from octavo.engine.process import StatsLog
+from octavo.engine.router import LARGE, LONGEST, RECENT, SHORTEST, Pace, Pulse, Router, _sliced, stalled_for
+from octavo.engine.supervisor import MOST_BYTES, SocketFolder
 from octavo.engine.wire import Add, DownFrame, Ping
 from octavo.errors import ConfigError, LoadError
 from octavo.messages import AddRequest, Delta, SchedulerStats, TokenLogprobs
@@ -77,7 +76,7 @@ def test_it_dies_with_its_parent(endless: str, how: signal.Signals, state: str, 
 
 def test_what_a_killed_server_left_behind_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    owner = "import sys, octavo.engine.socket_folder as s; folder = s.SocketFolder(); print(folder.address, flush=True); sys.stdin.read()"
+    owner = "import sys, octavo.engine.supervisor as s; folder = s.SocketFolder(); print(folder.address, flush=True); sys.stdin.read()"
     pipe, environment = subprocess.PIPE, os.environ | {"TMPDIR": str(tmp_path)}
     owners = [subprocess.Popen([sys.executable, "-c", owner], stdin=pipe, stdout=pipe, env=environment, text=True) for _ in range(3)]
     killed, living, young = folders = [Path(each.stdout.readline().strip().removeprefix("ipc://")).parent for each in owners]  # type: ignore[union-attr]
@@ -125,7 +124,7 @@ def test_a_temporary_folder_with_a_long_name_is_no_reason_not_to_start(endless: 
 
 def test_where_no_short_folder_can_be_written_the_limit_is_told(long_place: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     long_place(1)
-    monkeypatch.setattr(socket_folder, "SHORT_PLACE", "/no/such/folder")
+    monkeypatch.setattr(supervisor, "SHORT_PLACE", "/no/such/folder")
     with pytest.raises(ConfigError, match=rf"TMPDIR is {MOST_BYTES + 1} bytes long, at most {MOST_BYTES} "):
         SocketFolder()
 
@@ -321,7 +320,7 @@ def test_importing_it_imports_no_torch() -> None:
 # promise: every-10-s
 def test_a_busy_engine_logs_a_line_every_ten_seconds(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = list[str]()
-    monkeypatch.setattr("octavo.engine.stats.logger.info", lines.append)
+    monkeypatch.setattr("octavo.engine.process.logger.info", lines.append)
     now, stats = [0.0], SchedulerStats(0, 0, 100, 101, 0, 0, 0, 0, 0)
     log = StatsLog(stats, clock=lambda: now[0])
     for second in range(1, 25):

@@ -9,10 +9,10 @@ from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
 from octavo.client import view as client_view
 from octavo.engine import watcher
+from octavo.engine.link import ViewStream
 from octavo.engine.trace import NoTrace
 from octavo.engine.view import FAILED, EngineView
-from octavo.engine.view_frame import ViewFrame
-from octavo.engine.view_stream import ViewStream
+from octavo.engine.wire import ViewFrame
 from octavo.errors import UnavailableError
 from octavo.messages import FinishReason
 from octavo.policy.block_pool import BlockKey, Event

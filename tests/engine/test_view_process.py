@@ -18,8 +18,7 @@ from octavo.engine.router import Command, Gone, Watching
 from octavo.engine.supervisor import Serving
 from octavo.engine.trace import NoTrace
 from octavo.engine.view import EngineView
-from octavo.engine.view_frame import ViewFrame
-from octavo.engine.wire import DownFrame, Ping, View, Watch
+from octavo.engine.wire import DownFrame, Ping, View, ViewFrame, Watch
 from octavo.messages import AddRequest, Delta
 from tests.engine.test_process import raw
 from tests.support.engine_process import ask, engine_process, run, tokens, until

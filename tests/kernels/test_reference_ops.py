@@ -5,10 +5,8 @@ import math
 import pytest
 import torch
 
-from octavo.kernels.reference.activation import silu_and_mul
 from octavo.kernels.reference.attention import store
-from octavo.kernels.reference.norm import add_rms_norm, rms_norm
-from octavo.kernels.reference.rotary import rotate
+from octavo.kernels.reference.layer import add_rms_norm, rms_norm, rotate, silu_and_mul
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "bfloat16"])

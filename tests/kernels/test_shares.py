@@ -9,7 +9,7 @@ from torch import Tensor
 from octavo.attention import triton as backend
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.triton import Shares
-from octavo.kernels.reference.decode_shares import decode_shares
+from octavo.kernels.reference.attention import decode_shares
 from octavo.kernels.share_words import IN_ALL, LINE, most_parts, most_shares
 
 HEADS, TILE = 3, 16

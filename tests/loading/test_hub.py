@@ -25,7 +25,7 @@ from octavo.errors import ConfigError, LoadError
 from octavo.loading.checkpoint import SafetensorsCheckpoint
 from octavo.loading.hub import fetch_model
 from octavo.loading.hub_client import Hub
-from octavo.loading.hub_files import HubName
+from octavo.loading.names import HubName
 from octavo.loading.resolve import resolve_model
 from tests.support.hub import FakeHub, Repo, digest
 
@@ -160,7 +160,7 @@ def test_an_answer_of_later_is_asked_again_but_not_for_ever(server: FakeHub, hub
 SCRIPT = """
 import sys
 from octavo.loading.hub import fetch_model
-from octavo.loading.hub_files import parse_hub_name
+from octavo.loading.names import parse_hub_name
 print(fetch_model(parse_hub_name(sys.argv[1])))
 """
 
@@ -382,10 +382,10 @@ def test_without_the_library_it_is_named_and_local_models_are_found(tmp_path: Pa
     code = """
 import sys
 sys.modules["huggingface_hub"] = sys.modules["httpx2"] = None
-from octavo.loading import hub, hub_headers, hub_files
-for fetch in (hub.fetch_model, hub_headers.fetch_headers):
+from octavo.loading import hub, names
+for fetch in (hub.fetch_model, hub.fetch_headers):
     try:
-        fetch(hub_files.parse_hub_name("o/n"))
+        fetch(names.parse_hub_name("o/n"))
     except ValueError as error:
         print(error)
 """

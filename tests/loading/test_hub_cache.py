@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import LoadError
-from octavo.loading.default_model import default_model
 from octavo.loading.hub_cache import cached_repositories, removal
-from octavo.loading.hub_files import HubName
+from octavo.loading.names import HubName, default_model
 
 OLD, NEW = "a" * 40, "b" * 40
 

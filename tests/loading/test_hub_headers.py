@@ -8,11 +8,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from octavo.errors import LoadError
-from octavo.loading import hub_headers
+from octavo.loading import hub as hub_module
 from octavo.loading.gguf import read_gguf
+from octavo.loading.hub import fetch_headers
 from octavo.loading.hub_client import Hub
-from octavo.loading.hub_files import HubName
-from octavo.loading.hub_headers import fetch_headers
+from octavo.loading.names import HubName
 from octavo.loading.resolve import load_model_config, open_checkpoint, resolve_model
 from octavo.models.registry import read_config
 from tests.support.gguf_bytes import f32, gguf_bytes, string, tensor, u32
@@ -63,7 +63,7 @@ def test_a_folder_is_told_from_the_headers_of_its_shards(
     first_bytes: int, ranges: bool, folder: Path, server: FakeHub, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.repos["octo/tiny"], server.ranges = repo_of(folder), ranges
-    monkeypatch.setattr(hub_headers, "SAFETENSORS_FIRST_BYTES", first_bytes)
+    monkeypatch.setattr(hub_module, "SAFETENSORS_FIRST_BYTES", first_bytes)
     headers = fetch_headers(NAME, hub)
     source = resolve_model(str(folder))
     checkpoint = open_checkpoint(source)
@@ -80,7 +80,7 @@ def test_a_gguf_file_is_told_from_its_header_however_it_is_cut(
     first_bytes: int, gguf_file: Path, server: FakeHub, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.repos["octo/tiny"] = Repo({gguf_file.name: gguf_file.read_bytes()})
-    monkeypatch.setattr(hub_headers, "GGUF_FIRST_BYTES", first_bytes)
+    monkeypatch.setattr(hub_module, "GGUF_FIRST_BYTES", first_bytes)
     headers = fetch_headers(HubName("octo/tiny", quant="F16"), hub)
     whole = read_gguf(gguf_file)
     assert headers.tensors == {tensor.name: (tensor.kind, tensor.shape) for tensor in whole.tensors.values()}
@@ -100,7 +100,7 @@ def test_a_header_cut_anywhere_is_read_on(server: FakeHub, hub: Hub, monkeypatch
     assert (whole.tensors, whole.weight_bytes) == ({"token_embd.weight": ("Q8_0", (8, 32))}, 8 * 34)
     end = len(gguf_bytes(keys, [embedding], alignment=1))
     for cut in [*range(24, end, 37), *range(end - 13, end)]:
-        monkeypatch.setattr(hub_headers, "GGUF_FIRST_BYTES", cut)
+        monkeypatch.setattr(hub_module, "GGUF_FIRST_BYTES", cut)
         assert fetch_headers(NAME, hub) == whole
 
 
@@ -117,7 +117,7 @@ def test_headers_that_are_damaged_name_the_file(folder: Path, server: FakeHub, h
     server.repos["octo/tiny"] = Repo({"model.safetensors": entry()})
     with pytest.raises(LoadError, match=r"octo/tiny: has no config\.json"):
         fetch_headers(NAME, hub)
-    monkeypatch.setattr(hub_headers, "GGUF_MAX_BYTES", 2**22)
+    monkeypatch.setattr(hub_module, "GGUF_MAX_BYTES", 2**22)
     server.repos["octo/tiny"] = Repo({"t.gguf": b"GGUF" + bytes(5 * 2**20)})
     with pytest.raises(LoadError, match=r"octo/tiny/t\.gguf: GGUF version 0 is not supported"):
         fetch_headers(NAME, hub)

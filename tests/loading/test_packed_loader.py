@@ -8,20 +8,16 @@ from torch import Tensor
 
 from octavo.attention.backend import load_backend
 from octavo.layers.comm import NullComm
-from octavo.layers.embedding import Embedding, LMHead
-from octavo.layers.linear import Linear
+from octavo.layers.linear import Embedding, Linear, LMHead
 from octavo.loading.checkpoint import Checkpoint
-from octavo.loading.loader import load_weights
-from octavo.loading.native_loader import StoredParameters
-from octavo.loading.packed_loader import load_packed
+from octavo.loading.loader import StoredParameters, load_packed, load_weights
 from octavo.loading.requantized import as_wanted
 from octavo.loading.resolve import load_model_config, open_checkpoint, resolve_model
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model
-from octavo.quant.base import UNQUANTIZED
-from octavo.quant.device_packed import Packed
 from octavo.quant.packed import PackedWeight
+from octavo.quant.schemes import UNQUANTIZED, Packed
 from tests.support.batches import Pool, run_steps
 from tests.support.models import tiny_model, to_gguf
 from tests.support.quantized_models import Kind, write_both

@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import SafetensorsCheckpoint
+from octavo.loading.files import read_header
 from octavo.loading.resolve import open_checkpoint, resolve_model
-from octavo.loading.safetensors_header import read_header
-from octavo.loading.shape import model_shape
-from octavo.loading.stored_weights import StoredWeight
+from octavo.loading.shape import StoredWeight, model_shape
 from octavo.policy.model_size import Codes
 from tests.support.packers import published
 from tests.support.quantized_models import SHAPES, Kind, write_both, write_model

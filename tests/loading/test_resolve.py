@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from octavo.errors import LoadError
-from octavo.loading.gguf import GGUFTensor
-from octavo.loading.gguf_config import config_dict
-from octavo.loading.hub_files import HubName
+from octavo.loading.gguf import GGUFTensor, config_dict
+from octavo.loading.names import HubName
 from octavo.loading.resolve import load_model_config, locate, open_checkpoint, resolve_model
 from octavo.model_config import ModelConfig
 from octavo.models.registry import read_config

@@ -11,8 +11,8 @@ from torch import Tensor
 from octavo.attention.backend import load_backend
 from octavo.errors import LoadError
 from octavo.layers.comm import NullComm
-from octavo.loading.dummy import DummyCheckpoint
 from octavo.loading.loader import load_weights
+from octavo.loading.requantized import DummyCheckpoint
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
 from octavo.models.registry import build_model, cache_specs, describe, read_config

@@ -10,11 +10,10 @@ from octavo.attention.backend import load_backend
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.triton import TritonBackend
 from octavo.layers.comm import NullComm
-from octavo.models.dense import DenseModel
-from octavo.models.dense_few import few
+from octavo.models.dense import DenseModel, few
 from octavo.models.registry import read_config
-from octavo.quant.device_packed import Packed
-from octavo.quant.quantize import quantize
+from octavo.quant.packed import quantize
+from octavo.quant.schemes import Packed
 from tests.support.batches import Pool
 
 RAW = {

@@ -24,11 +24,10 @@ from octavo.attention.spec import AttentionSpec
 from octavo.config import EngineConfig
 from octavo.engine.verify import Verified, verify
 from octavo.errors import ConfigError, VerifyError
-from octavo.kernels.reference.rotary import rotate
-from octavo.layers.attention import Attention
+from octavo.kernels.reference.layer import rotate
+from octavo.layers.attention import Attention, build_rope
 from octavo.layers.comm import Comm, NullComm
 from octavo.layers.linear import Linear, RowParallelLinear
-from octavo.layers.rotary import build_rope
 from octavo.loading.loader import weight_targets
 from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.loading.shape import model_shape
@@ -45,7 +44,7 @@ from octavo.policy.description import LayerShape, MLPShape, ModelDescription, No
 from octavo.policy.gpu_size import graph_refusal
 from octavo.policy.memory_plan import GIB, Memory, plan_memory
 from octavo.policy.native_size import native_refusal
-from octavo.quant.base import UNQUANTIZED, QuantScheme, empty_parameter
+from octavo.quant.schemes import UNQUANTIZED, QuantScheme, empty_parameter
 from octavo.worker.request_table import RequestTable
 
 RULES = Rules(

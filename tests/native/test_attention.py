@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from octavo.kernels.cpu.attention_case import AttentionCase, Cache, from_bf16, to_bf16
 from octavo.kernels.cpu.library import BF16, F16, F32, Q8, NativeLibrary, address
-from octavo.kernels.reference.kv_codes import from_codes, to_codes
-from octavo.kernels.reference.norm import add_rms_norm
+from octavo.kernels.reference.attention import from_codes, to_codes
+from octavo.kernels.reference.layer import add_rms_norm
 from tests.support.native import error, levels_here, running
 from tests.support.native_attention import MANY_TOGETHER, MIXED, TOGETHER, attended_twin, in_halves, rounds, written_twin
 

@@ -7,8 +7,7 @@ import torch
 
 from octavo.errors import LoadError
 from octavo.kernels.reference.dequant import QUANTISED
-from octavo.quant.fold_gguf import fold_gguf
-from octavo.quant.packed import PackedWeight
+from octavo.quant.packed import PackedWeight, fold_gguf
 
 HALVES = {  # where in a group its float16 scale and offset lie
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),

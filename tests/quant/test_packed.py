@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import LoadError
-from octavo.quant.groups import GROUPS, whole_group
 from octavo.quant.packed import PackedWeight, concatenate, mergeable, pack
+from octavo.quant.quant_config import GROUPS, whole_group
 
 
 def make(n: int, k: int, bits: int, group: int, seed: int, exponent: int = 0, order: torch.Tensor | None = None) -> PackedWeight:

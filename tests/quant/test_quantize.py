@@ -5,10 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import octavo.quant.quantize as module
+import octavo.quant.packed as module
 from octavo.errors import LoadError
-from octavo.quant.packed import GROUPS
-from octavo.quant.quantize import quantize
+from octavo.quant.packed import GROUPS, quantize
 
 
 def draw(n: int, k: int, seed: int, kind: str = "normal") -> torch.Tensor:

@@ -18,8 +18,7 @@ from octavo.errors import RequestError, UnavailableError
 from octavo.server.access import Caller, arrive_as
 from octavo.server.grammar_check import MOST_WAITING, GrammarChecker
 from octavo.structured_outputs import StructuredOutputs, structured_outputs
-from octavo.text.grammar_limits import _TOKEN, check_limits
-from octavo.text.grammar_text import grammar_text
+from octavo.text.grammar_text import _TOKEN, check_limits, grammar_text
 
 FINE = {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
 

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from octavo.client.http import Reply
 from octavo.client.view import ViewState
 from octavo.engine.view import EngineView
-from octavo.engine.view_frame import ViewFrame
+from octavo.engine.wire import ViewFrame
 from octavo.errors import ConfigError
 from octavo.server import view
 from octavo.server.app import build_app

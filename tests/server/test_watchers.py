@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from octavo.client.view import ViewState
-from octavo.engine.view_frame import ViewFrame
+from octavo.engine.wire import ViewFrame
 from octavo.errors import UnavailableError
 from octavo.messages import EngineFacts, Limits
 from octavo.server import view

@@ -21,7 +21,7 @@ from octavo.kernels.cpu.attention_case import AttentionCase, Cache, from_bf16, t
 from octavo.kernels.cpu.library import BF16, F16, F32, Q4, Q8
 from octavo.kernels.cpu.packing import Floats
 from octavo.kernels.reference import sampling as twin
-from octavo.kernels.reference.norm import add_rms_norm
+from octavo.kernels.reference.layer import add_rms_norm
 from octavo.kernels.reference.philox import uniform
 from tests.support.case_file import Case, Expected, write_cases
 from tests.support.draws import Row, allowed, draws_of, logits_of, make_logits

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.paged_attention import paged_attention
+from octavo.kernels.reference.attention import paged_attention
 
 
 class BatchPrefillWithPagedKVCacheWrapper:

@@ -7,8 +7,7 @@ from octavo.kernels.cpu.attention_case import AttentionCase, Cache
 from octavo.kernels.cpu.library import BF16, F16, Q8
 from octavo.kernels.cpu.packing import Floats
 from octavo.kernels.reference.attention import attend, causal_mask
-from octavo.kernels.reference.norm import rms_norm
-from octavo.kernels.reference.rotary import rotate
+from octavo.kernels.reference.layer import rms_norm, rotate
 
 MIXED = ((0, 37), (30, 1), (7, 70), (65, 1), (0, 1))  # prompts, chunks after a past, single tokens
 # Runs of single tokens over the same beginning: of different lengths, one that ends a token after it, one that leaves early, two runs

@@ -14,7 +14,7 @@ from octavo.kernels.cpu.attention_case import AttentionCase, from_bf16, to_bf16
 from octavo.kernels.cpu.levels import gate_up, matmul
 from octavo.kernels.cpu.library import BF16, F16, Q8, Layer, Model, NativeLibrary, Step, address
 from octavo.kernels.cpu.packing import Floats
-from octavo.kernels.reference.norm import rms_norm
+from octavo.kernels.reference.layer import rms_norm
 from tests.support.native_attention import attended_twin, stored_twin, written_twin
 from tests.support.native_weights import Weights, gated, make_weights
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from octavo import LLM
 from octavo.engine.async_llm import Ask, State
-from octavo.engine.view_frame import ViewFrame
+from octavo.engine.wire import ViewFrame
 from octavo.errors import DeadlineError, RequestError
 from octavo.messages import AddRequest, EngineFacts, FinishReason, Limits, SchedulerStats
 from octavo.outputs import RequestOutput, TextDelta

@@ -25,14 +25,13 @@ from octavo.kernels import ops
 from octavo.kernels.kernel_shapes import PackedShape
 from octavo.kernels.row_words import RowLayout
 from octavo.layers.comm import NullComm
-from octavo.loading.packed_loader import load_packed
+from octavo.loading.loader import load_packed
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.model_config import RopeConfig
 from octavo.models.dense_family import DenseConfig
 from octavo.models.registry import build_model, cache_specs, describe
-from octavo.quant.device_packed import Packed
-from octavo.quant.packed import PackedWeight
-from octavo.quant.quantize import quantize
+from octavo.quant.packed import PackedWeight, quantize
+from octavo.quant.schemes import Packed
 from octavo.sampling_params import SamplingParams
 from octavo.worker.compile_process import NoGPU, find_jobs
 from octavo.worker.compilers import DRIVER, Wanted, kernel_shapes, variant

@@ -7,8 +7,7 @@ from typing import Any
 from octavo.client.view import ViewState
 from octavo.engine import wire
 from octavo.engine.view import EngineView
-from octavo.engine.view_frame import ViewFrame
-from octavo.engine.wire import UpFrame, View
+from octavo.engine.wire import UpFrame, View, ViewFrame
 from octavo.policy.block_pool import NULL_BLOCK, BlockKey
 from octavo.policy.request import Sequence
 from octavo.policy.scheduler import Scheduler

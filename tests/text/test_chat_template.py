@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from octavo.errors import RequestError, TemplateError
-from octavo.text import chat_template
-from octavo.text.chat_template import ChatTemplate
+from octavo.text import prompt
+from octavo.text.prompt import ChatTemplate
 from tests.support.tokenizers import DATA
 
 TEMPLATES = sorted(path.name for path in (DATA / "templates").glob("*.jinja"))
@@ -136,8 +136,8 @@ BOMBS = [
 
 @pytest.mark.parametrize("source", BOMBS, ids=range(len(BOMBS)))
 def test_bombs_are_stopped_in_time_and_memory(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert chat_template.MAX_SECONDS <= 2
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
+    assert prompt.MAX_SECONDS <= 2
+    monkeypatch.setattr(prompt, "MAX_SECONDS", 0.2)
     tracemalloc.start()
     start = time.perf_counter()
     try:
@@ -191,7 +191,7 @@ def test_errors_are_one_short_line_with_the_name() -> None:
 def test_limits_start_afresh_with_each_render() -> None:
     template = ChatTemplate("{% set s = 'a' * (units // 3) %}{{ s|length }}", "test", "", "")
     for _ in range(5):
-        assert template.render(USER, variables={"units": chat_template.MAX_UNITS})
+        assert template.render(USER, variables={"units": prompt.MAX_UNITS})
 
 
 def test_a_large_conversation_renders() -> None:
@@ -202,7 +202,7 @@ def test_a_large_conversation_renders() -> None:
 
 def test_threads_render_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long conversation in a thread keeps nobody waiting, and its limits are its own."""
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(prompt, "MAX_SECONDS", 0.3)
     template = ChatTemplate("{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}done", "test", "", "")
     failures: list[TemplateError] = []
 

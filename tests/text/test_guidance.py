@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from octavo.structured_outputs import structured_outputs
 from octavo.text import guidance
-from octavo.text.grammar_limits import MAX_PROPERTIES
-from octavo.text.grammar_text import grammar_text
+from octavo.text.grammar_text import MAX_PROPERTIES, grammar_text
 from octavo.text.guidance import Guide
 from octavo.text.tokenizer import Tokenizer
 from tests.support.tokenizers import qwen_folder

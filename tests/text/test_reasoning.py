@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.text.chat_template import ChatTemplate
+from octavo.text.prompt import ChatTemplate
 from octavo.text.reasoning import Piece, PlainSplitter, ReasoningSplitter, ReasoningTokens, reasoning_family, reasoning_splitter
 from tests.support.cut import CUTS, cut
 from tests.support.tokenizers import DATA

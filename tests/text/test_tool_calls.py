@@ -11,12 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.text.call_parser import AnswerPiece, CallParser
-from octavo.text.call_reader import ToolCallDelta
-from octavo.text.chat_template import ChatTemplate
-from octavo.text.json_scanner import JsonScanner, NotJson
+from octavo.text.call_reader import JsonScanner, NotJson, ToolCallDelta
+from octavo.text.prompt import ChatTemplate
 from octavo.text.reasoning import reasoning_splitter
-from octavo.text.tool_calls import FAMILIES, ToolCall, collected, tool_call_family, tool_call_parser
+from octavo.text.tool_calls import FAMILIES, AnswerPiece, CallParser, ToolCall, collected, tool_call_family, tool_call_parser
 from tests.support.cut import CUTS, cut
 from tests.support.tokenizers import DATA
 

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import RequestError
-from octavo.text.pattern import pattern_error
 from octavo.text.reasoning import ReasoningSplitter, behind_thought
 from octavo.text.tool_calls import FAMILIES, collected, forced_call, tool_call_parser
-from octavo.text.tools import MAX_DEPTH, ToolChoice, check_tool_choice, check_tools
+from octavo.text.tools import MAX_DEPTH, ToolChoice, check_tool_choice, check_tools, pattern_error
 
 
 def tool(name: object = "weather", **function: Any) -> dict[str, Any]:

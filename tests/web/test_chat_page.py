@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from octavo.engine.async_llm import Ask
-from octavo.engine.view_frame import SequenceState, ViewFrame
+from octavo.engine.wire import SequenceState, ViewFrame
 from octavo.errors import OverloadError, RequestError
 from octavo.outputs import TextDelta
 from octavo.server.app import build_app

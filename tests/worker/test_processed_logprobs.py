@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from octavo.kernels import drawn_from, ops
+from octavo.kernels import ops
 from octavo.kernels.cpu.sampling import NativeSampling
+from octavo.kernels.reference import sampling as twin
 from octavo.kernels.reference.sampling import Draws
 from octavo.messages import NoiseKey, RowWrite
 from octavo.sampling_params import SamplingParams
@@ -100,7 +101,7 @@ def test_they_are_those_of_what_a_token_is_drawn_from(by: str, batch: list[Asked
     for row, allowed in bits.items():
         allowed[next(token for token in range(VOCAB) if token not in batch[row].end_ids)] = 1
     masks = {row: np.packbits(found, bitorder="little").view(np.int32) for row, found in bits.items()}
-    with patch.object(drawn_from, "LOGITS_AT_ONCE", at_once):
+    with patch.object(twin, "LOGITS_AT_ONCE", at_once):
         found = drawn(logits, batch, masks, sampling)
     assert found.ids.tolist() == drawn(logits, batch, masks, sampling, processed=False).ids.tolist(), "what is told changes nothing"
     assert sorted(found.logprobs) == [row for row, asked in enumerate(batch) if asked.params.logprobs is not None]
@@ -114,7 +115,7 @@ def test_they_are_those_of_what_a_token_is_drawn_from(by: str, batch: list[Asked
 def test_an_id_just_beyond_a_cut_is_within() -> None:
     """Whoever drew it rounded a mass otherwise."""
     logits, draws = torch.tensor([[2.0, 1.0, 0.0]]), filters_of(SamplingParams(top_k=1))
-    assert drawn_from.drawn_from(logits, draws, torch.tensor([1]), filtered=True).tolist() == [[0.0, -1.0, -INF]]
+    assert twin.drawn_from(logits, draws, torch.tensor([1]), filtered=True).tolist() == [[0.0, -1.0, -INF]]
 
 
 @pytest.mark.parametrize("top_k", [0, 3])

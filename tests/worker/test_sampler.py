@@ -13,9 +13,8 @@ from torch import Tensor
 
 from octavo.kernels.logit_edits import pack, unpack
 from octavo.kernels.reference import sampling
-from octavo.kernels.reference.logit_edits import edit_logits
 from octavo.kernels.reference.philox import uniform
-from octavo.kernels.reference.sampling import Draws, distances, draw, kept, nearest
+from octavo.kernels.reference.sampling import Draws, distances, draw, edit_logits, kept, nearest
 from octavo.messages import NoiseKey, RowWrite, StepPlan
 from octavo.sampling_params import SamplingParams
 from tests.support.sampled import Rows, Sampled, sample_rows

@@ -1,7 +1,7 @@
-"""Attention over a KV cache, in four plain steps: store new tokens, load a row's past, blank its tail, attend.
+"""Attention over a KV cache on a CPU, in four steps: store new tokens, load a row's past, zero its tail, attend.
 
-There is one `attend` and two loaders, paged and contiguous. Both hand it k and v of equal shape and strides, so with
-equal bytes in the caches the results are equal bit for bit: paging can be proven invisible.
+There is one `attend` and two loaders, paged and contiguous. Both give it k and v of equal shape and strides. With equal bytes
+in the caches, the results are then equal bit for bit, which proves that paging changes nothing. Twins of the kernels of a GPU follow.
 
     loaded   [rows, length, kv_heads, head_dim]
 
@@ -10,9 +10,14 @@ equal bytes in the caches the results are equal bit for bit: paging can be prove
     row 1    k k k k k k k k k . . . . . .        0 * NaN is not 0
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from octavo.kernels.reference.layer import rms_norm, rotate
+from octavo.kernels.share_words import IN_ALL, LINE, most_shares
 
 
 def store(buffer: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -21,12 +26,12 @@ def store(buffer: Tensor, values: Tensor, slots: Tensor) -> None:
 
 
 def load_blocks(buffer: Tensor, blocks: Tensor, num_rows: int) -> Tensor:
-    """The paged loader: whole blocks, in the order of the rows' tables; blocks is [rows * blocks_per_row]."""
+    """The paged loader: returns whole blocks, in the order of the rows' tables. blocks: [rows * blocks_per_row]"""
     return buffer.index_select(0, blocks).view(num_rows, -1, *buffer.shape[2:])
 
 
 def load_regions(buffer: Tensor, rows: Tensor, length: int) -> Tensor:
-    """The contiguous loader: the first `length` tokens of each row's own region."""
+    """The contiguous loader: returns the first `length` tokens of each row's own region."""
     return buffer.narrow(1, 0, length).index_select(0, rows)
 
 
@@ -38,7 +43,7 @@ def zero_tail(loaded: Tensor, tail: Tensor) -> Tensor:
 
 
 def causal_mask(context_len: Tensor, num_query: int, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """What to add to the scores, 0 or -inf. A row's queries are its last `num_query` positions."""
+    """Returns what to add to the scores, 0 or -inf. A row's queries are its last `num_query` positions."""
     key = torch.arange(length)
     query = context_len[:, None, None, None] - num_query + torch.arange(num_query)[:, None]  # [rows, 1, num_query, 1]
     hidden = key > query
@@ -48,7 +53,7 @@ def causal_mask(context_len: Tensor, num_query: int, length: int, window: int | 
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """q [rows, num_query, heads, head_dim] over k, v [rows, length, kv_heads, head_dim]; the result is shaped like q."""
+    """Returns attention of q [rows, num_query, heads, head_dim] over k, v [rows, length, kv_heads, head_dim], shaped like q."""
     rows, num_query, heads, head_dim = q.shape
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if num_query == 1:
@@ -58,3 +63,170 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
         return out.reshape(rows, 1, heads, head_dim)
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True)
     return out.transpose(1, 2)
+
+
+# -- twins of the kernels of a GPU
+
+
+def paged_attention(
+    q: Tensor,  # [T, heads, head_dim]
+    k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]; contiguous: [num_rows, max_len, kv_heads, head_dim]
+    v_cache: Tensor,
+    tables: Tensor,  # [R, B]; contiguous: [R, 1], the region of each row
+    query_start: Tensor,  # [R+1]
+    context_len: Tensor,  # [R]
+    scale: float,
+    out: Tensor,  # [T, heads, head_dim]
+    window: int | None = None,
+    lse: Tensor | None = None,  # [T, heads] float32
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,  # [heads]: a score that takes part in the softmax and has no value
+    slopes: Tensor | None = None,  # [heads]: ALiBi, a score loses this for each token between query and key
+) -> Tensor:
+    """Fills and returns `out`, row by row and in float32. A row's queries are the last positions of its context.
+
+    A row without context gets zeros, and -inf or the sink as its log-sum-exp.
+    """
+    for row, (start, end) in enumerate(zip(query_start.tolist(), query_start[1:].tolist())):
+        length = int(context_len[row])
+        blocks = tables[row, : -(-length // k_cache.shape[1])].long()
+        keys, values = (cache[blocks].flatten(0, 1)[:length].float() for cache in (k_cache, v_cache))  # [length, kv_heads, dim]
+        grouped = q[start:end].float().unflatten(1, (keys.shape[1], -1))  # [n, kv_heads, group, dim]
+        mask = causal_mask(torch.tensor([length]), end - start, length, window, torch.float32)[0, 0].to(q.device)  # [n, length]
+        scores = torch.einsum("nkgd,lkd->kgnl", grouped, keys) * scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        if slopes is not None:
+            key, query = torch.arange(length, device=q.device), torch.arange(length - (end - start), length, device=q.device)
+            scores += slopes.float().view(keys.shape[1], -1, 1, 1) * (key - query[:, None])
+        scores += mask
+        sums = torch.logsumexp(scores, -1, keepdim=True)  # [kv_heads, group, n, 1]
+        if sinks is not None:
+            sums = torch.logaddexp(sums, sinks.float().view(keys.shape[1], -1, 1, 1))
+        mixed = torch.einsum("kgnl,lkd->nkgd", (scores - sums).exp(), values)
+        out[start:end] = mixed.flatten(1, 2).to(out.dtype)
+        if lse is not None:
+            lse[start:end] = sums[..., 0].permute(2, 0, 1).flatten(1)
+    return out
+
+
+def write_kv(
+    qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]
+    norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k [head_dim], eps
+    cos: Tensor,  # [max_position, head_dim / 2] float32
+    sin: Tensor,
+    positions: Tensor,  # [T]
+    slots: Tensor,  # [T]
+    k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
+    v_cache: Tensor,
+) -> Tensor:
+    """Norms and rotates q and k in place and stores k and v in the cache. Returns q [T, heads, head_dim], a view of qkv."""
+    kv_heads, head_dim = k_cache.shape[2:]
+    parts = qkv.view(len(qkv), -1, head_dim)
+    heads = parts.shape[1] - 2 * kv_heads
+    q, k, v = parts[:, :heads], parts[:, heads:-kv_heads], parts[:, -kv_heads:]
+    normed_q, normed_k = q, k
+    if norms is not None:
+        normed_q, normed_k = rms_norm(q, norms[0], norms[2]), rms_norm(k, norms[1], norms[2])
+    turns = cos[positions], sin[positions]  # [T, head_dim / 2] each
+    q.copy_(rotate(normed_q, *turns))
+    k.copy_(rotate(normed_k, *turns))
+    places = slots // k_cache.shape[1], slots % k_cache.shape[1]  # a cache may be strided: there is no view of it by slots
+    k_cache[places], v_cache[places] = k, v
+    return q
+
+
+def decode_attention_parts(
+    qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim]
+    norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k [head_dim], eps
+    cos: Tensor,  # [max_position, head_dim / 2] float32
+    sin: Tensor,
+    positions: Tensor,  # [rows]
+    slots: Tensor,  # [rows]
+    tables: Tensor,  # [rows, B]
+    context_len: Tensor,  # [rows]: tokens, the new one included; 0 is padding, which writes nothing
+    k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
+    v_cache: Tensor,
+    scale: float,
+    window: int | None = None,
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Writes the cache, then attends. The first split holds all of it, the others are empty.
+
+    Returns (parts [rows, splits, heads, head_dim], their log-sum-exp [rows, splits, heads] in units of log2), both float32.
+    """
+    kv_heads, head_dim = k_cache.shape[2:]
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    parts = torch.zeros(len(qkv), splits or 1, heads, head_dim, device=qkv.device)
+    parts_lse = torch.full(parts.shape[:-1], -torch.inf, device=qkv.device)
+    rows = context_len.nonzero().squeeze(1)
+    q = write_kv(qkv[rows], norms, cos, sin, positions[rows].long(), slots[rows].long(), k_cache, v_cache)
+    out, lse = parts.new_empty(q.shape), parts.new_empty(q.shape[:2])
+    starts = torch.arange(len(rows) + 1)
+    paged_attention(q, k_cache, v_cache, tables[rows], starts, context_len[rows], scale, out, window, lse)
+    parts[rows, 0], parts_lse[rows, 0] = out, lse / math.log(2)
+    return parts, parts_lse
+
+
+def decode_shares(
+    query_start: Tensor,  # [R+1]
+    context_len: Tensor,  # [R]
+    window: int | None,
+    kv_heads: int,
+    tile: int,  # keys
+    programs: int,  # that a GPU runs at once
+    each: int,  # shares that rows are cut into for each of them, at most
+    grain: int,  # tiles of a share: as soon as there are twice as many for each program to read, there are more shares
+) -> Tensor:
+    """Returns the shares of decode attention (`kernels/share_words.py`), [lines, LINE] int32. What is not written is 0."""
+    starts, contexts = query_start.tolist(), context_len.tolist()
+    shares = torch.zeros(1 + most_shares(len(contexts), kv_heads, programs, each), LINE, dtype=torch.int32)
+    seen = {}  # tiles of a row, and its first key
+    for row, end in enumerate(contexts):
+        if starts[row + 1] - starts[row] == 1:
+            first = 0 if window is None else max(end - window, 0)
+            seen[row] = max(-(-(end - first) // tile), 1), first
+    in_all = sum(tiles for tiles, _ in seen.values()) * kv_heads
+    longest = -(-in_all // (programs * min(max(in_all // (programs * grain), 1), each)))
+    line = 1
+    for row, (tiles, first) in sorted(seen.items(), key=lambda one: -one[1][0]):
+        size = -(-tiles // -(-tiles // longest))
+        parts = -(-tiles // size)
+        for part in range(parts):
+            low = first + part * size * tile
+            for kv_head in range(kv_heads):
+                words = starts[row], row, kv_head, low, min(low + size * tile, contexts[row]), contexts[row], part, parts
+                shares[line, : len(words)] = torch.tensor(words)
+                line += 1
+    shares[0, IN_ALL] = line - 1
+    return shares.to(query_start.device)
+
+
+# -- keys and values in 8 bits: codes from -127 to 127, and one float32 scale for each head of a token
+#
+#     head    [ 0.5 -2.0  0.1  0.0 ]  ->  codes [ 32 -127  6  0 ],  scale 2.0 / 127
+#
+# The native kernels store by the same rule, so that equal numbers get equal bits. A number that is not finite makes the scale so.
+
+
+def to_codes(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns codes [T, kv_heads, head_dim] and scales [T, kv_heads] of values [T, kv_heads, head_dim]."""
+    wide = values.float()
+    largest = wide.abs().amax(-1)
+    inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)  # 127 / largest would be a rounded reciprocal, times 127
+    codes = (wide * inverse.unsqueeze(-1)).round_().nan_to_num_(0, 0, 0)
+    return codes.to(torch.int8), largest / 127
+
+
+def from_codes(codes: Tensor, scale: Tensor) -> Tensor:
+    return codes.float().mul_(scale.unsqueeze(-1))
+
+
+# -- whole blocks
+
+
+def copy_blocks(buffers: list[Tensor], pairs: list[tuple[int, int]]) -> None:
+    """Copies block `source` onto block `target` for every pair, all reads before any write. buffers: each [num_blocks, ...]"""
+    sources, targets = torch.tensor(pairs).unbind(1)
+    for buffer in buffers:
+        buffer[targets] = buffer[sources]

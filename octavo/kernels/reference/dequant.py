@@ -1,4 +1,4 @@
-"""GGML's groups of quantised numbers, back to float32. Here the kinds in groups of 32; the K kinds are in `dequant_k`.
+"""GGML's groups of quantised numbers, back to float32. These are the kinds in groups of 32; K kinds are drawn further down.
 
     Q4_0: 18 bytes    scale f16 | 16 code pairs                          x = scale * (code - 8)
     Q4_1: 20 bytes    scale f16 | offset f16 | 16 code pairs             x = scale * code + offset
@@ -14,23 +14,38 @@ wherever it is computed, with a fused multiply-add or without.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference.dequant_k import K_KINDS, Parts, half
-
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+class Parts(NamedTuple):
+    """What quantised numbers are made of: x = scale * (code - middle) + offset."""
+
+    codes: Tensor  # [groups, numbers] uint8, a copy: may be written
+    middle: int
+    scale: Tensor  # [groups, runs] float32: a run is as many numbers as share a scale
+    offset: Tensor | None  # [groups, runs] float32, where it is not zero
+
+
+def half(two_bytes: Tensor) -> Tensor:
+    return two_bytes.view(torch.float16).float()  # [groups, 1]
+
+
+# -- kinds in groups of 32
+
+
 def _pairs(groups: Tensor) -> Tensor:
-    """The codes in the last 16 bytes of each group."""
+    """Returns the codes in the last 16 bytes of each group."""
     low, high = groups & 15, groups >> 4  # of the scales too: a pass over contiguous bytes is faster than one that skips some
     return torch.cat([low[:, -16:], high[:, -16:]], dim=-1)  # [groups, 32]
 
 
 def _pairs_and_top_bits(groups: Tensor) -> Tensor:
-    """Codes of 5 bits: 4 in the last 16 bytes of each group, the top one in the 4 bytes before them."""
+    """Returns codes of 5 bits: 4 are in the last 16 bytes of each group, the top one is in the 4 bytes before them."""
     spread = (torch.arange(256).unsqueeze(-1) >> torch.arange(8) & 1).to(torch.uint8) << 4  # [256, 8]: by byte, its 8 bits, each as a 16
     spread = spread.view(torch.int64).squeeze(-1)  # [256]: 8 codes are looked up at once
     top = spread[groups[:, -20:-16].int()].view(torch.uint8)  # [groups, 32]
@@ -57,21 +72,92 @@ def _q8_0(groups: Tensor) -> Parts:
     return Parts(groups[:, 2:] ^ 128, 128, half(groups[:, :2]), None)  # signed codes, from 128 on
 
 
+# -- K kinds: groups of 256 numbers in 8 or 16 runs, each run with a small integer scale of its own
+#
+#     Q2_K:  84 bytes    16 x (scale 4 bits, offset 4 bits) | codes 64 | d f16 | m f16
+#     Q3_K: 110 bytes    top bits of codes 32 | codes 64 | 16 scales of 6 bits 12 | d f16
+#     Q4_K: 144 bytes    d f16 | m f16 | 8 scales and 8 offsets of 6 bits 12 | codes 128
+#     Q5_K: 176 bytes    d f16 | m f16 | 8 scales and 8 offsets of 6 bits 12 | top bits of codes 32 | codes 128
+#     Q6_K: 210 bytes    codes 128 | top bits of codes 64 | 16 scales i8 | d f16
+#
+#     Q2_K, Q4_K, Q5_K:  x = (d * scale) * code - (m * offset)        Q3_K, Q6_K:  x = (d * scale) * (code - middle)
+#
+# A byte holds the codes of numbers 32 (in Q6_K: 64) apart: the lowest bits of a row of bytes are one stretch of numbers, the
+# next bits the next stretch. d, scale and code have at most 11 + 7 + 5 significant bits, so every product is exact in float32.
+
+
+def unpack(packed: Tensor, bits: int, row: int) -> Tensor:
+    """Returns fields of `bits` bits in their order: the lowest fields of the first `row` bytes, their next fields, ..., the next row."""
+    words = packed.flatten().view(torch.int32).view(packed.shape[0], -1, row // 4)  # four bytes at once
+    mask = 0x01010101 * ((1 << bits) - 1)
+    fields = [(words >> shift).bitwise_and_(mask) for shift in range(0, 8, bits)]
+    return torch.stack(fields, dim=2).view(torch.uint8).flatten(1)  # [groups, rows, fields, row]
+
+
+def _q2_k(groups: Tensor) -> Parts:
+    scales, offsets = groups[:, :16] & 15, groups[:, :16] >> 4
+    codes = unpack(groups[:, 16:80], 2, row=32)
+    return Parts(codes, 0, half(groups[:, 80:82]) * scales, -half(groups[:, 82:]) * offsets)
+
+
+def _q3_k(groups: Tensor) -> Parts:
+    codes = unpack(groups[:, 32:96], 2, row=32)
+    codes |= unpack(groups[:, :32], 1, row=32).bitwise_left_shift_(2)
+    scales = unpack(groups[:, 96:104], 4, row=8) | unpack(groups[:, 104:108], 2, row=4) << 4  # [groups, 16]
+    return Parts(codes, 4, half(groups[:, 108:]) * (scales.view(torch.int8) - 32), None)
+
+
+def _scales_and_offsets(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns scales and offsets out of 12 bytes of Q4_K or Q5_K, which are three rows of four.
+
+    The low 6 bits of the first row are scales 0..3, of the second offsets 0..3. Scales 4..7 are the low halves of the third
+    row and offsets 4..7 its high halves, both topped by the 2 bits that are left in the row of their kind.
+    """
+    first, second, third = packed.split(4, dim=-1)  # [groups, 4] each
+    scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], dim=-1)  # [groups, 8]
+    offsets = torch.cat([second & 63, third >> 4 | second >> 6 << 4], dim=-1)
+    return scales, offsets
+
+
+def _q45_k(groups: Tensor, codes: Tensor) -> Parts:
+    scales, offsets = _scales_and_offsets(groups[:, 4:16])
+    return Parts(codes, 0, half(groups[:, :2]) * scales, -half(groups[:, 2:4]) * offsets)
+
+
+def _q4_k(groups: Tensor) -> Parts:
+    return _q45_k(groups, unpack(groups[:, 16:], 4, row=32))
+
+
+def _q5_k(groups: Tensor) -> Parts:
+    codes = unpack(groups[:, 48:], 4, row=32)
+    codes |= unpack(groups[:, 16:48], 1, row=32).bitwise_left_shift_(4)
+    return _q45_k(groups, codes)
+
+
+def _q6_k(groups: Tensor) -> Parts:
+    codes = unpack(groups[:, :128], 4, row=64)
+    codes |= unpack(groups[:, 128:192], 2, row=32).bitwise_left_shift_(4)
+    return Parts(codes, 32, half(groups[:, 208:]) * groups[:, 192:208].view(torch.int8), None)
+
+
+# -- all kinds
+
 # By kind: bytes a group, and groups [groups, bytes] to their parts
 QUANTISED: dict[str, tuple[int, Callable[[Tensor], Parts]]] = {
-    "Q4_0": (18, _q4_0), "Q4_1": (20, _q4_1), "Q5_0": (22, _q5_0), "Q5_1": (24, _q5_1), "Q8_0": (34, _q8_0), **K_KINDS,
+    "Q4_0": (18, _q4_0), "Q4_1": (20, _q4_1), "Q5_0": (22, _q5_0), "Q5_1": (24, _q5_1), "Q8_0": (34, _q8_0),
+    "Q2_K": (84, _q2_k), "Q3_K": (110, _q3_k), "Q4_K": (144, _q4_k), "Q5_K": (176, _q5_k), "Q6_K": (210, _q6_k),
 }  # fmt: skip
 SUPPORTED_KINDS = (*DENSE, *QUANTISED)
 
 
 def take_apart(raw: Tensor, kind: str) -> Parts:
-    """The parts of the quantised numbers that the bytes `raw` (uint8, contiguous) hold as `kind`."""
+    """Returns the parts of the quantised numbers that the bytes `raw` (uint8, contiguous) hold as `kind`."""
     group_bytes, parts = QUANTISED[kind]
     return parts(raw.view(-1, group_bytes))
 
 
 def dequantize(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Tensor:
-    """The float32 tensor of `shape` that the bytes `raw` (uint8, contiguous) hold as `kind`."""
+    """Returns the float32 tensor of `shape` that the bytes `raw` (uint8, contiguous) hold as `kind`."""
     if kind in DENSE:
         return raw.view(DENSE[kind]).float().view(shape)
     codes, middle, scale, offset = take_apart(raw, kind)

@@ -23,7 +23,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """The four words of each counter under its key; all are 32-bit words in int64, of shapes that broadcast."""
+    """Returns the four words of each counter under its key. All are 32-bit words in int64, of shapes that broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -36,9 +36,9 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 
 def uniform(noise: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """Noise for every token of the vocabulary, strictly inside (0, 1).
+    """Returns noise for every token of the vocabulary, strictly inside (0, 1), [S, vocab] float32.
 
-    noise: [S, 4] (key0, key1, stream, high); positions: [S]; returns [S, vocab] float32
+    noise: [S, 4] (key0, key1, stream, high); positions: [S]
     """
     quads = torch.arange((vocab + LANES - 1) // LANES, device=noise.device).unsqueeze(0)  # [1, quads]
     out = torch.empty(len(noise), quads.shape[1], LANES, device=noise.device)  # [S, quads, lanes]
@@ -51,7 +51,7 @@ def uniform(noise: Tensor, positions: Tensor, vocab: int) -> Tensor:
 
 
 def uniform_at(noise: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """The same numbers for chosen tokens only. tokens: [S, K]; returns [S, K] float32"""
+    """Returns the same numbers for chosen tokens only, [S, K] float32. tokens: [S, K]"""
     words = torch.stack(_words(noise, positions, tokens // LANES), dim=-1)  # [S, K, lanes]
     word = words.gather(-1, (tokens % LANES).unsqueeze(-1)).squeeze(-1)
     return _open_unit((word >> 9).to(torch.float32))

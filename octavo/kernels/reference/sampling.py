@@ -1,8 +1,7 @@
-"""Drawing a token: argmax of scaled logits plus Gumbel noise, over what min-p, top-k and top-p leave.
+"""Draws a token: argmax of scaled logits plus Gumbel noise, over what min-p, top-k and top-p leave.
 
-Each row is seen as distances from its best token, d = (max - logit) / temperature, and one order: (d, id). Every filter
-keeps a beginning of that order, so no filter needs more than the few best tokens, and where it cuts, equal logits go to
-the lower id:
+A row becomes distances from its best token, d = (max - logit) / temperature, in one order: (d, id). Every filter keeps the
+beginning of that order, so no filter needs more than the few best tokens. If it cuts between equal logits, the lower id stays:
 
     d       0.0   0.3   0.3   1.2   4.0  ...        min-p   exp(-d) >= min_p
     id       17     4    90     2    33  ...        top-k   the first k of those
@@ -13,12 +12,14 @@ summed as integers, so the sum does not depend on shape, threads or device. The 
 that row's arguments.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.kernels.logit_edits import LogitEdits
 from octavo.kernels.reference.philox import LOW32, uniform, uniform_at
 
 NARROW = 1024
@@ -44,7 +45,7 @@ class Draws:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Where the id of each row stands, and the best of the row: all that logprobs are made of."""
+    """Where the id of each row stands, and the best of the row. Logprobs are computed from this."""
 
     chosen: Tensor  # [S]: distance of the id from the best
     ranks: Tensor  # [S], from 1
@@ -54,7 +55,7 @@ class Ranking:
 
 
 def draw(logits: Tensor, draws: Draws) -> Tensor:
-    """One id a row. logits: [S, V]; returns [S] int64"""
+    """Returns one id a row, [S] int64. logits: [S, V]"""
     logits, vocab = logits.float(), logits.shape[1]
     draws = replace(draws, noise=draws.noise.long() & LOW32, positions=draws.positions.long())  # words of 32 bits have no sign here
     distance = distances(logits, draws.temperature)
@@ -72,14 +73,14 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
 
 
 def rank(logits: Tensor, ids: Tensor, count: int) -> Ranking:
-    """Where each row's id stands, and the row's `count` best. logits: [S, V]; ids: [S]"""
+    """Returns where each row's id stands, and the row's `count` best. logits: [S, V]; ids: [S]"""
     distance = distances(logits.float(), torch.ones(len(ids)))  # [S, V]
     chosen = distance.gather(1, ids[:, None].long())  # [S, 1]
     return Ranking(chosen.squeeze(1), (distance < chosen).sum(1) + 1, mass(distance).sum(1), *nearest(distance, count))
 
 
 def sample(logits: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor) -> Tensor:
-    """One id a row, [S] int64, with no filter: argmax at temperature 0, else with noise. noise: [S, 4]; positions: [S]"""
+    """Returns one id a row, [S] int64, without a filter: argmax at temperature 0, else with noise. noise: [S, 4]; positions: [S]"""
     logits, warm = logits.float(), temperature > 0
     best = logits.argmax(-1)
     if warm.any():
@@ -90,16 +91,16 @@ def sample(logits: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor
 
 
 def distances(logits: Tensor, temperature: Tensor) -> Tensor:
-    """How far each token lies below the best of its row: 0 or more, so no temperature can overflow the best one. [S, V]"""
+    """Returns how far each token lies below the best of its row, [S, V]: 0 or more, so no temperature can overflow the best one."""
     limits = torch.finfo(torch.float32)
     scale = temperature.clamp(limits.tiny, limits.max).unsqueeze(-1)
     return (logits.amax(-1, keepdim=True) - logits).div_(scale).abs_()  # zeros of two signs can leave a -0.0
 
 
 def nearest(distance: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The best tokens in the order (distance, id), lowest first: (distances, ids), each [S, count], or [S, V] if that is less.
+    """Returns the best tokens in the order (distance, id): (distances, ids), each [S, count], or [S, V] if that is less.
 
-    The bits of a float that is not negative order like the float; with the id below them, no two keys are equal.
+    Floats of 0 or more are in the same order as their bits. With the id in the bits below, no two keys are equal.
     """
     if distance.is_cuda:
         near, order = distance.sort(dim=-1, stable=True)  # equals stay in the order of their ids
@@ -113,7 +114,7 @@ def nearest(distance: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def mass(distance: Tensor) -> Tensor:
-    """exp(-distance) in fixed point, int64."""
+    """Returns exp(-distance) in fixed point, int64."""
     return (torch.exp(-distance) * ONE).to(torch.int64)
 
 
@@ -123,7 +124,7 @@ def _draw_plain(distance: Tensor, draws: Draws) -> Tensor:
 
 
 def _draw_ordered(distance: Tensor, draws: Draws, width: int) -> Tensor:
-    """Draws among the `width` best; -1 for a row whose cut may lie beyond them."""
+    """Draws among the `width` best. Returns -1 for a row whose cut may lie beyond them."""
     near, ids = nearest(distance, width)
     keep = kept(near, distance, draws)
     vocab = distance.shape[1]
@@ -140,7 +141,7 @@ def _draw_ordered(distance: Tensor, draws: Draws, width: int) -> Tensor:
 
 
 def kept(near: Tensor, distance: Tensor, draws: Draws) -> Tensor:
-    """Which of the ordered tokens pass the filters. near: [S, width]; returns bool [S, width]"""
+    """Returns which of the ordered tokens pass the filters, bool [S, width]. near: [S, width]"""
     floor = (draws.min_p.double() * ONE).to(torch.int64).unsqueeze(-1)
     top_k, top_p = draws.top_k.unsqueeze(-1), draws.top_p.double().unsqueeze(-1)
     masses = mass(near)
@@ -159,3 +160,107 @@ def kept(near: Tensor, distance: Tensor, draws: Draws) -> Tensor:
 
 def _gumbel(noise: Tensor) -> Tensor:
     return noise.log_().neg_().log_().neg_()
+
+
+# -- what a request asks to be done to its logits: allowed ids, bans, bias, penalties, in this order
+#
+# A row's newest id is provisional: it was drawn from the same logits before they were edited. Only the ids before it count.
+
+
+def edit_logits(
+    logits: Tensor,  # [P, V]
+    entries: list[int],  # which of these
+    rows: list[int],  # the row of each
+    edits: list[LogitEdits],  # what each asks for
+    token_ids: Tensor,  # [rows, positions]
+    num_tokens: Tensor,  # [rows], the provisional one among them
+    num_prompt: Tensor,  # [rows]
+) -> Tensor:
+    """Returns the edited logits of the entries, [len(entries), V] float32."""
+    scores = logits[entries].float()  # a copy
+    for score, row, asked in zip(scores, rows, edits, strict=True):
+        ids = token_ids[row, : int(num_tokens[row]) - 1]
+        _edit(score, ids, ids[int(num_prompt[row]) :], asked)
+    return scores
+
+
+def _edit(scores: Tensor, ids: Tensor, output: Tensor, edits: LogitEdits) -> None:
+    """Changes scores in place. scores: [V]; ids: prompt and output; output: its end alone"""
+    if edits.allowed:
+        kept = scores[edits.allowed_ids]
+        scores.fill_(-torch.inf)
+        scores[edits.allowed_ids] = kept
+    banned = _word_ends(edits, output) | (edits.end_ids if len(output) < edits.min_tokens else frozenset())
+    if banned and (not edits.allowed or not edits.allowed <= banned):  # else nothing would be left
+        scores[list(banned)] = -torch.inf
+    if len(edits.bias_ids):
+        scores[edits.bias_ids] += edits.biases
+    if edits.repetition != 1:
+        seen = scores[ids]
+        scores[ids] = torch.where(seen > 0, seen / edits.repetition, seen * edits.repetition)  # an id met twice is written twice, alike
+    if edits.frequency != 0 or edits.presence != 0:
+        met, counts = output.unique(return_counts=True)
+        scores[met] -= edits.frequency * counts + edits.presence
+
+
+def _word_ends(edits: LogitEdits, output: Tensor) -> frozenset[int]:
+    """Returns the ids that would complete a bad word: all but its last stand at the end of the output."""
+    tail = output[max(len(output) - edits.longest_word + 1, 0) :].tolist() if edits.longest_word > 1 else []
+    words = edits.longer_words.get(tail[-1], ()) if tail else ()
+    ends = {word[-1] for word in words if len(word) <= len(tail) + 1 and tail[len(tail) - len(word) + 1 :] == word[:-1]}
+    return edits.single_words.union(ends)
+
+
+# -- processed logprobs: the rank of each id among the logits it was drawn from; torch's operations alone, so no device has to wait
+#
+#     edited logits -> over the temperature -> -inf where min-p, top-k or top-p cut -> where the id stands among them
+#
+# A greedy row has a temperature of 0: nothing is scaled or cut.
+
+LOGITS_AT_ONCE = 2**20  # ordering them takes some 45 bytes for each
+
+
+def rank_drawn(
+    scores: Callable[[slice], Tensor],  # adjusted logits of some rows, [n, V]: they are made a few rows at a time
+    vocab_size: int,
+    draws: Draws,
+    ids: Tensor,  # [S]
+    filtered: bool,  # whether any row has a filter
+    rank: Callable[[Tensor, Tensor], Ranking],
+) -> Ranking:
+    size = max(LOGITS_AT_ONCE // vocab_size, 1)
+    parts = [slice(start, start + size) for start in range(0, len(ids), size)]
+    found = [rank(drawn_from(scores(part), draws.take(part), ids[part], filtered), ids[part]) for part in parts]
+    return Ranking(*(torch.cat([getattr(one, each.name) for one in found]) for each in fields(Ranking)))
+
+
+def drawn_from(logits: Tensor, draws: Draws, ids: Tensor, filtered: bool) -> Tensor:
+    """Returns what each id was drawn from, as logits [S, V] float32. The best of a row is 0.
+
+    The id itself is never cut. The kernel that drew it may round differently where a filter ends; and if all ids were banned,
+    the drawn id is the only one left.
+    """
+    greedy, place = draws.temperature == 0, ids.unsqueeze(1).long()
+    distance = distances(logits.float(), torch.where(greedy, 1.0, draws.temperature)).nan_to_num_(torch.inf, torch.inf)
+    chosen = distance.gather(1, place)
+    distance.scatter_(1, place, torch.where(chosen < torch.inf, chosen, 0.0))
+    if filtered:
+        filters = {name: torch.where(greedy, off, getattr(draws, name)) for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))}
+        near, order = nearest(distance, distance.shape[1])
+        keep = kept(near, distance, replace(draws, **filters))
+        cut = torch.empty_like(keep).scatter_(1, order, ~keep).scatter_(1, place, False)
+        distance.masked_fill_(cut, torch.inf)
+    return distance.neg_()
+
+
+# -- masks of bits, from a grammar
+
+
+def mask_logits(logits: Tensor, words: Tensor) -> Tensor:
+    """Returns a copy of logits [n, V] with -inf where an id's bit is not set. words: [n, W] int32, least significant bit first"""
+    if logits.is_cuda:
+        places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+        bits = ((words.view(torch.uint8).unsqueeze(-1) >> places) & 1).flatten(1)  # [n, 32 * W]
+    else:
+        bits = torch.from_numpy(np.unpackbits(words.numpy().view(np.uint8), axis=1, bitorder="little"))
+    return logits.masked_fill(bits[:, : logits.shape[1]] == 0, -torch.inf)

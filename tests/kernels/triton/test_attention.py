@@ -9,8 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from octavo.kernels.reference import decode_shares as plain_shares
-from octavo.kernels.reference import paged_attention as plain
+from octavo.kernels.reference import attention as plain_attention
 from octavo.kernels.share_words import ARRIVED, IN_ALL, PARTS
 from octavo.kernels.triton.attention.decode_shares import decode_shares
 from octavo.kernels.triton.attention.paged_attention import paged_attention, shares_of
@@ -83,7 +82,7 @@ class Caches:
     def exact(self, **options: Any) -> tuple[Tensor, Tensor]:
         out, lse = self.poison()
         rows = self.tables, self.query_start, self.context_len
-        return plain.paged_attention(self.q, *self.paged, *rows, self.scale, out, lse=lse, **options), lse
+        return plain_attention.paged_attention(self.q, *self.paged, *rows, self.scale, out, lse=lse, **options), lse
 
     def poison(self) -> tuple[Tensor, Tensor]:
         shape = self.q.shape
@@ -167,7 +166,7 @@ def test_shares_are_those_of_the_twin(mix: Mix, window: int | None, programs: in
     query_start = torch.tensor([0, *(queries for queries, _ in mix)], device=device, dtype=torch.int32).cumsum(0)
     context_len = torch.tensor([max(queries, context) for queries, context in mix], device=device, dtype=torch.int32)
     asked = query_start, context_len, window, KV_HEADS, 16, programs, each, grain
-    got, exact = decode_shares(*asked), plain_shares.decode_shares(*asked)
+    got, exact = decode_shares(*asked), plain_attention.decode_shares(*asked)
     assert got.shape == exact.shape and got[0, IN_ALL] == exact[0, IN_ALL]
     written = slice(1, 1 + int(exact[0, IN_ALL]))
     assert torch.equal(got[written, : ARRIVED + 1], exact[written, : ARRIVED + 1])

@@ -12,10 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from octavo.kernels.drawn_from import rank_drawn
 from octavo.kernels.reference import sampling as twin
 from octavo.kernels.reference.philox import uniform
-from octavo.kernels.reference.sampling import Draws
+from octavo.kernels.reference.sampling import Draws, rank_drawn
 from octavo.kernels.triton.sampling import rank as ranking
 from octavo.kernels.triton.sampling.distances import CAPACITY, GROUP, TILE
 from octavo.kernels.triton.sampling.draw import draw

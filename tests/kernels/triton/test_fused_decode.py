@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference import fused_decode as plain
-from octavo.kernels.reference import gemv as plain_products
+from octavo.kernels.reference import attention as plain
+from octavo.kernels.reference import layer as plain_products
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.gemv.products import merge_linear, merge_parts
 from octavo.kernels.triton.gemv.tiles import GEMV_ROWS, DecodeTiles, decode_tiles

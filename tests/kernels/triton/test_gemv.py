@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference import gemv as plain
+from octavo.kernels.reference import layer as plain
 from octavo.kernels.triton.gemv import products
 from octavo.kernels.triton.gemv.tiles import GEMV_ROWS, ProductTiles
 

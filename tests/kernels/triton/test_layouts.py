@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo.kernels.cache_layout import Layout, empty_cache, tokens_together
-from octavo.kernels.reference import copy_blocks as plain_copy
-from octavo.kernels.reference import fused_decode as plain_few
-from octavo.kernels.reference import paged_attention as plain_attention
-from octavo.kernels.reference import write_kv as plain_write
+from octavo.kernels.reference import attention as plain_attention
 from octavo.kernels.triton.attention import fused_decode
 from octavo.kernels.triton.attention import paged_attention as attention
 from octavo.kernels.triton.attention.tiles import Tiles
@@ -22,7 +19,7 @@ from octavo.kernels.triton.step import copy_blocks, write_kv
 DIM = 16
 SMALL = Tiles(keys=16, warps=4, stages=2, queries=32)
 KERNELS = SimpleNamespace(write=write_kv, copy=copy_blocks, attend=attention, few=fused_decode, options={"tiles": SMALL})
-TWINS = SimpleNamespace(write=plain_write, copy=plain_copy, attend=plain_attention, few=plain_few, options={})
+TWINS = SimpleNamespace(write=plain_attention, copy=plain_attention, attend=plain_attention, few=plain_attention, options={})
 
 CASES = st.fixed_dictionaries(
     {

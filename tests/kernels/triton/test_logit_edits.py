@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels.logit_edits import pack, unpack
-from octavo.kernels.reference import logit_edits as twin
+from octavo.kernels.reference import sampling as twin
 from octavo.kernels.triton.sampling import logit_edits as kernels
 from tests.support.asking import Asked, asking
 

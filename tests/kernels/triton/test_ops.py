@@ -4,10 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.kernels.reference import activation as plain_activation
-from octavo.kernels.reference import copy_blocks as plain_copy
-from octavo.kernels.reference import norm as plain_norm
-from octavo.kernels.reference import write_kv as plain_write
+from octavo.kernels.reference import attention as plain_attention
+from octavo.kernels.reference import layer as plain_layer
 from octavo.kernels.triton.step.activation import silu_and_mul
 from octavo.kernels.triton.step.copy_blocks import copy_blocks
 from octavo.kernels.triton.step.norm import add_rms_norm
@@ -34,7 +32,7 @@ def test_write_kv_writes_the_named_slots_and_no_others(dtype: torch.dtype, heads
     norms = (random(device, dtype, dim), random(device, dtype, dim + 1)[1:], 1e-5) if norm else None
     positions, slots = torch.tensor([3, 63, 0, 17, 0], device=device), torch.tensor([9, 40, 11, 31, 0], device=device)  # 0: padding
     results = []
-    for write in (write_kv, plain_write.write_kv):
+    for write in (write_kv, plain_attention.write_kv):
         qkv = random(device, dtype, tokens, (heads + 2 * kv_heads) * dim)
         caches = [torch.full((6, 8, kv_heads, dim), torch.nan, device=device, dtype=dtype) for _ in "kv"]
         q = write(qkv, norms, angle.cos(), angle.sin(), positions, slots, *caches)
@@ -48,7 +46,7 @@ def test_write_kv_writes_the_named_slots_and_no_others(dtype: torch.dtype, heads
 @DTYPES
 def test_add_rms_norm(dtype: torch.dtype, size: int, device: str) -> None:
     x, residual, weight = random(device, dtype, 3, size), random(device, dtype, 3, size) * 3, random(device, dtype, size)
-    got, exact = add_rms_norm(x, residual, weight, 1e-5), plain_norm.add_rms_norm(x, residual, weight, 1e-5)
+    got, exact = add_rms_norm(x, residual, weight, 1e-5), plain_layer.add_rms_norm(x, residual, weight, 1e-5)
     assert_near(got[0], exact[0])
     assert torch.equal(got[1], exact[1])
 
@@ -58,7 +56,7 @@ def test_add_rms_norm(dtype: torch.dtype, size: int, device: str) -> None:
 def test_silu_and_mul(dtype: torch.dtype, size: int, device: str) -> None:
     x = random(device, dtype, 3, 2 * size) * 4
     x[0, 0], x[1, 0] = -200, 200  # whose exponentials no float32 holds
-    assert_near(silu_and_mul(x), plain_activation.silu_and_mul(x))
+    assert_near(silu_and_mul(x), plain_layer.silu_and_mul(x))
 
 
 def test_no_rows_are_no_work(device: str) -> None:
@@ -73,5 +71,5 @@ def test_copies_read_before_they_write_in_every_buffer(pairs: list[tuple[int, in
         buffers = [random(device, dtype, *shape) for dtype in (torch.bfloat16, torch.float16, torch.bfloat16)]
         expected = [buffer.clone() for buffer in buffers]
         copy_blocks(buffers, pairs)
-        plain_copy.copy_blocks(expected, pairs)
+        plain_attention.copy_blocks(expected, pairs)
         assert all(map(torch.equal, buffers, expected))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.device_codes import DeviceCodes, block_size, zero_codes
-from octavo.kernels.reference import packed as plain
+from octavo.kernels.reference import layer as plain
 from octavo.kernels.triton.packed import products as packed
 from octavo.kernels.triton.packed.precompile import PackedShape, packed_calls
 from octavo.kernels.triton.packed.rules import GEMM_ROWS, Gemm, Gemv, SmallGemm

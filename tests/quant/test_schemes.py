@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.kernels.reference.packed import packed_linear, unpack
-from octavo.quant import device_packed
-from octavo.quant.device_packed import repack
-from octavo.quant.groups import GROUPS
+from octavo.kernels.reference.layer import packed_linear, unpack
+from octavo.quant import schemes
 from octavo.quant.packed import PackedWeight
+from octavo.quant.quant_config import GROUPS
+from octavo.quant.schemes import repack
 from tests.quant.test_packed import make, shuffled
 
 CPU = torch.device("cpu")
@@ -49,5 +49,5 @@ def test_codes_take_their_bits_and_rows_less_than_a_block_more(packed: PackedWei
 def test_repacking_in_pieces_is_repacking(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = make(50, 96, 4, 32, seed=3)
     whole = repack(packed, CPU)
-    monkeypatch.setattr(device_packed, "CHUNK", 700)
+    monkeypatch.setattr(schemes, "CHUNK", 700)
     assert torch.equal(repack(packed, CPU).words, whole.words)

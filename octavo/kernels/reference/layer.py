@@ -1,0 +1,136 @@
+"""What a layer computes beside attention, in plain torch: norm, rotation, gate, and products of a few rows or of packed codes.
+
+A kernel of a GPU does several of these steps at once. Its twin here has the same name and arguments and does them one by one.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.kernels.device_codes import WORD_BITS, DeviceCodes
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
+
+    The mean is taken in float32 whatever x is, and x is rounded back to its own dtype before the weight multiplies it. Published
+    models were trained in this order.
+    """
+    wide = x.float()
+    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * inverse).to(x.dtype) * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Adds x to the residual stream and normalises the sum. Returns (normed, new residual)."""
+    residual = residual + x
+    return rms_norm(residual, weight, eps), residual
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Returns x [T, heads, head_dim] with each head turned to its token's position.
+
+    Dimensions i and i + head_dim/2 of a head are one point, which is turned by an angle:
+
+        head   [ x0 x1 x2 x3 | y0 y1 y2 y3 ]        (xi, yi) -> (xi cos - yi sin, yi cos + xi sin)
+
+    cos and sin: [T, head_dim / 2] float32, of the positions of these tokens
+    """
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """Returns silu(gate) * up [T, size], the gate of a SwiGLU MLP. x: [T, 2 * size], gate then up"""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+# -- products of a few rows, each with the step before or after it
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns x W^T [rows, out]. x: [rows, in]; weight: [out, in]"""
+    return F.linear(x, weight, bias)
+
+
+def norm_linear(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns (rms_norm(x + residual) W^T, the new residual)."""
+    normed, stream = add_rms_norm(x, residual, norm_weight, eps)
+    return F.linear(normed, weight, bias), stream
+
+
+def head(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (logits, the normed rows they were made of)."""
+    hidden, _ = add_rms_norm(x, residual, norm_weight, eps)
+    return F.linear(hidden, weight), hidden
+
+
+def gate_up(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (silu(gate) * up of rms_norm(x + residual), the new residual). weight: [2 * size, in], gate over up"""
+    product, stream = norm_linear(x, residual, norm_weight, eps, weight)
+    return silu_and_mul(product), stream
+
+
+def merge_linear(
+    parts: Tensor,  # [rows, splits, heads, head_dim] float32
+    parts_lse: Tensor,  # [rows, splits, heads], in units of log2; -inf: nothing, and the part is not read
+    weight: Tensor,  # [out, heads * head_dim]
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Returns the merged parts times W^T, [rows, out]."""
+    return F.linear(merge_parts(parts, parts_lse, weight.dtype), weight, bias)
+
+
+def merge_parts(parts: Tensor, parts_lse: Tensor, dtype: torch.dtype) -> Tensor:
+    """Merges parts [rows, splits, heads, head_dim] of attention. Returns [rows, heads * head_dim]."""
+    seen = (parts_lse > -torch.inf).unsqueeze(-1)
+    weights = torch.softmax(parts_lse.nan_to_num(neginf=-1e30) * math.log(2), 1).unsqueeze(-1)
+    mixed = torch.where(seen, parts * weights, 0).sum(1)  # [rows, heads, head_dim]
+    return mixed.flatten(1).to(dtype)
+
+
+# -- products with packed codes: all weights are unpacked first
+
+
+def packed_linear(x: Tensor, weight: DeviceCodes, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Returns x W^T [rows, out], in `out` if that is given. x: [rows, in]"""
+    product = F.linear(x, unpack(weight, x.dtype), bias)
+    return product if out is None else out.copy_(product)
+
+
+def packed_gate_up(x: Tensor, weight: DeviceCodes) -> Tensor:
+    """Returns silu(gate) * up. The weight has the rows of gate, then those of up."""
+    return silu_and_mul(packed_linear(x, weight))
+
+
+def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
+    """Returns all rows, or those of an index [count], as weights [count, in], with columns in their original order."""
+    words, pairs = (weight.words, weight.scales) if rows is None else (weight.words[rows], weight.scales[rows])
+    halves = pairs.view(torch.float16).view(*pairs.shape, 2).float().repeat_interleave(weight.group, dim=1)  # [count, columns, 2]
+    codes = unpack_words(words, weight.bits, weight.span)
+    scale, offset = halves[:, : codes.shape[1]].unbind(-1)
+    values = ((scale * codes + offset) * weight.factor).to(dtype)[:, : weight.size]
+    return values.contiguous() if weight.order is None else torch.empty_like(values).index_copy_(1, weight.order, values)
+
+
+def unpack_words(words: Tensor, bits: int, span: int) -> Tensor:
+    """Returns the codes [n, columns] int32 in words [n, blocks * span] int16."""
+    wide = words.int().unflatten(1, (-1, 4, 2, span // 16, 2)).transpose(2, 4).flatten(2)  # [n, blocks, span], by columns
+    spans = [wide >> shift & (1 << bits) - 1 for shift in range(0, WORD_BITS, bits)]
+    return torch.stack(spans, dim=2).flatten(1)
+
+
+def pack_words(codes: Tensor, bits: int, span: int) -> Tensor:
+    """Returns words [n, blocks * span] int16 of codes [n, columns] uint8. Columns must be whole blocks."""
+    spans = codes.unflatten(1, (-1, WORD_BITS // bits, span))  # [n, blocks, spans, span]
+    words = torch.zeros(len(codes), spans.shape[1], span, dtype=torch.int32, device=codes.device)
+    for index in range(WORD_BITS // bits):
+        words |= spans[:, :, index].int() << bits * index
+    by_thread: Tensor = words.to(torch.int16).unflatten(2, (span // 16, 2, 4, 2)).transpose(2, 4)
+    return by_thread.flatten(1)

@@ -1,0 +1,197 @@
+"""AWQ and GPTQ checkpoints. Both store codes in 32-bit words, in tensors that belong to a module by their names.
+
+    MODULE.qweight   codes          MODULE.scales   one for each group of input columns and output row
+    MODULE.qzeros    zeros          w = scale * (code - zero)
+
+The first code of a word is in its lowest bits. `fold` brings a weight into the packed form (`packed.py`): codes and scales stay
+as they are, and the offset is -scale * zero. float16 holds that exactly if the zero is 0 or a power of two, as in symmetric
+checkpoints; otherwise it is off by at most 2^-11 of itself.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from octavo.errors import LoadError
+from octavo.quant.packed import PackedWeight, pack
+from octavo.quant.quant_config import QuantConfig, whole_group
+
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Described(Protocol):
+    """A tensor, or what a file's header says of one, so that sizes can be checked before anything is read."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+Known = TypeVar("Known", bound=Described)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The sizes that the tensors of a module agree on."""
+
+    n: int
+    k: int
+    group_size: int  # as published: columns that share a scale
+    group: int  # in the packed form: a published group is made of whole ones
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ZeroPointWeight:
+    """w[row, order[j]] = scale[row, j // group] * (codes[row, j] - zero[row, j // group])"""
+
+    name: str  # of the module
+    bits: int
+    codes: Tensor  # [n, k] uint8
+    scale: Tensor  # [n, k / group] float32
+    zero: Tensor  # [n, k / group]
+    order: Tensor | None = None  # [k] int32
+
+    def fold(self) -> PackedWeight:
+        return pack(f"{self.name}.scales", self.bits, self.codes, self.scale, -self.scale * self.zero, self.order)
+
+    def dequantize(self) -> Tensor:
+        """Returns the weights [n, k] in float32, with columns in their original order.
+
+        This is exact: the difference of code and zero has 9 bits, and a scale has 11.
+        """
+        if not bool(self.scale.isfinite().all()):
+            raise LoadError(f"{self.name}.scales: a scale is not finite")
+        n, k = self.codes.shape
+        groups = self.scale.shape[1]
+        steps = self.codes.float().view(n, groups, k // groups).sub_(self.zero.unsqueeze(-1))
+        weights = steps.mul_(self.scale.unsqueeze(-1)).view(n, k)
+        return weights if self.order is None else torch.empty_like(weights).index_copy_(1, self.order.long(), weights)
+
+
+def take(tensors: Mapping[str, Known], name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], why: str) -> Known:
+    """Returns the tensor `name`, or raises if its dtype or shape is wrong.
+
+    None in `shape` stands for any size but zero. `why`: where the expected shape comes from, for messages.
+    """
+    tensor = tensors.get(name)
+    if tensor is None:
+        raise LoadError(f"{name} is missing")
+    if tensor.dtype not in dtypes:
+        raise LoadError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
+    sizes = list(tensor.shape)
+    fits = len(shape) == len(sizes) and all(size == wanted if wanted is not None else size for size, wanted in zip(sizes, shape))
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise LoadError(f"{name} is {sizes}, expected [{wanted}] ({why})")
+    return tensor
+
+
+def codes_of(words: Tensor, bits: int) -> Tensor:
+    """Returns the codes in int32 words [...], as uint8 [..., codes in a word]."""
+    octets = words.contiguous().view(torch.uint8).view(*words.shape, 4)  # little-endian, as checkpoints are
+    if bits == 8:
+        return octets
+    return torch.stack([octets & 15, octets >> 4], dim=-1).flatten(-2)
+
+
+# -- AWQ (version GEMM, 4 bits)
+#
+#     qweight   int32 [k, n / 8]          a word: 8 output rows of one input column, in the order 0 2 4 6 1 3 5 7
+#     qzeros    int32 [k / group, n / 8]  the same
+#     scales    float16 [k / group, n]
+
+
+def check_awq(tensors: Mapping[str, Described], name: str, config: QuantConfig) -> Layout:
+    """Returns the sizes of the module `name`, and checks them, from its tensors or their headers."""
+    words = take(tensors, f"{name}.qweight", (torch.int32,), (None, None), "input columns, output rows / 8")
+    k, n = words.shape[0], words.shape[1] * 8
+    group_size = k if config.group_size == -1 else config.group_size
+    group = whole_group(f"{name}.qweight", group_size, k)
+    if k % group_size:
+        raise LoadError(f"{name}.qweight has {k} input columns, not a multiple of group_size {group_size}")
+    why = f"{k} input columns, {n} output rows, group_size {group_size}"
+    take(tensors, f"{name}.qzeros", (torch.int32,), (k // group_size, n // 8), why)
+    take(tensors, f"{name}.scales", SCALE_DTYPES, (k // group_size, n), why)
+    return Layout(n, k, group_size, group)
+
+
+def unpack_awq(tensors: Mapping[str, Tensor], name: str, config: QuantConfig) -> ZeroPointWeight:
+    """Returns the weights of the module `name`."""
+    layout = check_awq(tensors, name, config)
+    finer = layout.group_size // layout.group
+    scale = tensors[f"{name}.scales"].float().t().repeat_interleave(finer, dim=1)  # [n, k / group]
+    zero = _in_order(tensors[f"{name}.qzeros"]).t().repeat_interleave(finer, dim=1)
+    return ZeroPointWeight(name, 4, _in_order(tensors[f"{name}.qweight"]).t().contiguous(), scale, zero)
+
+
+def _in_order(words: Tensor) -> Tensor:
+    """Returns codes [rows, n]. The first four in a word are those with even numbers, the last four those with odd numbers."""
+    halves = codes_of(words, 4).view(*words.shape, 2, 4)
+    return halves.transpose(-1, -2).reshape(words.shape[0], -1)
+
+
+# -- GPTQ (4 and 8 bits)
+#
+#     qweight   int32 [k / codes, n]           a word: 8 (or 4) input columns of one output row, in their order
+#     qzeros    int32 [k / group, n / codes]   a word: 8 (or 4) output rows. The first format stores zeros less one, v2 as they are
+#     scales    float16 [k / group, n]
+#     g_idx     int32 [k]                      the group of each input column; with act-order groups are not neighbours
+#
+# Columns are sorted by their group, and `order` remembers where they came from.
+
+_ONES = {4: 0x11111111, 8: 0x01010101}  # a one in every code of a word
+
+
+def check_gptq(tensors: Mapping[str, Described], name: str, config: QuantConfig) -> Layout:
+    """Returns the sizes of the module `name`, and checks them, from its tensors or their headers."""
+    per_word = 32 // config.bits
+    words = take(tensors, f"{name}.qweight", (torch.int32,), (None, None), f"input columns / {per_word}, output rows")
+    k, n = words.shape[0] * per_word, words.shape[1]
+    group_size = k if config.group_size == -1 else min(config.group_size, k)
+    group = whole_group(f"{name}.qweight", group_size, k)
+    groups = -(-k // group_size)  # the last one may be shorter
+    if n % per_word:
+        raise LoadError(f"{name}.qweight has {n} output rows, not a multiple of {per_word}")
+    why = f"{k} input columns, {n} output rows, {config.bits} bits, group_size {group_size}"
+    take(tensors, f"{name}.qzeros", (torch.int32,), (groups, n // per_word), why)
+    take(tensors, f"{name}.scales", SCALE_DTYPES, (groups, n), why)
+    if config.desc_act or f"{name}.g_idx" in tensors:
+        take(tensors, f"{name}.g_idx", (torch.int32,), (k,), f"{k} input columns")
+    return Layout(n, k, group_size, group)
+
+
+def unpack_gptq(tensors: Mapping[str, Tensor], name: str, config: QuantConfig) -> ZeroPointWeight:
+    """Returns the weights of the module `name`."""
+    layout = check_gptq(tensors, name, config)
+    n, k, finer, groups = layout.n, layout.k, layout.group_size // layout.group, layout.k // layout.group
+    order = _order(tensors.get(f"{name}.g_idx"), f"{name}.g_idx", layout)
+    codes = codes_of(tensors[f"{name}.qweight"].t(), config.bits).view(n, k)
+    scale = tensors[f"{name}.scales"].float().t().repeat_interleave(finer, dim=1)[:, :groups]
+    zero = _zeros(tensors[f"{name}.qzeros"], config).t().repeat_interleave(finer, dim=1)[:, :groups]
+    return ZeroPointWeight(name, config.bits, codes if order is None else codes.index_select(1, order), scale, zero, order)
+
+
+def _zeros(words: Tensor, config: QuantConfig) -> Tensor:
+    """Returns the zeros [groups, n]. The first format subtracted one from whole words, with carries, so one is added to whole words."""
+    stored = codes_of(words, config.bits).flatten(1)
+    # Some writers store symmetric zeros as they are, and still call it the first format.
+    as_they_are = config.sym and bool((stored == 1 << (config.bits - 1)).all())
+    if not config.stored_minus_one or as_they_are:
+        return stored
+    return codes_of(words + _ONES[config.bits], config.bits).flatten(1)
+
+
+def _order(group_of: Tensor | None, name: str, layout: Layout) -> Tensor | None:
+    """Returns the columns sorted by group, or None if they are in that order already."""
+    in_order = torch.arange(layout.k) // layout.group_size
+    if group_of is None or torch.equal(group_of.long(), in_order):
+        return None
+    groups, order = group_of.long().sort(stable=True)
+    if not torch.equal(groups, in_order):
+        raise LoadError(f"{name} does not put {layout.group_size} of {layout.k} input columns into each group")
+    return order.int()
