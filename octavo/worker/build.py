@@ -35,7 +35,7 @@ from octavo.worker.compilers import Compilers, Wanted, kernel_shapes
 from octavo.worker.facts import Facts
 from octavo.worker.faults import Faults
 from octavo.worker.graph_program import Graph
-from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore
+from octavo.worker.kv_store import ContiguousStore, KVStore, PagedStore, clear_null_block
 from octavo.worker.machine import num_cpus, num_threads
 from octavo.worker.memory import out_of_memory_explained
 from octavo.worker.model_runner import ModelRunner
@@ -82,10 +82,12 @@ def _build(
     else:
         eager, store = _eager(facts, geometry, stored, table, shadow)
         graph = _graph(facts, eager) if facts.on_device else None
-        program = watched_torch(graph or eager, eager, shadow) if shadow else graph or eager
-        runner = ModelRunner(program, sampling, store, table, faults, processed)
+        # what is padding writes to the null block. Rows read that behind a window that gives back, so their steps are not padded
+        program = eager if graph is None or facts.model.several_tables() else graph
+        runner = ModelRunner(watched_torch(program, eager, shadow) if shadow else program, sampling, store, table, faults, processed)
         if graph is not None and facts.device.type == "cuda":
             _warm_up_graph(facts, graph, runner, compilers)
+            clear_null_block(store.caches)
     give_back_freed_memory()
     _log(facts, geometry)
     if facts.device.type == "cpu" and not shadow:  # it would compare the warm-up with a cache that has not seen it

@@ -49,6 +49,13 @@ def _allocate(specs: list[LayerCacheSpec], places: int, tokens: int, device: tor
     ]
 
 
+def clear_null_block(caches: Caches) -> None:
+    """Tables are padded with it, and have it behind a window that gives back."""
+    for cache in caches:
+        for buffer in cache.values():
+            buffer[NULL_BLOCK] = 0
+
+
 def poison(caches: Caches, block: int) -> None:
     """Fill a block with NaN: whoever reads it before writing it shows at once. Codes have their NaN in the scale."""
     for cache in caches:
@@ -66,9 +73,7 @@ class PagedStore:
             self._owners = self.caches
         else:
             self.caches, self._owners = _allocate_shared(specs, groups, num_blocks, block_size, device, layout)
-        for cache in self._owners:
-            for buffer in cache.values():
-                buffer[NULL_BLOCK] = 0  # tables are padded with it
+        clear_null_block(self._owners)
 
     def apply(self, plan: StepPlan) -> None:
         if plan.copies:  # memory that layers share is copied once

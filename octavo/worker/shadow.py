@@ -1,13 +1,12 @@
 """The proof that paging is invisible: a contiguous cache kept beside the paged one, compared bit for bit at every step.
 
     paged store         what the engine runs on: blocks, tables, sharing, copies, eviction
-    shadow              one contiguous region per row. It never recomputes: it appends the k, v the forward produced;
+    shadow              one contiguous region per row, for all cache groups. It never recomputes: it appends the k, v of the forward;
                         at a seal it archives the bytes under the block's key; at a hit it copies them from the archive, at a
                         fork from the parent's row
 
 In every layer of every step each row is gathered through its block table and must equal its region; then the same
 attention function runs over the regions, and must give the same output. The first difference raises `VerifyError`.
-A region is by position, so that one serves the tables of all cache groups.
 
     torch program     `shadowed` wraps the attention backend of each layer
     native program    `ShadowedAttention` stands between its layers, which are called one by one

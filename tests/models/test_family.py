@@ -242,9 +242,18 @@ def test_it_is_verified_bit_for_bit(weights: dict[str, Tensor], tmp_path: Path, 
     assert verified.kernels == "torch" and verified.compared.cache_values and verified.compared.output_values
 
 
-def verify_it(folder: Path, depth: int = 1) -> Verified:
+def test_it_is_verified_with_the_twins_of_a_gpus_kernels(
+    weights: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They read the null block behind a window: no step may be padded, for padding leaves there what is no number."""
+    monkeypatch.setenv("OCTAVO_DEBUG", "runner=device")
+    assert verify_it(tmp_path, depth=2, kv_cache_layout="hnd").compared.cache_values
+
+
+def verify_it(folder: Path, depth: int = 1, **settings: Any) -> Verified:
     source = resolve_model(str(folder))
-    return verify(EngineConfig(model=str(folder), device="cpu", block_size=4), source, load_model_config(source), depth, 16)
+    config = EngineConfig(model=str(folder), device="cpu", block_size=4, **settings)
+    return verify(config, source, load_model_config(source), depth, 16)
 
 
 def test_the_proof_sees_a_slip_in_the_table_of_a_window(
