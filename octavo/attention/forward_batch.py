@@ -6,8 +6,11 @@
     query_start     [   0     1                6 ]                  [R+1]
     context_len     [  41     5 ]   keys a row may read             [R]
     slots           block * block_size + offset of each token       [T]
+
+With several cache groups there is a batch for each of them, with tables, slots and a block size of its own.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +26,14 @@ class ForwardBatch:
     rows: Tensor  # [R] int64, row of the request table
     query_start: Tensor  # [R+1] int64
     context_len: Tensor  # [R] int64, tokens in the cache once this step's are written
-    tables: Tensor  # [R, B] int64, block tables, padded with the null block 0
+    tables: Tensor  # [R, B] int64, block tables, padded with the null block 0; it also stands behind a window that gives back
     slots: Tensor  # [T] int64, where in the cache each token goes
     sample_index: Tensor  # [S] int64, tokens whose logits are wanted
     caches: list[Cache]  # per layer, [num_blocks, block_size, *shape] each
-    block_size: int
+    block_size: int  # tokens in a block of this cache group
     max_query: int = 0  # a bound that the host knows, for kernels that must not ask the device
     attention: Any = field(default=None)  # what the backend prepared for this step
+    by_layer: Sequence["ForwardBatch"] = ()  # with several cache groups: the batch of each layer's group
+
+    def of_layer(self, layer: int) -> "ForwardBatch":
+        return self.by_layer[layer] if self.by_layer else self

@@ -17,10 +17,16 @@ Layout = Literal["nhd", "hnd"]
 
 def empty_cache(layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns a cache whose memory is not touched. shape: [num_blocks, block_size, kv_heads, ...], in every layout"""
+    return view_cache(layout, shape, dtype, torch.empty(shape, dtype=dtype, device=device))
+
+
+def view_cache(layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, memory: Tensor) -> Tensor:
+    """Returns a cache of this shape over contiguous memory, which must have as many bytes."""
+    numbers = memory.view(-1).view(dtype)
     if layout == "nhd":
-        return torch.empty(shape, dtype=dtype, device=device)
-    blocks, tokens, heads, *numbers = shape
-    return torch.empty(blocks, heads, tokens, *numbers, dtype=dtype, device=device).transpose(1, 2)
+        return numbers.view(shape)
+    blocks, tokens, heads, *head = shape
+    return numbers.view(blocks, heads, tokens, *head).transpose(1, 2)
 
 
 def tokens_together(cache: Tensor) -> int:

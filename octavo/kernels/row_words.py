@@ -22,7 +22,7 @@ MOST_WORDS = 65_535 * 1024  # of a line: a run of words is copied by programs th
 class RowLayout:
     max_blocks: int  # of one table
     max_len: int
-    groups: int = 1  # cache groups, each with a table of its own
+    links: tuple[int, ...] = (1,)  # of each cache group: a block of its table has this many times `block_size` tokens
 
     def __post_init__(self) -> None:
         if self.width > MOST_WORDS:
@@ -30,6 +30,10 @@ class RowLayout:
                 f"max_model_len is too large: a row of {self.max_len:,} tokens in {self.max_blocks:,} blocks takes "
                 f"{self.width:,} words, at most {MOST_WORDS:,}"
             )
+
+    @property
+    def groups(self) -> int:
+        return len(self.links)
 
     def table(self, group: int) -> int:
         """Where the block table of a group begins."""

@@ -33,7 +33,7 @@ class StepTensors:
     positions: Tensor  # [T] int64
     slots: Tensor  # [groups, T] int64: where each token goes in the cache of a group
     context_len: Tensor  # [P] int32
-    tables: Tensor  # [groups, P, max_blocks] int32, garbage past a row's last block
+    tables: Tensor  # [groups, P, max_blocks] int32, garbage past a row's last block; the null block behind a window
     sample_index: Tensor  # [P] int64: the last token of each entry
     temperature: Tensor  # [P] float32
     noise: Tensor  # [P, 4] int32

@@ -3,6 +3,7 @@
 A layer is called as `layer(x, residual, batch) -> (x, residual)`: x is what the last sub-layer adds to the stream, and is
 added by the next norm. How it orders norms, mixer and MLP is its own business. Its second method, `sampled`, is for the last
 layer: after the mixer each token is by itself, so that only the tokens to sample from have to go through the rest.
+The batch that a layer gets is that of its cache group, so that no layer has to know of groups.
 """
 
 from collections.abc import Iterable
@@ -26,6 +27,7 @@ class Decoder(nn.Module):
         self.config, self.dtype = config, dtype
         self.embed = Embedding(config.vocab_size, config.hidden_size, scheme, dtype)
         self.layers = nn.ModuleList(layers)
+        self._numbers = {layer: number for number, layer in enumerate(self.layers)}
         self.norm = norm
         self.head = LMHead(self.embed, config.tie_embeddings, scheme, comm)
 
@@ -50,7 +52,7 @@ class Decoder(nn.Module):
         """
         last: Any
         *before, last = self.layers if layers is None else layers
-        x, residual, mixed = last.sampled(*self._through(before, batch), batch)
+        x, residual, mixed = last.sampled(*self._through(before, batch), batch.of_layer(self._numbers[last]))
         hidden: Tensor = self.norm(x, residual)[0]
         return hidden, mixed
 
@@ -58,7 +60,7 @@ class Decoder(nn.Module):
         x = self.embed(batch.token_ids)
         residual = torch.zeros_like(x)
         for layer in layers:
-            x, residual = layer(x, residual, batch)
+            x, residual = layer(x, residual, batch.of_layer(self._numbers[layer]))
         return x, residual
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -31,5 +31,10 @@ class CacheGroup:
         """
         return None if self.window is None else (2 * step_tokens + self.window - 2) // span + 2
 
+    def blocks_for(self, num_tokens: int, span: int, step_tokens: int) -> int:
+        """Returns the most blocks that a sequence of this many tokens holds at once."""
+        needed, most = -(-num_tokens // span), self.most_held(span, step_tokens)
+        return needed if most is None else min(needed, most)
+
 
 FULL = CacheGroup()

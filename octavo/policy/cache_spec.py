@@ -46,13 +46,30 @@ class CacheGeometry:
     num_blocks: int
     block_size: int
     max_model_len: int
-    bytes_per_token: int
+    bytes_per_token: int  # of a block: its bytes are this times block_size, whatever group has it
     groups: tuple[CacheGroup, ...] = (FULL,)
+
+    def concurrency(self, step_tokens: int) -> float:
+        """Returns how many sequences of the greatest length the pool holds. `step_tokens`: the most that a plan computes"""
+        if self.groups[0].window is None and len(self.groups) == 1:
+            return (self.num_blocks - 1) * self.block_size / self.max_model_len
+        return (self.num_blocks - 1) / blocks_for(self.groups, self.block_size, self.max_model_len, step_tokens)
+
+
+def blocks_for(groups: Sequence[CacheGroup], block_size: int, num_tokens: int, step_tokens: int) -> int:
+    """Returns the most blocks that a sequence of this many tokens holds at once, in all groups."""
+    return sum([group.blocks_for(num_tokens, group.links * block_size, step_tokens) for group in groups])
 
 
 def one_group(specs: Sequence[LayerCacheSpec]) -> tuple[CacheGroup, ...]:
     """Returns one full group of all layers: layers with a window read no further than it, and keep their blocks."""
     return (CacheGroup(tuple(spec.layer for spec in specs)),)
+
+
+def token_bytes(specs: Sequence[LayerCacheSpec], groups: Sequence[CacheGroup]) -> int:
+    """Returns the bytes of a block for each of the `block_size` tokens of a link: those of the group that needs most."""
+    sizes = {spec.layer: spec.bytes_per_token for spec in specs}
+    return max(group.links * sum(sizes[layer] for layer in group.layers) for group in groups)
 
 
 def split_layers(specs: Sequence[LayerCacheSpec]) -> tuple[CacheGroup, ...]:

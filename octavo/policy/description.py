@@ -133,6 +133,7 @@ class ModelDescription:
     matrices: tuple[Matrix, ...]  # in the order in which they are loaded
     vectors: tuple[Vector, ...]
     lookup: Matrix | None = None  # the embedding, where it is not the matrix of the head too
+    gives_back: bool = False  # layers with a window are cache groups of their own, which give back the blocks behind it
     captured: bool = False  # a step can be captured as a CUDA graph: it never waits for the device, and its shapes follow from the batch's
 
     @cached_property
@@ -167,3 +168,9 @@ class ModelDescription:
             if layer.norm.kind != "rms":
                 return f"layer {index} has norms of kind {layer.norm.kind}"
         return None if self.norm.kind == "rms" else f"the last norm is of kind {self.norm.kind}"
+
+    def several_tables(self) -> str | None:
+        """Some programs read one block table a sequence. Returns why this model may have several, or None."""
+        windows = (index for index, layer in enumerate(self.layers) if layer.mixer.window is not None)
+        first = next(windows, None) if self.gives_back else None
+        return None if first is None else f"layer {first} gives back the blocks behind its window, so that it has a block table of its own"

@@ -57,7 +57,7 @@ def gpu_step_bytes(model: ModelDescription, item: int, load: StepLoad) -> int:
 
 def graph_refusal(model: ModelDescription) -> str | None:
     """Says why steps of this model cannot be captured as CUDA graphs, or returns None."""
-    return None if model.captured else f"the {model.family} family does not say that its steps can be captured"
+    return model.several_tables() if model.captured else f"the {model.family} family does not say that its steps can be captured"
 
 
 def captured_tokens(model: ModelDescription) -> int:

@@ -129,8 +129,9 @@ class KVManager:
         """Free blocks it takes to hold the whole present sequence, hit blocks that are now free included."""
         ref, needed = self.pool.ref, 0
         for table, span, most_held in zip(hit.tables, self.spans, self._most_held):
-            needed += min(-(-seq.num_tokens // span) - len(table), most_held)
-            needed += sum(ref[block] == 0 for block in table if block != NULL_BLOCK)
+            fresh = -(-seq.num_tokens // span) - len(table)
+            free = sum(ref[block] == 0 for block in table if block != NULL_BLOCK)
+            needed += min(fresh + free, most_held)
         return needed
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -158,34 +159,39 @@ class KVManager:
 
     def allocate(self, seq: Sequence, count: int, plan: StepPlan) -> bool:
         """Room for the next `count` positions, with private copies of shared blocks; or False and nothing changed."""
-        pool, start, needed = self.pool, seq.num_planned, 0
+        pool, start, last, needed = self.pool, seq.num_planned, seq.num_planned + count - 1, 0
         for table, span in zip(seq.tables, self.spans):
-            needed += (start + count - 1) // span + 1 - len(table)
+            needed += last // span + 1 - len(table)
             if start % span and count and not pool.writable(table[start // span]):
                 needed += 1
-        behind = self._behind_windows(seq) if self._windows else []
-        if needed > len(pool.free) + sum([pool.ref[seq.tables[group][index]] == 1 for group, index in behind]):
+        behind = self._behind_windows(seq) if self._windows else None
+        if needed > len(pool.free) + (sum(pool.ref[seq.tables[group][index]] == 1 for group, index in behind) if behind else 0):
             return False
         if behind:
             self._give_back(seq, behind, plan)
-        seq.room = min([self._grow(seq, number, start, count, plan) for number in range(len(self.spans))])
+        room = UNBOUNDED
+        for number, table in enumerate(seq.tables):
+            span = self.spans[number]
+            if start % span and count and not pool.writable(table[start // span]):
+                self._copy(seq, number, start // span, plan)
+            index = len(table)
+            if index <= last // span:
+                for block in pool.take(last // span + 1 - index):
+                    plan.new_blocks.append((seq.row, number, index, block))
+                    table.append(block)
+                    index += 1
+            if index * span < room:
+                room = index * span
+        seq.room = room
         return True
 
-    def _grow(self, seq: Sequence, number: int, start: int, count: int, plan: StepPlan) -> int:
-        """Makes room in one group. Returns the end of its last block."""
-        pool, table, span = self.pool, seq.tables[number], self.spans[number]
-        if start % span and count and not pool.writable(table[start // span]):
-            (copy,), index = pool.take(1), start // span
-            plan.copies.append((table[index], copy))
-            plan.new_blocks.append((seq.row, number, index, copy))
-            pool.release((table[index],))
-            table[index] = copy
-        fresh = (start + count - 1) // span + 1 - len(table)
-        if fresh > 0:
-            for block in pool.take(fresh):
-                plan.new_blocks.append((seq.row, number, len(table), block))
-                table.append(block)
-        return len(table) * span
+    def _copy(self, seq: Sequence, number: int, index: int, plan: StepPlan) -> None:
+        """A private copy takes the place of a block that is shared or sealed."""
+        table, (copy,) = seq.tables[number], self.pool.take(1)
+        plan.copies.append((table[index], copy))
+        plan.new_blocks.append((seq.row, number, index, copy))
+        self.pool.release((table[index],))
+        table[index] = copy
 
     def _behind_windows(self, seq: Sequence) -> list[tuple[int, int]]:
         """Returns the (group, index) of blocks that nothing reads any more.
@@ -211,7 +217,7 @@ class KVManager:
 
     def seal(self, seq: Sequence) -> None:
         """Offer the blocks that `num_computed` has filled to the cache."""
-        full = seq.num_computed // self.block_size
+        full, pool, pending = seq.num_computed // self.block_size, self.pool, self.pending
         if self.caching:
             self._extend_digests(seq, full)
             for number, group in enumerate(self.groups):
@@ -219,8 +225,9 @@ class KVManager:
                 first, end = seq.num_sealed // links, full // links
                 for index in range(first, end):
                     key = (number, seq.digests[(index + 1) * links - 1])
-                    self.pool.seal(table[index], key)
-                    self.pending.pop(key, None)
+                    pool.seal(table[index], key)
+                    if pending:
+                        pending.pop(key, None)
                 self.on_seal(seq, number, first, end)
         seq.num_sealed = full
 

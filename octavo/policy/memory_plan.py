@@ -21,7 +21,8 @@ from typing import Any
 from octavo.config import ResolvedConfig, in_flag
 from octavo.errors import ConfigError
 from octavo.policy.activations import FLOAT32, step_bytes
-from octavo.policy.cache_spec import ITEM_BYTES, CacheGeometry, LayerCacheSpec
+from octavo.policy.cache_group import CacheGroup
+from octavo.policy.cache_spec import ITEM_BYTES, CacheGeometry, LayerCacheSpec, blocks_for, one_group, split_layers, token_bytes
 from octavo.policy.description import ModelDescription, StepLoad
 from octavo.policy.gpu_size import CONTEXT, FLASHINFER, gpu_graph_bytes, gpu_row_bytes, gpu_step_bytes
 from octavo.policy.gpu_size import LIBRARIES as GPU_LIBRARIES
@@ -76,7 +77,12 @@ class ModelNeeds:
 
     @property
     def bytes_per_token(self) -> int:
+        """Of all layers: what a contiguous cache keeps of a token."""
         return sum(spec.bytes_per_token for spec in self.specs)
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        return split_layers(self.specs) if self.model.gives_back else one_group(self.specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +105,7 @@ class MemoryPlan:
     use: Use
     memory: Memory
     refusal: str | None = None  # why it does not fit, and what to turn
-
-    @property
-    def concurrency(self) -> float:
-        """How many sequences of the greatest length the pool holds."""
-        return (self.geometry.num_blocks - 1) * self.geometry.block_size / self.geometry.max_model_len
+    concurrency: float = 0.0  # how many sequences of the greatest length the pool holds
 
     @property
     def account(self) -> str:
@@ -168,16 +170,19 @@ class _Planner:
         self.needs = needs
         self.memory = memory
         self.most = needs.model.max_position
+        self.groups = needs.groups
+        self.per_token = token_bytes(needs.specs, self.groups)  # of a block; with one group, of all layers
+        self.fewest = 1 + len(self.groups)  # blocks: the null block, and one of each group
         # where memory is unified, the matrix that the host has read comes on top of what the device holds by then
         self.loading = needs.loading + (largest_matrix(needs.model) * FLOAT32 if memory.unified else 0)
 
     def use(self, config: ResolvedConfig, num_blocks: int, max_len: int) -> Use:
         needs, model, size = self.needs, self.needs.model, config.block_size
-        tokens = (num_blocks - 1) * size
+        tokens = (num_blocks - 1) * size * max(group.links for group in self.groups)  # of the largest group
         table_blocks = -(-max_len // size)
         contiguous = config.attention_backend == "contiguous"  # a region for every row, on a GPU one for padding
         regions = config.max_num_seqs + (needs.device == "cuda")
-        kv_cache = (regions * table_blocks if contiguous else num_blocks) * size * needs.bytes_per_token
+        kv_cache = size * (regions * table_blocks * needs.bytes_per_token if contiguous else num_blocks * self.per_token)
         if needs.device == "cuda":
             return self._gpu_use(config, kv_cache, num_blocks, max_len)
         load = StepLoad(
@@ -192,11 +197,12 @@ class _Planner:
         else:
             step = step_bytes(model, needs.dtype, needs.kv_cache_dtype, load)
             kept = min(MOST_KEPT, step * 2 // 5)
+        row = 8 * (max_len + len(self.groups) * table_blocks) + BYTES_PER_ROW
         return Use(
             weights=needs.weights,
             kv_cache=kv_cache,
             activations=max(step, needs.loading - needs.weights - kv_cache),  # nothing is in the pool yet while weights are read
-            rows=config.max_num_seqs * (8 * (max_len + table_blocks) + BYTES_PER_ROW) + max_len * model.position_numbers * FLOAT32,
+            rows=config.max_num_seqs * row + max_len * model.position_numbers * FLOAT32,
             other=LIBRARIES + kept + BYTES_PER_WORD * model.vocab_size + BYTES_PER_BLOCK * num_blocks,
         )
 
@@ -211,60 +217,69 @@ class _Planner:
             kv_cache=kv_cache,
             activations=max(gpu_step_bytes(model, item, load) + needs.slab, self.loading - needs.weights - kv_cache),  # pool comes last
             graphs=graphs,
-            rows=gpu_row_bytes(model, rows, config.max_num_batched_tokens, max_len, -(-max_len // config.block_size)),
+            rows=gpu_row_bytes(
+                model, rows, config.max_num_batched_tokens, max_len, len(self.groups) * -(-max_len // config.block_size)
+            ),
             other=CONTEXT + GPU_LIBRARIES + (FLASHINFER if config.attention_backend == "flashinfer" else 0) + on_host,
         )
 
     def plan(self, config: ResolvedConfig) -> MemoryPlan:
         """As asked where something was, else the most that fits."""
-        size, per_token, wanted = config.block_size, self.needs.bytes_per_token, config.max_model_len
+        size, wanted = config.block_size, config.max_model_len
         asked = self._asked_blocks(config)
         most = self._default_blocks(config) if asked is None else asked
         self._check_blocks(config, most)
         blocks = most
         if asked is None:
-            least = 2 if wanted is None else min(most, -(-wanted // size) + 1)
+            least = self.fewest if wanted is None else min(most, self._blocks_for(config, wanted) + 1)
             blocks = self._most_blocks(config, most) or least
-        max_len = wanted or largest(2, self._reach(blocks, size), lambda length: self._holds(config, blocks, length)) or 2
-        return MemoryPlan(CacheGeometry(blocks, size, max_len, per_token), self.use(config, blocks, max_len), self.memory)
+        max_len = wanted or largest(2, self._reach(config, blocks), lambda length: self._holds(config, blocks, length)) or 2
+        geometry = CacheGeometry(blocks, size, max_len, self.per_token, self.groups)
+        held = geometry.concurrency(config.max_num_batched_tokens)
+        return MemoryPlan(geometry, self.use(config, blocks, max_len), self.memory, concurrency=held)
 
     def fits(self, config: ResolvedConfig, plan: MemoryPlan | None = None) -> bool:
         plan = plan or self.plan(config)
-        short = plan.geometry.max_model_len > self._reach(plan.geometry.num_blocks, config.block_size)
+        short = plan.geometry.max_model_len > self._reach(config, plan.geometry.num_blocks)
         # an exact number of blocks is taken at its word: requests that are too long for it are refused one by one
         return plan.use.total <= self.memory.free and (not short or config.num_gpu_blocks_override is not None)
 
     def _default_blocks(self, config: ResolvedConfig) -> int:
         """The most where nobody asked: on a GPU the pool may take all that is left."""
-        per_block = config.block_size * self.needs.bytes_per_token
+        per_block = config.block_size * self.per_token
         if self.memory.gpu is None:
             return min(default_pool_bytes(self.memory.total) // per_block, MOST_BLOCKS)
-        return min(max(self.memory.free // per_block, 2), MOST_BLOCKS)
+        return min(max(self.memory.free // per_block, self.fewest), MOST_BLOCKS)
 
     def _asked_blocks(self, config: ResolvedConfig) -> int | None:
         if config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes is None:
             return config.num_gpu_blocks_override
-        return config.kv_cache_memory_bytes // (self.needs.bytes_per_token * config.block_size)
+        return config.kv_cache_memory_bytes // (self.per_token * config.block_size)
 
     def _holds(self, config: ResolvedConfig, num_blocks: int, max_len: int) -> bool:
         return self.use(config, num_blocks, max_len).total <= self.memory.free
 
     def _most_blocks(self, config: ResolvedConfig, most: int) -> int | None:
         """The largest pool that leaves room for a step over a sequence as long as itself, or as long as asked for."""
-        length, size = config.max_model_len, config.block_size
-        return largest(2, most, lambda blocks: self._holds(config, blocks, length or self._reach(blocks, size)))
+        length = config.max_model_len
+        return largest(self.fewest, most, lambda blocks: self._holds(config, blocks, length or self._reach(config, blocks)))
 
-    def _reach(self, num_blocks: int, block_size: int) -> int:
+    def _reach(self, config: ResolvedConfig, num_blocks: int) -> int:
         """The longest sequence a pool holds: block 0 is the null block, and the last token is never computed."""
-        return min(self.most, (num_blocks - 1) * block_size + 1)
+        if len(self.groups) == 1 and self.groups[0].window is None:
+            return min(self.most, (num_blocks - 1) * config.block_size + 1)
+        return largest(1, self.most, lambda length: self._blocks_for(config, length - 1) < num_blocks) or 1
+
+    def _blocks_for(self, config: ResolvedConfig, num_tokens: int) -> int:
+        return blocks_for(self.groups, config.block_size, num_tokens, config.max_num_batched_tokens)
 
     def _check_blocks(self, config: ResolvedConfig, num_blocks: int) -> None:
-        size, per_token = config.block_size, self.needs.bytes_per_token
-        if num_blocks < 2 or self.most < 2:
+        size, per_token, fewest = config.block_size, self.per_token, self.fewest
+        if num_blocks < fewest or self.most < 2:
             raise ConfigError(
                 f"a KV cache of {shown(config.kv_cache_memory_bytes or default_pool_bytes(self.memory.total))} has room for "
-                f"{max(num_blocks, 0)} blocks of {size} tokens at {per_token:,} bytes per token, and needs at least 2: "
-                f"raise --kv-cache-memory-bytes to {flag_size(2 * per_token * size)} or more, or lower --block-size"
+                f"{max(num_blocks, 0)} blocks of {size} tokens at {per_token:,} bytes per token, and needs at least {fewest}: "
+                f"raise --kv-cache-memory-bytes to {flag_size(fewest * per_token * size)} or more, or lower --block-size"
             )
 
     # -- what to say
@@ -272,23 +287,23 @@ class _Planner:
     def refusal(self, config: ResolvedConfig, plan: MemoryPlan) -> str:
         if plan.use.total > self.memory.free:
             return f"{plan.account}: {self._advice(config)}{self._larger_share(config, plan)}"
-        size, wanted = config.block_size, plan.geometry.max_model_len
+        size, blocks, wanted = config.block_size, plan.geometry.num_blocks, plan.geometry.max_model_len
         larger = self.with_room(config, plan)  # the pool is all that is short
         if not self.fits(larger):
             asked = self.plan(larger)
             return f"{asked.account}: {self._advice(config)}{self._larger_share(config, asked)}"
         enough = larger.kv_cache_memory_bytes
         return (
-            f"--max-model-len is {wanted}, but the KV cache of {shown(plan.use.kv_cache)} holds {(plan.geometry.num_blocks - 1) * size} "
-            f"tokens ({plan.geometry.num_blocks} blocks of {size}, {self.needs.bytes_per_token:,} bytes per token): "
+            f"--max-model-len is {wanted}, but the KV cache of {shown(plan.use.kv_cache)} holds {self._reach(config, blocks) - 1} "
+            f"tokens ({blocks} blocks of {size}, {self.per_token:,} bytes per token): "
             f"the largest --max-model-len that fits is {self._most_of(config, 'max_model_len', 2, wanted)}; "
             f"lower it, or raise --kv-cache-memory-bytes to {flag_size(enough or 0)} or more"
         )
 
     def with_room(self, config: ResolvedConfig, plan: MemoryPlan) -> ResolvedConfig:
         """With a pool that holds the longest sequence of the plan."""
-        size = config.block_size
-        return replace(config, kv_cache_memory_bytes=(-(-plan.geometry.max_model_len // size) + 1) * size * self.needs.bytes_per_token)
+        blocks = self._blocks_for(config, plan.geometry.max_model_len) + 1
+        return replace(config, kv_cache_memory_bytes=blocks * config.block_size * self.per_token)
 
     def _larger_share(self, config: ResolvedConfig, plan: MemoryPlan) -> str:
         """How much of a GPU would do, where all of it is enough: the plan is made again with that, since it may take more then."""
@@ -330,10 +345,10 @@ class _Planner:
         asked = self._asked_blocks(config)
         if asked is None:
             return None
-        blocks = self._most_blocks(config, asked) or 2
+        blocks = self._most_blocks(config, asked) or self.fewest
         name, value = "num_gpu_blocks_override", blocks
         if config.num_gpu_blocks_override is None:
-            name, value = "kv_cache_memory_bytes", blocks * config.block_size * self.needs.bytes_per_token
+            name, value = "kv_cache_memory_bytes", blocks * config.block_size * self.per_token
         turned = _with(config, name, value)
         return (name, value, turned) if self.fits(turned) else None
 

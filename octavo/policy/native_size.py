@@ -21,7 +21,7 @@ CODES_ON_THE_WAY, FLOATS_ON_THE_WAY, PARTS_ON_THE_WAY = 1.25, 5.3, 4
 
 def native_refusal(model: ModelDescription) -> str | None:
     """Says why the native program cannot run this model, or returns None. Its layers are alike, but for their windows."""
-    if (why := model.unlike_the_plain_layer()) is not None:
+    if (why := model.unlike_the_plain_layer() or model.several_tables()) is not None:
         return why
     mixers: list[Any] = [layer.mixer for layer in model.kinds]
     lacking = [name for mixer in mixers for name in mixer.features if name != "window"]

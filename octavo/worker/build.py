@@ -62,13 +62,17 @@ def build_runner(facts: Facts, geometry: CacheGeometry, debug: Debug, compilers:
 
 
 def make_shadow(facts: Facts, geometry: CacheGeometry) -> Shadow:
-    return Shadow(facts.needs.specs, facts.config.max_num_seqs, geometry.max_model_len, geometry.block_size, facts.device)
+    limits = facts.config.max_num_seqs, geometry.max_model_len, geometry.block_size
+    return Shadow(facts.needs.specs, *limits, facts.device, geometry.groups)
 
 
 def _build(
     facts: Facts, geometry: CacheGeometry, stored: StoredParameters, faults: Faults, compilers: Compilers, shadow: Shadow | None
 ) -> ModelRunner:
-    layout = RowLayout(-(-geometry.max_model_len // geometry.block_size), geometry.max_model_len + 1)
+    links = tuple(group.links for group in geometry.groups)
+    if facts.device.type == "cuda" and max(links) > 1:
+        raise ConfigError("layers of this model keep different numbers of bytes a token, which a GPU has no kernel for: set device to cpu")
+    layout = RowLayout(-(-geometry.max_model_len // geometry.block_size), geometry.max_model_len + 1, links)
     table = RequestTable(facts.config.max_num_seqs, layout, facts.device)
     sampling: Sampling = ops if facts.library is None else NativeSampling(facts.library)
     processed = facts.config.logprobs_mode == "processed"
@@ -114,7 +118,8 @@ def _eager(
     _log_loading(model, watch)
     torch.cuda.empty_cache()  # what was held on the way is no part of the plan
     store = _reserve(facts, geometry)
-    eager = Eager(model, backend, store.caches, table, geometry.block_size, facts.config.max_num_batched_tokens)
+    limits = geometry.block_size, facts.config.max_num_batched_tokens
+    eager = Eager(model, backend, store.caches, table, *limits, geometry.groups)
     return eager, store if shadow is None else ShadowedStore(store, shadow)
 
 
@@ -137,7 +142,7 @@ def _reserve(facts: Facts, geometry: CacheGeometry) -> KVStore:
     config, specs, size, watch = facts.config, facts.needs.specs, geometry.block_size, Stopwatch()
     store: KVStore
     if facts.backend.paged:
-        store = PagedStore(specs, geometry.num_blocks, size, facts.device, config.kv_cache_layout)
+        store = PagedStore(specs, geometry.num_blocks, size, facts.device, config.kv_cache_layout, geometry.groups)
     else:
         regions, blocks = config.max_num_seqs + facts.on_device, -(-geometry.max_model_len // size)
         store = ContiguousStore(specs, regions, blocks * size, facts.device)  # on a device the last is padding's
@@ -189,11 +194,12 @@ def _warm_up(runner: ModelRunner, geometry: CacheGeometry) -> None:
     They take row 0 and the first blocks, which are nobody's, and leave them empty: no digest, count or arrival number of the engine knows
     of them. A model that cannot run at all shows it here, before anybody is told that it is ready.
     """
-    watch, size = Stopwatch(), geometry.block_size
-    tokens = min(3, geometry.max_model_len, (geometry.num_blocks - 1) * size)
+    watch, size, groups = Stopwatch(), geometry.block_size, geometry.groups
+    tokens = min(3, geometry.max_model_len, (geometry.num_blocks - 1) // len(groups) * size)
     prompt = max(tokens - 1, 1)
-    write = RowWrite(0, 0, array("q", [0] * prompt), prompt, 0, [[]], SamplingParams(), (), [], NoiseKey((0, 0), 0, 0), b"")
-    new_blocks = [(0, 0, index, 1 + index) for index in range(-(-tokens // size))]
+    write = RowWrite(0, 0, array("q", [0] * prompt), prompt, 0, [[] for _ in groups], SamplingParams(), (), [], NoiseKey((0, 0), 0, 0), b"")
+    entries = [(group, index) for group in range(len(groups)) for index in range(-(-tokens // (groups[group].links * size)))]
+    new_blocks = [(0, *entry, block) for block, entry in enumerate(entries, 1)]
     plans = [StepPlan(1, [0], [0], [0], [prompt], [True], new_blocks=new_blocks, row_writes=[write])]
     if tokens > prompt:
         plans.append(StepPlan(2, [0], [0], [prompt], [1], [True]))
@@ -213,12 +219,11 @@ def _log_loading(loaded: Decoder | Program, watch: Stopwatch) -> None:
 
 
 def _log(facts: Facts, geometry: CacheGeometry) -> None:
-    tokens = (geometry.num_blocks - 1) * geometry.block_size
-    logger.info("Available KV cache memory: %.2f GiB", tokens * geometry.bytes_per_token / GIB)
+    blocks, sequences = geometry.num_blocks - 1, geometry.concurrency(facts.config.max_num_batched_tokens)
+    logger.info("Available KV cache memory: %.2f GiB", blocks * geometry.block_size * geometry.bytes_per_token / GIB)
     logger.info(
         "KV cache size: %s tokens (%s blocks of %d), maximum concurrency for %s tokens per request: %.2fx",
-        f"{tokens:,}", f"{geometry.num_blocks - 1:,}", geometry.block_size, f"{geometry.max_model_len:,}",
-        tokens / geometry.max_model_len,
+        f"{round(sequences * geometry.max_model_len):,}", f"{blocks:,}", geometry.block_size, f"{geometry.max_model_len:,}", sequences,
     )  # fmt: skip
     logger.info("Longest sequence: %s tokens (the model's own maximum is %s)", f"{geometry.max_model_len:,}",
                 f"{facts.model_config.max_position:,}")  # fmt: skip

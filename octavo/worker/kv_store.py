@@ -3,18 +3,28 @@
     paged         [num_blocks, block_size, *token]     copies move whole blocks, all reads before any write; in either layout
     contiguous    [num_rows, max_len, *token]          a fork copies its parent's row
 
+With several cache groups, the first layers of all groups share their memory, and so do the second ones, and so on:
+
+    block        1        2        3        4            one pool: block 2 belongs to one group at a time
+    layer 0    [ k v ]  [  -  ]  [ k v ]  [  -  ]        of the full group
+    layer 1    [  -  ]  [ k v ]  [  -  ]  [ k v ]        of the group with a window: the same bytes, seen in its own shape
+
 Memory is reserved but not touched: a large pool costs nothing until it is used.
 """
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from octavo.kernels.cache_layout import Layout, empty_cache
+from octavo.errors import ConfigError
+from octavo.kernels.cache_layout import Layout, empty_cache, view_cache
 from octavo.kernels.ops import copy_blocks
 from octavo.messages import StepPlan
 from octavo.policy.block_pool import NULL_BLOCK
+from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.policy.cache_spec import LayerCacheSpec
 
 Caches = list[dict[str, Tensor]]  # per layer, by buffer name
@@ -48,16 +58,58 @@ def poison(caches: Caches, block: int) -> None:
 
 class PagedStore:
     def __init__(
-        self, specs: list[LayerCacheSpec], num_blocks: int, block_size: int, device: torch.device = CPU, layout: Layout = "nhd"
-    ) -> None:
-        self.caches = _allocate(specs, num_blocks, block_size, device, layout)
-        for cache in self.caches:
+        self, specs: list[LayerCacheSpec], num_blocks: int, block_size: int, device: torch.device = CPU, layout: Layout = "nhd",
+        groups: Sequence[CacheGroup] = (FULL,),
+    ) -> None:  # fmt: skip
+        if len(groups) == 1:
+            self.caches = _allocate(specs, num_blocks, groups[0].links * block_size, device, layout)
+            self._owners = self.caches
+        else:
+            self.caches, self._owners = _allocate_shared(specs, groups, num_blocks, block_size, device, layout)
+        for cache in self._owners:
             for buffer in cache.values():
                 buffer[NULL_BLOCK] = 0  # tables are padded with it
 
     def apply(self, plan: StepPlan) -> None:
-        if plan.copies:
-            copy_blocks([buffer for cache in self.caches for buffer in cache.values()], plan.copies)
+        if plan.copies:  # memory that layers share is copied once
+            copy_blocks([buffer for cache in self._owners for buffer in cache.values()], plan.copies)
+
+
+def _allocate_shared(
+    specs: list[LayerCacheSpec], groups: Sequence[CacheGroup], num_blocks: int, block_size: int, device: torch.device, layout: Layout
+) -> tuple[Caches, Caches]:
+    """Returns the caches of all layers, and for each piece of memory the cache of one layer that has it."""
+    by_layer = {spec.layer: spec for spec in specs}
+    caches: dict[int, dict[str, Tensor]] = {}
+    owners: Caches = []
+    for sharing in zip_longest(*(group.layers for group in groups)):  # a group may have fewer layers than others: the rest is padding
+        members = [(by_layer[layer], group.links * block_size) for layer, group in zip(sharing, groups) if layer is not None]
+        owner, span = members[0]
+        for spec, other_span in members[1:]:
+            _check_equal_bytes(owner, span, spec, other_span)
+        memory = [torch.empty(num_blocks, size, dtype=torch.uint8, device=device) for size in _block_bytes(owner, span)]
+        for spec, span in members:
+            named = zip(spec.buffers.items(), memory, strict=True)
+            caches[spec.layer] = {
+                name: view_cache(layout, (num_blocks, span, *buffer.shape), getattr(torch, buffer.dtype), part)
+                for (name, buffer), part in named
+            }
+        owners.append(caches[owner.layer])
+    return [caches[spec.layer] for spec in specs], owners
+
+
+def _check_equal_bytes(one: LayerCacheSpec, span: int, other: LayerCacheSpec, other_span: int) -> None:
+    sizes, other_sizes = _block_bytes(one, span), _block_bytes(other, other_span)
+    if sizes != other_sizes:
+        raise ConfigError(
+            f"layers {one.layer} and {other.layer} cannot share the blocks of the KV cache: in a block, "
+            f"the buffers of one have {sizes} bytes, and those of the other {other_sizes}"
+        )
+
+
+def _block_bytes(spec: LayerCacheSpec, span: int) -> list[int]:
+    """Returns the bytes of each buffer in a block of `span` tokens."""
+    return [span * buffer.bytes_per_token for buffer in spec.buffers.values()]
 
 
 class ContiguousStore:

@@ -7,7 +7,7 @@
     Native    one call of the native library a step (`worker/native_program.py`)
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from octavo.attention.forward_batch import ForwardBatch
 from octavo.kernels.ops import finish, prepare, sample
 from octavo.kernels.step_tensors import StepMemory, StepTensors
 from octavo.models.decoder import Decoder
+from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.worker.kv_store import Caches
 from octavo.worker.request_table import RequestTable
 
@@ -64,14 +65,19 @@ class Program(Protocol):
 
 class Eager:
     def __init__(
-        self, model: Decoder, backend: type[AttentionBackend], caches: Caches, table: RequestTable, block_size: int, max_tokens: int
-    ) -> None:
+        self, model: Decoder, backend: type[AttentionBackend], caches: Caches, table: RequestTable, block_size: int, max_tokens: int,
+        groups: Sequence[CacheGroup] = (FULL,),
+    ) -> None:  # fmt: skip
+        """`groups`: as many as the table has block tables."""
         self.vocab_size = model.config.vocab_size
         self.model = model
         self.table = table
         self._backend = backend
         self._caches = caches
         self._block_size = block_size
+        self._spans = [links * block_size for links in table.layout.links]
+        group_of = {layer: number for number, group in enumerate(groups) for layer in group.layers}
+        self._groups = [group_of[layer] for layer in sorted(group_of)] if len(groups) > 1 else []  # of each layer
         most_rows, device = len(table.words), table.words.device
         self.memory = StepMemory(table.layout, most_rows, max(max_tokens, most_rows), device)
         self._result = torch.zeros(most_rows, dtype=torch.int32, device=device)
@@ -101,7 +107,6 @@ class Eager:
         step = self.memory.step(shape.entries, shape.tokens)
         prepare(self.table.words, self.table.layout, self._block_size, step)
         batch = self._batch(step, shape)
-        batch.attention = self._backend.prepare(batch)
         if whole or shape.decodes:
             states: Tensor = self.model(batch, layers)
             hidden = states if shape.decodes else states.index_select(0, step.sample_index)
@@ -114,8 +119,17 @@ class Eager:
         return logits
 
     def _batch(self, step: StepTensors, shape: Shape) -> ForwardBatch:
-        return ForwardBatch(
+        """Returns the batch of the first cache group, which knows those of the others."""
+        batch, *others = [self._batch_of(group, step, shape) for group in range(len(self._spans))]
+        if others:
+            batch.by_layer = [[batch, *others][group] for group in self._groups]
+        return batch
+
+    def _batch_of(self, group: int, step: StepTensors, shape: Shape) -> ForwardBatch:
+        batch = ForwardBatch(
             token_ids=step.token_ids, positions=step.positions[None], rows=step.row, query_start=step.query_start,
-            context_len=step.context_len, tables=step.tables[0], slots=step.slots[0], sample_index=step.sample_index,
-            caches=self._caches, block_size=self._block_size, max_query=1 if shape.decodes else shape.tokens,
+            context_len=step.context_len, tables=step.tables[group], slots=step.slots[group], sample_index=step.sample_index,
+            caches=self._caches, block_size=self._spans[group], max_query=1 if shape.decodes else shape.tokens,
         )  # fmt: skip
+        batch.attention = self._backend.prepare(batch)
+        return batch

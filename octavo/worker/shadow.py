@@ -7,6 +7,7 @@
 
 In every layer of every step each row is gathered through its block table and must equal its region; then the same
 attention function runs over the regions, and must give the same output. The first difference raises `VerifyError`.
+A region is by position, so that one serves the tables of all cache groups.
 
     torch program     `shadowed` wraps the attention backend of each layer
     native program    `ShadowedAttention` stands between its layers, which are called one by one
@@ -29,7 +30,8 @@ from octavo.attention.spec import AttentionSpec
 from octavo.errors import VerifyError
 from octavo.kernels.step_tensors import StepTensors
 from octavo.messages import StepPlan
-from octavo.policy.block_pool import BlockKey, Event
+from octavo.policy.block_pool import NULL_BLOCK, BlockKey, Event
+from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.policy.cache_spec import LayerCacheSpec
 from octavo.worker.kv_store import CPU, Caches, ContiguousStore, KVStore
 from octavo.worker.native_layers import NativeAttention, NativeLayers
@@ -51,27 +53,33 @@ class Compared:
 
 
 class Shadow:
-    def __init__(self, specs: list[LayerCacheSpec], num_rows: int, max_len: int, block_size: int, device: torch.device = CPU) -> None:
-        self.blocks = -(-max_len // block_size)  # of a region
-        self.regions = ContiguousStore(specs, num_rows + 1, self.blocks * block_size, device)  # the last is padding's
+    def __init__(
+        self, specs: list[LayerCacheSpec], num_rows: int, max_len: int, block_size: int, device: torch.device = CPU,
+        groups: tuple[CacheGroup, ...] = (FULL,),
+    ) -> None:  # fmt: skip
+        self.spans = [group.links * block_size for group in groups]  # tokens in a block
+        length = max(-(-max_len // span) * span for span in self.spans)
+        self.blocks = length // block_size  # of a region
+        self.regions = ContiguousStore(specs, num_rows + 1, length, device)  # the last is padding's
         self.block_size = block_size
         self.compared = Compared()
         self.watches = False  # while not, a shadowed backend is the backend alone
         self.step = 0
-        self._tables: dict[int, list[int]] = {}  # row -> blocks, as the plans say
+        self._layers = [[at for at, spec in enumerate(specs) if spec.layer in group.layers or not group.layers] for group in groups]
+        self._group_of = {layer: number for number, layers in enumerate(self._layers) for layer in layers}
+        self._tables: dict[int, list[list[int]]] = {}  # row -> blocks in each group, as the plans say
         self._rows_of: dict[int, dict[int, int]] = {}  # block -> {row: index in its table}
         self._key_of: dict[int, BlockKey] = {}  # block -> its key, while it is sealed
-        self._archive: dict[BlockKey, Caches] = {}  # key -> bytes of that block, per layer and buffer
+        self._archive: dict[BlockKey, Caches] = {}  # key -> bytes of that block, per layer of its group and buffer
 
     def on_event(self, event: Event, block: int, key: BlockKey | None) -> None:
         """Events of the block pool: what is sealed is archived, what is evicted can be hit no more."""
         if event == "seal":
             assert key is not None
             row, index = next(iter(self._rows_of[block].items()))
+            span = self._span(key[0], index)
             self._key_of[block] = key
-            self._archive[key] = [
-                {name: buffer[row, self._span(index)].clone() for name, buffer in cache.items()} for cache in self.regions.caches
-            ]
+            self._archive[key] = [{name: buffer[row, span].clone() for name, buffer in cache.items()} for cache in self._caches(key[0])]
         elif event == "evict":
             del self._archive[self._key_of.pop(block)]
 
@@ -81,53 +89,74 @@ class Shadow:
         self.compared.steps += 1
         self.compared.copies += len(plan.copies)
         self.regions.apply(plan)
-        forked = [list(self._tables[fork.source]) for fork in plan.row_forks]  # all reads before any write
-        for fork, table in zip(plan.row_forks, forked):
-            self._set_table(fork.row, table)
+        forked = [self._tables[fork.source] for fork in plan.row_forks]  # all reads before any write
+        for fork, tables in zip(plan.row_forks, forked):
+            self._set_tables(fork.row, tables)
             self.compared.forks += not fork.moves
         for write in plan.row_writes:
-            (blocks,) = write.tables
-            self._set_table(write.row, blocks)
-            self._restore(write.row, blocks)
+            self._set_tables(write.row, write.tables)
+            self._restore(write.row, write.tables)
         for row, length in plan.lengths:
-            self._set_table(row, self._tables[row][: -(-(length - 1) // self.block_size)])
+            self._set_tables(row, [table[: -(-(length - 1) // span)] for table, span in zip(self._tables[row], self.spans)])
         for row, group, index, block in plan.new_blocks:
-            assert group == 0, "a region holds the tokens of one table"
-            table = self._tables[row]
-            for replaced in table[index:]:  # copied on write: the row leaves the shared block
-                self._rows_of[replaced].pop(row)
-            table[index:] = [block]
-            self._rows_of[block] = {row: index}
+            self._set_block(row, self._tables[row][group], index, block)
 
-    def _set_table(self, row: int, table: list[int]) -> None:
-        for block in self._tables.get(row, ()):
+    def _set_tables(self, row: int, tables: list[list[int]]) -> None:
+        for block in _held(self._tables.get(row, [])):
             self._rows_of[block].pop(row, None)
-        self._tables[row] = list(table)
-        for index, block in enumerate(table):
-            self._rows_of[block][row] = index
+        self._tables[row] = [list(table) for table in tables]
+        for table in tables:
+            for index, block in enumerate(table):
+                if block != NULL_BLOCK:
+                    self._rows_of[block][row] = index
 
-    def _restore(self, row: int, table: list[int]) -> None:
-        for index, block in enumerate(table):
-            for cache, archived in zip(self.regions.caches, self._archive[self._key_of[block]], strict=True):
-                for name, buffer in cache.items():
-                    buffer[row, self._span(index)] = archived[name]
+    def _set_block(self, row: int, table: list[int], index: int, block: int) -> None:
+        if block == NULL_BLOCK:  # given back behind a window
+            self._rows_of[table[index]].pop(row)
+            table[index] = NULL_BLOCK
+            return
+        for replaced in table[index:]:  # copied on write: the row leaves the shared block
+            self._rows_of[replaced].pop(row)
+        table[index:] = [block]
+        self._rows_of[block] = {row: index}
 
-    def _span(self, index: int) -> slice:
-        return slice(index * self.block_size, (index + 1) * self.block_size)
+    def _restore(self, row: int, tables: list[list[int]]) -> None:
+        """Behind a window, where the cache has nothing for the row, its region becomes zero: what was there may be no number."""
+        for group, table in enumerate(tables):
+            for index, block in enumerate(table):
+                span = self._span(group, index)
+                archived = None if block == NULL_BLOCK else self._archive[self._key_of[block]]
+                for number, cache in enumerate(self._caches(group)):
+                    for name, buffer in cache.items():
+                        buffer[row, span] = 0 if archived is None else archived[number][name]
+
+    def _caches(self, group: int) -> Caches:
+        return [self.regions.caches[layer] for layer in self._layers[group]]
+
+    def _span(self, group: int, index: int) -> slice:
+        return slice(index * self.spans[group], (index + 1) * self.spans[group])
 
     def compare_caches(self, layer: int, cache: dict[str, Tensor], rows: Tensor, context_len: Tensor, tables: Tensor) -> None:
-        """Every row gathered through its block table must be its region. rows, context_len: [R]; tables: [R, B]"""
+        """Every row gathered through its block table must be its region. rows, context_len: [R]; tables: [R, B]
+
+        What was given back behind a window is not compared: nothing reads it, and the table must name the null block there.
+        """
+        group = self._group_of[layer]
+        span = self.spans[group]
         for entry, (row, length) in enumerate(zip(rows.tolist(), context_len.tolist(), strict=True)):
             if row < 0:
                 continue
+            first = self._tables[row][group].count(NULL_BLOCK)
+            blocks, start = tables[entry, : -(-length // span)].long(), first * span
+            if blocks[:first].any():
+                raise VerifyError(f"the table names a block that was given back: step {self.step}, layer {layer}, row {row}")
             for name, buffer in cache.items():
-                blocks = tables[entry, : -(-length // self.block_size)].long()
-                paged = buffer[blocks].flatten(0, 1)[:length]  # [length, kv_heads, head_dim]
-                plain = self.regions.caches[layer][name][row, :length]
+                paged = buffer[blocks[first:]].flatten(0, 1)[: length - start]  # [length - start, kv_heads, head_dim]
+                plain = self.regions.caches[layer][name][row, start:length]
                 if not same_bits(paged, plain):
-                    position = int((_bits(paged) != _bits(plain)).flatten(1).any(1).nonzero()[0])
+                    position = start + int((_bits(paged) != _bits(plain)).flatten(1).any(1).nonzero()[0])
                     where = f"step {self.step}, layer {layer}, row {row}, {name} of position {position}"
-                    block = f"block {int(tables[entry, position // self.block_size])}, offset {position % self.block_size}"
+                    block = f"block {int(tables[entry, position // span])}, offset {position % span}"
                     raise VerifyError(f"the caches differ: {where} ({block})")
                 self.compared.cache_values += paged.numel()
         self.compared.rows += int((rows >= 0).sum())
@@ -280,6 +309,10 @@ def watched_torch(program: Program, eager: Eager, shadow: Shadow) -> ShadowedPro
         return (states if whole else hidden).clone(), logits.clone()  # the next step takes their place
 
     return ShadowedProgram(program, watched, shadow)
+
+
+def _held(tables: list[list[int]]) -> list[int]:
+    return [block for table in tables for block in table if block != NULL_BLOCK]
 
 
 def _bits(values: Tensor) -> Tensor:

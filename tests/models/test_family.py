@@ -1,6 +1,7 @@
 """A family from outside the package: once it is registered it loads, plans its memory and runs; programs that cannot run it are off.
 
-Its layers are unlike any shipped one: attention and MLP in parallel after one LayerNorm, heads and caches that differ by layer.
+Its layers are unlike any shipped one: attention and MLP in parallel after one LayerNorm, heads that differ by layer, and two cache groups:
+a full one, and one with a window that gives back what lies behind it.
 """
 
 import json
@@ -21,21 +22,30 @@ from octavo.attention.backend import AttentionBackend, load_backend
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.config import EngineConfig
+from octavo.engine.verify import Verified, verify
+from octavo.errors import ConfigError, VerifyError
 from octavo.kernels.reference.layer import rotate
 from octavo.layers.attention import Attention, build_rope
 from octavo.layers.comm import Comm, NullComm
 from octavo.layers.linear import Linear, RowParallelLinear
 from octavo.loading.loader import weight_targets
+from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.loading.shape import model_shape
+from octavo.messages import StepPlan
 from octavo.model_config import ConfigReader, ModelConfig, RopeConfig
 from octavo.models.decoder import Decoder
 from octavo.models.dense_family import FAMILY as DENSE
 from octavo.models.family import FAMILIES, Family, Rule, Rules, register, vector
 from octavo.models.registry import build_model, describe, read_config
 from octavo.policy.auto import resolved, suited
+from octavo.policy.block_pool import NULL_BLOCK
+from octavo.policy.cache_group import CacheGroup
 from octavo.policy.description import LayerShape, MLPShape, ModelDescription, NormShape
+from octavo.policy.gpu_size import graph_refusal
 from octavo.policy.memory_plan import GIB, Memory, plan_memory
+from octavo.policy.native_size import native_refusal
 from octavo.quant.schemes import UNQUANTIZED, QuantScheme, empty_parameter
+from octavo.worker.request_table import RequestTable
 
 RULES = Rules(
     [
@@ -48,20 +58,29 @@ RULES = Rules(
         Rule("ln_f", "norm"),
     ]
 )
-EPS, INNER, SPECS = 1e-5, 48, ((4, 2, 16, None), (2, 1, 32, 5))  # heads, KV heads, head_dim and window, in turn
-RAW = {"architectures": ["ParallelForTest"], "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "tie_word_embeddings": True,
-       "max_position_embeddings": 128, "dtype": "float32"}  # fmt: skip
+EPS, INNER = 1e-5, 48
+HEADS = ((4, 2, None), (2, 1, 5))  # heads, KV heads and window, in turn
+RAW = {"architectures": ["ParallelForTest"], "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 4, "tie_word_embeddings": True,
+       "max_position_embeddings": 128, "dtype": "float32", "head_dim": 16}  # fmt: skip
+# head_dim of the layers with a window, and the pipeline depth: with half the bytes a token, a layer has twice the tokens in a block
+CASES = pytest.mark.parametrize(
+    ("weights", "depth"), [(32, 1), (16, 2), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((32, 2), (16, 1)))],
+    indirect=["weights"],
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig(ModelConfig):
+    head_dims: tuple[int, int]
+
     def spec(self, layer: int) -> AttentionSpec:
-        heads, kv_heads, head_dim, window = SPECS[layer % 2]
+        (heads, kv_heads, window), head_dim = HEADS[layer % 2], self.head_dims[layer % 2]
         return AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, window, RopeConfig())
 
 
 def read(reader: ConfigReader, architecture: str) -> ParallelConfig:
-    return ParallelConfig(**reader.common(architecture))
+    dims = reader.integer("head_dim"), reader.integer("window_head_dim")
+    return ParallelConfig(**reader.common(architecture), head_dims=dims)
 
 
 def describe_parallel(config: ParallelConfig) -> ModelDescription:
@@ -80,6 +99,7 @@ def describe_parallel(config: ParallelConfig) -> ModelDescription:
         layers=tuple(LayerShape(config.spec(layer), MLPShape(INNER, "gelu"), norm, parallel=True) for layer in layers),
         matrices=(*matrices, RULES.matrix("head", "embed", config.vocab_size, hidden, vocabulary=True)),
         vectors=tuple(vector("norm", f"{place}norm", hidden, bias=True) for place in [*(f"layers.{layer}." for layer in layers), ""]),
+        gives_back=True,
     )  # fmt: skip
 
 
@@ -130,16 +150,17 @@ PARALLEL = Family("parallel", ("ParallelForTest",), f"{__name__}:ParallelModel",
 
 
 @pytest.fixture
-def weights(tmp_path: Path) -> Iterator[dict[str, Tensor]]:
-    """Of a model in the folder of the test, its family registered."""
+def weights(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Tensor]]:
+    """Of a model in the folder of the test, its family registered. The parameter: the head_dim of layers with a window."""
     register(PARALLEL)
-    config, generator = read_config(RAW, "a test"), torch.Generator().manual_seed(3)
+    raw = RAW | {"window_head_dim": getattr(request, "param", 32)}
+    config, generator = read_config(raw, "a test"), torch.Generator().manual_seed(3)
     with torch.device("meta"):
         empty = build_model(config, torch.float32, load_backend("cpu"), NullComm(), max_len=1)
     shapes = {name: target.values.shape for name, target in weight_targets(empty).items()}
     made = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
     save_file(made, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(RAW))
+    (tmp_path / "config.json").write_text(json.dumps(raw))
     yield made
     del FAMILIES["ParallelForTest"]
 
@@ -150,7 +171,8 @@ def reference_logits(weights: dict[str, Tensor], ids: list[int]) -> Tensor:
     count = len(ids)
     for layer in range(RAW["num_hidden_layers"]):  # type: ignore[call-overload]
         of = {name.removeprefix(f"h.{layer}."): value for name, value in weights.items() if name.startswith(f"h.{layer}.")}
-        heads, kv_heads, dim, window = SPECS[layer % 2]
+        heads, kv_heads, window = HEADS[layer % 2]
+        dim = len(of["attn.k.weight"]) // kv_heads
         rope = build_rope(RopeConfig(), dim, count)
         y = F.layer_norm(x, (x.shape[1],), of["ln.weight"], of["ln.bias"], EPS)
         q, k, v = ((y @ of[f"attn.{part}.weight"].T).view(count, -1, dim) for part in "qkv")
@@ -174,21 +196,90 @@ def test_it_loads_and_computes_what_plain_torch_does(
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=1)
     with caplog.at_level("INFO"), LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True, block_size=4, max_num_batched_tokens=8) as llm:
         answers = [output.outputs[0] for output in llm.generate(prompts, greedy, use_tqdm=False)]
-    assert "Native kernels are off for this model, torch computes: layer 0 computes its mixer and its MLP in parallel" in caplog.text
+    assert "Native kernels are off for this model, torch computes: layer 1 computes its mixer and its MLP in parallel" in caplog.text
     for prompt, answer in zip(prompts, answers):
         logprobs = reference_logits(weights, [*prompt, *answer.token_ids]).log_softmax(-1)[len(prompt) - 1 : -1]
         assert list(answer.token_ids) == logprobs.argmax(-1).tolist()
         assert answer.cumulative_logprob == pytest.approx(float(logprobs.max(-1).values.sum()), abs=1e-3)
 
 
+@CASES
+def test_windows_that_give_back_change_no_token(
+    weights: dict[str, Tensor], tmp_path: Path, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small pool, prompts that share prefixes and are computed in chunks, samples that fork, and preemptions all the time."""
+    monkeypatch.setenv("OCTAVO_DEBUG", "check=1,preempt.every=7")
+    shared = [(7 * i + i * i // 3) % 97 for i in range(31)]
+    prompts = [shared[: 6 + 5 * number] + [number] for number in range(6)] * 2
+    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False, n=2)
+    settings = {"block_size": 4, "max_num_batched_tokens": 8, "max_num_seqs": 4, "num_gpu_blocks_override": 30, "pipeline_depth": depth}
+    with LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True, **settings) as llm:  # type: ignore[arg-type]
+        scheduler = llm._core.scheduler  # type: ignore[attr-defined]
+        given_back = count_given_back(scheduler.kv)
+        answers = [output.outputs for output in llm.generate(prompts, greedy, use_tqdm=False)]
+    assert scheduler.stats.preemptions and scheduler.stats.prefix_hits and given_back[0] > 50
+    for prompt, samples in zip(prompts, answers):
+        for sample in samples:
+            best = reference_logits(weights, [*prompt, *sample.token_ids]).argmax(-1)[len(prompt) - 1 : -1]
+            assert list(sample.token_ids) == best.tolist()
+
+
+def count_given_back(kv: Any) -> list[int]:
+    """Returns a list with a number, which counts the blocks that windows give back from now on."""
+    count, give_back = [0], kv._give_back
+
+    def counted(seq: Any, behind: Any, plan: Any) -> None:
+        count[0] += len(behind)
+        give_back(seq, behind, plan)
+
+    kv._give_back = counted
+    return count
+
+
+@CASES
+def test_it_is_verified_bit_for_bit(weights: dict[str, Tensor], tmp_path: Path, depth: int) -> None:
+    verified = verify_it(tmp_path, depth)
+    assert verified.kernels == "torch" and verified.compared.cache_values and verified.compared.output_values
+
+
+def verify_it(folder: Path, depth: int = 1) -> Verified:
+    source = resolve_model(str(folder))
+    return verify(EngineConfig(model=str(folder), device="cpu", block_size=4), source, load_model_config(source), depth, 16)
+
+
+def test_the_proof_sees_a_slip_in_the_table_of_a_window(
+    weights: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply = RequestTable.apply
+
+    def forgetful(table: RequestTable, plan: StepPlan) -> None:
+        apply(table, replace(plan, new_blocks=[entry for entry in plan.new_blocks if entry[3] != NULL_BLOCK]))
+
+    def confused(table: RequestTable, plan: StepPlan) -> None:
+        apply(table, replace(plan, new_blocks=[(row, group, index, block + group) for row, group, index, block in plan.new_blocks]))
+
+    for slip, message in ((forgetful, "names a block that was given back: step .*, layer 1"), (confused, "the caches differ")):
+        monkeypatch.setattr(RequestTable, "apply", slip)
+        with pytest.raises(VerifyError, match=message):
+            verify_it(tmp_path)
+
+
 def test_its_memory_is_planned_from_the_description(weights: dict[str, Tensor], tmp_path: Path) -> None:
     shape = model_shape(str(tmp_path))
     needs = shape.needs("float32")
     assert needs.weights == 4 * sum(weight.numel() for weight in weights.values())
-    assert [spec.window for spec in needs.specs] == [None, 5, None] and needs.bytes_per_token == 4 * 2 * (2 * 32 + 32)
+    assert [spec.window for spec in needs.specs] == [None, 5] * 2 and needs.bytes_per_token == 4 * 2 * 4 * 32
     codes = model_shape(str(tmp_path)).needs("float32", kv_cache_dtype="int8").specs
-    assert [spec.buffers["k"].shape for spec in codes] == [(2, 16), (1, 32), (2, 16)] and codes[1].buffers["v_scale"].shape == (1,)
-    assert plan_memory(needs, resolved(EngineConfig(), "cpu"), Memory(8 * GIB)).refusal is None
+    assert [spec.buffers["k"].shape for spec in codes] == [(2, 16), (1, 32)] * 2 and codes[1].buffers["v_scale"].shape == (1,)
+    config = resolved(EngineConfig(max_num_batched_tokens=8, max_num_seqs=8, block_size=4, num_gpu_blocks_override=21), "cpu")
+    plan = plan_memory(needs, config, Memory(8 * GIB))
+    assert plan.refusal is None and plan.geometry.groups == (CacheGroup((0, 2)), CacheGroup((1, 3), 5))
+    held = (2 * 8 + 5 - 2) // 4 + 2  # blocks of a window, at most
+    assert plan.geometry.max_model_len == (20 - held) * 4 + 1, "the rest of the pool is for the full group"
+    assert plan.concurrency == 20 / (-(-plan.geometry.max_model_len // 4) + held)
+    assert plan.geometry.bytes_per_token == needs.bytes_per_token // 2 and plan.use.kv_cache == 21 * 4 * plan.geometry.bytes_per_token
+    with pytest.raises(ConfigError, match="has room for 2 blocks of 4 tokens at 512 bytes per token, and needs at least 3"):
+        plan_memory(needs, replace(config, num_gpu_blocks_override=2), Memory(8 * GIB))
 
 
 def test_programs_that_cannot_run_a_model_are_turned_off_by_what_it_is_made_of(weights: dict[str, Tensor], tmp_path: Path) -> None:
@@ -207,6 +298,9 @@ def test_programs_that_cannot_run_a_model_are_turned_off_by_what_it_is_made_of(w
     assert not suited(resolved(EngineConfig(), "cpu"), mixed).native
     windowed = replace(dense, layers=(layer, replace(layer, mixer=replace(mixer, window=4))))
     assert suited(resolved(EngineConfig(), "cpu"), windowed).native
+    for device, refusal in (("cpu", native_refusal), ("cuda", graph_refusal)):
+        assert refusal(replace(dense, gives_back=True)) is None, "no layer has a window"
+        assert "layer 1 gives back the blocks behind its window" in (refusal(replace(windowed, gives_back=True)) or ""), device
 
 
 def dense_config(**fields: object) -> ModelConfig:

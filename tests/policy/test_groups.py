@@ -103,3 +103,15 @@ def test_groups_whose_blocks_have_more_tokens_share_the_pool(links: tuple[int, i
     engine.assert_exact()
     engine.assert_idle()
     assert engine.asked["again"][1].life.cached_tokens % (2 * SIZE) == 0 < engine.asked["again"][1].life.cached_tokens
+
+
+def test_a_request_as_large_as_the_pool_comes_in_with_any_hit() -> None:
+    """A window gives its hit back before it holds its last blocks: both together need not fit."""
+    groups = (FULL, CacheGroup(window=WINDOW, links=2))
+    for cached in range(0, 40, SIZE):
+        engine = FakeEngine(block_size=SIZE, groups=groups, num_blocks=15, rows=4, budget=9)
+        engine.add("warm", [*PROMPT, *PROMPT][: cached + 1], sampling(1))
+        engine.run()
+        engine.add("r", [*PROMPT, *PROMPT][: engine.max_len - 1], sampling(1))
+        engine.run(most_steps=200)
+        engine.assert_exact()

@@ -108,7 +108,7 @@ class KVMachine(RuleBasedStateMachine):
         if not self.kv.allocate(seq, count, plan):
             assert before == (self.pool.ref, list(self.pool.free), self.pool.index, seq.tables), "a failed allocate changed something"
             assert not must_fit and not roomy and not plan.new_blocks and not plan.copies
-            seq.token_ids = seq.token_ids[: seq.num_planned] or seq.token_ids
+            seq.token_ids = seq.token_ids[: max(seq.num_planned, seq.num_computed + 1)]
             seq.num_tokens = len(seq.token_ids)
             seq.digests = seq.digests[: seq.num_tokens // self.size]
             return
@@ -128,7 +128,8 @@ class KVMachine(RuleBasedStateMachine):
         self._seal(self.live[pick % len(self.live)])
 
     def _seal(self, seq: Sequence) -> None:
-        before, seq.num_computed = seq.num_sealed, seq.num_planned
+        before = seq.num_sealed
+        seq.num_computed = min(seq.num_planned, seq.num_tokens - 1)  # whatever computed the last one brought another
         self.kv.seal(seq)
         for group, span in enumerate(self.kv.spans):
             ends = range(before * self.size // span * span + span, seq.num_computed + 1, span)

@@ -1,6 +1,7 @@
 """From a plan to tensors and back: the request table, what is prepared of it, and the stores, against plain Python lists."""
 
 from array import array
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -8,10 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.errors import ConfigError
+from octavo.kernels.cache_layout import Layout
 from octavo.kernels.reference.rows import finish, prepare
 from octavo.kernels.row_words import HEAD, NOISE, NOISE_WORDS, TEMPERATURE, RowLayout
 from octavo.kernels.step_tensors import StepMemory, StepTensors
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
+from octavo.policy.cache_group import CacheGroup
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec
 from octavo.sampling_params import SamplingParams
 from octavo.worker.kv_store import ContiguousStore, PagedStore, poison
@@ -23,12 +27,13 @@ SPECS = [LayerCacheSpec(layer, {"k": Buffer((2, 4), "float32"), "v": Buffer((3,)
 ROWS, MAX_LEN = 6, 96
 
 
-def write(row: int, tokens: list[int], table: list[int], params: SamplingParams | None = None, end_ids: tuple[int, ...] = ()) -> RowWrite:
-    return RowWrite(row, row, array("i", tokens), 1, 0, [table], params or SamplingParams(), end_ids, [], NoiseKey((row, 1), 2, 3), b"")
+def write(row: int, tokens: list[int], *tables: list[int], params: SamplingParams | None = None) -> RowWrite:
+    """`tables`: one for each cache group."""
+    return RowWrite(row, row, array("i", tokens), 1, 0, [*tables], params or SamplingParams(), (), [], NoiseKey((row, 1), 2, 3), b"")
 
 
-def new_table(block_size: int = 16) -> RequestTable:
-    return RequestTable(ROWS, RowLayout(-(-MAX_LEN // block_size), MAX_LEN + 1), torch.device("cpu"))
+def new_table(block_size: int = 16, links: tuple[int, ...] = (1,)) -> RequestTable:
+    return RequestTable(ROWS, RowLayout(-(-MAX_LEN // block_size), MAX_LEN + 1, links), torch.device("cpu"))
 
 
 def prepared(plan: StepPlan, table: RequestTable, block_size: int) -> StepTensors:
@@ -41,11 +46,22 @@ def prepared(plan: StepPlan, table: RequestTable, block_size: int) -> StepTensor
     return step
 
 
+@dataclass
+class Mixed:
+    """A plan of prefills, chunks and decodes, and each row's tokens and blocks as plain lists."""
+
+    size: int
+    links: tuple[int, ...]  # of each cache group
+    plan: StepPlan
+    tokens: dict[int, list[int]]
+    tables: dict[int, list[list[int]]]  # a table for each group
+
+
 @st.composite
-def mixed_plans(draw: st.DrawFn) -> tuple[int, StepPlan, dict[int, list[int]], dict[int, list[int]]]:
-    """A block size, a plan of prefills, chunks and decodes, and each row's tokens and blocks as plain lists."""
+def mixed_plans(draw: st.DrawFn) -> Mixed:
     size = draw(st.sampled_from([1, 2, 4, 16, 64, 256]))
-    blocks = iter(draw(st.permutations(range(1, ROWS * -(-MAX_LEN // size) + 1))))
+    links = draw(st.sampled_from([(1,), (1, 2), (3, 1)]))
+    blocks = iter(draw(st.permutations(range(1, ROWS * len(links) * -(-MAX_LEN // size) + 1))))
     plan = StepPlan(1)
     all_tokens, tables = {}, {}
     for row in draw(st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=ROWS, unique=True)):
@@ -53,22 +69,23 @@ def mixed_plans(draw: st.DrawFn) -> tuple[int, StepPlan, dict[int, list[int]], d
         start = draw(st.integers(0, length - 1))
         count = draw(st.integers(1, length - start))
         tokens = [1000 * row + place for place in range(length)]
-        table = [next(blocks) for _ in range(-(-(start + count) // size))]
-        known = draw(st.integers(0, len(table)))  # the rest comes as new blocks of this step
-        plan.row_writes.append(write(row, tokens, table[:known]))
-        plan.new_blocks += [(row, 0, index, block) for index, block in enumerate(table) if index >= known]
+        all_tables = [[next(blocks) for _ in range(-(-(start + count) // (size * many)))] for many in links]
+        known = draw(st.integers(0, len(all_tables[0])))  # the rest comes as new blocks of this step
+        plan.row_writes.append(write(row, tokens, *(table[:known] for table in all_tables)))
+        for group, table in enumerate(all_tables):
+            plan.new_blocks += [(row, group, index, block) for index, block in enumerate(table) if index >= known]
         plan.row.append(row)
         plan.start.append(start)
         plan.num_query.append(count)
         plan.samples.append(draw(st.booleans()))
-        all_tokens[row], tables[row] = tokens, table
-    return size, plan, all_tokens, tables
+        all_tokens[row], tables[row] = tokens, all_tables
+    return Mixed(size, links, plan, all_tokens, tables)
 
 
 @given(mixed_plans())
-def test_a_mixed_plan_is_read_out_of_the_rows(case: tuple[int, StepPlan, dict[int, list[int]], dict[int, list[int]]]) -> None:
-    size, plan, tokens, tables = case
-    table = new_table(size)
+def test_a_mixed_plan_is_read_out_of_the_rows(case: Mixed) -> None:
+    size, plan, tokens = case.size, case.plan, case.tokens
+    table = new_table(size, case.links)
     table.apply(plan)
     step = prepared(plan, table, size)
 
@@ -83,11 +100,20 @@ def test_a_mixed_plan_is_read_out_of_the_rows(case: tuple[int, StepPlan, dict[in
     assert step.row.tolist() == plan.row
     assert step.query_start.tolist() == [sum(plan.num_query[:entry]) for entry in range(len(plan.row) + 1)]
     assert step.context_len.tolist() == ends
-    assert step.slots[0].tolist() == [tables[row][position // size] * size + position % size for row, position in places]
-    width = max(-(-end // size) for end in ends)
-    assert step.tables[0, :, :width].tolist() == [(tables[row] + [0] * width)[:width] for row in plan.row]
+    for group, links in enumerate(case.links):
+        tables, span = {row: every[group] for row, every in case.tables.items()}, links * size
+        assert step.slots[group].tolist() == [tables[row][position // span] * span + position % span for row, position in places]
+        width = max(-(-end // span) for end in ends)
+        assert step.tables[group, :, :width].tolist() == [(tables[row] + [0] * width)[:width] for row in plan.row]
     assert step.sample_index.tolist() == [sum(plan.num_query[: entry + 1]) - 1 for entry in range(len(plan.row))]
     assert step.samples.tolist() == plan.samples and step.draw_positions.tolist() == [len(tokens[row]) for row in plan.row]
+
+
+def test_the_table_of_a_short_row_is_filled_up_with_the_null_block() -> None:
+    table = new_table()
+    table.apply(StepPlan(1, row_writes=[write(1, [7] * 90, [1, 2, 3, 4, 5, 6]), write(4, [8], [9])]))
+    step = prepared(StepPlan(2, row=[4, 1], start=[0, 89], num_query=[1, 1], samples=[True, True]), table, 16)
+    assert step.tables[0, :, :6].tolist() == [[9, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6]]
 
 
 def test_rows_exchange_places_in_one_plan_and_a_row_is_cut_and_ends_otherwise() -> None:
@@ -103,7 +129,8 @@ def test_rows_exchange_places_in_one_plan_and_a_row_is_cut_and_ends_otherwise() 
 
 def test_a_forked_row_is_a_copy_with_noise_of_its_own() -> None:
     table = new_table()
-    table.apply(StepPlan(1, row_writes=[write(0, [5, 6, 7], [3, 4], SamplingParams(temperature=0.5)), write(2, list(range(90)), [8] * 6)]))
+    warm = write(0, [5, 6, 7], [3, 4], params=SamplingParams(temperature=0.5))
+    table.apply(StepPlan(1, row_writes=[warm, write(2, list(range(90)), [8] * 6)]))
     table.apply(StepPlan(2, row_forks=[RowFork(2, 0, 99, NoiseKey((70, 71), 2**31, 73))], new_blocks=[(2, 0, 1, 5)]))
     assert table.token_ids[2, :3].tolist() == [5, 6, 7]
     assert table.num_tokens.tolist()[:3] == [3, 0, 3] and table.num_prompt.tolist()[:3] == [1, 0, 1]
@@ -145,6 +172,35 @@ def test_copies_move_whole_blocks_of_every_layer_and_read_before_they_write(copi
     store = filled(PagedStore(SPECS, 6, 16))
     store.apply(StepPlan(1, copies=copies))
     assert contents(store) == [after] * 4
+
+
+# two groups of two layers and of one, which has half the bytes a token, and so twice the tokens in a block
+WIDE = [LayerCacheSpec(layer, {"k": Buffer((2, 4), "float32"), "v": Buffer((2, 3), "bfloat16")}) for layer in range(2)]
+NARROW = LayerCacheSpec(2, {"k": Buffer((1, 4), "float32"), "v": Buffer((2, 3), "int8")}, window=8)
+GROUPS = (CacheGroup((0, 1)), CacheGroup((2,), 8, links=2))
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+def test_layers_of_two_groups_share_their_memory_and_a_copy_moves_all_bytes_of_a_block_once(layout: Layout) -> None:
+    store = PagedStore([*WIDE, NARROW], 6, 4, layout=layout, groups=GROUPS)
+    assert [tuple(cache["k"].shape) for cache in store.caches] == [(6, 4, 2, 4), (6, 4, 2, 4), (6, 8, 1, 4)]
+    full, padded, windowed = store.caches
+    for name in ("k", "v"):
+        assert full[name].data_ptr() == windowed[name].data_ptr() != padded[name].data_ptr()
+        assert full[name][0].nbytes == windowed[name][0].nbytes
+        for block in range(1, 6):
+            windowed[name][block], padded[name][block] = block, 10 + block
+    store.apply(StepPlan(1, copies=[(1, 2), (2, 3), (3, 1)]))
+    for name in ("k", "v"):
+        assert not full[name][0].any() and not padded[name][0].any(), "the null block is zero for all"
+        for block, source in enumerate([3, 1, 2, 4, 5], 1):
+            assert (windowed[name][block] == source).all() and (padded[name][block] == 10 + source).all()
+
+
+def test_layers_that_cannot_share_a_block_are_named() -> None:
+    other = replace(NARROW, buffers={**NARROW.buffers, "v": WIDE[0].buffers["v"]})
+    with pytest.raises(ConfigError, match=r"layers 0 and 2 cannot share .* have \[128, 48\] bytes, and those of the other \[128, 96\]"):
+        PagedStore([*WIDE, other], 6, 4, groups=GROUPS)
 
 
 def test_contiguous_rows_exchange_places() -> None:

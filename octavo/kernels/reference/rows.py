@@ -38,12 +38,11 @@ def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors
         positions[token_rows < 0] = 0
     _fill(step.positions, positions, total)
     _fill(step.token_ids, lines[token_rows, layout.tokens + positions], total, token_rows)
-    longest = -(-int(context.max()) // block_size)
-    held = -(-context // block_size)
-    for group in range(layout.groups):
-        table = layout.table(group)
-        slots = lines[token_rows, table + positions // block_size].astype(np.int64) * block_size + positions % block_size
+    for group, links in enumerate(layout.links):
+        table, span = layout.table(group), links * block_size
+        slots = lines[token_rows, table + positions // span].astype(np.int64) * span + positions % span
         _fill(step.slots[group], slots, total, token_rows)
+        longest, held = -(-int(context.max()) // span), -(-context // span)
         tables = lines[rows, table : table + longest]
         step.tables[group].numpy()[:, :longest] = np.where(np.arange(longest) < held[:, None], tables, 0)
     present = rows >= 0

@@ -11,7 +11,7 @@ from octavo.kernels.row_words import NUM_TOKENS, RowLayout
 from octavo.kernels.step_tensors import StepMemory, StepTensors, part_words
 from octavo.kernels.triton.step import rows as kernel
 
-LAYOUT = RowLayout(max_blocks=1200, max_len=1200, groups=2)
+LAYOUT = RowLayout(max_blocks=1200, max_len=1200, links=(1, 1))
 ROWS, VOCAB = 6, 1000
 
 

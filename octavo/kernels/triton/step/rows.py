@@ -132,6 +132,7 @@ def copy_words(source: Tensor, target: Tensor, runs: Tensor, longest: int) -> No
 
 def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors) -> None:
     """Fills the tensors of a step out of the rows. words: [rows, width] int32"""
+    assert layout.links == (1,) * layout.groups, "the kernel has one size of blocks for all groups"
     entries = len(step.row)
     prepare_entries[(entries + 1,)](
         words, step.query_start, step.row, step.start, step.token_ids, step.positions, step.slots, step.context_len, step.tables,
