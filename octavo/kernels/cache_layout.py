@@ -21,7 +21,7 @@ def empty_cache(layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, devi
 
 
 def view_cache(layout: Layout, shape: tuple[int, ...], dtype: torch.dtype, memory: Tensor) -> Tensor:
-    """Returns a cache of this shape over contiguous memory of as many bytes."""
+    """Returns a cache of this shape over contiguous memory, which must have as many bytes."""
     numbers = memory.view(-1).view(dtype)
     if layout == "nhd":
         return numbers.view(shape)
