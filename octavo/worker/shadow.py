@@ -1,9 +1,8 @@
 """The proof that paging is invisible: a contiguous cache kept beside the paged one, compared bit for bit at every step.
 
-    paged store         what the engine runs on: blocks, tables, sharing, copies, eviction
-    shadow              one contiguous region per row, for all cache groups. It never recomputes: it appends the k, v of the forward;
-                        at a seal it archives the bytes under the block's key; at a hit it copies them from the archive, at a
-                        fork from the parent's row
+    paged store    what the engine runs on: blocks, tables, sharing, copies, eviction
+    shadow         one contiguous region per row, for all cache groups. It never recomputes: it appends the k, v of the forward; at a
+                   seal it archives a block's bytes under its key; at a hit it copies them from there, at a fork from the parent's row
 
 In every layer of every step each row is gathered through its block table and must equal its region; then the same
 attention function runs over the regions, and must give the same output. The first difference raises `VerifyError`.
