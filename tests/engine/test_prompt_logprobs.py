@@ -9,9 +9,9 @@ import transformers
 
 from octavo import LLM, SamplingParams
 from octavo.errors import RequestError
-from octavo.models.decoder import Decoder
 from octavo.outputs import RequestOutput
 from octavo.worker import prompt_logprobs as slices
+from octavo.worker.program import Eager
 
 TEXT = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park with her friends and her dog. "
 PROMPTS = [TEXT * 3, "The cat", TEXT + "It was a sunny day.", "x", "One day, Tom went to the big tree and saw a bird."]
@@ -81,13 +81,13 @@ def test_a_stream_tells_text_alone(stories: str) -> None:
 # promise: samplingparams-prompt-logprobs
 def test_logits_of_a_long_prompt_are_made_a_slice_at_a_time(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    original = Decoder.logits
-    monkeypatch.setattr(slices, "SLICE_LOGITS", 512 * 10)
+    original = Eager.logits
+    monkeypatch.setitem(slices.SLICE_LOGITS, "cpu", 512 * 10)
     with LLM(stories, native=False, num_gpu_blocks_override=120) as llm:
-        monkeypatch.setattr(Decoder, "logits", lambda model, hidden: seen.append(len(hidden)) or original(model, hidden))
+        monkeypatch.setattr(Eager, "logits", lambda program, hidden: seen.append(len(hidden)) or original(program, hidden))
         (output,) = llm.generate([[5] * 301], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
     assert output.prompt_logprobs is not None and None not in output.prompt_logprobs[1:]
-    assert max(seen) == 10 and sum(seen) == 301
+    assert max(seen) == 10 and sum(seen) == 300
 
 
 def test_more_than_the_engine_allows_is_refused_by_name(stories: str) -> None:

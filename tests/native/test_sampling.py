@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo import LLM, SamplingParams
+from octavo.kernels import ops
 from octavo.kernels.cpu.library import address
 from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.kernels.reference import sampling as twin
@@ -194,6 +195,13 @@ class Both:
             self.wrong += sum(not {a, b} <= ids for a, b, ids in zip(found.tolist(), expected.tolist(), allowed(logits, draws)))
         return found
 
+    def sample(self, logits: Tensor, best: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor) -> Tensor:
+        expected = twin.sample(logits, temperature, noise, positions)
+        found = self.native.sample(logits, best, temperature, noise, positions)
+        self.rows += len(found)
+        self.wrong += int((found != expected).sum())
+        return found
+
     def rank(self, logits: Tensor, ids: Tensor, count: int) -> Ranking:
         found, expected = self.native.rank(logits, ids, count), twin.rank(logits, ids, count)
         self.rows += len(ids)
@@ -211,11 +219,12 @@ def test_an_engine_with_seeds_draws_what_the_twin_draws_from_its_logits(tmp_path
     for _ in range(2):
         with LLM(str(folder), **settings) as llm:  # type: ignore[arg-type]
             runner = llm._core.executor  # type: ignore[attr-defined]
-            assert isinstance(runner.sampling, NativeSampling)
-            runner.sampling = both = Both(runner.sampling)
+            native = runner.program._sampling
+            assert isinstance(native, NativeSampling)
+            runner.program._sampling = runner.sampler._sampling = runner.prompts._sampling = both = Both(native)
             outputs = llm.generate(prompts, params, use_tqdm=False)
         assert both.rows > 160 and both.wrong == 0
         texts.append([sample.token_ids for output in outputs for sample in output.outputs])
     assert texts[0] == texts[1] and len({tuple(text) for text in texts[0]}) == 7
     with LLM(str(folder), native=False, **settings) as llm:  # type: ignore[arg-type]
-        assert llm._core.executor.sampling is twin  # type: ignore[attr-defined]
+        assert llm._core.executor.sampler._sampling is ops  # type: ignore[attr-defined]

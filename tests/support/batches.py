@@ -86,7 +86,7 @@ def run_steps(model: Decoder, backend: type[AttentionBackend], pool: Pool, steps
     with torch.inference_mode():
         for tokens in steps:
             batch = pool.batch(backend, tokens)
-            all_logits = model.logits(model(batch))
+            all_logits = model.head(model(batch)).float()
             for i, row in enumerate(tokens):
                 logits.setdefault(row, []).append(all_logits[batch.query_start[i] : batch.query_start[i + 1]])
             pool.advance(tokens)

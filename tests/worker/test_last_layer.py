@@ -65,7 +65,7 @@ def test_tokens_to_sample_from_mean_what_they_mean_among_all(backend: str, famil
             some, every = (batch_of(pool, backend, counts, samples) for pool in pools)
             hidden, states = model.sampled(some), model(every)
             torch.testing.assert_close(hidden[0], states[every.sample_index], atol=1e-5, rtol=1e-5)
-            assert torch.equal(*(model.logits(found).argmax(1) for found in (hidden[0], states[every.sample_index])))
+            assert torch.equal(*(model.head(found).argmax(1) for found in (hidden[0], states[every.sample_index])))
             assert widths == [len(samples), sum(counts.values())] and len(hidden[1]) == len(states)
             widths.clear()
     for one, other in zip(*(pool.paged for pool in pools), strict=True):
