@@ -62,8 +62,3 @@ class Decoder(nn.Module):
         for layer in layers:
             x, residual = layer(x, residual, batch.of_layer(self._numbers[layer]))
         return x, residual
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Returns logits [S, vocab] in float32 of hidden states [S, hidden]."""
-        logits: Tensor = self.head(hidden)
-        return logits.float()
