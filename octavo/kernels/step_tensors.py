@@ -7,9 +7,11 @@ An entry with row -1 is padding: it computes at most one token of no sequence, w
 multiple of 16 bytes, whatever P is: a kernel is compiled for pointers that do, and must not be compiled again for some that do not.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.kernels.row_words import NOISE_WORDS, RowLayout
@@ -38,6 +40,13 @@ class StepTensors:
     temperature: Tensor  # [P] float32
     noise: Tensor  # [P, 4] int32
     draw_positions: Tensor  # [P] int32: the place a sampled id will take
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)  # the same as numpy sees them, on a CPU; made when first asked for
+
+    def on_host(self) -> dict[str, NDArray[Any]]:
+        if not self.arrays:
+            names = (each.name for each in fields(self) if each.name != "arrays")
+            self.arrays.update({name: getattr(self, name).numpy() for name in names})
+        return self.arrays
 
 
 class StepMemory:

@@ -116,6 +116,18 @@ def test_the_table_of_a_short_row_is_filled_up_with_the_null_block() -> None:
     assert step.tables[0, :, :6].tolist() == [[9, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6]]
 
 
+def test_as_many_tokens_as_entries_are_not_always_one_each() -> None:
+    table = new_table()
+    table.apply(StepPlan(1, row_writes=[write(1, [7, 8, 9], [1]), write(4, [5], [9])]))
+    memory = StepMemory(table.layout, ROWS, ROWS * MAX_LEN, torch.device("cpu"))
+    plan = StepPlan(2, row=[1, 4], start=[0, 0], num_query=[3, 1], samples=[True, True])
+    words = entries(plan, Shape(4, 16))  # padded to four entries, two of them without a token
+    send(words, memory.entries)
+    step = memory.step(4, 4)
+    prepare(table.words, table.layout, 16, step)
+    assert step.token_ids.tolist() == [7, 8, 9, 5] and step.positions.tolist() == [0, 1, 2, 0]
+
+
 def test_rows_exchange_places_in_one_plan_and_a_row_is_cut_and_ends_otherwise() -> None:
     """On both devices a fork copies a whole line, all reads before any write."""
     table = new_table()

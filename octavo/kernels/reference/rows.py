@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.kernels.row_words import NOISE, NOISE_WORDS, NUM_TOKENS, TEMPERATURE, RowLayout
+from octavo.kernels.row_words import HEAD, NOISE, NOISE_WORDS, NUM_TOKENS, TEMPERATURE, RowLayout
 from octavo.kernels.step_tensors import StepTensors
 
 
@@ -29,33 +29,40 @@ def prepare(words: Tensor, layout: RowLayout, block_size: int, step: StepTensors
 
     A table is null past a row's last block, up to the longest one of the step.
     """
-    lines, rows, starts, firsts = words.numpy(), step.row.numpy(), step.query_start.numpy(), step.start.numpy()
-    counts, total = np.diff(starts), int(starts[-1])
-    context = np.where(rows < 0, 0, firsts + counts)
-    token_rows = rows.repeat(counts)
-    positions = np.arange(total) + (firsts - starts[:-1]).repeat(counts)
-    if rows[-1] < 0:  # the rest is padding: it reads row 0, and what it computes goes to the null block
+    lines, out = words.numpy(), step.on_host()
+    rows, starts, firsts = out["row"], out["query_start"], out["start"]
+    counts, total, padded = starts[1:] - starts[:-1], int(starts[-1]), rows[-1] < 0
+    context = firsts + counts
+    if total == len(rows) and counts.max() == 1:  # a token each, as in a decode step
+        token_rows, positions = rows, firsts.astype(np.int64)
+    else:
+        token_rows = rows.repeat(counts)
+        positions = np.arange(total) + (firsts - starts[:-1]).repeat(counts)
+    if padded:  # the rest is padding: it reads row 0, and what it computes goes to the null block
         positions[token_rows < 0] = 0
-    _fill(step.positions, positions, total)
-    _fill(step.token_ids, lines[token_rows, layout.tokens + positions], total, token_rows)
+        context[rows < 0] = 0
+    _fill(out["positions"], positions, total)
+    _fill(out["token_ids"], lines[token_rows, layout.tokens + positions], total, token_rows)
+    most = int(context.max())
     for group, links in enumerate(layout.links):
         table, span = layout.table(group), links * block_size
         slots = lines[token_rows, table + positions // span].astype(np.int64) * span + positions % span
-        _fill(step.slots[group], slots, total, token_rows)
-        longest, held = -(-int(context.max()) // span), -(-context // span)
+        _fill(out["slots"][group], slots, total, token_rows)
+        longest, held = -(-most // span), -(-context // span)
         tables = lines[rows, table : table + longest]
-        step.tables[group].numpy()[:, :longest] = np.where(np.arange(longest) < held[:, None], tables, 0)
-    present = rows >= 0
-    step.context_len.numpy()[:] = context
-    step.sample_index.numpy()[:] = np.maximum(starts[1:] - 1, 0)
-    step.temperature.numpy()[:] = np.where(present, lines[rows, TEMPERATURE].view(np.float32), 0)
-    step.noise.numpy()[:] = np.where(present[:, None], lines[rows, NOISE : NOISE + NOISE_WORDS], 0)
-    step.draw_positions.numpy()[:] = np.where(present, lines[rows, NUM_TOKENS], 0)
+        out["tables"][group][:, :longest] = np.where(np.arange(longest) < held[:, None], tables, 0)
+    out["context_len"][:] = context
+    out["sample_index"][:] = np.maximum(starts[1:] - 1, 0)
+    heads = lines[rows, :HEAD]
+    if padded:
+        heads[rows < 0] = 0
+    out["temperature"][:] = heads[:, TEMPERATURE].view(np.float32)
+    out["noise"][:] = heads[:, NOISE : NOISE + NOISE_WORDS]
+    out["draw_positions"][:] = heads[:, NUM_TOKENS]
 
 
-def _fill(target: Tensor, values: NDArray[np.int64], total: int, rows: NDArray[np.int32] | None = None) -> None:
+def _fill(numbers: NDArray[np.int64], values: NDArray[np.int64], total: int, rows: NDArray[np.int32] | None = None) -> None:
     """Writes the values of a step's tokens, 0 for those of no row and behind the last entry."""
-    numbers = target.numpy()
     numbers[:total] = values if rows is None or rows[-1] >= 0 else np.where(rows < 0, 0, values)
     numbers[total:] = 0
 
@@ -65,8 +72,9 @@ def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, sta
 
     states: of all tokens [T, any size]; hidden: of the last token of each entry [entries, size], which may be the same tensor
     """
-    lines, rows, starts, found = words.numpy(), step.row.numpy(), step.query_start.numpy(), result.numpy()
-    (sampled,) = np.nonzero((rows >= 0) & (step.samples.numpy() != 0))
+    lines, host, found = words.numpy(), step.on_host(), result.numpy()
+    rows, starts = host["row"], host["query_start"]
+    (sampled,) = np.nonzero((rows >= 0) & (host["samples"] != 0))
     places = rows[sampled]
     lengths, tokens = lines[places, NUM_TOKENS], ids.numpy()[sampled]
     lines[places, layout.tokens + lengths] = tokens
