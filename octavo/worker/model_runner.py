@@ -71,13 +71,27 @@ class ModelRunner:
         ids, special = forward.result[: len(plan.row)], self.sampler.special(plan)
         masked = {} if masks is None else dict(zip(plan.mask_rows, masks, strict=True))
         rankings = self.sampler.sample(forward.logits, special, plan.row, ids, masked) if special else NO_RANKINGS
-        spoiled = [0] if self.faults.poisons(plan.step, 0) or self.faults.spoils_id(plan.step) else []
+        spoiled = [0] if self.faults.poisons(plan.step, 0) or (ids.is_cuda and self.faults.spoils_id(plan.step)) else []
+        if not ids.is_cuda:
+            self._refuse_ids_outside(plan, ids)
         host = torch.empty(len(ids), dtype=ids.dtype, pin_memory=ids.is_cuda).copy_(ids, non_blocking=True)
         pieces = [piece.to_host() for piece in self._pieces]
         pending = Pending(plan, host, rankings.to_host(), pieces, spoiled, torch.cuda.Event() if ids.is_cuda else None)
         if pending.event is not None:
             pending.event.record()
         return pending
+
+    def _refuse_ids_outside(self, plan: StepPlan, ids: Tensor) -> None:
+        """An id outside the vocabulary must never be fed back: its entry is marked as bad, and its row gets another id."""
+        numbers = ids.numpy()
+        if self.faults.spoils_id(plan.step):
+            numbers[0] = self.program.vocab_size
+        if numbers.min() < 0 or numbers.max() >= self.program.vocab_size:
+            for entry in np.flatnonzero((numbers < 0) | (numbers >= self.program.vocab_size)).tolist():
+                numbers[entry] = -1
+                if plan.samples[entry]:
+                    row = plan.row[entry]
+                    self.table.token_ids[row, int(self.table.num_tokens[row]) - 1] = 0
 
     def stop(self) -> None:
         """Drops every reference, so that all memory goes."""
