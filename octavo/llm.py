@@ -15,7 +15,7 @@ from typing import TypeVar, Unpack
 
 from octavo import log
 from octavo.config import EngineConfig, Settings, check_names, debug_from_environment, log_level
-from octavo.engine.build import Engine, build_engine
+from octavo.engine.build import build_engine
 from octavo.engine.core import EngineCore
 from octavo.engine.output import OutputPump, to_request
 from octavo.errors import EngineError, RequestError
@@ -73,8 +73,8 @@ class LLM:
         self._tokenizer = text.tokenizer
         self.sampling_defaults = text.sampling_defaults
         self.encoder = text.encoder
-        self._engine: Engine | None = build_engine(config, text.source, text.model, debug, text.give_tokenizer)
-        self._outputs = OutputPump(self._tokenizer, self._engine.core.abort)
+        self._engine: EngineCore | None = build_engine(config, text.source, text.model, debug, text.give_tokenizer)
+        self._outputs = OutputPump(self._tokenizer, self._engine.abort)
         self._ids = map(str, itertools.count())
         self._process = os.getpid()
         self._lock = FairLock()
@@ -170,7 +170,7 @@ class LLM:
         self._check_process()
         if self._engine is None:
             raise EngineError("this LLM is closed")
-        return self._engine.core
+        return self._engine
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
@@ -201,7 +201,7 @@ class LLM:
 
     def _close_engine(self) -> None:
         if self._engine is not None:
-            self._engine.core.close()
+            self._engine.close()
             self._engine = None
 
     @property
@@ -268,14 +268,14 @@ class LLM:
         with self._turn():
             if self._engine is None:
                 raise EngineError("this LLM is closed: that happened while this call was under way")
-            if self._engine.core.has_work:
-                self._outputs.give(self._engine.core.step())
+            if self._engine.has_work:
+                self._outputs.give(self._engine.step())
 
     def _drop(self, request_ids: Sequence[str]) -> None:
         """Ends requests, whatever their state, and forgets them."""
         for request_id in request_ids:
             if self._engine is not None:
-                self._engine.core.abort(request_id)
+                self._engine.abort(request_id)
             self._outputs.drop(request_id)
 
 

@@ -13,11 +13,10 @@ from octavo.config import Debug, EngineConfig, ResolvedConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.grammar import Grammars
 from octavo.engine.trace import open_trace
-from octavo.errors import ConfigError
 from octavo.loading.resolve import ModelSource, open_checkpoint
 from octavo.loading.shape import ModelShape, shape_of
 from octavo.log import Stopwatch, logger
-from octavo.messages import EngineFacts, Limits
+from octavo.messages import Limits
 from octavo.model_config import ModelConfig
 from octavo.policy.auto import resolved
 from octavo.policy.block_pool import BlockKey, BlockPool, Event, OnEvent
@@ -53,18 +52,9 @@ class Started:
     on_event: OnEvent | None = None
 
 
-@dataclass(slots=True)
-class Engine:
-    core: EngineCore
-    geometry: CacheGeometry
-
-    def facts(self, model_name: str, epoch: int) -> EngineFacts:
-        return EngineFacts(model_name, epoch, self.core.scheduler.limits)
-
-
 def build_engine(
     config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, tokenizer: GiveTokenizer | None = None, epoch: int = 1
-) -> Engine:
+) -> EngineCore:
     """Returns an engine that is ready. Its trace is opened before anything is loaded.
 
     `tokenizer` is called when the first request with a grammar comes; without it, such requests are refused.
@@ -72,9 +62,9 @@ def build_engine(
     """
     trace = open_trace(config.trace, goes_on=epoch > 1)
     start = _start_fake if debug.runner == "fake" else _start_model
-    engine = assemble(start(config, source, model, debug), model, debug, tokenizer)
-    engine.core.trace = trace
-    return engine
+    core = assemble(start(config, source, model, debug), model, debug, tokenizer)
+    core.trace = trace
+    return core
 
 
 def _start_model(config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug) -> Started:
@@ -125,15 +115,13 @@ def _start_fake(config: EngineConfig, source: ModelSource, model: ModelConfig, d
     settled = resolved(debug.overrule(config), "cpu")
     shape = ModelShape(source.name, model) if config.load_format == "dummy" else shape_of(source, model)
     needs = shape.needs(resolve_dtype(config.dtype, model.dtype, "cpu", None), config.quantization, config.kv_cache_dtype)
-    plan = plan_memory(needs, settled, host_memory())
-    if plan.refusal is not None:
-        raise ConfigError(plan.refusal)
-    runner = FakeRunner(plan.geometry, model.vocab_size, Faults(debug))
+    geometry = plan_memory(needs, settled, host_memory()).accepted()
+    runner = FakeRunner(geometry, model.vocab_size, Faults(debug))
     # FakeKV's text depends on the digests, so their key is the same after every start, also in another process
-    return Started(settled, runner, plan.geometry, identity=b"fake", key=b"fake")
+    return Started(settled, runner, geometry, identity=b"fake", key=b"fake")
 
 
-def assemble(started: Started, model: ModelConfig, debug: Debug, tokenizer: GiveTokenizer | None = None) -> Engine:
+def assemble(started: Started, model: ModelConfig, debug: Debug, tokenizer: GiveTokenizer | None = None) -> EngineCore:
     """Builds pool, manager, scheduler and core around a runner that is ready."""
     config, geometry = started.config, started.geometry
     kv = KVManager(
@@ -164,4 +152,4 @@ def assemble(started: Started, model: ModelConfig, debug: Debug, tokenizer: Give
         preempt_every=debug.preempt_every,
     )
     grammars = Grammars(tokenizer, model.vocab_size, scheduler.end_ids, debug.grammar_timeout)
-    return Engine(EngineCore(scheduler, started.executor, config.pipeline_depth, debug.check, grammars), geometry)
+    return EngineCore(scheduler, started.executor, config.pipeline_depth, debug.check, grammars)

@@ -32,7 +32,7 @@ from octavo.errors import OctavoError, RequestError
 from octavo.loading.resolve import ModelSource, load_model_config
 from octavo.loading.text_side import load_tokenizer
 from octavo.log import logger
-from octavo.messages import AddRequest, Delta, SchedulerStats
+from octavo.messages import AddRequest, Delta, EngineFacts, SchedulerStats
 from octavo.worker.faults import Faults
 
 START_FAILED = 1  # exit code, with the reason on stdout
@@ -154,10 +154,10 @@ def serve(orders: Orders) -> None:
     router = Router(orders.address, orders.epoch, orders.max_queue, limit, Faults(debug), lifeline=sys.stdin.fileno())
     router.start()
     tokenizer = None if orders.config.skip_tokenizer_init else partial(load_tokenizer, source)
-    engine = build_engine(orders.config, source, model, debug, tokenizer, orders.epoch)
-    view = EngineView(engine.core) if orders.inspector else NoView()
-    loop = Loop(engine.core, router, orders.queue_timeout, view, orders.step_seconds)
-    router.ready(engine.facts(source.name, orders.epoch), loop.pulse(busy=False))
+    core = build_engine(orders.config, source, model, debug, tokenizer, orders.epoch)
+    view = EngineView(core) if orders.inspector else NoView()
+    loop = Loop(core, router, orders.queue_timeout, view, orders.step_seconds)
+    router.ready(EngineFacts(source.name, orders.epoch, core.scheduler.limits), loop.pulse(busy=False))
     try:
         loop.run(StallWatch("the engine's loop", debug.step_slow).start() if debug.step_slow else NoWatch())
     except Exception as error:

@@ -9,7 +9,8 @@ from itertools import pairwise
 from random import Random
 
 from octavo.config import EngineConfig, debug_from_environment
-from octavo.engine.build import Engine, assemble, started
+from octavo.engine.build import assemble, started
+from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError, EngineError, VerifyError
 from octavo.loading.resolve import ModelSource
 from octavo.messages import AddRequest
@@ -99,10 +100,10 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
         if event == "take":
             poison(runner.store.caches, block)
 
-    engine = assemble(started(facts, geometry, runner, on_event), model, debug)
+    core = assemble(started(facts, geometry, runner, on_event), model, debug)
     requests = stress_requests(num_requests, config.block_size, model.vocab_size, config.seed)
-    cached, schedule = _run(engine, requests, shadow.compared)
-    scheduler = engine.core.scheduler
+    cached, schedule = _run(core, requests, shadow.compared)
+    scheduler = core.scheduler
     verified = Verified(
         depth=depth,
         compared=shadow.compared,
@@ -119,15 +120,15 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
     return verified
 
 
-def _run(engine: Engine, requests: list[AddRequest], compared: Compared) -> tuple[int, dict[str, list[int]]]:
+def _run(core: EngineCore, requests: list[AddRequest], compared: Compared) -> tuple[int, dict[str, list[int]]]:
     """Adds requests in bursts. Returns the prompt tokens that came from the cache, and what happened in each step."""
     queue, cached, so_far = list(reversed(requests)), 0, [(0,) * len(HAPPENINGS)]
-    stats, pool = engine.core.scheduler.stats, engine.core.scheduler.kv.pool.counts
-    while queue or engine.core.has_work:
-        if queue and engine.core.scheduler.step % 4 == 0:
+    stats, pool = core.scheduler.stats, core.scheduler.kv.pool.counts
+    while queue or core.has_work:
+        if queue and core.scheduler.step % 4 == 0:
             for _ in range(min(4, len(queue))):
-                engine.core.add(queue.pop())
-        for delta in engine.core.step():
+                core.add(queue.pop())
+        for delta in core.step():
             if delta.finish_reason == "error":
                 raise EngineError(str(delta.error))
             if delta.finish_reason is not None and delta.index == 0 and delta.life is not None:

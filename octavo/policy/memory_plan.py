@@ -107,6 +107,12 @@ class MemoryPlan:
     refusal: str | None = None  # why it does not fit, and what to turn
     concurrency: float = 0.0  # how many sequences of the greatest length the pool holds
 
+    def accepted(self) -> CacheGeometry:
+        """Returns the cache of a plan that fits. A plan that does not fit is a ConfigError, which says what to turn."""
+        if self.refusal is not None:
+            raise ConfigError(self.refusal)
+        return self.geometry
+
     @property
     def account(self) -> str:
         """What is needed, for what, and what there is."""

@@ -8,7 +8,6 @@ import torch
 
 from octavo.attention.backend import AttentionBackend, choose_backend
 from octavo.config import Debug, EngineConfig, ResolvedConfig
-from octavo.errors import ConfigError
 from octavo.kernels.cpu.levels import open_native
 from octavo.kernels.cpu.library import NativeLibrary
 from octavo.loading.resolve import ModelSource
@@ -54,10 +53,7 @@ class Facts:
 
     def plan_cache(self) -> CacheGeometry:
         """Counts what fits, before anything is loaded; a refusal says which setting to change."""
-        plan = plan_memory(self.needs, self.config, memory(self.config))
-        if plan.refusal is not None:
-            raise ConfigError(plan.refusal)
-        return plan.geometry
+        return plan_memory(self.needs, self.config, memory(self.config)).accepted()
 
     def warn_of_floats(self) -> None:
         """Logs which matrices should be codes and cannot be."""
