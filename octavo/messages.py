@@ -91,8 +91,8 @@ class TokenLogprobs:
 
     logprob: float
     rank: int
-    top_ids: list[int]
-    top_logprobs: list[float]
+    top_ids: tuple[int, ...]  # tuples, which the garbage collector passes over: a slow reader has 100,000 of them waiting
+    top_logprobs: tuple[float, ...]
 
 
 PromptPiece = tuple[int, list[TokenLogprobs]]  # logprobs of a prompt's tokens from this position on

@@ -69,6 +69,7 @@ class AsyncLLM:
         self.address = address or self._folder.address  # type: ignore[union-attr]
         self._outputs = OutputPump(text.tokenizer, self._send_abort, keep_logprobs=False)
         self._streams: dict[str, Stream] = {}
+        self._spelling = asyncio.Lock()
         self._count = 0
         self._last_sign = self._stalled = 0.0
         self._supervisor: Supervisor | None = None
@@ -188,7 +189,7 @@ class AsyncLLM:
         request = to_request(request_id, ask.prompt_token_ids, ask.params, words, self.config, ask.priority, ask.cache_salt)
         check_request(request, self.facts.limits)
         self._link.send(Add(request))
-        stream = self._streams[request_id] = Stream(request_id, ask.label)
+        stream = self._streams[request_id] = Stream(request_id, self._text.tokenizer, self._spelling, ask.label)
         self._outputs.add(request, ask.prompt, stream)
         if ask.timeout is not None:
             error = DeadlineError(f"the request was not done after {ask.timeout:g} s")

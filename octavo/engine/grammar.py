@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 COMPILE_SECONDS = 30.0  # at most, the vocabulary included
 CACHE_BYTES = 64 * 2**20
 GRAMMAR_BYTES, BYTES_PER_CHAR = 128 * 2**10, 64  # what a compiled grammar takes, by its text
+TURN_SECONDS = 0.2  # of a step's masks; where they would take longer, samples take turns
 THREADS = 2  # so that a slow one does not hold up all
 STACK_BYTES = 64 * 2**20  # of these: the library recurses, and the text was tried with less
 NAP_SECONDS = 0.01
@@ -116,7 +118,18 @@ class Grammars:
             else:
                 self._guided[name] = _Guided(job.compiled.result())
                 scheduler.requests[name].held = False
+        scheduler.mask_turns = self._turns(scheduler)
         return news
+
+    def _turns(self, scheduler: Scheduler) -> int:
+        """Returns how many turns the samples under grammars must take, so that no step waits long for its masks."""
+        counts = {name: scheduler.requests[name].params.n for name in self._guided if name in scheduler.requests}
+        samples = sum(counts.values())
+        if not samples:
+            return 1
+        mean = sum(self._guided[name].compiled.cost.mask_seconds * count for name, count in counts.items()) / samples
+        at_once = min(samples, scheduler.limits.max_num_seqs)
+        return max(1, min(at_once, ceil(mean * at_once / TURN_SECONDS)))
 
     def must_wait(self, scheduler: Scheduler) -> bool:
         """Whether no request runs and all waiting requests are held back."""

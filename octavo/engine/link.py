@@ -20,7 +20,7 @@ from octavo.errors import RequestError, UnavailableError
 from octavo.log import logger
 
 LAST_WORDS_MS = 200  # so long may what was said last take to leave
-SLICE_SECONDS = 0.01  # other tasks get their turn after so long
+SLICE_SECONDS, MOST_SLICE_SECONDS = 0.01, 0.05  # other tasks get their turn after so long
 
 
 class Listener(Protocol):
@@ -50,6 +50,7 @@ class Link:
         self._frame_limit = frame_limit
         self._sent = self._heard = 0
         self._looking = False
+        self._looked = 0.0  # when the last look ended
         self._loop = asyncio.get_running_loop()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, self.name.encode())
@@ -101,19 +102,22 @@ class Link:
             self._loop.call_soon(self._take)
 
     def _take(self) -> None:
+        """Reads all that has arrived, for as long as the others had since the last look: news must not wait in the socket for ever."""
         self._looking = False
-        start = time.monotonic()
+        now = time.monotonic()
+        end = now + min(max(now - self._looked, SLICE_SECONDS), MOST_SLICE_SECONDS)
         while not self._socket.closed:
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                break
             frame = wire.decode_up(data)
             if frame is not None:
                 self._hear(frame)
-            if time.monotonic() - start > SLICE_SECONDS:
+            if time.monotonic() > end:
                 self._look()
-                return
+                break
+        self._looked = time.monotonic()
 
     def _hear(self, frame: UpFrame) -> None:
         body = frame.body

@@ -31,7 +31,7 @@ class Processed:
 
 class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None, keep_logprobs: bool = True) -> None:
-        """Without `keep_logprobs`, only deltas have logprobs, for readers of deltas."""
+        """Without `keep_logprobs`, only deltas have logprobs, and whoever reads them spells them."""
         self._tokenizer = tokenizer
         self._keep_logprobs = keep_logprobs
         self._requests: dict[str, _RequestState] = {}
@@ -179,28 +179,29 @@ class _Sample:
             # an end id is counted, but it is no text unless that is asked for
             ends_here = last and delta.finish_reason == "stop" and not self.params.include_stop_str_in_output
             self.output.token_ids.append(token)
-            if delta.logprobs is not None:
+            if delta.logprobs is not None and self.keep_logprobs:
                 self._add_logprobs(token, delta.logprobs[position])
             if self.detokenizer is not None and not ends_here and self._add_text(self.detokenizer.push([token])):
-                return self._news(before)
+                return self._news(before, delta.logprobs)
         if delta.finish_reason is not None:
             self.output.finish_reason = delta.finish_reason
             self.output.stop_reason = delta.stop_reason if delta.error is None else delta.error
             if self.detokenizer is not None:
                 self._add_text(self.detokenizer.flush())
-        return self._news(before)
+        return self._news(before, delta.logprobs)
 
-    def _news(self, before: int) -> TextDelta:
+    def _news(self, before: int, found: list[TokenLogprobs] | None) -> TextDelta:
         output = self.output
         end = len(output.text)
         if self.search is not None and output.finish_reason is None:
             end -= self.search.held_back
         text, self.shown = output.text[self.shown : end], max(self.shown, end)
-        news = TextDelta(self.request_id, output.index, text, output.token_ids[before:], output.finish_reason, output.stop_reason)
-        if output.logprobs is not None:
-            news.logprobs = output.logprobs[-len(news.token_ids) :] if news.token_ids else []
-            if not self.keep_logprobs:
-                output.logprobs.clear()
+        kind = TextDelta if self.keep_logprobs or output.logprobs is None else UnspelledDelta
+        news = kind(self.request_id, output.index, text, output.token_ids[before:], output.finish_reason, output.stop_reason)
+        if isinstance(news, UnspelledDelta):
+            news.found = (found or [])[: len(news.token_ids)]
+        elif output.logprobs is not None:
+            news.logprobs = output.logprobs[before:]
         if output.finish_reason == "error":
             news.error, news.code = self.error, self.code
         return news
@@ -241,16 +242,34 @@ def _logprob(token: int, logprob: float, rank: int, tokenizer: Tokenizer | None)
     return Logprob(logprob, rank, text)
 
 
+@dataclass(slots=True)
+class UnspelledDelta(TextDelta):
+    """A delta whose logprobs are still ids."""
+
+    found: list[TokenLogprobs] = field(default_factory=list)
+
+    def spell(self, tokenizer: Tokenizer | None) -> None:
+        self.logprobs = [_choices(token, logprobs, tokenizer) for token, logprobs in zip(self.token_ids, self.found, strict=True)]
+
+
 # -- news for one reader
+
+TURN_LOGPROBS = 16  # deltas with logprobs that are spelled before everybody else has a turn: some 0.2 ms each
 
 
 class Stream:
-    """News of one request, which wait here until they are read. A slow reader gets them merged."""
+    """News of one request, which wait here until they are read. A slow reader gets them merged.
 
-    __slots__ = ("_error", "_finished", "_loop", "_news", "_waiter", "label", "request_id", "timer")
+    Logprobs take ten times as long as text. Their readers spell them one after another, so that no other news wait for all of them.
+    """
 
-    def __init__(self, request_id: str, label: str = "") -> None:
+    __slots__ = ("_error", "_finished", "_loop", "_news", "_spelling", "_tokenizer", "_waiter", "label", "request_id", "timer")
+
+    def __init__(self, request_id: str, tokenizer: Tokenizer | None, spelling: asyncio.Lock, label: str = "") -> None:
+        """`spelling`: held by the reader whose turn it is."""
         self.request_id = request_id
+        self._tokenizer = tokenizer
+        self._spelling = spelling
         self.label = label
         self.timer: asyncio.TimerHandle | None = None  # of its deadline
         self._loop = asyncio.get_running_loop()
@@ -288,10 +307,22 @@ class Stream:
                 await self._waiter
             finally:
                 self._waiter = None
+        if self._news and isinstance(self._news[0], UnspelledDelta):
+            return await self._take_spelled()
         news, self._news = self._news, []
         if not news and self._error is not None:
             raise self._error
         return news if len(news) < 2 else merged(news)
+
+    async def _take_spelled(self) -> list[TextDelta]:
+        async with self._spelling:
+            await asyncio.sleep(0)
+            news, self._news = self._news[:TURN_LOGPROBS], self._news[TURN_LOGPROBS:]
+            deltas = merged(news)
+            for delta in deltas:
+                if isinstance(delta, UnspelledDelta):
+                    delta.spell(self._tokenizer)
+            return deltas
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -319,7 +350,7 @@ def _joined(parts: list[TextDelta]) -> TextDelta:
     last = parts[-1]
     lives = [part.life for part in parts if part.life is not None]
     prompts = [part.prompt_logprobs for part in parts if part.prompt_logprobs is not None]
-    return TextDelta(
+    joined = type(last)(
         request_id=last.request_id,
         index=last.index,
         text="".join([part.text for part in parts]),
@@ -327,11 +358,13 @@ def _joined(parts: list[TextDelta]) -> TextDelta:
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         life=lives[-1] if lives else None,
-        logprobs=None if last.logprobs is None else [choices for part in parts for choices in part.logprobs or ()],
         prompt_logprobs=prompts[0] if prompts else None,
         error=last.error,
         code=last.code,
     )
+    if isinstance(joined, UnspelledDelta):
+        joined.found = [found for part in parts if isinstance(part, UnspelledDelta) for found in part.found]
+    return joined
 
 
 # -- requests

@@ -5,6 +5,7 @@
     stderr    the log
 """
 
+import gc
 import os
 import signal
 import sys
@@ -158,6 +159,7 @@ def serve(orders: Orders) -> None:
     view = EngineView(core) if orders.inspector else NoView()
     loop = Loop(core, router, orders.queue_timeout, view, orders.step_seconds)
     router.ready(EngineFacts(source.name, orders.epoch, core.scheduler.limits), loop.pulse(busy=False))
+    gc.freeze()  # what is here stays, and need not be looked at again
     try:
         loop.run(StallWatch("the engine's loop", debug.step_slow).start() if debug.step_slow else NoWatch())
     except Exception as error:

@@ -38,7 +38,7 @@ class Admission:
         self.unscheduled: OrderedDict[str, Request] = OrderedDict()  # requests never admitted, by arrival
         self.unforked: list[Sequence] = []  # running sequences that stand for several samples
 
-    def admit(self, plan: StepPlan, budget: int) -> list[tuple[Sequence, int]]:
+    def admit(self, plan: StepPlan, budget: int, mask_turns: int) -> list[tuple[Sequence, int]]:
         """Admits in policy order. Returns who came in, and how many tokens the plan computes for each."""
         admitted: list[tuple[Sequence, int]] = []
         head: Sequence | None = None
@@ -46,8 +46,9 @@ class Admission:
         scanned = position = 0
         while position < len(self.waiting) and budget > 0 and self.rows.free:
             seq = self.waiting[position]
-            if seq.waits_for in self.kv.pending or seq.in_flight or seq.request.held:
-                position += 1  # its prefix is being computed, its last token still on the way, or its grammar not compiled
+            not_yet = seq.waits_for in self.kv.pending or seq.in_flight or seq.request.held
+            if not_yet or not seq.has_turn(plan.step, mask_turns):
+                position += 1  # its prefix is being computed, its last token on the way, its grammar not compiled, or others have masks
                 continue
             count = self._admit(seq, plan, budget)
             if count is not None:

@@ -137,6 +137,10 @@ class Sequence:
         """Positions that can be planned now."""
         return min(self.num_tokens + self.in_flight, self.stop_at)
 
+    def has_turn(self, step: int, turns: int) -> bool:
+        """Whether it may be planned in this step, where sequences under grammars take turns."""
+        return self.request.params.structured_outputs is None or (self.seq_id + step) % turns == 0
+
     def row_write(self, start: int) -> RowWrite:
         """What the worker is told when it moves into its row, with `start` positions in the cache."""
         request = self.request

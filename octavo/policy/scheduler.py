@@ -53,6 +53,7 @@ class Scheduler:
         self.clock = clock
         self.on_end: Callable[[Sequence, FinishReason], None] = lambda seq, reason: None  # while it still has its blocks
         self.step = 0
+        self.mask_turns = 1  # a sequence under a grammar is planned in one of so many steps, where masks take long
         self.waiting: list[Sequence] = []  # both in policy order
         self.running: list[Sequence] = []
         self.requests: dict[str, Request] = {}  # the live ones
@@ -134,7 +135,7 @@ class Scheduler:
             self._told[plan.step] = told
         budget, starved = self._plan_running(plan, planned)
         if self.waiting and not (preempted or starved):
-            for seq, count in self.admission.admit(plan, budget):
+            for seq, count in self.admission.admit(plan, budget, self.mask_turns):
                 if count:
                     self._plan(seq, count, plan, planned)
         return plan
@@ -145,7 +146,7 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens
         prefill_budget = self._prefill_budget(budget)
         lacking: int | None = None  # tokens wanted by prefills from here on; not asked before there is one
-        preempted, row_tokens = False, self.row_tokens
+        preempted, row_tokens, turns = False, self.row_tokens, self.mask_turns
         after = len(running) * row_tokens  # kept for those behind, so that decode is never starved
         for seq in running.copy():
             after -= row_tokens
@@ -154,6 +155,8 @@ class Scheduler:
             count = min(seq.num_tokens + seq.in_flight, seq.stop_at) - seq.num_planned
             if row_tokens > 1 and seq.in_flight:
                 continue  # nobody knows yet how many tokens will come
+            if turns > 1 and not seq.has_turn(self.step, turns):
+                continue
             if count > row_tokens:
                 lacking = (self._prefill_lack() if lacking is None else lacking) - count  # by those behind: leave it, at most half
                 count = max(0, min(count, budget - after, max(prefill_budget - lacking, (prefill_budget + 1) // 2)))

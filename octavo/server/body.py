@@ -14,7 +14,8 @@ A list stops at its first wrong item (`TokenIds`, `Texts`, `Numbers`), because a
 import gc
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +64,8 @@ TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Numbers = Annotated[dict[str, float], BeforeValidator(_first_that_is_wrong)]  # by name
 Model = TypeVar("Model", bound=BaseModel)
+_checking = threading.Lock()
+_under_way: list[Callable[[], Any]] = []  # checks
 
 
 def takes(model: type[BaseModel]) -> dict[str, Any]:
@@ -77,13 +80,12 @@ async def read_body(request: Request, model: type[Model], refused: Mapping[str, 
     if not data:
         raise RequestError("the body is empty; it must be a JSON object")
     server: Server = request.app.state.server
-    checked = partial(_checked, data, model, refused, server)
+    checked = partial(_without_collector, partial(_checked, data, model, refused, server))
     return await server.threads.run("bodies", request, checked) if len(data) > LARGE_BYTES else checked()
 
 
 def _checked(data: bytes, model: type[Model], refused: Mapping[str, Refusal], server: Server) -> Model:
-    with _without_collector():
-        value = _parsed(data)
+    value = _parsed(data)
     _check_names(value, model, refused, server)
     try:
         return model.model_validate(value)
@@ -91,14 +93,20 @@ def _checked(data: bytes, model: type[Model], refused: Mapping[str, Refusal], se
         raise _first_mistake(error.errors(include_url=False, include_input=False, include_context=False), value) from None
 
 
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Turns the garbage collector off. The parser can make a million objects while nobody else runs; collecting would triple its time."""
-    gc.disable()
+def _without_collector(check: Callable[[], Model]) -> Model:
+    """Runs a check while the garbage collector is off. A body can be a million objects: the collector would look at all of them, in
+    the thread of the event loop as well. Checks may overlap.
+    """
+    with _checking:
+        _under_way.append(check)
+        gc.disable()
     try:
-        yield
+        return check()
     finally:
-        gc.enable()
+        with _checking:
+            _under_way.remove(check)
+            if not _under_way:
+                gc.enable()
 
 
 def _parsed(data: bytes) -> dict[str, Any]:

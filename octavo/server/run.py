@@ -7,6 +7,7 @@
 """
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -152,6 +153,7 @@ class ApiProcess(uvicorn.Server):
         """Waits for the engine, then begins the recording and prints the ready line. An error ends the server: nobody else would see it."""
         try:
             await self._server.llm.start()
+            gc.freeze()  # what is here stays, and need not be looked at again
             if milliseconds := debug_from_environment().loop_slow:
                 StallWatch("the event loop", milliseconds).start(asyncio.get_running_loop())
             if self._server.recorder is not None:

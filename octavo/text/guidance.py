@@ -62,6 +62,11 @@ class Cost:
         if self.to_time:
             self.seconds += taken
 
+    @property
+    def mask_seconds(self) -> float:
+        """What a mask takes, on average over those that were timed."""
+        return self.seconds / max(1, self.masks)
+
     def judge(self, grace: float) -> None:
         self.too_much = self.too_much or self.seconds > grace + MASK_SECONDS * self.masks
 

@@ -48,8 +48,9 @@ def _root(root: bytes) -> int:
 def _next_token(entries: list[int], noise: NoiseKey, vocab_size: int, barred: Collection[int], mask: Masks | None = None) -> int:
     drawn = hash((noise.key, noise.stream, noise.high, *entries))
     if mask is not None:
-        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size].nonzero()[0].tolist()
-        left = [token for token in allowed if token not in barred]
+        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size]
+        allowed[list(barred)] = 0
+        left = allowed.nonzero()[0]
         return int(left[drawn % len(left)])
     token = drawn % vocab_size
     while token in barred:
@@ -59,8 +60,8 @@ def _next_token(entries: list[int], noise: NoiseKey, vocab_size: int, barred: Co
 
 def _even(count: int, vocab_size: int) -> TokenLogprobs:
     """Returns logprobs in which all tokens are equally likely, with `count` best ones, lower ids first."""
-    ids, logprob = list(range(min(count, vocab_size))), -log(vocab_size)
-    return TokenLogprobs(logprob, 1, ids, [logprob] * len(ids))
+    ids, logprob = tuple(range(min(count, vocab_size))), -log(vocab_size)
+    return TokenLogprobs(logprob, 1, ids, (logprob,) * len(ids))
 
 
 def _barred(output: Sequence[int], end_ids: Collection[int], min_tokens: int, bad_words: list[list[int]]) -> set[int]:

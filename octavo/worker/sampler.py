@@ -294,4 +294,4 @@ def listed(found: Ranking, counts: Sequence[int]) -> list[TokenLogprobs]:
 def _with_total(total: int, rank: int, distances: list[float], top_ids: list[int]) -> TokenLogprobs:
     log_total = math.log(total / ONE) if total > 0 else math.nan  # not above 0: the logits are not finite
     logprob, *top = [-distance - log_total for distance in distances]
-    return TokenLogprobs(logprob, rank, top_ids, top)
+    return TokenLogprobs(logprob, rank, tuple(top_ids), tuple(top))

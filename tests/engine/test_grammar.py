@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from octavo.engine import grammar
 from octavo.engine.grammar import Grammars
 from octavo.errors import RequestError
-from octavo.messages import AddRequest, Delta, FinishReason, TokenLogprobs
+from octavo.messages import AddRequest, Delta, FinishReason, StepPlan, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 from octavo.text import grammar_text as limits
 from octavo.text import guidance
@@ -186,7 +186,7 @@ def test_what_several_tokens_say_behind_the_end_of_a_text_is_dropped(ending: Fin
         grammars.nap()
         grammars.collect(engine.scheduler)
     x, y = SPELLINGS.index(b"x"), SPELLINGS.index(b"y")
-    logprobs = [TokenLogprobs(-float(at), 1, [], []) for at in range(4)]
+    logprobs = [TokenLogprobs(-float(at), 1, (), ()) for at in range(4)]
     delta = Delta("a", 0, [x, y, x, END if ending == "stop" else y], logprobs, finish_reason=ending)
     first, *ends = grammars.advance(engine.scheduler, [delta])
     assert first.token_ids == [x, y] and first.logprobs == logprobs[:2]
@@ -282,6 +282,32 @@ def test_a_grammar_above_its_time_fails_at_the_first_sample_and_stays_failed(mon
         assert (engine.tokens[f"plain {name}", 0], engine.reason(f"plain {name}")) == engine.expected(f"plain {name}")
     (compiled,) = [future.result() for form, future in engine.core.grammars._cache.items() if form.choice]
     assert compiled.cost.masks <= 1 + guidance.TIMED_MASKS, "nobody else was asked"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_samples_take_turns_where_the_masks_of_all_would_take_long(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four samples and two prompts at 50 ms a mask, 100 ms a step: two masks in each step. A request without a grammar waits for none."""
+    monkeypatch.setattr(grammar, "TURN_SECONDS", 0.1)
+    monkeypatch.setattr(guidance.Cost, "mask_seconds", 0.05)
+    engine = engine_of(depth=depth)
+    engine.add("free", [1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True))
+    engine.add("samples", [1, 2, 3], asking({"regex": "[xy]{8}"}, n=4))
+    engine.add("one", [1, 2, 3], asking({"regex": "[xy]{8}"}))
+    engine.add("another", [5, 6], asking({"regex": "[xy]{8}"}))
+    masked, free, schedule = [], [], engine.scheduler.schedule
+
+    def watched() -> StepPlan:
+        plan = schedule()
+        masked.append(len(plan.mask_rows))
+        free.append(0 in plan.seq_id)
+        return plan
+
+    monkeypatch.setattr(engine.scheduler, "schedule", watched)
+    run(engine)
+    assert max(masked) == 2 and sum(masked) >= 6 * 8 // 2
+    assert sum(free) == 40 and all(free[:40]), "it was planned in every step"
+    for name, index in [*(("samples", index) for index in range(4)), ("one", 0), ("another", 0)]:
+        assert re.fullmatch("[xy]{8}", text_of(engine, name, index))
 
 
 def test_samples_have_matchers_while_they_run() -> None:

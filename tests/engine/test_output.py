@@ -1,5 +1,6 @@
 """From tokens to text, with the default model's tokenizer: whatever the text, the stop strings and the deltas, nothing leaks."""
 
+import asyncio
 import codecs
 import time
 from functools import cache
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.engine.output import OutputProcessor
+from octavo.engine.output import TURN_LOGPROBS, OutputProcessor, Stream, UnspelledDelta
 from octavo.messages import AddRequest, Delta, FinishReason, LifeRecord, TokenLogprobs
 from octavo.outputs import RequestOutput
 from octavo.sampling_params import SamplingParams
@@ -233,17 +234,55 @@ def test_special_tokens_and_ends_are_text_only_where_asked_for(settings: dict[st
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "not kept"])
 def test_deltas_carry_the_logprobs_of_their_tokens_and_the_first_those_of_the_prompt(keep: bool) -> None:
-    found = [TokenLogprobs(-float(rank), rank, [7, 8], [-1.0, -2.0]) for rank in range(1, 6)]
+    found = [TokenLogprobs(-float(rank), rank, (7, 8), (-1.0, -2.0)) for rank in range(1, 6)]
     processor = OutputProcessor(tokenizer(), keep_logprobs=keep)
     processor.add(AddRequest("r", [504, 505], SamplingParams(n=2, logprobs=2, prompt_logprobs=2)), None)
     assert not processor.process([Delta("r", 0, [], prompt_logprobs=(1, found[:1]))]).deltas, "a piece of the prompt alone is no news"
     first = processor.process([Delta("r", 0, [5, 6], found[1:3]), Delta("r", 1, [7], found[3:4])]).deltas
     later = processor.process([Delta("r", 0, [9], found[4:], finish_reason="length"), Delta("r", 1, [], finish_reason="abort")])
+    for delta in first + later.deltas:
+        assert isinstance(delta, UnspelledDelta) is not keep
+        if isinstance(delta, UnspelledDelta):
+            delta.spell(tokenizer())
     ids = [[list(choices) for choices in delta.logprobs or []] for delta in first + later.deltas]
     assert ids == [[[5, 7, 8], [6, 7, 8]], [[7, 8]], [[9, 7, 8]], []]
     assert [len(sample.logprobs or ()) for sample in later.finished[0].outputs] == ([3, 1] if keep else [0, 0])
     assert [delta.prompt_logprobs for delta in first + later.deltas] == [later.finished[0].prompt_logprobs, None, None, None]
     assert first[0].prompt_logprobs is not None and [choices and choices[505].rank for choices in first[0].prompt_logprobs] == [None, 1]
+
+
+def test_readers_who_are_far_behind_spell_a_few_logprobs_one_after_another_and_others_have_their_turn() -> None:
+    passed = 0
+    found = TokenLogprobs(-1.0, 1, (7,), (-1.0,))
+
+    async def others() -> None:
+        nonlocal passed
+        while True:
+            passed += 1
+            await asyncio.sleep(0)
+
+    async def read(spelling: asyncio.Lock) -> list[int]:
+        stream = Stream("r", tokenizer(), spelling)
+        for token in range(3 * TURN_LOGPROBS):
+            stream.push(UnspelledDelta("r", 0, "", [token], found=[found]))
+        stream.finish(RequestOutput("r", None, [], None, [], True, 0, LifeRecord(1.0)))
+        turns = []
+        while news := await stream.take():
+            ids = news[0].token_ids
+            assert [list(choices) for choices in news[0].logprobs or ()] == [[*dict.fromkeys([token, 7])] for token in ids]
+            assert len(ids) == TURN_LOGPROBS
+            turns.append(passed)
+        return turns
+
+    async def read_all() -> list[list[int]]:
+        running, spelling = asyncio.create_task(others()), asyncio.Lock()
+        turns = await asyncio.gather(*[read(spelling) for _ in range(4)])
+        running.cancel()
+        return turns
+
+    turns = asyncio.run(read_all())
+    in_order = [turn for rounds in zip(*turns, strict=True) for turn in rounds]
+    assert all(before < now for before, now in pairwise(in_order)), f"two were spelled in one turn of the loop: {turns}"
 
 
 def test_an_error_is_told_with_its_code() -> None:

@@ -291,7 +291,7 @@ def test_it_leaves_ctrl_c_to_its_parent_and_reset_reaches_it(endless: str) -> No
 
 
 def test_logprobs_of_a_long_prompt_come_in_pieces_that_are_soon_read() -> None:
-    logprobs = [TokenLogprobs(-float(at), 1, [], []) for at in range(LARGE * 2 + 10)]
+    logprobs = [TokenLogprobs(-float(at), 1, (), ()) for at in range(LARGE * 2 + 10)]
     news = [Delta("a-1", 0, [5]), Delta("a-2", 0, [], prompt_logprobs=(7, logprobs)), Delta("a-2", 0, [6])]
     frames = list(_sliced(news))
     pieces = [delta.prompt_logprobs for frame in frames[:-1] for delta in frame]

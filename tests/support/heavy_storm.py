@@ -128,9 +128,10 @@ class Storm:
         requests = [taken.place.heavy(taken.shape, taken.size) for taken in self._taken]
         requests += [heavy for name in HARD_FORMS for heavy in hard_form(name, ((1, 16),))]
         requests += [heavy for name in ANSWERS for heavy in large_answers(tokens=32, streams=1)[name]]
-        end, rng = time.monotonic() + seconds, random.Random(7)
+        rng = random.Random(7)
 
         def storm() -> None:
+            end = time.monotonic() + seconds
             while time.monotonic() < end:
                 self.send(rng.choices(requests, k=clients))
 

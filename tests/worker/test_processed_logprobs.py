@@ -125,4 +125,4 @@ def test_where_nothing_is_left_what_was_said_is_certain(by: str, top_k: int) -> 
     asked = replace(PLAIN, params=SamplingParams(top_k=top_k, logprobs=2), bad_words=[[7]])
     only = np.array([1 << 7], np.int32)
     one = drawn(torch.zeros(1, VOCAB), [asked], {0: only}, by_rank(by)).logprobs[0]
-    assert (one.logprob, one.rank, one.top_logprobs) == (0.0, 1, [0.0, -INF])
+    assert (one.logprob, one.rank, one.top_logprobs) == (0.0, 1, (0.0, -INF))

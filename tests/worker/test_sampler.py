@@ -324,7 +324,7 @@ def test_logprobs_are_those_of_the_raw_logits(row: list[float], temperature: flo
     best = sorted(range(len(row)), key=lambda t: (distance[t], t))[:count]
     assert got.logprob == pytest.approx(want[chosen], abs=2e-5)
     assert got.rank == 1 + sum(d < distance[chosen] for d in distance)
-    assert got.top_ids == best
+    assert list(got.top_ids) == best
     assert got.top_logprobs == pytest.approx([want[t] for t in best], abs=2e-5)
 
 

@@ -118,5 +118,5 @@ def test_logprobs_of_prompts_come_in_slices(slice_rows: int, monkeypatch: pytest
                 scores = (hidden[begin + position - start - 1] @ program.weight.T).double().log_softmax(-1)
                 assert math.isclose(one.logprob, float(scores[ids[row][position]]), abs_tol=1e-5)
                 assert one.rank == 1 + int((scores > scores[ids[row][position]]).sum())
-                assert one.top_ids == scores.topk(wanted or 0).indices.tolist()
+                assert list(one.top_ids) == scores.topk(wanted or 0).indices.tolist()
             begin += count
