@@ -72,9 +72,11 @@ class ModelRunner:
         masked = {} if masks is None else dict(zip(plan.mask_rows, masks, strict=True))
         rankings = self.sampler.sample(forward.logits, special, plan.row, ids, masked) if special else NO_RANKINGS
         spoiled = [0] if self.faults.poisons(plan.step, 0) or (ids.is_cuda and self.faults.spoils_id(plan.step)) else []
-        if not ids.is_cuda:
+        if ids.is_cuda:
+            host = torch.empty(len(ids), dtype=ids.dtype, pin_memory=True).copy_(ids, non_blocking=True)
+        else:
             self._refuse_ids_outside(plan, ids)
-        host = torch.empty(len(ids), dtype=ids.dtype, pin_memory=ids.is_cuda).copy_(ids, non_blocking=True)
+            host = ids.clone()
         pieces = [piece.to_host() for piece in self._pieces]
         pending = Pending(plan, host, rankings.to_host(), pieces, spoiled, torch.cuda.Event() if ids.is_cuda else None)
         if pending.event is not None:

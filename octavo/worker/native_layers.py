@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from octavo.kernels.cpu.library import Matrix
+from octavo.kernels.cpu.library import Matrix, address
 from octavo.kernels.cpu.packing import unpack_rows
 from octavo.kernels.step_tensors import StepTensors
 from octavo.worker.kv_store import Caches
@@ -36,7 +36,8 @@ class NativeAttention:
         self._held = whole, caches  # what the model points to
 
     def prepare(self, step: StepTensors, shared: Words) -> None:
-        self._tensors, self._shared, self._step = step, shared, step_struct(step, shared)  # the struct points to the others
+        self._tensors, self._shared, self._step = step, shared, step_struct(step)  # the struct points to the others
+        self._step.shared = address(shared)
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         self.write(layer, qkv)

@@ -41,6 +41,7 @@ class NativeProgram:
         self._sampling = NativeSampling(library)
         self._block_size = block_size
         self._result = torch.zeros(len(table.words), dtype=torch.int32)
+        self._last: tuple[StepTensors, Step] | None = None
         self._kept: list[Any] = []  # what the descriptors point to
         self._inner = -(-model.layers[0].mlp.inner // PANEL) * PANEL  # the width of the MLP in whole panels
         self.layers = (Layer * len(model.layers))(*(self._layer(model, weights, index) for index in range(len(model.layers))))
@@ -79,11 +80,17 @@ class NativeProgram:
         entries = len(step.row)
         hidden = torch.empty(len(step.token_ids), self.model.hidden)
         logits, best = torch.empty(entries, self.vocab_size), torch.empty(entries, dtype=torch.int64)
-        shared = self.shared_tokens(step)
-        described = step_struct(step, shared)
+        shared, described = self.shared_tokens(step), self._described(step)
+        described.shared = address(shared)
         described.hidden, described.logits, described.best = at(hidden), at(logits), at(best)
         self.library.call.octavo_step(ctypes.byref(self.model), ctypes.byref(described))
         return hidden, logits, best
+
+    def _described(self, step: StepTensors) -> Step:
+        """Returns the descriptor of a step. It is kept: most steps have the tensors of the one before."""
+        if self._last is None or self._last[0] is not step:
+            self._last = step, step_struct(step)
+        return self._last[1]
 
     def shared_tokens(self, step: StepTensors) -> Words:
         """Returns for each entry how many of its first tokens lie in the same blocks as those of the entry before it."""
@@ -152,12 +159,12 @@ class NativeProgram:
         return packed.struct
 
 
-def step_struct(step: StepTensors, shared: Words) -> Step:
-    """Describes a step, but for its results. The struct points to the arrays, and keeps none of them."""
+def step_struct(step: StepTensors) -> Step:
+    """Describes a step, but for what its entries share and for its results. The struct points to the arrays, and keeps none of them."""
     return Step(
         num_tokens=len(step.token_ids), num_rows=len(step.row), table_width=step.tables.shape[2], num_samples=len(step.sample_index),
         token_ids=at(step.token_ids), positions=at(step.positions), slots=at(step.slots[0]), query_start=at(step.query_start),
-        context_len=at(step.context_len), tables=at(step.tables[0]), sample_index=at(step.sample_index), shared=address(shared),
+        context_len=at(step.context_len), tables=at(step.tables[0]), sample_index=at(step.sample_index),
     )  # fmt: skip
 
 

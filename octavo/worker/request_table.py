@@ -108,8 +108,10 @@ def upload(words: Words, device: torch.device) -> Tensor:
 
 def send(words: Words, target: Tensor) -> None:
     """Puts words at the beginning of a tensor. A copy to a device reads pinned memory, which is kept until it is done."""
-    host = torch.from_numpy(words)
-    target[: len(host)].copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
+    if target.is_cuda:
+        target[: len(words)].copy_(torch.from_numpy(words).pin_memory(), non_blocking=True)
+    else:
+        target.numpy()[: len(words)] = words
 
 
 def _head(write: RowWrite) -> Words:

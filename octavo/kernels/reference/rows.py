@@ -74,7 +74,7 @@ def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, sta
     """
     lines, host, found = words.numpy(), step.on_host(), result.numpy()
     rows, starts = host["row"], host["query_start"]
-    (sampled,) = np.nonzero((rows >= 0) & (host["samples"] != 0))
+    (sampled,) = host["samples"].nonzero()  # padding is never sampled from
     places = rows[sampled]
     lengths, tokens = lines[places, NUM_TOKENS], ids.numpy()[sampled]
     lines[places, layout.tokens + lengths] = tokens
@@ -88,14 +88,14 @@ def finish(words: Tensor, layout: RowLayout, step: StepTensors, ids: Tensor, sta
 
 def _bad_entries(states: Tensor, hidden: Tensor, starts: NDArray[np.int32]) -> set[int]:
     """The entries of tokens that are not finite; those behind the last entry count as one more."""
-    bad = np.searchsorted(starts, _not_finite(states), side="right") - 1
-    return set(bad.tolist()) | (set() if hidden is states else set(_not_finite(hidden).tolist()))
+    bad = set() if hidden is states else set(_not_finite(hidden).tolist())
+    tokens = _not_finite(states)
+    return bad | set((np.searchsorted(starts, tokens, side="right") - 1).tolist()) if len(tokens) else bad
 
 
 def _not_finite(states: Tensor) -> NDArray[np.int64]:
     """Returns which of the states have a number that is not finite."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        total = states.numpy().sum() if states.dtype == torch.float32 else states.sum()
-    if isfinite(float(total)):  # as it nearly always is
+    numbers = states.numpy() if states.dtype == torch.float32 else None
+    if isfinite(states.sum() if numbers is None else np.vdot(numbers, numbers)):  # as it nearly always is
         return np.zeros(0, np.int64)
     return np.flatnonzero(~states.isfinite().all(dim=1).numpy())
