@@ -127,7 +127,7 @@ class Grammars:
         samples = sum(counts.values())
         if not samples:
             return 1
-        mean = sum(self._guided[name].compiled.cost.mask_seconds * count for name, count in counts.items()) / samples
+        mean = sum(self._guided[name].compiled.mask_seconds * count for name, count in counts.items()) / samples
         at_once = min(samples, scheduler.limits.max_num_seqs)
         return max(1, min(at_once, ceil(mean * at_once / TURN_SECONDS)))
 

@@ -62,11 +62,6 @@ class Cost:
         if self.to_time:
             self.seconds += taken
 
-    @property
-    def mask_seconds(self) -> float:
-        """What a mask takes, on average over those that were timed."""
-        return self.seconds / max(1, self.masks)
-
     def judge(self, grace: float) -> None:
         self.too_much = self.too_much or self.seconds > grace + MASK_SECONDS * self.masks
 
@@ -98,6 +93,11 @@ class Matcher:
         if self.cost.too_much:
             return f"it is too much work, more than {1000 * MASK_SECONDS:.0f} ms of CPU time for a token"
         return _first_line(self._inner.get_error() or "it went wrong") if self._inner.is_error() else ""
+
+    @property
+    def mask_seconds(self) -> float:
+        """What a mask takes, on average over those of this grammar that were timed."""
+        return self.cost.seconds / max(1, self.cost.masks)
 
     @property
     def dead_end(self) -> bool:

@@ -288,7 +288,7 @@ def test_a_grammar_above_its_time_fails_at_the_first_sample_and_stays_failed(mon
 def test_samples_take_turns_where_the_masks_of_all_would_take_long(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four samples and two prompts at 50 ms a mask, 100 ms a step: two masks in each step. A request without a grammar waits for none."""
     monkeypatch.setattr(grammar, "TURN_SECONDS", 0.1)
-    monkeypatch.setattr(guidance.Cost, "mask_seconds", 0.05)
+    monkeypatch.setattr(guidance.Matcher, "mask_seconds", 0.05)
     engine = engine_of(depth=depth)
     engine.add("free", [1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True))
     engine.add("samples", [1, 2, 3], asking({"regex": "[xy]{8}"}, n=4))

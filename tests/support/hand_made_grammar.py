@@ -23,6 +23,7 @@ class HandMatcher:
     left: int
     last: int = 0
     failed: str = ""
+    mask_seconds: float = 0.0
 
     def copy(self) -> "HandMatcher":
         return replace(self)
