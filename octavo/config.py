@@ -43,6 +43,7 @@ class Settings(TypedDict, total=False):
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
     num_gpu_blocks_override: int | None
+    tensor_parallel_size: int
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     enable_prefix_caching: bool
@@ -87,6 +88,7 @@ class EngineConfig:
     )
     gpu_memory_utilization: float = _flag(0.9, "share of a GPU's memory that may be in use, other processes included")
     num_gpu_blocks_override: int | None = _flag(None, "exact number of blocks in the KV cache, on a CPU too")
+    tensor_parallel_size: int = _flag(1, "processes that share every matrix, each with its own part of the weights and of the KV cache")
     max_num_seqs: int | None = _flag(None, "maximum number of sequences that run at the same time; default: 256, on a GPU 512")
     max_num_batched_tokens: int | None = _flag(None, "maximum number of tokens in one step; default: 2048, on a GPU 8192")
     enable_prefix_caching: bool = _flag(True, "reuse cached blocks of earlier prompts and answers")
@@ -172,6 +174,7 @@ _INTEGERS = {  # name -> the least and the greatest value
     "block_size": (1, 256),
     "kv_cache_memory_bytes": (1, 2**63 - 1),
     "num_gpu_blocks_override": (2, _MANY),  # block 0 is the null block
+    "tensor_parallel_size": (1, 1024),
     "max_num_seqs": (1, _MANY),
     "max_num_batched_tokens": (1, _MANY),
     "pipeline_depth": (1, 2),

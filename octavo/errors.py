@@ -42,6 +42,10 @@ class EngineError(OctavoError, RuntimeError):
         self.code = code
 
 
+class RankLost(EngineError):
+    """A rank of a model that is split over processes ended, or did not answer. The engine cannot go on."""
+
+
 class OverloadError(OctavoError, RuntimeError):
     """The queue is full. In `retry_after` seconds there may be room."""
 

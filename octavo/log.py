@@ -20,6 +20,11 @@ def setup(level: str, form: str = "text") -> None:
     logger.setLevel(level.upper())
 
 
+def form() -> str:
+    """Returns the form of log lines, for a process that is to write the same."""
+    return "json" if any(isinstance(handler.formatter, JsonLines) for handler in logger.handlers) else "text"
+
+
 class JsonLines(logging.Formatter):
     """Formats a log line as a JSON object."""
 

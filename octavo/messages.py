@@ -6,9 +6,14 @@ All of it is plain data (ids and numbers, never live objects), so that it can cr
 from array import array
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    Ids = array[int]
+else:
+    Ids = array  # who decodes messages looks at their types, and there an array has no parameter
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 HitReason = Literal["end", "short", "differs", "evicted", "cold", "off"]
@@ -29,7 +34,7 @@ class RowWrite:
 
     row: int
     seq_id: int
-    token_ids: "array[int]"
+    token_ids: Ids
     num_prompt: int
     start: int  # positions already in the cache (the prefix hit)
     tables: list[list[int]]  # the blocks of that hit, a table for each cache group; the null block behind a window

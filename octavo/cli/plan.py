@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 SETTINGS = (
     "revision", "dtype", "quantization", "device", "kv_cache_dtype", "max_model_len", "block_size", "kv_cache_memory_bytes",
-    "gpu_memory_utilization", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "native", "cpu_isa",
+    "gpu_memory_utilization", "num_gpu_blocks_override", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "native",
+    "cpu_isa",
 )  # fmt: skip
 
 
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo.worker.device import level_used
 
     asked = engine_config(args, args.words)
-    shape = model_shape(asked.model, asked.revision)
+    shape = model_shape(asked.model, asked.revision).of_rank(asked.tensor_parallel_size)
     config = suited(resolved(asked, _device(asked.device, args.memory)), shape.model)
     level = level_used(config)
     refuse_float16(config, config.device, level)
@@ -94,9 +95,10 @@ def _device(asked: Device, size: int | None) -> Literal["cpu", "cuda"]:
 def _memory(config: ResolvedConfig, size: int | None) -> Memory:
     from octavo.worker.memory import memory
 
-    if size is None:
-        return memory(config)
-    return Memory.of_gpu(size, size, config.gpu_memory_utilization) if config.device == "cuda" else Memory(size)
+    if size is not None and config.device == "cuda":
+        return Memory.of_gpu(size, size, config.gpu_memory_utilization)
+    whole = memory(config) if size is None else Memory(size)
+    return whole if config.device == "cuda" else whole.share(config.tensor_parallel_size)
 
 
 def _record(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan, level: str | None) -> dict[str, Any]:
@@ -105,6 +107,7 @@ def _record(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan
     return {
         "model": shape.name,
         "device": config.device,
+        "tensor_parallel_size": shape.ranks,
         "cpu_isa": level,
         "dtype": needs.dtype,
         "quantization": config.quantization,
@@ -154,7 +157,8 @@ MARKS = {
 def plan_head(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, level: str | None) -> str:
     """Returns a line about the model and what computes it. `level`: that of the native kernels, None if torch computes."""
     by = "on a GPU" if config.device == "cuda" else f"on the CPU by {f'native kernels ({level})' if level else 'torch'}"
-    return f"{shape.name}: {shape.config.architecture}, {needs.model.num_parameters:,} parameters, {needs.dtype}, {by}"
+    part = f" in each of {shape.ranks} ranks" if shape.ranks > 1 else ""
+    return f"{shape.name}: {shape.config.architecture}, {needs.model.num_parameters:,} parameters{part}, {needs.dtype}, {by}"
 
 
 def plan_text(

@@ -7,13 +7,14 @@
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from octavo.config import Debug, EngineConfig, ResolvedConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.grammar import Grammars
 from octavo.engine.trace import open_trace
-from octavo.loading.resolve import ModelSource, open_checkpoint
+from octavo.loading.resolve import ModelSource
 from octavo.loading.shape import ModelShape, shape_of
 from octavo.log import Stopwatch, logger
 from octavo.messages import Limits
@@ -72,28 +73,32 @@ def _start_model(config: EngineConfig, source: ModelSource, model: ModelConfig, 
         watch = Stopwatch()
         from octavo.worker.build import build_runner
         from octavo.worker.facts import settle
+        from octavo.worker.ranks import first_rank, with_ranks
 
         logger.info("Importing torch and the engine took %.2f seconds", watch.total())
         watch = Stopwatch()
-        facts = settle(config, source, model, debug)
+        comm = first_rank(config.tensor_parallel_size) if config.tensor_parallel_size > 1 else None
+        facts = settle(config, source, model, debug, comm)
         geometry = facts.plan_cache()
-        runner = build_runner(facts, geometry, debug, compilers)
+        build = partial(build_runner, facts, geometry, debug, compilers)
+        ranked = None if comm is None else with_ranks(facts, geometry, comm, build)
+        runner = build() if ranked is None else ranked.runner
         logger.info("init engine took %.2f seconds", watch.total())
-    return started(facts, geometry, runner, _poison_taken(runner) if debug.check else None)
+    return started(facts, geometry, ranked or runner, _poison_taken(runner) if debug.check else None)
 
 
-def started(facts: "Facts", geometry: CacheGeometry, runner: "ModelRunner", on_event: OnEvent | None = None) -> Started:
+def started(facts: "Facts", geometry: CacheGeometry, executor: Executor, on_event: OnEvent | None = None) -> Started:
     """Returns what the policy needs of a runner. `on_event`: called with everything that happens to a block."""
-    return Started(facts.config, runner, geometry, _identity(facts, geometry), secrets.token_bytes(32), on_event)
+    return Started(facts.config, executor, geometry, _identity(facts, geometry), secrets.token_bytes(32), on_event)
 
 
 def _identity(facts: "Facts", geometry: CacheGeometry) -> bytes:
     """Returns what identifies the bytes of a cache: everything that changes them is in it."""
     config = facts.config
-    weights = b"dummy%d" % config.seed if config.load_format == "dummy" else open_checkpoint(facts.source).fingerprint()
     dtypes = f"{facts.dtype} {facts.needs.kv_cache_dtype}"
-    made = __version__, facts.source.name, dtypes, facts.kernels, config.kv_cache_layout, config.quantization, str(geometry.block_size)
-    return b"\0".join([weights, *(one.encode() for one in made)])
+    numbers = f"{geometry.block_size} {config.tensor_parallel_size}"
+    made = __version__, facts.source.name, dtypes, facts.kernels, config.kv_cache_layout, config.quantization, numbers
+    return b"\0".join([facts.fingerprint(), *(one.encode() for one in made)])
 
 
 def _poison_taken(runner: "ModelRunner") -> OnEvent | None:

@@ -11,7 +11,7 @@ from collections import deque
 
 from octavo.engine.grammar import Grammars
 from octavo.engine.trace import NoTrace, Trace
-from octavo.errors import VerifyError
+from octavo.errors import RankLost, VerifyError
 from octavo.log import logger
 from octavo.messages import AddRequest, Delta, StepPlan, StepResult
 from octavo.policy import invariants
@@ -70,7 +70,7 @@ class EngineCore:
                 trace.mark("sample")
         except BaseException as error:  # also Ctrl-C: the plan was not carried out, whoever is in it ends here
             self._settle()
-            if isinstance(error, VerifyError) or not isinstance(error, Exception):
+            if isinstance(error, (VerifyError, RankLost)) or not isinstance(error, Exception):
                 self._take(self.scheduler.fail(plan, f"the step was cut short: {error!r}"))
                 raise
             self._fail(plan, error)

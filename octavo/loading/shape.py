@@ -12,7 +12,7 @@ order of the file. The header also tells how much memory either way of loading t
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -26,13 +26,14 @@ from octavo.loading.names import HubName
 from octavo.loading.resolve import ModelSource, in_cache, load_model_config, locate
 from octavo.model_config import ModelConfig
 from octavo.models.family import Rules
-from octavo.models.registry import cache_specs, describe, family_of, read_config
+from octavo.models.registry import cache_specs, describe, family_of, rank_config, read_config
 from octavo.policy.cache_spec import ITEM_BYTES, LayerCacheSpec
 from octavo.policy.description import ModelDescription
 from octavo.policy.gpu_size import gpu_matrices, gpu_slab_bytes, gpu_weight_bytes
 from octavo.policy.memory_plan import ModelNeeds
 from octavo.policy.model_size import Codes, Kept, requantised, weight_bytes
 from octavo.policy.native_size import native_matrices, native_weight_bytes
+from octavo.policy.split import with_rows_of_rank
 from octavo.quant.quant_config import QuantConfig, read_quant_config, whole_group
 
 UNPACKED_BYTES = 6  # a weight takes while it is unpacked: float32, and parts of the way there
@@ -128,10 +129,16 @@ class ModelShape:
     config: ModelConfig
     stored_bytes: int | None = None  # of the weights on disk, where there are any
     weights: tuple[StoredWeight, ...] = ()  # in the order of the file, where a header was read
+    ranks: int = 1  # that share the model; the config and all that follows from it is then that of one
+
+    def of_rank(self, ranks: int) -> "ModelShape":
+        """Returns the shape of one of several ranks. Refuses a model that they cannot share."""
+        weights = tuple(replace(weight, size=-(-weight.size // ranks)) for weight in self.weights)
+        return replace(self, config=rank_config(self.config, ranks), weights=weights, ranks=ranks) if ranks > 1 else self
 
     @property
     def model(self) -> ModelDescription:
-        return describe(self.config)
+        return with_rows_of_rank(describe(self.config), self.ranks)
 
     @property
     def packed(self) -> bool:

@@ -56,6 +56,10 @@ class Memory:
     def free(self) -> int:
         return self.total - self.others - self.lacking
 
+    def share(self, ranks: int) -> "Memory":
+        """Returns what one of several ranks on this host may use."""
+        return replace(self, total=self.total // ranks, others=self.others // ranks)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:

@@ -128,7 +128,7 @@ def _eager(
 def _load_model(facts: Facts, backend: type[AttentionBackend], max_len: int, stored: StoredParameters) -> Decoder:
     packed = any(one.codes for one in facts.kept)
     with facts.device:  # not while files are read: that is done on the host
-        model = build_model(facts.model_config, getattr(torch, facts.dtype), backend, NullComm(), max_len, Packed() if packed else None)
+        model = build_model(facts.model_config, getattr(torch, facts.dtype), backend, facts.comm, max_len, Packed() if packed else None)
     if packed:
         load_packed(model, stored)
     else:
@@ -156,9 +156,12 @@ def _open_stored(facts: Facts) -> StoredParameters:
     """Names and shapes are compared with a model without memory: a file that does not fit costs none."""
     config = facts.config
     with torch.device("meta"):
-        empty = build_model(facts.model_config, torch.float32, facts.backend, NullComm(), max_len=1)
+        empty = build_model(facts.model_config, torch.float32, facts.backend, facts.comm, max_len=1)
+        whole = empty if facts.comm.size == 1 else build_model(facts.whole, torch.float32, facts.backend, NullComm(), max_len=1)
     dummy = config.load_format == "dummy"
-    found = DummyCheckpoint(empty, config.seed, facts.device) if dummy else open_checkpoint(facts.source)
+    found = DummyCheckpoint(whole, config.seed, facts.device) if dummy else open_checkpoint(facts.source)
+    if facts.comm.size > 1:
+        found = part_of(found, describe(facts.whole), facts.comm.rank, facts.comm.size)
     return StoredParameters(empty, as_wanted(found, config.quantization, facts.model_config, facts.device, facts.form))
 
 

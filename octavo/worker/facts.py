@@ -8,9 +8,11 @@ import torch
 
 from octavo.attention.backend import AttentionBackend, choose_backend
 from octavo.config import Debug, EngineConfig, ResolvedConfig
+from octavo.errors import ConfigError
 from octavo.kernels.cpu.levels import open_native
 from octavo.kernels.cpu.library import NativeLibrary
-from octavo.loading.resolve import ModelSource
+from octavo.layers.comm import Comm, NullComm
+from octavo.loading.resolve import ModelSource, open_checkpoint
 from octavo.loading.shape import ModelShape, shape_of
 from octavo.log import Stopwatch, logger
 from octavo.model_config import ModelConfig
@@ -29,7 +31,9 @@ from octavo.worker.memory import memory
 class Facts:
     config: ResolvedConfig
     source: ModelSource
-    model_config: ModelConfig
+    comm: Comm  # with the other ranks, where the model is split
+    whole: ModelConfig
+    model_config: ModelConfig  # of this rank, as all that follows
     model: ModelDescription
     device: torch.device
     on_device: bool  # kernels of a GPU compute, or on a CPU their twins
@@ -51,9 +55,13 @@ class Facts:
             return f"native {self.library.level}"
         return "Triton" if self.device.type == "cuda" else "torch"
 
+    def fingerprint(self) -> bytes:
+        """Returns what identifies the weights."""
+        return b"dummy%d" % self.config.seed if self.config.load_format == "dummy" else open_checkpoint(self.source).fingerprint()
+
     def plan_cache(self) -> CacheGeometry:
         """Counts what fits, before anything is loaded; a refusal says which setting to change."""
-        return plan_memory(self.needs, self.config, memory(self.config)).accepted()
+        return plan_memory(self.needs, self.config, memory(self.config).share(self.comm.size)).accepted()
 
     def warn_of_floats(self) -> None:
         """Logs which matrices should be codes and cannot be."""
@@ -66,21 +74,30 @@ class Facts:
             logger.warning("Some matrices are kept as %s, not quantised: %s (%s)", self.dtype, names, why)
 
 
-def settle(config: EngineConfig, source: ModelSource, model_config: ModelConfig, debug: Debug) -> Facts:
-    """Settles everything that needs no weights, in the order in which one thing decides on the next."""
+def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug: Debug, comm: Comm | None = None) -> Facts:
+    """Settles everything that needs no weights, in the order in which one thing decides on the next.
+
+    `comm`: with the other ranks, where the model is split; the facts are then those of one rank.
+    """
+    comm = comm or NullComm()
+    model_config = rank_config(whole, comm.size)  # before anything is looked at: it may not be possible
     device, model = _choose_device(config), describe(model_config)
     settled = suited(resolved(debug.overrule(config), device), model)
     on_device = device == "cuda" or debug.runner == "device"
-    library = _open_native(settled) if settled.wants_native and not on_device else None
+    if device == "cuda" and comm.size > 1:
+        raise ConfigError(f"tensor_parallel_size is {comm.size}, and a model is split on a CPU only: set it to 1, or device to cpu")
+    library = _open_native(settled) if settled.wants_native and not on_device and comm.size == 1 else None
     level = library.level if library else None
     refuse_float16(settled, device, level)
     dtype = resolve_dtype(settled.dtype, model_config.dtype, device, level)
     check_cache_dtype(settled, device, dtype)
-    shape = _shape(settled, source, model_config, computes_codes=library is not None or on_device)
+    shape = _shape(settled, source, whole, comm.size, computes_codes=library is not None or on_device)
     threads = library.threads if library else 0
     return Facts(
         config=settled,
         source=source,
+        comm=comm,
+        whole=whole,
         model_config=model_config,
         model=model,
         device=torch.device(device),
@@ -112,11 +129,11 @@ def _open_native(config: ResolvedConfig) -> NativeLibrary | None:
     return library
 
 
-def _shape(config: ResolvedConfig, source: ModelSource, model: ModelConfig, computes_codes: bool) -> ModelShape:
+def _shape(config: ResolvedConfig, source: ModelSource, model: ModelConfig, ranks: int, computes_codes: bool) -> ModelShape:
     """Returns the shape of the weights there are; random ones are floats."""
     if config.load_format == "dummy":
-        return ModelShape(source.name, model)
-    shape, asked = shape_of(source, model), config.quantization
+        return ModelShape(source.name, model).of_rank(ranks)
+    shape, asked = shape_of(source, model).of_rank(ranks), config.quantization
     if shape.packed and asked in ("int8", "int4"):
         logger.warning("The weights are quantised already and are quantised again; --quantization auto keeps them as they are")
     if not computes_codes and asked in ("int8", "int4"):

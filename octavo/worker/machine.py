@@ -51,6 +51,13 @@ def num_cpus() -> int:
     return min(cpus, quota_cpus() or cpus)
 
 
+def share_of_cpus(rank: int, size: int) -> list[int]:
+    """Returns the CPUs of one of several ranks: neighbours, and no other rank's, unless there are more ranks than CPUs."""
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    share = cpus[rank * len(cpus) // size : (rank + 1) * len(cpus) // size]
+    return share or [cpus[rank % len(cpus)]]
+
+
 def allowed_cpus() -> int:
     """Returns the number of CPUs in the affinity mask."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

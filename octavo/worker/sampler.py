@@ -29,6 +29,7 @@ from octavo.messages import NoiseKey, RowWrite, StepPlan, TokenLogprobs
 from octavo.policy.gpu_size import ADJUSTED_LOGITS
 from octavo.sampling_params import SamplingParams
 from octavo.worker.executor import Masks
+from octavo.worker.rank_sampling import RankSampling
 from octavo.worker.request_table import RequestTable, Words, noise_words, redrawn, upload
 
 ENTRY, ROW, TEMPERATURE, TOP_K, TOP_P, MIN_P, NOISE = range(7)  # words of an entry that is drawn
@@ -84,6 +85,7 @@ class Sampler:
         """`processed`: logprobs are of what an id was drawn from, not of the logits."""
         self._table = table
         self._sampling = sampling
+        self._ranks = sampling if isinstance(sampling, RankSampling) else None  # that share the vocabulary
         self._processed = processed
         self._vocab_size = vocab_size
         self._rows_at_once = max(ADJUSTED_LOGITS // vocab_size, 1)
@@ -133,7 +135,7 @@ class Sampler:
         for some in _at_once([one for one in asked if one[0] in masks], self._masked_at_once):
             entries = _entries(some)
             words = upload(np.stack([masks[entry] for entry in entries]), self._device)
-            self._draw_again(mask_logits(self._chosen(logits, entries), words), list(enumerate(some)), ids)
+            self._draw_again(self._masked(self._chosen(logits, entries), words), list(enumerate(some)), ids)
         self._draw_again(logits, [(one[0], one) for one in asked if one[0] not in masks and one[2].redrawn], ids)
         wanted = [one for one in asked if one[2].logprobs is not None]
         if not wanted:
@@ -149,13 +151,14 @@ class Sampler:
         lines = np.stack([one.line for _, _, one in wanted])
         lines[[one.greedy for _, _, one in wanted], TEMPERATURE] = 0  # greedy rows scale and cut nothing
         words = upload(lines, self._device)
+        ranks = self._ranks
         found = rank_drawn(
-            lambda part: self._scores(logits, wanted[part], masks),
+            lambda part: self._scores(logits, wanted[part], masks) if ranks is None else ranks.joined(self._scores(logits, wanted[part], masks)),
             self._vocab_size,
             _draws(words, words[:, ENTRY]),  # nothing is drawn, so that positions do not matter
             self._said(ids, entries),
             filtered=any(one.filtered for _, _, one in wanted),
-            rank=lambda scores, chosen: self._sampling.rank(scores, chosen, max(counts)),
+            rank=lambda scores, chosen: self._sampling.rank(scores if ranks is None else ranks.own(scores), chosen, max(counts)),
         )
         return Rankings(entries, counts, found)
 
@@ -164,7 +167,7 @@ class Sampler:
         chosen = self._chosen(logits, _entries(some))
         if any(entry in masks for entry in _entries(some)):
             free = np.full_like(next(iter(masks.values())), -1)
-            chosen = mask_logits(chosen, upload(np.stack([masks.get(entry, free) for entry in _entries(some)]), self._device))
+            chosen = self._masked(chosen, upload(np.stack([masks.get(entry, free) for entry in _entries(some)]), self._device))
         asking = [place for place, (_, _, one) in enumerate(some) if one.edits is not None]
         if not asking:
             return chosen.float()
@@ -175,7 +178,13 @@ class Sampler:
         """Returns the edited rows of logits at these places, [len(some), V] float32. All of `some` ask for it."""
         table = self._table.token_ids, self._table.num_tokens, self._table.num_prompt
         edits = [one.edits for _, _, one in some if one.edits is not None]
-        return edit_logits(logits, places, [row for _, row, _ in some], edits, *table)
+        rows = [row for _, row, _ in some]
+        if self._ranks is None:
+            return edit_logits(logits, places, rows, edits, *table)
+        return self._ranks.own(edit_logits(self._ranks.whole(logits[places]), list(range(len(places))), rows, edits, *table))
+
+    def _masked(self, logits: Tensor, words: Tensor) -> Tensor:
+        return mask_logits(logits, words) if self._ranks is None else self._ranks.own(mask_logits(self._ranks.whole(logits), words))
 
     def _draw_again(self, logits: Tensor, some: list[tuple[int, Chosen]], ids: Tensor) -> None:
         """Draws each of these from its row of logits, edited where it asks for that."""

@@ -3,6 +3,7 @@
 import math
 from array import array
 from dataclasses import dataclass
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from octavo.kernels.logit_edits import pack, unpack
 from octavo.kernels.reference import sampling
 from octavo.kernels.reference.philox import uniform
-from octavo.kernels.reference.sampling import Draws, distances, draw, edit_logits, kept, nearest
+from octavo.kernels.reference.sampling import Draws, distances, draw, edit_logits, kept, mass_above, nearest
 from octavo.messages import NoiseKey, RowWrite, StepPlan
 from octavo.sampling_params import SamplingParams
 from tests.support.sampled import Rows, Sampled, sample_rows
@@ -123,7 +124,7 @@ def test_filters_keep_what_plain_python_keeps(logits: list[float], params: Sampl
     width = min(max(width, params.top_k), len(logits))
     distance = distances(torch.tensor([logits]), torch.tensor([params.temperature]))
     near, ids = nearest(distance, width)
-    keep = kept(near, distance, draws_of(params))
+    keep = kept(near, distance.shape[1], partial(mass_above, distance), draws_of(params))
     assert ids[0][keep[0]].tolist() == naive_kept(scaled_distances(logits, params.temperature), params)[:width]
 
 

@@ -14,6 +14,7 @@ that row's arguments.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -92,9 +93,14 @@ def sample(logits: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor
 
 def distances(logits: Tensor, temperature: Tensor) -> Tensor:
     """Returns how far each token lies below the best of its row, [S, V]: 0 or more, so no temperature can overflow the best one."""
+    return scaled(logits.amax(-1, keepdim=True) - logits, temperature)
+
+
+def scaled(below: Tensor, temperature: Tensor) -> Tensor:
+    """Returns what logits lack to the best of their row over the temperature, in place. below: [S, V]; temperature: [S]"""
     limits = torch.finfo(torch.float32)
     scale = temperature.clamp(limits.tiny, limits.max).unsqueeze(-1)
-    return (logits.amax(-1, keepdim=True) - logits).div_(scale).abs_()  # zeros of two signs can leave a -0.0
+    return below.div_(scale).abs_()  # zeros of two signs can leave a -0.0
 
 
 def nearest(distance: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -105,7 +111,11 @@ def nearest(distance: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if distance.is_cuda:
         near, order = distance.sort(dim=-1, stable=True)  # equals stay in the order of their ids
         return near[:, :count], order[:, :count]
-    ids = torch.arange(distance.shape[1])
+    return in_order(distance, torch.arange(distance.shape[1]), count)
+
+
+def in_order(distance: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The same on a CPU, for tokens with these ids."""
     keys = distance.view(torch.int32).to(torch.int64).bitwise_left_shift_(32).bitwise_or_(ids).numpy()  # [S, V]
     if count < keys.shape[1]:
         keys.partition(count, axis=-1)  # numpy orders integers several times faster than torch
@@ -119,29 +129,35 @@ def mass(distance: Tensor) -> Tensor:
 
 
 def _draw_plain(distance: Tensor, draws: Draws) -> Tensor:
-    noise = _gumbel(uniform(draws.noise, draws.positions, distance.shape[1]))
+    noise = gumbel(uniform(draws.noise, draws.positions, distance.shape[1]))
     return noise.sub_(distance).argmax(-1)  # the first of equals is the lower id
 
 
 def _draw_ordered(distance: Tensor, draws: Draws, width: int) -> Tensor:
     """Draws among the `width` best. Returns -1 for a row whose cut may lie beyond them."""
     near, ids = nearest(distance, width)
-    keep = kept(near, distance, draws)
-    vocab = distance.shape[1]
-    settled = ~keep[:, -1] | (draws.top_k > 0) | (width == vocab)
+    return draw_kept(near, ids, kept(near, distance.shape[1], partial(mass_above, distance), draws), draws, distance.shape[1])
+
+
+def draw_kept(near: Tensor, ids: Tensor, keep: Tensor, draws: Draws, vocab: int) -> Tensor:
+    """Draws among the ordered tokens that are kept. Returns -1 for a row whose cut may lie beyond them. near, ids, keep: [S, width]"""
+    settled = ~keep[:, -1] | (draws.top_k > 0) | (near.shape[1] == vocab)
     reach = max(int(keep.sum(-1).amax()), 1)
     near, ids, keep = near[:, :reach], ids[:, :reach], keep[:, :reach]
     if reach > vocab // 4:  # four tokens share a counter: with this many, the whole vocabulary costs less
         noise = uniform(draws.noise, draws.positions, vocab).gather(1, ids)
     else:
         noise = uniform_at(draws.noise, draws.positions, ids)
-    score = _gumbel(noise).sub_(near).masked_fill_(~keep, -torch.inf)
+    score = gumbel(noise).sub_(near).masked_fill_(~keep, -torch.inf)
     best = torch.where(score == score.amax(-1, keepdim=True), ids, vocab - 1).amin(-1)  # the lower id of equals
     return torch.where(settled, best, -1)
 
 
-def kept(near: Tensor, distance: Tensor, draws: Draws) -> Tensor:
-    """Returns which of the ordered tokens pass the filters, bool [S, width]. near: [S, width]"""
+def kept(near: Tensor, vocab: int, mass_above: Callable[[Tensor, Tensor], Tensor], draws: Draws) -> Tensor:
+    """Returns which of the ordered tokens pass the filters, bool [S, width].
+
+    near: [S, width]; `mass_above`: of all tokens whose mass is at least the floor [n, 1], in the rows [S] that are marked: [n, 1]
+    """
     floor = (draws.min_p.double() * ONE).to(torch.int64).unsqueeze(-1)
     top_k, top_p = draws.top_k.unsqueeze(-1), draws.top_p.double().unsqueeze(-1)
     masses = mass(near)
@@ -149,16 +165,20 @@ def kept(near: Tensor, distance: Tensor, draws: Draws) -> Tensor:
     masses *= keep
     total = masses.sum(-1, keepdim=True)
     unseen = (draws.top_k == 0) & (draws.top_p < 1)  # the mass of these rows may reach past the tokens at hand
-    if near.shape[1] < distance.shape[1] and unseen.any():
-        everything = mass(distance[unseen])
-        total[unseen] = (everything * (everything >= floor[unseen])).sum(-1, keepdim=True)
+    if near.shape[1] < vocab and unseen.any():
+        total[unseen] = mass_above(floor[unseen], unseen)
     before = masses.cumsum(-1) - masses
     keep &= (before < top_p * total) | (top_p >= 1)
     keep[:, 0] = True
     return keep
 
 
-def _gumbel(noise: Tensor) -> Tensor:
+def mass_above(distance: Tensor, floor: Tensor, rows: Tensor) -> Tensor:
+    masses = mass(distance[rows])
+    return (masses * (masses >= floor)).sum(-1, keepdim=True)
+
+
+def gumbel(noise: Tensor) -> Tensor:
     return noise.log_().neg_().log_().neg_()
 
 
@@ -247,7 +267,7 @@ def drawn_from(logits: Tensor, draws: Draws, ids: Tensor, filtered: bool) -> Ten
     if filtered:
         filters = {name: torch.where(greedy, off, getattr(draws, name)) for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))}
         near, order = nearest(distance, distance.shape[1])
-        keep = kept(near, distance, replace(draws, **filters))
+        keep = kept(near, distance.shape[1], partial(mass_above, distance), replace(draws, **filters))
         cut = torch.empty_like(keep).scatter_(1, order, ~keep).scatter_(1, place, False)
         distance.masked_fill_(cut, torch.inf)
     return distance.neg_()

@@ -1,0 +1,172 @@
+"""A model that is split over real processes: the texts of one process, and what happens when one of them fails."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.errors import ConfigError, LoadError, RankLost
+from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
+from octavo.outputs import RequestOutput
+from octavo.worker.rank_process import Forward, encode, masks_of, read, sample
+from octavo.worker.ranks import RankedRunner
+from tests.support.hand_made_grammar import hand_made, obeys, use_hand_made_grammars
+from tests.support.models import tiny_model
+
+VOCAB, SIZE = 320, 16
+ASKS: list[dict[str, Any]] = [
+    {"temperature": 0, "logprobs": 3},
+    {"temperature": 0, "repetition_penalty": 1.3, "logit_bias": {5: 3.0}},
+    {"temperature": 0.8, "seed": 7, "n": 3},
+    {"temperature": 0.9, "top_k": 5, "logprobs": 2},
+    {"temperature": 1.0, "top_p": 0.8, "min_p": 0.01, "presence_penalty": 0.5},
+    {"temperature": 0, "prompt_logprobs": 1},
+    {"temperature": 0.7, "structured_outputs": hand_made(3, 17)},
+]
+
+
+def opened(folder: Path, ranks: int, **settings: Any) -> LLM:
+    limits: dict[str, Any] = {"block_size": SIZE, "num_gpu_blocks_override": 40, "max_num_seqs": 12, "max_num_batched_tokens": 64}
+    return LLM(str(folder), tensor_parallel_size=ranks, skip_tokenizer_init=True, native=False, max_model_len=320, **(limits | settings))
+
+
+def said(folder: Path, ranks: int, **settings: Any) -> tuple[list[RequestOutput], int]:
+    """Returns the answers to all asks, and how often a sequence was preempted."""
+    rng = Random(11)
+    shared = [rng.randrange(VOCAB) for _ in range(40)]
+    prompts = [shared * (number % 2) + [rng.randrange(VOCAB) for _ in range(rng.choice([1, 15, 40, 90]))] for number in range(21)]
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False, **ASKS[number % len(ASKS)]) for number in range(21)]
+    with opened(folder, ranks, **settings) as llm:
+        use_hand_made_grammars(llm, VOCAB)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs += llm.generate(prompts[:7], params[:7], use_tqdm=False)  # with what is cached
+        stats = llm.stats()
+    assert stats.prefix_hits > 0
+    return outputs, stats.preemptions
+
+
+@pytest.mark.parametrize(
+    ("architecture", "shape", "ranks"),
+    [
+        ("LlamaForCausalLM", {"heads": 4, "kv_heads": 2}, 2),
+        ("Qwen2ForCausalLM", {"heads": 4, "kv_heads": 2, "tie": True}, 4),  # heads of k and v twice
+        ("Qwen3ForCausalLM", {"heads": 6, "kv_heads": 3, "hidden": 96}, 3),
+    ],
+)
+def test_ranks_say_together_what_one_says(architecture: str, shape: dict[str, Any], ranks: int, tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path, architecture, seed=3, **shape)
+    (alone, preempted), (together, _) = said(folder, 1), said(folder, ranks)
+    assert preempted > 0
+    for one, other in zip(alone, together, strict=True):
+        assert one.num_cached_tokens == other.num_cached_tokens
+        for sample_alone, sample_together in zip(one.outputs, other.outputs, strict=True):
+            assert sample_alone.token_ids == sample_together.token_ids
+            for choices, others in zip(sample_alone.logprobs or [], sample_together.logprobs or [], strict=True):
+                assert {token: found.logprob for token, found in choices.items()} == pytest.approx(
+                    {token: found.logprob for token, found in others.items()}, abs=1e-4
+                )
+    guided = [sample.token_ids for number in range(6, 21, 7) for sample in together[number].outputs]
+    assert guided and all(obeys(token_ids, 3, 17) for token_ids in guided)
+
+
+def processes(llm: LLM) -> list[int]:
+    executor: Any = llm._core.executor  # type: ignore[attr-defined]
+    assert isinstance(executor, RankedRunner)
+    return [peer.pid for peer in executor._ranks.peers]
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny_model(tmp_path, "LlamaForCausalLM", seed=3)
+
+
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGKILL, "rank 1 was killed by signal 9"), (signal.SIGSTOP, "rank 1 did not answer for 2 s")]
+)
+def test_a_rank_that_dies_or_stops_ends_the_engine_with_its_name(
+    number: int, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.layers.shared_comm.SECONDS", 2.0)
+    llm = opened(folder, 2)
+    (pid,) = processes(llm)
+    llm.generate([[1, 2, 3]], LONG, use_tqdm=False)
+    os.kill(pid, number)
+    start = time.monotonic()
+    for _ in range(2):  # it does not come back
+        with pytest.raises(RankLost, match=words if _ == 0 else "rank 1"):
+            llm.generate([[1, 2, 3]], LONG, use_tqdm=False)
+    assert time.monotonic() - start < 20
+    llm.close()
+    assert gone(pid)
+
+
+def test_closing_ends_every_rank_and_gives_the_cpus_back(folder: Path) -> None:
+    cpus = os.sched_getaffinity(0)
+    llm = opened(folder, 3 if len(cpus) > 2 else 2)
+    pids = processes(llm)
+    llm.close()
+    assert all(gone(pid) for pid in pids)
+    assert os.sched_getaffinity(0) == cpus
+
+
+def test_a_rank_that_cannot_start_says_why_and_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It finds another file than the first rank did."""
+    from octavo.worker import ranks
+
+    started: list[int] = []
+    first = ranks.Peer.__init__
+
+    def tampered(self: Any, orders: Any, on_end: Callable[[], None]) -> None:
+        weights = folder / "model.safetensors"
+        data = bytearray(weights.read_bytes())
+        data[-1] ^= 1
+        weights.write_bytes(data)
+        first(self, orders, on_end)
+        started.append(self.pid)
+
+    monkeypatch.setattr(ranks.Peer, "__init__", tampered)
+    with pytest.raises(LoadError, match="rank 1: .* other weights than rank 0"):
+        opened(folder, 2)
+    assert started and all(gone(pid) for pid in started)
+
+
+def test_a_size_that_does_not_fit_is_refused_before_a_process_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.worker.ranks.Peer", None)
+    with pytest.raises(ConfigError, match="num_attention_heads 4 .* tensor_parallel_size 3"):
+        opened(folder, 3)
+
+
+def test_plans_and_masks_cross_a_pipe_as_they_are(tmp_path: Path) -> None:
+    import numpy as np
+    from array import array
+
+    write = RowWrite(0, 5, array("i", [1, 2, 3]), 2, 0, [[4]], SamplingParams(temperature=0.5, seed=3), (2,), [[1, 2]], NoiseKey((1, 2), 3, 4), b"x")
+    fork = RowFork(2, 0, 6, NoiseKey((9, 2), 3, 4))
+    plan = StepPlan(
+        7, [0], [5], [0], [3], [True], [(0, 0, 0, 1)], [(1, 2)], [write], [fork], [(1, 4)], [(1, 9)], [0],
+    )  # fmt: skip
+    masks = np.arange(8, dtype=np.int32).reshape(2, 4)
+    path = tmp_path / "pipe"
+    path.write_bytes(encode(Forward(plan)) + encode(sample(masks)) + encode(sample(None)))
+    with path.open("rb") as pipe:
+        forward, masked, plain = read(pipe), read(pipe), read(pipe)
+        assert read(pipe) is None
+    assert isinstance(forward, Forward) and forward.plan == plan
+    assert np.array_equal(masks_of(masked), masks) and masks_of(plain) is None  # type: ignore[arg-type]
