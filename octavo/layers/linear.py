@@ -3,7 +3,7 @@
     Linear             y = x W^T + b
     MergedLinear       several projections of one x as one product; each is a named slice of the rows of W
     RowParallelLinear  its input may be split over ranks, whose results are summed
-    Embedding, LMHead  the first and the last matrix of a model, which may be the same
+    Embedding, LMHead  the first and the last matrix of a model, which may be the same; ranks share the vocabulary
     RMSNorm, MLP       the norm between two sub-layers; the gated MLP
 
     qkv.weight   [ q: heads * head_dim rows | k: kv_heads * head_dim | v: kv_heads * head_dim ]
@@ -12,6 +12,7 @@
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.kernels.ops import add_rms_norm
@@ -49,30 +50,47 @@ class RowParallelLinear(Linear):
 
 
 class Embedding(nn.Module):
-    def __init__(self, vocab_size: int, hidden_size: int, scheme: QuantScheme, dtype: torch.dtype) -> None:
+    def __init__(self, tokens: range, hidden_size: int, scheme: QuantScheme, dtype: torch.dtype, comm: Comm) -> None:
+        """`tokens`: whose rows this rank has."""
         super().__init__()
-        self.vocab_size, self.hidden_size, self.dtype = vocab_size, hidden_size, dtype
-        self.scheme = scheme
-        scheme.params(self, hidden_size, vocab_size, False, dtype)
+        self.tokens, self.hidden_size, self.dtype = tokens, hidden_size, dtype
+        self.scheme, self.comm = scheme, comm
+        scheme.params(self, hidden_size, len(tokens), False, dtype)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return self.scheme.rows(self, token_ids)  # [T, hidden]
+        return self.scheme.rows(self, token_ids) if self.comm.size == 1 else self._of_ranks(token_ids)  # [T, hidden]
+
+    def _of_ranks(self, token_ids: Tensor) -> Tensor:
+        """One rank has the row of a token, and the others add zeros to it."""
+        index = token_ids - self.tokens.start
+        elsewhere = (index < 0) | (index >= len(self.tokens))
+        rows = self.scheme.rows(self, index.masked_fill(elsewhere, 0))
+        return self.comm.all_reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
 class LMHead(nn.Module):
     """Computes logits for the whole vocabulary. A tied head has no matrix of its own, and uses the embedding's."""
 
-    def __init__(self, embedding: Embedding, tied: bool, scheme: QuantScheme, comm: Comm) -> None:
+    def __init__(self, embedding: Embedding, vocab_size: int, tied: bool, scheme: QuantScheme, comm: Comm) -> None:
         super().__init__()
-        self.scheme = scheme
+        self.scheme, self.vocab_size = scheme, vocab_size
         self.tied = embedding if tied else None
         self.comm = comm
         if not tied:
-            scheme.params(self, embedding.hidden_size, embedding.vocab_size, False, embedding.dtype)
+            scheme.params(self, embedding.hidden_size, len(embedding.tokens), False, embedding.dtype)
 
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns logits [S, vocab] of hidden states [S, hidden], in `out` if that is given."""
-        return self.comm.all_gather(self.matrix.scheme.apply(self.matrix, hidden, out))
+        if self.comm.size == 1:
+            return self.matrix.scheme.apply(self.matrix, hidden, out)
+        logits = self._of_ranks(hidden)
+        return logits.contiguous() if out is None else out.copy_(logits)
+
+    def _of_ranks(self, hidden: Tensor) -> Tensor:
+        """Ranks give logits of equal widths: those of the last, which may have fewer rows, are filled up and cut off again."""
+        own = self.matrix.scheme.apply(self.matrix, hidden)
+        missing = -(-self.vocab_size // self.comm.size) - own.shape[-1]
+        return self.comm.all_gather(F.pad(own, (0, missing)) if missing else own)[:, : self.vocab_size]
 
     @property
     def matrix(self) -> "LMHead | Embedding":

@@ -17,14 +17,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from octavo.errors import LoadError
-from octavo.kernels.reference.dequant import DENSE, SUPPORTED_KINDS, dequantize
+from octavo.errors import ConfigError, LoadError
+from octavo.kernels.reference.dequant import DENSE, QUANTISED, SUPPORTED_KINDS, dequantize
 from octavo.loading.files import INDEX, SINGLE, fingerprint, read_weight_map
 from octavo.loading.gguf import GGUFFile, GGUFTensor, read_gguf_model
+from octavo.policy.split import Part
 from octavo.quant.packed import PackedWeight, fold_gguf
 from octavo.quant.quant_config import QuantConfig
-from octavo.quant.zero_point import ZeroPointWeight, check_awq, check_gptq, unpack_awq, unpack_gptq
+from octavo.quant.zero_point import Layout, ZeroPointWeight, check_awq, check_gptq, unpack_awq, unpack_gptq
 
+WHOLE = Part()
 MAX_HEADER_BYTES = 32 * 2**20  # 250,000 weights in one file; the library would take 100 MB
 
 
@@ -43,6 +45,27 @@ class Checkpoint(Protocol):
         """Returns a quantised matrix as codes, or None if it is stored as floats."""
 
     def fingerprint(self) -> bytes: ...
+
+
+class FileCheckpoint(Checkpoint, Protocol):
+    """Weights of which a part can be read without the rest, for ranks that share a model (`policy/split.py`)."""
+
+    def check_part(self, name: str, part: Part) -> None:
+        """Refuses a part that cannot be read by itself. No matrix is read."""
+
+    def read_part(self, name: str, part: Part) -> Tensor:
+        """Returns a part of what `read` returns."""
+        ...
+
+    def packed_part(self, name: str, part: Part) -> PackedWeight | None:
+        """Returns a part as codes, or None if it is stored as floats, or has to become floats."""
+
+
+def cut(values: Tensor, part: Part) -> Tensor:
+    """Returns a view of the part."""
+    if part.rows is not None:
+        values = values[part.rows.start : part.rows.stop]
+    return values if part.columns is None else values[:, part.columns.start : part.columns.stop]
 
 
 def _listed(names: set[str]) -> str:
@@ -71,12 +94,28 @@ class Header(NamedTuple):
 class PackedModule:
     name: str
     config: QuantConfig
-    shape: tuple[int, int]
+    layout: Layout
     tensors: tuple[str, ...]  # the first of them are the codes
 
-    def read(self, read: Callable[[str], Tensor]) -> ZeroPointWeight:
+    def check(self, part: Part) -> None:
+        if not self.config.desc_act:  # else a part that is no whole groups becomes floats
+            self.layout.cut(self.name, part.rows, part.columns)
+
+    def floats(self, read: Callable[[str], Tensor], part: Part) -> Tensor:
+        weight = self._unpacked(read, part)
+        return weight.dequantize() if weight.order is None else cut(weight.dequantize(), Part(columns=part.columns))
+
+    def codes(self, read: Callable[[str], Tensor], part: Part) -> PackedWeight | None:
+        """With act-order the columns of a rank come from any group. It keeps codes only where they are whole groups."""
+        weight: ZeroPointWeight | None = self._unpacked(read, part)
+        if weight is not None and weight.order is not None and part.columns is not None:
+            weight = weight.of_columns(part.columns)
+        return None if weight is None else weight.fold()
+
+    def _unpacked(self, read: Callable[[str], Tensor], part: Part) -> ZeroPointWeight:
+        """Returns these rows and columns, but with act-order all columns: which of them a rank has is known when they are read."""
         unpack = unpack_awq if self.config.method == "awq" else unpack_gptq
-        return unpack({name: read(name) for name in self.tensors}, self.name, self.config)
+        return unpack({name: read(name) for name in self.tensors}, self.name, self.config, part.rows, part.columns)
 
 
 def find_packed(headers: Mapping[str, Header], config: QuantConfig) -> list[PackedModule]:
@@ -93,7 +132,7 @@ def _module(headers: Mapping[str, Header], name: str, config: QuantConfig) -> Pa
     check = check_awq if config.method == "awq" else check_gptq
     layout = check(headers, name, config)
     tensors = [name + part for part in PARTS[config.method] if name + part in headers]
-    return PackedModule(name, config, (layout.n, layout.k), tuple(tensors))
+    return PackedModule(name, config, layout, tuple(tensors))
 
 
 # -- a folder of safetensors
@@ -153,21 +192,34 @@ class SafetensorsCheckpoint:
         return list(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._packed[name].shape if name in self._packed else self._file_of[name].headers[name].shape
+        if name in self._packed:
+            return self._packed[name].layout.n, self._packed[name].layout.k
+        return self._file_of[name].headers[name].shape
 
     def read(self, name: str) -> Tensor:
-        if name not in self._packed:
-            return self._stored(name)
-        with self._named():
-            return self._packed[name].read(self._stored).dequantize()
+        return self.read_part(name, WHOLE)
 
     def packed(self, name: str) -> PackedWeight | None:
+        return self.packed_part(name, WHOLE)
+
+    def check_part(self, name: str, part: Part) -> None:
+        if name in self._packed:
+            self._packed[name].check(part)
+
+    def read_part(self, name: str, part: Part) -> Tensor:
+        if name not in self._packed:
+            return cut(self._stored(name), part)
+        with self._named():
+            return self._packed[name].floats(self._stored, part)
+
+    def packed_part(self, name: str, part: Part) -> PackedWeight | None:
         if name not in self._packed:
             return None
         with self._named():
-            return self._packed[name].read(self._stored).fold()
+            return self._packed[name].codes(self._stored, part)
 
     def _stored(self, name: str) -> Tensor:
+        """Returns a view of the file."""
         return self._file_of[name].read(name)
 
     def fingerprint(self) -> bytes:
@@ -290,27 +342,66 @@ class GGUFCheckpoint:
         return self._tensor_of[name].shape
 
     def read(self, name: str) -> Tensor:
-        tensor = self._tensor_of[name]
-        dense = self._dense(tensor)
-        heads = self._interleaved_heads.get(_part(tensor))
-        return dense if heads is None else half_split(dense, heads)
+        return self.read_part(name, WHOLE)
 
     def packed(self, name: str) -> PackedWeight | None:
+        return self.packed_part(name, WHOLE)
+
+    def check_part(self, name: str, part: Part) -> None:
+        tensor = self._tensor_of[name]
+        if tensor.kind not in DENSE and part.columns is not None:
+            self._in_groups(tensor, part.columns)
+
+    def read_part(self, name: str, part: Part) -> Tensor:
+        tensor = self._tensor_of[name]
+        dense = self._dense(tensor, part)
+        heads = self._heads(tensor, dense.shape[0])
+        return dense if heads is None else half_split(dense, heads)
+
+    def packed_part(self, name: str, part: Part) -> PackedWeight | None:
         tensor = self._tensor_of[name]
         if tensor.kind in DENSE:
             return None
-        weight = fold_gguf(self._bytes(tensor), tensor.kind, tensor.shape, f"{self.source}: {tensor.name}")
+        raw, shape = self._quantised(tensor, part)
+        weight = fold_gguf(raw, tensor.kind, shape, f"{self.source}: {tensor.name}")
+        heads = self._heads(tensor, shape[0])
+        return weight if heads is None else weight.rows(half_split(torch.arange(shape[0]), heads))
+
+    def _heads(self, tensor: GGUFTensor, rows: int) -> int | None:
+        """Returns how many heads share that many rows of a projection in interleaved rotary order; None: in any other."""
         heads = self._interleaved_heads.get(_part(tensor))
-        return weight if heads is None else weight.rows(half_split(torch.arange(tensor.shape[0]), heads))
+        if heads is None:
+            return None
+        assert rows * heads % tensor.shape[0] == 0, f"{rows} rows of {tensor.name} are no whole heads"
+        return rows * heads // tensor.shape[0]
 
     def _bytes(self, tensor: GGUFTensor) -> Tensor:
         return self._data[tensor.offset : tensor.offset + tensor.num_bytes]
 
-    def _dense(self, tensor: GGUFTensor) -> Tensor:
-        raw = self._bytes(tensor)
+    def _dense(self, tensor: GGUFTensor, part: Part = WHOLE) -> Tensor:
         if tensor.kind in DENSE:
-            return raw.view(DENSE[tensor.kind]).view(tensor.shape)
-        return dequantize(raw, tensor.kind, tensor.shape)
+            return cut(self._bytes(tensor).view(DENSE[tensor.kind]).view(tensor.shape), part)
+        if len(tensor.shape) == 1:  # a group holds several of its numbers
+            return cut(dequantize(self._bytes(tensor), tensor.kind, tensor.shape), part)
+        raw, shape = self._quantised(tensor, part)
+        return dequantize(raw, tensor.kind, shape)
+
+    def _quantised(self, tensor: GGUFTensor, part: Part) -> tuple[Tensor, tuple[int, ...]]:
+        """Returns the bytes of the part, and its shape. Rows are a view of the file; columns are copied out of each row."""
+        if part == WHOLE:
+            return self._bytes(tensor), tensor.shape
+        (n, k), group_bytes = tensor.shape, QUANTISED[tensor.kind][0]
+        rows, columns = part.rows or range(n), part.columns or range(k)
+        groups = self._bytes(tensor).view(n, -1, group_bytes)
+        return cut(groups, Part(rows, self._in_groups(tensor, columns))).reshape(-1), (len(rows), len(columns))
+
+    def _in_groups(self, tensor: GGUFTensor, columns: range) -> range:
+        """Returns the groups that these columns are. Refuses columns that are no whole groups."""
+        k, group = tensor.shape[-1], prod(tensor.shape) * QUANTISED[tensor.kind][0] // tensor.num_bytes
+        if columns.start % group or columns.stop % group:
+            what = f"{self.source}: {tensor.name}: {k} columns in groups of {group}"
+            raise ConfigError(f"{what} cannot be split over tensor_parallel_size {k // len(columns)}: {len(columns)} are no whole groups")
+        return range(columns.start // group, columns.stop // group)
 
     def fingerprint(self) -> bytes:
         return fingerprint([(self._gguf.path, self._gguf.header_bytes)])

@@ -23,7 +23,7 @@ from octavo.quant.quant_config import QuantConfig, read_quant_config
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from octavo.loading.checkpoint import Checkpoint
+    from octavo.loading.checkpoint import FileCheckpoint
 
 WANTED = f"a model is a folder, a .gguf file, owner/name[@revision][:QUANT] on the hub, or {NAME}, the default model"
 _KIND_SUFFIX = re.compile(r"[.-](I?Q[0-9]\w*|BF16|F16|F32)$", re.IGNORECASE)
@@ -116,7 +116,7 @@ def load_model_config(source: ModelSource) -> ModelConfig:
     return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + read_generation_config(source.path).end_ids)))
 
 
-def open_checkpoint(source: ModelSource) -> "Checkpoint":
+def open_checkpoint(source: ModelSource) -> "FileCheckpoint":
     from octavo.loading.checkpoint import GGUFCheckpoint, SafetensorsCheckpoint  # torch loads here: to find a model needs none
 
     return GGUFCheckpoint(source.gguf) if source.kind == "gguf" else SafetensorsCheckpoint(source.path, source.quantization)

@@ -16,6 +16,7 @@ from octavo.attention.forward_batch import ForwardBatch
 from octavo.layers.comm import Comm
 from octavo.layers.linear import Embedding, LMHead
 from octavo.model_config import ModelConfig
+from octavo.policy.split import vocabulary_rows
 from octavo.quant.schemes import QuantScheme
 
 
@@ -23,13 +24,15 @@ class Decoder(nn.Module):
     def __init__(
         self, config: ModelConfig, layers: Iterable[nn.Module], norm: nn.Module, scheme: QuantScheme, dtype: torch.dtype, comm: Comm
     ) -> None:
+        """`config`: of the rank, where the model is split over several (`models/registry.py`: rank_config)."""
         super().__init__()
         self.config, self.dtype = config, dtype
-        self.embed = Embedding(config.vocab_size, config.hidden_size, scheme, dtype)
+        tokens = vocabulary_rows(config.vocab_size, comm.size, comm.rank)
+        self.embed = Embedding(tokens, config.hidden_size, scheme, dtype, comm)
         self.layers = nn.ModuleList(layers)
         self._numbers = {layer: number for number, layer in enumerate(self.layers)}
         self.norm = norm
-        self.head = LMHead(self.embed, config.tie_embeddings, scheme, comm)
+        self.head = LMHead(self.embed, config.vocab_size, config.tie_embeddings, scheme, comm)
 
     @property
     def device(self) -> torch.device:

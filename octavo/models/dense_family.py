@@ -15,6 +15,7 @@ from octavo.model_config import NORM_EPSILONS, ConfigReader, ModelConfig, RopeCo
 from octavo.models.family import Family, GGUFForm, Rule, Rules, vector
 from octavo.models.gguf_keys import GGUFKeys
 from octavo.policy.description import LayerShape, Matrix, MLPShape, ModelDescription, NormShape, Vector
+from octavo.policy.split import Shared
 
 LLAMA, QWEN2, QWEN3 = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 
@@ -148,6 +149,14 @@ def _layer_vectors(config: DenseConfig, layer: int) -> list[Vector]:
     ]
 
 
+def shared(config: DenseConfig) -> dict[str, Shared]:
+    return {
+        "num_heads": Shared("num_attention_heads", config.num_heads),
+        "num_kv_heads": Shared("num_key_value_heads", config.num_kv_heads, repeats=True),
+        "intermediate_size": Shared("intermediate_size", config.intermediate_size),
+    }
+
+
 def _gguf_config(keys: GGUFKeys) -> dict[str, Any]:
     """Returns the family's keys of a config.json. Experts, partly rotated heads and windows are refused, not ignored."""
     if keys.integer("expert_count", 0, low=0):
@@ -181,4 +190,5 @@ FAMILY = Family(
     read=read,
     describe=describe,
     gguf=GGUFForm({"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}, _gguf_config, _interleaved),
+    shared=shared,
 )

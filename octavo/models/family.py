@@ -3,6 +3,7 @@
     rules       where each weight of a checkpoint goes:  model.layers.*.self_attn.k_proj  ->  layers.*.attention.qkv, part k
     read        its fields out of a config.json, as a `ModelConfig` of its own
     describe    what such a model is made of: matrices, layers, caches, activations (`policy/description.py`)
+    shared      the numbers of its config that the ranks of tensor parallel share (`policy/split.py`)
     model       the torch module that computes it, imported when a model is built
     gguf        how GGUF files spell it, for families that such files exist of
 
@@ -16,6 +17,7 @@ from typing import Any, Literal
 from octavo.model_config import ConfigReader
 from octavo.models.gguf_keys import GGUFKeys
 from octavo.policy.description import Matrix, ModelDescription, Vector
+from octavo.policy.split import Shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class Family:
     read: Callable[[ConfigReader, str], Any]  # (reader, architecture) -> its own ModelConfig
     describe: Callable[[Any], ModelDescription]
     gguf: GGUFForm | None = None
+    shared: Callable[[Any], dict[str, Shared]] | None = None  # by field of its config; None: its models cannot be split
 
 
 FAMILIES: dict[str, Family] = {}  # by architecture

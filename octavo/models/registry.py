@@ -1,16 +1,18 @@
 """All families, and what they say about a model. Importing this does not import torch, since memory plans use it."""
 
 import reprlib
+from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from octavo.errors import LoadError
+from octavo.errors import ConfigError, LoadError
 from octavo.model_config import ConfigReader, ModelConfig
 from octavo.models import dense_family
 from octavo.models.family import FAMILIES, Family, register
 from octavo.policy.cache_spec import LayerCacheSpec
 from octavo.policy.description import ModelDescription
+from octavo.policy.split import Part, check_split, parts_of_rank
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +48,24 @@ def read_config(raw: dict[str, Any], source: str) -> ModelConfig:
 @lru_cache(maxsize=8)
 def describe(config: ModelConfig) -> ModelDescription:
     return family_of(config).describe(config)
+
+
+def rank_config(config: ModelConfig, size: int) -> ModelConfig:
+    """Returns the config of one of `size` ranks, which is that of every other too. Refuses a model that they cannot share."""
+    family = family_of(config)
+    if size == 1:
+        return config
+    if family.shared is None:
+        raise ConfigError(f"models of the family {family.name} cannot be split: set tensor_parallel_size to 1, not {size}")
+    shared = family.shared(config)
+    check_split(shared.values(), config.vocab_size, size)
+    own: dict[str, Any] = {field: one.of_rank(size) for field, one in shared.items()}
+    return replace(config, **own)
+
+
+def rank_parts(config: ModelConfig, size: int, rank: int) -> dict[str, Part]:
+    """Returns what a rank has of the weights in the checkpoint of the whole model, whose config this is."""
+    return parts_of_rank(describe(config), describe(rank_config(config, size)), size, rank)
 
 
 def cache_specs(config: ModelConfig, dtype: str) -> list[LayerCacheSpec]:

@@ -15,9 +15,9 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from octavo.errors import LoadError
+from octavo.errors import ConfigError, LoadError
 from octavo.quant.packed import PackedWeight, pack
-from octavo.quant.quant_config import QuantConfig, whole_group
+from octavo.quant.quant_config import GROUPS, QuantConfig, whole_group
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -43,6 +43,39 @@ class Layout:
     k: int
     group_size: int  # as published: columns that share a scale
     group: int  # in the packed form: a published group is made of whole ones
+
+    def cut(self, name: str, rows: range | None, columns: range | None) -> "Cut":
+        """Returns these rows and columns of the module `name`; None: all. Refuses columns that are no whole groups."""
+        rows, columns = rows or range(self.n), columns or range(self.k)
+        fitting = (size for size in GROUPS if not (self.group_size % size or columns.start % size or len(columns) % size))
+        group = self.group if len(columns) == self.k else next(fitting, None)
+        if group is None:
+            ranks = self.k // len(columns)
+            raise ConfigError(
+                f"{name}: {self.k} columns in groups of {self.group_size} cannot be split over tensor_parallel_size {ranks}: "
+                f"{len(columns)} columns are not made of groups of {' or '.join(map(str, GROUPS))}"
+            )
+        return Cut(rows, columns, torch.arange(columns.start, columns.stop, group) // self.group_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """Rows and columns of a module. Tensors are views of a file, of which no more than these are copied."""
+
+    rows: range
+    columns: range
+    groups: Tensor  # of each group in the packed form: the number of the published one
+
+    def table(self, published: Tensor) -> Tensor:
+        """Returns scales or zeros [rows, groups in the packed form] out of published ones [groups, n]."""
+        return published[:, self.rows.start : self.rows.stop].index_select(0, self.groups).t().contiguous()
+
+    def words(self, per_word: int) -> slice:
+        """Returns the words that hold the rows, where a word holds several. There may be others in the first and the last."""
+        return slice(self.rows.start // per_word, -(-self.rows.stop // per_word))
+
+    def columns_in(self, per_word: int) -> slice:
+        return slice(self.columns.start // per_word, self.columns.stop // per_word)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +104,17 @@ class ZeroPointWeight:
         steps = self.codes.float().view(n, groups, k // groups).sub_(self.zero.unsqueeze(-1))
         weights = steps.mul_(self.scale.unsqueeze(-1)).view(n, k)
         return weights if self.order is None else torch.empty_like(weights).index_copy_(1, self.order.long(), weights)
+
+    def of_columns(self, columns: range) -> "ZeroPointWeight | None":
+        """Returns the codes of these input columns out of a weight that has an order, or None if they are no whole groups."""
+        assert self.order is not None
+        groups = self.scale.shape[1]
+        inside = ((self.order >= columns.start) & (self.order < columns.stop)).view(groups, -1)
+        taken = inside.all(dim=1)
+        if not torch.equal(taken, inside.any(dim=1)):
+            return None
+        codes, order, scale, zero = self.codes[:, inside.flatten()], self.order[inside.flatten()], self.scale[:, taken], self.zero[:, taken]
+        return ZeroPointWeight(self.name, self.bits, codes, scale, zero, order - columns.start)
 
 
 def take(tensors: Mapping[str, Known], name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], why: str) -> Known:
@@ -120,13 +164,16 @@ def check_awq(tensors: Mapping[str, Described], name: str, config: QuantConfig) 
     return Layout(n, k, group_size, group)
 
 
-def unpack_awq(tensors: Mapping[str, Tensor], name: str, config: QuantConfig) -> ZeroPointWeight:
-    """Returns the weights of the module `name`."""
-    layout = check_awq(tensors, name, config)
-    finer = layout.group_size // layout.group
-    scale = tensors[f"{name}.scales"].float().t().repeat_interleave(finer, dim=1)  # [n, k / group]
-    zero = _in_order(tensors[f"{name}.qzeros"]).t().repeat_interleave(finer, dim=1)
-    return ZeroPointWeight(name, 4, _in_order(tensors[f"{name}.qweight"]).t().contiguous(), scale, zero)
+def unpack_awq(
+    tensors: Mapping[str, Tensor], name: str, config: QuantConfig, rows: range | None = None, columns: range | None = None
+) -> ZeroPointWeight:
+    """Returns the weights of the module `name`, or these rows and columns of them."""
+    cut = check_awq(tensors, name, config).cut(name, rows, columns)
+    words = cut.words(8)
+    codes = _in_order(tensors[f"{name}.qweight"][cut.columns_in(1), words]).t()  # [rows of whole words, columns]
+    first = cut.rows.start - 8 * words.start
+    scale, zero = cut.table(tensors[f"{name}.scales"]).float(), cut.table(_in_order(tensors[f"{name}.qzeros"]))
+    return ZeroPointWeight(name, 4, codes[first : first + len(cut.rows)].contiguous(), scale, zero)
 
 
 def _in_order(words: Tensor) -> Tensor:
@@ -165,19 +212,24 @@ def check_gptq(tensors: Mapping[str, Described], name: str, config: QuantConfig)
     return Layout(n, k, group_size, group)
 
 
-def unpack_gptq(tensors: Mapping[str, Tensor], name: str, config: QuantConfig) -> ZeroPointWeight:
-    """Returns the weights of the module `name`."""
+def unpack_gptq(
+    tensors: Mapping[str, Tensor], name: str, config: QuantConfig, rows: range | None = None, columns: range | None = None
+) -> ZeroPointWeight:
+    """Returns the weights of the module `name`, or these rows and columns of them. With act-order it returns all columns."""
     layout = check_gptq(tensors, name, config)
-    n, k, finer, groups = layout.n, layout.k, layout.group_size // layout.group, layout.k // layout.group
     order = _order(tensors.get(f"{name}.g_idx"), f"{name}.g_idx", layout)
-    codes = codes_of(tensors[f"{name}.qweight"].t(), config.bits).view(n, k)
-    scale = tensors[f"{name}.scales"].float().t().repeat_interleave(finer, dim=1)[:, :groups]
-    zero = _zeros(tensors[f"{name}.qzeros"], config).t().repeat_interleave(finer, dim=1)[:, :groups]
+    cut = layout.cut(name, rows, columns if order is None else None)
+    words = tensors[f"{name}.qweight"][cut.columns_in(32 // config.bits), cut.rows.start : cut.rows.stop]
+    codes = codes_of(words.t(), config.bits).flatten(1)
+    scale, zero = cut.table(tensors[f"{name}.scales"]).float(), cut.table(_zeros(tensors[f"{name}.qzeros"], config))
     return ZeroPointWeight(name, config.bits, codes if order is None else codes.index_select(1, order), scale, zero, order)
 
 
 def _zeros(words: Tensor, config: QuantConfig) -> Tensor:
-    """Returns the zeros [groups, n]. The first format subtracted one from whole words, with carries, so one is added to whole words."""
+    """Returns the zeros [groups, n]. The first format subtracted one from whole words, with carries, so one is added to whole words.
+
+    `words`: of the whole module, also for a part of it, so that all ranks agree on the format.
+    """
     stored = codes_of(words, config.bits).flatten(1)
     # Some writers store symmetric zeros as they are, and still call it the first format.
     as_they_are = config.sym and bool((stored == 1 << (config.bits - 1)).all())

@@ -1,0 +1,65 @@
+"""The weights of one rank of several, out of the files of the whole model.
+
+`ShardedCheckpoint` gives the rank's part of each weight under the weight's own name, so that loaders fill a model that was built
+with the rank's config as they fill a whole one. What other ranks have is not read; but see `PackedModule` for act-order.
+"""
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from octavo.errors import LoadError
+from octavo.loading.checkpoint import WHOLE, Checkpoint, FileCheckpoint
+from octavo.model_config import ModelConfig
+from octavo.models.registry import rank_parts
+from octavo.policy.split import Part
+from octavo.quant.packed import PackedWeight
+
+
+def of_rank(stored: FileCheckpoint, config: ModelConfig, size: int, rank: int) -> Checkpoint:
+    """Returns what one of `size` ranks has of a checkpoint. `config`: of the whole model"""
+    return stored if size == 1 else ShardedCheckpoint(stored, rank_parts(config, size, rank))
+
+
+class ShardedCheckpoint:
+    def __init__(self, stored: FileCheckpoint, parts: Mapping[str, Part]) -> None:
+        """`parts`: by name; of a weight that is not there, the rank has all. Refuses parts that cannot be read by themselves."""
+        self.source = stored.source
+        self._stored = stored
+        self._parts = parts
+        for name in stored.names():
+            self._check_size(name)
+            stored.check_part(name, self._part(name))
+
+    def _part(self, name: str) -> Part:
+        return self._parts.get(name, WHOLE)
+
+    def _check_size(self, name: str) -> None:
+        """Refuses a weight that is not as large as all its parts together: a loader sees one part, which may fit all the same."""
+        shape, part = self._stored.shape(name), self._part(name)
+        axis = 0 if part.columns is None else 1
+        if part.whole and shape[axis : axis + 1] != (part.whole,):
+            wanted = f"{part.whole} {'columns' if axis else 'rows'}"
+            raise LoadError(f"{self.source}: weights do not match the model: {name[:200]} has shape {list(shape)}, this model wants {wanted}")
+
+    def names(self) -> list[str]:
+        return self._stored.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        shape, part = self._stored.shape(name), self._part(name)
+        if part.columns is not None:
+            return shape[0], len(part.columns)
+        return shape if part.rows is None else (len(part.rows), *shape[1:])
+
+    def read(self, name: str) -> Tensor:
+        part = self._part(name)
+        return torch.zeros(self.shape(name)) if part.zeros else self._stored.read_part(name, part)
+
+    def packed(self, name: str) -> PackedWeight | None:
+        return self._stored.packed_part(name, self._part(name))
+
+    def fingerprint(self) -> bytes:
+        """Returns another digest for each rank and number of ranks: their caches differ."""
+        return hashlib.blake2b(self._stored.fingerprint() + repr(sorted(self._parts.items(), key=str)).encode(), digest_size=32).digest()

@@ -1,0 +1,100 @@
+"""Tensor parallel: what each of several ranks has of a model. No torch, no files: names, numbers and ranges.
+
+A family names the numbers of its config that ranks share (`Shared`). From them follow the config of a rank, and the parts of a
+checkpoint that it reads:
+
+    split by rows      q k v, gate up    a rank has its rows, and their biases
+    split by columns   output, down      a rank has its columns; results are summed, so that one rank alone has the bias
+    vocabulary         embedding, head   equal runs of rows; the last may be shorter
+    vectors            norms             every rank has all of them
+
+Where there are more ranks than heads of k and v, neighbours have the same ones:
+
+    rank      0    1    2    3
+    q head   0 1  2 3  4 5  6 7
+    kv head   0    0    1    1
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from octavo.errors import ConfigError
+from octavo.policy.description import Matrix, ModelDescription
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A number of a config that ranks share equally."""
+
+    name: str  # in a config.json
+    number: int
+    repeats: bool = False  # several ranks may have the same one, if there are more ranks
+
+    def fits(self, size: int) -> bool:
+        return self.number % size == 0 or (self.repeats and size % self.number == 0)
+
+    def of_rank(self, size: int) -> int:
+        return max(1, self.number // size)
+
+
+def check_split(shared: Collection[Shared], vocab_size: int, size: int) -> None:
+    """Refuses a number of ranks that cannot share a model equally."""
+    wrong = next((f"{one.name} {one.number}" for one in shared if not one.fits(size)), None)
+    if wrong is None and not _fills(vocab_size, size):
+        wrong = f"vocab_size {vocab_size}"
+    if wrong is not None:
+        most = min(one.number for one in shared if not one.repeats)
+        can = [ranks for ranks in range(1, most + 1) if all(one.fits(ranks) for one in shared) and _fills(vocab_size, ranks)]
+        raise ConfigError(f"{wrong} cannot be split over tensor_parallel_size {size}: sizes that can: {', '.join(map(str, can))}")
+
+
+def _fills(vocab_size: int, size: int) -> bool:
+    """Whether each rank has some rows of the vocabulary."""
+    return len(vocabulary_rows(vocab_size, size, size - 1)) > 0
+
+
+def vocabulary_rows(vocab_size: int, size: int, rank: int) -> range:
+    """Returns the tokens whose rows of the embedding and of the head a rank has."""
+    width = -(-vocab_size // size)
+    return range(min(rank * width, vocab_size), min((rank + 1) * width, vocab_size))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank has of a weight. None: all of its rows, or columns."""
+
+    rows: range | None = None
+    columns: range | None = None
+    whole: int = 0  # how many of them the weight has
+    zeros: bool = False  # another rank has the numbers, and this one zeros in their place
+
+
+def parts_of_rank(whole: ModelDescription, own: ModelDescription, size: int, rank: int) -> dict[str, Part]:
+    """Returns what a rank has of each weight, by its name in the checkpoint; of any other, all. `own`: of the rank's config"""
+    pairs = list(zip(whole.matrices, own.matrices, strict=True))
+    if whole.lookup is not None and own.lookup is not None:
+        pairs.append((whole.lookup, own.lookup))
+    return {name: part for matrix, mine in pairs for name, part in _matrix_parts(matrix, mine, size, rank).items()}
+
+
+def _matrix_parts(matrix: Matrix, own: Matrix, size: int, rank: int) -> dict[str, Part]:
+    """A bias is listed whether the model has one or not: some checkpoints have biases of zeros."""
+    found: dict[str, Part] = {}
+    for name, count in matrix.parts.items():
+        bias = f"{name.removesuffix('.weight')}.bias"
+        if matrix.vocabulary:
+            found[name] = Part(rows=vocabulary_rows(count, size, rank), whole=count)
+        elif matrix.split == "rows":
+            found[name] = found[bias] = Part(rows=_share(count, own.parts[name], size, rank), whole=count)
+        elif matrix.split == "columns":
+            found[name] = Part(columns=_share(matrix.columns, own.columns, size, rank), whole=matrix.columns)
+            found[bias] = Part(zeros=rank > 0)
+    return found
+
+
+def _share(whole: int, own: int, size: int, rank: int) -> range:
+    """Returns the run of `own` that a rank has of `whole`. Neighbours have the same one if all runs together are longer."""
+    copies, rest = divmod(own * size, whole)
+    assert copies and not rest and size % copies == 0, f"{size} runs of {own} do not cover {whole}"
+    start = rank // copies * own
+    return range(start, start + own)
