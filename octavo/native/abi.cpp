@@ -4,8 +4,9 @@
 extern "C" void octavo_struct_sizes(int64_t *sizes) {
     sizes[0] = sizeof(Matrix);
     sizes[1] = sizeof(Layer);
-    sizes[2] = sizeof(Model);
-    sizes[3] = sizeof(Step);
-    sizes[4] = sizeof(Draws);
-    sizes[5] = sizeof(Ranking);
+    sizes[2] = sizeof(Group);
+    sizes[3] = sizeof(Model);
+    sizes[4] = sizeof(Step);
+    sizes[5] = sizeof(Draws);
+    sizes[6] = sizeof(Ranking);
 }

@@ -107,7 +107,7 @@ int octavo_level(void) {
 void octavo_set_threads(int threads) { pool().resize(std::max(1, threads)); }
 int octavo_threads(void) { return pool().threads(); }
 
-void octavo_step(const Model *model, const Step *step) { run_step(*model, *step); }
+int octavo_step(const Model *model, const Step *step) { return run_step(*model, *step); }
 void octavo_matmul(const Matrix *matrix, const float *x, float *y, int64_t rows, int64_t tokens) {
     multiply_all(*matrix, x, y, rows, tokens, false);
 }

@@ -12,7 +12,7 @@ void *scratch(int thread);
 void make_scratch(int threads);
 void unpack_row(const Matrix &matrix, int64_t row, float *to);
 
-void run_step(const Model &model, const Step &step);
+int run_step(const Model &model, const Step &step);
 void multiply_all(const Matrix &matrix, const float *x, float *y, int64_t rows, int64_t tokens, bool gated);
 void attend_all(const Model &model, int layer, const Step &step, const float *qkv, float *out);
 

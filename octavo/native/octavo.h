@@ -4,8 +4,9 @@
 //     Layer, Model  what a decoder is: descriptors made once, when the weights are loaded
 //     Step          what one step computes: the batch's arrays and where results go
 //     Draws         rows of logits to draw ids from; Ranking: rows whose best are wanted
+//     Group         the ranks that share a model, processes of one host, and the memory through which they meet
 //
-// Every function returns nothing and cannot fail: what could is checked in Python, before the call.
+// What could fail is checked in Python, before the call. Only where ranks meet may a call fail, see Group.
 //
 // Panels. y[m][n] = sum_k x[m][k] * w[n][k]. 16 rows n lie side by side, so that a vector register holds one k, a pair or
 // a quad of k for all 16, and K is padded with zeros to a multiple of 64, and of the group:
@@ -53,6 +54,18 @@ typedef struct {
     int32_t window;                          // 0: sees everything
 } Layer;
 
+// Functions that meet other ranks return 0, or the same code on all of them: 1 + rank if that rank did not come within the time
+// limit, -(1 + rank) if that rank gave up. The group is of no more use then. One thread of a rank calls at a time, and all ranks
+// make the same calls in the same order.
+typedef struct {
+    void *memory;            // octavo_group_bytes() of it, zeros in the beginning, shared by all ranks
+    int64_t slot_bytes;      // a multiple of 64: more than that is exchanged in parts
+    int32_t rank, size;
+    int32_t timeout_ms;      // that a rank waits for another
+} Group;
+
+// A rank of a group has some of the heads, of the columns of gate and up, and of the ids; then its `output` and `down` give parts
+// of a sum, and only rank 0 has their bias.
 typedef struct {
     int32_t num_layers, hidden, heads, kv_heads, head_dim, intermediate;
     int32_t vocab, block_size;
@@ -60,10 +73,13 @@ typedef struct {
     int32_t embed_kind;      // OCTAVO_F32, OCTAVO_BF16 or OCTAVO_F16: rows of `embed`; OCTAVO_Q8: rows are read out of `head`'s panels
     float eps, attention_scale;
     const Layer *layers;
-    const void *embed;       // [vocab][hidden]
+    const void *embed;       // [vocab_rows][hidden]
     const float *norm;       // [hidden]
     const float *cos, *sin;  // [max_len][head_dim / 2]
-    Matrix head;
+    Matrix head;             // n: vocab_rows
+    int32_t vocab_start;     // the first id whose row this rank has in `embed` and `head`
+    int32_t vocab_rows;      // how many it has; 0: all, as has every other rank
+    const Group *group;      // null: there is one rank
 } Model;
 
 typedef struct {
@@ -75,8 +91,8 @@ typedef struct {
     const int32_t *shared;                             // [rows] or null: first tokens that lie in the same blocks as those of the row before
     const int64_t *sample_index;                       // [samples], into tokens
     float *hidden;                                     // [tokens][hidden] after the final norm
-    float *logits;                                     // [samples][vocab]
-    int64_t *best;                                     // [samples]: argmax, the lower id of equals
+    float *logits;                                     // [samples][vocab_rows]
+    int64_t *best;                                     // [samples]: the id of the largest of these logits, the lower of equals
 } Step;
 
 // Twins of those in octavo/kernels/reference/sampling.py, where the rules stand.
@@ -111,7 +127,13 @@ int octavo_level(void);
 void octavo_set_threads(int threads);        // starts and stops workers; the caller is one of them
 int octavo_threads(void);
 
-void octavo_step(const Model *model, const Step *step);
+int octavo_step(const Model *model, const Step *step);  // not 0: the ranks did not meet, and there are no results
+
+// What ranks do together.
+int64_t octavo_group_bytes(int size, int64_t slot_bytes);                                               // of memory for so many ranks
+int octavo_reduce(const Group *group, float *data, int64_t count);                                      // their sum: rank 0 + rank 1 + ...
+int octavo_gather(const Group *group, const void *mine, void *all, int64_t bytes);                      // all: [size][bytes]
+void octavo_abort(const Group *group);                                                                  // this rank gives up: nobody waits on
 
 // The parts of a step, for the layer-by-layer path and for tests against the torch twins.
 // tokens: of the step that the rows belong to. Where they are more than a few, no row is multiplied as codes of 8 bits.
@@ -131,7 +153,7 @@ void octavo_pack_float(Matrix *matrix, const float *weights);                   
 // Q8 and Q4: [...][k], [...][k / group]; rows: [n], which of them each row of the matrix is, -1 for zeros; null: as they stand
 void octavo_pack_codes(Matrix *matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset, const int64_t *rows);
 
-void octavo_struct_sizes(int64_t *sizes);    // [6]: bytes of Matrix, Layer, Model, Step, Draws and Ranking
+void octavo_struct_sizes(int64_t *sizes);    // [7]: bytes of Matrix, Layer, Group, Model, Step, Draws and Ranking
 
 #pragma GCC visibility pop
 

@@ -1,20 +1,10 @@
 #include "pool.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "relax.h"
 
 namespace octavo {
 
 static const int SPINS = 400;  // about 20 microseconds
-
-static inline void relax() {
-#if defined(__x86_64__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
 
 static void wait_while(std::atomic<uint32_t> &value, uint32_t old) {
     for (int spin = 0; spin < SPINS; spin++) {

@@ -4,6 +4,9 @@
 //
 // Work is dealt out in pieces that threads take as they get done: tokens, panels of weights, tasks of attention. A core that
 // is slower than the others, or busy with something else, takes fewer. Who computes a piece makes no difference to it.
+//
+// Where the model is shared by ranks, each does so with its own part of the weights. They meet after `output` and after `down`, to sum
+// what each has of them, and after the embedding if each has rows of its own.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -264,10 +267,15 @@ void attend_all(const Model &model, int layer, const Step &step, const float *qk
 
 // --- the step ----------------------------------------------------------------------------------------------------------
 
+static int64_t vocab_rows(const Model &model) { return model.vocab_rows ? model.vocab_rows : model.vocab; }
+
+// A row that another rank has is zeros here.
 static void embed(const Model &model, const Step &step, float *stream, int64_t token) {
-    int64_t id = step.token_ids[token], size = model.hidden;
+    int64_t id = step.token_ids[token] - model.vocab_start, size = model.hidden;
     float *to = stream + token * size;
-    if (model.embed_kind == OCTAVO_F32) {
+    if (id < 0 || id >= vocab_rows(model)) {
+        std::fill(to, to + size, 0.0f);
+    } else if (model.embed_kind == OCTAVO_F32) {
         memcpy(to, static_cast<const float *>(model.embed) + id * size, size * sizeof(float));
     } else if (model.embed_kind == OCTAVO_BF16 || model.embed_kind == OCTAVO_F16) {
         const uint16_t *from = static_cast<const uint16_t *>(model.embed) + id * size;
@@ -277,8 +285,23 @@ static void embed(const Model &model, const Step &step, float *stream, int64_t t
     }
 }
 
-void run_step(const Model &model, const Step &step) {
-    const int64_t tokens = step.num_tokens, size = model.hidden, heads = (model.heads + 2 * model.kv_heads) * model.head_dim;
+// The other ranks, as a step meets them.
+struct Peers {
+    const Group *group;
+    int code = 0;
+
+    // Sums an array over all ranks, in place. False, on every thread: they did not meet, and the step ends here.
+    bool sum(float *values, int64_t count, Worker &me) {
+        if (!group) return true;
+        if (me.thread == 0) code = octavo_reduce(group, values, count);
+        pool().barrier();
+        return code == 0;
+    }
+};
+
+int run_step(const Model &model, const Step &step) {
+    const int64_t tokens = step.num_tokens, size = model.hidden, vocab = vocab_rows(model);
+    const int64_t heads = (model.heads + 2 * model.kv_heads) * model.head_dim;
     float *stream = stream_.get<float>(tokens * size), *added = added_.get<float>(tokens * size), *qkv = qkv_.get<float>(tokens * heads);
     float *attended = attended_.get<float>(tokens * model.heads * model.head_dim), *gated = gated_.get<float>(tokens * model.intermediate);
     Tasks tasks = make_tasks(model, step);
@@ -291,6 +314,7 @@ void run_step(const Model &model, const Step &step) {
     }
     if (step.num_samples) normed_.get(model.head, step.num_samples, tokens);
 
+    Peers peers{model.group};
     work([&](Worker &me) {
         auto each_token = [&](auto run) {
             me.deal(tokens, TOKENS, [&](int64_t token, int64_t end) {
@@ -298,6 +322,7 @@ void run_step(const Model &model, const Step &step) {
             });
         };
         each_token([&](int64_t token) { embed(model, step, stream, token); });
+        if (vocab < model.vocab && !peers.sum(stream, tokens * size, me)) return;
         const float *news = nullptr;  // what the last sub-layer adds to the stream
         auto norm = [&](int64_t token, const float *weight, float *y) {
             kernels().add_rms_norm(stream + token * size, news ? news + token * size : nullptr, weight, model.eps, y, size);
@@ -321,12 +346,14 @@ void run_step(const Model &model, const Step &step) {
             attend(model, layer, step, tasks, qkv, made, partials, me);
             prepare(layer.output, made, rows, me);
             multiply(layer.output, rows, added, size, me);
+            if (!peers.sum(added, tokens * size, me)) return;
             Rows normed = norm_rows(layer.mlp_norm, layer.gate_up);
             rows = made_.get(layer.down, tokens, tokens);
             made = target_of(layer.down, rows, gated);
             gate_up(layer.gate_up, normed, made, me);
             prepare(layer.down, made, rows, me);
             multiply(layer.down, rows, added, size, me);
+            if (!peers.sum(added, tokens * size, me)) return;
         }
         each_token([&](int64_t token) { norm(token, model.norm, step.hidden + token * size); });
         if (step.num_samples == 0) return;
@@ -334,11 +361,12 @@ void run_step(const Model &model, const Step &step) {
         me.deal(step.num_samples, 1, [&](int64_t i, int64_t end) {
             for (; i < end; i++) kernels().prepare(model.head, step.hidden + step.sample_index[i] * size, rows, i);
         });
-        multiply(model.head, rows, step.logits, model.vocab, me);
+        multiply(model.head, rows, step.logits, vocab, me);
         me.deal(step.num_samples, 1, [&](int64_t i, int64_t end) {
-            for (; i < end; i++) step.best[i] = kernels().argmax(step.logits + i * model.vocab, model.vocab);
+            for (; i < end; i++) step.best[i] = model.vocab_start + kernels().argmax(step.logits + i * vocab, vocab);
         });
     });
+    return peers.code;
 }
 
 }  // namespace octavo

@@ -18,6 +18,7 @@ from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.kernels.ops import finish, prepare
 from octavo.kernels.step_tensors import StepMemory, StepTensors
 from octavo.layers.attention import build_rope
+from octavo.layers.shared_comm import SharedMemoryComm
 from octavo.loading.loader import NativeWeights
 from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.description import ModelDescription
@@ -31,10 +32,15 @@ KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int
 class NativeProgram:
     def __init__(
         self, model: ModelDescription, weights: NativeWeights, library: NativeLibrary, caches: Caches, table: RequestTable,
-        block_size: int, max_len: int, max_tokens: int,
+        block_size: int, max_len: int, max_tokens: int, comm: SharedMemoryComm | None = None, vocab_start: int = 0,
     ) -> None:  # fmt: skip
-        """`model`: one that `native_refusal` does not refuse, so that its layers are alike but for their windows."""
+        """`model`: one that `native_refusal` does not refuse, so that its layers are alike but for their windows.
+
+        `comm`: to the other ranks, if the weights are the part of one; `vocab_start`: the first id whose rows that part has.
+        """
         self.vocab_size = model.vocab_size
+        self._comm = comm
+        self._vocab_start = vocab_start
         self.library = library
         self.table = table
         self.memory = StepMemory(table.layout, len(table.words), max(max_tokens, len(table.words)), table.words.device)
@@ -76,14 +82,19 @@ class NativeProgram:
         return step
 
     def compute(self, step: StepTensors) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns hidden states of all tokens, and of the last of each entry the logits and their argmax."""
+        """Returns hidden states of all tokens, and of the last of each entry the logits and the id of the largest.
+
+        A rank has logits of those ids alone whose rows it has.
+        """
         entries = len(step.row)
         hidden = torch.empty(len(step.token_ids), self.model.hidden)
-        logits, best = torch.empty(entries, self.vocab_size), torch.empty(entries, dtype=torch.int64)
+        logits, best = torch.empty(entries, self.model.vocab_rows), torch.empty(entries, dtype=torch.int64)
         shared, described = self.shared_tokens(step), self._described(step)
         described.shared = address(shared)
         described.hidden, described.logits, described.best = at(hidden), at(logits), at(best)
-        self.library.call.octavo_step(ctypes.byref(self.model), ctypes.byref(described))
+        code = self.library.call.octavo_step(ctypes.byref(self.model), ctypes.byref(described))
+        if self._comm is not None:
+            self._comm.check(code)
         return hidden, logits, best
 
     def _described(self, step: StepTensors) -> Step:
@@ -107,7 +118,7 @@ class NativeProgram:
 
     def logits_in(self, tokens: int, hidden: Tensor) -> Tensor:
         """As a step of so many tokens makes them."""
-        hidden, logits = hidden.contiguous(), torch.empty(len(hidden), self.vocab_size)
+        hidden, logits = hidden.contiguous(), torch.empty(len(hidden), self.model.vocab_rows)
         self.library.call.octavo_matmul(ctypes.byref(self.model.head), at(hidden), at(logits), len(hidden), tokens)
         return logits
 
@@ -147,6 +158,8 @@ class NativeProgram:
             embed_kind=Q8 if self.embed is None else KINDS[self.embed.dtype], embed=None if self.embed is None else at(self.embed),
             eps=model.norm.eps, attention_scale=spec.scale, layers=self.layers,
             norm=self._vector(weights, f"{last_norm}.weight"), cos=at(rope.cos), sin=at(rope.sin), head=self._matrix(self.head),
+            vocab_start=self._vocab_start, vocab_rows=self.head.struct.n,
+            group=None if self._comm is None else ctypes.pointer(self._comm.group),
         )  # fmt: skip
 
     def _vector(self, weights: NativeWeights, name: str) -> int | None:

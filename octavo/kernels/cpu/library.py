@@ -35,12 +35,17 @@ class Layer(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Group(ctypes.Structure):
+    _fields_ = [("memory", c_void_p), ("slot_bytes", c_int64), ("rank", c_int32), ("size", c_int32), ("timeout_ms", c_int32)]
+
+
 class Model(ctypes.Structure):
     _fields_ = [
         ("num_layers", c_int32), ("hidden", c_int32), ("heads", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32),
         ("intermediate", c_int32), ("vocab", c_int32), ("block_size", c_int32), ("cache_kind", c_int32), ("embed_kind", c_int32),
         ("eps", c_float), ("attention_scale", c_float), ("layers", POINTER(Layer)), ("embed", c_void_p), ("norm", c_void_p),
-        ("cos", c_void_p), ("sin", c_void_p), ("head", Matrix),
+        ("cos", c_void_p), ("sin", c_void_p), ("head", Matrix), ("vocab_start", c_int32), ("vocab_rows", c_int32),
+        ("group", POINTER(Group)),
     ]  # fmt: skip
 
 
@@ -67,8 +72,8 @@ class Ranking(ctypes.Structure):
     ]  # fmt: skip
 
 
-STRUCTS = (Matrix, Layer, Model, Step, Draws, Ranking)
-_MATRIX, _MODEL, _STEP = POINTER(Matrix), POINTER(Model), POINTER(Step)
+STRUCTS = (Matrix, Layer, Group, Model, Step, Draws, Ranking)
+_MATRIX, _MODEL, _STEP, _GROUP = POINTER(Matrix), POINTER(Model), POINTER(Step), POINTER(Group)
 
 # By name: what it returns, what it takes.
 FUNCTIONS = {
@@ -78,7 +83,11 @@ FUNCTIONS = {
     "octavo_level": (c_int, []),
     "octavo_set_threads": (None, [c_int]),
     "octavo_threads": (c_int, []),
-    "octavo_step": (None, [_MODEL, _STEP]),
+    "octavo_step": (c_int, [_MODEL, _STEP]),
+    "octavo_group_bytes": (c_int64, [c_int, c_int64]),
+    "octavo_reduce": (c_int, [_GROUP, c_void_p, c_int64]),
+    "octavo_gather": (c_int, [_GROUP, c_void_p, c_void_p, c_int64]),
+    "octavo_abort": (None, [_GROUP]),
     "octavo_matmul": (None, [_MATRIX, c_void_p, c_void_p, c_int64, c_int64]),
     "octavo_gate_up": (None, [_MATRIX, c_void_p, c_void_p, c_int64, c_int64]),
     "octavo_add_rms_norm": (None, [c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64]),
