@@ -168,18 +168,18 @@ def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
 
 def _add_field(group: argparse._ArgumentGroup, field: Field[Any]) -> None:
     flag, text = _flag(field.name), field_help(field)
+    names = [flag, *([SHORT[field.name]] if field.name in SHORT else [])]
     if field.type is bool:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
     elif get_origin(field.type) is Literal:
         choices = "{" + ",".join(get_args(field.type)) + "}"
-        names = [flag, *([SHORT[field.name]] if field.name in SHORT else [])]
         group.add_argument(*names, type=_choice(field), metavar=choices, default=argparse.SUPPRESS, help=text)
     elif field.type == tuple[str, ...]:
         group.add_argument(flag, action="append", metavar="TEXT", default=argparse.SUPPRESS, help=text)
     else:
         converts: dict[object, Callable[[str], object]] = {int | None: size, int: int, float: float}
         convert = size if is_size(field) else converts.get(field.type, str)
-        group.add_argument(flag, type=convert, metavar=_metavar(convert), default=argparse.SUPPRESS, help=text)
+        group.add_argument(*names, type=convert, metavar=_metavar(convert), default=argparse.SUPPRESS, help=text)
 
 
 def _choice(field: Field[Any]) -> Callable[[str], str]:

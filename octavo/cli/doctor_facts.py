@@ -101,7 +101,7 @@ def gather() -> Facts:
         tools=missing_tools(),
         cpu=machine.cpu_model(),
         cpu_flags=machine.cpu_flags(),
-        allowed_cpus=machine.allowed_cpus(),
+        allowed_cpus=len(machine.allowed_cpus()),
         quota_cpus=machine.quota_cpus(),
         omp_threads=thread_limit(),
         threads=machine.num_threads(),

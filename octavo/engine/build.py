@@ -14,6 +14,7 @@ from octavo.config import Debug, EngineConfig, ResolvedConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.grammar import Grammars
 from octavo.engine.trace import open_trace
+from octavo.errors import OctavoError
 from octavo.loading.resolve import ModelSource
 from octavo.loading.shape import ModelShape, shape_of
 from octavo.log import Stopwatch, logger
@@ -54,34 +55,38 @@ class Started:
 
 
 def build_engine(
-    config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, tokenizer: GiveTokenizer | None = None, epoch: int = 1
-) -> EngineCore:
+    config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, tokenizer: GiveTokenizer | None = None, epoch: int = 1,
+    on_lost: Callable[[OctavoError], None] = lambda error: None,
+) -> EngineCore:  # fmt: skip
     """Returns an engine that is ready. Its trace is opened before anything is loaded.
 
     `tokenizer` is called when the first request with a grammar comes; without it, such requests are refused.
-    `epoch` counts the starts of this engine.
+    `epoch` counts the starts of this engine. `on_lost` is called, in another thread, when the engine lost a rank and cannot go on.
     """
     trace = open_trace(config.trace, goes_on=epoch > 1)
-    start = _start_fake if debug.runner == "fake" else _start_model
-    core = assemble(start(config, source, model, debug), model, debug, tokenizer)
+    fake = debug.runner == "fake"
+    started = _start_fake(config, source, model, debug) if fake else _start_model(config, source, model, debug, on_lost)
+    core = assemble(started, model, debug, tokenizer)
     core.trace = trace
     return core
 
 
-def _start_model(config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug) -> Started:
+def _start_model(
+    config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, on_lost: Callable[[OctavoError], None]
+) -> Started:
     with compilers_for(config.device) as compilers:
         watch = Stopwatch()
         from octavo.worker.build import build_runner
         from octavo.worker.facts import settle
-        from octavo.worker.ranks import first_rank, with_ranks
+        from octavo.worker.ranks import First, with_ranks
 
         logger.info("Importing torch and the engine took %.2f seconds", watch.total())
         watch = Stopwatch()
-        comm = first_rank(config.tensor_parallel_size) if config.tensor_parallel_size > 1 else None
-        facts = settle(config, source, model, debug, comm)
+        first = First(config.tensor_parallel_size) if config.tensor_parallel_size > 1 else None
+        facts = settle(config, source, model, debug, None if first is None else first.comm)
         geometry = facts.plan_cache()
         build = partial(build_runner, facts, geometry, debug, compilers)
-        ranked = None if comm is None else with_ranks(facts, geometry, comm, build)
+        ranked = None if first is None else with_ranks(facts, geometry, first, build, on_lost)
         runner = build() if ranked is None else ranked.runner
         logger.info("init engine took %.2f seconds", watch.total())
     return started(facts, geometry, ranked or runner, _poison_taken(runner) if debug.check else None)

@@ -155,7 +155,7 @@ def serve(orders: Orders) -> None:
     router = Router(orders.address, orders.epoch, orders.max_queue, limit, Faults(debug), lifeline=sys.stdin.fileno())
     router.start()
     tokenizer = None if orders.config.skip_tokenizer_init else partial(load_tokenizer, source)
-    core = build_engine(orders.config, source, model, debug, tokenizer, orders.epoch)
+    core = build_engine(orders.config, source, model, debug, tokenizer, orders.epoch, on_lost=_end)
     view = EngineView(core) if orders.inspector else NoView()
     loop = Loop(core, router, orders.queue_timeout, view, orders.step_seconds)
     router.ready(EngineFacts(source.name, orders.epoch, core.scheduler.limits), loop.pulse(busy=False))
@@ -164,6 +164,12 @@ def serve(orders: Orders) -> None:
         loop.run(StallWatch("the engine's loop", debug.step_slow).start() if debug.step_slow else NoWatch())
     except Exception as error:
         raise LoopBroke from error
+
+
+def _end(error: OctavoError) -> None:
+    """Ends the process at once, also where its loop waits for requests. The supervisor starts another one."""
+    log.logger.error("the engine cannot go on: %s", error)
+    os._exit(BROKEN)
 
 
 class LoopBroke(Exception):

@@ -12,7 +12,6 @@
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.kernels.ops import add_rms_norm
@@ -69,28 +68,18 @@ class Embedding(nn.Module):
 
 
 class LMHead(nn.Module):
-    """Computes logits for the whole vocabulary. A tied head has no matrix of its own, and uses the embedding's."""
+    """Computes logits of the tokens that this rank has. A tied head has no matrix of its own, and uses the embedding's."""
 
-    def __init__(self, embedding: Embedding, vocab_size: int, tied: bool, scheme: QuantScheme, comm: Comm) -> None:
+    def __init__(self, embedding: Embedding, tied: bool, scheme: QuantScheme) -> None:
         super().__init__()
-        self.scheme, self.vocab_size = scheme, vocab_size
+        self.scheme = scheme
         self.tied = embedding if tied else None
-        self.comm = comm
         if not tied:
             scheme.params(self, embedding.hidden_size, len(embedding.tokens), False, embedding.dtype)
 
     def forward(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns logits [S, vocab] of hidden states [S, hidden], in `out` if that is given."""
-        if self.comm.size == 1:
-            return self.matrix.scheme.apply(self.matrix, hidden, out)
-        logits = self._of_ranks(hidden)
-        return logits.contiguous() if out is None else out.copy_(logits)
-
-    def _of_ranks(self, hidden: Tensor) -> Tensor:
-        """Ranks give logits of equal widths: those of the last, which may have fewer rows, are filled up and cut off again."""
-        own = self.matrix.scheme.apply(self.matrix, hidden)
-        missing = -(-self.vocab_size // self.comm.size) - own.shape[-1]
-        return self.comm.all_gather(F.pad(own, (0, missing)) if missing else own)[:, : self.vocab_size]
+        """Returns logits [S, tokens of this rank] of hidden states [S, hidden], in `out` if that is given."""
+        return self.matrix.scheme.apply(self.matrix, hidden, out)
 
     @property
     def matrix(self) -> "LMHead | Embedding":

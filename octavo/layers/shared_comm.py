@@ -4,7 +4,7 @@
     comm = SharedMemoryComm.join(fd, rank, size, seconds)        in each rank; the descriptor may be closed then
 
 The memory has no name, so it is gone with the last process that maps it, whichever way that ends. Whoever waits longer than the limit
-for another rank gets an EngineError that names it, and so do all the others: the group is of no more use then.
+for another rank gets a RankLost that names it, and so do all the others: the group is of no more use then.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ import tempfile
 import torch
 from torch import Tensor
 
-from octavo.errors import ConfigError, EngineError
+from octavo.errors import ConfigError, RankLost
 from octavo.kernels.cpu.library import Group, NativeLibrary, find_library
 
 SLOT_BYTES = 1 << 18  # 64 Ki floats: what is larger is exchanged in parts, while these stay in a core's own cache
@@ -64,6 +64,9 @@ class SharedMemoryComm:
     def recv(self, x: Tensor, rank: int) -> Tensor:
         raise RuntimeError(f"cannot receive from rank {rank}: ranks of one host do everything all together")
 
+    def wait_at_most(self, seconds: float) -> None:
+        self.seconds, self.group.timeout_ms = seconds, round(seconds * 1000)
+
     def abort(self) -> None:
         """Tells the others that this rank failed: they wait no longer."""
         self._call.octavo_abort(ctypes.byref(self.group))
@@ -71,9 +74,9 @@ class SharedMemoryComm:
     def check(self, code: int) -> None:
         """Raises what a native call meant that met the other ranks; 0 is success."""
         if code > 0:
-            raise EngineError(f"rank {code - 1} did not meet the others within {self.seconds:g} s: it has ended, or was stopped")
+            raise RankLost(f"rank {code - 1} did not answer for {self.seconds:g} s")
         if code < 0:
-            raise EngineError(f"rank {-code - 1} gave up, so rank {self.rank} cannot go on")
+            raise RankLost(f"rank {-code - 1} gave up, so rank {self.rank} cannot go on")
 
     def _of_all(self, x: Tensor) -> Tensor:
         """Returns x of every rank: [size, *x.shape]"""

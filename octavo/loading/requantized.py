@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from octavo.config import Quantization
-from octavo.loading.checkpoint import Checkpoint
+from octavo.loading.checkpoint import Checkpoint, cut
 from octavo.loading.loader import weight_targets
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
 from octavo.models.registry import describe
 from octavo.policy.description import ModelDescription
 from octavo.policy.model_size import Codes, requantised
+from octavo.policy.split import Part
 from octavo.quant.packed import PackedWeight, quantize
 
 STD = 0.02  # of random weights
@@ -61,6 +62,15 @@ class DummyCheckpoint:
         shape = self._shapes[name]
         is_norm = len(shape) == 1 and name.endswith(".weight")
         return torch.ones(shape) if is_norm else self._taken(self._pool, name, prod(shape)).view(shape)
+
+    def check_part(self, name: str, part: Part) -> None:
+        """Any part can be made."""
+
+    def read_part(self, name: str, part: Part) -> Tensor:
+        return cut(self.read(name), part)
+
+    def packed_part(self, name: str, part: Part) -> PackedWeight | None:
+        return None
 
     def draw(self, name: str, codes: Codes) -> PackedWeight:
         """Returns a matrix of random codes. The scales of its groups differ by a factor of three at most."""

@@ -32,7 +32,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(layers)
         self._numbers = {layer: number for number, layer in enumerate(self.layers)}
         self.norm = norm
-        self.head = LMHead(self.embed, config.vocab_size, config.tie_embeddings, scheme, comm)
+        self.head = LMHead(self.embed, config.tie_embeddings, scheme)
 
     @property
     def device(self) -> torch.device:

@@ -16,7 +16,7 @@ Where there are more ranks than heads of k and v, neighbours have the same ones:
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.errors import ConfigError
 from octavo.policy.description import Matrix, ModelDescription
@@ -57,6 +57,19 @@ def vocabulary_rows(vocab_size: int, size: int, rank: int) -> range:
     """Returns the tokens whose rows of the embedding and of the head a rank has."""
     width = -(-vocab_size // size)
     return range(min(rank * width, vocab_size), min((rank + 1) * width, vocab_size))
+
+
+def with_rows_of_rank(model: ModelDescription, size: int) -> ModelDescription:
+    """Returns the description with as many rows of the vocabulary as the first of `size` ranks has, which has the most."""
+    if size == 1:
+        return model
+
+    def cut(matrix: Matrix) -> Matrix:
+        rows = {name: len(vocabulary_rows(count, size, 0)) for name, count in matrix.parts.items()}
+        return replace(matrix, parts=rows) if matrix.vocabulary else matrix
+
+    lookup = None if model.lookup is None else cut(model.lookup)
+    return replace(model, matrices=tuple(map(cut, model.matrices)), lookup=lookup)
 
 
 @dataclass(frozen=True, slots=True)

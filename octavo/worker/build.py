@@ -23,6 +23,7 @@ from octavo.layers.comm import NullComm
 from octavo.loading.loader import NativeWeights, StoredParameters, load_packed, load_weights
 from octavo.loading.requantized import DummyCheckpoint, as_wanted
 from octavo.loading.resolve import open_checkpoint
+from octavo.loading.sharded import of_rank
 from octavo.log import Stopwatch, logger
 from octavo.messages import NoiseKey, RowWrite, StepPlan
 from octavo.models.decoder import Decoder
@@ -41,6 +42,7 @@ from octavo.worker.memory import out_of_memory_explained
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.native_program import NativeProgram
 from octavo.worker.program import Eager, Program
+from octavo.worker.rank_sampling import RankSampling
 from octavo.worker.request_table import RequestTable
 from octavo.worker.sampler import Sampling
 from octavo.worker.shadow import Shadow, ShadowedStore, shadowed, watched_native, watched_torch
@@ -75,6 +77,8 @@ def _build(
     layout = RowLayout(-(-geometry.max_model_len // geometry.block_size), geometry.max_model_len + 1, links)
     table = RequestTable(facts.config.max_num_seqs, layout, facts.device)
     sampling: Sampling = ops if facts.library is None else NativeSampling(facts.library)
+    if facts.comm.size > 1:
+        sampling = RankSampling(facts.comm, facts.model.vocab_size)
     processed = facts.config.logprobs_mode == "processed"
     if facts.library is not None:
         program, store = _native(facts, geometry, stored, facts.library, table, shadow)
@@ -102,7 +106,7 @@ def _native(
     with torch.inference_mode():
         weights = NativeWeights(stored, library, facts.dtype)
         limits = geometry.block_size, geometry.max_model_len, tokens
-        program = NativeProgram(facts.model, weights, library, store.caches, table, *limits)
+        program = NativeProgram(facts.model, weights, library, store.caches, table, *limits, facts.shared_comm)
     _log_loading(program, watch)
     if shadow is None:
         return program, store
@@ -159,9 +163,8 @@ def _open_stored(facts: Facts) -> StoredParameters:
         empty = build_model(facts.model_config, torch.float32, facts.backend, facts.comm, max_len=1)
         whole = empty if facts.comm.size == 1 else build_model(facts.whole, torch.float32, facts.backend, NullComm(), max_len=1)
     dummy = config.load_format == "dummy"
-    found = DummyCheckpoint(whole, config.seed, facts.device) if dummy else open_checkpoint(facts.source)
-    if facts.comm.size > 1:
-        found = part_of(found, describe(facts.whole), facts.comm.rank, facts.comm.size)
+    stored = DummyCheckpoint(whole, config.seed, facts.device) if dummy else open_checkpoint(facts.source)
+    found = of_rank(stored, facts.whole, facts.comm.size, facts.comm.rank)
     return StoredParameters(empty, as_wanted(found, config.quantization, facts.model_config, facts.device, facts.form))
 
 

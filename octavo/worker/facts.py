@@ -12,11 +12,12 @@ from octavo.errors import ConfigError
 from octavo.kernels.cpu.levels import open_native
 from octavo.kernels.cpu.library import NativeLibrary
 from octavo.layers.comm import Comm, NullComm
+from octavo.layers.shared_comm import SharedMemoryComm
 from octavo.loading.resolve import ModelSource, open_checkpoint
 from octavo.loading.shape import ModelShape, shape_of
 from octavo.log import Stopwatch, logger
 from octavo.model_config import ModelConfig
-from octavo.models.registry import describe
+from octavo.models.registry import describe, rank_config
 from octavo.policy.auto import check_cache_dtype, resolved, suited
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.description import ModelDescription
@@ -55,6 +56,11 @@ class Facts:
             return f"native {self.library.level}"
         return "Triton" if self.device.type == "cuda" else "torch"
 
+    @property
+    def shared_comm(self) -> SharedMemoryComm | None:
+        """To the other ranks, if there are any."""
+        return self.comm if isinstance(self.comm, SharedMemoryComm) else None
+
     def fingerprint(self) -> bytes:
         """Returns what identifies the weights."""
         return b"dummy%d" % self.config.seed if self.config.load_format == "dummy" else open_checkpoint(self.source).fingerprint()
@@ -86,7 +92,7 @@ def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug:
     on_device = device == "cuda" or debug.runner == "device"
     if device == "cuda" and comm.size > 1:
         raise ConfigError(f"tensor_parallel_size is {comm.size}, and a model is split on a CPU only: set it to 1, or device to cpu")
-    library = _open_native(settled) if settled.wants_native and not on_device and comm.size == 1 else None
+    library = _open_native(settled) if settled.wants_native and not on_device else None
     level = library.level if library else None
     refuse_float16(settled, device, level)
     dtype = resolve_dtype(settled.dtype, model_config.dtype, device, level)

@@ -47,20 +47,25 @@ def num_threads() -> int:
 
 def num_cpus() -> int:
     """Returns the number of CPUs in the affinity mask, at most the cgroup's quota."""
-    cpus = allowed_cpus()
+    cpus = len(allowed_cpus())
     return min(cpus, quota_cpus() or cpus)
 
 
-def share_of_cpus(rank: int, size: int) -> list[int]:
+def share_of_cpus(rank: int, size: int, cpus: list[int]) -> list[int]:
     """Returns the CPUs of one of several ranks: neighbours, and no other rank's, unless there are more ranks than CPUs."""
-    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     share = cpus[rank * len(cpus) // size : (rank + 1) * len(cpus) // size]
     return share or [cpus[rank % len(cpus)]]
 
 
-def allowed_cpus() -> int:
-    """Returns the number of CPUs in the affinity mask."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def keep_to(cpus: list[int]) -> None:
+    """Lets this thread, and those it will start, run on these CPUs only, where the system can do that."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cpus)
+
+
+def allowed_cpus() -> list[int]:
+    """Returns the CPUs in the affinity mask."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def quota_cpus() -> int | None:

@@ -24,6 +24,7 @@ from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.description import ModelDescription
 from octavo.worker.kv_store import Caches
 from octavo.worker.program import Forward, Shape
+from octavo.worker.rank_sampling import RankSampling
 from octavo.worker.request_table import RequestTable, Words
 
 KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int8: Q8}
@@ -32,15 +33,16 @@ KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int
 class NativeProgram:
     def __init__(
         self, model: ModelDescription, weights: NativeWeights, library: NativeLibrary, caches: Caches, table: RequestTable,
-        block_size: int, max_len: int, max_tokens: int, comm: SharedMemoryComm | None = None, vocab_start: int = 0,
+        block_size: int, max_len: int, max_tokens: int, comm: SharedMemoryComm | None = None,
     ) -> None:  # fmt: skip
         """`model`: one that `native_refusal` does not refuse, so that its layers are alike but for their windows.
 
-        `comm`: to the other ranks, if the weights are the part of one; `vocab_start`: the first id whose rows that part has.
+        `comm`: to the other ranks, if the weights are the part of one.
         """
         self.vocab_size = model.vocab_size
         self._comm = comm
-        self._vocab_start = vocab_start
+        self._ranks = None if comm is None else RankSampling(comm, self.vocab_size)
+        self._vocab_start = 0 if self._ranks is None else self._ranks.tokens.start
         self.library = library
         self.table = table
         self.memory = StepMemory(table.layout, len(table.words), max(max_tokens, len(table.words)), table.words.device)
@@ -70,7 +72,8 @@ class NativeProgram:
     def run(self, shape: Shape, whole: bool = False) -> Forward:
         step = self.prepared(shape)
         hidden, logits, best = self.compute(step)
-        ids = self._sampling.sample(logits, best, step.temperature, step.noise, step.draw_positions)
+        asked = step.temperature, step.noise, step.draw_positions
+        ids = self._sampling.sample(logits, best, *asked) if self._ranks is None else self._ranks.sample(logits, *asked)
         result = self._result[: shape.entries]
         finish(self.table.words, self.table.layout, step, ids, hidden, hidden, result)
         return Forward(step, hidden, logits, result)

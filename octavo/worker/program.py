@@ -21,6 +21,7 @@ from octavo.kernels.step_tensors import StepMemory, StepTensors
 from octavo.models.decoder import Decoder
 from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.worker.kv_store import Caches
+from octavo.worker.rank_sampling import RankSampling
 from octavo.worker.request_table import RequestTable
 
 
@@ -41,7 +42,7 @@ class Forward:
 
     step: StepTensors
     hidden: Tensor  # after the final norm: [T, hidden] of all tokens, if the step is whole; else of the last of each entry at least
-    logits: Tensor  # [P, vocab], of the last token of each entry
+    logits: Tensor  # [P, vocab], of the last token of each entry; a rank has those of its tokens
     result: Tensor  # [P] int32: the id, 0 where none was sampled, -1 where a hidden state is not finite
 
 
@@ -71,6 +72,8 @@ class Eager:
         """`groups`: as many as the table has block tables."""
         self.vocab_size = model.config.vocab_size
         self.model = model
+        comm = model.embed.comm
+        self._sample = sample if comm.size == 1 else RankSampling(comm, self.vocab_size).sample
         self.table = table
         self._backend = backend
         self._caches = caches
@@ -82,7 +85,7 @@ class Eager:
         self.memory = StepMemory(table.layout, most_rows, max(max_tokens, most_rows), device)
         self._result = torch.zeros(most_rows, dtype=torch.int32, device=device)
         # one place for the logits of all steps: what each graph kept for itself would be gigabytes
-        self.logits_memory = torch.empty(most_rows, self.vocab_size, dtype=model.dtype, device=device)
+        self.logits_memory = torch.empty(most_rows, len(model.embed.tokens), dtype=model.dtype, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +98,7 @@ class Eager:
         """`layers`: all, if not said."""
         states, hidden, logits = self.compute(shape, whole, layers)
         step, result = self.memory.step(shape.entries, shape.tokens), self._result[: shape.entries]
-        ids = sample(logits, step.temperature, step.noise, step.draw_positions)
+        ids = self._sample(logits, step.temperature, step.noise, step.draw_positions)
         finish(self.table.words, self.table.layout, step, ids, states, hidden, result)
         return Forward(step, states if whole else hidden, logits, result)
 

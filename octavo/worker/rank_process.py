@@ -28,6 +28,7 @@ from octavo.loading.resolve import ModelSource, load_model_config
 from octavo.messages import StepPlan
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.worker.executor import Masks
+from octavo.worker.machine import keep_to
 
 LENGTH_BYTES = 4  # before every message
 
@@ -43,6 +44,8 @@ class RankOrders(Struct, frozen=True):
     cpus: list[int]  # that it may use
     weights: bytes  # what identifies the weights that the first rank has
     memory: int  # the descriptor through which the ranks meet
+    start_seconds: float
+    step_seconds: float  # that it may wait for another rank in a step
     geometry: CacheGeometry
     log_level: str
     log_format: str
@@ -102,11 +105,13 @@ def serve(orders: RankOrders, pipe: BinaryIO, answers: int) -> None:
 
     debug, source = debug_from_environment(), ModelSource(Path(orders.path), orders.kind, orders.name)
     size = orders.config.tensor_parallel_size
-    with compilers_for(orders.config.device) as compilers, SharedMemoryComm.join(orders.memory, orders.rank, size) as comm:
+    comm = SharedMemoryComm.join(orders.memory, orders.rank, size, orders.start_seconds)
+    with compilers_for(orders.config.device) as compilers:
         facts = settle(orders.config, source, load_model_config(source), debug, comm)
         if facts.fingerprint() != orders.weights:
             raise LoadError(f"{source.path}: holds other weights than rank 0 found there")
         runner = build_runner(facts, orders.geometry, debug, compilers)
+        comm.wait_at_most(orders.step_seconds)
         os.write(answers, b"\n")
         while (message := read(pipe)) is not None:
             if isinstance(message, Forward):
@@ -124,8 +129,7 @@ def main(parent: int) -> None:
     pipe = sys.stdin.buffer
     orders = msgspec.json.decode(pipe.readline(), type=RankOrders)
     log.setup(orders.log_level, orders.log_format)
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, orders.cpus)
+    keep_to(orders.cpus)
     code = 0
     try:
         serve(orders, pipe, answers)

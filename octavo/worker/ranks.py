@@ -24,17 +24,20 @@ from octavo.messages import StepPlan
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.worker.executor import Masks, Promise
 from octavo.worker.facts import Facts
-from octavo.worker.machine import share_of_cpus
+from octavo.worker.machine import allowed_cpus, keep_to, share_of_cpus
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.rank_process import Forward, RankOrders, Reason, encode, sample
 
+OnLost = Callable[[OctavoError], None]
+START_SECONDS = 3600.0  # that the last rank may need longer than the first to load its part
+STEP_SECONDS = 60.0  # that ranks may wait for another in a step
 END_SECONDS = 5.0  # that ranks have to end by themselves
 
 
 class Peer:
     """One other rank. A thread listens to it."""
 
-    def __init__(self, orders: RankOrders, on_end: Callable[[], None]) -> None:
+    def __init__(self, orders: RankOrders, on_end: "Callable[[Peer], None]") -> None:
         self.rank = orders.rank
         self.ready = threading.Event()  # or ended
         self.ended = False
@@ -71,7 +74,7 @@ class Peer:
         self._process.wait()
         self.ended = True
         self.ready.set()
-        self._on_end()
+        self._on_end(self)
 
     def why(self) -> OctavoError:
         """Returns why it ended, as it said itself, or else by its exit code."""
@@ -99,8 +102,11 @@ class Peer:
 class Ranks:
     """All ranks but the first."""
 
-    def __init__(self, facts: Facts, geometry: CacheGeometry, comm: SharedMemoryComm) -> None:
-        self._comm = comm
+    def __init__(self, facts: Facts, geometry: CacheGeometry, first: "First", on_lost: OnLost) -> None:
+        comm = self._comm = first.comm
+        self._on_lost = on_lost
+        self._ready = False
+        self._first = first
         self._stopping = False
         level = "DEBUG" if logger.isEnabledFor(10) else "WARNING"  # what a rank tells of its start, the first has told
         self.peers = [
@@ -112,8 +118,10 @@ class Ranks:
                     name=facts.source.name,
                     rank=rank,
                     weights=facts.fingerprint(),
-                    cpus=share_of_cpus(rank, comm.size),
-                    memory=comm.descriptor,
+                    cpus=share_of_cpus(rank, comm.size, first.cpus),
+                    memory=first.descriptor,
+                    start_seconds=START_SECONDS,
+                    step_seconds=STEP_SECONDS,
                     geometry=geometry,
                     log_level=level,
                     log_format=log.form(),
@@ -123,16 +131,20 @@ class Ranks:
             for rank in range(1, comm.size)
         ]
 
-    def _on_end(self) -> None:
+    def _on_end(self, peer: Peer) -> None:
         """Nobody waits for a rank that is gone."""
         if not self._stopping:
             self._comm.abort()
+            if self._ready:
+                self._on_lost(peer.why())
 
     def wait_until_ready(self) -> None:
         for peer in self.peers:
             peer.ready.wait()
             if peer.ended:
                 raise peer.why()
+        self._comm.wait_at_most(STEP_SECONDS)
+        self._ready = True
 
     def tell(self, message: bytes) -> None:
         for peer in self.peers:
@@ -147,7 +159,7 @@ class Ranks:
         self._stopping = True
         for peer in self.peers:
             peer.stop()
-        self._comm.close()
+        self._first.leave()
 
 
 class RankedRunner:
@@ -173,16 +185,29 @@ class RankedRunner:
         self.runner.stop()
 
 
-def first_rank(size: int) -> SharedMemoryComm:
-    """Returns the first rank's end of the memory through which ranks meet. This thread keeps to its CPUs, as the others do to theirs."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, share_of_cpus(0, size))
-    return SharedMemoryComm.create(size)
+class First:
+    """The first rank's end of the memory through which ranks meet. The thread that makes it keeps to the first rank's CPUs."""
+
+    def __init__(self, size: int) -> None:
+        self.cpus = allowed_cpus()
+        self.descriptor = SharedMemoryComm.create(size)
+        self.comm = SharedMemoryComm.join(self.descriptor, 0, size, START_SECONDS)
+        keep_to(share_of_cpus(0, size, self.cpus))
+
+    def leave(self) -> None:
+        """Gives the CPUs back, and the memory, when nobody uses it any more."""
+        keep_to(self.cpus)
+        os.close(self.descriptor)
 
 
-def with_ranks(facts: Facts, geometry: CacheGeometry, comm: SharedMemoryComm, build: Callable[[], ModelRunner]) -> RankedRunner:
-    """Returns a runner of all ranks, which load their parts at the same time. They meet when they warm up."""
-    ranks = Ranks(facts, geometry, comm)
+def with_ranks(
+    facts: Facts, geometry: CacheGeometry, first: First, build: Callable[[], ModelRunner], on_lost: OnLost = lambda error: None
+) -> RankedRunner:
+    """Returns a runner of all ranks, which load their parts at the same time. They meet when they warm up.
+
+    `on_lost`: called in a thread with the reason when a rank ends that was ready, also where no step is under way
+    """
+    ranks = Ranks(facts, geometry, first, on_lost)
     try:
         runner = build()
         ranks.wait_until_ready()

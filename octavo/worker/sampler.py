@@ -152,8 +152,13 @@ class Sampler:
         lines[[one.greedy for _, _, one in wanted], TEMPERATURE] = 0  # greedy rows scale and cut nothing
         words = upload(lines, self._device)
         ranks = self._ranks
+
+        def scores(part: slice) -> Tensor:
+            own = self._scores(logits, wanted[part], masks)
+            return own if ranks is None else ranks.joined(own)
+
         found = rank_drawn(
-            lambda part: self._scores(logits, wanted[part], masks) if ranks is None else ranks.joined(self._scores(logits, wanted[part], masks)),
+            scores,
             self._vocab_size,
             _draws(words, words[:, ENTRY]),  # nothing is drawn, so that positions do not matter
             self._said(ids, entries),

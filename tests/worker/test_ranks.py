@@ -3,11 +3,13 @@
 import os
 import signal
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from octavo import LLM, SamplingParams
@@ -103,7 +105,7 @@ LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize
 def test_a_rank_that_dies_or_stops_ends_the_engine_with_its_name(
     number: int, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("octavo.layers.shared_comm.SECONDS", 2.0)
+    monkeypatch.setattr("octavo.worker.ranks.STEP_SECONDS", 2.0)
     llm = opened(folder, 2)
     (pid,) = processes(llm)
     llm.generate([[1, 2, 3]], LONG, use_tqdm=False)
@@ -133,31 +135,28 @@ def test_a_rank_that_cannot_start_says_why_and_leaves_nothing(folder: Path, monk
     started: list[int] = []
     first = ranks.Peer.__init__
 
-    def tampered(self: Any, orders: Any, on_end: Callable[[], None]) -> None:
+    def tampered(self: Any, orders: Any, on_end: Callable[[Any], None]) -> None:
         weights = folder / "model.safetensors"
-        data = bytearray(weights.read_bytes())
-        data[-1] ^= 1
-        weights.write_bytes(data)
+        data = weights.read_bytes()
+        weights.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
         first(self, orders, on_end)
         started.append(self.pid)
 
     monkeypatch.setattr(ranks.Peer, "__init__", tampered)
-    with pytest.raises(LoadError, match="rank 1: .* other weights than rank 0"):
+    with pytest.raises(LoadError, match=r"rank 1: .* other weights than rank 0"):
         opened(folder, 2)
     assert started and all(gone(pid) for pid in started)
 
 
 def test_a_size_that_does_not_fit_is_refused_before_a_process_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.worker.ranks.Peer", None)
-    with pytest.raises(ConfigError, match="num_attention_heads 4 .* tensor_parallel_size 3"):
+    with pytest.raises(ConfigError, match=r"num_attention_heads 4 .* tensor_parallel_size 3"):
         opened(folder, 3)
 
 
 def test_plans_and_masks_cross_a_pipe_as_they_are(tmp_path: Path) -> None:
-    import numpy as np
-    from array import array
-
-    write = RowWrite(0, 5, array("i", [1, 2, 3]), 2, 0, [[4]], SamplingParams(temperature=0.5, seed=3), (2,), [[1, 2]], NoiseKey((1, 2), 3, 4), b"x")
+    params, noise = SamplingParams(temperature=0.5, seed=3), NoiseKey((1, 2), 3, 4)
+    write = RowWrite(0, 5, array("i", [1, 2, 3]), 2, 0, [[4]], params, (2,), [[1, 2]], noise, b"x")
     fork = RowFork(2, 0, 6, NoiseKey((9, 2), 3, 4))
     plan = StepPlan(
         7, [0], [5], [0], [3], [True], [(0, 0, 0, 1)], [(1, 2)], [write], [fork], [(1, 4)], [(1, 9)], [0],
