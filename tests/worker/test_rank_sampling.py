@@ -1,0 +1,81 @@
+"""Ranks that share the vocabulary draw and rank what one rank does with the whole rows."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from octavo.kernels.reference import sampling
+from octavo.kernels.reference.sampling import Draws, draw, rank, sample
+from octavo.worker import rank_sampling
+from octavo.worker.rank_sampling import RankSampling
+
+
+class Threads:
+    """Ranks that are threads, and meet at a barrier."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._given: list[Tensor | None] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=30)
+
+    def rank(self, number: int) -> Any:
+        threads = self
+
+        class Rank:
+            rank, size = number, threads.size
+
+            def all_gather(self, x: Tensor) -> Tensor:
+                threads._given[number] = x
+                threads._barrier.wait()
+                joined = torch.cat([one for one in threads._given if one is not None], dim=-1)
+                threads._barrier.wait()
+                return joined
+
+        return Rank()
+
+
+def on_all(size: int, vocab: int, logits: Tensor, call: Any) -> list[Any]:
+    threads = Threads(size)
+    ranks = [RankSampling(threads.rank(number), vocab) for number in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda one: call(one, one.own(logits)), ranks))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), size=st.integers(2, 4), vocab=st.integers(16, 60), rows=st.integers(1, 4), narrow=st.sampled_from([2, 5, 1024]))
+def test_ranks_draw_and_rank_as_one_does_with_whole_rows(data: st.DataObject, size: int, vocab: int, rows: int, narrow: int) -> None:
+    values = st.sampled_from([-float("inf"), -2.0, 0.0, 0.25, 0.5, 1.0, 3.0, 3.0])  # many equals, and ids that are banned
+    logits = torch.tensor(data.draw(st.lists(st.lists(values, min_size=vocab, max_size=vocab), min_size=rows, max_size=rows)))
+    logits[:, data.draw(st.integers(0, vocab - 1))] = 1.5  # one at least is left
+
+    def column(*choices: float) -> Tensor:
+        return torch.tensor(data.draw(st.lists(st.sampled_from(choices), min_size=rows, max_size=rows)))
+
+    draws = Draws(
+        column(0.3, 1.0, 2.5), column(0, 1, 3, 50).int(), column(1.0, 0.5, 0.9), column(0.0, 0.1, 0.9),
+        torch.randint(2**31, (rows, 4), dtype=torch.int32), torch.arange(rows) + 7,
+    )  # fmt: skip
+    temperature = column(0.0, 0.7)
+    with patch.object(sampling, "NARROW", narrow), patch.object(rank_sampling, "NARROW", narrow):
+        drawn = draw(logits, draws)
+        ranked = rank(logits, drawn, 3)
+        for ids in on_all(size, vocab, logits, lambda one, own: one.draw(own, draws)):
+            assert ids.tolist() == drawn.tolist()
+        for found in on_all(size, vocab, logits, lambda one, own: one.rank(own, drawn, 3)):
+            for name in ("chosen", "ranks", "totals", "near", "near_ids"):
+                assert torch.equal(getattr(found, name), getattr(ranked, name)), name
+    plain = sample(logits, temperature, draws.noise, draws.positions)
+    for ids in on_all(size, vocab, logits, lambda one, own: one.sample(own, temperature, draws.noise, draws.positions)):
+        assert ids.tolist() == plain.tolist()
+
+
+def test_rows_as_wide_as_the_vocabulary_come_back_as_they_were() -> None:
+    logits = torch.randn(3, 10)
+    for own, whole, joined in on_all(3, 10, logits, lambda one, own: (own, one.own(one.whole(own)), one.joined(own))):
+        assert torch.equal(own, whole) and torch.equal(joined, logits)
