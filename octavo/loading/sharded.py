@@ -41,8 +41,8 @@ class ShardedCheckpoint:
         shape, part = self._stored.shape(name), self._part(name)
         axis = 0 if part.columns is None else 1
         if part.whole and shape[axis : axis + 1] != (part.whole,):
-            wanted = f"{part.whole} {'columns' if axis else 'rows'}"
-            raise LoadError(f"{self.source}: weights do not match the model: {name[:200]} has shape {list(shape)}, this model wants {wanted}")
+            found, wanted = f"{name[:200]} has shape {list(shape)}", f"{part.whole} {'columns' if axis else 'rows'}"
+            raise LoadError(f"{self.source}: weights do not match the model: {found}, this model wants {wanted}")
 
     def names(self) -> list[str]:
         return self._stored.names()
