@@ -34,5 +34,5 @@ def best_of_all(ranks: tuple[dict[str, Any], ...]) -> list[int]:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_step_that_a_rank_does_not_come_to_says_which(threads: int) -> None:
     given = {"level": LEVELS[-1], "threads": threads}
-    with Ranks(3, "tests.support.rank_step:step_that_rank_1_leaves", given, seconds=0.5) as ranks:
+    with Ranks(3, "tests.support.rank_step:step_that_rank_1_leaves", given) as ranks:
         assert ranks.results() == [2, 0, 2]

@@ -152,8 +152,14 @@ def speed(comm: SharedMemoryComm, given: dict[str, Any]) -> dict[str, float]:
     return medians
 
 
+def meet(comm: SharedMemoryComm) -> None:
+    """Waits until all are there: processes start at different times, and that is not what a job tries."""
+    comm.broadcast_ids(torch.zeros(1, dtype=torch.int64))
+
+
 def main() -> None:
     fd, size, seconds, name, given, rank = sys.argv[1:]
+    meet(SharedMemoryComm.join(int(fd), int(rank), int(size), PATIENCE))
     comm = SharedMemoryComm.join(int(fd), int(rank), int(size), float(seconds))
     module, _, job = name.partition(":")
     torch.set_num_threads(1)
