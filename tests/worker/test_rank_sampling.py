@@ -1,7 +1,6 @@
 """Ranks that share the vocabulary draw and rank what one rank does with the whole rows."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -14,37 +13,17 @@ from octavo.kernels.reference import sampling
 from octavo.kernels.reference.sampling import Draws, draw, rank, sample
 from octavo.worker import rank_sampling
 from octavo.worker.rank_sampling import RankSampling
+from tests.support.ranks import ThreadComm, on_ranks
 
 
-class Threads:
-    """Ranks that are threads, and meet at a barrier."""
+def on_all(size: int, vocab: int, logits: Tensor, call: Callable[[RankSampling, Tensor], Any]) -> list[Any]:
+    """What each rank makes of its own part of the logits."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._given: list[Tensor | None] = [None] * size
-        self._barrier = threading.Barrier(size, timeout=30)
+    def work(comm: ThreadComm) -> Any:
+        ranks = RankSampling(comm, vocab)
+        return call(ranks, ranks.own(logits))
 
-    def rank(self, number: int) -> Any:
-        threads = self
-
-        class Rank:
-            rank, size = number, threads.size
-
-            def all_gather(self, x: Tensor) -> Tensor:
-                threads._given[number] = x
-                threads._barrier.wait()
-                joined = torch.cat([one for one in threads._given if one is not None], dim=-1)
-                threads._barrier.wait()
-                return joined
-
-        return Rank()
-
-
-def on_all(size: int, vocab: int, logits: Tensor, call: Any) -> list[Any]:
-    threads = Threads(size)
-    ranks = [RankSampling(threads.rank(number), vocab) for number in range(size)]
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda one: call(one, one.own(logits)), ranks))
+    return on_ranks(size, work)
 
 
 @settings(max_examples=60, deadline=None)
