@@ -42,7 +42,7 @@ class EngineError(OctavoError, RuntimeError):
         self.code = code
 
 
-class RankLost(EngineError):
+class RankLost(OctavoError, RuntimeError):
     """A rank of a model that is split over processes ended, or did not answer. The engine cannot go on."""
 
 

@@ -86,6 +86,8 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
             f"octavo verify needs a context of {BLOCKS_FOR_LONGEST} blocks of {config.block_size} tokens ({longest} tokens), "
             f"but the model's maximum is {model.max_position}: lower --block-size"
         )
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(f"octavo verify proves one rank: set tensor_parallel_size to 1, not {config.tensor_parallel_size}")
     config = stress_config(config, depth)
     debug = replace(debug_from_environment(), check=True, preempt_every=11)
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from octavo.config import Quantization
-from octavo.loading.checkpoint import Checkpoint, cut
+from octavo.loading.checkpoint import Checkpoint
 from octavo.loading.loader import weight_targets
+from octavo.loading.packed_modules import cut
 from octavo.model_config import ModelConfig
 from octavo.models.decoder import Decoder
 from octavo.models.registry import describe

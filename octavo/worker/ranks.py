@@ -48,7 +48,6 @@ class Peer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[orders.memory],
-            env={**os.environ, "OMP_NUM_THREADS": str(len(orders.cpus))},
         )
         threading.Thread(target=self._listen, name=f"rank {self.rank}", daemon=True).start()
         self.tell(msgspec.json.encode(orders) + b"\n")

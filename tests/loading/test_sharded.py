@@ -26,6 +26,7 @@ from octavo.policy.split import Part, vocabulary_rows
 from octavo.quant.quant_config import QuantConfig
 from octavo.quant.schemes import Packed
 from octavo.quant.zero_point import unpack_awq, unpack_gptq
+from octavo.worker.rank_sampling import RankSampling
 from tests.support.batches import Pool, run_steps
 from tests.support.models import tiny_model, to_gguf
 from tests.support.packers import Published, published
@@ -102,10 +103,7 @@ def run_ranks(path: Path, size: int, build: Callable[[ModelConfig, Checkpoint, C
 
     def work(comm: Comm) -> tuple[Decoder, Tensor]:
         model = build(own, of_rank(stored, config, size, comm.rank), comm)
-        found = logits(model)
-        hidden, out = torch.ones(3, config.hidden_size), torch.empty(3, config.vocab_size)
-        assert model.head(hidden, out) is out and torch.equal(out, model.head(hidden)) and model.head(hidden).is_contiguous()
-        return model, found
+        return model, RankSampling(comm, config.vocab_size).joined(logits(model))
 
     done = on_ranks(size, work)
     return [model for model, _ in done], [found for _, found in done]

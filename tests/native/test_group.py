@@ -6,8 +6,8 @@ import pytest
 
 from octavo.kernels.cpu.library import F32, Q8
 from tests.support.native import levels_here
-from tests.support.rank_step import TOLERANCE
 from tests.support.rank_processes import Ranks
+from tests.support.rank_step import TOLERANCE
 
 LEVELS = levels_here()
 
