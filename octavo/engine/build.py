@@ -36,6 +36,7 @@ from octavo.worker.machine import resolve_dtype
 from octavo.worker.memory import host_memory
 
 if TYPE_CHECKING:
+    from octavo.worker.compilers import Compilers
     from octavo.worker.facts import Facts
     from octavo.worker.model_runner import ModelRunner
 
@@ -78,18 +79,37 @@ def _start_model(
         watch = Stopwatch()
         from octavo.worker.build import build_runner
         from octavo.worker.facts import settle
-        from octavo.worker.ranks import First, with_ranks
 
         logger.info("Importing torch and the engine took %.2f seconds", watch.total())
         watch = Stopwatch()
-        first = First(config.tensor_parallel_size) if config.tensor_parallel_size > 1 else None
-        facts = settle(config, source, model, debug, None if first is None else first.comm)
+        if config.tensor_parallel_size > 1:
+            return _start_ranks(config, source, model, debug, compilers, on_lost)
+        facts = settle(config, source, model, debug)
         geometry = facts.plan_cache()
-        build = partial(build_runner, facts, geometry, debug, compilers)
-        ranked = None if first is None else with_ranks(facts, geometry, first, build, on_lost)
-        runner = build() if ranked is None else ranked.runner
+        runner = build_runner(facts, geometry, debug, compilers)
         logger.info("init engine took %.2f seconds", watch.total())
-    return started(facts, geometry, ranked or runner, _poison_taken(runner) if debug.check else None)
+    return started(facts, geometry, runner, _poison_taken(runner) if debug.check else None)
+
+
+def _start_ranks(
+    config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, compilers: "Compilers",
+    on_lost: Callable[[OctavoError], None],
+) -> Started:  # fmt: skip
+    """Returns a model that is split over processes."""
+    from octavo.worker.build import build_runner
+    from octavo.worker.facts import settle
+    from octavo.worker.ranks import First, with_ranks
+
+    watch, first = Stopwatch(), First(config.tensor_parallel_size)
+    try:
+        facts = settle(config, source, model, debug, first.comm)
+        geometry = facts.plan_cache()
+        ranked = with_ranks(facts, geometry, first, partial(build_runner, facts, geometry, debug, compilers), on_lost)
+    except BaseException:
+        first.leave()
+        raise
+    logger.info("init engine took %.2f seconds", watch.total())
+    return started(facts, geometry, ranked, _poison_taken(ranked.runner) if debug.check else None)
 
 
 def started(facts: "Facts", geometry: CacheGeometry, executor: Executor, on_event: OnEvent | None = None) -> Started:

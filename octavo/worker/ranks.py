@@ -105,7 +105,6 @@ class Ranks:
         comm = self._comm = first.comm
         self._on_lost = on_lost
         self._ready = False
-        self._first = first
         self._stopping = False
         level = "DEBUG" if logger.isEnabledFor(10) else "WARNING"  # what a rank tells of its start, the first has told
         self.peers = [
@@ -158,15 +157,15 @@ class Ranks:
         self._stopping = True
         for peer in self.peers:
             peer.stop()
-        self._first.leave()
 
 
 class RankedRunner:
     """Carries out plans on all ranks. The result is that of the first."""
 
-    def __init__(self, runner: ModelRunner, ranks: Ranks) -> None:
+    def __init__(self, runner: ModelRunner, ranks: Ranks, first: "First") -> None:
         self.runner = runner
         self._ranks = ranks
+        self._first = first
 
     def forward(self, plan: StepPlan) -> None:
         self._ranks.tell(encode(Forward(plan)))
@@ -182,6 +181,7 @@ class RankedRunner:
     def stop(self) -> None:
         self._ranks.stop()
         self.runner.stop()
+        self._first.leave()
 
 
 class First:
@@ -213,4 +213,4 @@ def with_ranks(
     except BaseException as error:
         ranks.stop()
         raise ranks.explained(error) from error
-    return RankedRunner(runner, ranks)
+    return RankedRunner(runner, ranks, first)

@@ -151,8 +151,10 @@ def test_a_rank_that_cannot_start_says_why_and_leaves_nothing(folder: Path, monk
 
 def test_a_size_that_does_not_fit_is_refused_before_a_process_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.worker.ranks.Peer", None)
+    cpus = os.sched_getaffinity(0)
     with pytest.raises(ConfigError, match=r"num_attention_heads 4 .* tensor_parallel_size 3"):
         opened(folder, 3)
+    assert os.sched_getaffinity(0) == cpus
 
 
 def test_plans_and_masks_cross_a_pipe_as_they_are(tmp_path: Path) -> None:
