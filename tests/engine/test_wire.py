@@ -22,7 +22,7 @@ numbers = st.floats(allow_nan=False)
 ratios = st.floats(0.0625, 1.0)
 stats = st.builds(SchedulerStats, **{each.name: st.lists(counts) if each.name == "steps" else counts for each in fields(SchedulerStats)})
 lives = st.builds(LifeRecord, numbers, st.none() | numbers, preemptions=counts, hit_reason=st.sampled_from([None, "end", "evicted"]))
-choices = st.builds(TokenLogprobs, numbers, ids, st.lists(ids, max_size=3), st.lists(numbers, max_size=3))
+choices = st.builds(TokenLogprobs, numbers, ids, st.lists(ids, max_size=3).map(tuple), st.lists(numbers, max_size=3).map(tuple))
 deltas = st.builds(
     Delta,
     words,
