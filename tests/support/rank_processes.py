@@ -118,7 +118,7 @@ def shapes(comm: SharedMemoryComm, given: dict[str, Any]) -> dict[str, Any]:
     wide = torch.arange(12.0).reshape(3, 4) + 100 * comm.rank
     ids = torch.tensor([comm.rank, 7 + comm.rank])
     gathered, strided = comm.all_gather(wide), comm.all_reduce(wide.T[1:])
-    return {"gathered": gathered.tolist(), "strided": strided.tolist(), "ids": comm.broadcast_ids(ids).tolist(), "kept": wide.tolist()}
+    return {"gathered": gathered.tolist(), "strided": strided.tolist(), "ids": comm.all_gather(ids).tolist(), "kept": wide.tolist()}
 
 
 def until_the_end(comm: SharedMemoryComm, given: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def speed(comm: SharedMemoryComm, given: dict[str, Any]) -> dict[str, float]:
 
 def meet(comm: SharedMemoryComm) -> None:
     """Waits until all are there: processes start at different times, and that is not what a job tries."""
-    comm.broadcast_ids(torch.zeros(1, dtype=torch.int64))
+    comm.all_gather(torch.zeros(1, dtype=torch.int64))
 
 
 def main() -> None:
