@@ -357,9 +357,11 @@ class RankedRunner:
             raise
 
     def stop(self) -> None:
+        """Ends all ranks, and drops every reference, so that all memory goes."""
         self.ranks.stop()
         self.runner.stop()
         self._meeting.leave()
+        self.__dict__.clear()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ WAYS: dict[str, list[Way]] = {
     "kv_cache_memory_bytes": [('"512M"', ["--kv-cache-memory-bytes", "512m"], 2**29)],
     "gpu_memory_utilization": [("0.5", ["--gpu-memory-utilization", "0.5"], 0.5), ("1", ["--gpu-memory-utilization=1"], 1.0)],
     "num_gpu_blocks_override": [("1_000", ["--num-gpu-blocks-override", "1000"], 1000)],
+    "pipeline_parallel_size": [("2", ["-pp", "2"], 2), ("3", ["--pipeline-parallel-size", "3"], 3)],
     "tensor_parallel_size": [("2", ["-tp", "2"], 2), ("3", ["--tensor-parallel-size", "3"], 3)],
     "max_num_seqs": [("8", ["--max-num-seqs", "8"], 8), ('"auto"', ["--max-num-seqs", "auto"], None)],
     "max_num_batched_tokens": [("300", ["--max-num-batched-tokens", "300"], 300)],
