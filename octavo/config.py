@@ -44,6 +44,7 @@ class Settings(TypedDict, total=False):
     gpu_memory_utilization: float
     num_gpu_blocks_override: int | None
     tensor_parallel_size: int
+    pipeline_parallel_size: int
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     enable_prefix_caching: bool
@@ -89,6 +90,7 @@ class EngineConfig:
     gpu_memory_utilization: float = _flag(0.9, "share of a GPU's memory that may be in use, other processes included")
     num_gpu_blocks_override: int | None = _flag(None, "exact number of blocks in the KV cache, on a CPU too")
     tensor_parallel_size: int = _flag(1, "processes that share every matrix, each with its own part of the weights and of the KV cache")
+    pipeline_parallel_size: int = _flag(1, "stages that share the layers; with tensor parallel, each is that many processes")
     max_num_seqs: int | None = _flag(None, "maximum number of sequences that run at the same time; default: 256, on a GPU 512")
     max_num_batched_tokens: int | None = _flag(None, "maximum number of tokens in one step; default: 2048, on a GPU 8192")
     enable_prefix_caching: bool = _flag(True, "reuse cached blocks of earlier prompts and answers")
@@ -119,6 +121,11 @@ class EngineConfig:
                 f"max_num_batched_tokens is {tokens}, which is less than max_num_seqs ({seqs}): "
                 "a step must hold one token of every running sequence; raise the first or lower the second"
             )
+
+    @property
+    def num_ranks(self) -> int:
+        """The processes of a model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def wants_native(self) -> bool:
@@ -175,6 +182,7 @@ _INTEGERS = {  # name -> the least and the greatest value
     "kv_cache_memory_bytes": (1, 2**63 - 1),
     "num_gpu_blocks_override": (2, _MANY),  # block 0 is the null block
     "tensor_parallel_size": (1, 1024),
+    "pipeline_parallel_size": (1, 1024),
     "max_num_seqs": (1, _MANY),
     "max_num_batched_tokens": (1, _MANY),
     "pipeline_depth": (1, 2),

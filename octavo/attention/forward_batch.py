@@ -33,6 +33,7 @@ class ForwardBatch:
     block_size: int  # tokens in a block of this cache group
     max_query: int = 0  # a bound that the host knows, for kernels that must not ask the device
     attention: Any = field(default=None)  # what the backend prepared for this step
+    stream: Tensor | None = None  # [T, hidden], of the stage before; None: the tokens are embedded
     by_layer: Sequence["ForwardBatch"] = ()  # with several cache groups: the batch of each layer's group
 
     def of_layer(self, layer: int) -> "ForwardBatch":

@@ -82,7 +82,7 @@ def _start_model(
 
         logger.info("Importing torch and the engine took %.2f seconds", watch.total())
         watch = Stopwatch()
-        if config.tensor_parallel_size > 1:
+        if config.num_ranks > 1:
             return _start_ranks(config, source, model, debug, compilers, on_lost)
         facts = settle(config, source, model, debug)
         geometry = facts.plan_cache()
@@ -98,15 +98,15 @@ def _start_ranks(
     """Returns a model that is split over processes."""
     from octavo.worker.build import build_runner
     from octavo.worker.facts import settle
-    from octavo.worker.ranks import First, with_ranks
+    from octavo.worker.ranks import Meeting, with_ranks
 
-    watch, first = Stopwatch(), First(config.tensor_parallel_size)
+    watch, meeting = Stopwatch(), Meeting(config)
     try:
-        facts = settle(config, source, model, debug, first.comm)
+        facts = settle(config, source, model, debug, meeting.place)
         geometry = facts.plan_cache()
-        ranked = with_ranks(facts, geometry, first, partial(build_runner, facts, geometry, debug, compilers), on_lost)
+        ranked = with_ranks(facts, geometry, meeting, partial(build_runner, facts, geometry, debug, compilers), on_lost)
     except BaseException:
-        first.leave()
+        meeting.leave()
         raise
     logger.info("init engine took %.2f seconds", watch.total())
     return started(facts, geometry, ranked, _poison_taken(ranked.runner) if debug.check else None)
@@ -180,6 +180,7 @@ def assemble(started: Started, model: ModelConfig, debug: Debug, tokenizer: Give
         end_ids=tuple(token for token in model.eos_token_ids if token < model.vocab_size),
         seed=config.seed,
         preempt_every=debug.preempt_every,
+        stages=config.pipeline_parallel_size,
     )
     grammars = Grammars(tokenizer, model.vocab_size, scheduler.end_ids, debug.grammar_timeout)
     return EngineCore(scheduler, started.executor, config.pipeline_depth, debug.check, grammars)

@@ -2,9 +2,11 @@
 
     depth 1    schedule k   forward k   fill masks k   sample k   result k   update k
     depth 2    schedule k   forward k   result k-1   update k-1   fill masks k   sample k
+    2 stages   schedule k   forward k   fill masks k   sample k   result k-1   update k-1
 
 At depth 2 the result of a step is taken in only after the next one was launched, so the host plans while the device works. Masks
-of grammars are filled when every token before theirs is known, while the forward runs.
+of grammars are filled when every token before theirs is known, while the forward runs. Where the layers are dealt over stages of a
+pipeline, as many plans are in flight as there are stages, and no sequence is in two of them.
 """
 
 from collections import deque
@@ -26,6 +28,7 @@ class EngineCore:
         self.trace: Trace = NoTrace()
         self.grammars = grammars or Grammars(None, 0, ())
         self._depth = depth
+        self._stages = scheduler.stages
         self._check = check
         self._launched: deque[tuple[StepPlan, Promise]] = deque()
         self._news: list[Delta] = []  # not yet given out
@@ -58,24 +61,27 @@ class EngineCore:
         trace.mark("schedule")
         try:
             if plan.is_empty:
-                self._settle()
+                self._settle(max(0, len(self._launched) - 1))
                 self._take(self.scheduler.update(plan, StepResult(plan.step, [])))
             else:
                 self.executor.forward(plan)
                 trace.mark("forward")
-                self._settle()
+                self._settle(self._stages - 1)
                 masks, ends = self.grammars.fill(self.scheduler, plan)
                 self._news += ends
                 self._launched.append((plan, self.executor.sample(masks)))
                 trace.mark("sample")
+        except RankLost as error:
+            self._lose(plan, error)
+            raise
         except BaseException as error:  # also Ctrl-C: the plan was not carried out, whoever is in it ends here
-            self._settle()
-            if isinstance(error, (VerifyError, RankLost)) or not isinstance(error, Exception):
+            self._settle(0)
+            if isinstance(error, VerifyError) or not isinstance(error, Exception):
                 self._take(self.scheduler.fail(plan, f"the step was cut short: {error!r}"))
                 raise
             self._fail(plan, error)
         if self._depth == 1:
-            self._settle()
+            self._settle(self._stages - 1)
         trace.end(plan, self.scheduler)
         if self._check:
             invariants.check(self.scheduler)
@@ -89,19 +95,29 @@ class EngineCore:
         self.trace.close()
         self.executor.stop()
 
-    def _settle(self) -> None:
-        """Takes the results of all launched steps."""
-        while self._launched:
+    def _settle(self, kept: int) -> None:
+        """Takes the results of launched steps, the oldest first, until so many are left."""
+        while len(self._launched) > kept:
             plan, promise = self._launched.popleft()
             try:
                 result = promise.result()
                 self.trace.mark("wait")
                 assert result.step == plan.step, f"result of step {result.step} where that of {plan.step} was due"
+            except RankLost as error:
+                self._lose(plan, error)
+                raise
             except Exception as error:  # it failed after it was launched
                 self._fail(plan, error)
             else:
                 self._take(self.scheduler.update(plan, result))
                 self.trace.mark("update")
+
+    def _lose(self, plan: StepPlan, error: RankLost) -> None:
+        """The model is gone: this plan has no result, nor has any that is in flight."""
+        lost = [plan, *(launched for launched, _ in self._launched)]
+        self._launched.clear()
+        for each in lost:
+            self._take(self.scheduler.fail(each, f"the step was cut short: {error!r}"))
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         logger.error("step %d failed, its %d sequences end with an error: %s", plan.step, len(plan.row), error, exc_info=error)

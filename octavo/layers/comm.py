@@ -1,5 +1,8 @@
 """How ranks communicate, and the version for one rank, which does nothing.
 
+    Comm       all ranks that share the matrices of a layer
+    Channel    one rank and its neighbour in the next stage of a pipeline
+
 A layer is given its `Comm` when it is built, and calls it even if there is only one rank.
 """
 
@@ -18,14 +21,6 @@ class Comm(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """Returns x of all ranks, joined along the last dimension in rank order."""
 
-    def send(self, x: Tensor, rank: int) -> None: ...
-
-    def recv(self, x: Tensor, rank: int) -> Tensor:
-        """Fills and returns x."""
-
-    def broadcast_ids(self, ids: Tensor) -> Tensor:
-        """Returns the ids of rank 0 on every rank. Ranks have to exchange nothing else between steps."""
-
 
 class NullComm:
     rank = 0
@@ -37,11 +32,10 @@ class NullComm:
     def all_gather(self, x: Tensor) -> Tensor:
         return x
 
-    def send(self, x: Tensor, rank: int) -> None:
-        raise RuntimeError(f"cannot send to rank {rank}: this is the only rank")
 
-    def recv(self, x: Tensor, rank: int) -> Tensor:
-        raise RuntimeError(f"cannot receive from rank {rank}: this is the only rank")
+class Channel(Protocol):
+    def send(self, x: Tensor) -> None: ...
 
-    def broadcast_ids(self, ids: Tensor) -> Tensor:
-        return ids
+    def receive(self, x: Tensor) -> Tensor:
+        """Fills and returns x."""
+

@@ -55,15 +55,6 @@ class SharedMemoryComm:
     def all_gather(self, x: Tensor) -> Tensor:
         return self._of_all(x).movedim(0, -2).flatten(-2)
 
-    def broadcast_ids(self, ids: Tensor) -> Tensor:
-        return self._of_all(ids)[0]
-
-    def send(self, x: Tensor, rank: int) -> None:
-        raise RuntimeError(f"cannot send to rank {rank}: ranks of one host do everything all together")
-
-    def recv(self, x: Tensor, rank: int) -> Tensor:
-        raise RuntimeError(f"cannot receive from rank {rank}: ranks of one host do everything all together")
-
     def wait_at_most(self, seconds: float) -> None:
         self.seconds, self.group.timeout_ms = seconds, round(seconds * 1000)
 

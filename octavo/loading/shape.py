@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from octavo.config import Quantization
+from octavo.errors import ConfigError
 from octavo.loading.files import INDEX, SINGLE, Entry, read_header, read_json_object, read_weight_map
 from octavo.loading.hub import cached_model, fetch_headers
 from octavo.loading.hub_client import Hub
@@ -26,7 +27,7 @@ from octavo.loading.names import HubName
 from octavo.loading.resolve import ModelSource, in_cache, load_model_config, locate
 from octavo.model_config import ModelConfig
 from octavo.models.family import Rules
-from octavo.models.registry import cache_specs, describe, family_of, rank_config, read_config
+from octavo.models.registry import cache_specs, describe, family_of, rank_config, read_config, stage_config
 from octavo.policy.cache_spec import ITEM_BYTES, LayerCacheSpec
 from octavo.policy.description import ModelDescription
 from octavo.policy.gpu_size import gpu_matrices, gpu_slab_bytes, gpu_weight_bytes
@@ -34,8 +35,10 @@ from octavo.policy.memory_plan import ModelNeeds
 from octavo.policy.model_size import Codes, Kept, requantised, weight_bytes
 from octavo.policy.native_size import native_matrices, native_weight_bytes
 from octavo.policy.split import with_rows_of_rank
+from octavo.policy.stages import ONLY, Stage, deal_layers, of_stage
 from octavo.quant.quant_config import QuantConfig, read_quant_config, whole_group
 
+FLOAT_BITS = 16
 UNPACKED_BYTES = 6  # a weight takes while it is unpacked: float32, and parts of the way there
 REQUANTISED_BYTES = 6  # while it is quantised out of such floats, or into them: those, its code, and shares of its group's
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # name in the file -> (dtype or GGUF kind, shape), in the order of the file
@@ -129,16 +132,52 @@ class ModelShape:
     config: ModelConfig
     stored_bytes: int | None = None  # of the weights on disk, where there are any
     weights: tuple[StoredWeight, ...] = ()  # in the order of the file, where a header was read
-    ranks: int = 1  # that share the model; the config and all that follows from it is then that of one
+    ranks: int = 1  # that share each matrix; the config and all that follows from it is then that of one
+    stage: Stage = ONLY  # of a pipeline; the same holds for its layers
 
     def of_rank(self, ranks: int) -> "ModelShape":
         """Returns the shape of one of several ranks. Refuses a model that they cannot share."""
         weights = tuple(replace(weight, size=-(-weight.size // ranks)) for weight in self.weights)
         return replace(self, config=rank_config(self.config, ranks), weights=weights, ranks=ranks) if ranks > 1 else self
 
+    def stages(self, count: int) -> "list[ModelShape]":
+        """Returns the shape of each stage of a pipeline."""
+        return [self._of_layers(Stage(index, count), layers) for index, layers in enumerate(self.stage_layers(count))]
+
+    def stage_layers(self, count: int) -> list[range]:
+        """Returns the layers of each stage. Every rank comes to the same result, before anything is loaded."""
+        if count == 1:
+            return [range(self.config.num_layers)]
+        if (why := describe(self.config).several_tables()) is not None:
+            raise ConfigError(f"pipeline_parallel_size is {count}, and this model cannot be dealt out: {why}")
+        bits = {weight.name: weight.codes.bits for weight in self.weights if weight.codes is not None}
+        layers, head = [0] * self.config.num_layers, 0
+        for matrix in self.model.matrices:
+            size = sum(rows * matrix.columns * bits.get(part, FLOAT_BITS) for part, rows in matrix.parts.items())
+            if matrix.layer is None:
+                head += size
+            else:
+                layers[matrix.layer] += size
+        return deal_layers(layers, head, count)
+
+    def _of_layers(self, stage: Stage, layers: range) -> "ModelShape":
+        if stage.count == 1:
+            return self
+        rules = family_of(self.config).rules
+        own = replace(self, config=stage_config(self.config, layers), stage=stage)
+        known = {part for matrix in (*own.model.matrices, own.model.lookup) if matrix is not None for part in matrix.parts}
+        weights: list[StoredWeight] = []
+        for weight in self.weights:
+            layer = rules.layer(weight.name)
+            if layer is not None and layer in layers:
+                weights.append(replace(weight, name=rules.with_layer(weight.name, layer - layers.start)))
+            elif layer is None and weight.name in known:
+                weights.append(weight)
+        return replace(own, weights=tuple(weights))
+
     @property
     def model(self) -> ModelDescription:
-        return with_rows_of_rank(describe(self.config), self.ranks)
+        return of_stage(with_rows_of_rank(describe(self.config), self.ranks), self.stage)
 
     @property
     def packed(self) -> bool:

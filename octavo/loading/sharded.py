@@ -1,11 +1,14 @@
 """The weights of one rank of several, out of the files of the whole model.
 
-`ShardedCheckpoint` gives the rank's part of each weight under the weight's own name, so that loaders fill a model that was built
-with the rank's config as they fill a whole one. What other ranks have is not read; but see `PackedModule` for act-order.
+    ShardedCheckpoint    tensor parallel: the rank's part of each weight, under the weight's own name
+    StagedCheckpoint     pipeline parallel: the layers of a stage, numbered from 0
+
+So loaders fill a model that was built with the rank's config as they fill a whole one. What other ranks have is not read; but see
+`PackedModule` for act-order.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -13,6 +16,7 @@ from torch import Tensor
 from octavo.errors import LoadError
 from octavo.loading.checkpoint import WHOLE, Checkpoint, FileCheckpoint
 from octavo.model_config import ModelConfig
+from octavo.models.family import Rules
 from octavo.models.registry import rank_parts
 from octavo.policy.split import Part
 from octavo.quant.packed import PackedWeight
@@ -63,3 +67,32 @@ class ShardedCheckpoint:
     def fingerprint(self) -> bytes:
         """Returns another digest for each rank and number of ranks: their caches differ."""
         return hashlib.blake2b(self._stored.fingerprint() + repr(sorted(self._parts.items(), key=str)).encode(), digest_size=32).digest()
+
+
+class StagedCheckpoint:
+    def __init__(self, stored: Checkpoint, layers: range, elsewhere: Collection[str], last: bool) -> None:
+        """`elsewhere`: weights outside of layers that other stages have; `last`: also shows layers that the model does not have"""
+        self.source = stored.source
+        self._stored = stored
+        self._stored_name: dict[str, str] = {}  # by the name that is shown
+        for name in stored.names():
+            layer = Rules.layer(name)
+            if layer is None and name not in elsewhere:
+                self._stored_name[name] = name
+            elif layer is not None and layers.start <= layer and (layer < layers.stop or last):
+                self._stored_name[Rules.with_layer(name, layer - layers.start)] = name
+
+    def names(self) -> list[str]:
+        return list(self._stored_name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._stored.shape(self._stored_name[name])
+
+    def read(self, name: str) -> Tensor:
+        return self._stored.read(self._stored_name[name])
+
+    def packed(self, name: str) -> PackedWeight | None:
+        return self._stored.packed(self._stored_name[name])
+
+    def fingerprint(self) -> bytes:
+        return self._stored.fingerprint()

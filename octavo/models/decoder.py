@@ -17,6 +17,7 @@ from octavo.layers.comm import Comm
 from octavo.layers.linear import Embedding, LMHead
 from octavo.model_config import ModelConfig
 from octavo.policy.split import vocabulary_rows
+from octavo.policy.stages import Stage
 from octavo.quant.schemes import QuantScheme
 
 
@@ -26,13 +27,20 @@ class Decoder(nn.Module):
     ) -> None:
         """`config`: of the rank, where the model is split over several (`models/registry.py`: rank_config)."""
         super().__init__()
-        self.config, self.dtype = config, dtype
-        tokens = vocabulary_rows(config.vocab_size, comm.size, comm.rank)
-        self.embed = Embedding(tokens, config.hidden_size, scheme, dtype, comm)
+        self.config, self.dtype, self.comm = config, dtype, comm
+        self.tokens = vocabulary_rows(config.vocab_size, comm.size, comm.rank)  # whose logits it computes
+        self.embed = Embedding(self.tokens, config.hidden_size, scheme, dtype, comm)
         self.layers = nn.ModuleList(layers)
         self._numbers = {layer: number for number, layer in enumerate(self.layers)}
         self.norm = norm
         self.head = LMHead(self.embed, config.tie_embeddings, scheme)
+
+    def keep(self, stage: Stage) -> None:
+        """Drops what other stages of a pipeline have. A tied head keeps the embedding's matrix."""
+        if not stage.last:
+            del self.norm, self.head
+        if not stage.first and not (stage.last and self.config.tie_embeddings):
+            del self.embed
 
     @property
     def device(self) -> torch.device:
@@ -59,8 +67,13 @@ class Decoder(nn.Module):
         hidden: Tensor = self.norm(x, residual)[0]
         return hidden, mixed
 
+    def stream(self, batch: ForwardBatch, layers: Iterable[nn.Module] | None = None) -> Tensor:
+        """Returns the residual stream after the layers, for the next stage of a pipeline [T, hidden]."""
+        x, residual = self._through(self.layers if layers is None else layers, batch)
+        return x + residual
+
     def _through(self, layers: Iterable[nn.Module], batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        x = self.embed(batch.token_ids)
+        x = self.embed(batch.token_ids) if batch.stream is None else batch.stream
         residual = torch.zeros_like(x)
         for layer in layers:
             x, residual = layer(x, residual, batch.of_layer(self._numbers[layer]))

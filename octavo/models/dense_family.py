@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.attention.spec import AttentionSpec
@@ -157,6 +157,10 @@ def shared(config: DenseConfig) -> dict[str, Shared]:
     }
 
 
+def cut(config: DenseConfig, layers: range) -> DenseConfig:
+    return replace(config, num_layers=len(layers), windows=config.windows[layers.start : layers.stop])
+
+
 def _gguf_config(keys: GGUFKeys) -> dict[str, Any]:
     """Returns the family's keys of a config.json. Experts, partly rotated heads and windows are refused, not ignored."""
     if keys.integer("expert_count", 0, low=0):
@@ -191,4 +195,5 @@ FAMILY = Family(
     describe=describe,
     gguf=GGUFForm({"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}, _gguf_config, _interleaved),
     shared=shared,
+    cut=cut,
 )

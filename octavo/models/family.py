@@ -4,6 +4,7 @@
     read        its fields out of a config.json, as a `ModelConfig` of its own
     describe    what such a model is made of: matrices, layers, caches, activations (`policy/description.py`)
     shared      the numbers of its config that the ranks of tensor parallel share (`policy/split.py`)
+    cut         its config with some of the layers, for the stages of pipeline parallel (`policy/stages.py`)
     model       the torch module that computes it, imported when a model is built
     gguf        how GGUF files spell it, for families that such files exist of
 
@@ -46,6 +47,18 @@ class Rules:
         pattern, numbers = _starred(module)
         found = self._by_place.get((pattern, part))
         return None if found is None else _filled(found, numbers)
+
+    @staticmethod
+    def layer(name: str) -> int | None:
+        """Returns the layer that a weight of a checkpoint belongs to, or None if it belongs to none."""
+        numbers = _starred(name)[1]
+        return int(numbers[0]) if numbers else None
+
+    @staticmethod
+    def with_layer(name: str, layer: int) -> str:
+        """Returns the name of the same weight in another layer."""
+        pattern, numbers = _starred(name)
+        return _filled(pattern, [str(layer), *numbers[1:]])
 
     def of_gguf(self, name: str) -> str | None:
         """Returns the checkpoint's name of a tensor in a GGUF file, or None if this family has no such tensor."""
@@ -104,7 +117,8 @@ class Family:
     read: Callable[[ConfigReader, str], Any]  # (reader, architecture) -> its own ModelConfig
     describe: Callable[[Any], ModelDescription]
     gguf: GGUFForm | None = None
-    shared: Callable[[Any], dict[str, Shared]] | None = None  # by field of its config; None: its models cannot be split
+    shared: Callable[[Any], dict[str, Shared]] | None = None  # by field of its config; None: its matrices cannot be split
+    cut: Callable[[Any, range], Any] | None = None  # (config, layers) -> config; None: its layers cannot be dealt out
 
 
 FAMILIES: dict[str, Family] = {}  # by architecture

@@ -63,6 +63,17 @@ def rank_config(config: ModelConfig, size: int) -> ModelConfig:
     return replace(config, **own)
 
 
+def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
+    """Returns the config of a stage that has these layers of a model."""
+    family = family_of(config)
+    if len(layers) == config.num_layers:
+        return config
+    if family.cut is None:
+        raise ConfigError(f"layers of the family {family.name} cannot be dealt out: set pipeline_parallel_size to 1")
+    cut: ModelConfig = family.cut(config, layers)
+    return cut
+
+
 def rank_parts(config: ModelConfig, size: int, rank: int) -> dict[str, Part]:
     """Returns what a rank has of the weights in the checkpoint of the whole model, whose config this is."""
     return parts_of_rank(describe(config), describe(rank_config(config, size)), size, rank)

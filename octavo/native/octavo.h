@@ -64,6 +64,7 @@ typedef struct {
     int32_t timeout_ms;      // that a rank waits for another
 } Group;
 
+// A stage of a pipeline has some of the layers. Where it is not the first, `embed` is not read; where not the last, `norm` and `head`.
 // A rank of a group has some of the heads, of the columns of gate and up, and of the ids; then its `output` and `down` give parts
 // of a sum, and only rank 0 has their bias.
 typedef struct {
@@ -90,7 +91,9 @@ typedef struct {
     const int32_t *tables;                             // [rows][table_width]
     const int32_t *shared;                             // [rows] or null: first tokens that lie in the same blocks as those of the row before
     const int64_t *sample_index;                       // [samples], into tokens
-    float *hidden;                                     // [tokens][hidden] after the final norm
+    const float *received;                             // [tokens][hidden] or null: the stream of the stage before; null: ids are embedded
+    float *passed;                                     // [tokens][hidden] or null: where the stream goes, if another stage has the rest
+    float *hidden;                                     // [tokens][hidden] after the final norm; as all that follows, not where `passed` is
     float *logits;                                     // [samples][vocab_rows]
     int64_t *best;                                     // [samples]: the id of the largest of these logits, the lower of equals
 } Step;

@@ -6,7 +6,8 @@
 // is slower than the others, or busy with something else, takes fewer. Who computes a piece makes no difference to it.
 //
 // Where the model is shared by ranks, each does so with its own part of the weights. They meet after `output` and after `down`, to sum
-// what each has of them, and after the embedding if each has rows of its own.
+// what each has of them, and after the embedding if each has rows of its own. A stage of a pipeline begins with the stream of the stage
+// before it, or ends with the stream that the next one begins with.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -312,7 +313,7 @@ int run_step(const Model &model, const Step &step) {
         for (const Matrix *matrix : {&layer.qkv, &layer.gate_up}) normed_.get(*matrix, tokens, tokens);
         for (const Matrix *matrix : {&layer.output, &layer.down}) made_.get(*matrix, tokens, tokens);
     }
-    if (step.num_samples) normed_.get(model.head, step.num_samples, tokens);
+    if (step.num_samples && !step.passed) normed_.get(model.head, step.num_samples, tokens);
 
     Peers peers{model.group};
     work([&](Worker &me) {
@@ -321,8 +322,11 @@ int run_step(const Model &model, const Step &step) {
                 for (; token < end; token++) run(token);
             });
         };
-        each_token([&](int64_t token) { embed(model, step, stream, token); });
-        if (vocab < model.vocab && !peers.sum(stream, tokens * size, me)) return;
+        each_token([&](int64_t token) {
+            if (step.received) memcpy(stream + token * size, step.received + token * size, size_t(size) * sizeof(float));
+            else embed(model, step, stream, token);
+        });
+        if (!step.received && vocab < model.vocab && !peers.sum(stream, tokens * size, me)) return;
         const float *news = nullptr;  // what the last sub-layer adds to the stream
         auto norm = [&](int64_t token, const float *weight, float *y) {
             kernels().add_rms_norm(stream + token * size, news ? news + token * size : nullptr, weight, model.eps, y, size);
@@ -354,6 +358,12 @@ int run_step(const Model &model, const Step &step) {
             prepare(layer.down, made, rows, me);
             multiply(layer.down, rows, added, size, me);
             if (!peers.sum(added, tokens * size, me)) return;
+        }
+        if (step.passed) {
+            each_token([&](int64_t token) {
+                for (int64_t i = token * size; i < (token + 1) * size; i++) step.passed[i] = stream[i] + added[i];
+            });
+            return;
         }
         each_token([&](int64_t token) { norm(token, model.norm, step.hidden + token * size); });
         if (step.num_samples == 0) return;

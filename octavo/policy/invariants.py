@@ -39,6 +39,7 @@ def _check_sequence(seq: Sequence, scheduler: Scheduler) -> None:
         assert not any(seq.tables) and seq.row == -1 and seq.num_planned == 0 and not seq.pending
         return
     assert seq.num_computed <= seq.num_planned <= seq.target <= seq.limit - 1 and seq.num_computed < seq.num_tokens
+    assert scheduler.stages == 1 or seq.in_flight <= 1, "in two plans of a pipeline"
     assert seq.num_sealed <= seq.num_computed // kv.block_size, "sealed before it was computed"
     assert len(seq.token_ids) == seq.num_tokens <= seq.limit
     assert len(seq.tables) == len(kv.groups) and seq.room <= min(len(table) * span for table, span in zip(seq.tables, kv.spans))

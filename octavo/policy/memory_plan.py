@@ -173,6 +173,20 @@ def plan_memory(needs: ModelNeeds, config: ResolvedConfig, memory: Memory) -> Me
     return plan if planner.fits(config, plan) else replace(plan, refusal=planner.refusal(config, plan))
 
 
+def plan_stages(needs: list[ModelNeeds], config: ResolvedConfig, memory: Memory) -> MemoryPlan:
+    """Returns the plan of the stage that needs most. Pool and limits are those of the smallest stage, since blocks are the same on all.
+
+    `memory`: of each
+    """
+    plans = [plan_memory(one, config, memory) for one in needs]
+    refused = next((plan for plan in plans if plan.refusal is not None), None)
+    if refused is not None or len(plans) == 1:
+        return refused or plans[0]
+    blocks, length = (min(getattr(plan.geometry, name) for plan in plans) for name in ("num_blocks", "max_model_len"))
+    common = replace(config, num_gpu_blocks_override=blocks, max_model_len=length)
+    return max([plan_memory(one, common, memory) for one in needs], key=lambda plan: plan.use.total)
+
+
 class _Planner:
     """Counts, chooses what was left open, and looks for what to turn."""
 

@@ -38,9 +38,11 @@ class Scheduler:
         preempt_every: int = 0,
         clock: Callable[[], float] = time.monotonic,
         row_tokens: int = 1,
+        stages: int = 1,
     ) -> None:
         """`row_tokens`: the most tokens that a step may sample for a row. Where it is more than one, nobody knows how many will come,
         so a sequence is not planned while tokens of its are in flight.
+        `stages`: of a pipeline. So many plans are in flight, and sequences are dealt over them: none is in two that sample.
         """
         assert limits.max_num_seqs * row_tokens <= limits.max_num_batched_tokens, "the tokens of one step may not fit into the next"
         self.kv = kv
@@ -50,6 +52,7 @@ class Scheduler:
         self.seed = seed
         self.preempt_every = preempt_every
         self.row_tokens = row_tokens
+        self.stages = stages
         self.clock = clock
         self.on_end: Callable[[Sequence, FinishReason], None] = lambda seq, reason: None  # while it still has its blocks
         self.step = 0
@@ -143,26 +146,30 @@ class Scheduler:
     def _plan_running(self, plan: StepPlan, planned: list[Sequence]) -> tuple[int, bool]:
         """Tokens for running sequences. Returns the budget left, and whether somebody was preempted."""
         running, kv, is_running = self.running, self.kv, Status.RUNNING
-        budget = self.limits.max_num_batched_tokens
+        budget, share = self._share()
         prefill_budget = self._prefill_budget(budget)
         lacking: int | None = None  # tokens wanted by prefills from here on; not asked before there is one
-        preempted, row_tokens, turns = False, self.row_tokens, self.mask_turns
+        preempted, row_tokens, turns, one_plan = False, self.row_tokens, self.mask_turns, self.row_tokens > 1 or self.stages > 1
         after = len(running) * row_tokens  # kept for those behind, so that decode is never starved
         for seq in running.copy():
             after -= row_tokens
             if seq.status is not is_running:
                 break  # preempted for one before it, and so are all behind it
             count = min(seq.num_tokens + seq.in_flight, seq.stop_at) - seq.num_planned
-            if row_tokens > 1 and seq.in_flight:
-                continue  # nobody knows yet how many tokens will come
+            if one_plan and seq.in_flight:
+                continue  # nobody knows yet how many tokens will come, or its token comes from the last stage
             if turns > 1 and not seq.has_turn(self.step, turns):
                 continue
-            if count > row_tokens:
+            if count <= row_tokens:
+                if count == 0 or share == 0:
+                    continue  # awaits its result, or the next plan
+                share -= 1
+            else:
                 lacking = (self._prefill_lack() if lacking is None else lacking) - count  # by those behind: leave it, at most half
                 count = max(0, min(count, budget - after, max(prefill_budget - lacking, (prefill_budget + 1) // 2)))
                 prefill_budget -= count
             if count == 0:
-                continue  # awaits its result, or its turn
+                continue  # awaits its turn
             while not (seq.num_planned + count <= seq.room or kv.allocate(seq, count, plan)):
                 victim = running[-1]
                 self._preempt(victim)
@@ -173,6 +180,11 @@ class Scheduler:
                 self._plan(seq, count, plan, planned)
                 budget -= count
         return budget, preempted
+
+    def _share(self) -> tuple[int, int]:
+        """Returns the tokens of this plan, and the most sequences that it decodes: as many as each of the plans in flight."""
+        tokens, rows = self.limits.max_num_batched_tokens, self.limits.max_num_seqs
+        return max(tokens // self.stages, rows * self.row_tokens), -(-len(self.running) // self.stages)
 
     def _prefill_budget(self, budget: int) -> int:
         """While anything waits for a row that is free, running prefills leave it half of what decode leaves."""

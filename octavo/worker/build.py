@@ -20,10 +20,10 @@ from octavo.kernels.cpu.library import NativeLibrary
 from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.kernels.row_words import RowLayout
 from octavo.layers.comm import NullComm
-from octavo.loading.loader import NativeWeights, StoredParameters, load_packed, load_weights
+from octavo.loading.loader import NativeWeights, StoredParameters, load_packed, load_weights, weight_targets
 from octavo.loading.requantized import DummyCheckpoint, as_wanted
 from octavo.loading.resolve import open_checkpoint
-from octavo.loading.sharded import of_rank
+from octavo.loading.sharded import StagedCheckpoint, of_rank
 from octavo.log import Stopwatch, logger
 from octavo.messages import NoiseKey, RowWrite, StepPlan
 from octavo.models.decoder import Decoder
@@ -106,7 +106,7 @@ def _native(
     with torch.inference_mode():
         weights = NativeWeights(stored, library, facts.dtype)
         limits = geometry.block_size, geometry.max_model_len, tokens
-        program = NativeProgram(facts.model, weights, library, store.caches, table, *limits, facts.shared_comm)
+        program = NativeProgram(facts.model, weights, library, store.caches, table, *limits, facts.place)
     _log_loading(program, watch)
     if shadow is None:
         return program, store
@@ -125,7 +125,7 @@ def _eager(
     torch.cuda.empty_cache()  # what was held on the way is no part of the plan
     store = _reserve(facts, geometry)
     limits = geometry.block_size, facts.config.max_num_batched_tokens
-    eager = Eager(model, backend, store.caches, table, *limits, geometry.groups)
+    eager = Eager(model, backend, store.caches, table, *limits, geometry.groups, facts.place)
     return eager, store if shadow is None else ShadowedStore(store, shadow)
 
 
@@ -133,6 +133,7 @@ def _load_model(facts: Facts, backend: type[AttentionBackend], max_len: int, sto
     packed = any(one.codes for one in facts.kept)
     with facts.device:  # not while files are read: that is done on the host
         model = build_model(facts.model_config, getattr(torch, facts.dtype), backend, facts.comm, max_len, Packed() if packed else None)
+        model.keep(facts.place.stage)
     if packed:
         load_packed(model, stored)
     else:
@@ -161,10 +162,14 @@ def _open_stored(facts: Facts) -> StoredParameters:
     config = facts.config
     with torch.device("meta"):
         empty = build_model(facts.model_config, torch.float32, facts.backend, facts.comm, max_len=1)
-        whole = empty if facts.comm.size == 1 else build_model(facts.whole, torch.float32, facts.backend, NullComm(), max_len=1)
+        empty.keep(facts.place.stage)
+        whole = empty if config.num_ranks == 1 else build_model(facts.whole, torch.float32, facts.backend, NullComm(), max_len=1)
     dummy = config.load_format == "dummy"
     stored = DummyCheckpoint(whole, config.seed, facts.device) if dummy else open_checkpoint(facts.source)
     found = of_rank(stored, facts.whole, facts.comm.size, facts.comm.rank)
+    if facts.place.stage.count > 1:
+        elsewhere = weight_targets(whole).keys() - weight_targets(empty).keys()
+        found = StagedCheckpoint(found, facts.layers, elsewhere, facts.place.stage.last)
     return StoredParameters(empty, as_wanted(found, config.quantization, facts.model_config, facts.device, facts.form))
 
 

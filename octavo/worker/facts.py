@@ -1,7 +1,7 @@
 """What a start settles before anything is loaded: device, dtype, programs, backend, and what the weights become."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -11,28 +11,30 @@ from octavo.config import Debug, EngineConfig, ResolvedConfig
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.levels import open_native
 from octavo.kernels.cpu.library import NativeLibrary
-from octavo.layers.comm import Comm, NullComm
-from octavo.layers.shared_comm import SharedMemoryComm
+from octavo.layers.comm import Comm
 from octavo.loading.resolve import ModelSource, open_checkpoint
 from octavo.loading.shape import ModelShape, shape_of
 from octavo.log import Stopwatch, logger
 from octavo.model_config import ModelConfig
 from octavo.models.registry import describe, rank_config
 from octavo.policy.auto import check_cache_dtype, resolved, suited
-from octavo.policy.cache_spec import CacheGeometry
+from octavo.policy.cache_spec import CacheGeometry, token_bytes
 from octavo.policy.description import ModelDescription
-from octavo.policy.memory_plan import ModelNeeds, plan_memory
+from octavo.policy.memory_plan import ModelNeeds, plan_stages
 from octavo.policy.model_size import Kept
+from octavo.policy.stages import of_stage
 from octavo.worker.device import device_here, start_lines
 from octavo.worker.machine import num_threads, refuse_float16, resolve_dtype
 from octavo.worker.memory import memory
+from octavo.worker.program import ALONE, Place
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
     config: ResolvedConfig
     source: ModelSource
-    comm: Comm  # with the other ranks, where the model is split
+    place: Place  # among the other ranks, where the model is split
+    layers: range  # of the whole model, that this rank has
     whole: ModelConfig
     model_config: ModelConfig  # of this rank, as all that follows
     model: ModelDescription
@@ -41,6 +43,7 @@ class Facts:
     library: NativeLibrary | None  # native kernels compute
     dtype: str
     needs: ModelNeeds
+    all_needs: list[ModelNeeds]  # of each stage of the pipeline
     kept: list[Kept]  # what becomes of each matrix, where codes are computed with
     shape: ModelShape
     backend: type[AttentionBackend]
@@ -57,17 +60,22 @@ class Facts:
         return "Triton" if self.device.type == "cuda" else "torch"
 
     @property
-    def shared_comm(self) -> SharedMemoryComm | None:
-        """To the other ranks, if there are any."""
-        return self.comm if isinstance(self.comm, SharedMemoryComm) else None
+    def comm(self) -> Comm:
+        return self.place.comm
 
     def fingerprint(self) -> bytes:
         """Returns what identifies the weights."""
         return b"dummy%d" % self.config.seed if self.config.load_format == "dummy" else open_checkpoint(self.source).fingerprint()
 
     def plan_cache(self) -> CacheGeometry:
-        """Counts what fits, before anything is loaded; a refusal says which setting to change."""
-        return plan_memory(self.needs, self.config, memory(self.config).share(self.comm.size)).accepted()
+        """Counts what fits on all ranks, before anything is loaded. A refusal says which setting to change."""
+        plan = plan_stages(self.all_needs, self.config, memory(self.config).share(self.config.num_ranks))
+        return self.own_cache(plan.accepted())
+
+    def own_cache(self, geometry: CacheGeometry) -> CacheGeometry:
+        """Returns the cache that all ranks have, with the layers of this one."""
+        groups = self.needs.groups
+        return replace(geometry, groups=groups, bytes_per_token=token_bytes(self.needs.specs, groups))
 
     def warn_of_floats(self) -> None:
         """Logs which matrices should be codes and cannot be."""
@@ -80,37 +88,41 @@ class Facts:
             logger.warning("Some matrices are kept as %s, not quantised: %s (%s)", self.dtype, names, why)
 
 
-def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug: Debug, comm: Comm | None = None) -> Facts:
+def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug: Debug, place: Place = ALONE) -> Facts:
     """Settles everything that needs no weights, in the order in which one thing decides on the next.
 
-    `comm`: with the other ranks, where the model is split; the facts are then those of one rank.
+    `place`: of a rank, where the model is split; the facts are then those of this rank.
     """
-    comm = comm or NullComm()
-    model_config = rank_config(whole, comm.size)  # before anything is looked at: it may not be possible
-    device, model = _choose_device(config), describe(model_config)
-    settled = suited(resolved(debug.overrule(config), device), model)
+    stage, own = place.stage, rank_config(whole, place.comm.size)  # before anything is looked at: it may not be possible
+    device = _choose_device(config)
+    settled = suited(resolved(debug.overrule(config), device), describe(own))
     on_device = device == "cuda" or debug.runner == "device"
-    if device == "cuda" and comm.size > 1:
-        raise ConfigError(f"tensor_parallel_size is {comm.size}, and a model is split on a CPU only: set it to 1, or device to cpu")
+    if device == "cuda" and config.num_ranks > 1:
+        sizes = f"tensor_parallel_size is {config.tensor_parallel_size} and pipeline_parallel_size {config.pipeline_parallel_size}"
+        raise ConfigError(f"{sizes}, and a model is split on a CPU only: set both to 1, or device to cpu")
     library = _open_native(settled) if settled.wants_native and not on_device else None
     level = library.level if library else None
     refuse_float16(settled, device, level)
-    dtype = resolve_dtype(settled.dtype, model_config.dtype, device, level)
+    dtype = resolve_dtype(settled.dtype, own.dtype, device, level)
     check_cache_dtype(settled, device, dtype)
-    shape = _shape(settled, source, whole, comm.size, computes_codes=library is not None or on_device)
-    threads = library.threads if library else 0
+    all_layers = _shape(settled, source, whole, place.comm.size, computes_codes=library is not None or on_device)
+    shapes, threads = all_layers.stages(stage.count), library.threads if library else 0
+    shape = shapes[stage.index]
+    all_needs = [one.needs(dtype, settled.quantization, settled.kv_cache_dtype, threads, device) for one in shapes]
     return Facts(
         config=settled,
         source=source,
-        comm=comm,
+        place=place,
+        layers=all_layers.stage_layers(stage.count)[stage.index],
         whole=whole,
-        model_config=model_config,
-        model=model,
+        model_config=shape.config,
+        model=of_stage(describe(shape.config), stage),
         device=torch.device(device),
         on_device=on_device,
         library=library,
         dtype=dtype,
-        needs=shape.needs(dtype, settled.quantization, settled.kv_cache_dtype, threads, device),
+        needs=all_needs[stage.index],
+        all_needs=all_needs,
         kept=shape.kept(dtype, settled.quantization, "cuda" if on_device else "cpu") if library or on_device else [],
         shape=shape,
         backend=choose_backend(settled, dtype, on_device),

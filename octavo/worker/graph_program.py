@@ -44,7 +44,7 @@ class Graph:
         fits = (shape for shape in self._mixed if shape.entries >= entries and shape.tokens >= tokens)
         return next(fits, Shape(entries, tokens))
 
-    def run(self, shape: Shape, whole: bool = False) -> Forward:
+    def run(self, shape: Shape, whole: bool = False) -> Forward | None:
         """Replays a graph where there is one; none was captured of a whole step, but where it decodes."""
         if shape not in self._graphs or (whole and not shape.decodes):
             return self.eager.run(shape, whole)
@@ -74,6 +74,7 @@ class Graph:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 forward = self.eager.run(shape)
+            assert forward is not None, "steps of a pipeline's stage are not captured"
             self._graphs[shape] = (graph, forward)
             pool = graph.pool()
 

@@ -61,12 +61,13 @@ class ModelRunner:
             shape = self.program.shape_of(len(plan.row), sum(plan.num_query))
             send(entries(plan, shape), self.program.memory.entries)
             self._forward = self.program.run(shape, self.prompts.reached(plan))
+        if self._forward is not None:
             self._pieces = self.prompts.rankings(self._forward.hidden, plan, self.program.logits)
 
     @torch.inference_mode()
     def sample(self, masks: Masks | None = None) -> "Pending":
         plan, forward = self._plan, self._forward
-        if forward is None:
+        if forward is None:  # an empty plan, or one whose tokens come from a later stage
             return Pending(plan, torch.empty(0, dtype=torch.int32), NO_RANKINGS, [], [], None)
         ids, special = forward.result[: len(plan.row)], self.sampler.special(plan)
         masked = {} if masks is None else dict(zip(plan.mask_rows, masks, strict=True))

@@ -74,6 +74,7 @@ class NativeLayers:
     def _embed(self, ids: Tensor) -> Tensor:
         if self._whole.embed is not None:
             return self._whole.embed[ids].float()
+        assert self._whole.head is not None
         return torch.from_numpy(unpack_rows(self._whole.head, ids.numpy())).contiguous()
 
     def _norm(self, stream: Tensor, news: Tensor | None, weight: int) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.attention.spec import AttentionSpec, kv_buffers
-from octavo.kernels.cpu.library import BF16, F16, F32, PANEL, Q8, Layer, Model, NativeLibrary, Step, address
+from octavo.kernels.cpu.library import BF16, F16, F32, PANEL, Q8, Layer, Matrix, Model, NativeLibrary, Step, address
 from octavo.kernels.cpu.packing import PackedMatrix
 from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.kernels.ops import finish, prepare
@@ -23,7 +23,7 @@ from octavo.loading.loader import NativeWeights
 from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.description import ModelDescription
 from octavo.worker.kv_store import Caches
-from octavo.worker.program import Forward, Shape
+from octavo.worker.program import ALONE, Forward, Place, Shape
 from octavo.worker.rank_sampling import RankSampling
 from octavo.worker.request_table import RequestTable, Words
 
@@ -33,15 +33,16 @@ KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int
 class NativeProgram:
     def __init__(
         self, model: ModelDescription, weights: NativeWeights, library: NativeLibrary, caches: Caches, table: RequestTable,
-        block_size: int, max_len: int, max_tokens: int, comm: SharedMemoryComm | None = None,
+        block_size: int, max_len: int, max_tokens: int, place: Place = ALONE,
     ) -> None:  # fmt: skip
         """`model`: one that `native_refusal` does not refuse, so that its layers are alike but for their windows.
 
-        `comm`: to the other ranks, if the weights are the part of one.
+        `place`: of the rank, if the weights are the part of one.
         """
         self.vocab_size = model.vocab_size
-        self._comm = comm
-        self._ranks = None if comm is None else RankSampling(comm, self.vocab_size)
+        self._place = place
+        self._comm = place.comm if isinstance(place.comm, SharedMemoryComm) else None
+        self._ranks = None if self._comm is None else RankSampling(self._comm, self.vocab_size)
         self._vocab_start = 0 if self._ranks is None else self._ranks.tokens.start
         self.library = library
         self.table = table
@@ -54,7 +55,8 @@ class NativeProgram:
         self._inner = -(-model.layers[0].mlp.inner // PANEL) * PANEL  # the width of the MLP in whole panels
         self.layers = (Layer * len(model.layers))(*(self._layer(model, weights, index) for index in range(len(model.layers))))
         self.embed = None if model.lookup is None else weights.rows(f"{model.lookup.module}.weight")  # None: its rows are the head's
-        self.head = weights.matrix(next(matrix.module for matrix in model.matrices if matrix.name == "head"))
+        head = next((matrix.module for matrix in model.matrices if matrix.name == "head"), None)
+        self.head = None if head is None else weights.matrix(head)  # None: another stage has it
         self._kept.append(self.embed)
         self.model = self._describe(model, weights, block_size, max_len)
         self._kept.append(caches)
@@ -69,8 +71,11 @@ class NativeProgram:
     def shape_of(self, entries: int, tokens: int) -> Shape:
         return Shape(entries, tokens)
 
-    def run(self, shape: Shape, whole: bool = False) -> Forward:
+    def run(self, shape: Shape, whole: bool = False) -> Forward | None:
         step = self.prepared(shape)
+        if self._place.after is not None:
+            self._place.after.send(self._stream(step))
+            return None
         hidden, logits, best = self.compute(step)
         asked = step.temperature, step.noise, step.draw_positions
         ids = self._sampling.sample(logits, best, *asked) if self._ranks is None else self._ranks.sample(logits, *asked)
@@ -92,13 +97,30 @@ class NativeProgram:
         entries = len(step.row)
         hidden = torch.empty(len(step.token_ids), self.model.hidden)
         logits, best = torch.empty(entries, self.model.vocab_rows), torch.empty(entries, dtype=torch.int64)
-        shared, described = self.shared_tokens(step), self._described(step)
-        described.shared = address(shared)
+        described = self._described(step)
         described.hidden, described.logits, described.best = at(hidden), at(logits), at(best)
+        self._call(step, described)
+        return hidden, logits, best
+
+    def _stream(self, step: StepTensors) -> Tensor:
+        """Returns the residual stream after the layers of this stage, for the next one."""
+        passed, described = torch.empty(len(step.token_ids), self.model.hidden), self._described(step)
+        described.passed = at(passed)
+        self._call(step, described)
+        return passed
+
+    def _call(self, step: StepTensors, described: Step) -> None:
+        shared, received = self.shared_tokens(step), self.received(len(step.token_ids))
+        described.shared = address(shared)
+        described.received = None if received is None else at(received)
         code = self.library.call.octavo_step(ctypes.byref(self.model), ctypes.byref(described))
         if self._comm is not None:
             self._comm.check(code)
-        return hidden, logits, best
+
+    def received(self, tokens: int) -> Tensor | None:
+        """Returns the stream of the stage before, or None if this is the first."""
+        before = self._place.before
+        return None if before is None else before.receive(torch.empty(tokens, self.model.hidden))
 
     def _described(self, step: StepTensors) -> Step:
         """Returns the descriptor of a step. It is kept: most steps have the tensors of the one before."""
@@ -154,16 +176,22 @@ class NativeProgram:
         assert spec.rope is not None
         rope = build_rope(spec.rope, spec.head_dim, max_len)
         self._kept.append(rope)
-        last_norm = next(vector.module for vector in model.vectors if vector.layer is None)
+        last_norm = next((vector.module for vector in model.vectors if vector.layer is None), None)  # None: another stage has it
         return Model(
             num_layers=len(model.layers), hidden=model.hidden_size, heads=spec.num_heads, kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim, intermediate=self._inner, vocab=model.vocab_size, block_size=block_size,
             embed_kind=Q8 if self.embed is None else KINDS[self.embed.dtype], embed=None if self.embed is None else at(self.embed),
             eps=model.norm.eps, attention_scale=spec.scale, layers=self.layers,
-            norm=self._vector(weights, f"{last_norm}.weight"), cos=at(rope.cos), sin=at(rope.sin), head=self._matrix(self.head),
-            vocab_start=self._vocab_start, vocab_rows=self.head.struct.n,
+            norm=None if last_norm is None else self._vector(weights, f"{last_norm}.weight"), cos=at(rope.cos), sin=at(rope.sin),
+            head=Matrix() if self.head is None else self._matrix(self.head), vocab_start=self._vocab_start,
+            vocab_rows=self._vocab_rows(),
             group=None if self._comm is None else ctypes.pointer(self._comm.group),
         )  # fmt: skip
+
+    def _vocab_rows(self) -> int:
+        if self.head is not None:
+            return int(self.head.struct.n)
+        return 0 if self.embed is None else len(self.embed)
 
     def _vector(self, weights: NativeWeights, name: str) -> int | None:
         values = weights.vector(name)

@@ -18,11 +18,26 @@ from octavo.attention.backend import AttentionBackend
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.kernels.ops import finish, prepare, sample
 from octavo.kernels.step_tensors import StepMemory, StepTensors
+from octavo.layers.comm import Channel, Comm, NullComm
 from octavo.models.decoder import Decoder
 from octavo.policy.cache_group import FULL, CacheGroup
+from octavo.policy.stages import ONLY, Stage
 from octavo.worker.kv_store import Caches
 from octavo.worker.rank_sampling import RankSampling
 from octavo.worker.request_table import RequestTable
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands, and how it reaches the others."""
+
+    comm: Comm  # with those that share its layers
+    stage: Stage = ONLY
+    before: Channel | None = None  # from the stage before; None: it is the first
+    after: Channel | None = None  # to the next stage; None: it is the last
+
+
+ALONE = Place(NullComm())
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +72,11 @@ class Program(Protocol):
     def shape_of(self, entries: int, tokens: int) -> Shape:
         """Returns the shape a step is padded to."""
 
-    def run(self, shape: Shape, whole: bool) -> Forward:
-        """Computes a step over the entries that lie in `memory`. `whole`: hidden states of all tokens are wanted."""
+    def run(self, shape: Shape, whole: bool) -> Forward | None:
+        """Computes a step over the entries that lie in `memory`. `whole`: hidden states of all tokens are wanted.
+
+        Returns None if another stage has the rest of the layers: it has got the stream.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> [N, vocab]"""
@@ -67,13 +85,13 @@ class Program(Protocol):
 class Eager:
     def __init__(
         self, model: Decoder, backend: type[AttentionBackend], caches: Caches, table: RequestTable, block_size: int, max_tokens: int,
-        groups: Sequence[CacheGroup] = (FULL,),
+        groups: Sequence[CacheGroup] = (FULL,), place: Place = ALONE,
     ) -> None:  # fmt: skip
         """`groups`: as many as the table has block tables."""
         self.vocab_size = model.config.vocab_size
         self.model = model
-        comm = model.embed.comm
-        self._sample = sample if comm.size == 1 else RankSampling(comm, self.vocab_size).sample
+        self._place = place
+        self._sample = sample if model.comm.size == 1 else RankSampling(model.comm, self.vocab_size).sample
         self.table = table
         self._backend = backend
         self._caches = caches
@@ -85,7 +103,7 @@ class Eager:
         self.memory = StepMemory(table.layout, most_rows, max(max_tokens, most_rows), device)
         self._result = torch.zeros(most_rows, dtype=torch.int32, device=device)
         # one place for the logits of all steps: what each graph kept for itself would be gigabytes
-        self.logits_memory = torch.empty(most_rows, len(model.embed.tokens), dtype=model.dtype, device=device)
+        self.logits_memory = torch.empty(most_rows, len(model.tokens), dtype=model.dtype, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -94,8 +112,11 @@ class Eager:
     def shape_of(self, entries: int, tokens: int) -> Shape:
         return Shape(entries, tokens)
 
-    def run(self, shape: Shape, whole: bool = False, layers: Iterable[nn.Module] | None = None) -> Forward:
+    def run(self, shape: Shape, whole: bool = False, layers: Iterable[nn.Module] | None = None) -> Forward | None:
         """`layers`: all, if not said."""
+        if self._place.after is not None:
+            self._place.after.send(self.model.stream(self._prepared(shape), layers))
+            return None
         states, hidden, logits = self.compute(shape, whole, layers)
         step, result = self.memory.step(shape.entries, shape.tokens), self._result[: shape.entries]
         ids = self._sample(logits, step.temperature, step.noise, step.draw_positions)
@@ -107,9 +128,7 @@ class Eager:
 
         The first are hidden states, too, if the step is whole; else what `Decoder.sampled` gives. The rows stay as they are.
         """
-        step = self.memory.step(shape.entries, shape.tokens)
-        prepare(self.table.words, self.table.layout, self._block_size, step)
-        batch = self._batch(step, shape)
+        step, batch = self.memory.step(shape.entries, shape.tokens), self._prepared(shape)
         if whole or shape.decodes:
             states: Tensor = self.model(batch, layers)
             hidden = states if shape.decodes else states.index_select(0, step.sample_index)
@@ -120,6 +139,16 @@ class Eager:
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.model.head(hidden)
         return logits
+
+    def _prepared(self, shape: Shape) -> ForwardBatch:
+        """Returns the batch of a step, read out of the rows, with the stream of the stage before."""
+        step = self.memory.step(shape.entries, shape.tokens)
+        prepare(self.table.words, self.table.layout, self._block_size, step)
+        batch = self._batch(step, shape)
+        if self._place.before is not None:
+            size, model = (shape.tokens, self.model.config.hidden_size), self.model
+            batch.stream = self._place.before.receive(torch.empty(size, dtype=model.dtype, device=model.device))
+        return batch
 
     def _batch(self, step: StepTensors, shape: Shape) -> ForwardBatch:
         """Returns the batch of the first cache group, which knows those of the others."""

@@ -1,20 +1,26 @@
-"""One rank of a model that is split over processes: the process itself, and what it is told.
+"""One rank of a model that is split over processes: the process itself, what it is told and what it tells.
 
-    orders    one line: which rank it is, the model, the settings, the cache that all ranks have
-    ready     it answers with an empty line; with a `Reason` if it cannot start
-    Forward   a plan, which it carries out with its part of the weights
-    Sample    the masks of that plan; it samples as every rank does, and keeps the ids
+    parent -> rank    RankOrders    one line: which rank it is, the model, the settings, the cache that all ranks have
+                      Forward       a plan, which it carries out with its part of the weights
+                      Sample        the masks of that plan; it samples as every rank of its stage does, and keeps the ids
+    rank -> parent    Ready         it has loaded its part; or Failed, why it cannot go on
+                      Result        of a step, if other stages made the beginning; from the first rank of the last stage
+                      Beat          every second: it is alive, and what it has done since the last one
 
-Ranks meet inside the steps (`layers/comm.py`); nothing comes back through the pipe. The process ends with its parent, and when its
+Ranks of a stage meet inside the steps (`layers/comm.py`), stages hand hidden states on. The process ends with its parent, and when its
 pipe is closed. What goes wrong in a step ends the rank, and with it the group.
 """
 
 import os
+import platform
 import signal
 import sys
+import threading
+import time
 from array import array
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import msgspec
 import numpy as np
@@ -24,13 +30,32 @@ from octavo import log
 from octavo.child import die_with
 from octavo.config import EngineConfig, debug_from_environment
 from octavo.errors import LoadError, OctavoError
+from octavo.layers.comm import NullComm
 from octavo.loading.resolve import ModelSource, load_model_config
-from octavo.messages import StepPlan
+from octavo.messages import StepPlan, StepResult
 from octavo.policy.cache_spec import CacheGeometry
+from octavo.policy.stages import Stage
 from octavo.worker.executor import Masks
 from octavo.worker.machine import keep_to
+from octavo.worker.program import Place
+
+if TYPE_CHECKING:
+    from octavo.worker.facts import Facts
+    from octavo.worker.model_runner import ModelRunner
 
 LENGTH_BYTES = 4  # before every message
+BEAT_SECONDS = 1.0
+
+
+class Ends(Struct, frozen=True):
+    """The descriptors through which a rank reaches others of its host. -1: there is none"""
+
+    memory: int = -1  # of its stage
+    before: int = -1  # a socket, from the stage before
+    after: int = -1  # a socket, to the next stage
+
+    def open_ones(self) -> list[int]:
+        return [end for end in (self.memory, self.before, self.after) if end >= 0]
 
 
 class RankOrders(Struct, frozen=True):
@@ -43,7 +68,7 @@ class RankOrders(Struct, frozen=True):
     rank: int
     cpus: list[int]  # that it may use
     weights: bytes  # what identifies the weights that the first rank has
-    memory: int  # the descriptor through which the ranks meet
+    ends: Ends
     start_seconds: float
     step_seconds: float  # that it may wait for another rank in a step
     geometry: CacheGeometry
@@ -53,11 +78,41 @@ class RankOrders(Struct, frozen=True):
 
 class Forward(Struct, tag="forward", array_like=True, frozen=True):
     plan: StepPlan
+    said: list[tuple[int, int, int]] = []  # row, position, token: what the last stage has sampled since the plan before
 
 
 class Sample(Struct, tag="sample", array_like=True, frozen=True):
     masks: bytes | None = None
     words: int = 0  # of a mask
+
+
+class Ready(Struct, tag="ready", array_like=True, frozen=True):
+    """What a rank is, once it has loaded its part."""
+
+    rank: int
+    pid: int
+    host: str
+    cpus: list[int]
+    device: str
+    kernels: str
+    first_layer: int
+    num_layers: int
+    weight_bytes: int
+
+
+class Failed(Struct, tag="failed", array_like=True, frozen=True):
+    """The reason why a rank ended."""
+
+    kind: str  # the error's class
+    message: str
+
+
+class Result(Struct, tag="result", array_like=True, frozen=True):
+    result: StepResult
+
+
+class Beat(Struct, tag="beat", array_like=True, frozen=True):
+    steps: list[tuple[int, float, float]]  # number, and when it began and ended, by the clock of this host
 
 
 def _plain(value: Any) -> bytes | int | float:
@@ -73,19 +128,32 @@ def _ids(kind: type, data: Any) -> Any:
     return ids
 
 
+Order = Forward | Sample
+Answer = Ready | Failed | Result | Beat
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_decoder = msgspec.msgpack.Decoder(Forward | Sample, dec_hook=_ids)
+_orders = msgspec.msgpack.Decoder(Order, dec_hook=_ids)
+_answers = msgspec.msgpack.Decoder(Answer)
 
 
-def encode(message: Forward | Sample) -> bytes:
+def encode(message: Order | Answer) -> bytes:
     body = _encoder.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
-def read(pipe: BinaryIO) -> Forward | Sample | None:
-    """Returns the next message, or None when the pipe is closed."""
-    head = pipe.read(LENGTH_BYTES)
-    return _decoder.decode(pipe.read(int.from_bytes(head, "little"))) if len(head) == LENGTH_BYTES else None
+def bodies(pipe: BinaryIO) -> Iterator[bytes]:
+    """Yields the messages that come through a pipe, until it is closed."""
+    while len(head := pipe.read(LENGTH_BYTES)) == LENGTH_BYTES:
+        yield pipe.read(int.from_bytes(head, "little"))
+
+
+def order(body: bytes) -> Order:
+    found: Order = _orders.decode(body)
+    return found
+
+
+def answer(body: bytes) -> Answer:
+    found: Answer = _answers.decode(body)
+    return found
 
 
 def sample(masks: Masks | None) -> Sample:
@@ -96,35 +164,114 @@ def masks_of(message: Sample) -> Masks | None:
     return None if message.masks is None else np.frombuffer(message.masks, np.int32).reshape(-1, message.words).copy()
 
 
-def serve(orders: RankOrders, pipe: BinaryIO, answers: int) -> None:
-    """Builds its part of the model, says that it is ready, and carries out plans until the pipe is closed."""
+def join(ends: Ends, rank: int, config: EngineConfig, seconds: float) -> Place:
+    """Returns the place of a rank, which reaches the others of its host through these descriptors, and takes those of sockets over."""
+    from octavo.layers.shared_comm import SharedMemoryComm
+    from octavo.layers.socket_channel import SocketChannel
+
+    size = config.tensor_parallel_size
+    stage, number = divmod(rank, size)
+    return Place(
+        comm=NullComm() if ends.memory < 0 else SharedMemoryComm.join(ends.memory, number, size, seconds),
+        stage=Stage(stage, config.pipeline_parallel_size),
+        before=None if ends.before < 0 else SocketChannel(ends.before, rank - size),
+        after=None if ends.after < 0 else SocketChannel(ends.after, rank + size),
+    )
+
+
+class Diary:
+    """The steps of a rank, for its beats."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[int, float, float]] = []
+
+    def note(self, step: int, began: float) -> None:
+        self._steps.append((step, began, time.monotonic()))
+
+    def beat(self) -> Beat:
+        steps, self._steps = self._steps, []
+        return Beat(steps)
+
+
+def serve(orders: RankOrders, place: Place, messages: Iterator[bytes], tell: Callable[[Answer], None]) -> None:
+    """Builds its part of the model, says that it is ready, and carries out plans until there are no more messages."""
     from octavo.layers.shared_comm import SharedMemoryComm
     from octavo.worker.build import build_runner
     from octavo.worker.device import compilers_for
     from octavo.worker.facts import settle
 
     debug, source = debug_from_environment(), ModelSource(Path(orders.path), orders.kind, orders.name)
-    size = orders.config.tensor_parallel_size
-    comm = SharedMemoryComm.join(orders.memory, orders.rank, size, orders.start_seconds)
     with compilers_for(orders.config.device) as compilers:
-        facts = settle(orders.config, source, load_model_config(source), debug, comm)
+        facts = settle(orders.config, source, load_model_config(source), debug, place)
         if facts.fingerprint() != orders.weights:
             raise LoadError(f"{source.path}: holds other weights than rank 0 found there")
-        runner = build_runner(facts, orders.geometry, debug, compilers)
-        comm.wait_at_most(orders.step_seconds)
-        os.write(answers, b"\n")
-        while (message := read(pipe)) is not None:
+        runner = build_runner(facts, facts.own_cache(orders.geometry), debug, compilers)
+        if isinstance(place.comm, SharedMemoryComm):
+            place.comm.wait_at_most(orders.step_seconds)
+        tell(about(orders.rank, orders.cpus, facts, runner))
+        diary, reports = Diary(), place.stage.last and place.stage.count > 1 and place.comm.rank == 0
+        threading.Thread(target=_beat, args=(diary, tell), name="beat", daemon=True).start()
+        step, began = 0, 0.0
+        for message in map(order, messages):
             if isinstance(message, Forward):
+                step, began = message.plan.step, time.monotonic()
+                runner.table.learn(message.said)
                 runner.forward(message.plan)
             else:
-                runner.sample(masks_of(message))
+                pending = runner.sample(masks_of(message))
+                diary.note(step, began)
+                if reports:
+                    tell(Result(pending.result()))
+
+
+def about(rank: int, cpus: list[int], facts: "Facts", runner: "ModelRunner") -> Ready:
+    """Returns what a rank is."""
+    return Ready(
+        rank=rank,
+        pid=os.getpid(),
+        host=platform.node(),
+        cpus=cpus,
+        device=str(facts.device),
+        kernels=facts.kernels,
+        first_layer=facts.layers.start,
+        num_layers=len(facts.layers),
+        weight_bytes=runner.program.nbytes,
+    )
+
+
+def _beat(diary: Diary, tell: Callable[[Answer], None]) -> None:
+    while True:
+        time.sleep(BEAT_SECONDS)
+        tell(diary.beat())
+
+
+class Pipe:
+    """Where the answers of a rank go. Its threads take turns."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+
+    def tell(self, message: Answer) -> None:
+        with self._lock:
+            view = memoryview(encode(message))
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+
+
+def failure(error: BaseException) -> Failed:
+    """Returns why a rank ends. What is no error of Octavo's own or of the machine is logged with its trace."""
+    if isinstance(error, (OctavoError, MemoryError, OSError)):
+        return Failed(type(error).__name__, str(error) or type(error).__name__)
+    log.logger.error("a rank failed", exc_info=error)
+    return Failed(type(error).__name__, f"{type(error).__name__}: {error}")
 
 
 def main(parent: int) -> None:
     die_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent decides what they mean
         signal.signal(number, signal.SIG_IGN)
-    answers = os.dup(sys.stdout.fileno())
+    answers = Pipe(os.dup(sys.stdout.fileno()))
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
     pipe = sys.stdin.buffer
     orders = msgspec.json.decode(pipe.readline(), type=RankOrders)
@@ -132,19 +279,8 @@ def main(parent: int) -> None:
     keep_to(orders.cpus)
     code = 0
     try:
-        serve(orders, pipe, answers)
-    except (OctavoError, MemoryError, OSError) as error:
-        os.write(answers, msgspec.json.encode(Reason(type(error).__name__, str(error) or type(error).__name__)) + b"\n")
-        code = 1
+        serve(orders, join(orders.ends, orders.rank, orders.config, orders.start_seconds), bodies(pipe), answers.tell)
     except BaseException as error:
-        log.logger.error("rank %d failed", orders.rank, exc_info=error)
-        os.write(answers, msgspec.json.encode(Reason(type(error).__name__, f"{type(error).__name__}: {error}")) + b"\n")
+        answers.tell(failure(error))
         code = 1
     os._exit(code)  # at once, whatever other threads do
-
-
-class Reason(Struct, frozen=True):
-    """The reason why a rank ended."""
-
-    kind: str  # the error's class
-    message: str

@@ -22,6 +22,7 @@ from octavo.sampling_params import SamplingParams
 
 Words = NDArray[np.int32]
 Places = NDArray[np.int64]
+Said = tuple[int, int, int]  # row, position, token
 
 
 class RequestTable:
@@ -51,6 +52,15 @@ class RequestTable:
             self._write(runs)
         if plan.last_ids:
             self._replace_last(plan.last_ids)
+
+    def learn(self, tokens: list[Said]) -> None:
+        """Takes in tokens that another stage of a pipeline has sampled."""
+        runs: list[tuple[int, Words]] = []
+        for row, position, token in tokens:
+            runs.append((self._at(row, self.layout.tokens + position), np.array([token], np.int32)))
+            runs.append((self._at(row, NUM_TOKENS), np.array([position + 1], np.int32)))
+        if runs:
+            self._write(runs)
 
     def _at(self, row: int, word: int) -> int:
         return row * self.layout.width + word

@@ -286,6 +286,7 @@ class ShadowedProgram:
     def run(self, shape: Shape, whole: bool = False) -> Forward:
         hidden, logits = self._watched(shape, whole)
         forward = self._program.run(shape, whole)  # writes the same bits into the same slots
+        assert forward is not None
         used, entries = int(forward.step.query_start[-1]), int((forward.step.row >= 0).sum())  # the rest is padding
         count = entries if len(forward.hidden) == shape.entries else used
         self._shadow.compare_ways((forward.hidden[:count], forward.logits[:entries]), (hidden[:count], logits[:entries]))

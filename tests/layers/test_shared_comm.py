@@ -33,7 +33,7 @@ def test_gathers_join_the_last_dimension_and_sums_take_any_strides() -> None:
     for result, own in zip(results, (first, second), strict=True):
         assert result["gathered"] == torch.cat([first, second], dim=-1).tolist()
         assert result["strided"] == (first + second).T[1:].tolist()
-        assert result["ids"] == [0, 7]
+        assert result["ids"] == [0, 7, 1, 8]
         assert result["kept"] == own.tolist()
 
 

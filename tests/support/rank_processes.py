@@ -134,7 +134,7 @@ def shapes(comm: AnyComm, given: dict[str, Any]) -> dict[str, Any]:
     wide = torch.arange(12.0).reshape(3, 4) + 100 * comm.rank
     ids = torch.tensor([comm.rank, 7 + comm.rank])
     gathered, strided = comm.all_gather(wide), comm.all_reduce(wide.T[1:])
-    return {"gathered": gathered.tolist(), "strided": strided.tolist(), "ids": comm.broadcast_ids(ids).tolist(), "kept": wide.tolist()}
+    return {"gathered": gathered.tolist(), "strided": strided.tolist(), "ids": comm.all_gather(ids).tolist(), "kept": wide.tolist()}
 
 
 def until_the_end(comm: AnyComm, given: dict[str, Any]) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def parts(comm: AnyComm, given: dict[str, Any]) -> list[float]:
 
 def meet(comm: AnyComm) -> None:
     """Waits until all are there: processes start at different times, and that is not what a job tries."""
-    comm.broadcast_ids(torch.zeros(1, dtype=torch.int64))
+    comm.all_gather(torch.zeros(1, dtype=torch.int64))
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, LoadError, RankLost
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
 from octavo.outputs import RequestOutput
-from octavo.worker.rank_process import Forward, encode, masks_of, read, sample
+from octavo.worker.rank_process import Forward, bodies, encode, masks_of, order, sample
 from octavo.worker.ranks import RankedRunner
 from tests.support.hand_made_grammar import hand_made, obeys, use_hand_made_grammars
 from tests.support.models import tiny_model
@@ -81,7 +81,7 @@ def test_ranks_say_together_what_one_says(architecture: str, shape: dict[str, An
 def processes(llm: LLM) -> list[int]:
     executor: Any = llm._core.executor  # type: ignore[attr-defined]
     assert isinstance(executor, RankedRunner)
-    return [peer.pid for peer in executor._ranks.peers]
+    return [peer.pid for peer in executor.ranks.peers]
 
 
 def gone(pid: int) -> bool:
@@ -134,23 +134,23 @@ def test_a_rank_that_cannot_start_says_why_and_leaves_nothing(folder: Path, monk
     from octavo.worker import ranks
 
     started: list[int] = []
-    first = ranks.Peer.__init__
+    first = ranks.ProcessPeer.__init__
 
-    def tampered(self: Any, orders: Any, on_end: Callable[[Any], None]) -> None:
+    def tampered(self: Any, orders: Any, *hears: Callable[..., None]) -> None:
         weights = folder / "model.safetensors"
         data = weights.read_bytes()
         weights.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
-        first(self, orders, on_end)
+        first(self, orders, *hears)
         started.append(self.pid)
 
-    monkeypatch.setattr(ranks.Peer, "__init__", tampered)
+    monkeypatch.setattr(ranks.ProcessPeer, "__init__", tampered)
     with pytest.raises(LoadError, match=r"rank 1: .* other weights than rank 0"):
         opened(folder, 2)
     assert started and all(gone(pid) for pid in started)
 
 
 def test_a_size_that_does_not_fit_is_refused_before_a_process_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.worker.ranks.Peer", None)
+    monkeypatch.setattr("octavo.worker.ranks.ProcessPeer", None)
     cpus = os.sched_getaffinity(0)
     with pytest.raises(ConfigError, match=r"num_attention_heads 4 .* tensor_parallel_size 3"):
         opened(folder, 3)
@@ -168,7 +168,6 @@ def test_plans_and_masks_cross_a_pipe_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     path.write_bytes(encode(Forward(plan)) + encode(sample(masks)) + encode(sample(None)))
     with path.open("rb") as pipe:
-        forward, masked, plain = read(pipe), read(pipe), read(pipe)
-        assert read(pipe) is None
+        forward, masked, plain = map(order, bodies(pipe))
     assert isinstance(forward, Forward) and forward.plan == plan
     assert np.array_equal(masks_of(masked), masks) and masks_of(plain) is None  # type: ignore[arg-type]
