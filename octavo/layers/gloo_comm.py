@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
-from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions
+from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from octavo.errors import RankLost
 
@@ -91,17 +90,6 @@ class GlooComm:
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._of_all(x), dim=-1).to(x.device)
 
-    def broadcast_ids(self, ids: Tensor) -> Tensor:
-        shared = ids.cpu().clone(memory_format=torch.contiguous_format)
-        self._broadcast(shared, 0)
-        return shared.to(ids.device)
-
-    def send(self, x: Tensor, rank: int) -> None:
-        self.channel(rank).send(x)
-
-    def recv(self, x: Tensor, rank: int) -> Tensor:
-        return self.channel(rank).receive(x)
-
     def wait_at_most(self, seconds: float) -> None:
         self.seconds = seconds
         for part in self._parts:
@@ -124,7 +112,7 @@ class GlooComm:
                 if self._gave_up or time.monotonic() > until:
                     raise self._lost(f"did not meet rank {', '.join(map(str, missing))} within {self.seconds:g} s")
                 time.sleep(POLL_SECONDS)
-            options = ProcessGroupGloo._Options()
+            options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = timedelta(seconds=max(until - time.monotonic(), 1.0))
             options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
             self._group = ProcessGroupGloo(self._store, self.rank, self.size, options)

@@ -85,7 +85,7 @@ class RayCluster:
             except Exception as error:  # Ray's errors are of many kinds
                 raise ConfigError(f"rank {rank} on {self.hosts[rank]} cannot start: {one_line(error)}") from error
             if node.version != __version__:
-                raise ConfigError(f"rank {rank} on {self.hosts[rank]} has Octavo {node.version}, rank 0 has {__version__}: install the same")
+                raise ConfigError(f"rank {rank} on {self.hosts[rank]} has Octavo {node.version}, rank 0 {__version__}: install the same")
             found.append(node)
         return found
 
@@ -177,11 +177,12 @@ def check_room(nodes: list[dict[str, Any]], here: str, address: str, ranks: int,
 
 def token_authentication() -> bool | None:
     """Whether this process shows Ray a token. None: this version of Ray knows no tokens"""
-    try:
-        from ray._raylet import AuthenticationMode, get_authentication_mode
-    except ImportError:
+    import ray._raylet
+
+    raylet: Any = ray._raylet
+    if not hasattr(raylet, "AuthenticationMode"):
         return None
-    return bool(get_authentication_mode() == AuthenticationMode.TOKEN)
+    return bool(raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN)
 
 
 def ports_line(address: str, nodes: list[dict[str, Any]], token: bool | None) -> str:

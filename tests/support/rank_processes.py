@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from functools import cached_property
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -173,7 +174,7 @@ def messages(comm: AnyComm, given: dict[str, Any]) -> list[Any]:
     channel, wide = comm.channel(1 - comm.rank), torch.arange(6.0).reshape(2, 3)
     kinds = [wide, wide.T.to(torch.bfloat16), torch.tensor([3, 4]), torch.randn(100_000).clamp(0, 1).round()]
     got = []
-    for first, second in zip(kinds, kinds[1:]):
+    for first, second in pairwise(kinds):
         if comm.rank == 0:
             channel.send(first)
             channel.send(second)
