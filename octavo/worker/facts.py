@@ -134,7 +134,8 @@ def _meets_natively(place: Place) -> bool:
     """Whether the native step can meet the other ranks: inside of it they meet in shared memory."""
     if place.comm.size == 1 or isinstance(place.comm, SharedMemoryComm):
         return True
-    logger.warning("torch computes, not the native kernels: these meet the other ranks of a layer in the memory of one host")
+    if place.comm.rank == 0:
+        logger.warning("torch computes, not the native kernels: these meet the other ranks of a layer in the memory of one host")
     return False
 
 

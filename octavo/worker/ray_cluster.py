@@ -114,7 +114,7 @@ def _import_ray() -> Any:
 def connect(ray: Any) -> str:
     """Joins the cluster that runs here or at RAY_ADDRESS. Returns its address."""
     asked = ray_address()
-    address = _found(ray, asked)
+    address = _found(asked)
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "://" in address:
         raise ConfigError(f"RAY_ADDRESS must be HOST:PORT of a cluster's head node, such as 10.0.0.1:6379, got {asked!r}")
@@ -123,14 +123,26 @@ def connect(ray: Any) -> str:
     except OSError as error:
         raise ConfigError(f"no Ray cluster can be reached at {address} ({error}): start one ({START}) or set RAY_ADDRESS") from error
     try:
+        if address == asked:
+            _knock(address)
         with _own_signals():
             ray.init(address=asked or "auto", configure_logging=False, log_to_driver=True)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"Ray refuses to join the cluster at {address}: {one_line(error)}{_token_hint(error)}") from error
+        raise ConfigError(f"Ray refuses to join the cluster at {address}: {_why(error)}") from error
     return address
 
 
-def _found(ray: Any, asked: str | None) -> str:
+def _knock(address: str) -> None:
+    """Raises what a cluster answers to a wrong token. `ray.init` would try again for 20 seconds, and not say why it gave up.
+
+    Not for a cluster that Ray finds itself: `ray.init` looks for its token, too.
+    """
+    from ray._raylet import GcsClient
+
+    GcsClient(address=address)
+
+
+def _found(asked: str | None) -> str:
     if asked and asked != "auto":
         return asked
     from ray._private.services import canonicalize_bootstrap_address
@@ -157,8 +169,10 @@ def _own_signals() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _token_hint(error: BaseException) -> str:
-    return f"; set RAY_AUTH_MODE and the token as on its nodes ({DOCS})" if type(error).__name__ == "AuthenticationError" else ""
+def _why(error: BaseException) -> str:
+    if type(error).__name__ == "AuthenticationError":
+        return f"it wants another token: set RAY_AUTH_MODE and RAY_AUTH_TOKEN as on its nodes ({DOCS})"
+    return one_line(error)
 
 
 def check_room(nodes: list[dict[str, Any]], here: str, address: str, ranks: int, gpus: bool) -> None:
