@@ -21,6 +21,7 @@ CpuIsa = Literal["auto", "portable", "avx2", "avx512", "avx512bf16", "amx", "neo
 Quantization = Literal["auto", "none", "int8", "int4"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 LogprobsMode = Literal["raw", "processed"]
+DistributedExecutorBackend = Literal["mp", "ray"]
 
 
 def _flag(default: Any, text: str, choices_because: str = "") -> Any:
@@ -45,6 +46,7 @@ class Settings(TypedDict, total=False):
     num_gpu_blocks_override: int | None
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    distributed_executor_backend: DistributedExecutorBackend
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     enable_prefix_caching: bool
@@ -91,6 +93,9 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = _flag(None, "exact number of blocks in the KV cache, on a CPU too")
     tensor_parallel_size: int = _flag(1, "processes that share every matrix, each with its own part of the weights and of the KV cache")
     pipeline_parallel_size: int = _flag(1, "stages that share the layers; with tensor parallel, each is that many processes")
+    distributed_executor_backend: DistributedExecutorBackend = _flag(
+        "mp", "where these processes run; mp: on this host; ray: on the nodes of a Ray cluster"
+    )
     max_num_seqs: int | None = _flag(None, "maximum number of sequences that run at the same time; default: 256, on a GPU 512")
     max_num_batched_tokens: int | None = _flag(None, "maximum number of tokens in one step; default: 2048, on a GPU 8192")
     enable_prefix_caching: bool = _flag(True, "reuse cached blocks of earlier prompts and answers")
@@ -201,6 +206,7 @@ _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "load_format": ("auto", "dummy"),
     "generation_config": ("auto", "none"),
     "logprobs_mode": ("raw", "processed"),
+    "distributed_executor_backend": ("mp", "ray"),
     "cpu_isa": ("auto", "portable", "avx2", "avx512", "avx512bf16", "amx", "neon", "i8mm"),
     "scheduling_policy": ("fcfs", "priority"),
     "native": (True, False),
@@ -280,6 +286,11 @@ def spans_wanted() -> bool:
     return any(os.environ.get(name) for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"))
 
 
+def ray_address() -> str | None:
+    """Returns RAY_ADDRESS, the address of a Ray cluster's head node, if it is set."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
 def visible_gpus() -> str | None:
     """Returns CUDA_VISIBLE_DEVICES, if it is set. CUDA hides all other GPUs from this process."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -296,7 +307,8 @@ def log_level(default: str) -> str:
 # Environment variables that have an effect: read here, or by a library that Octavo uses.
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "NO_COLOR", "OCTAVO_API_KEY",
-    "OCTAVO_DEBUG", "OCTAVO_LOG_LEVEL", "OMP_NUM_THREADS", "XDG_CACHE_HOME",
+    "OCTAVO_DEBUG", "OCTAVO_LOG_LEVEL", "OMP_NUM_THREADS", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH",
+    "XDG_CACHE_HOME",
 )  # fmt: skip
 
 
@@ -308,7 +320,7 @@ def environment() -> dict[str, str]:
 
 def _shown(name: str, value: str) -> str:
     """Returns a value in one line. It hides tokens, passwords in addresses, and values of unknown variables."""
-    if name not in VARIABLES or name in ("HF_TOKEN", "OCTAVO_API_KEY"):
+    if name not in VARIABLES or name in ("HF_TOKEN", "OCTAVO_API_KEY", "RAY_AUTH_TOKEN"):
         return "(set)"
     return re.sub(r"//[^/]*@", "//(set)@", " ".join(value.split()))[:200]
 
@@ -317,6 +329,11 @@ def thread_limit() -> int | None:
     """Returns OMP_NUM_THREADS, if it is set to a number."""
     value = os.environ.get("OMP_NUM_THREADS", "")
     return int(value) if value.isdigit() and int(value) > 0 else None
+
+
+def allow_threads(count: int) -> None:
+    """Lets this process use so many threads, whatever the process that started it has set."""
+    os.environ["OMP_NUM_THREADS"] = str(count)
 
 
 def calm_threads() -> None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from octavo.worker.compilers import Compilers
     from octavo.worker.facts import Facts
     from octavo.worker.model_runner import ModelRunner
+    from octavo.worker.ranks import Meeting
 
 GiveTokenizer = Callable[[], Tokenizer]
 
@@ -98,9 +99,9 @@ def _start_ranks(
     """Returns a model that is split over processes."""
     from octavo.worker.build import build_runner
     from octavo.worker.facts import settle
-    from octavo.worker.ranks import Meeting, with_ranks
+    from octavo.worker.ranks import with_ranks
 
-    watch, meeting = Stopwatch(), Meeting(config)
+    watch, meeting = Stopwatch(), _meeting(config)
     try:
         facts = settle(config, source, model, debug, meeting.place)
         geometry = facts.plan_cache()
@@ -110,6 +111,16 @@ def _start_ranks(
         raise
     logger.info("init engine took %.2f seconds", watch.total())
     return started(facts, geometry, ranked, _poison_taken(ranked.runner) if debug.check else None)
+
+
+def _meeting(config: EngineConfig) -> "Meeting":
+    if config.distributed_executor_backend == "ray":
+        from octavo.worker.ray_ranks import RayMeeting
+
+        return RayMeeting(config)
+    from octavo.worker.ranks import HostMeeting
+
+    return HostMeeting(config)
 
 
 def started(facts: "Facts", geometry: CacheGeometry, executor: Executor, on_event: OnEvent | None = None) -> Started:

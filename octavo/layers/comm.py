@@ -21,6 +21,9 @@ class Comm(Protocol):
     def all_gather(self, x: Tensor) -> Tensor:
         """Returns x of all ranks, joined along the last dimension in rank order."""
 
+    def wait_at_most(self, seconds: float) -> None:
+        """Sets how long a rank waits for the others wherever they meet."""
+
 
 class NullComm:
     rank = 0
@@ -31,6 +34,9 @@ class NullComm:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x
+
+    def wait_at_most(self, seconds: float) -> None:
+        pass
 
 
 class Channel(Protocol):

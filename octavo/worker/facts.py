@@ -12,6 +12,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.cpu.levels import open_native
 from octavo.kernels.cpu.library import NativeLibrary
 from octavo.layers.comm import Comm
+from octavo.layers.shared_comm import SharedMemoryComm
 from octavo.loading.resolve import ModelSource, open_checkpoint
 from octavo.loading.shape import ModelShape, shape_of
 from octavo.log import Stopwatch, logger
@@ -69,7 +70,7 @@ class Facts:
 
     def plan_cache(self) -> CacheGeometry:
         """Counts what fits on all ranks, before anything is loaded. A refusal says which setting to change."""
-        plans = plan_stages(self.all_needs, self.config, memory(self.config).share(self.config.num_ranks))
+        plans = plan_stages(self.all_needs, self.config, memory(self.config).share(self.place.on_host or self.config.num_ranks))
         return self.own_cache(plans[fullest(plans)].accepted())
 
     def own_cache(self, geometry: CacheGeometry) -> CacheGeometry:
@@ -100,7 +101,7 @@ def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug:
     if device == "cuda" and config.num_ranks > 1:
         sizes = f"tensor_parallel_size is {config.tensor_parallel_size} and pipeline_parallel_size {config.pipeline_parallel_size}"
         raise ConfigError(f"{sizes}, and a model is split on a CPU only: set both to 1, or device to cpu")
-    library = _open_native(settled) if settled.wants_native and not on_device else None
+    library = _open_native(settled) if settled.wants_native and not on_device and _meets_natively(place) else None
     level = library.level if library else None
     refuse_float16(settled, device, level)
     dtype = resolve_dtype(settled.dtype, own.dtype, device, level)
@@ -127,6 +128,15 @@ def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug:
         shape=shape,
         backend=choose_backend(settled, dtype, on_device),
     )
+
+
+def _meets_natively(place: Place) -> bool:
+    """Whether the native step can meet the other ranks: inside of it they meet in shared memory."""
+    if place.comm.size == 1 or isinstance(place.comm, SharedMemoryComm):
+        return True
+    if place.comm.rank == 0:
+        logger.warning("torch computes, not the native kernels: these meet the other ranks of a layer in the memory of one host")
+    return False
 
 
 def _choose_device(config: EngineConfig) -> Literal["cpu", "cuda"]:

@@ -35,6 +35,7 @@ class Place:
     stage: Stage = ONLY
     before: Channel | None = None  # from the stage before; None: it is the first
     after: Channel | None = None  # to the next stage; None: it is the last
+    on_host: int = 0  # ranks that share this host's memory; 0: all
 
 
 ALONE = Place(NullComm())

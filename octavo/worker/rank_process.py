@@ -68,12 +68,15 @@ class RankOrders(Struct, frozen=True):
     rank: int
     cpus: list[int]  # that it may use
     weights: bytes  # what identifies the weights that the first rank has
-    ends: Ends
     start_seconds: float
     step_seconds: float  # that it may wait for another rank in a step
     geometry: CacheGeometry
     log_level: str
     log_format: str
+    ends: Ends = Ends()
+    address: str = ""  # where rank 0 is found, if ranks are on several hosts
+    host: str = ""  # the address of its own host, then
+    on_host: int = 0  # ranks that share this host's memory; 0: all
 
 
 class Forward(Struct, tag="forward", array_like=True, frozen=True):
@@ -195,7 +198,6 @@ class Diary:
 
 def serve(orders: RankOrders, place: Place, messages: Iterator[bytes], tell: Callable[[Answer], None]) -> None:
     """Builds its part of the model, says that it is ready, and carries out plans until there are no more messages."""
-    from octavo.layers.shared_comm import SharedMemoryComm
     from octavo.worker.build import build_runner
     from octavo.worker.device import compilers_for
     from octavo.worker.facts import settle
@@ -206,8 +208,7 @@ def serve(orders: RankOrders, place: Place, messages: Iterator[bytes], tell: Cal
         if facts.fingerprint() != orders.weights:
             raise LoadError(f"{source.path}: holds other weights than rank 0 found there")
         runner = build_runner(facts, facts.own_cache(orders.geometry), debug, compilers)
-        if isinstance(place.comm, SharedMemoryComm):
-            place.comm.wait_at_most(orders.step_seconds)
+        place.comm.wait_at_most(orders.step_seconds)
         tell(about(orders.rank, orders.cpus, facts, runner))
         diary, reports = Diary(), place.stage.last and place.stage.count > 1 and place.comm.rank == 0
         threading.Thread(target=_beat, args=(diary, tell), name="beat", daemon=True).start()

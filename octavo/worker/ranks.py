@@ -33,6 +33,7 @@ from octavo.worker.executor import Masks, Promise
 from octavo.worker.facts import Facts
 from octavo.worker.machine import allowed_cpus, keep_to, share_of_cpus
 from octavo.worker.model_runner import ModelRunner
+from octavo.worker.program import Place
 from octavo.worker.rank_process import (
     LENGTH_BYTES,
     Answer,
@@ -163,13 +164,35 @@ class ProcessPeer:
             self._process.wait()
 
 
-def failed(rank: int, why: Failed) -> OctavoError:
+def failed(rank: int | str, why: Failed) -> OctavoError:
     """Returns the error that a rank ended with. What the user can mend keeps its kind."""
     kind = getattr(errors, why.kind, RankLost)
     return (kind if kind in (errors.ConfigError, errors.LoadError) else RankLost)(f"rank {rank}: {why.message}")
 
 
-class Meeting:
+class Meeting(Protocol):
+    """What ranks meet through. Whoever makes it is rank 0, and keeps to its CPUs."""
+
+    place: Place
+
+    def cpus_of(self, rank: int) -> list[int]: ...
+
+    def peer(self, orders: RankOrders, on_answer: Callable[[Peer, Answer], None], on_end: Callable[[Peer], None]) -> Peer:
+        """Lets a rank begin."""
+
+    def give_out(self) -> None:
+        """Called when all ranks have begun."""
+
+    def wait_at_most(self, seconds: float) -> None: ...
+
+    def abort(self) -> None:
+        """Nobody waits for anybody any more."""
+
+    def leave(self) -> None:
+        """Gives everything back, when nobody uses it any more."""
+
+
+class HostMeeting:
     """What the ranks of one host meet through. The thread that makes it keeps to the CPUs of rank 0."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -181,7 +204,15 @@ class Meeting:
         self.cpus = allowed_cpus()
         self.place = join(self.ends[0], 0, config, START_SECONDS)
         self._groups = [SharedMemoryComm.join(memory, 0, size, START_SECONDS) for memory in memories if memory >= 0]
-        keep_to(share_of_cpus(0, config.num_ranks, self.cpus))
+        self._count = config.num_ranks
+        keep_to(self.cpus_of(0))
+
+    def cpus_of(self, rank: int) -> list[int]:
+        return share_of_cpus(rank, self._count, self.cpus)
+
+    def peer(self, orders: RankOrders, on_answer: Callable[[Peer, Answer], None], on_end: Callable[[Peer], None]) -> Peer:
+        own = msgspec.structs.replace(orders, ends=self.ends[orders.rank])
+        return ProcessPeer(own, on_answer, on_end)
 
     def give_out(self) -> None:
         """Closes what other ranks have inherited: a rank that is gone must be the last to hold its end."""
@@ -190,8 +221,7 @@ class Meeting:
                 os.close(end)
 
     def wait_at_most(self, seconds: float) -> None:
-        if isinstance(self.place.comm, SharedMemoryComm):
-            self.place.comm.wait_at_most(seconds)
+        self.place.comm.wait_at_most(seconds)
 
     def abort(self) -> None:
         """Nobody waits for anybody any more."""
@@ -230,15 +260,14 @@ class Ranks:
                 name=facts.source.name,
                 rank=rank,
                 weights=facts.fingerprint(),
-                cpus=share_of_cpus(rank, count, meeting.cpus),
-                ends=meeting.ends[rank],
+                cpus=meeting.cpus_of(rank),
                 start_seconds=START_SECONDS,
                 step_seconds=STEP_SECONDS,
                 geometry=geometry,
                 log_level=level,
                 log_format=log.form(),
             )
-            self.peers.append(ProcessPeer(orders, self._on_answer, self._on_end))
+            self.peers.append(meeting.peer(orders, self._on_answer, self._on_end))
         meeting.give_out()
 
     def _on_answer(self, peer: Peer, message: Answer) -> None:

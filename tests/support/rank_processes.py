@@ -2,6 +2,8 @@
 
     ranks = Ranks(2, "tests.support.rank_processes:exchanges", {"rounds": 10})
     ranks.results()                                                       one for each rank, once all have ended
+
+With `gloo` they meet through connections instead of shared memory.
 """
 
 import importlib
@@ -13,32 +15,47 @@ import subprocess
 import sys
 import time
 from functools import cached_property
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from octavo.errors import RankLost
+from octavo.layers.gloo_comm import GlooComm
 from octavo.layers.shared_comm import SharedMemoryComm
 from tests.support.native import the_library
 
+HOST = "127.0.0.1"
 PATIENCE = 120  # seconds for a whole job: more than any takes
+
+
+AnyComm = Any  # SharedMemoryComm or GlooComm
 
 
 class Ranks:
     """Processes of a group. Those that still run at the end of the `with` are killed."""
 
-    def __init__(self, size: int, job: str, given: dict[str, Any] | None = None, seconds: float = 30, slot_bytes: int = 1 << 12) -> None:
+    def __init__(
+        self, size: int, job: str, given: dict[str, Any] | None = None, seconds: float = 30, slot_bytes: int = 1 << 12, gloo: bool = False
+    ) -> None:
+        self.processes: list[subprocess.Popen[str]] = []
+        if gloo:
+            self.store = GlooComm.create(HOST, size, PATIENCE)
+            self._start(size, self.store.address, [], seconds, job, given)
+            return
         the_library()
         fd = SharedMemoryComm.create(size, slot_bytes)
-        words = [sys.executable, "-m", "tests.support.rank_processes", str(fd), str(size), str(seconds), job, json.dumps(given or {})]
-        pipe, environment = subprocess.PIPE, {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.processes = []
-        for rank in range(size):
-            process = subprocess.Popen([*words, str(rank)], pass_fds=[fd], env=environment, stdin=pipe, stdout=pipe, text=True)
-            self.processes.append(process)
+        self._start(size, str(fd), [fd], seconds, job, given)
         self.comm = SharedMemoryComm.join(fd, 0, size, seconds)  # to look at, or to give up in the place of rank 0
         os.close(fd)
+
+    def _start(self, size: int, where: str, fds: list[int], seconds: float, job: str, given: dict[str, Any] | None) -> None:
+        words = [sys.executable, "-m", "tests.support.rank_processes", where, str(size), str(seconds), job, json.dumps(given or {})]
+        pipe, environment = subprocess.PIPE, {**os.environ, "OMP_NUM_THREADS": "1"}
+        for rank in range(size):
+            process = subprocess.Popen([*words, str(rank)], pass_fds=fds, env=environment, stdin=pipe, stdout=pipe, text=True)
+            self.processes.append(process)
 
     def __enter__(self) -> "Ranks":
         return self
@@ -100,9 +117,9 @@ class Draw:
         return total.to(self.dtype)
 
 
-def exchanges(comm: SharedMemoryComm, given: dict[str, Any]) -> dict[str, int]:
+def exchanges(comm: AnyComm, given: dict[str, Any]) -> dict[str, int]:
     """Random sums and gathers, with pauses that differ between ranks."""
-    most, own, right = 3 * comm.group.slot_bytes // 4, random.Random(comm.rank), 0
+    most, own, right = given.get("most") or 3 * comm.group.slot_bytes // 4, random.Random(comm.rank), 0
     for number in range(given["rounds"]):
         draw = Draw(given["seed"], number, comm.size, most)
         if own.random() < 0.05:
@@ -113,7 +130,7 @@ def exchanges(comm: SharedMemoryComm, given: dict[str, Any]) -> dict[str, int]:
     return {"right": right}
 
 
-def shapes(comm: SharedMemoryComm, given: dict[str, Any]) -> dict[str, Any]:
+def shapes(comm: AnyComm, given: dict[str, Any]) -> dict[str, Any]:
     """Arrays of two dimensions, parts of larger ones, and ids."""
     wide = torch.arange(12.0).reshape(3, 4) + 100 * comm.rank
     ids = torch.tensor([comm.rank, 7 + comm.rank])
@@ -121,7 +138,7 @@ def shapes(comm: SharedMemoryComm, given: dict[str, Any]) -> dict[str, Any]:
     return {"gathered": gathered.tolist(), "strided": strided.tolist(), "ids": comm.all_gather(ids).tolist(), "kept": wide.tolist()}
 
 
-def until_the_end(comm: SharedMemoryComm, given: dict[str, Any]) -> dict[str, Any]:
+def until_the_end(comm: AnyComm, given: dict[str, Any]) -> dict[str, Any]:
     """Sums until that fails. The rank `given["late"]` waits for a word after the tenth sum."""
     say("joined")
     started = time.monotonic()
@@ -137,30 +154,60 @@ def until_the_end(comm: SharedMemoryComm, given: dict[str, Any]) -> dict[str, An
     raise AssertionError("nothing ended it")
 
 
-def speed(comm: SharedMemoryComm, given: dict[str, Any]) -> dict[str, float]:
+def speed(comm: AnyComm, given: dict[str, Any]) -> dict[str, float]:
     """Microseconds of a sum of so many floats, the median; each rank on a core of its own, if there are as many."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[comm.rank % len(cores)]})
     medians = {}
     for count in given["counts"]:
         numbers, times = torch.randn(count), []
-        for _ in range(2000):
+        for _ in range(given.get("times", 2000)):
             started = time.perf_counter()
             comm.all_reduce(numbers)
             times.append(time.perf_counter() - started)
-        medians[str(count)] = sorted(times)[1000] * 1e6
+        medians[str(count)] = sorted(times)[len(times) // 2] * 1e6
     return medians
 
 
-def meet(comm: SharedMemoryComm) -> None:
+def messages(comm: AnyComm, given: dict[str, Any]) -> list[Any]:
+    """Rank 0 sends to rank 1 what is sent back doubled, two under way at a time; then both send before either receives."""
+    channel, wide = comm.channel(1 - comm.rank), torch.arange(6.0).reshape(2, 3)
+    kinds = [wide, wide.T.to(torch.bfloat16), torch.tensor([3, 4]), torch.randn(100_000).clamp(0, 1).round()]
+    got = []
+    for first, second in pairwise(kinds):
+        if comm.rank == 0:
+            channel.send(first)
+            channel.send(second)
+        else:
+            for kind in (first, second):
+                channel.send(2 * channel.receive(torch.empty_like(kind)))
+        if comm.rank == 0:
+            got += [bool(torch.equal(channel.receive(torch.empty_like(kind)), 2 * kind)) for kind in (first, second)]
+    channel.send(torch.tensor([10 + comm.rank]))
+    return [*got, channel.receive(torch.empty(1, dtype=torch.int64)).tolist()]
+
+
+def parts(comm: AnyComm, given: dict[str, Any]) -> list[float]:
+    """Ranks 0 and 2 are one group, 1 and 3 another; then all meet."""
+    part = comm.part(f"tensor {comm.rank % 2}", [comm.rank % 2, comm.rank % 2 + 2])
+    own, everyone = part.all_reduce(torch.tensor([10.0**comm.rank])), comm.all_reduce(torch.tensor([10.0**comm.rank]))
+    return [part.rank, part.size, own.item(), everyone.item()]
+
+
+def meet(comm: AnyComm) -> None:
     """Waits until all are there: processes start at different times, and that is not what a job tries."""
     comm.all_gather(torch.zeros(1, dtype=torch.int64))
 
 
 def main() -> None:
-    fd, size, seconds, name, given, rank = sys.argv[1:]
-    meet(SharedMemoryComm.join(int(fd), int(rank), int(size), PATIENCE))
-    comm = SharedMemoryComm.join(int(fd), int(rank), int(size), float(seconds))
+    where, size, seconds, name, given, rank = sys.argv[1:]
+    comm: AnyComm
+    if ":" in where:
+        comm = GlooComm.join(where, HOST, int(rank), int(size), PATIENCE)
+    else:
+        comm = SharedMemoryComm.join(int(where), int(rank), int(size), PATIENCE)
+    meet(comm)
+    comm.wait_at_most(float(seconds))
     module, _, job = name.partition(":")
     torch.set_num_threads(1)
     say(getattr(importlib.import_module(module), job)(comm, json.loads(given)))

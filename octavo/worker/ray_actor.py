@@ -1,0 +1,94 @@
+"""One rank on a node of a Ray cluster: the actor that its parent calls (`worker/ray_ranks.py`).
+
+Calls carry bytes, and so do their answers: no object of ours goes through Ray. A thread of the actor does what a rank process does
+(`worker/rank_process.py`), and queues stand in for its pipes.
+"""
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from octavo.version import __version__
+
+if TYPE_CHECKING:
+    from octavo.config import EngineConfig
+    from octavo.layers.gloo_comm import GlooComm
+    from octavo.worker.program import Place
+
+
+class Node(msgspec.Struct, frozen=True):
+    """What an actor finds on its node."""
+
+    cpus: list[int]
+    version: str  # of Octavo
+
+
+class RankActor:
+    def __init__(self) -> None:
+        self._orders: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def look(self) -> bytes:
+        """Returns a `Node`."""
+        from octavo.worker.machine import allowed_cpus
+
+        return msgspec.json.encode(Node(allowed_cpus(), __version__))
+
+    def begin(self, orders: bytes) -> None:
+        threading.Thread(target=self._serve, args=(orders,), name="rank", daemon=True).start()
+
+    def tell(self, message: bytes) -> None:
+        self._orders.put(message)
+
+    def end(self) -> None:
+        self._orders.put(None)
+
+    def hear(self) -> bytes:
+        """Waits for the next answer of the rank. An empty one is the last."""
+        return self._answers.get()
+
+    def _serve(self, data: bytes) -> None:
+        from octavo import log
+        from octavo.config import allow_threads
+        from octavo.layers.gloo_comm import GlooComm
+        from octavo.worker.machine import keep_to
+        from octavo.worker.rank_process import RankOrders, encode, failure, serve
+
+        try:
+            orders = msgspec.json.decode(data, type=RankOrders)
+            log.setup(orders.log_level, orders.log_format)
+            keep_to(orders.cpus)
+            allow_threads(len(orders.cpus))
+            whole = GlooComm.join(orders.address, orders.host, orders.rank, orders.config.num_ranks, orders.start_seconds)
+            place = place_of(whole, orders.config, orders.on_host)
+            serve(orders, place, self._bodies(), lambda answer: self._answers.put(encode(answer)))
+        except BaseException as error:
+            self._answers.put(encode(failure(error)))
+        self._answers.put(b"")
+
+    def _bodies(self) -> Iterator[bytes]:
+        from octavo.worker.rank_process import LENGTH_BYTES
+
+        while (message := self._orders.get()) is not None:
+            yield message[LENGTH_BYTES:]
+
+
+def place_of(whole: "GlooComm", config: "EngineConfig", on_host: int) -> "Place":
+    """Returns the place of a rank that reaches all others through connections. `on_host`: ranks that share its host's memory"""
+    from octavo.layers.comm import NullComm
+    from octavo.policy.stages import Stage
+    from octavo.worker.program import Place
+
+    size, stages, rank = config.tensor_parallel_size, config.pipeline_parallel_size, whole.rank
+    stage = Stage(rank // size, stages)
+    members = range(stage.index * size, (stage.index + 1) * size)
+    return Place(
+        comm=whole if stages == 1 else NullComm() if size == 1 else whole.part(f"stage {stage.index}", members),
+        stage=stage,
+        before=whole.channel(rank - size) if stage.index else None,
+        after=None if stage.last else whole.channel(rank + size),
+        on_host=on_host,
+    )

@@ -1,0 +1,221 @@
+"""A Ray cluster, as the engine finds it: connects to it, refuses in one line what cannot work, and places ranks on its nodes.
+
+Ray is imported here alone, and only where it is asked for. Whoever reaches Ray's ports can run code on its nodes, so the log says
+which ports these are.
+"""
+
+import importlib.util
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import msgspec
+
+from octavo.config import ray_address
+from octavo.errors import ConfigError
+from octavo.log import logger
+from octavo.version import __version__
+from octavo.worker.ray_actor import Node, RankActor
+
+CONNECT_SECONDS = 5.0
+PLACE_SECONDS = 60.0  # that Ray may need to find room: it takes a while to notice that a node is gone
+LOOK_SECONDS = 120.0  # that an actor may need to start
+SHOWN_NODES = 4
+INSTALL = 'pip install "octavo[ray]"'
+DOCS = "docs/distributed.md"
+PORTS = {
+    "NodeManagerPort": "node manager", "ObjectManagerPort": "object manager", "RuntimeEnvAgentPort": "runtime environments",
+    "DashboardAgentListenPort": "dashboard agent", "MetricsExportPort": "metrics",
+}  # fmt: skip
+START = "ray start --head, then ray start --address=HOST:6379 on every other node"
+
+
+class RayCluster:
+    """The actors of all ranks but the first, each on its node. `hosts`: the address of every rank's node"""
+
+    def __init__(self, ranks: int, gpus: bool) -> None:
+        self.ray = _import_ray()
+        self._ours = not self.ray.is_initialized()
+        self.address = connect(self.ray) if self._ours else self.ray.get_runtime_context().gcs_address
+        self.actors: list[Any] = []
+        self._group: Any = None
+        try:
+            nodes = [node for node in self.ray.nodes() if node["Alive"]]
+            check_room(nodes, self.ray.get_runtime_context().get_node_id(), self.address, ranks, gpus)
+            logger.warning("%s", ports_line(self.address, nodes, token_authentication()))
+            self._place(ranks, gpus, {node["NodeID"]: node["NodeManagerAddress"] for node in nodes})
+        except BaseException:
+            self.leave()
+            raise
+
+    def _place(self, ranks: int, gpus: bool, addresses: dict[str, str]) -> None:
+        """Reserves a CPU for each rank, that of the first on this node, and starts the actors of the others, spread over the nodes."""
+        from ray.util.placement_group import placement_group, placement_group_table
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        need, here = {"CPU": 1.0} | ({"GPU": 1.0} if gpus else {}), self.ray.get_runtime_context().get_node_id()
+        labels = [{"ray.io/node-id": here}, *({} for _ in range(ranks - 1))]
+        self._group = placement_group([need] * ranks, strategy="SPREAD", bundle_label_selector=labels)
+        if not self._group.wait(PLACE_SECONDS):
+            free = self.ray.available_resources().get("CPU", 0)
+            raise ConfigError(
+                f"Ray has no room for {ranks} ranks, each of one CPU{' and one GPU' * gpus}: {free:g} CPUs are free; "
+                "ray status says who holds the others"
+            )
+        found = placement_group_table(self._group)["bundles_to_node_id"]
+        self.nodes = [found[rank] for rank in range(ranks)]
+        self.hosts = [addresses.get(node, node) for node in self.nodes]
+        for rank in range(1, ranks):
+            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+            make = self.ray.remote(
+                num_cpus=1, num_gpus=int(gpus), max_restarts=0, concurrency_groups={"answers": 1}, scheduling_strategy=strategy
+            )(RankActor)  # fmt: skip
+            self.actors.append(make.remote())
+
+    def look(self) -> list[Node]:
+        """Returns what the actors of ranks 1, 2, ... find on their nodes."""
+        asked = [actor.look.remote() for actor in self.actors]
+        found = []
+        for rank, answer in enumerate(asked, 1):
+            try:
+                node = msgspec.json.decode(self.ray.get(answer, timeout=LOOK_SECONDS), type=Node)
+            except Exception as error:  # Ray's errors are of many kinds
+                raise ConfigError(f"rank {rank} on {self.hosts[rank]} cannot start: {one_line(error)}") from error
+            if node.version != __version__:
+                raise ConfigError(f"rank {rank} on {self.hosts[rank]} has Octavo {node.version}, rank 0 {__version__}: install the same")
+            found.append(node)
+        return found
+
+    def leave(self) -> None:
+        """Ends the actors, gives their place back, and takes leave of a cluster that was not joined before."""
+        for actor in self.actors:
+            with suppress(Exception):
+                self.ray.kill(actor)
+        if self._group is not None:
+            from ray.util.placement_group import remove_placement_group
+
+            with suppress(Exception):
+                remove_placement_group(self._group)
+        if self._ours:
+            self.ray.shutdown()
+
+
+def _import_ray() -> Any:
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(f"distributed_executor_backend is ray, which is not installed: {INSTALL}")
+    import ray
+
+    return ray
+
+
+def connect(ray: Any) -> str:
+    """Joins the cluster that runs here or at RAY_ADDRESS. Returns its address."""
+    asked = ray_address()
+    address = _found(asked)
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or "://" in address:
+        raise ConfigError(f"RAY_ADDRESS must be HOST:PORT of a cluster's head node, such as 10.0.0.1:6379, got {asked!r}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ConfigError(f"no Ray cluster can be reached at {address} ({error}): start one ({START}) or set RAY_ADDRESS") from error
+    try:
+        if address == asked:
+            _knock(address)
+        with _own_signals():
+            ray.init(address=asked or "auto", configure_logging=False, log_to_driver=True)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"Ray refuses to join the cluster at {address}: {_why(error)}") from error
+    return address
+
+
+def _knock(address: str) -> None:
+    """Raises what a cluster answers to a wrong token. `ray.init` would try again for 20 seconds, and not say why it gave up.
+
+    Not for a cluster that Ray finds itself: `ray.init` looks for its token, too.
+    """
+    from ray._raylet import GcsClient
+
+    GcsClient(address=address)
+
+
+def _found(asked: str | None) -> str:
+    if asked and asked != "auto":
+        return asked
+    from ray._private.services import canonicalize_bootstrap_address
+
+    try:
+        address = canonicalize_bootstrap_address("auto")
+    except ConnectionError:
+        address = None
+    if address is None:
+        raise ConfigError(f"no Ray cluster runs on this host: start one ({START}) or set RAY_ADDRESS")
+    return str(address)
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray sets a handler of its own for SIGTERM; what a signal means is decided by whoever runs the engine."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _why(error: BaseException) -> str:
+    if type(error).__name__ == "AuthenticationError":
+        return f"it wants another token: set RAY_AUTH_MODE and RAY_AUTH_TOKEN as on its nodes ({DOCS})"
+    return one_line(error)
+
+
+def check_room(nodes: list[dict[str, Any]], here: str, address: str, ranks: int, gpus: bool) -> None:
+    """Refuses more ranks than the cluster could ever take, and a driver's node without a CPU for the first."""
+    kinds = ["CPU", "GPU"] if gpus else ["CPU"]
+    for kind in kinds:
+        there = sum(int(node["Resources"].get(kind, 0)) for node in nodes)
+        if there < ranks:
+            raise ConfigError(
+                f"the Ray cluster at {address} has {there} {kind}s on {len(nodes)} nodes, and {ranks} ranks need one each: "
+                f"add nodes (ray start --address={address}), or lower tensor_parallel_size or pipeline_parallel_size"
+            )
+        if not any(node["NodeID"] == here and node["Resources"].get(kind, 0) >= 1 for node in nodes):
+            raise ConfigError(f"this node gives Ray no {kind}, and rank 0 needs one: start Ray here with --num-{kind.lower()}s=1 or more")
+
+
+def token_authentication() -> bool | None:
+    """Whether this process shows Ray a token. None: this version of Ray knows no tokens"""
+    import ray._raylet
+
+    raylet: Any = ray._raylet
+    if not hasattr(raylet, "AuthenticationMode"):
+        return None
+    return bool(raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN)
+
+
+def ports_line(address: str, nodes: list[dict[str, Any]], token: bool | None) -> str:
+    """Returns what listens, and what protects it."""
+    told = [
+        f"{node['NodeManagerAddress']}: " + ", ".join(f"{node[key]} ({what})" for key, what in PORTS.items() if node.get(key, -1) > 0)
+        for node in nodes[:SHOWN_NODES]
+    ]
+    more = [f"{len(nodes) - SHOWN_NODES} nodes more"] if len(nodes) > SHOWN_NODES else []
+    listens = "; ".join([f"{address} (GCS)", *told, *more])
+    how = {
+        True: "Ray asks for a token; the connections between ranks do not",
+        False: f"Whoever reaches them can run code there: set RAY_AUTH_MODE=token on all nodes ({DOCS})",
+        None: "Whoever reaches them can run code there, and this version of Ray has no tokens: keep them to a network of your own",
+    }
+    return f"Ray listens at {listens}; workers and ranks at further ports. {how[token]}"
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+

@@ -1,0 +1,138 @@
+"""Ranks on the nodes of a Ray cluster, as their parent sees them: what `worker/ranks.py` has for processes of one host.
+
+    rank 0     in the engine's own process, on the node where that runs
+    the rest   an actor each, spread over the nodes (`worker/ray_actor.py`)
+
+Actors belong to the engine's process: Ray ends them when that ends, whichever way.
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from octavo.config import EngineConfig, thread_limit
+from octavo.errors import OctavoError, RankLost
+from octavo.layers.gloo_comm import GlooComm
+from octavo.log import Stopwatch, logger
+from octavo.worker.machine import allowed_cpus, keep_to, share_of_cpus
+from octavo.worker.rank_process import LENGTH_BYTES, Answer, Failed, RankOrders, Ready, answer
+from octavo.worker.ranks import END_SECONDS, START_SECONDS, Peer, failed
+from octavo.worker.ray_actor import place_of
+from octavo.worker.ray_cluster import RayCluster, one_line
+
+
+class RayPeer:
+    """A rank that is an actor. A thread listens to it."""
+
+    def __init__(
+        self, ray: Any, actor: Any, host: str, orders: RankOrders, on_answer: Callable[[Peer, Answer], None], on_end: Callable[[Peer], None]
+    ) -> None:
+        self.rank = orders.rank
+        self.ended = False
+        self._ray, self._actor, self._host = ray, actor, host
+        self._seconds = orders.step_seconds
+        self._failed: Failed | None = None
+        self._gone = "ended"
+        self._on_answer, self._on_end = on_answer, on_end
+        self._tell = actor.tell.options(num_returns=0)
+        self._hear = actor.hear.options(concurrency_group="answers")
+        actor.begin.options(num_returns=0).remote(msgspec.json.encode(orders))
+        self._listener = threading.Thread(target=self._listen, name=f"rank {self.rank}", daemon=True)
+        self._listener.start()
+
+    def tell(self, message: bytes) -> None:
+        if self.ended:
+            raise self.why()
+        self._tell.remote(message)
+
+    def _listen(self) -> None:
+        limit = None  # until it is ready it may take as long as it likes
+        while data := self._next(limit):
+            message = answer(data[LENGTH_BYTES:])
+            if isinstance(message, Ready):
+                limit = self._seconds
+            if isinstance(message, Failed):
+                self._failed = message
+            else:
+                self._on_answer(self, message)
+        self.ended = True
+        self._on_end(self)
+
+    def _next(self, limit: float | None) -> bytes:
+        """Returns the next answer, or an empty one if there will be none."""
+        try:
+            data: bytes = self._ray.get(self._hear.remote(), timeout=limit)
+            return data
+        except self._ray.exceptions.GetTimeoutError:
+            self._gone = f"did not answer for {self._seconds:g} s"
+        except Exception as error:  # an actor that died, a node that is gone, a cluster that was left
+            self._gone = f"is gone: {_reason(error)}"
+        return b""
+
+    def why(self) -> OctavoError:
+        """Returns why it ended, as it said itself, or else as Ray tells it."""
+        name = f"{self.rank} on {self._host}"
+        return RankLost(f"rank {name} {self._gone}") if self._failed is None else failed(name, self._failed)
+
+    def stop(self) -> None:
+        with suppress(Exception):
+            self._actor.end.options(num_returns=0).remote()
+        self._listener.join(END_SECONDS)
+        with suppress(Exception):
+            self._ray.kill(self._actor)
+
+
+def _reason(error: Exception) -> str:
+    """Returns the sentence of Ray's report that says what happened."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = [line for line in lines if line.startswith("The actor") or "died" in line or "unavailable" in line]
+    return " ".join((said[-1] if said else one_line(error)).split())[:200]
+
+
+class RayMeeting:
+    """What ranks on several nodes meet through. The thread that makes it keeps to the CPUs of rank 0."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        watch, count = Stopwatch(), config.num_ranks
+        self._cluster = RayCluster(count, config.device == "cuda")
+        self._before = allowed_cpus()
+        try:
+            cpus = [self._before, *(node.cpus for node in self._cluster.look())]
+            hosts = self._cluster.hosts
+            self._on_host = [hosts.count(host) for host in hosts]  # several nodes of one host share its CPUs, too
+            self._cpus = [share_of_cpus(hosts[:rank].count(hosts[rank]), self._on_host[rank], cpus[rank]) for rank in range(count)]
+            self._whole = GlooComm.create(hosts[0], count, START_SECONDS)
+            self.place = place_of(self._whole, config, self._on_host[0])
+        except BaseException:
+            self._cluster.leave()
+            raise
+        keep_to(self._cpus[0])
+        logger.info("Starting %d ranks on Ray took %.2f seconds (%s)", count, watch.total(), ", ".join(hosts))
+
+    def cpus_of(self, rank: int) -> list[int]:
+        return self._cpus[rank][: thread_limit()]
+
+    def peer(self, orders: RankOrders, on_answer: Callable[[Peer, Answer], None], on_end: Callable[[Peer], None]) -> Peer:
+        """Lets a rank begin."""
+        rank, cluster = orders.rank, self._cluster
+        own = msgspec.structs.replace(
+            orders, address=self._whole.address, host=cluster.hosts[rank], on_host=self._on_host[rank]
+        )  # fmt: skip
+        return RayPeer(cluster.ray, cluster.actors[rank - 1], cluster.hosts[rank], own, on_answer, on_end)
+
+    def give_out(self) -> None:
+        """Nothing was inherited."""
+
+    def wait_at_most(self, seconds: float) -> None:
+        self._whole.wait_at_most(seconds)
+
+    def abort(self) -> None:
+        """This rank waits for nobody any more."""
+        self._whole.abort()
+
+    def leave(self) -> None:
+        keep_to(self._before)
+        self._cluster.leave()
