@@ -22,7 +22,7 @@ from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams, is_unset
 from octavo.server_config import LESSON, ServerConfig
 
-SHORT = {"quantization": "-q", "tensor_parallel_size": "-tp"}
+SHORT = {"quantization": "-q", "tensor_parallel_size": "-tp", "decode_context_parallel_size": "-dcp"}
 
 SAMPLING_FLAGS: dict[str, tuple[Callable[[str], object], str]] = {
     "temperature": (float, "0: always the most likely token; higher: more varied"),

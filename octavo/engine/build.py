@@ -100,9 +100,9 @@ def _start_ranks(
     from octavo.worker.facts import settle
     from octavo.worker.ranks import First, with_ranks
 
-    watch, first = Stopwatch(), First(config.tensor_parallel_size)
+    watch, first = Stopwatch(), First(config.tensor_parallel_size, config.decode_context_parallel_size)
     try:
-        facts = settle(config, source, model, debug, first.comm)
+        facts = settle(config, source, model, debug, first.comm, first.groups.comm)
         geometry = facts.plan_cache()
         ranked = with_ranks(facts, geometry, first, partial(build_runner, facts, geometry, debug, compilers), on_lost)
     except BaseException:
@@ -121,7 +121,7 @@ def _identity(facts: "Facts", geometry: CacheGeometry) -> bytes:
     """Returns what identifies the bytes of a cache: everything that changes them is in it."""
     config = facts.config
     dtypes = f"{facts.dtype} {facts.needs.kv_cache_dtype}"
-    numbers = f"{geometry.block_size} {config.tensor_parallel_size}"
+    numbers = f"{geometry.block_size} {config.tensor_parallel_size} {config.decode_context_parallel_size}"
     made = __version__, facts.source.name, dtypes, facts.kernels, config.kv_cache_layout, config.quantization, numbers
     return b"\0".join([facts.fingerprint(), *(one.encode() for one in made)])
 

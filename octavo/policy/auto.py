@@ -42,6 +42,9 @@ def resolved(config: EngineConfig, device: Literal["cpu", "cuda"]) -> ResolvedCo
 
 def suited(config: ResolvedConfig, model: ModelDescription) -> ResolvedConfig:
     """Turns off the programs that cannot run this model, and logs why. What remains is the eager one, which runs every model."""
+    ranks = config.decode_context_parallel_size
+    if ranks > 1 and (why := model.several_tables()) is not None:
+        raise ConfigError(f"decode_context_parallel_size is {ranks}, and ranks share one block table a sequence: {why}; set it to 1")
     if config.wants_native and (why := native_refusal(model)) is not None:
         logger.info("Native kernels are off for this model, torch computes: %s", why)
         config = replace(config, native=False)
@@ -60,7 +63,15 @@ def _check(config: EngineConfig, device: str) -> None:
 
 def check_cache_dtype(config: EngineConfig, device: str, dtype: str) -> None:
     """Refuses a cache dtype that this device cannot use. `dtype`: of the run, which the model may have decided"""
-    if device != "cpu" and config.kv_cache_dtype not in ("auto", dtype):
+    if config.kv_cache_dtype in ("auto", dtype):
+        return
+    if config.decode_context_parallel_size > 1:
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype}, dtype is {dtype}: where ranks share a context "
+            f"(decode_context_parallel_size {config.decode_context_parallel_size}), the KV cache has the dtype of the run; "
+            "leave kv_cache_dtype at auto"
+        )
+    if device != "cpu":
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype}, dtype is {dtype}: on a GPU the KV cache has the dtype of the run; "
             "leave kv_cache_dtype at auto, or set device to cpu"

@@ -145,7 +145,7 @@ def _graph(facts: Facts, eager: Eager) -> Graph:
 
 
 def _reserve(facts: Facts, geometry: CacheGeometry) -> KVStore:
-    config, specs, size, watch = facts.config, facts.needs.specs, geometry.block_size, Stopwatch()
+    config, specs, size, watch = facts.config, facts.needs.specs, geometry.kept_tokens, Stopwatch()
     store: KVStore
     if facts.backend.paged:
         store = PagedStore(specs, geometry.num_blocks, size, facts.device, config.kv_cache_layout, geometry.groups)
@@ -164,13 +164,13 @@ def _open_stored(facts: Facts) -> StoredParameters:
         whole = empty if facts.comm.size == 1 else build_model(facts.whole, torch.float32, facts.backend, NullComm(), max_len=1)
     dummy = config.load_format == "dummy"
     stored = DummyCheckpoint(whole, config.seed, facts.device) if dummy else open_checkpoint(facts.source)
-    found = of_rank(stored, facts.whole, facts.comm.size, facts.comm.rank)
+    found = of_rank(stored, facts.whole, facts.comm.size, facts.comm.rank, facts.context.size)
     return StoredParameters(empty, as_wanted(found, config.quantization, facts.model_config, facts.device, facts.form))
 
 
 def _compile_ahead(facts: Facts, geometry: CacheGeometry, compilers: Compilers) -> None:
     """Kernels are compiled while weights are read."""
-    shapes = kernel_shapes(facts.model, facts.kept)
+    shapes = kernel_shapes(facts.model, facts.kept) if facts.context.size == 1 else None
     if shapes is None:
         compilers.close()
         return
@@ -228,7 +228,7 @@ def _log_loading(loaded: Decoder | Program, watch: Stopwatch) -> None:
 
 def _log(facts: Facts, geometry: CacheGeometry) -> None:
     blocks, sequences = geometry.num_blocks - 1, geometry.concurrency(facts.config.max_num_batched_tokens)
-    logger.info("Available KV cache memory: %.2f GiB", blocks * geometry.block_size * geometry.bytes_per_token / GIB)
+    logger.info("Available KV cache memory: %.2f GiB", blocks * geometry.kept_tokens * geometry.bytes_per_token / GIB)
     logger.info(
         "KV cache size: %s tokens (%s blocks of %d), maximum concurrency for %s tokens per request: %.2fx",
         f"{round(sequences * geometry.max_model_len):,}", f"{blocks:,}", geometry.block_size, f"{geometry.max_model_len:,}", sequences,

@@ -12,6 +12,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.cpu.levels import open_native
 from octavo.kernels.cpu.library import NativeLibrary
 from octavo.layers.comm import Comm, NullComm
+from octavo.layers.context_parallel import over_context
 from octavo.layers.shared_comm import SharedMemoryComm
 from octavo.loading.resolve import ModelSource, open_checkpoint
 from octavo.loading.shape import ModelShape, shape_of
@@ -33,6 +34,7 @@ class Facts:
     config: ResolvedConfig
     source: ModelSource
     comm: Comm  # with the other ranks, where the model is split
+    context: Comm  # with those of them that share a context with this one
     whole: ModelConfig
     model_config: ModelConfig  # of this rank, as all that follows
     model: ModelDescription
@@ -80,13 +82,15 @@ class Facts:
             logger.warning("Some matrices are kept as %s, not quantised: %s (%s)", self.dtype, names, why)
 
 
-def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug: Debug, comm: Comm | None = None) -> Facts:
+def settle(
+    config: EngineConfig, source: ModelSource, whole: ModelConfig, debug: Debug, comm: Comm | None = None, context: Comm | None = None
+) -> Facts:
     """Settles everything that needs no weights, in the order in which one thing decides on the next.
 
-    `comm`: with the other ranks, where the model is split; the facts are then those of one rank.
+    `comm`: with the other ranks, where the model is split; the facts are then those of one rank. `context`: with those that share a context
     """
-    comm = comm or NullComm()
-    model_config = rank_config(whole, comm.size)  # before anything is looked at: it may not be possible
+    comm, context = comm or NullComm(), context or NullComm()
+    model_config = rank_config(whole, comm.size, context.size)  # before anything is looked at: it may not be possible
     device, model = _choose_device(config), describe(model_config)
     settled = suited(resolved(debug.overrule(config), device), model)
     on_device = device == "cuda" or debug.runner == "device"
@@ -97,12 +101,13 @@ def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug:
     refuse_float16(settled, device, level)
     dtype = resolve_dtype(settled.dtype, model_config.dtype, device, level)
     check_cache_dtype(settled, device, dtype)
-    shape = _shape(settled, source, whole, comm.size, computes_codes=library is not None or on_device)
+    shape = _shape(settled, source, whole, (comm.size, context.size), computes_codes=library is not None or on_device)
     threads = library.threads if library else 0
     return Facts(
         config=settled,
         source=source,
         comm=comm,
+        context=context,
         whole=whole,
         model_config=model_config,
         model=model,
@@ -113,7 +118,7 @@ def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug:
         needs=shape.needs(dtype, settled.quantization, settled.kv_cache_dtype, threads, device),
         kept=shape.kept(dtype, settled.quantization, "cuda" if on_device else "cpu") if library or on_device else [],
         shape=shape,
-        backend=choose_backend(settled, dtype, on_device),
+        backend=over_context(choose_backend(settled, dtype, on_device), context),
     )
 
 
@@ -135,11 +140,11 @@ def _open_native(config: ResolvedConfig) -> NativeLibrary | None:
     return library
 
 
-def _shape(config: ResolvedConfig, source: ModelSource, model: ModelConfig, ranks: int, computes_codes: bool) -> ModelShape:
-    """Returns the shape of the weights there are; random ones are floats."""
+def _shape(config: ResolvedConfig, source: ModelSource, model: ModelConfig, ranks: tuple[int, int], computes_codes: bool) -> ModelShape:
+    """Returns the shape of the weights there are; random ones are floats. `ranks`: that share the model, and that share a context"""
     if config.load_format == "dummy":
-        return ModelShape(source.name, model).of_rank(ranks)
-    shape, asked = shape_of(source, model).of_rank(ranks), config.quantization
+        return ModelShape(source.name, model).of_rank(*ranks)
+    shape, asked = shape_of(source, model).of_rank(*ranks), config.quantization
     if shape.packed and asked in ("int8", "int4"):
         logger.warning("The weights are quantised already and are quantised again; --quantization auto keeps them as they are")
     if not computes_codes and asked in ("int8", "int4"):

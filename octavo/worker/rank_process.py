@@ -44,6 +44,7 @@ class RankOrders(Struct, frozen=True):
     cpus: list[int]  # that it may use
     weights: bytes  # what identifies the weights that the first rank has
     memory: int  # the descriptor through which the ranks meet
+    context_memory: int | None  # the same for the ranks that share a context with this one
     start_seconds: float
     step_seconds: float  # that it may wait for another rank in a step
     geometry: CacheGeometry
@@ -100,18 +101,22 @@ def serve(orders: RankOrders, pipe: BinaryIO, answers: int) -> None:
     """Builds its part of the model, says that it is ready, and carries out plans until the pipe is closed."""
     from octavo.layers.shared_comm import SharedMemoryComm
     from octavo.worker.build import build_runner
+    from octavo.worker.context_groups import join_context
     from octavo.worker.device import compilers_for
     from octavo.worker.facts import settle
 
     debug, source = debug_from_environment(), ModelSource(Path(orders.path), orders.kind, orders.name)
     size = orders.config.tensor_parallel_size
     comm = SharedMemoryComm.join(orders.memory, orders.rank, size, orders.start_seconds)
+    context = join_context(orders.context_memory, orders.rank, orders.config.decode_context_parallel_size, orders.start_seconds)
     with compilers_for(orders.config.device) as compilers:
-        facts = settle(orders.config, source, load_model_config(source), debug, comm)
+        facts = settle(orders.config, source, load_model_config(source), debug, comm, context)
         if facts.fingerprint() != orders.weights:
             raise LoadError(f"{source.path}: holds other weights than rank 0 found there")
         runner = build_runner(facts, orders.geometry, debug, compilers)
         comm.wait_at_most(orders.step_seconds)
+        if isinstance(context, SharedMemoryComm):
+            context.wait_at_most(orders.step_seconds)
         os.write(answers, b"\n")
         while (message := read(pipe)) is not None:
             if isinstance(message, Forward):

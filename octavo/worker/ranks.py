@@ -22,6 +22,7 @@ from octavo.layers.shared_comm import SharedMemoryComm
 from octavo.log import logger
 from octavo.messages import StepPlan
 from octavo.policy.cache_spec import CacheGeometry
+from octavo.worker.context_groups import ContextGroups
 from octavo.worker.executor import Masks, Promise
 from octavo.worker.facts import Facts
 from octavo.worker.machine import allowed_cpus, keep_to, share_of_cpus
@@ -47,7 +48,7 @@ class Peer:
             command("octavo.worker.rank_process", "main", os.getpid()),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            pass_fds=[orders.memory],
+            pass_fds=[memory for memory in (orders.memory, orders.context_memory) if memory is not None],
         )
         threading.Thread(target=self._listen, name=f"rank {self.rank}", daemon=True).start()
         self.tell(msgspec.json.encode(orders) + b"\n")
@@ -103,6 +104,7 @@ class Ranks:
 
     def __init__(self, facts: Facts, geometry: CacheGeometry, first: "First", on_lost: OnLost) -> None:
         comm = self._comm = first.comm
+        self._groups = first.groups
         self._on_lost = on_lost
         self._ready = False
         self._stopping = False
@@ -118,6 +120,7 @@ class Ranks:
                     weights=facts.fingerprint(),
                     cpus=share_of_cpus(rank, comm.size, first.cpus),
                     memory=first.descriptor,
+                    context_memory=first.groups.memory(rank),
                     start_seconds=START_SECONDS,
                     step_seconds=STEP_SECONDS,
                     geometry=geometry,
@@ -133,6 +136,7 @@ class Ranks:
         """Nobody waits for a rank that is gone."""
         if not self._stopping:
             self._comm.abort()
+            self._groups.abort()
             if self._ready:
                 self._on_lost(peer.why())
 
@@ -142,6 +146,7 @@ class Ranks:
             if peer.ended:
                 raise peer.why()
         self._comm.wait_at_most(STEP_SECONDS)
+        self._groups.wait_at_most(STEP_SECONDS)
         self._ready = True
 
     def tell(self, message: bytes) -> None:
@@ -187,16 +192,19 @@ class RankedRunner:
 class First:
     """The first rank's end of the memory through which ranks meet. The thread that makes it keeps to the first rank's CPUs."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, context: int = 1) -> None:
+        """`context`: the ranks of a group that shares a context"""
         self.cpus = allowed_cpus()
         self.descriptor = SharedMemoryComm.create(size)
         self.comm = SharedMemoryComm.join(self.descriptor, 0, size, START_SECONDS)
+        self.groups = ContextGroups(size, context, START_SECONDS)
         keep_to(share_of_cpus(0, size, self.cpus))
 
     def leave(self) -> None:
         """Gives the CPUs back, and the memory, when nobody uses it any more."""
         keep_to(self.cpus)
         os.close(self.descriptor)
+        self.groups.close()
 
 
 def with_ranks(
