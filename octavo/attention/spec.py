@@ -92,21 +92,21 @@ class AttentionSpec:
         turning = 3 * q * FLOAT32 if item < FLOAT32 else 2 * q * FLOAT32  # a copy in float32, two halves, both together
         rotate = projected + normed + turning + self.head_dim * FLOAT32
         if self.context_ranks > 1:
-            return max(load.tokens * rotate, self._partial_bytes(load, item))
+            return max(load.tokens * rotate, self._partial_bytes(load, item, ITEM_BYTES[cache_dtype]))
         queries = (3 * q + 2 * kv) * item  # rotated, picked for a group, room for the result; new keys and values lined up (measured)
         scores = load.tokens * load.context  # places of a mask, which is made of flags of one byte
         gathered = self.gathered_bytes(dtype, cache_dtype) * load.gathered
         attend = load.tokens * queries + gathered + max(load.tokens * q * item, scores)
         return max(load.tokens * rotate, attend)
 
-    def _partial_bytes(self, load: StepLoad, item: int) -> int:
+    def _partial_bytes(self, load: StepLoad, item: int, cache_item: int) -> int:
         """Of attention over the keys of one rank: heads of the whole group, and in float32 what they see and its sum over ranks.
 
         Keys and values are gathered for one row at a time, as they are and in float32.
         """
         group = self.context_ranks * self.q_size
         token = (2 * self.q_size + 2 * self.kv_size) * item + group * (item + 2 * FLOAT32)
-        keys = -(-load.context // self.context_ranks) * 2 * self.kv_size * (item + FLOAT32)
+        keys = -(-load.context // self.context_ranks) * 2 * self.kv_size * (cache_item + FLOAT32)
         return load.tokens * token + keys + 3 * PARTIAL_SCORES * FLOAT32
 
     def gathered_bytes(self, dtype: str, cache_dtype: str) -> int:

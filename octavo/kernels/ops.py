@@ -98,13 +98,17 @@ def partial_attention(
     rank: int,
     ranks: int,
     window: int | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,  # on a CPU: of k and v, where these are codes
 ) -> tuple[Tensor, Tensor]:
     """Returns attention over the keys that this rank keeps [T, heads, head_dim], and their log-sum-exp [T, heads]; both float32.
 
     A query that sees none of them has zeros, and -inf.
     """
-    kernels = _triton("attention.partial_attention") if q.is_cuda else reference_partial
-    out, lse = kernels.partial_attention(q, k_cache, v_cache, tables, query_start, context_len, scale, rank, ranks, window)
+    rows = tables, query_start, context_len
+    if not q.is_cuda:
+        return reference_partial.partial_attention(q, k_cache, v_cache, *rows, scale, rank, ranks, window, scales)
+    kernels = _triton("attention.partial_attention")
+    out, lse = kernels.partial_attention(q, k_cache, v_cache, *rows, scale, rank, ranks, window)
     return out, lse
 
 

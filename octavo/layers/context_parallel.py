@@ -15,7 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import AttentionBackend, QKNorm, Rope, refuse_unsupported
+from octavo.attention.backend import AttentionBackend, QKNorm, Rope, refuse_unsupported, split_heads
+from octavo.attention.cpu import keep, norm_and_rotate
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.attention.triton import norm_weights
@@ -73,13 +74,20 @@ def over_context(backend: type[AttentionBackend], comm: Comm) -> type[AttentionB
 
         def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
             places = batch.positions[0], batch.attention.slots
+            if cache["k"].dtype != qkv.dtype:  # on a CPU alone
+                q, k, v = split_heads(qkv, self.spec)
+                q, k = norm_and_rotate(q, k, norms, rope, places[0])
+                keep(cache, k, v, places[1])
+                return q
             return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, *places, cache["k"], cache["v"])
 
         def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor) -> Tensor:
             heads = self.spec.num_heads
             of_all = comm.all_gather(q.flatten(1)).unflatten(1, (ranks * heads, -1))  # [T, heads of the group, head_dim]
+            scales = (cache["k_scale"], cache["v_scale"]) if "k_scale" in cache else None
             rows = batch.tables, batch.query_start, batch.context_len
-            part, lse = partial_attention(of_all, cache["k"], cache["v"], *rows, self.spec.scale, rank, ranks, self.spec.window)
+            among = rank, ranks, self.spec.window, scales
+            part, lse = partial_attention(of_all, cache["k"], cache["v"], *rows, self.spec.scale, *among)
             weights = weights_of_ranks(comm.all_gather(lse.unsqueeze(-1)))  # [T, heads of the group, ranks]
             merged = comm.all_reduce(part.mul_(weights[..., rank, None]))
             return out.copy_(merged[:, rank * heads : (rank + 1) * heads])

@@ -63,15 +63,7 @@ def _check(config: EngineConfig, device: str) -> None:
 
 def check_cache_dtype(config: EngineConfig, device: str, dtype: str) -> None:
     """Refuses a cache dtype that this device cannot use. `dtype`: of the run, which the model may have decided"""
-    if config.kv_cache_dtype in ("auto", dtype):
-        return
-    if config.decode_context_parallel_size > 1:
-        raise ConfigError(
-            f"kv_cache_dtype is {config.kv_cache_dtype}, dtype is {dtype}: where ranks share a context "
-            f"(decode_context_parallel_size {config.decode_context_parallel_size}), the KV cache has the dtype of the run; "
-            "leave kv_cache_dtype at auto"
-        )
-    if device != "cpu":
+    if device != "cpu" and config.kv_cache_dtype not in ("auto", dtype):
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype}, dtype is {dtype}: on a GPU the KV cache has the dtype of the run; "
             "leave kv_cache_dtype at auto, or set device to cpu"

@@ -101,7 +101,7 @@ def serve(orders: RankOrders, pipe: BinaryIO, answers: int) -> None:
     """Builds its part of the model, says that it is ready, and carries out plans until the pipe is closed."""
     from octavo.layers.shared_comm import SharedMemoryComm
     from octavo.worker.build import build_runner
-    from octavo.worker.context_groups import join_context
+    from octavo.worker.context_groups import PATIENCE, join_context
     from octavo.worker.device import compilers_for
     from octavo.worker.facts import settle
 
@@ -116,7 +116,7 @@ def serve(orders: RankOrders, pipe: BinaryIO, answers: int) -> None:
         runner = build_runner(facts, orders.geometry, debug, compilers)
         comm.wait_at_most(orders.step_seconds)
         if isinstance(context, SharedMemoryComm):
-            context.wait_at_most(orders.step_seconds)
+            context.wait_at_most(PATIENCE * orders.step_seconds)
         os.write(answers, b"\n")
         while (message := read(pipe)) is not None:
             if isinstance(message, Forward):

@@ -27,6 +27,7 @@ def partial_attention(
     rank: int,
     ranks: int,
     window: int | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,  # of k and v, [num_blocks, block_size, kv_heads], where these are codes
 ) -> tuple[Tensor, Tensor]:
     """Returns what each query makes of the keys that it sees here [T, heads, head_dim], and their log-sum-exp [T, heads]; both float32.
 
@@ -40,6 +41,9 @@ def partial_attention(
         position = kept_positions(length, size, rank, ranks).to(q.device)  # [L]
         blocks = tables[row, : -(-len(position) // size)].long()
         keys, values = (cache[blocks].flatten(0, 1)[: len(position)].float() for cache in (k_cache, v_cache))  # [L, kv_heads, dim]
+        if scales is not None:
+            for codes, scale_of in zip((keys, values), scales):
+                codes *= scale_of[blocks].flatten(0, 1)[: len(position), :, None]
         queries = max(SCORES // (q.shape[1] * max(len(position), 1)), 1)
         for first in range(start, end if len(position) else start, queries):
             last = min(first + queries, end)
