@@ -84,10 +84,10 @@ def over_context(backend: type[AttentionBackend], comm: Comm) -> type[AttentionB
         def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor) -> Tensor:
             heads = self.spec.num_heads
             of_all = comm.all_gather(q.flatten(1)).unflatten(1, (ranks * heads, -1))  # [T, heads of the group, head_dim]
-            scales = (cache["k_scale"], cache["v_scale"]) if "k_scale" in cache else None
-            rows = batch.tables, batch.query_start, batch.context_len
-            among = rank, ranks, self.spec.window, scales
-            part, lse = partial_attention(of_all, cache["k"], cache["v"], *rows, self.spec.scale, *among)
+            part, lse = partial_attention(
+                of_all, cache["k"], cache["v"], batch.tables, batch.query_start, batch.context_len, self.spec.scale, rank, ranks,
+                self.spec.window, scales=(cache["k_scale"], cache["v_scale"]) if "k_scale" in cache else None,
+            )  # fmt: skip
             weights = weights_of_ranks(comm.all_gather(lse.unsqueeze(-1)))  # [T, heads of the group, ranks]
             merged = comm.all_reduce(part.mul_(weights[..., rank, None]))
             return out.copy_(merged[:, rank * heads : (rank + 1) * heads])

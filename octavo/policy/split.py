@@ -12,13 +12,7 @@ Where there are more ranks than heads of k and v, neighbours have the same ones:
 
     rank      0    1    2    3
     q head   0 1  2 3  4 5  6 7
-    kv head   0    0    1    1
-
-With decode context parallel, neighbours form groups that have the same heads of k and v, whatever their number:
-
-    rank      0    1    2    3
-    q head   0 1  2 3  4 5  6 7        4 heads of k and v in groups of 2 ranks
-    kv head  0 1  0 1  2 3  2 3
+    kv head   0    0    1    1          of 4, in groups of 2 ranks that share a context:  0 1   0 1   2 3   2 3
 """
 
 from collections.abc import Collection
@@ -53,7 +47,8 @@ def check_split(shared: Collection[Shared], vocab_size: int, size: int, context:
     if wrong is not None:
         most = min(one.number for one in shared if not one.repeats)
         can = [ranks for ranks in range(1, most + 1) if all(one.fits(ranks, context) for one in shared) and _fills(vocab_size, ranks)]
-        raise ConfigError(f"{wrong} cannot be split over tensor_parallel_size {size}: sizes that can: {', '.join(map(str, can))}")
+        sizes = f"sizes that can: {', '.join(map(str, can))}" if can else f"no size can, with decode_context_parallel_size {context}"
+        raise ConfigError(f"{wrong} cannot be split over tensor_parallel_size {size}: {sizes}")
 
 
 def _fills(vocab_size: int, size: int) -> bool:

@@ -10,7 +10,6 @@ import os
 from octavo.layers.comm import Comm, NullComm
 from octavo.layers.shared_comm import SharedMemoryComm
 
-
 PATIENCE = 0.8  # of the time that ranks wait for all others
 
 

@@ -120,6 +120,8 @@ def test_a_group_has_the_same_heads_of_k_and_v_and_shares_those_of_q() -> None:
     assert [part for _, part in rows] == [range(2 * dim)] * 2 + [range(2 * dim, 4 * dim)] * 2
     with pytest.raises(ConfigError, match=r"num_attention_heads 8 .*_size 6: sizes that can: 2, 4, 8$"):
         rank_config(config, 6, 2)
+    with pytest.raises(ConfigError, match=r"num_attention_heads 9 .*_size 2: no size can, with decode_context_parallel_size 2$"):
+        rank_config(read_config(raw_config("Llama", num_attention_heads=9, num_key_value_heads=3), "test"), 2, 2)
 
 
 def test_programs_and_models_that_cannot_share_a_context_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
