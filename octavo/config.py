@@ -47,6 +47,7 @@ class Settings(TypedDict, total=False):
     tensor_parallel_size: int
     pipeline_parallel_size: int
     distributed_executor_backend: DistributedExecutorBackend
+    decode_context_parallel_size: int
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
     enable_prefix_caching: bool
@@ -96,6 +97,9 @@ class EngineConfig:
     distributed_executor_backend: DistributedExecutorBackend = _flag(
         "mp", "where these processes run; mp: on this host; ray: on the nodes of a Ray cluster"
     )
+    decode_context_parallel_size: int = _flag(
+        1, "how many of the processes that share a matrix keep the same heads of the KV cache, each for some of the tokens"
+    )
     max_num_seqs: int | None = _flag(None, "maximum number of sequences that run at the same time; default: 256, on a GPU 512")
     max_num_batched_tokens: int | None = _flag(None, "maximum number of tokens in one step; default: 2048, on a GPU 8192")
     enable_prefix_caching: bool = _flag(True, "reuse cached blocks of earlier prompts and answers")
@@ -126,6 +130,12 @@ class EngineConfig:
                 f"max_num_batched_tokens is {tokens}, which is less than max_num_seqs ({seqs}): "
                 "a step must hold one token of every running sequence; raise the first or lower the second"
             )
+        ranks, context = self.tensor_parallel_size, self.decode_context_parallel_size
+        if ranks % context:
+            raise ConfigError(
+                f"decode_context_parallel_size is {context}, which does not divide tensor_parallel_size ({ranks}): "
+                f"it shares out the context among those ranks; set tensor_parallel_size to a multiple of {context}"
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -136,6 +146,11 @@ class EngineConfig:
     def wants_native(self) -> bool:
         """Whether the native kernels are to be used, unless the machine lacks them."""
         return self.native and self.attention_backend == "auto" and self.device != "cuda"
+
+    @property
+    def block_tokens(self) -> int:
+        """The tokens that a block covers. With decode context parallel, each rank of a group keeps `block_size` of them."""
+        return self.block_size * self.decode_context_parallel_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +203,7 @@ _INTEGERS = {  # name -> the least and the greatest value
     "num_gpu_blocks_override": (2, _MANY),  # block 0 is the null block
     "tensor_parallel_size": (1, 1024),
     "pipeline_parallel_size": (1, 1024),
+    "decode_context_parallel_size": (1, 1024),
     "max_num_seqs": (1, _MANY),
     "max_num_batched_tokens": (1, _MANY),
     "pipeline_depth": (1, 2),

@@ -22,6 +22,7 @@ DECODE_PROGRAMS = 640  # of decode attention at most: four for each of 160 multi
 DECODE_SHARES = 2  # for each of them
 LEFT_PARTS = 2  # of long rows, for each of those
 SHARE_WORDS = 16  # of a step, for each of those, and each row and KV head
+PARTIAL_SCORES = 1 << 22  # that `kernels/reference/partial_attention.py` has at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class AttentionSpec:
     sinks: bool = False
     alibi: bool = False
     role: Literal["decoder", "encoder", "cross"] = "decoder"
+    context_ranks: int = 1  # that have the same heads of k and v, each for some of the tokens, and other heads of q
 
     kind: ClassVar[str] = "attention"
 
@@ -49,6 +51,7 @@ class AttentionSpec:
             "sinks": self.sinks,
             "alibi": self.alibi,
             f"role={self.role}": self.role != "decoder",
+            "context_parallel": self.context_ranks > 1,
         }
         return tuple(name for name, wanted in asked.items() if wanted)
 
@@ -88,11 +91,23 @@ class AttentionSpec:
         normed = (q + kv) * item if self.qk_norm else 0
         turning = 3 * q * FLOAT32 if item < FLOAT32 else 2 * q * FLOAT32  # a copy in float32, two halves, both together
         rotate = projected + normed + turning + self.head_dim * FLOAT32
+        if self.context_ranks > 1:
+            return max(load.tokens * rotate, self._partial_bytes(load, item, ITEM_BYTES[cache_dtype]))
         queries = (3 * q + 2 * kv) * item  # rotated, picked for a group, room for the result; new keys and values lined up (measured)
         scores = load.tokens * load.context  # places of a mask, which is made of flags of one byte
         gathered = self.gathered_bytes(dtype, cache_dtype) * load.gathered
         attend = load.tokens * queries + gathered + max(load.tokens * q * item, scores)
         return max(load.tokens * rotate, attend)
+
+    def _partial_bytes(self, load: StepLoad, item: int, cache_item: int) -> int:
+        """Of attention over the keys of one rank: heads of the whole group, and in float32 what they see and its sum over ranks.
+
+        Keys and values are gathered for one row at a time, as they are and in float32.
+        """
+        group = self.context_ranks * self.q_size
+        token = (2 * self.q_size + 2 * self.kv_size) * item + group * (item + 2 * FLOAT32)
+        keys = -(-load.context // self.context_ranks) * 2 * self.kv_size * (cache_item + FLOAT32)
+        return load.tokens * token + keys + 3 * PARTIAL_SCORES * FLOAT32
 
     def gathered_bytes(self, dtype: str, cache_dtype: str) -> int:
         """Returns bytes for each key that is gathered. From a cache of another dtype: k as the run has it, and v on its way there."""
@@ -107,8 +122,9 @@ class AttentionSpec:
 
     @property
     def gpu_token_numbers(self) -> int:
-        """q, k and v; what was read of earlier context, and the result."""
-        return self.q_size + 2 * self.kv_size + 2 * self.q_size
+        """q, k and v; what was read of earlier context, and the result. Where ranks share a context: q of all, two results in float32."""
+        of_group = 5 * self.context_ranks * self.q_size if self.context_ranks > 1 else self.q_size
+        return self.q_size + 2 * self.kv_size + of_group + self.q_size
 
     def gpu_step_bytes(self, rows: int) -> int:
         """The shares of decode attention, and what is left of contexts in several of them, in float32, with its sums."""

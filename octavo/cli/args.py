@@ -22,7 +22,9 @@ from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams, is_unset
 from octavo.server_config import LESSON, ServerConfig
 
-SHORT = {"quantization": "-q", "tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp"}
+SHORT = {
+    "quantization": "-q", "tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "decode_context_parallel_size": "-dcp",
+}  # fmt: skip
 
 SAMPLING_FLAGS: dict[str, tuple[Callable[[str], object], str]] = {
     "temperature": (float, "0: always the most likely token; higher: more varied"),

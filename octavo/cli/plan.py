@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 SETTINGS = (
     "revision", "dtype", "quantization", "device", "kv_cache_dtype", "max_model_len", "block_size", "kv_cache_memory_bytes",
-    "gpu_memory_utilization", "num_gpu_blocks_override", "tensor_parallel_size", "pipeline_parallel_size", "max_num_seqs",
+    "gpu_memory_utilization", "num_gpu_blocks_override", "tensor_parallel_size", "pipeline_parallel_size",
+    "decode_context_parallel_size", "max_num_seqs",
     "max_num_batched_tokens", "enforce_eager", "native", "cpu_isa",
 )  # fmt: skip
 
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo.worker.device import level_used
 
     asked = engine_config(args, args.words)
-    whole = model_shape(asked.model, asked.revision).of_rank(asked.tensor_parallel_size)
+    whole = model_shape(asked.model, asked.revision).of_rank(asked.tensor_parallel_size, asked.decode_context_parallel_size)
     config = suited(resolved(asked, _device(asked.device, args.memory)), whole.model)
     level = level_used(config)
     refuse_float16(config, config.device, level)
@@ -135,6 +136,7 @@ def _record(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan
         "device": config.device,
         "tensor_parallel_size": shape.ranks,
         "pipeline_parallel_size": shape.stage.count,
+        "decode_context_parallel_size": geometry.context_ranks,
         "cpu_isa": level,
         "dtype": needs.dtype,
         "quantization": config.quantization,
@@ -203,7 +205,8 @@ def plan_rows(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, pl
     """Returns the rows of the table, each a name, a size and a note."""
     use, geometry, memory = plan.use, plan.geometry, plan.memory
     token = f"{geometry.bytes_per_token:,} bytes per token" + ("" if needs.kv_cache_dtype == needs.dtype else f" in {needs.kv_cache_dtype}")
-    blocks = f"{geometry.num_blocks:,} blocks of {geometry.block_size} tokens, {token}"
+    kept = f", {geometry.kept_tokens} of them on each rank" if geometry.context_ranks > 1 else ""
+    blocks = f"{geometry.num_blocks:,} blocks of {geometry.block_size} tokens{kept}, {token}"
     on_gpu = memory.gpu is not None
     whole = ""
     if memory.gpu is not None:

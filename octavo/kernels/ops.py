@@ -14,6 +14,7 @@ from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.logit_edits import LogitEdits
 from octavo.kernels.reference import attention as reference_attention
 from octavo.kernels.reference import layer as reference_layer
+from octavo.kernels.reference import partial_attention as reference_partial
 from octavo.kernels.reference import rows as reference_rows
 from octavo.kernels.reference import sampling as reference_sampling
 from octavo.kernels.reference.sampling import Draws, Ranking
@@ -84,6 +85,31 @@ def paged_attention(
         soft_cap=soft_cap,
     )  # fmt: skip
     return out
+
+
+def partial_attention(
+    q: Tensor,  # [T, heads, head_dim]
+    k_cache: Tensor,  # of this rank
+    v_cache: Tensor,
+    tables: Tensor,  # [R, B]: of blocks that cover `ranks` times as many tokens
+    query_start: Tensor,  # [R+1]
+    context_len: Tensor,  # [R]: tokens, on whatever rank
+    scale: float,
+    rank: int,
+    ranks: int,
+    window: int | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,  # on a CPU: of k and v, where these are codes
+) -> tuple[Tensor, Tensor]:
+    """Returns attention over the keys that this rank keeps [T, heads, head_dim], and their log-sum-exp [T, heads]; both float32.
+
+    A query that sees none of them has zeros, and -inf.
+    """
+    rows = tables, query_start, context_len
+    if not q.is_cuda:
+        return reference_partial.partial_attention(q, k_cache, v_cache, *rows, scale, rank, ranks, window, scales)
+    kernels = _triton("attention.partial_attention")
+    out, lse = kernels.partial_attention(q, k_cache, v_cache, *rows, scale, rank, ranks, window)
+    return out, lse
 
 
 def decode_shares(query_start: Tensor, context_len: Tensor, k_cache: Tensor, window: int | None) -> Tensor | None:

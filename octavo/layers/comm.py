@@ -39,6 +39,9 @@ class NullComm:
         pass
 
 
+NOBODY = NullComm()
+
+
 class Channel(Protocol):
     def send(self, x: Tensor) -> None: ...
 

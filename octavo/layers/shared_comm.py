@@ -23,10 +23,14 @@ SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class SharedMemoryComm:
-    def __init__(self, library: NativeLibrary, memory: mmap.mmap, rank: int, size: int, timeout_seconds: float) -> None:
+    def __init__(
+        self, library: NativeLibrary, memory: mmap.mmap, rank: int, size: int, timeout_seconds: float, first: int = 0
+    ) -> None:
+        """`first`: the number that messages give to rank 0, where ranks are some of a larger group."""
         self.rank = rank
         self.size = size
         self.seconds = timeout_seconds
+        self._first = first
         self._call = library.call
         self._start = ctypes.c_char.from_buffer(memory)  # keeps the memory
         slot_bytes = (len(memory) - library.call.octavo_group_bytes(size, 0)) // (2 * size)
@@ -41,8 +45,8 @@ class SharedMemoryComm:
         return fd
 
     @staticmethod
-    def join(fd: int, rank: int, size: int, timeout_seconds: float) -> "SharedMemoryComm":
-        return SharedMemoryComm(_library(), mmap.mmap(fd, os.fstat(fd).st_size), rank, size, timeout_seconds)
+    def join(fd: int, rank: int, size: int, timeout_seconds: float, first: int = 0) -> "SharedMemoryComm":
+        return SharedMemoryComm(_library(), mmap.mmap(fd, os.fstat(fd).st_size), rank, size, timeout_seconds, first)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Adds in float32 and in rank order, and rounds once: every rank gets the same bits, whoever came first."""
@@ -65,9 +69,9 @@ class SharedMemoryComm:
     def check(self, code: int) -> None:
         """Raises what a native call meant that met the other ranks; 0 is success."""
         if code > 0:
-            raise RankLost(f"rank {code - 1} did not answer for {self.seconds:g} s")
+            raise RankLost(f"rank {self._first + code - 1} did not answer for {self.seconds:g} s")
         if code < 0:
-            raise RankLost(f"rank {-code - 1} gave up, so rank {self.rank} cannot go on")
+            raise RankLost(f"rank {self._first - code - 1} gave up, so rank {self._first + self.rank} cannot go on")
 
     def _of_all(self, x: Tensor) -> Tensor:
         """Returns x of every rank: [size, *x.shape]"""

@@ -135,10 +135,10 @@ class ModelShape:
     ranks: int = 1  # that share each matrix; the config and all that follows from it is then that of one
     stage: Stage = ONLY  # of a pipeline; the same holds for its layers
 
-    def of_rank(self, ranks: int) -> "ModelShape":
-        """Returns the shape of one of several ranks. Refuses a model that they cannot share."""
+    def of_rank(self, ranks: int, context: int = 1) -> "ModelShape":
+        """Returns the shape of one of several ranks. Refuses a model that they cannot share. `context`: ranks that share a context"""
         weights = tuple(replace(weight, size=-(-weight.size // ranks)) for weight in self.weights)
-        return replace(self, config=rank_config(self.config, ranks), weights=weights, ranks=ranks) if ranks > 1 else self
+        return replace(self, config=rank_config(self.config, ranks, context), weights=weights, ranks=ranks) if ranks > 1 else self
 
     def stages(self, count: int) -> "list[ModelShape]":
         """Returns the shape of each stage of a pipeline."""

@@ -22,9 +22,9 @@ from octavo.policy.split import Part
 from octavo.quant.packed import PackedWeight
 
 
-def of_rank(stored: FileCheckpoint, config: ModelConfig, size: int, rank: int) -> Checkpoint:
-    """Returns what one of `size` ranks has of a checkpoint. `config`: of the whole model"""
-    return stored if size == 1 else ShardedCheckpoint(stored, rank_parts(config, size, rank))
+def of_rank(stored: FileCheckpoint, config: ModelConfig, size: int, rank: int, context: int = 1) -> Checkpoint:
+    """Returns what one of `size` ranks has of a checkpoint. `config`: of the whole model; `context`: ranks that share a context"""
+    return stored if size == 1 else ShardedCheckpoint(stored, rank_parts(config, size, rank, context))
 
 
 class ShardedCheckpoint:

@@ -62,6 +62,7 @@ class DenseConfig(ModelConfig):
             window=self.windows[layer],
             rope=self.rope,
             qk_norm=self.qk_norm,
+            context_ranks=self.context_ranks,
         )
 
 

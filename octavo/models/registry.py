@@ -50,17 +50,20 @@ def describe(config: ModelConfig) -> ModelDescription:
     return family_of(config).describe(config)
 
 
-def rank_config(config: ModelConfig, size: int) -> ModelConfig:
-    """Returns the config of one of `size` ranks, which is that of every other too. Refuses a model that they cannot share."""
+def rank_config(config: ModelConfig, size: int, context: int = 1) -> ModelConfig:
+    """Returns the config of one of `size` ranks, which is that of every other too. Refuses a model that they cannot share.
+
+    `context`: how many neighbours have the same heads of k and v, and share the tokens of a context
+    """
     family = family_of(config)
     if size == 1:
         return config
     if family.shared is None:
         raise ConfigError(f"models of the family {family.name} cannot be split: set tensor_parallel_size to 1, not {size}")
     shared = family.shared(config)
-    check_split(shared.values(), config.vocab_size, size)
-    own: dict[str, Any] = {field: one.of_rank(size) for field, one in shared.items()}
-    return replace(config, **own)
+    check_split(shared.values(), config.vocab_size, size, context)
+    own: dict[str, Any] = {field: one.of_rank(size, context) for field, one in shared.items()}
+    return replace(config, context_ranks=context, **own)
 
 
 def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
@@ -74,9 +77,9 @@ def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
     return cut
 
 
-def rank_parts(config: ModelConfig, size: int, rank: int) -> dict[str, Part]:
+def rank_parts(config: ModelConfig, size: int, rank: int, context: int = 1) -> dict[str, Part]:
     """Returns what a rank has of the weights in the checkpoint of the whole model, whose config this is."""
-    return parts_of_rank(describe(config), describe(rank_config(config, size)), size, rank)
+    return parts_of_rank(describe(config), describe(rank_config(config, size, context)), size, rank)
 
 
 def cache_specs(config: ModelConfig, dtype: str) -> list[LayerCacheSpec]:

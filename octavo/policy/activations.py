@@ -26,7 +26,7 @@ def step_bytes(model: ModelDescription, dtype: str, cache_dtype: str, load: Step
 def _forward_bytes(model: ModelDescription, dtype: str, cache_dtype: str, load: StepLoad) -> int:
     item = ITEM_BYTES[dtype]
     stream = 4 * model.hidden_size * item  # input and sum, before and after the norm
-    windows = {layer.mixer.window for layer in model.kinds}
+    windows = {layer.mixer.window for layer in model.kinds if "context_parallel" not in layer.mixer.features}  # that makes none
     masks = {None if window is None or window >= load.context else window for window in windows}  # one for each, and they last
     layers = max(_layer_bytes(layer, dtype, cache_dtype, load) for layer in model.kinds)
     return load.tokens * stream + len(masks) * load.tokens * load.context * item + layers

@@ -42,6 +42,9 @@ def resolved(config: EngineConfig, device: Literal["cpu", "cuda"]) -> ResolvedCo
 
 def suited(config: ResolvedConfig, model: ModelDescription) -> ResolvedConfig:
     """Turns off the programs that cannot run this model, and logs why. What remains is the eager one, which runs every model."""
+    ranks = config.decode_context_parallel_size
+    if ranks > 1 and (why := model.several_tables()) is not None:
+        raise ConfigError(f"decode_context_parallel_size is {ranks}, and ranks share one block table a sequence: {why}; set it to 1")
     if config.wants_native and (why := native_refusal(model)) is not None:
         logger.info("Native kernels are off for this model, torch computes: %s", why)
         config = replace(config, native=False)

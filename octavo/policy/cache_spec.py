@@ -46,8 +46,14 @@ class CacheGeometry:
     num_blocks: int
     block_size: int
     max_model_len: int
-    bytes_per_token: int  # of a block: its bytes are this times block_size, whatever group has it
+    bytes_per_token: int  # of a block: its bytes are this times the tokens that are kept, whatever group has it
     groups: tuple[CacheGroup, ...] = (FULL,)
+    context_ranks: int = 1  # that share the tokens of a block equally
+
+    @property
+    def kept_tokens(self) -> int:
+        """The tokens of a block that one rank keeps: all, unless ranks share a context."""
+        return self.block_size // self.context_ranks
 
     def concurrency(self, step_tokens: int) -> float:
         """Returns how many sequences of the greatest length the pool holds. `step_tokens`: the most that a plan computes"""

@@ -205,12 +205,12 @@ class _Planner:
         self.loading = needs.loading + (largest_matrix(needs.model) * FLOAT32 if memory.unified else 0)
 
     def use(self, config: ResolvedConfig, num_blocks: int, max_len: int) -> Use:
-        needs, model, size = self.needs, self.needs.model, config.block_size
+        needs, model, size = self.needs, self.needs.model, config.block_tokens
         tokens = (num_blocks - 1) * size * max(group.links for group in self.groups)  # of the largest group
         table_blocks = -(-max_len // size)
         contiguous = config.attention_backend == "contiguous"  # a region for every row, on a GPU one for padding
         regions = config.max_num_seqs + (needs.device == "cuda")
-        kv_cache = size * (regions * table_blocks * needs.bytes_per_token if contiguous else num_blocks * self.per_token)
+        kv_cache = config.block_size * (regions * table_blocks * needs.bytes_per_token if contiguous else num_blocks * self.per_token)
         if needs.device == "cuda":
             return self._gpu_use(config, kv_cache, num_blocks, max_len)
         load = StepLoad(
@@ -236,7 +236,7 @@ class _Planner:
 
     def _gpu_use(self, config: ResolvedConfig, kv_cache: int, num_blocks: int, max_len: int) -> Use:
         needs, model, item, rows = self.needs, self.needs.model, ITEM_BYTES[self.needs.dtype], config.max_num_seqs
-        tokens = min(config.max_num_batched_tokens, (num_blocks - 1) * config.block_size)
+        tokens = min(config.max_num_batched_tokens, (num_blocks - 1) * config.block_tokens)
         load = StepLoad(max(tokens, rows), rows, max_len, gathered=0)  # padded to all rows
         on_host = LIBRARIES + BYTES_PER_WORD * model.vocab_size + BYTES_PER_BLOCK * num_blocks if self.memory.unified else 0
         graphs = 0 if config.enforce_eager else gpu_graph_bytes(model, item, load) + needs.slab
@@ -246,14 +246,14 @@ class _Planner:
             activations=max(gpu_step_bytes(model, item, load) + needs.slab, self.loading - needs.weights - kv_cache),  # pool comes last
             graphs=graphs,
             rows=gpu_row_bytes(
-                model, rows, config.max_num_batched_tokens, max_len, len(self.groups) * -(-max_len // config.block_size)
+                model, rows, config.max_num_batched_tokens, max_len, len(self.groups) * -(-max_len // config.block_tokens)
             ),
             other=CONTEXT + GPU_LIBRARIES + (FLASHINFER if config.attention_backend == "flashinfer" else 0) + on_host,
         )
 
     def plan(self, config: ResolvedConfig) -> MemoryPlan:
         """As asked where something was, else the most that fits."""
-        size, wanted = config.block_size, config.max_model_len
+        wanted = config.max_model_len
         asked = self._asked_blocks(config)
         most = self._default_blocks(config) if asked is None else asked
         self._check_blocks(config, most)
@@ -262,7 +262,8 @@ class _Planner:
             least = self.fewest if wanted is None else min(most, self._blocks_for(config, wanted) + 1)
             blocks = self._most_blocks(config, most) or least
         max_len = wanted or largest(2, self._reach(config, blocks), lambda length: self._holds(config, blocks, length)) or 2
-        geometry = CacheGeometry(blocks, size, max_len, self.per_token, self.groups)
+        ranks = config.decode_context_parallel_size
+        geometry = CacheGeometry(blocks, config.block_tokens, max_len, self.per_token, self.groups, ranks)
         held = geometry.concurrency(config.max_num_batched_tokens)
         return MemoryPlan(geometry, self.use(config, blocks, max_len), self.memory, concurrency=held)
 
@@ -295,11 +296,11 @@ class _Planner:
     def _reach(self, config: ResolvedConfig, num_blocks: int) -> int:
         """The longest sequence a pool holds: block 0 is the null block, and the last token is never computed."""
         if len(self.groups) == 1 and self.groups[0].window is None:
-            return min(self.most, (num_blocks - 1) * config.block_size + 1)
+            return min(self.most, (num_blocks - 1) * config.block_tokens + 1)
         return largest(1, self.most, lambda length: self._blocks_for(config, length - 1) < num_blocks) or 1
 
     def _blocks_for(self, config: ResolvedConfig, num_tokens: int) -> int:
-        return blocks_for(self.groups, config.block_size, num_tokens, config.max_num_batched_tokens)
+        return blocks_for(self.groups, config.block_tokens, num_tokens, config.max_num_batched_tokens)
 
     def _check_blocks(self, config: ResolvedConfig, num_blocks: int) -> None:
         size, per_token, fewest = config.block_size, self.per_token, self.fewest
@@ -315,7 +316,7 @@ class _Planner:
     def refusal(self, config: ResolvedConfig, plan: MemoryPlan) -> str:
         if plan.use.total > self.memory.free:
             return f"{plan.account}: {self._advice(config)}{self._larger_share(config, plan)}"
-        size, blocks, wanted = config.block_size, plan.geometry.num_blocks, plan.geometry.max_model_len
+        size, blocks, wanted = config.block_tokens, plan.geometry.num_blocks, plan.geometry.max_model_len
         larger = self.with_room(config, plan)  # the pool is all that is short
         if not self.fits(larger):
             asked = self.plan(larger)

@@ -12,7 +12,7 @@ Where there are more ranks than heads of k and v, neighbours have the same ones:
 
     rank      0    1    2    3
     q head   0 1  2 3  4 5  6 7
-    kv head   0    0    1    1
+    kv head   0    0    1    1          of 4, in groups of 2 ranks that share a context:  0 1   0 1   2 3   2 3
 """
 
 from collections.abc import Collection
@@ -30,22 +30,25 @@ class Shared:
     number: int
     repeats: bool = False  # several ranks may have the same one, if there are more ranks
 
-    def fits(self, size: int) -> bool:
-        return self.number % size == 0 or (self.repeats and size % self.number == 0)
+    def fits(self, size: int, context: int = 1) -> bool:
+        """`context`: the ranks of a group that has the same ones, if they repeat"""
+        owners = size // context if self.repeats else size
+        return size % context == 0 and (self.number % owners == 0 or (self.repeats and owners % self.number == 0))
 
-    def of_rank(self, size: int) -> int:
-        return max(1, self.number // size)
+    def of_rank(self, size: int, context: int = 1) -> int:
+        return max(1, self.number // (size // context if self.repeats else size))
 
 
-def check_split(shared: Collection[Shared], vocab_size: int, size: int) -> None:
+def check_split(shared: Collection[Shared], vocab_size: int, size: int, context: int = 1) -> None:
     """Refuses a number of ranks that cannot share a model equally."""
-    wrong = next((f"{one.name} {one.number}" for one in shared if not one.fits(size)), None)
+    wrong = next((f"{one.name} {one.number}" for one in shared if not one.fits(size, context)), None)
     if wrong is None and not _fills(vocab_size, size):
         wrong = f"vocab_size {vocab_size}"
     if wrong is not None:
         most = min(one.number for one in shared if not one.repeats)
-        can = [ranks for ranks in range(1, most + 1) if all(one.fits(ranks) for one in shared) and _fills(vocab_size, ranks)]
-        raise ConfigError(f"{wrong} cannot be split over tensor_parallel_size {size}: sizes that can: {', '.join(map(str, can))}")
+        can = [ranks for ranks in range(1, most + 1) if all(one.fits(ranks, context) for one in shared) and _fills(vocab_size, ranks)]
+        sizes = f"sizes that can: {', '.join(map(str, can))}" if can else f"no size can, with decode_context_parallel_size {context}"
+        raise ConfigError(f"{wrong} cannot be split over tensor_parallel_size {size}: {sizes}")
 
 
 def _fills(vocab_size: int, size: int) -> bool:

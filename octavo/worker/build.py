@@ -146,7 +146,7 @@ def _graph(facts: Facts, eager: Eager) -> Graph:
 
 
 def _reserve(facts: Facts, geometry: CacheGeometry) -> KVStore:
-    config, specs, size, watch = facts.config, facts.needs.specs, geometry.block_size, Stopwatch()
+    config, specs, size, watch = facts.config, facts.needs.specs, geometry.kept_tokens, Stopwatch()
     store: KVStore
     if facts.backend.paged:
         store = PagedStore(specs, geometry.num_blocks, size, facts.device, config.kv_cache_layout, geometry.groups)
@@ -166,7 +166,7 @@ def _open_stored(facts: Facts) -> StoredParameters:
         whole = empty if config.num_ranks == 1 else build_model(facts.whole, torch.float32, facts.backend, NullComm(), max_len=1)
     dummy = config.load_format == "dummy"
     stored = DummyCheckpoint(whole, config.seed, facts.device) if dummy else open_checkpoint(facts.source)
-    found = of_rank(stored, facts.whole, facts.comm.size, facts.comm.rank)
+    found = of_rank(stored, facts.whole, facts.comm.size, facts.comm.rank, facts.place.context.size)
     if facts.place.stage.count > 1:
         elsewhere = weight_targets(whole).keys() - weight_targets(empty).keys()
         found = StagedCheckpoint(found, facts.layers, elsewhere, facts.place.stage.last)
@@ -175,7 +175,7 @@ def _open_stored(facts: Facts) -> StoredParameters:
 
 def _compile_ahead(facts: Facts, geometry: CacheGeometry, compilers: Compilers) -> None:
     """Kernels are compiled while weights are read."""
-    shapes = kernel_shapes(facts.model, facts.kept)
+    shapes = kernel_shapes(facts.model, facts.kept) if facts.place.context.size == 1 else None
     if shapes is None:
         compilers.close()
         return
@@ -233,7 +233,7 @@ def _log_loading(loaded: Decoder | Program, watch: Stopwatch) -> None:
 
 def _log(facts: Facts, geometry: CacheGeometry) -> None:
     blocks, sequences = geometry.num_blocks - 1, geometry.concurrency(facts.config.max_num_batched_tokens)
-    logger.info("Available KV cache memory: %.2f GiB", blocks * geometry.block_size * geometry.bytes_per_token / GIB)
+    logger.info("Available KV cache memory: %.2f GiB", blocks * geometry.kept_tokens * geometry.bytes_per_token / GIB)
     logger.info(
         "KV cache size: %s tokens (%s blocks of %d), maximum concurrency for %s tokens per request: %.2fx",
         f"{round(sequences * geometry.max_model_len):,}", f"{blocks:,}", geometry.block_size, f"{geometry.max_model_len:,}", sequences,

@@ -12,6 +12,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.cpu.levels import open_native
 from octavo.kernels.cpu.library import NativeLibrary
 from octavo.layers.comm import Comm
+from octavo.layers.context_parallel import over_context
 from octavo.layers.shared_comm import SharedMemoryComm
 from octavo.loading.resolve import ModelSource, open_checkpoint
 from octavo.loading.shape import ModelShape, shape_of
@@ -94,19 +95,20 @@ def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug:
 
     `place`: of a rank, where the model is split; the facts are then those of this rank.
     """
-    stage, own = place.stage, rank_config(whole, place.comm.size)  # before anything is looked at: it may not be possible
+    sizes = place.comm.size, place.context.size
+    stage, own = place.stage, rank_config(whole, *sizes)  # before anything is looked at: it may not be possible
     device = _choose_device(config)
     settled = suited(resolved(debug.overrule(config), device), describe(own))
     on_device = device == "cuda" or debug.runner == "device"
     if device == "cuda" and config.num_ranks > 1:
-        sizes = f"tensor_parallel_size is {config.tensor_parallel_size} and pipeline_parallel_size {config.pipeline_parallel_size}"
-        raise ConfigError(f"{sizes}, and a model is split on a CPU only: set both to 1, or device to cpu")
+        asked = f"tensor_parallel_size is {config.tensor_parallel_size} and pipeline_parallel_size {config.pipeline_parallel_size}"
+        raise ConfigError(f"{asked}, and a model is split on a CPU only: set both to 1, or device to cpu")
     library = _open_native(settled) if settled.wants_native and not on_device and _meets_natively(place) else None
     level = library.level if library else None
     refuse_float16(settled, device, level)
     dtype = resolve_dtype(settled.dtype, own.dtype, device, level)
     check_cache_dtype(settled, device, dtype)
-    all_layers = _shape(settled, source, whole, place.comm.size, computes_codes=library is not None or on_device)
+    all_layers = _shape(settled, source, whole, sizes, computes_codes=library is not None or on_device)
     shapes, threads = all_layers.stages(stage.count), library.threads if library else 0
     shape = shapes[stage.index]
     all_needs = [one.needs(dtype, settled.quantization, settled.kv_cache_dtype, threads, device) for one in shapes]
@@ -126,7 +128,7 @@ def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug:
         all_needs=all_needs,
         kept=shape.kept(dtype, settled.quantization, "cuda" if on_device else "cpu") if library or on_device else [],
         shape=shape,
-        backend=choose_backend(settled, dtype, on_device),
+        backend=over_context(choose_backend(settled, dtype, on_device), place.context),
     )
 
 
@@ -157,11 +159,11 @@ def _open_native(config: ResolvedConfig) -> NativeLibrary | None:
     return library
 
 
-def _shape(config: ResolvedConfig, source: ModelSource, model: ModelConfig, ranks: int, computes_codes: bool) -> ModelShape:
-    """Returns the shape of the weights there are; random ones are floats."""
+def _shape(config: ResolvedConfig, source: ModelSource, model: ModelConfig, ranks: tuple[int, int], computes_codes: bool) -> ModelShape:
+    """Returns the shape of the weights there are; random ones are floats. `ranks`: that share the model, and that share a context"""
     if config.load_format == "dummy":
-        return ModelShape(source.name, model).of_rank(ranks)
-    shape, asked = shape_of(source, model).of_rank(ranks), config.quantization
+        return ModelShape(source.name, model).of_rank(*ranks)
+    shape, asked = shape_of(source, model).of_rank(*ranks), config.quantization
     if shape.packed and asked in ("int8", "int4"):
         logger.warning("The weights are quantised already and are quantised again; --quantization auto keeps them as they are")
     if not computes_codes and asked in ("int8", "int4"):

@@ -18,7 +18,7 @@ from octavo.attention.backend import AttentionBackend
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.kernels.ops import finish, prepare, sample
 from octavo.kernels.step_tensors import StepMemory, StepTensors
-from octavo.layers.comm import Channel, Comm, NullComm
+from octavo.layers.comm import NOBODY, Channel, Comm
 from octavo.models.decoder import Decoder
 from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.policy.stages import ONLY, Stage
@@ -32,13 +32,19 @@ class Place:
     """Where a rank stands, and how it reaches the others."""
 
     comm: Comm  # with those that share its layers
+    context: Comm = NOBODY  # with those of them that share a context with it
     stage: Stage = ONLY
     before: Channel | None = None  # from the stage before; None: it is the first
     after: Channel | None = None  # to the next stage; None: it is the last
     on_host: int = 0  # ranks that share this host's memory; 0: all
 
+    def wait_at_most(self, seconds: float) -> None:
+        """Sets how long a rank waits for the others wherever they meet. A neighbouring stage may take as long as it likes."""
+        self.comm.wait_at_most(seconds)
+        self.context.wait_at_most(seconds)
 
-ALONE = Place(NullComm())
+
+ALONE = Place(NOBODY)
 
 
 @dataclass(frozen=True, slots=True)

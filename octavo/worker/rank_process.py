@@ -30,7 +30,7 @@ from octavo import log
 from octavo.child import die_with
 from octavo.config import EngineConfig, debug_from_environment
 from octavo.errors import LoadError, OctavoError
-from octavo.layers.comm import NullComm
+from octavo.layers.comm import Comm, NullComm
 from octavo.loading.resolve import ModelSource, load_model_config
 from octavo.messages import StepPlan, StepResult
 from octavo.policy.cache_spec import CacheGeometry
@@ -51,11 +51,12 @@ class Ends(Struct, frozen=True):
     """The descriptors through which a rank reaches others of its host. -1: there is none"""
 
     memory: int = -1  # of its stage
+    context: int = -1  # memory of the ranks that share a context with it
     before: int = -1  # a socket, from the stage before
     after: int = -1  # a socket, to the next stage
 
     def open_ones(self) -> list[int]:
-        return [end for end in (self.memory, self.before, self.after) if end >= 0]
+        return [end for end in (self.memory, self.context, self.before, self.after) if end >= 0]
 
 
 class RankOrders(Struct, frozen=True):
@@ -173,9 +174,14 @@ def join(ends: Ends, rank: int, config: EngineConfig, seconds: float) -> Place:
     from octavo.layers.socket_channel import SocketChannel
 
     size = config.tensor_parallel_size
-    stage, number = divmod(rank, size)
+    stage = rank // size
+
+    def comm(memory: int, size: int) -> Comm:
+        return NullComm() if memory < 0 else SharedMemoryComm.join(memory, rank % size, size, seconds, first=rank // size * size)
+
     return Place(
-        comm=NullComm() if ends.memory < 0 else SharedMemoryComm.join(ends.memory, number, size, seconds),
+        comm=comm(ends.memory, size),
+        context=comm(ends.context, config.decode_context_parallel_size),
         stage=Stage(stage, config.pipeline_parallel_size),
         before=None if ends.before < 0 else SocketChannel(ends.before, rank - size),
         after=None if ends.after < 0 else SocketChannel(ends.after, rank + size),
@@ -208,7 +214,7 @@ def serve(orders: RankOrders, place: Place, messages: Iterator[bytes], tell: Cal
         if facts.fingerprint() != orders.weights:
             raise LoadError(f"{source.path}: holds other weights than rank 0 found there")
         runner = build_runner(facts, facts.own_cache(orders.geometry), debug, compilers)
-        place.comm.wait_at_most(orders.step_seconds)
+        place.wait_at_most(orders.step_seconds)
         tell(about(orders.rank, orders.cpus, facts, runner))
         diary, reports = Diary(), place.stage.last and place.stage.count > 1 and place.comm.rank == 0
         threading.Thread(target=_beat, args=(diary, tell), name="beat", daemon=True).start()

@@ -196,15 +196,20 @@ class HostMeeting:
     """What the ranks of one host meet through. The thread that makes it keeps to the CPUs of rank 0."""
 
     def __init__(self, config: EngineConfig) -> None:
-        size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
-        memories = [SharedMemoryComm.create(size) if size > 1 else -1 for _ in range(stages)]
-        pairs = [SocketChannel.pair() for _ in range(size * (stages - 1))]  # pair r leads from rank r to rank r + size
+        size, count, shares = config.tensor_parallel_size, config.num_ranks, config.decode_context_parallel_size
+        memories, contexts = _memories(count, size), _memories(count, shares)
+        pairs = [SocketChannel.pair() for _ in range(count - size)]  # pair r leads from rank r to rank r + size
         befores, afters = [-1] * size + [end for _, end in pairs], [end for end, _ in pairs] + [-1] * size
-        self.ends = [Ends(memories[rank // size], befores[rank], afters[rank]) for rank in range(config.num_ranks)]
+        self.ends = [Ends(*ends) for ends in zip(memories, contexts, befores, afters)]
+        self._inherited = {end for ends in self.ends for end in ends.open_ones()} - {self.ends[0].after}
         self.cpus = allowed_cpus()
         self.place = join(self.ends[0], 0, config, START_SECONDS)
-        self._groups = [SharedMemoryComm.join(memory, 0, size, START_SECONDS) for memory in memories if memory >= 0]
-        self._count = config.num_ranks
+        self._groups = [  # of all stages and contexts, to tell them to give up
+            SharedMemoryComm.join(memory, 0, size, START_SECONDS)
+            for memory, size in {*((memory, size) for memory in memories), *((memory, shares) for memory in contexts)}
+            if memory >= 0
+        ]
+        self._count = count
         keep_to(self.cpus_of(0))
 
     def cpus_of(self, rank: int) -> list[int]:
@@ -215,13 +220,12 @@ class HostMeeting:
         return ProcessPeer(own, on_answer, on_end)
 
     def give_out(self) -> None:
-        """Closes what other ranks have inherited: a rank that is gone must be the last to hold its end."""
-        for end in {end for ends in self.ends[1:] for end in ends.open_ones()} - {self.ends[0].memory}:
-            with suppress(OSError):
-                os.close(end)
+        """Closes what the ranks have inherited: one that is gone must be the last to hold its end."""
+        while self._inherited:
+            os.close(self._inherited.pop())
 
     def wait_at_most(self, seconds: float) -> None:
-        self.place.comm.wait_at_most(seconds)
+        self.place.wait_at_most(seconds)
 
     def abort(self) -> None:
         """Nobody waits for anybody any more."""
@@ -233,10 +237,15 @@ class HostMeeting:
     def leave(self) -> None:
         """Gives the CPUs back, and the memory, when nobody uses it any more."""
         keep_to(self.cpus)
-        if self.ends[0].memory >= 0:
-            os.close(self.ends[0].memory)
+        self.give_out()
         if isinstance(self.place.after, SocketChannel):
             self.place.after.close()
+
+
+def _memories(ranks: int, size: int) -> list[int]:
+    """Returns for each rank the descriptor of the memory of its group. -1: groups are of one rank"""
+    made = [SharedMemoryComm.create(size) if size > 1 else -1 for _ in range(ranks // size)]
+    return [made[rank // size] for rank in range(ranks)]
 
 
 class Ranks:

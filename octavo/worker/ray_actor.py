@@ -82,11 +82,13 @@ def place_of(whole: "GlooComm", config: "EngineConfig", on_host: int) -> "Place"
     from octavo.policy.stages import Stage
     from octavo.worker.program import Place
 
-    size, stages, rank = config.tensor_parallel_size, config.pipeline_parallel_size, whole.rank
+    size, stages, rank, shares = config.tensor_parallel_size, config.pipeline_parallel_size, whole.rank, config.decode_context_parallel_size
     stage = Stage(rank // size, stages)
     members = range(stage.index * size, (stage.index + 1) * size)
+    sharers = range(rank // shares * shares, (rank // shares + 1) * shares)
     return Place(
         comm=whole if stages == 1 else NullComm() if size == 1 else whole.part(f"stage {stage.index}", members),
+        context=NullComm() if shares == 1 else whole.part(f"context {rank // shares}", sharers),
         stage=stage,
         before=whole.channel(rank - size) if stage.index else None,
         after=None if stage.last else whole.channel(rank + size),

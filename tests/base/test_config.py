@@ -30,6 +30,7 @@ BAD: dict[str, list[Any]] = {
     "num_gpu_blocks_override": [0, 1, *NO_INTEGERS],
     "tensor_parallel_size": [0, 2**40, None, *NO_INTEGERS],
     "pipeline_parallel_size": [0, 2**40, None, *NO_INTEGERS],
+    "decode_context_parallel_size": [0, 2, 2**40, None, *NO_INTEGERS],  # 2 of one rank
     "max_num_seqs": [0, 2**40, *NO_INTEGERS],
     "max_num_batched_tokens": [0, *NO_INTEGERS],
     "enable_prefix_caching": ["false", None, 2, 1],
@@ -54,6 +55,13 @@ def test_the_keywords_of_llm_are_the_settings_of_the_engine() -> None:
 def test_a_setting_without_meaning_is_refused_by_name_and_value(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^{name} (must be|is) .*{re.escape(str(value))}"):
         EngineConfig(**{name: value})
+
+
+# promise: decode-context-parallel-size
+def test_ranks_share_a_context_in_groups_of_equal_size() -> None:
+    with pytest.raises(ConfigError, match=r"decode_context_parallel_size is 4, which does not divide tensor_parallel_size \(6\): .* of 4$"):
+        EngineConfig(tensor_parallel_size=6, decode_context_parallel_size=4)
+    assert EngineConfig(tensor_parallel_size=6, decode_context_parallel_size=3).block_tokens == 48
 
 
 def test_what_is_not_checked_here_is_a_path_or_a_name_that_another_door_knows() -> None:

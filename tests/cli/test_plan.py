@@ -112,6 +112,21 @@ def test_what_ifs_change_what_they_say(tmp_path: Path, capsys: pytest.CaptureFix
     assert re.search(r"KV cache +511\.\d MiB   2,741 blocks of 16 tokens, 12,240 bytes per token in int8;", capsys.readouterr().out)
 
 
+# promise: decode-context-parallel-size
+def test_a_rank_plans_for_the_tokens_that_it_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 4 heads of k and v it has 2, or all 4 of every second token: the same bytes hold the same tokens."""
+    words = [str(stories260k(tmp_path / "stories")), "--memory", "2g", "--dtype", "float32", "-tp", "2", "--no-native"]
+    heads = planned(capsys, *words, "--kv-cache-memory-bytes", str(20 * 16 * 640))
+    tokens = planned(capsys, *words, "-dcp", "2", "--kv-cache-memory-bytes", str(10 * 16 * 1280))
+    assert (heads["num_blocks"], heads["block_size"], heads["kv_bytes_per_token"], heads["max_model_len"]) == (20, 16, 640, 19 * 16 + 1)
+    assert (tokens["num_blocks"], tokens["block_size"], tokens["kv_bytes_per_token"], tokens["max_model_len"]) == (10, 32, 1280, 9 * 32 + 1)
+    assert heads["kv_cache_bytes"] == tokens["kv_cache_bytes"] and tokens["decode_context_parallel_size"] == 2
+    assert int(str(heads["weights_bytes"])) < int(str(tokens["weights_bytes"]))  # twice the rows of k and v
+    main(["plan", *words, "-dcp", "2", "--num-gpu-blocks-override", "10"])
+    out = capsys.readouterr().out
+    assert re.search(r"KV cache +0\.2 MiB   10 blocks of 32 tokens, 16 of them on each rank, 1,280 bytes per token;", out)
+
+
 # promise: octavo-plan
 def test_a_gpu_that_is_not_here_is_planned_for_without_torch(tmp_path: Path) -> None:
     done = run("--device", "cuda", "--memory", "4g")

@@ -62,22 +62,24 @@ def test_geometry_fills_the_pool_and_caps_the_length_at_the_models_own() -> None
 
 
 # promise: explicit-max-model, out-memory-messages
-@given(blocks=st.integers(2, 400), block=st.sampled_from([1, 2, 16, 256]), spare=st.integers(0, 1000), more=st.integers(1, 5000))
-def test_the_suggested_length_is_accepted_and_one_more_is_refused(blocks: int, block: int, spare: int, more: int) -> None:
+@given(blocks=st.integers(2, 400), block=st.sampled_from([1, 2, 16, 256]), spare=st.integers(0, 1000), more=st.integers(1, 5000),
+       context=st.sampled_from([1, 3]))  # fmt: skip
+def test_the_suggested_length_is_accepted_and_one_more_is_refused(blocks: int, block: int, spare: int, more: int, context: int) -> None:
     pool = blocks * block * PER_TOKEN + spare % (block * PER_TOKEN)
 
     def plan(max_model_len: int, pool_bytes: int) -> MemoryPlan:
-        config = settings(block_size=block, kv_cache_memory_bytes=pool_bytes, max_model_len=max_model_len)
+        ranks = {"tensor_parallel_size": context, "decode_context_parallel_size": context}
+        config = settings(block_size=block, kv_cache_memory_bytes=pool_bytes, max_model_len=max_model_len, **ranks)
         return plan_memory(needs(10**9), config, MUCH)
 
-    wanted = blocks * block + more
+    wanted = blocks * block * context + more
     message = plan(wanted, pool).refusal or ""
     assert message.startswith(f"--max-model-len is {wanted}, but the KV cache")
     longest = int(re.findall(r"largest --max-model-len that fits is (\d+)", message)[0])
     enough = size(re.findall(r"raise --kv-cache-memory-bytes to (\w+) ", message)[0]) or 0
     assert plan(longest, pool).refusal is None and plan(longest, pool).geometry.max_model_len == longest
     assert plan(longest + 1, pool).refusal is not None
-    assert plan(wanted, enough).refusal is None
+    assert plan(wanted, enough).refusal is None and plan(wanted, enough - 2 * block * PER_TOKEN).refusal is not None
 
 
 # promise: out-memory-messages
