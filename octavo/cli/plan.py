@@ -18,7 +18,7 @@ from octavo.config import Device, EngineConfig, ResolvedConfig, no_color
 from octavo.errors import ConfigError
 from octavo.loading.names import NAME
 from octavo.policy.auto import check_cache_dtype, resolved, suited
-from octavo.policy.memory_plan import Memory, MemoryPlan, ModelNeeds, plan_memory, shown
+from octavo.policy.memory_plan import Memory, MemoryPlan, ModelNeeds, fullest, plan_stages, shown
 from octavo.report.charts import Curve, Part, curves, parts_bar
 from octavo.report.document import Html, Report, Section, pictured, said, table
 from octavo.worker.machine import num_threads, refuse_float16, resolve_dtype, this_machine
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 SETTINGS = (
     "revision", "dtype", "quantization", "device", "kv_cache_dtype", "max_model_len", "block_size", "kv_cache_memory_bytes",
-    "gpu_memory_utilization", "num_gpu_blocks_override", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens",
-    "enforce_eager", "native", "cpu_isa",
+    "gpu_memory_utilization", "num_gpu_blocks_override", "tensor_parallel_size", "pipeline_parallel_size", "max_num_seqs",
+    "max_num_batched_tokens", "enforce_eager", "native", "cpu_isa",
 )  # fmt: skip
 
 
@@ -60,22 +60,48 @@ def run(args: argparse.Namespace) -> int:
     from octavo.worker.device import level_used
 
     asked = engine_config(args, args.words)
-    shape = model_shape(asked.model, asked.revision).of_rank(asked.tensor_parallel_size)
-    config = suited(resolved(asked, _device(asked.device, args.memory)), shape.model)
+    whole = model_shape(asked.model, asked.revision).of_rank(asked.tensor_parallel_size)
+    config = suited(resolved(asked, _device(asked.device, args.memory)), whole.model)
     level = level_used(config)
     refuse_float16(config, config.device, level)
-    dtype, threads = resolve_dtype(config.dtype, shape.config.dtype, config.device, level), num_threads() if level else 0
+    dtype, threads = resolve_dtype(config.dtype, whole.config.dtype, config.device, level), num_threads() if level else 0
     check_cache_dtype(config, config.device, dtype)
-    needs = shape.needs(dtype, config.quantization, config.kv_cache_dtype, threads, config.device)
-    plan, head = plan_memory(needs, config, _memory(config, args.memory)), plan_head(shape, needs, config, level)
+    shapes = whole.stages(config.pipeline_parallel_size)
+    all_needs = [shape.needs(dtype, config.quantization, config.kv_cache_dtype, threads, config.device) for shape in shapes]
+    plans = plan_stages(all_needs, config, _memory(config, args.memory))
+    stages = [_stage(layers, plan) for layers, plan in zip(whole.stage_layers(len(plans)), plans)]
+    most = fullest(plans)
+    shape, needs, plan = shapes[most], all_needs[most], plans[most]
+    head = plan_head(shape, needs, config, level)
+    if len(stages) > 1:
+        head += "".join(f"\n  stage {number}: {stage}" for number, stage in enumerate(stages))
     if args.json:
-        print(json.dumps(_record(shape, needs, config, plan, level), indent=1))
+        print(json.dumps(_record(shape, needs, config, plan, level) | {"stages": [asdict(stage) for stage in stages]}, indent=1))
     else:
         plain = not can_show("".join(block for block, _, _ in MARKS.values()))
         print(plan_text(head, shape, needs, config, plan, plain, colour=sys.stdout.isatty() and not no_color()))
     if args.report is not None:
         write_report(args.report, plan_report(args.typed, head, shape, needs, config, plan))
     return 0 if plan.refusal is None else 1
+
+
+@dataclass(frozen=True, slots=True)
+class StageUse:
+    """What a rank of one stage of a pipeline needs."""
+
+    first_layer: int
+    num_layers: int
+    weights_bytes: int
+    kv_cache_bytes: int
+    total_bytes: int
+
+    def __str__(self) -> str:
+        layers = f"layers {self.first_layer} to {self.first_layer + self.num_layers - 1}"
+        return f"{layers}, {shown(self.total_bytes)}: weights {shown(self.weights_bytes)}, KV cache {shown(self.kv_cache_bytes)}"
+
+
+def _stage(layers: range, plan: MemoryPlan) -> StageUse:
+    return StageUse(layers.start, len(layers), plan.use.weights, plan.use.kv_cache, plan.use.total)
 
 
 def _device(asked: Device, size: int | None) -> Literal["cpu", "cuda"]:
@@ -98,7 +124,7 @@ def _memory(config: ResolvedConfig, size: int | None) -> Memory:
     if size is not None and config.device == "cuda":
         return Memory.of_gpu(size, size, config.gpu_memory_utilization)
     whole = memory(config) if size is None else Memory(size)
-    return whole if config.device == "cuda" else whole.share(config.tensor_parallel_size)
+    return whole if config.device == "cuda" else whole.share(config.num_ranks)
 
 
 def _record(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan, level: str | None) -> dict[str, Any]:
@@ -108,6 +134,7 @@ def _record(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan
         "model": shape.name,
         "device": config.device,
         "tensor_parallel_size": shape.ranks,
+        "pipeline_parallel_size": shape.stage.count,
         "cpu_isa": level,
         "dtype": needs.dtype,
         "quantization": config.quantization,
@@ -158,6 +185,8 @@ def plan_head(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, le
     """Returns a line about the model and what computes it. `level`: that of the native kernels, None if torch computes."""
     by = "on a GPU" if config.device == "cuda" else f"on the CPU by {f'native kernels ({level})' if level else 'torch'}"
     part = f" in each of {shape.ranks} ranks" if shape.ranks > 1 else ""
+    if shape.stage.count > 1:
+        part += f" of stage {shape.stage.index}, which needs most of {shape.stage.count}"
     return f"{shape.name}: {shape.config.architecture}, {needs.model.num_parameters:,} parameters{part}, {needs.dtype}, {by}"
 
 

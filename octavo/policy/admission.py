@@ -85,7 +85,7 @@ class Admission:
         plan.row_writes.append(seq.row_write(hit.num_tokens))
         fits = kv.allocate(seq, count, plan)
         assert fits, "admission counted too few blocks"
-        seq.status = Status.RUNNING
+        seq.status, seq.since = Status.RUNNING, plan.step
         insort(self.running, seq, key=policy_key)
         self._note_admission(seq, hit)
         return count

@@ -173,18 +173,22 @@ def plan_memory(needs: ModelNeeds, config: ResolvedConfig, memory: Memory) -> Me
     return plan if planner.fits(config, plan) else replace(plan, refusal=planner.refusal(config, plan))
 
 
-def plan_stages(needs: list[ModelNeeds], config: ResolvedConfig, memory: Memory) -> MemoryPlan:
-    """Returns the plan of the stage that needs most. Pool and limits are those of the smallest stage, since blocks are the same on all.
+def plan_stages(needs: list[ModelNeeds], config: ResolvedConfig, memory: Memory) -> list[MemoryPlan]:
+    """Returns the plan of each stage of a pipeline. Pool and limits of all are those of the smallest, since they share block tables.
 
-    `memory`: of each
+    `memory`: of each stage
     """
     plans = [plan_memory(one, config, memory) for one in needs]
-    refused = next((plan for plan in plans if plan.refusal is not None), None)
-    if refused is not None or len(plans) == 1:
-        return refused or plans[0]
+    if len(plans) == 1 or any(plan.refusal is not None for plan in plans):
+        return plans
     blocks, length = (min(getattr(plan.geometry, name) for plan in plans) for name in ("num_blocks", "max_model_len"))
     common = replace(config, num_gpu_blocks_override=blocks, max_model_len=length)
-    return max([plan_memory(one, common, memory) for one in needs], key=lambda plan: plan.use.total)
+    return [plan_memory(one, common, memory) for one in needs]
+
+
+def fullest(plans: list[MemoryPlan]) -> int:
+    """Returns the stage that is refused, or else the one that needs most."""
+    return max(range(len(plans)), key=lambda stage: (plans[stage].refusal is not None, plans[stage].use.total))
 
 
 class _Planner:

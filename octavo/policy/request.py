@@ -13,7 +13,7 @@ from array import array
 from enum import Enum
 from operator import attrgetter
 
-from octavo.messages import FinishReason, LifeRecord, NoiseKey, RowWrite
+from octavo.messages import FinishReason, LifeRecord, NoiseKey, RowWrite, StepPlan
 from octavo.policy.block_pool import BlockKey
 from octavo.sampling_params import SamplingParams
 
@@ -86,7 +86,7 @@ class Request:
 class Sequence:
     __slots__ = (
         "digests", "ended", "in_flight", "index", "key", "limit", "lost", "num_computed", "num_planned", "num_sealed", "num_tokens",
-        "pending", "preemptions", "request", "reserved", "room", "row", "seq_id", "status", "steps_passed", "stop_at", "tables",
+        "pending", "preemptions", "request", "reserved", "room", "row", "seq_id", "since", "status", "steps_passed", "stop_at", "tables",
         "token_ids", "waits_for",
     )  # fmt: skip
 
@@ -110,6 +110,7 @@ class Sequence:
         self.pending: list[BlockKey] = []  # blocks it has announced and perhaps not yet sealed
         self.waits_for: BlockKey | None = None  # a block somebody else is computing
         self.row = -1
+        self.since = 0  # the step of its last admission
         self.reserved: list[int] = []  # rows held for samples not forked yet
         self.status = Status.WAITING
         self.ended: FinishReason | None = None  # and how
@@ -166,3 +167,9 @@ class Sequence:
 
 
 policy_key = attrgetter("key")  # sorts sequences in policy order
+
+
+def prompt_positions(plan: StepPlan, planned: list[Sequence]) -> int:
+    """Returns how many positions of prompts a plan has computed."""
+    ends = (start + count for start, count in zip(plan.start, plan.num_query))
+    return sum(max(0, min(end, seq.request.num_prompt) - start) for seq, start, end in zip(planned, plan.start, ends, strict=True))

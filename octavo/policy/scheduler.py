@@ -20,7 +20,7 @@ from octavo.messages import AddRequest, Delta, FinishReason, Limits, RowFork, Sc
 from octavo.policy.admission import Admission
 from octavo.policy.door import check_request, length_limit
 from octavo.policy.kv_manager import KVManager
-from octavo.policy.request import Request, Sequence, Status, policy_key
+from octavo.policy.request import Request, Sequence, Status, policy_key, prompt_positions
 from octavo.policy.rows import Rows
 
 SEALS_PER_STEP = 32  # larger batches take turns at sealing: when all cross a block edge together, no step pays for all
@@ -182,9 +182,12 @@ class Scheduler:
         return budget, preempted
 
     def _share(self) -> tuple[int, int]:
-        """Returns the tokens of this plan, and the most sequences that it decodes: as many as each of the plans in flight."""
+        """Returns the tokens of this plan, and the most sequences that it decodes: an equal part for each stage without work."""
         tokens, rows = self.limits.max_num_batched_tokens, self.limits.max_num_seqs
-        return max(tokens // self.stages, rows * self.row_tokens), -(-len(self.running) // self.stages)
+        if self.stages == 1:
+            return tokens, rows
+        idle = self.stages + 1 - len(self._planned)  # this plan is one of those
+        return max(tokens // self.stages, rows * self.row_tokens), -(-sum(not seq.in_flight for seq in self.running) // max(1, idle))
 
     def _prefill_budget(self, budget: int) -> int:
         """While anything waits for a row that is free, running prefills leave it half of what decode leaves."""
@@ -310,7 +313,7 @@ class Scheduler:
                 computed -= plan.num_query[entry]
                 continue
             tokens = result.tokens[entry]
-            if seq.status is is_running:  # else it was preempted meanwhile: nothing it computed is left, but the token is good
+            if seq.status is is_running and seq.since <= plan.step:  # else it was preempted: what it computed is gone, the token is good
                 seq.num_computed = plan.start[entry] + plan.num_query[entry]
             if entry in result.prompt_logprobs:
                 deltas.append(Delta(seq.request.request_id, seq.index, [], prompt_logprobs=result.prompt_logprobs[entry]))
@@ -323,7 +326,7 @@ class Scheduler:
             if tokens:
                 deltas.append(self._deliver(seq, tokens, result.logprobs.get(entry)))
         generated = sum([len(delta.token_ids) for delta in deltas])
-        self.stats.prompt_tokens += computed - generated if self.row_tokens == 1 else _prompt_positions(plan, planned)
+        self.stats.prompt_tokens += computed - generated if self.row_tokens == 1 else prompt_positions(plan, planned)
         self.stats.generation_tokens += generated
         return deltas
 
@@ -394,9 +397,3 @@ def _kept(seq: Sequence, tokens: list[int]) -> list[int]:
     kept = tokens[: seq.limit - seq.num_tokens]
     end = next((at for at, token in enumerate(kept) if token in seq.request.end_ids), len(kept))
     return kept[: end + 1]
-
-
-def _prompt_positions(plan: StepPlan, planned: list[Sequence]) -> int:
-    """Returns how many positions of prompts a plan has computed."""
-    ends = (start + count for start, count in zip(plan.start, plan.num_query))
-    return sum(max(0, min(end, seq.request.num_prompt) - start) for seq, start, end in zip(planned, plan.start, ends, strict=True))

@@ -21,7 +21,7 @@ from octavo.models.registry import describe, rank_config
 from octavo.policy.auto import check_cache_dtype, resolved, suited
 from octavo.policy.cache_spec import CacheGeometry, token_bytes
 from octavo.policy.description import ModelDescription
-from octavo.policy.memory_plan import ModelNeeds, plan_stages
+from octavo.policy.memory_plan import ModelNeeds, fullest, plan_stages
 from octavo.policy.model_size import Kept
 from octavo.policy.stages import of_stage
 from octavo.worker.device import device_here, start_lines
@@ -70,8 +70,8 @@ class Facts:
 
     def plan_cache(self) -> CacheGeometry:
         """Counts what fits on all ranks, before anything is loaded. A refusal says which setting to change."""
-        plan = plan_stages(self.all_needs, self.config, memory(self.config).share(self.place.on_host or self.config.num_ranks))
-        return self.own_cache(plan.accepted())
+        plans = plan_stages(self.all_needs, self.config, memory(self.config).share(self.place.on_host or self.config.num_ranks))
+        return self.own_cache(plans[fullest(plans)].accepted())
 
     def own_cache(self, geometry: CacheGeometry) -> CacheGeometry:
         """Returns the cache that all ranks have, with the layers of this one."""

@@ -29,6 +29,8 @@ BAD: dict[str, list[Any]] = {
     "gpu_memory_utilization": [0, 0.0, -0.5, 1.01, float("nan"), float("inf"), "0.9", True, None],
     "num_gpu_blocks_override": [0, 1, *NO_INTEGERS],
     "tensor_parallel_size": [0, 2**40, None, *NO_INTEGERS],
+    "pipeline_parallel_size": [0, 2**40, None, *NO_INTEGERS],
+    "distributed_executor_backend": ["uni", "Ray", "", None, 1],
     "max_num_seqs": [0, 2**40, *NO_INTEGERS],
     "max_num_batched_tokens": [0, *NO_INTEGERS],
     "enable_prefix_caching": ["false", None, 2, 1],

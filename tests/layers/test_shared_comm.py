@@ -1,5 +1,6 @@
 """Ranks in processes of their own: they sum and gather exactly, whoever is slow, and nobody waits for one that does not come."""
 
+import gc
 import os
 import re
 import signal
@@ -91,6 +92,7 @@ def test_killed_ranks_leave_nothing_behind() -> None:
             process.kill()
     assert not {name for name in set(os.listdir("/dev/shm")) - before if "octavo" in name}
     del ranks
+    gc.collect()  # groups of other tests
     assert "octavo-ranks" not in Path("/proc/self/maps").read_text()
 
 

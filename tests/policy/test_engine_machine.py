@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from octavo.messages import StepPlan
 from octavo.policy import invariants
-from octavo.policy.cache_group import CacheGroup
+from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.policy.request import Sequence
 from octavo.sampling_params import SamplingParams
 from tests.policy.machine_settings import SOAK, machine_settings
@@ -39,6 +39,7 @@ class EngineMachine(RuleBasedStateMachine):
         end_ids=st.sampled_from([(), (3,), (1, 2, 3, 4)]),
         groups=st.sampled_from(GROUPS),
         row_tokens=st.sampled_from([1, 1, 3]),
+        stages=st.sampled_from([1, 1, 2, 3]),
     )
     def start(
         self,
@@ -53,6 +54,7 @@ class EngineMachine(RuleBasedStateMachine):
         end_ids: tuple[int, ...],
         groups: tuple[CacheGroup, ...],
         row_tokens: int,
+        stages: int,
     ) -> None:
         self.engine = FakeEngine(
             block_size=block_size,
@@ -60,13 +62,14 @@ class EngineMachine(RuleBasedStateMachine):
             rows=rows,
             budget=rows * row_tokens + spare,
             most_len=MOST_TOKENS,
-            depth=depth,
+            depth=depth if stages == 1 else 1,
             caching=caching,
             by_priority=by_priority,
             preempt_every=preempt_every,
             end_ids=end_ids,
-            groups=groups,
+            groups=groups if stages == 1 else (FULL,),  # a pipeline has no windows that give back
             row_tokens=row_tokens,
+            stages=stages,
         )
         self.rows = rows
         self.disturbed: set[str] = set()  # ended early on purpose, or in reach of a fault

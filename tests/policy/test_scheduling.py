@@ -255,6 +255,35 @@ def test_a_step_that_preempts_admits_nobody() -> None:
     engine.assert_exact()
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stages_work_at_the_same_time_on_different_sequences(stages: int) -> None:
+    """As many plans are in flight as there are stages, of about equal size, and no sequence is in two of them."""
+    engine = FakeEngine(rows=7, budget=84, stages=stages)
+    for number in range(7):
+        engine.add(str(number), _prompt(4, number), sampling(30))
+    engine.step()
+    in_flight: list[int] = []
+    while engine.core.has_work:
+        engine.step()
+        in_flight.append(len(engine.core._launched))
+    engine.assert_exact()
+    plans = [plan for plan in engine.executor.plans[1:] if len(engine.executor.plans) - plan.step > 3 * stages]
+    assert all(len(plan.row) in (7 // stages, -(-7 // stages)) for plan in plans)
+    for plan, *others in zip(*(plans[first:] for first in range(stages))):
+        assert not set(plan.seq_id) & {seq_id for other in others for seq_id in other.seq_id}
+    assert in_flight.count(stages - 1) > len(in_flight) * 0.8, "a result is taken when all stages have work"
+
+
+def test_chunks_of_one_prompt_follow_each_other_through_the_stages() -> None:
+    engine = FakeEngine(rows=2, budget=16, stages=2, num_blocks=64)
+    engine.add("long", _prompt(60, 1), sampling(2))
+    engine.step()
+    engine.step()
+    assert [plan.num_query for plan in engine.executor.plans] == [[8], [8]] and len(engine.core._launched) == 1
+    engine.run()
+    engine.assert_exact()
+
+
 # promise: life-record-per
 def test_a_life_record_tells_what_happened_and_when() -> None:
     engine = FakeEngine(block_size=4, rows=1, budget=8)

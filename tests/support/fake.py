@@ -100,6 +100,7 @@ class FakeEngine:
         check: bool = True,
         groups: tuple[CacheGroup, ...] = (FULL,),
         row_tokens: int = 1,
+        stages: int = 1,
     ) -> None:
         """`max_len`: without it, as long as fits into the pool, and no longer than `most_len`."""
         self.pool = BlockPool(num_blocks, self._on_event)
@@ -107,8 +108,9 @@ class FakeEngine:
         self.max_len = max_len or min(most_len, self.kv.most_tokens() + 1)
         limits = Limits(rows, budget, self.max_len, VOCAB, num_blocks, block_size)
         self.scheduler = Scheduler(
-            self.kv, limits, by_priority, end_ids, 5, preempt_every, clock=lambda: float(self.scheduler.step), row_tokens=row_tokens
-        )
+            self.kv, limits, by_priority, end_ids, 5, preempt_every, clock=lambda: float(self.scheduler.step),
+            row_tokens=row_tokens, stages=stages,
+        )  # fmt: skip
         self.faults = ChosenFaults()
         self.runner = FakeRunner(CacheGeometry(num_blocks, block_size, self.max_len, 1, groups), VOCAB, self.faults, row_tokens)
         self.executor = WatchedExecutor(self.runner, self._check_writes)

@@ -14,10 +14,10 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError, LoadError, RankLost
-from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan
+from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan, StepResult
 from octavo.outputs import RequestOutput
 from octavo.worker.rank_process import Forward, bodies, encode, masks_of, order, sample
-from octavo.worker.ranks import RankedRunner
+from octavo.worker.ranks import RankedRunner, Tenants
 from tests.support.hand_made_grammar import hand_made, obeys, use_hand_made_grammars
 from tests.support.models import tiny_model
 
@@ -53,21 +53,27 @@ def said(folder: Path, ranks: int, **settings: Any) -> tuple[list[RequestOutput]
     return outputs, stats.preemptions
 
 
-# promise: tensor-parallel-size, llm-tensor-parallel-size
+# promise: tensor-parallel-size, llm-tensor-parallel-size, pipeline-parallel-size, llm-pipeline-parallel-size
 @pytest.mark.parametrize(
-    ("architecture", "shape", "ranks", "native"),
+    ("architecture", "shape", "ranks", "stages", "native"),
     [
-        ("LlamaForCausalLM", {"heads": 4, "kv_heads": 2}, 2, False),
-        ("Qwen2ForCausalLM", {"heads": 4, "kv_heads": 2, "tie": True}, 4, True),  # heads of k and v twice
-        ("Qwen3ForCausalLM", {"heads": 6, "kv_heads": 3, "hidden": 96}, 3, True),
+        ("LlamaForCausalLM", {"heads": 4, "kv_heads": 2}, 2, 1, False),
+        ("Qwen2ForCausalLM", {"heads": 4, "kv_heads": 2, "tie": True}, 4, 1, True),  # heads of k and v twice
+        ("Qwen3ForCausalLM", {"heads": 6, "kv_heads": 3, "hidden": 96}, 3, 1, True),
+        ("Qwen3ForCausalLM", {"layers": 5}, 1, 3, True),
+        ("Qwen2ForCausalLM", {"tie": True}, 1, 2, False),  # both stages have the matrix of the vocabulary
+        ("LlamaForCausalLM", {"heads": 4, "kv_heads": 2}, 2, 2, True),
     ],
 )
-def test_ranks_say_together_what_one_says(architecture: str, shape: dict[str, Any], ranks: int, native: bool, tmp_path: Path) -> None:
+def test_ranks_say_together_what_one_says(
+    architecture: str, shape: dict[str, Any], ranks: int, stages: int, native: bool, tmp_path: Path
+) -> None:
     folder = tiny_model(tmp_path, architecture, seed=3, **shape)
-    (alone, preempted), (together, _) = said(folder, 1, native=native), said(folder, ranks, native=native)
-    assert preempted > 0
+    alone, preempted = said(folder, 1, native=native)
+    together, again = said(folder, ranks, native=native, pipeline_parallel_size=stages)
+    assert preempted > 0 and again > 0
     for one, other in zip(alone, together, strict=True):
-        assert one.num_cached_tokens == other.num_cached_tokens
+        assert one.num_cached_tokens == other.num_cached_tokens or stages > 1  # there, others may be admitted first
         for sample_alone, sample_together in zip(one.outputs, other.outputs, strict=True):
             assert sample_alone.token_ids == sample_together.token_ids
             for choices, others in zip(sample_alone.logprobs or [], sample_together.logprobs or [], strict=True):
@@ -100,14 +106,15 @@ def folder(tmp_path: Path) -> Path:
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
 
 
+@pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize(
     ("number", "words"), [(signal.SIGKILL, "rank 1 was killed by signal 9"), (signal.SIGSTOP, "rank 1 did not answer for 2 s")]
 )
 def test_a_rank_that_dies_or_stops_ends_the_engine_with_its_name(
-    number: int, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, words: str, stages: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("octavo.worker.ranks.STEP_SECONDS", 2.0)
-    llm = opened(folder, 2)
+    llm = opened(folder, 2 // stages, pipeline_parallel_size=stages)
     (pid,) = processes(llm)
     llm.generate([[1, 2, 3]], LONG, use_tqdm=False)
     os.kill(pid, number)
@@ -155,6 +162,27 @@ def test_a_size_that_does_not_fit_is_refused_before_a_process_starts(folder: Pat
     with pytest.raises(ConfigError, match=r"num_attention_heads 4 .* tensor_parallel_size 3"):
         opened(folder, 3)
     assert os.sched_getaffinity(0) == cpus
+
+
+def test_more_stages_than_layers_are_refused_before_a_process_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.worker.ranks.ProcessPeer", None)
+    with pytest.raises(ConfigError, match=r"2 layers cannot be dealt over pipeline_parallel_size 3: set it to 2 or less"):
+        opened(folder, 1, pipeline_parallel_size=3)
+
+
+def test_a_token_that_comes_late_goes_to_the_row_that_its_sequence_has_by_then() -> None:
+    def plan(step: int, rows: dict[int, int], forks: dict[int, int] | None = None, **entries: list[int]) -> StepPlan:
+        noise = NoiseKey((0, 0), 0, 0)
+        writes = [RowWrite(row, seq, array("i"), 0, 0, [], SamplingParams(), (), [], noise, b"") for row, seq in rows.items()]
+        moved = [RowFork(row, 0, seq, noise) for row, seq in (forks or {}).items()]
+        return StepPlan(step, row_writes=writes, row_forks=moved, **entries)  # type: ignore[arg-type]
+
+    tenants = Tenants()
+    first = plan(1, {0: 10, 1: 11, 2: 12}, row=[0, 1, 2], seq_id=[10, 11, 12], start=[0, 4, 7], num_query=[4, 1, 2])
+    tenants.apply(first)
+    tenants.apply(plan(2, {2: 20}, {0: 11, 1: 10}))  # two exchange rows, the third lost its own
+    assert tenants.said(first, StepResult(1, [[5], [6], [7]])) == [(1, 4, 5), (0, 5, 6)]
+    assert tenants.said(first, StepResult(1, [[], [6], []])) == [(0, 5, 6)]
 
 
 def test_plans_and_masks_cross_a_pipe_as_they_are(tmp_path: Path) -> None:
