@@ -111,7 +111,7 @@ def test_a_rank_that_is_killed_ends_the_engine_with_its_name(cluster: Any, folde
     llm.generate(PROMPTS[:1], LONG, use_tqdm=False)
     (pid,) = actors()
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(RankLost, match="rank [01] "):
+    with pytest.raises(RankLost, match=r"rank [01] "):
         for _ in range(2):
             llm.generate(PROMPTS[:1], LONG, use_tqdm=False)
     executor: Any = llm._core.executor  # type: ignore[attr-defined]
@@ -156,6 +156,7 @@ def test_what_cannot_work_is_said_in_one_line_before_anything_loads(cluster: Any
     assert time.monotonic() - start < 30
 
 
+# promise: environment-ray
 def test_without_its_token_a_cluster_lets_nobody_in(cluster: Any) -> None:
     program = "import ray; from octavo.worker.ray_cluster import connect; connect(ray)"
     without = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")} | {"RAY_AUTH_MODE": "disabled"}
@@ -168,7 +169,7 @@ class Refusing:
     """A Ray of another version."""
 
     def init(self, **settings: Any) -> None:
-        raise RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.0.0\nThis process was started with:\n    Ray: 2.60.0\n")
+        raise RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.0.0\nThis process has:\n    Ray: 2.60.0\n")
 
 
 def test_another_version_and_a_node_without_cpus_are_refused_in_one_line(cluster: Any) -> None:
