@@ -22,7 +22,7 @@ DECODE_PROGRAMS = 640  # of decode attention at most: four for each of 160 multi
 DECODE_SHARES = 2  # for each of them
 LEFT_PARTS = 2  # of long rows, for each of those
 SHARE_WORDS = 16  # of a step, for each of those, and each row and KV head
-PARTIAL_SCORES = 1 << 22  # that `kernels/reference/partial_attention.py` has at once
+PARTIAL_SCORES = 1 << 20  # that `kernels/reference/partial_attention.py` has at once
 
 
 @dataclass(frozen=True, slots=True)

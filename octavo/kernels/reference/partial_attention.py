@@ -13,7 +13,8 @@ at a time: a long prompt over a long context never has all of them at once.
 import torch
 from torch import Tensor
 
-SCORES = 1 << 22  # at once
+SCORES = 1 << 20  # at once
+LOWEST = -1e30  # finite, and below any score
 
 
 def partial_attention(
@@ -33,29 +34,42 @@ def partial_attention(
 
     A query that sees none has zeros, and -inf.
     """
-    size, kv_heads = k_cache.shape[1:3]
+    size = k_cache.shape[1]
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
+    k_scale, v_scale = scales or (None, None)
     for row, (start, end) in enumerate(zip(query_start.tolist(), query_start[1:].tolist())):
         length = int(context_len[row])
         position = kept_positions(length, size, rank, ranks).to(q.device)  # [L]
+        if start == end or not len(position):
+            continue
         blocks = tables[row, : -(-len(position) // size)].long()
-        keys, values = (cache[blocks].flatten(0, 1)[: len(position)].float() for cache in (k_cache, v_cache))  # [L, kv_heads, dim]
-        if scales is not None:
-            for codes, scale_of in zip((keys, values), scales):
-                codes *= scale_of[blocks].flatten(0, 1)[: len(position), :, None]
-        queries = max(SCORES // (q.shape[1] * max(len(position), 1)), 1)
-        for first in range(start, end if len(position) else start, queries):
-            last = min(first + queries, end)
+        keys, values = (_by_head(*one, blocks, len(position)) for one in ((k_cache, k_scale), (v_cache, v_scale)))
+        at_once = max(SCORES // (q.shape[1] * len(position)), 1)
+        for first in range(start, end, at_once):
+            last = min(first + at_once, end)
             query = torch.arange(length - end + first, length - end + last, device=q.device)[:, None]  # [n, 1]
             hidden = position > query if window is None else (position > query) | (position <= query - window)  # [n, L]
-            grouped = q[first:last].float().unflatten(1, (kv_heads, -1))  # [n, kv_heads, group, dim]
-            scores = (torch.einsum("nkgd,lkd->kgnl", grouped, keys) * scale).masked_fill_(hidden, -torch.inf)
-            sums = torch.logsumexp(scores, -1, keepdim=True)  # [kv_heads, group, n, 1]
-            weights = scores.sub_(sums.clamp(min=torch.finfo().min)).exp_()  # no key at all: -inf less a number
-            out[first:last] = torch.einsum("kgnl,lkd->nkgd", weights, values).flatten(1, 2)
-            lse[first:last] = sums[..., 0].permute(2, 0, 1).flatten(1)
+            out[first:last], lse[first:last] = _attend(q[first:last].float() * scale, keys, values, hidden)
     return out, lse
+
+
+def _by_head(cache: Tensor, scale: Tensor | None, blocks: Tensor, count: int) -> Tensor:
+    """Returns the first `count` tokens of these blocks in float32, [kv_heads, L, head_dim]."""
+    loaded = cache[blocks].flatten(0, 1)[:count].transpose(0, 1).to(torch.float32, memory_format=torch.contiguous_format)
+    return loaded if scale is None else loaded.mul_(scale[blocks].flatten(0, 1)[:count].T.unsqueeze(-1))
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the result [n, heads, head_dim] of queries, and its log-sum-exp [n, heads]. There is one array of scores at a time."""
+    grouped = q.unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)  # [kv_heads, group, n, head_dim]
+    scores = torch.matmul(grouped.flatten(1, 2), keys.transpose(1, 2)).unflatten(1, grouped.shape[1:3])  # [kv_heads, group, n, L]
+    scores.masked_fill_(hidden, -torch.inf)
+    largest = scores.amax(-1, keepdim=True).clamp(min=LOWEST)
+    weights = scores.sub_(largest).exp_()
+    total = weights.sum(-1, keepdim=True)  # at least 1, or 0 where no key is seen
+    mixed = torch.matmul(weights.flatten(1, 2), values).unflatten(1, grouped.shape[1:3]) / total.clamp(min=1)
+    return mixed.permute(2, 0, 1, 3).flatten(1, 2), (largest + total.log())[..., 0].permute(2, 0, 1).flatten(1)
 
 
 def kept_positions(length: int, block_size: int, rank: int, ranks: int) -> Tensor:
