@@ -10,8 +10,8 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.loading.hub_client import Hub
 from tests.cli.processes import Typist, octavo
-from tests.support.hub import FakeHub, Repo, digest
 from tests.support.http_server import wait_for
+from tests.support.hub import FakeHub, Repo, digest
 from tests.support.story_folder import story_folder
 
 PROMPT = "Once upon a time"
