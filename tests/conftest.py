@@ -25,7 +25,8 @@ for setting in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
 
 LONGEST = (
     *("tests/web/test_chat_page.py", "tests/kernels/", "tests/faults/", "tests/server/test_bad_inputs.py", "tests/engine/test_memory.py"),
-    *("tests/web/", "tests/server/test_kills.py", "tests/native/test_group.py", "tests/docs/test_documents.py", "tests/worker/test_ranks.py"),
+    *("tests/web/", "tests/server/test_kills.py", "tests/native/test_group.py", "tests/docs/test_documents.py"),
+    "tests/worker/test_ranks.py",
 )
 TIMED = (
     *("tests/server/", "tests/web/", "tests/cli/", "tests/bench/", "tests/docs/", "tests/text/", "tests/loading/"),

@@ -28,7 +28,8 @@ def test_a_report_opens_in_a_browser(reports: list[Path]) -> None:
     """In a wide window by day, in a narrow one by night."""
     pytest.importorskip("axe_playwright_python", reason="wants Playwright and axe: pip install -r requirements/dev.txt")
     with ThreadPoolExecutor(1) as thread:  # Playwright keeps the loop of its thread for itself, and other tests have theirs here
-        windows = [{"color_scheme": scheme, "viewport": {"width": width, "height": 800}} for scheme, width in (("light", 1200), ("dark", 360))]
+        looks = (("light", 1200), ("dark", 360))
+        windows = [{"color_scheme": scheme, "viewport": {"width": width, "height": 800}} for scheme, width in looks]
         seen = thread.submit(looked_at, reports, windows).result()
     assert [one["title"] for one in seen] == 2 * ["SmolLM2-135M-Instruct", HOSTILE]
     for report, one in zip(2 * reports, seen, strict=True):
