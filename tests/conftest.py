@@ -23,7 +23,11 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.
 for setting in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
     os.environ.pop(setting, None)
 
-LONGEST = ("tests/kernels/", "tests/web/")
+LONGEST = (
+    *("tests/web/test_chat_page.py", "tests/kernels/", "tests/faults/", "tests/server/test_bad_inputs.py", "tests/engine/test_memory.py"),
+    *("tests/web/", "tests/server/test_kills.py", "tests/native/test_group.py", "tests/docs/test_documents.py"),
+    "tests/worker/test_ranks.py",
+)
 TIMED = (
     *("tests/server/", "tests/web/", "tests/cli/", "tests/bench/", "tests/docs/", "tests/text/", "tests/loading/"),
     *("tests/engine/test_async_llm.py", "tests/engine/test_process.py", "tests/engine/test_start_up.py", "tests/engine/test_memory.py"),
@@ -57,7 +61,7 @@ def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files that take longest first, so that no worker is left alone with one at the end."""
-    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+    items.sort(key=lambda item: next((place for place, name in enumerate(LONGEST) if item.nodeid.startswith(name)), len(LONGEST)))
     if config.pluginmanager.has_plugin("rerunfailures"):  # a machine with a GPU may have pytest and no more
         for item in items:
             if item.nodeid.startswith(TIMED):

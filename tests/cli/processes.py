@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import io
 import os
 import re
 import select
@@ -12,6 +13,8 @@ import termios
 import time
 from pathlib import Path
 from types import TracebackType
+
+from octavo.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120  # a busy machine starts torch slowly
@@ -27,6 +30,21 @@ def environment(extra: dict[str, str]) -> dict[str, str]:
 def octavo(*words: str, stdin: str = "", cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "octavo", *words]
     return subprocess.run(command, input=stdin, cwd=cwd, env=environment(env or {}), capture_output=True, text=True, timeout=SECONDS)
+
+
+def octavo_here(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """The same command in this process, which has imported what a new one would have to: for what is refused before an engine starts."""
+    out, err, before = io.StringIO(), io.StringIO(), sys.stdin
+    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin.encode()))
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = main(words)
+            except SystemExit as end:
+                code = int(end.code or 0)
+    finally:
+        sys.stdin = before
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
 class TimedOut(AssertionError):

@@ -72,7 +72,7 @@ def test_a_full_context_leaves_out_the_oldest_turns_and_says_so(tmp_path: Path) 
 
 # promise: chat-generate-log, progress-bar-tokens
 def test_generate_at_a_terminal_shows_one_line_at_a_time_and_clears_it(tmp_path: Path) -> None:
-    words = ("generate", "One", "Two", "--max-tokens", "6000", "--output", "out.jsonl")
+    words = ("generate", "One", "Two", "--max-tokens", "1500", "--output", "out.jsonl")
     with Typist(*words, cwd=tmp_path, env={**FAKE, "TERM": "xterm"}) as batch:
         assert batch.expect(r"\r\x1b\[K") == "loading the default model ...\r\x1b[K"
         assert "\n" not in batch.expect(r"generating [^\r]*\d/2[^\r]* in \d+ tok/s, out [1-9]\d* tok/s")

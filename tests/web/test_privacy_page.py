@@ -64,10 +64,10 @@ def told(page: Page, **headers: str) -> tuple[bool, str, int]:
 def shown(page: Page) -> str:
     """The text of the request that is selected, block by block, and all else that the page says."""
     ended = page.locator(".request-group summary")
-    expect(ended).to_be_visible(timeout=15_000)
+    expect(ended).to_be_visible()
     ended.click()
     page.locator(".request").first.click()
-    expect(page.locator(".entry").first).to_be_visible(timeout=15_000)
+    expect(page.locator(".entry").first).to_be_visible()
     return "".join(page.locator(".entry-text").all_text_contents()) + page.locator("body").inner_text()
 
 
