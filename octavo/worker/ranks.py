@@ -37,18 +37,22 @@ from octavo.worker.rank_process import (
     LENGTH_BYTES,
     Answer,
     Beat,
+    Diary,
     Ends,
     Failed,
     Forward,
     RankOrders,
     Ready,
     Result,
+    about,
     answer,
     encode,
     join,
     sample,
 )
 from octavo.worker.request_table import Said
+from octavo.worker.roster import Roster
+from octavo.worker.tenants import Tenants
 
 OnLost = Callable[[OctavoError], None]
 START_SECONDS = 3600.0  # that the last rank may need longer than the first to load its part
@@ -89,7 +93,8 @@ class ProcessPeer:
             pass_fds=orders.ends.open_ones(),
             bufsize=0,
         )
-        threading.Thread(target=self._listen, name=f"rank {self.rank}", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, name=f"rank {self.rank}", daemon=True)
+        self._listener.start()
         self.tell(msgspec.json.encode(orders) + b"\n")
 
     @property
@@ -161,6 +166,7 @@ class ProcessPeer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._listener.join(END_SECONDS)  # what it said last is heard
 
 
 def failed(rank: int, why: Failed) -> OctavoError:
@@ -218,6 +224,7 @@ class Ranks:
         self._ready = threading.Event()  # all are, or one has ended
         self._stopping = False
         self.about: dict[int, Ready] = {}  # what each rank is
+        self.roster: Roster | None = None  # once all are ready
         self.results: queue.SimpleQueue[StepResult | None] = queue.SimpleQueue()  # of steps; None: a rank is gone
         level = "DEBUG" if logger.isEnabledFor(10) else "WARNING"  # what a rank tells of its start, the first has told
         count = facts.config.num_ranks
@@ -248,8 +255,8 @@ class Ranks:
                 self._ready.set()
         elif isinstance(message, Result):
             self.results.put(message.result)
-        else:
-            assert isinstance(message, Beat)
+        elif isinstance(message, Beat) and self.roster is not None:
+            self.roster.hear(peer.rank, message)
 
     def _on_end(self, peer: Peer) -> None:
         """Nobody waits for a rank that is gone."""
@@ -286,34 +293,15 @@ class Ranks:
             peer.stop()
 
 
-class Tenants:
-    """Which sequence has which row. A token that comes late may belong to a row that another sequence has by now."""
-
-    def __init__(self) -> None:
-        self._row: dict[int, int] = {}  # of a sequence
-        self._sequence: dict[int, int] = {}  # in a row
-
-    def apply(self, plan: StepPlan) -> None:
-        changes = [(fork.row, fork.seq_id) for fork in plan.row_forks] + [(write.row, write.seq_id) for write in plan.row_writes]
-        for row, sequence in changes:
-            before = self._sequence.get(row)
-            if before is not None and self._row.get(before) == row:
-                del self._row[before]
-            self._row[sequence], self._sequence[row] = row, sequence
-
-    def said(self, plan: StepPlan, result: StepResult) -> list[Said]:
-        """Returns where the tokens of a step belong."""
-        rows = [self._row.get(sequence) for sequence in plan.seq_id]
-        ends = [start + count for start, count in zip(plan.start, plan.num_query)]
-        return [(row, end, tokens[-1]) for row, end, tokens in zip(rows, ends, result.tokens) if tokens and row is not None]
-
-
 class RankedRunner:
     """Carries out plans on all ranks."""
 
-    def __init__(self, runner: ModelRunner, ranks: Ranks, meeting: Meeting) -> None:
+    def __init__(self, runner: ModelRunner, ranks: Ranks, meeting: Meeting, roster: Roster) -> None:
         self.runner = runner
         self.ranks = ranks
+        self.roster = ranks.roster = roster
+        self._diary = Diary()
+        roster.follow(self._diary)
         self._meeting = meeting
         self._stages = meeting.place.stage.count
         self._tenants = Tenants()
@@ -323,6 +311,7 @@ class RankedRunner:
     def forward(self, plan: StepPlan) -> None:
         said, self._said, self._plan = self._said, [], plan
         self._tenants.apply(plan)
+        self._diary.begin(plan.step)
         with self._as_one():
             self.ranks.tell(encode(Forward(plan, said)))
             self.runner.table.learn(said)
@@ -332,6 +321,7 @@ class RankedRunner:
         with self._as_one():
             self.ranks.tell(encode(sample(masks)))
             own = self.runner.sample(masks)
+        self._diary.end()
         return own if self._stages == 1 else Awaited(self, self._plan)
 
     def result(self, plan: StepPlan) -> StepResult:
@@ -358,6 +348,7 @@ class RankedRunner:
 
     def stop(self) -> None:
         self.ranks.stop()
+        self.roster.close()
         self.runner.stop()
         self._meeting.leave()
 
@@ -387,4 +378,7 @@ def with_ranks(
     except BaseException as error:
         ranks.stop()
         raise ranks.explained(error) from error
-    return RankedRunner(runner, ranks, meeting)
+    first = about(0, share_of_cpus(0, facts.config.num_ranks, meeting.cpus), facts, runner)
+    roster = Roster([first, *(ranks.about[peer.rank] for peer in ranks.peers)], facts.config.pipeline_parallel_size)
+    roster.log()
+    return RankedRunner(runner, ranks, meeting, roster)

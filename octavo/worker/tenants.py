@@ -1,0 +1,26 @@
+"""`Tenants`: which sequence has which row, as far as the parent of ranks has to know it."""
+
+from octavo.messages import StepPlan, StepResult
+from octavo.worker.request_table import Said
+
+
+class Tenants:
+    """Which sequence has which row. A token that comes late may belong to a row that another sequence has by now."""
+
+    def __init__(self) -> None:
+        self._row: dict[int, int] = {}  # of a sequence
+        self._sequence: dict[int, int] = {}  # in a row
+
+    def apply(self, plan: StepPlan) -> None:
+        changes = [(fork.row, fork.seq_id) for fork in plan.row_forks] + [(write.row, write.seq_id) for write in plan.row_writes]
+        for row, sequence in changes:
+            before = self._sequence.get(row)
+            if before is not None and self._row.get(before) == row:
+                del self._row[before]
+            self._row[sequence], self._sequence[row] = row, sequence
+
+    def said(self, plan: StepPlan, result: StepResult) -> list[Said]:
+        """Returns where the tokens of a step belong."""
+        rows = [self._row.get(sequence) for sequence in plan.seq_id]
+        ends = [start + count for start, count in zip(plan.start, plan.num_query)]
+        return [(row, end, tokens[-1]) for row, end, tokens in zip(rows, ends, result.tokens) if tokens and row is not None]
