@@ -170,6 +170,9 @@ class Limits:
     cache_tokens: int = 1 << 60  # the most positions of one sequence that the whole KV cache has room for
 
 
+BEAT_SECONDS = 1.0  # between two signs of life of a rank
+
+
 @dataclass(frozen=True, slots=True)
 class RankFacts:
     """What one rank of a model is that is split."""

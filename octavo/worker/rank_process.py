@@ -33,13 +33,12 @@ from octavo.config import EngineConfig, debug_from_environment
 from octavo.errors import LoadError, OctavoError
 from octavo.layers.comm import NullComm
 from octavo.loading.resolve import ModelSource, load_model_config
-from octavo.messages import StepPlan, StepResult
+from octavo.messages import BEAT_SECONDS, StepPlan, StepResult
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.stages import Stage
 from octavo.worker.executor import Masks
 from octavo.worker.machine import keep_to
 from octavo.worker.program import Place
-from octavo.worker.roster import BEAT_SECONDS
 
 if TYPE_CHECKING:
     from octavo.worker.facts import Facts

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.log import logger
-from octavo.messages import RankFacts, RankNumbers
+from octavo.messages import BEAT_SECONDS, RankFacts, RankNumbers
 from octavo.worker.machine import cpu_list
 
 if TYPE_CHECKING:
     from octavo.worker.rank_process import Beat, Diary, Ready
 
 Step = tuple[int, float, float]  # number, when it began and ended
-BEAT_SECONDS = 1.0
 LEAST_SECONDS = 0.5  # between two beats, to tell a share by them: the last one of a rank may come soon
 
 
