@@ -170,6 +170,38 @@ class Limits:
     cache_tokens: int = 1 << 60  # the most positions of one sequence that the whole KV cache has room for
 
 
+BEAT_SECONDS = 1.0  # between two signs of life of a rank
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What one rank of a model is that is split."""
+
+    rank: int
+    stage: int
+    stages: int
+    place: int  # in its stage
+    places: int
+    pid: int
+    host: str
+    cores: str  # a list such as 0-3,8
+    device: str
+    kernels: str
+    first_layer: int
+    num_layers: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankNumbers:
+    """What a rank has done by its last beat. It is in a step also while it waits for other ranks."""
+
+    steps: int
+    seconds: float  # in steps
+    share: float  # of the last second, in steps
+    age: float  # seconds since that beat
+
+
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """What start-up settled and the text side has to know."""
@@ -177,6 +209,7 @@ class EngineFacts:
     model_name: str
     epoch: int  # which start of the engine this is: 1, and one more after every restart
     limits: Limits
+    ranks: list[RankFacts] = field(default_factory=list)  # where there are several
 
 
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

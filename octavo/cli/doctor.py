@@ -61,6 +61,7 @@ def report(facts: Facts, found: "list[Finding]") -> str:
         "cpu": _cpu(facts),
         "native": _native(facts),
         "threads": _threads(facts),
+        "ranks": _ranks(facts),
         "memory": _memory(facts),
         "default model": str(facts.default_model or "not installed"),
         "model cache": _cache(facts),
@@ -118,6 +119,21 @@ def _threads(facts: Facts) -> str:
     limits.append(f"OMP_NUM_THREADS {facts.omp_threads or 'not set'}")
     load = "" if facts.load is None else f"; load average {facts.load:.1f}"
     return f"{facts.threads} ({', '.join(limits)}){load}"
+
+
+def _ranks(facts: Facts) -> str:
+    """Returns how a model that is split would share the CPUs."""
+    nodes = facts.numa_nodes
+    cores = f"{_count(sum(nodes), 'core')} in {_count(len(nodes), 'NUMA node')}"
+    if sum(nodes) == 1:
+        return f"{cores}, which -tp or -pp would share"
+    if len(nodes) == 1:
+        return f"{cores}; -tp 2 gives each rank {_count(nodes[0] // 2, 'core')}"
+    return f"{cores}; -tp {len(nodes)} gives each rank a node, with " + " and ".join(map(str, sorted(set(nodes)))) + " cores"
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}" + ("" if number == 1 else "s")
 
 
 def _memory(facts: Facts) -> str:

@@ -71,6 +71,7 @@ class Facts:
     cpu: str
     cpu_flags: frozenset[str]
     allowed_cpus: int
+    numa_nodes: tuple[int, ...]  # how many of these CPUs each has
     quota_cpus: int | None
     omp_threads: int | None
     threads: int
@@ -102,6 +103,7 @@ def gather() -> Facts:
         cpu=machine.cpu_model(),
         cpu_flags=machine.cpu_flags(),
         allowed_cpus=len(machine.allowed_cpus()),
+        numa_nodes=tuple(map(len, machine.numa_nodes(machine.allowed_cpus()))),
         quota_cpus=machine.quota_cpus(),
         omp_threads=thread_limit(),
         threads=machine.num_threads(),

@@ -20,6 +20,7 @@ SIGNS, LETTERS = "·░▒█", ".cuS"
 BARS, STEEL = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 MAP_SHARE = 3  # the map takes at most this part of the height
 MOST_EVENTS = 6
+SILENT_SECONDS = 5  # a rank whose last beat is older is marked
 WIDE = 60  # columns; narrower terminals do not show preemptions of requests
 
 
@@ -60,6 +61,7 @@ def _lines(watch: Watch, width: int, height: int) -> list[Line]:
     if state.note is not None:
         head += [[(f"{state.note['scene']}/{state.note['of']} {state.note['title']}", "strong")], [(str(state.note["text"]), "")]]
     head += [[(text, "")] for text in _wrapped(_figures(watch, kinds), width)]
+    head += _ranks(state, height // MAP_SHARE)
     pool = _pool(kinds, width, max(height // MAP_SHARE, 2))
     steps = _steps(state, width)
     left = height - len(head) - len(pool) - len(steps) - 3  # with lines between
@@ -89,6 +91,25 @@ def _figures(watch: Watch, kinds: bytes) -> list[str]:
         f"cache hits {counts.found / counts.asked:.0%}" if counts.asked else "cache hits -",
         f"preempted {counts.preempted:,}",
     ]
+
+
+def _ranks(state: ViewState, most_lines: int) -> list[Line]:
+    """Draws a line for each rank, where a model is split over several. If not all fit, the last line says how many more there are."""
+    facts, did = state.head.get("ranks", []), {row[0]: row for row in state.ranks}
+    shown = facts if len(facts) <= most_lines else facts[: max(most_lines - 1, 0)]
+    lines = [_rank(one, did.get(one["rank"])) for one in shown]
+    return lines + ([[(f"and {len(facts) - len(shown):,} more ranks", "dim")]] if len(facts) > len(shown) else [])
+
+
+def _rank(one: dict[str, Any], did: list[Any] | None) -> Line:
+    (first, count), stage = one["layers"], f"  stage {one['stage']}" if one["stages"] > 1 else ""
+    where = f"cores {one['cores']}" if one["device"] == "cpu" else str(one["device"])
+    line = [(f"rank {one['rank']}{stage}  layers {first}-{first + count - 1}  {where}", "dim")]
+    if did is not None:
+        late = did[3] >= SILENT_SECONDS
+        line.append((f"  {did[2]:4.0%} in steps", ""))
+        line += [(f"  silent for {did[3]:.0f} s", "warn")] if late else []
+    return line
 
 
 def _pool(kinds: bytes, width: int, most_lines: int) -> list[Line]:

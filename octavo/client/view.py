@@ -27,6 +27,7 @@ class ViewState:
         self.steps: deque[list[Any]] = deque(maxlen=MOST_STEPS)
         self.events: deque[list[Any]] = deque(maxlen=MOST_EVENTS)
         self.lost = 0
+        self.ranks: list[list[Any]] = []  # what each rank did last, where there are several
 
     def apply(self, frame: Mapping[str, Any]) -> None:
         """Changes the state as the frame says."""
@@ -60,6 +61,7 @@ class ViewState:
         self.steps.extend(frame.get("steps", ()))
         self.events.extend(frame.get("events", ()))
         self.lost += frame.get("lost", 0)
+        self.ranks = frame.get("ranks", self.ranks)
 
     def blocks(self, numbers: Iterable[int]) -> list[list[Any]]:
         """Returns these blocks in the form they have in a frame, without free ones."""

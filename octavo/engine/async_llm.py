@@ -21,7 +21,7 @@ from octavo.engine.wire import Abort, Add, Beat, Hello, News, Refused, ResetPref
 from octavo.errors import DeadlineError, EngineError, OctavoError, OverloadError, RequestError, UnavailableError
 from octavo.loading.text_side import TextSide, open_text_side
 from octavo.log import logger
-from octavo.messages import EngineFacts, SchedulerStats
+from octavo.messages import EngineFacts, RankNumbers, SchedulerStats
 from octavo.outputs import TextDelta
 from octavo.policy.door import check_request
 from octavo.sampling_params import SamplingParams
@@ -61,6 +61,7 @@ class AsyncLLM:
         self.sampling_defaults: Mapping[str, object] = text.sampling_defaults
         self.state: State = "loading"
         self.stats = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
+        self.ranks: list[RankNumbers] = []  # where there are several
         self.facts: EngineFacts
         self._text = text
         self._serving = serving or Serving()
@@ -254,7 +255,7 @@ class AsyncLLM:
             stream.fail(RequestError(refused.message, refused.param, refused.code))
 
     def on_beat(self, beat: Beat) -> None:
-        self._last_sign, self._stalled, self.stats = time.monotonic(), beat.stalled, beat.stats
+        self._last_sign, self._stalled, self.stats, self.ranks = time.monotonic(), beat.stalled, beat.stats, beat.ranks
 
     def on_view(self, view: View) -> None:
         self._view.push(view.frame)

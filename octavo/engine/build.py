@@ -6,7 +6,7 @@
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -34,12 +34,13 @@ from octavo.worker.fake_runner import FakeRunner
 from octavo.worker.faults import Faults
 from octavo.worker.machine import resolve_dtype
 from octavo.worker.memory import host_memory
+from octavo.worker.roster import Roster
 
 if TYPE_CHECKING:
     from octavo.worker.compilers import Compilers
     from octavo.worker.facts import Facts
+    from octavo.worker.host_ranks import Meeting
     from octavo.worker.model_runner import ModelRunner
-    from octavo.worker.ranks import Meeting
 
 GiveTokenizer = Callable[[], Tokenizer]
 
@@ -54,6 +55,7 @@ class Started:
     identity: bytes  # two caches hold the same bytes for the same tokens only where this is equal
     key: bytes  # of the digests
     on_event: OnEvent | None = None
+    roster: Roster = field(default_factory=Roster)
 
 
 def build_engine(
@@ -69,7 +71,8 @@ def build_engine(
     fake = debug.runner == "fake"
     started = _start_fake(config, source, model, debug) if fake else _start_model(config, source, model, debug, on_lost)
     core = assemble(started, model, debug, tokenizer)
-    core.trace = trace
+    core.trace, core.roster = trace, started.roster
+    trace.follow(started.roster)
     return core
 
 
@@ -110,7 +113,8 @@ def _start_ranks(
         meeting.leave()
         raise
     logger.info("init engine took %.2f seconds", watch.total())
-    return started(facts, geometry, ranked, _poison_taken(ranked.runner) if debug.check else None)
+    found = started(facts, geometry, ranked, _poison_taken(ranked.runner) if debug.check else None)
+    return replace(found, roster=ranked.roster)
 
 
 def _meeting(config: EngineConfig) -> "Meeting":
@@ -118,7 +122,7 @@ def _meeting(config: EngineConfig) -> "Meeting":
         from octavo.worker.ray_ranks import RayMeeting
 
         return RayMeeting(config)
-    from octavo.worker.ranks import HostMeeting
+    from octavo.worker.host_ranks import HostMeeting
 
     return HostMeeting(config)
 

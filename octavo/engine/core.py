@@ -19,6 +19,7 @@ from octavo.messages import AddRequest, Delta, StepPlan, StepResult
 from octavo.policy import invariants
 from octavo.policy.scheduler import Scheduler
 from octavo.worker.executor import Executor, Promise
+from octavo.worker.roster import Roster
 
 
 class EngineCore:
@@ -26,6 +27,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.executor = executor
         self.trace: Trace = NoTrace()
+        self.roster = Roster()
         self.grammars = grammars or Grammars(None, 0, ())
         self._depth = depth
         self._stages = scheduler.stages
@@ -92,8 +94,10 @@ class EngineCore:
         return news
 
     def close(self) -> None:
-        self.trace.close()
-        self.executor.stop()
+        try:
+            self.executor.stop()  # first: ranks that end tell their last steps
+        finally:
+            self.trace.close()
 
     def _settle(self, kept: int) -> None:
         """Takes the results of launched steps, the oldest first, until so many are left."""

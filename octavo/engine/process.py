@@ -158,7 +158,8 @@ def serve(orders: Orders) -> None:
     core = build_engine(orders.config, source, model, debug, tokenizer, orders.epoch, on_lost=_end)
     view = EngineView(core) if orders.inspector else NoView()
     loop = Loop(core, router, orders.queue_timeout, view, orders.step_seconds)
-    router.ready(EngineFacts(source.name, orders.epoch, core.scheduler.limits), loop.pulse(busy=False))
+    facts = EngineFacts(source.name, orders.epoch, core.scheduler.limits, core.roster.facts)
+    router.ready(facts, loop.pulse(busy=False), core.roster.numbers)
     gc.freeze()  # what is here stays, and need not be looked at again
     try:
         loop.run(StallWatch("the engine's loop", debug.step_slow).start() if debug.step_slow else NoWatch())

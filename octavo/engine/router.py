@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -39,7 +39,7 @@ from octavo.engine.wire import (
 )
 from octavo.errors import ConfigError
 from octavo.log import logger
-from octavo.messages import AddRequest, Delta, EngineFacts, SchedulerStats
+from octavo.messages import AddRequest, Delta, EngineFacts, RankNumbers, SchedulerStats
 from octavo.worker.faults import Faults
 
 BEAT_SECONDS = 0.25
@@ -118,6 +118,7 @@ class Router:
         self._clients: dict[bytes, _Client] = {}
         self._facts: EngineFacts | None = None
         self._pulse: Pulse | None = None
+        self._ranks: Callable[[], list[RankNumbers]] = list
         self._handed = 0  # requests put into the inbox, ever
         self._roused_at = 0.0  # when one was put there that found the loop idle
         self._given_back = 0, time.monotonic()  # after which step freed memory was last given back, and when
@@ -146,8 +147,8 @@ class Router:
 
     # --- for the main thread -----------------------------------------------------------------------------------------
 
-    def ready(self, facts: EngineFacts, pulse: Pulse) -> None:
-        self._pulse, self._facts = pulse, facts
+    def ready(self, facts: EngineFacts, pulse: Pulse, ranks: Callable[[], list[RankNumbers]] = list) -> None:
+        self._pulse, self._facts, self._ranks = pulse, facts, ranks
         self._rouse()
 
     def publish(self, pulse: Pulse) -> None:
@@ -346,7 +347,7 @@ class Router:
             give_back_freed_memory()
         inbox = self._handed - pulse.taken
         stalled = stalled_for(pulse, inbox, self._roused_at, time.monotonic())
-        beat = Beat(pulse.steps, stalled, replace(pulse.stats, waiting=pulse.stats.waiting + inbox))
+        beat = Beat(pulse.steps, stalled, replace(pulse.stats, waiting=pulse.stats.waiting + inbox), self._ranks())
         for client in self._clients.values():
             if client.greeted:
                 self._send(client, beat)

@@ -3,11 +3,15 @@
     |------------------------ step ------------------------|      tokens, rows, how many of them decode
     |- schedule -|---- forward ----|- wait -|- update -|...|      what the host did, in order; at depth 2 the result is of the step before
 
+Where a model is split, each rank has a track of its own below. Its steps come up to a second late, with the times at which they were
+made.
+
 The file is a JSON array of events, which may lack its end: it is written in whole events, at least every half second while steps are made
 and whenever nothing is left to do, so that a killed process leaves one that loads. It stops growing at MOST_BYTES.
 """
 
 import os
+import threading
 import time
 from typing import Protocol
 
@@ -15,9 +19,11 @@ from octavo.log import logger
 from octavo.messages import StepPlan
 from octavo.own_file import open_own
 from octavo.policy.scheduler import Scheduler
+from octavo.worker.roster import Roster, Step
 
 MOST_BYTES = 256 * 2**20  # some 300,000 steps
 FLUSH_NS = 500_000_000
+ENGINE_TRACK, FIRST_RANK_TRACK = 1, 2
 HEAD = '[\n{"ph":"M","name":"process_name","pid":'
 
 
@@ -53,8 +59,11 @@ class NoTrace:
     def close(self) -> None:
         pass
 
+    def follow(self, roster: Roster) -> None:
+        pass
 
-def open_trace(path: str | None, goes_on: bool = False) -> Trace:
+
+def open_trace(path: str | None, goes_on: bool = False) -> "StepTrace | NoTrace":
     """`goes_on`: the file was begun by an engine that died. This engine gets a process of its own in it."""
     return NoTrace() if path is None else StepTrace(path, goes_on)
 
@@ -69,8 +78,28 @@ class StepTrace:
         self._written = time.monotonic_ns()
         self._times: list[tuple[str, int]] = []  # of the step being made: what ended when
         self._preemptions = 0
+        self._lock = threading.RLock()  # of what is not yet written, and of the file: steps of ranks come in other threads
         head = (",\n" + HEAD[2:]) if goes_on else HEAD
         self._write(f'{head}{self._pid},"args":{{"name":"octavo engine"}}}}')
+
+    def follow(self, roster: Roster) -> None:
+        """Gives each rank a track, and writes the steps of its beats there."""
+        if roster.facts:
+            self._name_track(ENGINE_TRACK, "engine")
+            for one in roster.facts:
+                self._name_track(FIRST_RANK_TRACK + one.rank, f"rank {one.rank}" + (f", stage {one.stage}" if one.stages > 1 else ""))
+            roster.on_steps = self._note_rank
+
+    def _name_track(self, track: int, name: str) -> None:
+        for what, value in (("thread_name", f'"name":"{name}"'), ("thread_sort_index", f'"sort_index":{track}')):
+            self._write(f',\n{{"ph":"M","name":"{what}","pid":{self._pid},"tid":{track},"args":{{{value}}}}}')
+
+    def _note_rank(self, rank: int, steps: list[Step]) -> None:
+        with self._lock:
+            if self._left:
+                for step, began, ended in steps:
+                    self._slice("rank step", int(began * 1e9), int(ended * 1e9), f'"step":{step}', FIRST_RANK_TRACK + rank)
+                self._flush(time.monotonic_ns())
 
     def begin(self) -> None:
         self._times = [("", time.monotonic_ns())]
@@ -94,7 +123,7 @@ class StepTrace:
         self._count(now, scheduler)
         if (more := scheduler.stats.preemptions - self._preemptions) > 0:
             self._preemptions += more
-            self._event("i", "preempted", start, f',"tid":1,"s":"p","args":{{"sequences":{more}}}')
+            self._event("i", "preempted", start, f',"tid":{ENGINE_TRACK},"s":"p","args":{{"sequences":{more}}}')
         if now - self._written > FLUSH_NS or not scheduler.requests:
             self._flush(now)
 
@@ -106,13 +135,14 @@ class StepTrace:
 
     def close(self) -> None:
         """Ends the array. The file of a killed process lacks the end."""
-        self._flush(time.monotonic_ns())
-        self._write("\n]\n")
-        self._left = 0
-        os.close(self._file)
+        with self._lock:
+            self._flush(time.monotonic_ns())
+            self._write("\n]\n")
+            self._left = 0
+            os.close(self._file)
 
-    def _slice(self, name: str, start: int, end: int, args: str = "") -> None:
-        self._event("X", name, start, f',"tid":1,"dur":{(end - start) / 1000:.3f},"args":{{{args}}}')
+    def _slice(self, name: str, start: int, end: int, args: str = "", track: int = ENGINE_TRACK) -> None:
+        self._event("X", name, start, f',"tid":{track},"dur":{(end - start) / 1000:.3f},"args":{{{args}}}')
 
     def _count(self, now: int, scheduler: Scheduler) -> None:
         pool = scheduler.kv.pool
@@ -123,15 +153,17 @@ class StepTrace:
         self._event("C", name, at, f',"args":{{{args}}}')
 
     def _event(self, kind: str, name: str, at: int, rest: str) -> None:
-        self._events.append(f',\n{{"ph":"{kind}","name":"{name}","pid":{self._pid},"ts":{at / 1000:.3f}{rest}}}')
+        with self._lock:
+            self._events.append(f',\n{{"ph":"{kind}","name":"{name}","pid":{self._pid},"ts":{at / 1000:.3f}{rest}}}')
 
     def _flush(self, now: int) -> None:
-        self._written = now
-        text, self._events = "".join(self._events), []
-        if len(text) > self._left > 0:
-            logger.warning("the trace %s is full, after some %d MiB: no more steps are written", self._path, self._most_bytes >> 20)
-            self._left = 0
-        self._write(text)
+        with self._lock:
+            self._written = now
+            text, self._events = "".join(self._events), []
+            if len(text) > self._left > 0:
+                logger.warning("the trace %s is full, after some %d MiB: no more steps are written", self._path, self._most_bytes >> 20)
+                self._left = 0
+            self._write(text)
 
     def _write(self, text: str) -> None:
         """Writes whole events in one call. A full disk ends the trace, but no step."""

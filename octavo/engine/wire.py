@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from octavo.config import EngineConfig
 from octavo.log import logger
-from octavo.messages import AddRequest, Delta, EngineFacts, SchedulerStats
+from octavo.messages import AddRequest, Delta, EngineFacts, RankNumbers, SchedulerStats
 from octavo.model_config import ModelConfig
 
 TEXTS = 1 << 20  # bytes
@@ -106,6 +106,7 @@ class Beat(Struct, tag="beat", array_like=True, frozen=True):
     steps: int
     stalled: float  # seconds that its loop has not turned although there is something to do, as in a long step
     stats: SchedulerStats
+    ranks: list[RankNumbers] = []  # where there are several
 
 
 class News(Struct, tag="news", array_like=True, frozen=True):

@@ -20,7 +20,7 @@ from typing import TypeAlias
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from octavo.messages import STEP_TOKENS, SchedulerStats
+from octavo.messages import STEP_TOKENS, RankFacts, RankNumbers, SchedulerStats
 from octavo.own_file import told_with_tmpdir
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -29,6 +29,8 @@ FAILURES = ("invalid_request", "overloaded", "queue_timeout", "deadline_exceeded
 STATUSES = ("200", "204", "400", "401", "403", "404", "405", "408", "413", "414", "415", "429", "431", "499", "500", "503", "504", "other")
 SECONDS = tuple(float(f"{digits}e{power}") for power in range(-3, 3) for digits in ("1", "1.5", "2", "3", "5", "7.5")) + (1000.0,)
 TOKENS = tuple(digits * 10**power for power in range(6) for digits in (1, 2, 5)) + (10**6,)
+
+SILENT_SECONDS = 5.0  # a rank whose last beat is older is not up
 
 Cells: TypeAlias = "array[float] | memoryview[float]"
 
@@ -175,3 +177,22 @@ def engine_families(prefix: str, labels: Mapping[str, str], stats: SchedulerStat
             yield metric
     told = "Tokens that a step computed."
     yield histogram_family(f"{prefix}iteration_tokens_total", told, labels, STEP_TOKENS, stats.steps, stats.step_tokens)
+
+
+def rank_families(
+    prefix: str, labels: Mapping[str, str], facts: Sequence[RankFacts], numbers: Sequence[RankNumbers], is_ready: bool
+) -> Iterator[Metric]:
+    """Yields what is known of each rank, where a model is split over several."""
+    if not facts:
+        return
+    names = [*labels, "rank", "stage"]
+    up = GaugeMetricFamily(f"{prefix}rank_up", "1 while the rank gives signs of life.", labels=names)
+    steps = CounterMetricFamily(f"{prefix}rank_steps", "Steps that the rank has made.", labels=names)
+    told = "Time that the rank was in steps: it computed, or waited for other ranks."
+    seconds = CounterMetricFamily(f"{prefix}rank_in_step_seconds", told, labels=names)
+    for one, done in zip(facts, numbers):
+        own = [*labels.values(), str(one.rank), str(one.stage)]
+        up.add_metric(own, int(is_ready and done.age < SILENT_SECONDS))
+        steps.add_metric(own, done.steps)
+        seconds.add_metric(own, done.seconds)
+    yield from (up, steps, seconds)

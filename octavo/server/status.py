@@ -24,7 +24,7 @@ from octavo.server.access import current_arrival
 from octavo.server.body import check_model
 from octavo.server.errors import ApiError
 from octavo.server.events import EventStream
-from octavo.server.metrics import engine_families
+from octavo.server.metrics import engine_families, rank_families
 from octavo.server.state import Server
 
 # Defaults of a chat request that /v1/models shows. `max_tokens` null: the rest of the context.
@@ -115,7 +115,9 @@ class _Metrics(Collector):
         labels = {"model_name": server.model_name, "engine": "0"}
         facts = getattr(server.llm, "facts", None)  # set once the engine was ready
         yield from server.observer.numbers.families(prefix, labels)
-        yield from engine_families(prefix, labels, server.llm.stats, server.state == "ready", facts.epoch - 1 if facts else 0)
+        is_ready = server.state == "ready"
+        yield from engine_families(prefix, labels, server.llm.stats, is_ready, facts.epoch - 1 if facts else 0)
+        yield from rank_families(prefix, labels, facts.ranks if facts else (), server.llm.ranks, is_ready)
         version = GaugeMetricFamily(f"{prefix}build_info", "Which Octavo this is.", labels=[*labels, "version"])
         version.add_metric([*labels.values(), __version__], 1)
         yield version

@@ -25,6 +25,7 @@ from octavo.engine.async_llm import AsyncLLM
 from octavo.engine.wire import SequenceState, ViewFrame
 from octavo.errors import UnavailableError
 from octavo.log import logger
+from octavo.messages import RankFacts
 from octavo.server_config import ServerConfig
 from octavo.text.tokenizer import Tokenizer
 
@@ -32,6 +33,7 @@ MOST_WATCHERS = 64  # in this process: ten lines a second to each of them take a
 KEPT_LINES = 50  # some seconds
 YOUNG_LINES = KEPT_LINES // 2  # an opening with no more lines after it is used again: its reader can still catch up
 LIFE_SECONDS = 5.0  # after so long without news an empty line is sent
+RANK_SECONDS = 1.0  # between two lines that tell what ranks do
 LOOK_SECONDS = 0.25  # how often a waiting watcher looks whether the server was told to stop
 BLOCKS_A_LINE = 4096
 
@@ -143,6 +145,19 @@ def _sequence(seq: SequenceState, request: str, pieces: Pieces) -> dict[str, Any
     }
 
 
+def _rank(one: RankFacts) -> dict[str, Any]:
+    return {
+        "rank": one.rank,
+        "stage": one.stage,
+        "stages": one.stages,
+        "layers": [one.first_layer, one.num_layers],
+        "cores": one.cores,
+        "device": one.device,
+        "kernels": one.kernels,
+        "weight_bytes": one.weight_bytes,
+    }
+
+
 class Watched(Protocol):
     """The part of the server that the hub reads."""
 
@@ -228,6 +243,7 @@ class ViewHub:
         if before is not None:
             await asyncio.wait({before})
         pieces = Pieces(self._server.llm.text_tokenizer)
+        ranks = asyncio.create_task(self._tell_ranks())
         try:
             async with aclosing(self._server.llm.view()) as frames:
                 async for frame in frames:
@@ -237,6 +253,7 @@ class ViewHub:
         except Exception:
             logger.exception("the view failed; the server goes on")
         finally:
+            ranks.cancel()
             self._wake()
 
     def _take(self, frame: ViewFrame, pieces: Pieces) -> None:
@@ -244,9 +261,26 @@ class ViewHub:
             self._state.apply(self._head(frame))
             self._lines.clear()
         told = delta(frame, pieces, self._name)
+        if frame.full and (ranks := self._ranks()):
+            told["ranks"] = ranks
         self._state.apply(told)
         self._offset = time.monotonic() - frame.at
         self._add(None if frame.full else Line(told))  # a full frame is not kept: watchers get it from the state
+
+    async def _tell_ranks(self) -> None:
+        """Tells every second what ranks do, where there are several: also while a step takes long and the engine gives no frames."""
+        while True:
+            await asyncio.sleep(RANK_SECONDS)
+            if self._number and (ranks := self._ranks()):
+                told = {"kind": "delta", "at": self._at(), "ranks": ranks}
+                self._state.apply(told)
+                self._add(Line(told))
+
+    def _ranks(self) -> list[list[float]]:
+        """Returns what each rank did last; nothing while no engine is ready."""
+        llm = self._server.llm
+        found = llm.ranks if llm.state == "ready" else []
+        return [[place, one.steps, round(one.share, 3), round(one.age, 1)] for place, one in enumerate(found)]
 
     def _add(self, line: Line | None) -> None:
         self._number += 1
@@ -292,6 +326,7 @@ class ViewHub:
             "started": frame.started,
             "version_of": f"octavo {__version__}",
             "lesson": self._server.config.lesson,
+            **({"ranks": [_rank(one) for one in facts.ranks]} if facts.ranks else {}),
         }
 
     def _between(self, seen: int, number: int, with_text: bool) -> bytes:
@@ -331,6 +366,7 @@ class ViewHub:
             "steps": list(state.steps),
             "events": list(state.events),
             "lost": state.lost,
+            **({"ranks": state.ranks} if state.ranks else {}),
         }
 
     def _blocks(self, first: int) -> list[list[Any]]:

@@ -6,7 +6,9 @@ It must answer where torch cannot be imported, too: `octavo doctor` asks.
 import math
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from octavo.config import EngineConfig, thread_limit
 from octavo.errors import ConfigError
@@ -16,6 +18,8 @@ OWN_GROUP = Path("/proc/self/cgroup")
 CPU_INFO = Path("/proc/cpuinfo")
 MEMORY_INFO = Path("/proc/meminfo")
 OWN_STATUS = Path("/proc/self/status")
+NODES = Path("/sys/devices/system/node")
+Item = TypeVar("Item")
 
 # What each level of the native kernels is fast at. Where it does not multiply bfloat16, float16 takes as little memory, is widened
 # by one instruction and rounds less.
@@ -52,13 +56,71 @@ def num_cpus() -> int:
 
 
 def share_of_cpus(rank: int, size: int, cpus: list[int]) -> list[int]:
-    """Returns the CPUs of one of several ranks: neighbours, and no other rank's, unless there are more ranks than CPUs."""
-    share = cpus[rank * len(cpus) // size : (rank + 1) * len(cpus) // size]
-    return share or [cpus[rank % len(cpus)]]
+    """Returns the CPUs of one of several ranks: neighbours, and no other rank's, unless there are more ranks than CPUs.
+
+    Ranks go node by node. No rank is on two nodes, unless there are fewer ranks than nodes: then each has whole nodes.
+    """
+    if size > len(cpus):
+        return [cpus[rank % len(cpus)]]
+    nodes = numa_nodes(cpus)
+    if size < len(nodes):
+        return [cpu for node in _share(rank, size, nodes) for cpu in node]
+    first = 0
+    for node, ranks in zip(nodes, _ranks_of(nodes, size)):
+        if rank < first + ranks:
+            return _share(rank - first, ranks, node)
+        first += ranks
+    raise AssertionError(f"rank {rank} of {size}")
+
+
+def _share(place: int, size: int, items: list[Item]) -> list[Item]:
+    return items[place * len(items) // size : (place + 1) * len(items) // size]
+
+
+def _ranks_of(nodes: list[list[int]], size: int) -> list[int]:
+    """Returns how many ranks each node has: one, and every further rank goes where it gets most CPUs."""
+    ranks = [1] * len(nodes)
+    for _ in range(size - len(nodes)):
+        ranks[max(range(len(nodes)), key=lambda node: len(nodes[node]) / (ranks[node] + 1))] += 1
+    return ranks
+
+
+def numa_nodes(cpus: list[int]) -> list[list[int]]:
+    """Returns these CPUs by the node whose memory is near to them; all as one node where the system does not tell."""
+    try:
+        paths = sorted(NODES.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name.removeprefix("node")))
+        found = [set(_listed(path.read_text())) for path in paths]
+    except (OSError, ValueError):
+        return [cpus]
+    nodes = [node for one in found if (node := [cpu for cpu in cpus if cpu in one])]
+    return nodes if sum(map(len, nodes)) == len(cpus) else [cpus]
+
+
+def _listed(text: str) -> Iterator[int]:
+    """Yields the numbers of a list such as 0-3,8."""
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            yield from range(int(first), int(last or first) + 1)
+
+
+def cpu_list(cpus: list[int]) -> str:
+    """Returns CPUs in the form that the system lists them in: 0-3,8."""
+    runs: list[list[int]] = []
+    for cpu in cpus:
+        if runs and runs[-1][-1] == cpu - 1:
+            runs[-1].append(cpu)
+        else:
+            runs.append([cpu])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def keep_to(cpus: list[int]) -> None:
-    """Lets this thread, and those it will start, run on these CPUs only, where the system can do that."""
+    """Lets this thread, and those it will start, run on these CPUs only, where the system can do that.
+
+    A rank calls this before it loads anything. The system gives memory from the node of the CPU that first writes to it, so the weights
+    and the cache of a rank lie near its CPUs, and no memory policy has to be set.
+    """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cpus)
 

@@ -19,6 +19,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
@@ -32,7 +33,7 @@ from octavo.config import EngineConfig, debug_from_environment
 from octavo.errors import LoadError, OctavoError
 from octavo.layers.comm import Comm, NullComm
 from octavo.loading.resolve import ModelSource, load_model_config
-from octavo.messages import StepPlan, StepResult
+from octavo.messages import BEAT_SECONDS, StepPlan, StepResult
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.stages import Stage
 from octavo.worker.executor import Masks
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from octavo.worker.model_runner import ModelRunner
 
 LENGTH_BYTES = 4  # before every message
-BEAT_SECONDS = 1.0
 
 
 class Ends(Struct, frozen=True):
@@ -117,6 +117,8 @@ class Result(Struct, tag="result", array_like=True, frozen=True):
 
 class Beat(Struct, tag="beat", array_like=True, frozen=True):
     steps: list[tuple[int, float, float]]  # number, and when it began and ended, by the clock of this host
+    at: float = 0.0  # when this was said, by the same clock
+    began: float | None = None  # when the step began that it is in
 
 
 def _plain(value: Any) -> bytes | int | float:
@@ -189,17 +191,28 @@ def join(ends: Ends, rank: int, config: EngineConfig, seconds: float) -> Place:
 
 
 class Diary:
-    """The steps of a rank, for its beats."""
+    """The steps of a rank, for its beats, which another thread takes."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._steps: list[tuple[int, float, float]] = []
+        self._step = 0
+        self._began: float | None = None  # the step that it is in
 
-    def note(self, step: int, began: float) -> None:
-        self._steps.append((step, began, time.monotonic()))
+    def begin(self, step: int) -> None:
+        with self._lock:
+            self._step, self._began = step, time.monotonic()
+
+    def end(self) -> None:
+        with self._lock:
+            if self._began is not None:
+                self._steps.append((self._step, self._began, time.monotonic()))
+            self._began = None
 
     def beat(self) -> Beat:
-        steps, self._steps = self._steps, []
-        return Beat(steps)
+        with self._lock:
+            steps, self._steps = self._steps, []
+            return Beat(steps, time.monotonic(), self._began)
 
 
 def serve(orders: RankOrders, place: Place, messages: Iterator[bytes], tell: Callable[[Answer], None]) -> None:
@@ -218,17 +231,18 @@ def serve(orders: RankOrders, place: Place, messages: Iterator[bytes], tell: Cal
         tell(about(orders.rank, orders.cpus, facts, runner))
         diary, reports = Diary(), place.stage.last and place.stage.count > 1 and place.comm.rank == 0
         threading.Thread(target=_beat, args=(diary, tell), name="beat", daemon=True).start()
-        step, began = 0, 0.0
         for message in map(order, messages):
             if isinstance(message, Forward):
-                step, began = message.plan.step, time.monotonic()
+                diary.begin(message.plan.step)
                 runner.table.learn(message.said)
                 runner.forward(message.plan)
             else:
                 pending = runner.sample(masks_of(message))
-                diary.note(step, began)
+                diary.end()
                 if reports:
                     tell(Result(pending.result()))
+        with suppress(OSError):  # nobody may listen any more
+            tell(diary.beat())
 
 
 def about(rank: int, cpus: list[int], facts: "Facts", runner: "ModelRunner") -> Ready:

@@ -8,245 +8,40 @@ first rank of the last stage. A rank that ends, gives no sign of life, or does n
 group: the parent raises `RankLost`, which the engine does not survive. Who supervises the engine starts all of it again.
 """
 
-import os
 import queue
-import select
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
-import msgspec
-
-from octavo import errors, log
-from octavo.child import command
-from octavo.config import EngineConfig
+from octavo import log
 from octavo.errors import OctavoError, RankLost
-from octavo.layers.shared_comm import SharedMemoryComm
-from octavo.layers.socket_channel import SocketChannel
 from octavo.log import logger
 from octavo.messages import StepPlan, StepResult
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.worker.executor import Masks, Promise
 from octavo.worker.facts import Facts
-from octavo.worker.machine import allowed_cpus, keep_to, share_of_cpus
+from octavo.worker.host_ranks import START_SECONDS, Meeting, Peer
+from octavo.worker.machine import share_of_cpus
 from octavo.worker.model_runner import ModelRunner
-from octavo.worker.program import Place
 from octavo.worker.rank_process import (
-    LENGTH_BYTES,
     Answer,
     Beat,
-    Ends,
-    Failed,
+    Diary,
     Forward,
     RankOrders,
     Ready,
     Result,
-    answer,
+    about,
     encode,
-    join,
     sample,
 )
 from octavo.worker.request_table import Said
+from octavo.worker.roster import Roster
 from octavo.worker.tenants import Tenants
 
 OnLost = Callable[[OctavoError], None]
-START_SECONDS = 3600.0  # that the last rank may need longer than the first to load its part
 STEP_SECONDS = 60.0  # that ranks of a stage may wait for each other in a step, and that a rank may give no sign of life
-END_SECONDS = 5.0  # that ranks have to end by themselves
-
-
-class Peer(Protocol):
-    """One other rank. It calls `on_answer(peer, answer)` with what the rank says, and `on_end(peer)` once when it is gone."""
-
-    rank: int
-    ended: bool
-
-    def tell(self, message: bytes) -> None: ...
-
-    def why(self) -> OctavoError:
-        """Returns why it ended."""
-
-    def stop(self) -> None:
-        """Ends it, by itself if it can."""
-
-
-class ProcessPeer:
-    """A rank that is a process of this host. A thread listens to it."""
-
-    def __init__(self, orders: RankOrders, on_answer: "Callable[[Peer, Answer], None]", on_end: Callable[[Peer], None]) -> None:
-        self.rank = orders.rank
-        self.ended = False
-        self._seconds = orders.step_seconds
-        self._silent = False
-        self._failed: Failed | None = None
-        self._on_answer = on_answer
-        self._on_end = on_end
-        self._process = subprocess.Popen(
-            command("octavo.worker.rank_process", "main", os.getpid()),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=orders.ends.open_ones(),
-            bufsize=0,
-        )
-        threading.Thread(target=self._listen, name=f"rank {self.rank}", daemon=True).start()
-        self.tell(msgspec.json.encode(orders) + b"\n")
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def tell(self, message: bytes) -> None:
-        assert self._process.stdin is not None
-        try:
-            view = memoryview(message)
-            while view:
-                view = view[self._process.stdin.write(view) :]
-        except (OSError, ValueError) as error:
-            raise self.why() from error
-
-    def _listen(self) -> None:
-        limit = None  # until it is ready it may take as long as it likes
-        while (body := self._read(limit)) is not None:
-            message = answer(body)
-            if isinstance(message, Ready):
-                limit = self._seconds
-            if isinstance(message, Failed):
-                self._failed = message
-            else:
-                self._on_answer(self, message)
-        if self._silent:
-            self._process.kill()
-        self._process.wait()
-        self.ended = True
-        self._on_end(self)
-
-    def _read(self, limit: float | None) -> bytes | None:
-        """Returns the next message, or None if the rank has ended or is silent for too long."""
-        head = self._read_bytes(LENGTH_BYTES, limit)
-        return None if head is None else self._read_bytes(int.from_bytes(head, "little"), limit)
-
-    def _read_bytes(self, count: int, limit: float | None) -> bytes | None:
-        assert self._process.stdout is not None
-        pipe, found = self._process.stdout.fileno(), b""
-        poll = select.poll()
-        poll.register(pipe, select.POLLIN)
-        while len(found) < count:
-            if not poll.poll(None if limit is None else limit * 1000):
-                self._silent = True
-                return None
-            piece = os.read(pipe, count - len(found))
-            if not piece:
-                return None
-            found += piece
-        return found
-
-    def why(self) -> OctavoError:
-        """Returns why it ended, as it said itself, or else by its exit code."""
-        if self._silent:
-            return RankLost(f"rank {self.rank} did not answer for {self._seconds:g} s")
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_SECONDS)
-        if self._failed is not None:
-            return failed(self.rank, self._failed)
-        code = self._process.returncode
-        how = "does not answer" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        return RankLost(f"rank {self.rank} {how}")
-
-    def stop(self) -> None:
-        with suppress(OSError, ValueError):
-            self._process.stdin.close()  # type: ignore[union-attr]
-        try:
-            self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-def failed(rank: int | str, why: Failed) -> OctavoError:
-    """Returns the error that a rank ended with. What the user can mend keeps its kind."""
-    kind = getattr(errors, why.kind, RankLost)
-    return (kind if kind in (errors.ConfigError, errors.LoadError) else RankLost)(f"rank {rank}: {why.message}")
-
-
-class Meeting(Protocol):
-    """What ranks meet through. Whoever makes it is rank 0, and keeps to its CPUs."""
-
-    place: Place
-
-    def cpus_of(self, rank: int) -> list[int]: ...
-
-    def peer(self, orders: RankOrders, on_answer: Callable[[Peer, Answer], None], on_end: Callable[[Peer], None]) -> Peer:
-        """Lets a rank begin."""
-
-    def give_out(self) -> None:
-        """Called when all ranks have begun."""
-
-    def wait_at_most(self, seconds: float) -> None: ...
-
-    def abort(self) -> None:
-        """Nobody waits for anybody any more."""
-
-    def leave(self) -> None:
-        """Gives everything back, when nobody uses it any more."""
-
-
-class HostMeeting:
-    """What the ranks of one host meet through. The thread that makes it keeps to the CPUs of rank 0."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        size, count, shares = config.tensor_parallel_size, config.num_ranks, config.decode_context_parallel_size
-        memories, contexts = _memories(count, size), _memories(count, shares)
-        pairs = [SocketChannel.pair() for _ in range(count - size)]  # pair r leads from rank r to rank r + size
-        befores, afters = [-1] * size + [end for _, end in pairs], [end for end, _ in pairs] + [-1] * size
-        self.ends = [Ends(*ends) for ends in zip(memories, contexts, befores, afters)]
-        self._inherited = {end for ends in self.ends for end in ends.open_ones()} - {self.ends[0].after}
-        self.cpus = allowed_cpus()
-        self.place = join(self.ends[0], 0, config, START_SECONDS)
-        self._groups = [  # of all stages and contexts, to tell them to give up
-            SharedMemoryComm.join(memory, 0, size, START_SECONDS)
-            for memory, size in {*((memory, size) for memory in memories), *((memory, shares) for memory in contexts)}
-            if memory >= 0
-        ]
-        self._count = count
-        keep_to(self.cpus_of(0))
-
-    def cpus_of(self, rank: int) -> list[int]:
-        return share_of_cpus(rank, self._count, self.cpus)
-
-    def peer(self, orders: RankOrders, on_answer: Callable[[Peer, Answer], None], on_end: Callable[[Peer], None]) -> Peer:
-        own = msgspec.structs.replace(orders, ends=self.ends[orders.rank])
-        return ProcessPeer(own, on_answer, on_end)
-
-    def give_out(self) -> None:
-        """Closes what the ranks have inherited: one that is gone must be the last to hold its end."""
-        while self._inherited:
-            os.close(self._inherited.pop())
-
-    def wait_at_most(self, seconds: float) -> None:
-        self.place.wait_at_most(seconds)
-
-    def abort(self) -> None:
-        """Nobody waits for anybody any more."""
-        for group in self._groups:
-            group.abort()
-        if isinstance(self.place.after, SocketChannel):
-            self.place.after.shut_down()
-
-    def leave(self) -> None:
-        """Gives the CPUs back, and the memory, when nobody uses it any more."""
-        keep_to(self.cpus)
-        self.give_out()
-        if isinstance(self.place.after, SocketChannel):
-            self.place.after.close()
-
-
-def _memories(ranks: int, size: int) -> list[int]:
-    """Returns for each rank the descriptor of the memory of its group. -1: groups are of one rank"""
-    made = [SharedMemoryComm.create(size) if size > 1 else -1 for _ in range(ranks // size)]
-    return [made[rank // size] for rank in range(ranks)]
 
 
 class Ranks:
@@ -258,6 +53,7 @@ class Ranks:
         self._ready = threading.Event()  # all are, or one has ended
         self._stopping = False
         self.about: dict[int, Ready] = {}  # what each rank is
+        self.roster: Roster | None = None  # once all are ready
         self.results: queue.SimpleQueue[StepResult | None] = queue.SimpleQueue()  # of steps; None: a rank is gone
         level = "DEBUG" if logger.isEnabledFor(10) else "WARNING"  # what a rank tells of its start, the first has told
         count = facts.config.num_ranks
@@ -287,8 +83,8 @@ class Ranks:
                 self._ready.set()
         elif isinstance(message, Result):
             self.results.put(message.result)
-        else:
-            assert isinstance(message, Beat)
+        elif isinstance(message, Beat) and self.roster is not None:
+            self.roster.hear(peer.rank, message)
 
     def _on_end(self, peer: Peer) -> None:
         """Nobody waits for a rank that is gone."""
@@ -328,9 +124,12 @@ class Ranks:
 class RankedRunner:
     """Carries out plans on all ranks."""
 
-    def __init__(self, runner: ModelRunner, ranks: Ranks, meeting: Meeting) -> None:
+    def __init__(self, runner: ModelRunner, ranks: Ranks, meeting: Meeting, roster: Roster) -> None:
         self.runner = runner
         self.ranks = ranks
+        self.roster = ranks.roster = roster
+        self._diary = Diary()
+        roster.follow(self._diary)
         self._meeting = meeting
         self._stages = meeting.place.stage.count
         self._tenants = Tenants()
@@ -340,6 +139,7 @@ class RankedRunner:
     def forward(self, plan: StepPlan) -> None:
         said, self._said, self._plan = self._said, [], plan
         self._tenants.apply(plan)
+        self._diary.begin(plan.step)
         with self._as_one():
             self.ranks.tell(encode(Forward(plan, said)))
             self.runner.table.learn(said)
@@ -349,6 +149,7 @@ class RankedRunner:
         with self._as_one():
             self.ranks.tell(encode(sample(masks)))
             own = self.runner.sample(masks)
+        self._diary.end()
         return own if self._stages == 1 else Awaited(self, self._plan)
 
     def result(self, plan: StepPlan) -> StepResult:
@@ -376,6 +177,7 @@ class RankedRunner:
     def stop(self) -> None:
         """Ends all ranks, and drops every reference, so that all memory goes."""
         self.ranks.stop()
+        self.roster.close()
         self.runner.stop()
         self._meeting.leave()
         self.__dict__.clear()
@@ -406,4 +208,7 @@ def with_ranks(
     except BaseException as error:
         ranks.stop()
         raise ranks.explained(error) from error
-    return RankedRunner(runner, ranks, meeting)
+    first = about(0, share_of_cpus(0, facts.config.num_ranks, meeting.cpus_of(0)), facts, runner)
+    roster = Roster([first, *(ranks.about[peer.rank] for peer in ranks.peers)], facts.config.pipeline_parallel_size)
+    roster.log()
+    return RankedRunner(runner, ranks, meeting, roster)

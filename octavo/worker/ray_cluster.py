@@ -137,7 +137,7 @@ def _knock(address: str) -> None:
 
     Not for a cluster that Ray finds itself: `ray.init` looks for its token, too.
     """
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
     GcsClient(address=address)
 

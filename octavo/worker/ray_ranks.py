@@ -17,9 +17,9 @@ from octavo.config import EngineConfig, thread_limit
 from octavo.errors import OctavoError, RankLost
 from octavo.layers.gloo_comm import GlooComm
 from octavo.log import Stopwatch, logger
+from octavo.worker.host_ranks import END_SECONDS, START_SECONDS, Peer, failed
 from octavo.worker.machine import allowed_cpus, keep_to, share_of_cpus
 from octavo.worker.rank_process import LENGTH_BYTES, Answer, Failed, RankOrders, Ready, answer
-from octavo.worker.ranks import END_SECONDS, START_SECONDS, Peer, failed
 from octavo.worker.ray_actor import place_of
 from octavo.worker.ray_cluster import RayCluster, one_line
 

@@ -15,14 +15,14 @@ from octavo.worker.machine import LEVEL_DTYPES
 from tests.cli.processes import ROOT, octavo
 
 GIB = 2**30
-ROWS = ["octavo", "platform", "torch", "device", "gpu", "cpu", "native", "threads", "memory"]
+ROWS = ["octavo", "platform", "torch", "device", "gpu", "cpu", "native", "threads", "ranks", "memory"]
 ROWS += ["default model", "model cache", "libraries", "environment"]
 LIBRARIES = tuple(Library(name, "9.1", None) for name in (*REQUIRED, *OPTIONAL))
 TORCH = Torch(Found(TorchBuild("2.13.0+cpu", None, None), signs=False), mkldnn=True, dispatch="AVX512", amx=True, dtype="bfloat16")
 HEALTHY = Facts(
     python="CPython 3.11.7", system="Linux", machine="x86_64", release="6.1", libraries=LIBRARIES, torch=TORCH, driver=None, tools="",
-    cpu="A CPU", cpu_flags=frozenset({"avx2", "avx512f", "amx_tile"}), allowed_cpus=8, quota_cpus=None, omp_threads=None, threads=8,
-    native="avx512", no_native="",
+    cpu="A CPU", cpu_flags=frozenset({"avx2", "avx512f", "amx_tile"}), allowed_cpus=8, numa_nodes=(8,), quota_cpus=None,
+    omp_threads=None, threads=8, native="avx512", no_native="",
     load=0.5, total_bytes=64 * GIB, available_bytes=60 * GIB, memory_bytes=64 * GIB, default_model=Path("/models/small.gguf"),
     cache=ModelCache(Path("/cache/hub"), in_use=3 * GIB, free_disk=100 * GIB), variables={}, mistakes=(),
 )  # fmt: skip
@@ -95,6 +95,8 @@ def test_the_block_tells_what_each_limit_is() -> None:
     assert [line[:15].strip() for line in shown.splitlines()[:-1]] == ROWS
     assert "A CPU: avx2 avx512 amx; torch dispatches to AVX512, and is fast at bfloat16" in shown
     assert "8 (8 CPUs allowed, cgroup quota none, OMP_NUM_THREADS not set); load average 0.5" in shown
+    assert "8 cores in 1 NUMA node; -tp 2 gives each rank 4 cores" in shown
+    assert "24 cores in 2 NUMA nodes; -tp 2 gives each rank a node, with 8 and 16 cores" in report(replace(HEALTHY, numa_nodes=(16, 8)), [])
     assert "64.0 GiB, available 60.0 GiB, cgroup limit none; KV cache by default 4.00 GiB" in shown
     assert "/cache/hub: 3.00 GiB in use, 100.0 GiB of disk free" in shown
     limited = replace(HEALTHY, memory_bytes=8 * GIB, quota_cpus=3, threads=3, torch=replace(TORCH, amx=False))

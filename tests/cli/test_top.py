@@ -282,3 +282,19 @@ def test_a_pool_is_drawn_in_letters_where_signs_cannot_be(monkeypatch: pytest.Mo
 def test_a_view_that_makes_no_sense_when_drawn_is_an_error() -> None:
     with pytest.raises(RemoteError, match="does not answer /v1/view as Octavo does"):
         picture(watch_of(HEAD, EMPTY | {"seqs": [{"seq": 1, "from": 0, "table": []}]}), 80, 40)
+
+
+# promise: ranks-watched
+def test_ranks_are_a_line_each_as_far_as_there_is_room() -> None:
+    same = {"stages": 2, "device": "cpu"}
+    ranks = [{"rank": rank, "stage": rank % 2, "layers": [3 * rank, 3], "cores": f"{rank}", **same} for rank in range(9)]
+    rows = [[rank, 10, 0.5, 7.2 if rank == 1 else 0.3] for rank in range(9)]
+    frames = [frame for _, frame in FRAMES]
+    told = {"head": {"ranks": ranks}, "full": {"ranks": rows}}
+    full = [{**frame, **told.get(frame["kind"], {})} for frame in frames]
+    tall, low = (plain(picture(watch_of(*full), 100, height)) for height in (60, 12))
+    found = [line for line in tall if line.startswith("rank ")]
+    assert len(found) == 9 and found[0] == "rank 0  stage 0  layers 0-2  cores 0   50% in steps"
+    assert found[1] == "rank 1  stage 1  layers 3-5  cores 1   50% in steps  silent for 7 s"
+    assert sum(line.startswith("rank ") for line in low) == 3 and "and 6 more ranks" in low
+    assert not any("rank" in line for line in plain(picture(watch_of(*frames), 100, 60)))

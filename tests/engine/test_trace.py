@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from octavo import LLM, SamplingParams
 from octavo.engine import trace
 from octavo.engine.trace import StepTrace, open_trace
 from octavo.engine.view import EngineView
 from octavo.errors import ConfigError
 from tests.cli.processes import ROOT, environment
 from tests.support.fake import FakeEngine, sampling
+from tests.support.models import tiny_model
 from tests.support.story_folder import story_folder
 
 
@@ -132,3 +134,27 @@ def test_a_file_that_cannot_be_written_or_is_something_else_is_refused_and_kept(
     with pytest.raises(ConfigError, match=r"trace .*model\.gguf: there is a file that is no trace; choose another name"):
         open_trace(str(weights))
     assert weights.read_bytes() == b"GGUF..."
+
+
+# promise: ranks-watched
+@pytest.mark.parametrize("how", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_every_step_is_on_the_track_of_every_rank(tmp_path: Path, how: str) -> None:
+    settings: dict[str, Any] = {how: 2, "skip_tokenizer_init": True, "max_model_len": 256, "num_gpu_blocks_override": 40}
+    folder, path = tiny_model(tmp_path, "LlamaForCausalLM", seed=3), tmp_path / "t.json"
+    with LLM(str(folder), trace=str(path), **settings) as llm:
+        asks = SamplingParams(max_tokens=20, ignore_eos=True, detokenize=False)
+        llm.generate([[1, 2, 3], [4, 5]], asks, use_tqdm=False)
+    events = events_of(path)
+    stages = [0, 0] if how == "tensor_parallel_size" else [0, 1]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert names == {1: "engine", **({2: "rank 0, stage 0", 3: "rank 1, stage 1"} if any(stages) else {2: "rank 0", 3: "rank 1"})}
+    made = {event["args"]["step"]: event for event in events if event["name"] == "step" and event["args"]["rows"]}
+    assert len(made) >= 20
+    for rank in range(2):
+        own = {event["args"]["step"]: event for event in events if event["name"] == "rank step" and event["tid"] == 2 + rank}
+        assert own.keys() == made.keys()
+        for one, other in pairwise([own[step] for step in sorted(own)]):
+            assert one["ts"] + one["dur"] <= other["ts"] + 0.01
+        if not any(stages):  # all compute while the engine waits; the stages of a pipeline go on after its step
+            assert all(made[step]["ts"] <= event["ts"] for step, event in own.items())
+            assert all(event["ts"] + event["dur"] <= made[step]["ts"] + made[step]["dur"] + 50_000 for step, event in own.items())

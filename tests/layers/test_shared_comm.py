@@ -112,10 +112,6 @@ def test_what_ranks_cannot_do_is_said() -> None:
     os.close(fd)
     with pytest.raises(ValueError, match=re.escape("not torch.int64")):
         comm.all_reduce(torch.ones(3, dtype=torch.int64))
-    with pytest.raises(RuntimeError, match="cannot send to rank 1"):
-        comm.send(torch.ones(1), 1)
-    with pytest.raises(RuntimeError, match="cannot receive from rank 1"):
-        comm.recv(torch.ones(1), 1)
 
 
 def test_without_the_library_it_says_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:

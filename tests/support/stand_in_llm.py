@@ -13,12 +13,13 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from octavo import LLM
 from octavo.engine.async_llm import Ask, State
 from octavo.engine.wire import ViewFrame
 from octavo.errors import DeadlineError, RequestError
-from octavo.messages import AddRequest, EngineFacts, FinishReason, Limits, SchedulerStats
+from octavo.messages import AddRequest, EngineFacts, FinishReason, Limits, RankNumbers, SchedulerStats
 from octavo.outputs import RequestOutput, TextDelta
 from octavo.text.prompt import PromptEncoder
 from octavo.text.tokenizer import Tokenizer
@@ -39,6 +40,7 @@ class StandInLLM:
 
     template = TEMPLATE
     text_tokenizer = None
+    ranks: ClassVar[list[RankNumbers]] = []
 
     def __post_init__(self) -> None:
         self.tokenizer = Tokenizer.from_gguf({**stories_metadata(), "tokenizer.chat_template": self.template}, "tok512.bin")

@@ -659,3 +659,26 @@ def test_on_the_whole_page_everything_can_be_seen_at_every_size(open_pool: OpenP
     page.get_by_role("button", name="Close the block table").click()
     page.get_by_role("button", name="Show all").click()
     assert_all_can_be_seen(page, "map")
+
+
+# promise: ranks-watched
+def test_ranks_are_a_line_each_and_one_that_is_silent_is_marked(open_pool: OpenPage, pool_host: ViewHost) -> None:
+    model = ViewModel(1, NUM_BLOCKS)
+    same = {"stages": 2, "device": "cpu", "kernels": "native avx512", "weight_bytes": 2**30}
+    cores = [f"{8 * rank}-{8 * rank + 7},{64 + rank}" for rank in range(8)]
+    ranks = [{"rank": rank, "stage": rank // 4, "layers": [14 * (rank // 4), 14], "cores": cores[rank], **same} for rank in range(8)]
+    pool_host.send(model.head(), model.frame("full"))
+    page = open_pool("page")
+    expect(page.locator(".pool-welcome")).to_be_visible()
+    expect(page.locator(".pool-ranks")).to_be_hidden()
+    again = {**model.head(), "ranks": ranks}
+    pool_host.start_again(again, {**model.frame("full"), "ranks": [[rank, 10, 0.25, 0.1] for rank in range(8)]})
+    lines = page.get_by_role("list", name="Ranks").get_by_role("listitem")
+    expect(lines).to_have_count(8)
+    expect(lines.nth(5)).to_have_text("Rank 5 stage 1, layers 14–27, cores 40-47,69, 25 % in steps")
+    pool_host.send({"kind": "delta", "at": 3.0, "ranks": [[rank, 20, 0.996, 12.4 if rank == 3 else 0.2] for rank in range(8)]})
+    expect(lines.nth(3)).to_have_text("Rank 3 stage 0, layers 0–13, cores 24-31,67, 100 % in steps, silent for 12 s")
+    expect(lines.nth(2)).to_have_text("Rank 2 stage 0, layers 0–13, cores 16-23,66, 100 % in steps")
+    assert_all_can_be_seen(page, "ranks")
+    found = Axe().run(page).response["violations"]
+    assert [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")] == []

@@ -15,8 +15,8 @@ from octavo.errors import ConfigError, RankLost
 from octavo.models.registry import describe, rank_config, rank_parts, read_config
 from octavo.outputs import RequestOutput
 from octavo.policy.auto import resolved, suited
+from octavo.worker.host_ranks import HostMeeting
 from octavo.worker.rank_process import Ends, join
-from octavo.worker.ranks import HostMeeting
 from tests.loading.test_sharded import raw_config
 from tests.support.models import tiny_model
 

@@ -120,3 +120,47 @@ def test_a_gpu_takes_the_type_of_the_file_and_bfloat16_where_it_has_another() ->
     assert [machine.resolve_dtype("auto", one, "cuda", None) for one in stored] == taken
     assert machine.resolve_dtype("float16", "float32", "cuda", None) == "float16"
     assert [machine.resolve_dtype("auto", one, "cpu", None) for one in stored[:2]] == ["float32", machine.fast_dtype(None)]
+
+
+def fake_nodes(folder: Path, lists: list[str]) -> None:
+    for number, text in enumerate(lists):
+        (folder / f"node{number}").mkdir(parents=True)
+        (folder / f"node{number}" / "cpulist").write_text(text + "\n")
+
+
+# promise: ranks-numa-nodes
+@pytest.mark.parametrize(
+    "lists",
+    [["0-7"], ["0-3,8-11", "4-7,12-15"], ["0-1", "2-7", "8-10"], ["0-3", "", "4-7"], [f"{4 * node}-{4 * node + 3}" for node in range(12)]],
+    ids=["one node", "two with hyperthreads", "of different sizes", "one without CPUs", "more than ten"],
+)
+def test_ranks_share_cpus_node_by_node(lists: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "NODES", tmp_path)
+    fake_nodes(tmp_path, lists)
+    node_of = {cpu: number for number, text in enumerate(lists) for cpu in machine._listed(text)}
+    cpus = sorted(node_of)
+    for allowed in (cpus, cpus[1:], cpus[::2]):
+        nodes = {node_of[cpu] for cpu in allowed}
+        for size in range(1, len(allowed) + 1):
+            shares = [machine.share_of_cpus(rank, size, allowed) for rank in range(size)]
+            assert all(shares) and sorted(cpu for share in shares for cpu in share) == allowed, "all CPUs, none twice"
+            on = [sorted({node_of[cpu] for cpu in share}) for share in shares]
+            assert on == sorted(on), "neighbours are near each other"
+            if size >= len(nodes):
+                assert all(len(each) == 1 for each in on)
+                for node in nodes:
+                    counts = [len(share) for share, each in zip(shares, on) if each == [node]]
+                    assert max(counts) - min(counts) <= 1, "ranks of a node share evenly"
+            else:
+                assert sorted(node for each in on for node in each) == sorted(nodes), "whole nodes"
+        crowd = [machine.share_of_cpus(rank, len(allowed) + 3, allowed) for rank in range(len(allowed) + 3)]
+        assert [cpu for share in crowd for cpu in share] == [*allowed, *allowed, *allowed][: len(allowed) + 3]
+
+
+def test_a_machine_that_does_not_tell_its_nodes_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "NODES", tmp_path)
+    assert machine.numa_nodes([0, 1, 5]) == [[0, 1, 5]]
+    fake_nodes(tmp_path, ["0-1"])
+    assert machine.numa_nodes([0, 1, 5]) == [[0, 1, 5]], "5 is nowhere"
+    assert machine.numa_nodes([1]) == [[1]] and machine.cpu_list([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert [*machine._listed("0-2,5,7-8")] == [0, 1, 2, 5, 7, 8]

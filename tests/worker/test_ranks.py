@@ -138,10 +138,10 @@ def test_closing_ends_every_rank_and_gives_the_cpus_back(folder: Path) -> None:
 
 def test_a_rank_that_cannot_start_says_why_and_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It finds another file than the first rank did."""
-    from octavo.worker import ranks
+    from octavo.worker import host_ranks
 
     started: list[int] = []
-    first = ranks.ProcessPeer.__init__
+    first = host_ranks.ProcessPeer.__init__
 
     def tampered(self: Any, orders: Any, *hears: Callable[..., None]) -> None:
         weights = folder / "model.safetensors"
@@ -150,14 +150,14 @@ def test_a_rank_that_cannot_start_says_why_and_leaves_nothing(folder: Path, monk
         first(self, orders, *hears)
         started.append(self.pid)
 
-    monkeypatch.setattr(ranks.ProcessPeer, "__init__", tampered)
+    monkeypatch.setattr(host_ranks.ProcessPeer, "__init__", tampered)
     with pytest.raises(LoadError, match=r"rank 1: .* other weights than rank 0"):
         opened(folder, 2)
     assert started and all(gone(pid) for pid in started)
 
 
 def test_a_size_that_does_not_fit_is_refused_before_a_process_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.worker.ranks.ProcessPeer", None)
+    monkeypatch.setattr("octavo.worker.host_ranks.ProcessPeer", None)
     cpus = os.sched_getaffinity(0)
     with pytest.raises(ConfigError, match=r"num_attention_heads 4 .* tensor_parallel_size 3"):
         opened(folder, 3)
@@ -165,7 +165,7 @@ def test_a_size_that_does_not_fit_is_refused_before_a_process_starts(folder: Pat
 
 
 def test_more_stages_than_layers_are_refused_before_a_process_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.worker.ranks.ProcessPeer", None)
+    monkeypatch.setattr("octavo.worker.host_ranks.ProcessPeer", None)
     with pytest.raises(ConfigError, match=r"2 layers cannot be dealt over pipeline_parallel_size 3: set it to 2 or less"):
         opened(folder, 1, pipeline_parallel_size=3)
 

@@ -36,11 +36,13 @@ function checkHead(frame) {
   want(Number.isInteger(blocks) && blocks > 1 && blocks <= MOST_BLOCKS, `num_blocks is ${blocks}; it must lie in 2..${MOST_BLOCKS}`);
   want(Number.isInteger(size) && size > 0, `block_size is ${size}, not a number of tokens`);
   want(Number.isFinite(frame.started), `started of a head is ${frame.started}, not a number of seconds`);
+  const isRank = (one) => Number.isInteger(one?.rank) && Array.isArray(one.layers);
+  want(frame.ranks === undefined || (Array.isArray(frame.ranks) && frame.ranks.every(isRank)), "ranks of a head are not what ranks are");
   return frame;
 }
 
 function checkChanges(frame, numBlocks) {
-  for (const field of ["blocks", "seqs", "gone", "steps", "events"]) {
+  for (const field of ["blocks", "seqs", "gone", "steps", "events", "ranks"]) {
     want(frame[field] === undefined || Array.isArray(frame[field]), `${field} of a ${frame.kind} is not a list`);
   }
   const isBlock = (block) => Number.isInteger(block) && block > 0 && block < numBlocks;
@@ -53,5 +55,5 @@ function checkChanges(frame, numBlocks) {
     want(Number.isInteger(seq?.seq), `seq is ${seq?.seq}, not a number`);
     want(seq.table === undefined || (Array.isArray(seq.table) && seq.table.every(isBlock)), `the table of sequence ${seq.seq} names no blocks`);
   }
-  for (const field of ["steps", "events", "gone"]) want((frame[field] ?? []).every(Array.isArray), `${field} of a ${frame.kind} are not lists`);
+  for (const field of ["steps", "events", "gone", "ranks"]) want((frame[field] ?? []).every(Array.isArray), `${field} of a ${frame.kind} are not lists`);
 }

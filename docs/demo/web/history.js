@@ -141,8 +141,8 @@ function isEventful(frame) {
   return frame.kind === "note" || Boolean(frame.steps?.length || frame.events?.length);
 }
 
-function weightOfFrame({ blocks = [], seqs = [], steps = [], events = [] }) {
-  let weight = 100 + steps.length * 120 + events.length * 80;
+function weightOfFrame({ blocks = [], seqs = [], steps = [], events = [], ranks = [] }) {
+  let weight = 100 + steps.length * 120 + events.length * 80 + ranks.length * 80;
   for (const row of blocks) weight += 80 + (row[4] ? 40 + 24 * row[4].length : 0);
   for (const { table = [] } of seqs) weight += 300 + 8 * table.length;
   return weight;

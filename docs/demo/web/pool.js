@@ -14,6 +14,7 @@ import { HELD, encode, fillOf, kindOf } from "./pool_codes.js";
 import { Drawer } from "./pool_drawer.js";
 import { READABLE, blocksOf, cellOf, layOut } from "./pool_layout.js";
 import { Places } from "./pool_places.js";
+import { writeRanks } from "./pool_ranks.js";
 import { Requests } from "./pool_requests.js";
 import { Stage } from "./pool_stage.js";
 import { Titles } from "./pool_titles.js";
@@ -162,6 +163,7 @@ class Pool {
     this.#drawPictures(state, codes);
     writeCaption(this.#parts, state);
     writeFigures(this.#parts, state, counts);
+    writeRanks(this.#parts, state);
     writeNews(this.#parts, state);
     this.#requests.draw(state);
     writeDetail(this.#parts, state, this.#lookedAt());

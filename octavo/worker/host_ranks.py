@@ -1,0 +1,221 @@
+"""Ranks as processes of one host, as their parent sees them. What a rank and a meeting are, whoever runs them, is here too.
+
+    Peer       one other rank: `ProcessPeer`, or an actor on another host (`worker/ray_ranks.py`)
+    Meeting    what ranks meet through: `HostMeeting` has shared memory and sockets without a name, so that nothing listens
+"""
+
+import os
+import select
+import subprocess
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+import msgspec
+
+from octavo import errors
+from octavo.child import command
+from octavo.config import EngineConfig
+from octavo.errors import OctavoError, RankLost
+from octavo.layers.shared_comm import SharedMemoryComm
+from octavo.layers.socket_channel import SocketChannel
+from octavo.worker.machine import allowed_cpus, keep_to, share_of_cpus
+from octavo.worker.program import Place
+from octavo.worker.rank_process import LENGTH_BYTES, Answer, Ends, Failed, RankOrders, Ready, answer, join
+
+START_SECONDS = 3600.0  # that the last rank may need longer than the first to load its part
+END_SECONDS = 5.0  # that ranks have to end by themselves
+
+
+class Peer(Protocol):
+    """One other rank. It calls `on_answer(peer, answer)` with what the rank says, and `on_end(peer)` once when it is gone."""
+
+    rank: int
+    ended: bool
+
+    def tell(self, message: bytes) -> None: ...
+
+    def why(self) -> OctavoError:
+        """Returns why it ended."""
+
+    def stop(self) -> None:
+        """Ends it, by itself if it can."""
+
+
+class ProcessPeer:
+    """A rank that is a process of this host. A thread listens to it."""
+
+    def __init__(self, orders: RankOrders, on_answer: "Callable[[Peer, Answer], None]", on_end: Callable[[Peer], None]) -> None:
+        self.rank = orders.rank
+        self.ended = False
+        self._seconds = orders.step_seconds
+        self._silent = False
+        self._failed: Failed | None = None
+        self._on_answer = on_answer
+        self._on_end = on_end
+        self._process = subprocess.Popen(
+            command("octavo.worker.rank_process", "main", os.getpid()),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=orders.ends.open_ones(),
+            bufsize=0,
+        )
+        self._listener = threading.Thread(target=self._listen, name=f"rank {self.rank}", daemon=True)
+        self._listener.start()
+        self.tell(msgspec.json.encode(orders) + b"\n")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def tell(self, message: bytes) -> None:
+        assert self._process.stdin is not None
+        try:
+            view = memoryview(message)
+            while view:
+                view = view[self._process.stdin.write(view) :]
+        except (OSError, ValueError) as error:
+            raise self.why() from error
+
+    def _listen(self) -> None:
+        limit = None  # until it is ready it may take as long as it likes
+        while (body := self._read(limit)) is not None:
+            message = answer(body)
+            if isinstance(message, Ready):
+                limit = self._seconds
+            if isinstance(message, Failed):
+                self._failed = message
+            else:
+                self._on_answer(self, message)
+        if self._silent:
+            self._process.kill()
+        self._process.wait()
+        self.ended = True
+        self._on_end(self)
+
+    def _read(self, limit: float | None) -> bytes | None:
+        """Returns the next message, or None if the rank has ended or is silent for too long."""
+        head = self._read_bytes(LENGTH_BYTES, limit)
+        return None if head is None else self._read_bytes(int.from_bytes(head, "little"), limit)
+
+    def _read_bytes(self, count: int, limit: float | None) -> bytes | None:
+        assert self._process.stdout is not None
+        pipe, found = self._process.stdout.fileno(), b""
+        poll = select.poll()
+        poll.register(pipe, select.POLLIN)
+        while len(found) < count:
+            if not poll.poll(None if limit is None else limit * 1000):
+                self._silent = True
+                return None
+            piece = os.read(pipe, count - len(found))
+            if not piece:
+                return None
+            found += piece
+        return found
+
+    def why(self) -> OctavoError:
+        """Returns why it ended, as it said itself, or else by its exit code."""
+        if self._silent:
+            return RankLost(f"rank {self.rank} did not answer for {self._seconds:g} s")
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        if self._failed is not None:
+            return failed(self.rank, self._failed)
+        code = self._process.returncode
+        how = "does not answer" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return RankLost(f"rank {self.rank} {how}")
+
+    def stop(self) -> None:
+        with suppress(OSError, ValueError):
+            self._process.stdin.close()  # type: ignore[union-attr]
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._listener.join(END_SECONDS)  # what it said last is heard
+
+
+def failed(rank: int | str, why: Failed) -> OctavoError:
+    """Returns the error that a rank ended with. What the user can mend keeps its kind."""
+    kind = getattr(errors, why.kind, RankLost)
+    return (kind if kind in (errors.ConfigError, errors.LoadError) else RankLost)(f"rank {rank}: {why.message}")
+
+
+class Meeting(Protocol):
+    """What ranks meet through. Whoever makes it is rank 0, and keeps to its CPUs."""
+
+    place: Place
+
+    def cpus_of(self, rank: int) -> list[int]: ...
+
+    def peer(self, orders: RankOrders, on_answer: Callable[[Peer, Answer], None], on_end: Callable[[Peer], None]) -> Peer:
+        """Lets a rank begin."""
+
+    def give_out(self) -> None:
+        """Called when all ranks have begun."""
+
+    def wait_at_most(self, seconds: float) -> None: ...
+
+    def abort(self) -> None:
+        """Nobody waits for anybody any more."""
+
+    def leave(self) -> None:
+        """Gives everything back, when nobody uses it any more."""
+
+
+class HostMeeting:
+    """What the ranks of one host meet through. The thread that makes it keeps to the CPUs of rank 0."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        size, count, shares = config.tensor_parallel_size, config.num_ranks, config.decode_context_parallel_size
+        memories, contexts = _memories(count, size), _memories(count, shares)
+        pairs = [SocketChannel.pair() for _ in range(count - size)]  # pair r leads from rank r to rank r + size
+        befores, afters = [-1] * size + [end for _, end in pairs], [end for end, _ in pairs] + [-1] * size
+        self.ends = [Ends(*ends) for ends in zip(memories, contexts, befores, afters)]
+        self._inherited = {end for ends in self.ends for end in ends.open_ones()} - {self.ends[0].after}
+        self.cpus = allowed_cpus()
+        self.place = join(self.ends[0], 0, config, START_SECONDS)
+        self._groups = [  # of all stages and contexts, to tell them to give up
+            SharedMemoryComm.join(memory, 0, size, START_SECONDS)
+            for memory, size in {*((memory, size) for memory in memories), *((memory, shares) for memory in contexts)}
+            if memory >= 0
+        ]
+        self._count = count
+        keep_to(self.cpus_of(0))
+
+    def cpus_of(self, rank: int) -> list[int]:
+        return share_of_cpus(rank, self._count, self.cpus)
+
+    def peer(self, orders: RankOrders, on_answer: Callable[[Peer, Answer], None], on_end: Callable[[Peer], None]) -> Peer:
+        own = msgspec.structs.replace(orders, ends=self.ends[orders.rank])
+        return ProcessPeer(own, on_answer, on_end)
+
+    def give_out(self) -> None:
+        """Closes what the ranks have inherited: one that is gone must be the last to hold its end."""
+        while self._inherited:
+            os.close(self._inherited.pop())
+
+    def wait_at_most(self, seconds: float) -> None:
+        self.place.wait_at_most(seconds)
+
+    def abort(self) -> None:
+        """Nobody waits for anybody any more."""
+        for group in self._groups:
+            group.abort()
+        if isinstance(self.place.after, SocketChannel):
+            self.place.after.shut_down()
+
+    def leave(self) -> None:
+        """Gives the CPUs back, and the memory, when nobody uses it any more."""
+        keep_to(self.cpus)
+        self.give_out()
+        if isinstance(self.place.after, SocketChannel):
+            self.place.after.close()
+
+
+def _memories(ranks: int, size: int) -> list[int]:
+    """Returns for each rank the descriptor of the memory of its group. -1: groups are of one rank"""
+    made = [SharedMemoryComm.create(size) if size > 1 else -1 for _ in range(ranks // size)]
+    return [made[rank // size] for rank in range(ranks)]

@@ -1,0 +1,113 @@
+"""`Roster`: what each rank of a model that is split is, and what it has done, for logs, metrics, the view and the trace.
+
+    Ready, once, of every rank      ->  facts
+    Beat, every second, of each     ->  numbers; steps to whoever wants them (`on_steps`)
+
+Rank 0 has no process of its own: a thread takes its beats. All times are by the clock of this process. A rank is "in a step" from the
+moment it has the plan until it has sampled: it computes, or it waits for other ranks. An engine without ranks has an empty roster.
+"""
+
+import platform
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from octavo.log import logger
+from octavo.messages import BEAT_SECONDS, RankFacts, RankNumbers
+from octavo.worker.machine import cpu_list
+
+if TYPE_CHECKING:
+    from octavo.worker.rank_process import Beat, Diary, Ready
+
+Step = tuple[int, float, float]  # number, when it began and ended
+LEAST_SECONDS = 0.5  # between two beats, to tell a share by them: the last one of a rank may come soon
+
+
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """What is known of a rank by its last beat. `offset`: our clock minus its own"""
+
+    heard: float
+    offset: float
+    at: float = 0.0  # by its own clock
+    steps: int = 0
+    seconds: float = 0.0  # in steps that have ended
+    in_steps: float = 0.0  # also in the one that had not
+    share: float = 0.0
+
+
+class Roster:
+    def __init__(self, ranks: "Sequence[Ready]" = (), stages: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        self.facts = [_facts(about, stages, len(ranks) // stages) for about in ranks]
+        self.on_steps: Callable[[int, list[Step]], None] = lambda rank, steps: None
+        self._clock = clock
+        here = platform.node()
+        self._lives = {one.rank: _Life(clock(), 0.0 if one.host == here else float("inf")) for one in self.facts}
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def log(self) -> None:
+        for one in self.facts:
+            logger.info("%s", sentence(one))
+
+    def follow(self, diary: "Diary") -> None:
+        """Takes the beats of rank 0 until the roster is closed, and once more then."""
+        self._thread = threading.Thread(target=self._listen, args=(diary,), name="rank 0", daemon=True)
+        self._thread.start()
+
+    def _listen(self, diary: "Diary") -> None:
+        closed = False
+        while not closed:
+            closed = self._closed.wait(BEAT_SECONDS)
+            self.hear(0, diary.beat())
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def hear(self, rank: int, beat: "Beat") -> None:
+        """Takes in the beat of a rank. Each rank has one thread that calls this."""
+        before, now = self._lives[rank], self._clock()
+        offset = min(before.offset, now - beat.at)  # 0, or that of the beat that came fastest from another host
+        seconds = before.seconds + sum(ended - began for _, began, ended in beat.steps)
+        in_steps = seconds + (0.0 if beat.began is None else beat.at - beat.began)
+        passed = beat.at - before.at if before.at else BEAT_SECONDS
+        share = before.share if passed < LEAST_SECONDS else min(max((in_steps - before.in_steps) / passed, 0.0), 1.0)
+        self._lives[rank] = _Life(now, offset, beat.at, before.steps + len(beat.steps), seconds, in_steps, share)
+        if beat.steps:
+            self.on_steps(rank, [(step, began + offset, ended + offset) for step, began, ended in beat.steps])
+
+    def numbers(self) -> list[RankNumbers]:
+        now = self._clock()
+        return [RankNumbers(life.steps, life.in_steps, life.share, max(now - life.heard, 0.0)) for life in self._lives.values()]
+
+
+def _facts(about: "Ready", stages: int, places: int) -> RankFacts:
+    stage, place = divmod(about.rank, places)
+    return RankFacts(
+        rank=about.rank,
+        stage=stage,
+        stages=stages,
+        place=place,
+        places=places,
+        pid=about.pid,
+        host=about.host,
+        cores=cpu_list(about.cpus),
+        device=about.device,
+        kernels=about.kernels,
+        first_layer=about.first_layer,
+        num_layers=about.num_layers,
+        weight_bytes=about.weight_bytes,
+    )
+
+
+def sentence(one: RankFacts) -> str:
+    """Returns what a rank is, in one line of the log."""
+    stage = f"stage {one.stage} of {one.stages}, " if one.stages > 1 else ""
+    place = f"place {one.place} of {one.places}, " if one.places > 1 else ""
+    layers = f"layers {one.first_layer} to {one.first_layer + one.num_layers - 1}, "
+    where = f"process {one.pid} on {one.host}, cores {one.cores}, {one.device} ({one.kernels}), "
+    return f"rank {one.rank}: {stage}{place}{where}{layers}{one.weight_bytes / 2**20:,.1f} MiB of weights"

@@ -1,0 +1,77 @@
+"""What an operator sees of a model that is split: its ranks in the log, in the metrics, in the view and in the trace of a real server."""
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.server.test_metrics import samples_of
+from tests.server.test_view import Watching
+from tests.support.http_server import wait_for
+from tests.support.server_process import ServerProcess
+from tests.support.story_folder import story_folder
+
+LIMITS = ("--max-model-len", "256", "--block-size", "16", "--kv-cache-memory-bytes", "8m", "--trace", "t.json")
+LOG = (
+    r"rank (\d): (?:stage (\d) of 2, )?(?:place (\d) of 2, )?process \d+ on \S+, cores (\S+), cpu \(.+\), "
+    r"layers (\d+) to (\d+), .* MiB of weights"
+)
+
+
+# promise: ranks-watched
+@pytest.mark.parametrize("how", ["-tp", "-pp"])
+def test_every_rank_is_told_with_what_it_did(how: str, tmp_path: Path) -> None:
+    folder = story_folder(tmp_path / "stories", end_ids=[])
+    with ServerProcess("octavo serve", str(folder), how, "2", *LIMITS, cwd=tmp_path) as server:
+        found = re.findall(LOG, server.stderr)
+        assert [rank for rank, *_ in found] == ["0", "1"], server.stderr
+        stages = ["0", "0"] if how == "-tp" else ["0", "1"]
+        places = [(stage, place) for _, stage, place, *_ in found]
+        assert places == ([("", "0"), ("", "1")] if how == "-tp" else [("0", ""), ("1", "")])
+
+        watching = Watching(server)
+        head = watching.frames[0]["ranks"]
+        told = [(one["rank"], one["stage"], one["layers"], one["cores"], one["device"]) for one in head]
+        assert told == [(int(r), int(s or 0), [int(a), int(b) - int(a) + 1], cores, "cpu") for r, s, _, cores, a, b in found]
+        body = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True}
+        assert server.ask("POST", "/v1/completions", body).status == 200
+
+        def steps() -> list[float]:
+            found = samples_of(server.ask("GET", "/metrics").body.decode())
+            return [found.get(f'rank_steps_total{{rank="{rank}"}}{{stage="{stages[rank]}"}}', 0.0) for rank in (0, 1)]
+
+        wait_for(lambda: min(steps()) >= 100)
+        assert len(set(steps())) == 1, "every rank makes every step"
+        samples = samples_of(server.ask("GET", "/metrics").body.decode())
+        for rank, stage in enumerate(stages):
+            own = f'{{rank="{rank}"}}{{stage="{stage}"}}'
+            assert samples[f"rank_up{own}"] == 1 and 0 < samples[f"rank_in_step_seconds_total{own}"] < 60
+
+        wait_for(lambda: [row[1] for row in watching.state.ranks] == steps())
+        rows = [frame["ranks"] for frame in watching.frames[1:] if "ranks" in frame]
+        assert all([row[0] for row in each] == [0, 1] for each in rows)
+        assert all(0 <= share <= 1 and 0 <= age < 5 for each in rows for _, _, share, age in each)
+        assert all(max(row[rank][2] for row in rows) > 0 for rank in (0, 1)), "both were in steps in some second"
+        late = Watching(server)
+        wait_for(lambda: [row[1] for row in late.state.ranks] == steps())
+        watching.leave()
+        late.leave()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.ended(20) == 0
+    events = json.loads((tmp_path / "t.json").read_text() + "]")  # the server does not wait for its end
+    made = [event for event in events if event["name"] == "rank step"]
+    drawn = [sorted(event["args"]["step"] for event in made if event["tid"] == 2 + rank) for rank in (0, 1)]
+    assert drawn[0] == drawn[1] and len(drawn[0]) >= 100
+
+
+def test_one_rank_is_not_told(tmp_path: Path) -> None:
+    folder = story_folder(tmp_path / "stories", end_ids=[])
+    with ServerProcess("octavo serve", str(folder), *LIMITS, cwd=tmp_path) as server:
+        watching = Watching(server)
+        assert server.ask("POST", "/v1/completions", {"prompt": "Once", "max_tokens": 100, "ignore_eos": True}).status == 200
+        wait_for(lambda: len(watching.state.steps) >= 100)
+        assert not any("ranks" in frame for frame in watching.frames)
+        assert "rank_" not in server.ask("GET", "/metrics").body.decode() and "rank 0" not in server.stderr
+        watching.leave()
