@@ -22,7 +22,6 @@ from octavo.policy.cache_spec import CacheGeometry
 from octavo.worker.executor import Masks, Promise
 from octavo.worker.facts import Facts
 from octavo.worker.host_ranks import START_SECONDS, Meeting, Peer
-from octavo.worker.machine import share_of_cpus
 from octavo.worker.model_runner import ModelRunner
 from octavo.worker.rank_process import (
     Answer,
@@ -208,7 +207,7 @@ def with_ranks(
     except BaseException as error:
         ranks.stop()
         raise ranks.explained(error) from error
-    first = about(0, share_of_cpus(0, facts.config.num_ranks, meeting.cpus_of(0)), facts, runner)
+    first = about(0, meeting.cpus_of(0), facts, runner)
     roster = Roster([first, *(ranks.about[peer.rank] for peer in ranks.peers)], facts.config.pipeline_parallel_size)
     roster.log()
     return RankedRunner(runner, ranks, meeting, roster)
