@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, Prefi
 from octavo.errors import RankLost
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)
+STORE_SECONDS = 30.0  # that a rank has at least to reach what it opened itself
 LOOK_SECONDS = 0.5  # after which a rank that waits looks whether it was told to give up
 POLL_SECONDS = 0.02  # between two looks at who has come
 
@@ -46,7 +47,7 @@ class GlooComm:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, 0), family=family)
         port = listener.getsockname()[1]
-        limit = timedelta(seconds=timeout_seconds)
+        limit = timedelta(seconds=max(timeout_seconds, STORE_SECONDS))
         store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=limit)
         return GlooComm(store, host, 0, size, timeout_seconds, f"{host}:{port}")
 

@@ -137,9 +137,10 @@ def _knock(address: str) -> None:
 
     Not for a cluster that Ray finds itself: `ray.init` looks for its token, too.
     """
-    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+    import ray._raylet
 
-    GcsClient(address=address)
+    raylet: Any = ray._raylet
+    raylet.GcsClient(address=address)
 
 
 def _found(asked: str | None) -> str:
