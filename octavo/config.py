@@ -239,6 +239,7 @@ class Debug:
     check: bool = False  # assert every invariant after every step, fill free blocks with NaN
     runner: Literal["model", "fake", "device"] = "model"  # fake: FakeKV instead of a model; device: as on a GPU, on the CPU
     isa: CpuIsa = "auto"  # instruction set of the native kernels, whatever cpu_isa says
+    comm: Literal["auto", "gloo", "nccl"] = "auto"  # on a GPU. gloo: ranks share the first one; nccl: one rank calls NCCL too
     native: Literal["on", "off"] = "on"  # off: torch computes, whatever `native` says
     preempt_every: int = 0  # preempt the last running sequence every k steps
     forward_raise: int = 0  # raise in forward at this step
@@ -278,7 +279,8 @@ class Debug:
 
 
 def _debug_value(name: str, value: str) -> bool | int | str:
-    choices = {"runner": ("model", "fake", "device"), "native": ("on", "off"), "isa": _CHOICES["cpu_isa"]}.get(name)
+    known = {"runner": ("model", "fake", "device"), "comm": ("auto", "gloo", "nccl"), "native": ("on", "off"), "isa": _CHOICES["cpu_isa"]}
+    choices = known.get(name)
     if choices is not None:
         if value not in choices:
             raise ConfigError(f"OCTAVO_DEBUG {name} must be one of {', '.join(map(str, choices))}, got {value!r}")

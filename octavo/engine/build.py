@@ -28,7 +28,7 @@ from octavo.policy.memory_plan import plan_memory
 from octavo.policy.scheduler import Scheduler
 from octavo.text.tokenizer import Tokenizer
 from octavo.version import __version__
-from octavo.worker.device import compilers_for
+from octavo.worker.device import compilers_for, device_here
 from octavo.worker.executor import Executor
 from octavo.worker.fake_runner import FakeRunner
 from octavo.worker.faults import Faults
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from octavo.worker.facts import Facts
     from octavo.worker.host_ranks import Meeting
     from octavo.worker.model_runner import ModelRunner
+    from octavo.worker.program import Place
 
 GiveTokenizer = Callable[[], Tokenizer]
 
@@ -88,7 +89,7 @@ def _start_model(
         watch = Stopwatch()
         if config.num_ranks > 1:
             return _start_ranks(config, source, model, debug, compilers, on_lost)
-        facts = settle(config, source, model, debug)
+        facts = settle(config, source, model, debug, _alone(debug))
         geometry = facts.plan_cache()
         runner = build_runner(facts, geometry, debug, compilers)
         logger.info("init engine took %.2f seconds", watch.total())
@@ -104,7 +105,7 @@ def _start_ranks(
     from octavo.worker.facts import settle
     from octavo.worker.ranks import with_ranks
 
-    watch, meeting = Stopwatch(), _meeting(config)
+    watch, meeting = Stopwatch(), _meeting(config, debug)
     try:
         facts = settle(config, source, model, debug, meeting.place)
         geometry = facts.plan_cache()
@@ -117,11 +118,25 @@ def _start_ranks(
     return replace(found, roster=ranked.roster)
 
 
-def _meeting(config: EngineConfig) -> "Meeting":
+def _alone(debug: Debug) -> "Place":
+    from octavo.worker.program import ALONE
+
+    if debug.comm != "nccl":
+        return ALONE
+    from octavo.worker.gpu_ranks import alone_with_nccl
+
+    return alone_with_nccl()
+
+
+def _meeting(config: EngineConfig, debug: Debug) -> "Meeting":
     if config.distributed_executor_backend == "ray":
         from octavo.worker.ray_ranks import RayMeeting
 
         return RayMeeting(config)
+    if device_here(config.device).device == "cuda":
+        from octavo.worker.gpu_ranks import GpuMeeting
+
+        return GpuMeeting(config, debug)
     from octavo.worker.host_ranks import HostMeeting
 
     return HostMeeting(config)

@@ -96,11 +96,11 @@ class DenseModel(Decoder):
 
 
 def few_rows(layer: DenseLayer) -> int:
-    """Returns the most rows that these kernels can compute: 0 if the layer is split over ranks or has a bias on gate and up."""
+    """Returns the most rows that these kernels can compute: 0 if the layer has a bias on gate and up."""
     attention, mlp = layer.attention, layer.mlp
     linears = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
     known = all(isinstance(linear.scheme, (Unquantized, Packed)) and linear.in_features <= MAX_HELD for linear in linears)
-    return attention.backend.few_rows if known and attention.output.comm.size == 1 and mlp.gate_up.bias is None else 0
+    return attention.backend.few_rows if known and mlp.gate_up.bias is None else 0
 
 
 def few(layer: DenseLayer, x: Tensor, residual: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
@@ -109,9 +109,9 @@ def few(layer: DenseLayer, x: Tensor, residual: Tensor, batch: ForwardBatch) -> 
     qkv, residual = _norm_linear(attention.qkv, x, residual, layer.attention_norm)
     cache = batch.caches[layer.layer]
     parts, parts_lse = cast(FewBackend, attention.backend).attend_few(qkv, attention.norms, attention.rope, cache, batch)
-    x = _merge_linear(attention.output, parts, parts_lse, x.dtype)
+    x = attention.output.comm.all_reduce(_merge_linear(attention.output, parts, parts_lse, x.dtype))
     gated, residual = _gate_up(layer.mlp.gate_up, x, residual, layer.mlp_norm)
-    return _linear(layer.mlp.down, gated), residual
+    return layer.mlp.down.comm.all_reduce(_linear(layer.mlp.down, gated)), residual
 
 
 def _norm_linear(linear: Linear, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:

@@ -85,7 +85,8 @@ def _build(
         runner = ModelRunner(program, sampling, store, table, faults, processed)
     else:
         eager, store = _eager(facts, geometry, stored, table, shadow)
-        graph = _graph(facts, eager) if facts.on_device else None
+        # stages have graphs of different shapes, and a step has to be as large on all of them
+        graph = _graph(facts, eager) if facts.on_device and facts.place.stage.count == 1 else None
         # what is padding writes to the null block. Rows read that behind a window that gives back, so their steps are not padded
         program = eager if graph is None or facts.model.several_tables() else graph
         runner = ModelRunner(watched_torch(program, eager, shadow) if shadow else program, sampling, store, table, faults, processed)
@@ -94,7 +95,7 @@ def _build(
             clear_null_block(store.caches)
     give_back_freed_memory()
     _log(facts, geometry)
-    if facts.device.type == "cpu" and not shadow:  # it would compare the warm-up with a cache that has not seen it
+    if (facts.device.type == "cpu" or facts.place.stage.count > 1) and not shadow:  # it would compare the warm-up with a cache that has not seen it
         _warm_up(runner, geometry)
     return runner
 

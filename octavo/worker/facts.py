@@ -8,11 +8,11 @@ import torch
 
 from octavo.attention.backend import AttentionBackend, choose_backend
 from octavo.config import Debug, EngineConfig, ResolvedConfig
-from octavo.errors import ConfigError
 from octavo.kernels.cpu.levels import open_native
 from octavo.kernels.cpu.library import NativeLibrary
 from octavo.layers.comm import Comm
 from octavo.layers.context_parallel import over_context
+from octavo.layers.gloo_comm import GlooComm
 from octavo.layers.shared_comm import SharedMemoryComm
 from octavo.loading.resolve import ModelSource, open_checkpoint
 from octavo.loading.shape import ModelShape, shape_of
@@ -100,9 +100,8 @@ def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug:
     device = _choose_device(config)
     settled = suited(resolved(debug.overrule(config), device), describe(own))
     on_device = device == "cuda" or debug.runner == "device"
-    if device == "cuda" and config.num_ranks > 1:
-        asked = f"tensor_parallel_size is {config.tensor_parallel_size} and pipeline_parallel_size {config.pipeline_parallel_size}"
-        raise ConfigError(f"{asked}, and a model is split on a CPU only: set both to 1, or device to cpu")
+    if device == "cuda" and not _captures(place):
+        settled = replace(settled, enforce_eager=True)
     library = _open_native(settled) if settled.wants_native and not on_device and _meets_natively(place) else None
     level = library.level if library else None
     refuse_float16(settled, device, level)
@@ -138,6 +137,14 @@ def _meets_natively(place: Place) -> bool:
         return True
     if place.comm.rank == 0:
         logger.warning("torch computes, not the native kernels: these meet the other ranks of a layer in the memory of one host")
+    return False
+
+
+def _captures(place: Place) -> bool:
+    """Whether steps of a GPU can be captured: ranks that meet by way of the host have to wait for the device."""
+    if place.stage.count == 1 and not isinstance(place.comm, GlooComm):
+        return True
+    logger.info("CUDA graphs are off: ranks meet by way of the host")
     return False
 
 

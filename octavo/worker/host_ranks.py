@@ -168,15 +168,16 @@ class Meeting(Protocol):
 class HostMeeting:
     """What the ranks of one host meet through. The thread that makes it keeps to the CPUs of rank 0."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, shares_memory: bool = True) -> None:
+        """`shares_memory`: ranks of a stage meet in it"""
         size, count, shares = config.tensor_parallel_size, config.num_ranks, config.decode_context_parallel_size
-        memories, contexts = _memories(count, size), _memories(count, shares)
+        memories, contexts = (_memories(count, each if shares_memory else 1) for each in (size, shares))
         pairs = [SocketChannel.pair() for _ in range(count - size)]  # pair r leads from rank r to rank r + size
         befores, afters = [-1] * size + [end for _, end in pairs], [end for end, _ in pairs] + [-1] * size
         self.ends = [Ends(*ends) for ends in zip(memories, contexts, befores, afters)]
         self._inherited = {end for ends in self.ends for end in ends.open_ones()} - {self.ends[0].after}
         self.cpus = allowed_cpus()
-        self.place = join(self.ends[0], 0, config, START_SECONDS)
+        self.place = self._join(config)
         self._groups = [  # of all stages and contexts, to tell them to give up
             SharedMemoryComm.join(memory, 0, size, START_SECONDS)
             for memory, size in {*((memory, size) for memory in memories), *((memory, shares) for memory in contexts)}
@@ -184,6 +185,10 @@ class HostMeeting:
         ]
         self._count = count
         keep_to(self.cpus_of(0))
+
+    def _join(self, config: EngineConfig) -> Place:
+        """Returns the place of rank 0."""
+        return join(self.ends[0], 0, config, START_SECONDS)
 
     def cpus_of(self, rank: int) -> list[int]:
         return share_of_cpus(rank, self._count, self.cpus)

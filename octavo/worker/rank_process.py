@@ -31,7 +31,7 @@ from octavo import log
 from octavo.child import die_with
 from octavo.config import EngineConfig, debug_from_environment
 from octavo.errors import LoadError, OctavoError
-from octavo.layers.comm import Comm, NullComm
+from octavo.layers.comm import Channel, Comm, NullComm
 from octavo.loading.resolve import ModelSource, load_model_config
 from octavo.messages import BEAT_SECONDS, StepPlan, StepResult
 from octavo.policy.cache_spec import CacheGeometry
@@ -75,7 +75,7 @@ class RankOrders(Struct, frozen=True):
     log_level: str
     log_format: str
     ends: Ends = Ends()
-    address: str = ""  # where rank 0 is found, if ranks are on several hosts
+    address: str = ""  # where ranks find each other, if they do not share memory
     host: str = ""  # the address of its own host, then
     on_host: int = 0  # ranks that share this host's memory; 0: all
 
@@ -173,20 +173,29 @@ def masks_of(message: Sample) -> Masks | None:
 def join(ends: Ends, rank: int, config: EngineConfig, seconds: float) -> Place:
     """Returns the place of a rank, which reaches the others of its host through these descriptors, and takes those of sockets over."""
     from octavo.layers.shared_comm import SharedMemoryComm
-    from octavo.layers.socket_channel import SocketChannel
 
     size = config.tensor_parallel_size
-    stage = rank // size
 
     def comm(memory: int, size: int) -> Comm:
         return NullComm() if memory < 0 else SharedMemoryComm.join(memory, rank % size, size, seconds, first=rank // size * size)
 
+    before, after = channels(ends, rank, size)
     return Place(
         comm=comm(ends.memory, size),
         context=comm(ends.context, config.decode_context_parallel_size),
-        stage=Stage(stage, config.pipeline_parallel_size),
-        before=None if ends.before < 0 else SocketChannel(ends.before, rank - size),
-        after=None if ends.after < 0 else SocketChannel(ends.after, rank + size),
+        stage=Stage(rank // size, config.pipeline_parallel_size),
+        before=before,
+        after=after,
+    )
+
+
+def channels(ends: Ends, rank: int, size: int) -> tuple[Channel | None, Channel | None]:
+    """Returns the ways to the neighbouring stages, of `size` ranks each. Their descriptors are taken over."""
+    from octavo.layers.socket_channel import SocketChannel
+
+    return (
+        None if ends.before < 0 else SocketChannel(ends.before, rank - size),
+        None if ends.after < 0 else SocketChannel(ends.after, rank + size),
     )
 
 
@@ -288,6 +297,15 @@ def failure(error: BaseException) -> Failed:
     return Failed(type(error).__name__, f"{type(error).__name__}: {error}")
 
 
+def _place(orders: RankOrders) -> Place:
+    where = orders.ends, orders.rank, orders.config, orders.start_seconds
+    if not orders.address:
+        return join(*where)
+    from octavo.worker.gpu_ranks import join_gpu
+
+    return join_gpu(*where, orders.address)
+
+
 def main(parent: int) -> None:
     die_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent decides what they mean
@@ -300,7 +318,7 @@ def main(parent: int) -> None:
     keep_to(orders.cpus)
     code = 0
     try:
-        serve(orders, join(orders.ends, orders.rank, orders.config, orders.start_seconds), bodies(pipe), answers.tell)
+        serve(orders, _place(orders), bodies(pipe), answers.tell)
     except BaseException as error:
         answers.tell(failure(error))
         code = 1

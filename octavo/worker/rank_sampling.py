@@ -18,6 +18,8 @@ from octavo.kernels.reference.sampling import NARROW, Draws, Ranking, draw_kept,
 from octavo.layers.comm import Comm
 from octavo.policy.split import vocabulary_rows
 
+AT_ONCE = 16  # rows on a GPU: noise of many tokens takes much memory
+
 
 class RankSampling:
     def __init__(self, comm: Comm, vocab_size: int) -> None:
@@ -27,13 +29,20 @@ class RankSampling:
 
     def sample(self, logits: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor) -> Tensor:
         """Returns one id a row, [S] int64, without a filter. logits: [S, tokens of this rank]; noise: [S, 4]; positions: [S]"""
-        logits, warm = logits.float(), temperature > 0
-        scores = logits.clone()
+        warm = temperature > 0
+        if logits.is_cuda:  # a step that is captured cannot look at numbers
+            some = zip(*(each.split(AT_ONCE) for each in (warm, logits, temperature, noise, positions)))
+            return torch.cat([self._best(torch.where(warm[:, None], self._warm(*asked), asked[0].float())) for warm, *asked in some])
+        scores = logits.float().clone()
         if warm.any():
-            unused = torch.zeros(int(warm.sum()))
-            draws = Draws(temperature[warm], unused, unused, unused, noise[warm].long() & LOW32, positions[warm].long())
-            scores[warm] = self._noise(draws).sub_(self._distances(logits[warm], draws.temperature))
+            scores[warm] = self._warm(logits[warm], temperature[warm], noise[warm], positions[warm])
         return self._best(scores)
+
+    def _warm(self, logits: Tensor, temperature: Tensor, noise: Tensor, positions: Tensor) -> Tensor:
+        """Returns scores with noise, the highest of which is drawn."""
+        unused = torch.zeros_like(temperature)
+        draws = Draws(temperature, unused, unused, unused, noise.long() & LOW32, positions.long())
+        return self._noise(draws).sub_(self._distances(logits.float(), temperature))
 
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         """Returns one id a row, [S] int64."""
@@ -53,7 +62,7 @@ class RankSampling:
 
     def rank(self, logits: Tensor, ids: Tensor, count: int) -> Ranking:
         """Returns where each row's id stands, and the row's `count` best."""
-        distance = self._distances(logits.float(), torch.ones(len(ids)))
+        distance = self._distances(logits.float(), torch.ones(len(ids), device=logits.device))
         index = ids[:, None].long() - self.tokens.start
         mine = (index >= 0) & (index < len(self.tokens))
         own = distance.gather(1, index.clamp(0, len(self.tokens) - 1)).masked_fill(~mine, torch.inf)
@@ -64,7 +73,7 @@ class RankSampling:
 
     def whole(self, logits: Tensor) -> Tensor:
         """Returns rows as wide as the vocabulary, without the logits of other ranks: -inf, which no edit of a row changes."""
-        rows = torch.full((len(logits), self._vocab_size), -torch.inf)
+        rows = torch.full((len(logits), self._vocab_size), -torch.inf, device=logits.device)
         rows[:, self.tokens.start : self.tokens.stop] = logits
         return rows
 
@@ -82,7 +91,7 @@ class RankSampling:
         return scaled(best - logits, temperature)
 
     def _noise(self, draws: Draws) -> Tensor:
-        ids = torch.arange(self.tokens.start, self.tokens.stop).expand(len(draws.noise), -1)
+        ids = torch.arange(self.tokens.start, self.tokens.stop, device=draws.noise.device).expand(len(draws.noise), -1)
         return gumbel(uniform_at(draws.noise, draws.positions, ids))
 
     def _best(self, scores: Tensor) -> Tensor:
@@ -98,7 +107,8 @@ class RankSampling:
         width = min(count, -(-self._vocab_size // self._comm.size)) - near.shape[1]
         near = torch.nn.functional.pad(near, (0, width), value=torch.inf)  # the last rank may have fewer
         ids = torch.nn.functional.pad(ids + self.tokens.start, (0, width), value=LOW32)
-        return in_order(self._comm.all_gather(near), self._comm.all_gather(ids), min(count, self._vocab_size))
+        near, ids = in_order(self._comm.all_gather(near).cpu(), self._comm.all_gather(ids).cpu(), min(count, self._vocab_size))
+        return near.to(distance.device), ids.to(distance.device)
 
     def _sum(self, counts: Tensor) -> Tensor:
         """Returns the sum over all ranks, [S]. counts: [S, 1]"""

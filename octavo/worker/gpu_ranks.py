@@ -1,0 +1,99 @@
+"""Ranks of one host that have a GPU each, as their parent sees them: processes as on a CPU, which meet through NCCL.
+
+    rank 0     the first GPU, in the engine's own process
+    rank r     GPU r of those that CUDA shows
+
+Stages of a pipeline hand hidden states on by way of the host, so that their steps are not captured.
+`OCTAVO_DEBUG=comm=gloo` lets all ranks share the first GPU, and meet through connections of this host: for the text, not for speed.
+"""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from octavo.config import Debug, EngineConfig
+from octavo.errors import ConfigError
+from octavo.layers.comm import NullComm
+from octavo.layers.gloo_comm import GlooComm
+from octavo.layers.nccl_comm import NcclComm
+from octavo.policy.stages import Stage
+from octavo.worker.host_ranks import START_SECONDS, HostMeeting, Peer, ProcessPeer
+from octavo.worker.program import Place
+from octavo.worker.rank_process import Answer, Ends, RankOrders, channels
+from octavo.worker.ray_actor import place_of
+
+FILE = "file:"  # before the path of NCCL's store; else an address is that of a gloo group
+LOCAL = "127.0.0.1"
+
+
+def check_gpus(config: EngineConfig, debug: Debug) -> None:
+    """Refuses more ranks than there are GPUs, before anything starts."""
+    there = torch.cuda.device_count()
+    if config.num_ranks > there and debug.comm != "gloo":
+        asked = f"tensor_parallel_size {config.tensor_parallel_size} and pipeline_parallel_size {config.pipeline_parallel_size}"
+        raise ConfigError(f"{asked} need {config.num_ranks} GPUs, and CUDA shows {there}: lower them, or set device to cpu")
+
+
+def join_gpu(ends: Ends, rank: int, config: EngineConfig, seconds: float, address: str) -> Place:
+    """Returns the place of a rank that is not the first, and chooses its GPU."""
+    if address.startswith(FILE):
+        torch.cuda.set_device(rank)
+        return _place(NcclComm.join(address.removeprefix(FILE), rank, config.num_ranks), ends, config)
+    return place_of(GlooComm.join(address, LOCAL, rank, config.num_ranks, seconds), config, on_host=config.num_ranks)
+
+
+def _place(whole: NcclComm, ends: Ends, config: EngineConfig) -> Place:
+    size, shares, count, rank = config.tensor_parallel_size, config.decode_context_parallel_size, config.num_ranks, whole.rank
+    before, after = channels(ends, rank, size)
+
+    def part(name: str, size: int) -> NcclComm:
+        number = rank // size
+        return whole.part(f"{name} {number}", range(number * size, (number + 1) * size))
+
+    return Place(
+        comm=whole if size == count else NullComm() if size == 1 else part("stage", size),
+        context=NullComm() if shares == 1 else part("context", shares),
+        stage=Stage(rank // size, config.pipeline_parallel_size),
+        before=before,
+        after=after,
+        on_host=1,  # each has the memory of a GPU to itself
+    )
+
+
+def alone_with_nccl() -> Place:
+    """Returns the place of a rank that is alone and calls NCCL all the same, to measure what that costs."""
+    return Place(NcclComm.join(str(Path(tempfile.mkdtemp(prefix="octavo-")) / "store"), 0, 1))
+
+
+class GpuMeeting(HostMeeting):
+    def __init__(self, config: EngineConfig, debug: Debug) -> None:
+        check_gpus(config, debug)
+        self._folder = tempfile.TemporaryDirectory(prefix="octavo-")
+        self._whole: NcclComm | GlooComm
+        if debug.comm == "gloo":
+            self._whole = GlooComm.create(LOCAL, config.num_ranks, START_SECONDS)
+            self._address = self._whole.address
+        else:
+            store = str(Path(self._folder.name) / "store")
+            self._whole, self._address = NcclComm.join(store, 0, config.num_ranks), f"{FILE}{store}"
+        super().__init__(config, shares_memory=False)
+
+    def _join(self, config: EngineConfig) -> Place:
+        if isinstance(self._whole, GlooComm):
+            return place_of(self._whole, config, on_host=config.num_ranks)
+        return _place(self._whole, self.ends[0], config)
+
+    def peer(self, orders: RankOrders, on_answer: Callable[[Peer, Answer], None], on_end: Callable[[Peer], None]) -> Peer:
+        return ProcessPeer(msgspec.structs.replace(orders, ends=self.ends[orders.rank], address=self._address), on_answer, on_end)
+
+    def abort(self) -> None:
+        self._whole.abort()
+        super().abort()
+
+    def leave(self) -> None:
+        super().leave()
+        self._whole.abort()
+        self._folder.cleanup()
