@@ -39,7 +39,7 @@ COMMANDS = {
     "push": "Octavo only downloads models; `hf upload` sends them to the hub",
 }
 
-_ONE_ENGINE = "Octavo runs one engine, which --tensor-parallel-size can split over processes of one host"
+_ONE_ENGINE = "Octavo runs one engine, which --tensor-parallel-size and --pipeline-parallel-size can split"
 _NO_LAYERS = "not needed: a GPU computes the whole model; --device chooses it"
 _ALWAYS = "not needed: Octavo always does this"
 
@@ -106,8 +106,6 @@ FLAGS = {
     "--disable-log-requests": "not needed: requests are logged only with --enable-log-requests",
     "--trust-remote-code": "not needed: Octavo never runs code that comes with a model",
     "--tokenizer": "the tokenizer is the one that comes with the model",
-    "--pipeline-parallel-size": _ONE_ENGINE,
-    "-pp": _ONE_ENGINE,
     "--data-parallel-size": _ONE_ENGINE,
     "--tp-size": "--tensor-parallel-size",
     "--tensor-split": "--tensor-parallel-size",

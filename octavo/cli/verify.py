@@ -21,11 +21,15 @@ CASES = "a prefix hit, a fork, a copy on write, a preemption and an eviction"
 EXAMPLES = """examples:
   octavo verify                              the default model
   octavo verify Qwen/Qwen3-0.6B              a model of the hub
+  octavo verify -tp 2                        split over two processes, each with a proof of its own
   octavo verify --report proof.html          the result as a page with pictures
 
 Exit code 0: all values are equal. 1: the first difference is shown."""
 # The flags of the engine that a user may set. The schedule sets the others.
-SETTINGS = ("revision", "dtype", "quantization", "device", "load_format", "block_size", "kv_cache_dtype", "native", "cpu_isa", "seed")
+SETTINGS = (
+    "revision", "dtype", "quantization", "device", "load_format", "block_size", "kv_cache_dtype", "tensor_parallel_size",
+    "pipeline_parallel_size", "native", "cpu_isa", "seed",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,6 +99,7 @@ def verified_lines(results: "Sequence[Verified]") -> list[list[str]]:
         ("blocks shared", [r.pool.shared for r in results]),
         ("blocks copied on write", [r.compared.copies for r in results]),
         ("blocks evicted", [r.pool.evicted for r in results]),
+        *((f"values compared by rank {rank}", [r.other_ranks[rank] for r in results]) for rank in results[0].other_ranks),
     ]
     head = ["", *(f"depth {r.depth}" for r in results)]
     return [head, *([label, *(f"{value:,}" for value in values)] for label, values in rows)]

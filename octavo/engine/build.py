@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from octavo.worker.host_ranks import Meeting
     from octavo.worker.model_runner import ModelRunner
     from octavo.worker.program import Place
+    from octavo.worker.ranks import RankedRunner
+    from octavo.worker.shadow import Shadow
 
 GiveTokenizer = Callable[[], Tokenizer]
 
@@ -100,22 +102,31 @@ def _start_ranks(
     config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, compilers: "Compilers",
     on_lost: Callable[[OctavoError], None],
 ) -> Started:  # fmt: skip
-    """Returns a model that is split over processes."""
-    from octavo.worker.build import build_runner
+    watch = Stopwatch()
+    facts, geometry, ranked, _ = open_ranks(config, source, model, debug, compilers, on_lost)
+    logger.info("init engine took %.2f seconds", watch.total())
+    return replace(started(facts, geometry, ranked, ranked.on_event if debug.check else None), roster=ranked.roster)
+
+
+def open_ranks(
+    config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, compilers: "Compilers",
+    on_lost: Callable[[OctavoError], None] = lambda error: None, verify: bool = False,
+) -> "tuple[Facts, CacheGeometry, RankedRunner, Shadow | None]":  # fmt: skip
+    """Returns a runner of all ranks that is ready. `verify`: every rank proves its steps; the shadow is that of rank 0"""
+    from octavo.worker.build import build_runner, make_shadow
     from octavo.worker.facts import settle
     from octavo.worker.ranks import with_ranks
 
-    watch, meeting = Stopwatch(), _meeting(config, debug)
+    meeting = _meeting(config, debug)
     try:
         facts = settle(config, source, model, debug, meeting.place)
         geometry = facts.plan_cache()
-        ranked = with_ranks(facts, geometry, meeting, partial(build_runner, facts, geometry, debug, compilers), on_lost)
+        shadow = make_shadow(facts, geometry) if verify else None
+        ranked = with_ranks(facts, geometry, meeting, partial(build_runner, facts, geometry, debug, compilers, shadow), on_lost, shadow)
     except BaseException:
         meeting.leave()
         raise
-    logger.info("init engine took %.2f seconds", watch.total())
-    found = started(facts, geometry, ranked, _poison_taken(ranked.runner) if debug.check else None)
-    return replace(found, roster=ranked.roster)
+    return facts, geometry, ranked, shadow
 
 
 def _alone(debug: Debug) -> "Place":

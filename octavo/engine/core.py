@@ -29,8 +29,8 @@ class EngineCore:
         self.trace: Trace = NoTrace()
         self.roster = Roster()
         self.grammars = grammars or Grammars(None, 0, ())
-        self._depth = depth
         self._stages = scheduler.stages
+        self._depth = depth if self._stages == 1 else 1
         self._check = check
         self._launched: deque[tuple[StepPlan, Promise]] = deque()
         self._news: list[Delta] = []  # not yet given out

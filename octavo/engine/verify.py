@@ -4,24 +4,25 @@ A tiny pool forces preemption and eviction. Prompts share prefixes, are repeated
 edge, and are computed in chunks. A run in which one of these did not happen proves too little, so it fails.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from random import Random
 
-from octavo.config import EngineConfig, debug_from_environment
-from octavo.engine.build import assemble, started
+from octavo.config import Debug, EngineConfig, debug_from_environment
+from octavo.engine.build import Started, assemble, open_ranks, started
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError, EngineError, VerifyError
 from octavo.loading.resolve import ModelSource
 from octavo.messages import AddRequest
 from octavo.model_config import ModelConfig
-from octavo.policy.block_pool import BlockKey, Event, PoolCounts
+from octavo.policy.block_pool import PoolCounts
 from octavo.sampling_params import SamplingParams
 from octavo.worker.build import build_runner, make_shadow
+from octavo.worker.compilers import Compilers
 from octavo.worker.device import compilers_for
-from octavo.worker.facts import settle
-from octavo.worker.kv_store import poison
-from octavo.worker.shadow import Compared
+from octavo.worker.facts import Facts, settle
+from octavo.worker.shadow import Compared, Shadow, happened
 
 BLOCKS_FOR_LONGEST = 8  # blocks the longest request may fill
 NUM_ROWS = 6
@@ -40,6 +41,7 @@ class Verified:
     kv_cache_dtype: str
     kernels: str  # those that were looked at
     schedule: dict[str, list[int]]  # what happened, and how often in each step
+    other_ranks: dict[int, int] = field(default_factory=dict)  # how many numbers each rank but the first has compared
 
 
 def stress_config(config: EngineConfig, depth: int) -> EngineConfig:
@@ -86,26 +88,23 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
             f"octavo verify needs a context of {BLOCKS_FOR_LONGEST} blocks of {config.block_size} tokens ({longest} tokens), "
             f"but the model's maximum is {model.max_position}: lower --block-size"
         )
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(f"octavo verify proves one rank: set tensor_parallel_size to 1, not {config.tensor_parallel_size}")
+    if config.decode_context_parallel_size > 1:
+        raise ConfigError("octavo verify cannot prove ranks that keep some of the tokens: set decode_context_parallel_size to 1")
     config = stress_config(config, depth)
     debug = replace(debug_from_environment(), check=True, preempt_every=11)
 
     with compilers_for(config.device) as compilers:
-        facts = settle(config, source, model, debug)
-        geometry = facts.plan_cache()
-        shadow = make_shadow(facts, geometry)
-        runner = build_runner(facts, geometry, debug, compilers, shadow)
-
-    def on_event(event: Event, block: int, key: BlockKey | None) -> None:
-        shadow.on_event(event, block, key)
-        if event == "take":
-            poison(runner.store.caches, block)
-
-    core = assemble(started(facts, geometry, runner, on_event), model, debug)
+        start, facts, shadow, others = _open(config, source, model, debug, compilers)
+    core = assemble(start, model, debug)
     requests = stress_requests(num_requests, config.block_size, model.vocab_size, config.seed)
-    cached, schedule = _run(core, requests, shadow.compared)
+    try:
+        cached, schedule = _run(core, requests, shadow.compared)
+    finally:
+        core.close()
     scheduler = core.scheduler
+    idle = [rank for rank in range(1, config.num_ranks) if not others.get(rank)]
+    if idle:
+        raise VerifyError(f"rank {idle[0]} has compared nothing")
     verified = Verified(
         depth=depth,
         compared=shadow.compared,
@@ -117,9 +116,26 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
         kv_cache_dtype=facts.needs.kv_cache_dtype,
         kernels=facts.kernels,
         schedule=schedule,
+        other_ranks=dict(sorted(others.items())),
     )
     _demand_stress(verified, config.block_size)
     return verified
+
+
+def _open(
+    config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, compilers: Compilers
+) -> tuple[Started, Facts, Shadow, dict[int, int]]:
+    """Returns a runner with a shadow, or all ranks, each with one of its own; the facts and the shadow of the first; and a dict that
+    says, once the runner has stopped, how many numbers each of the others has compared."""
+    if config.num_ranks > 1:
+        facts, geometry, ranked, shadow = open_ranks(config, source, model, debug, compilers, verify=True)
+        assert shadow is not None
+        return started(facts, geometry, ranked, ranked.on_event), facts, shadow, ranked.ranks.compared
+    facts = settle(config, source, model, debug)
+    geometry = facts.plan_cache()
+    shadow = make_shadow(facts, geometry)
+    runner = build_runner(facts, geometry, debug, compilers, shadow)
+    return started(facts, geometry, runner, partial(happened, runner=runner, shadow=shadow)), facts, shadow, {}
 
 
 def _run(core: EngineCore, requests: list[AddRequest], compared: Compared) -> tuple[int, dict[str, list[int]]]:

@@ -6,6 +6,7 @@
 """
 
 from array import array
+from dataclasses import replace
 
 import torch
 
@@ -45,7 +46,7 @@ from octavo.worker.program import Eager, Program
 from octavo.worker.rank_sampling import RankSampling
 from octavo.worker.request_table import RequestTable
 from octavo.worker.sampler import Sampling
-from octavo.worker.shadow import Shadow, ShadowedStore, shadowed, watched_native, watched_torch
+from octavo.worker.shadow import Shadow, ShadowedStore, computed_twice, shadowed, watched_native, watched_torch
 
 GIB = 2**30
 
@@ -54,6 +55,8 @@ def build_runner(facts: Facts, geometry: CacheGeometry, debug: Debug, compilers:
     """With `shadow`, every step is proven against a contiguous cache: slow, and exact. `compilers`: for a GPU's kernels"""
     if shadow and facts.backend.name == "flashinfer":
         raise ConfigError("--attention-backend flashinfer cannot be verified, for it has no contiguous form: leave it at auto")
+    if shadow:
+        facts = replace(facts, place=computed_twice(facts.place))
     torch.set_num_threads(num_threads() if facts.library is None else 1)  # the native library has threads of its own
     if facts.device.type == "cuda":
         _compile_ahead(facts, geometry, compilers)
@@ -95,7 +98,8 @@ def _build(
             clear_null_block(store.caches)
     give_back_freed_memory()
     _log(facts, geometry)
-    if (facts.device.type == "cpu" or facts.place.stage.count > 1) and not shadow:  # it would compare the warm-up with a cache that has not seen it
+    warm = facts.device.type == "cuda" and facts.place.stage.count == 1
+    if not warm and not shadow:  # it would compare the warm-up with a cache that has not seen it
         _warm_up(runner, geometry)
     return runner
 

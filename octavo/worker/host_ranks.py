@@ -140,7 +140,7 @@ class ProcessPeer:
 def failed(rank: int | str, why: Failed) -> OctavoError:
     """Returns the error that a rank ended with. What the user can mend keeps its kind."""
     kind = getattr(errors, why.kind, RankLost)
-    return (kind if kind in (errors.ConfigError, errors.LoadError) else RankLost)(f"rank {rank}: {why.message}")
+    return (kind if kind in (errors.ConfigError, errors.LoadError, errors.VerifyError) else RankLost)(f"rank {rank}: {why.message}")
 
 
 class Meeting(Protocol):

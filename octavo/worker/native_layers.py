@@ -61,21 +61,42 @@ class NativeLayers:
     def compute(self, step: StepTensors) -> tuple[Tensor, Tensor]:
         """Returns hidden states of all tokens, and the logits of the last of each entry."""
         whole = self._whole
-        self._attention.prepare(step, whole.shared_tokens(step))
-        stream, news = self._embed(step.token_ids), None
-        for index, layer in enumerate(whole.layers):
-            qkv = self._product(layer.qkv, self._norm(stream, news, layer.attention_norm))
-            news = self._product(layer.output, self._attention.attend(index, qkv))
-            gated = self._product(layer.gate_up, self._norm(stream, news, layer.mlp_norm), gated=True)
-            news = self._product(layer.down, gated)
+        stream, news = self._through(step)
         hidden = self._norm(stream, news, whole.model.norm)
         return hidden, whole.logits_in(len(step.token_ids), hidden[step.sample_index])
 
+    def pass_on(self, step: StepTensors) -> None:
+        """Sends the stream to the next stage of a pipeline."""
+        stream, news = self._through(step)
+        assert self._whole.place.after is not None
+        self._whole.place.after.send(stream + news)
+
+    def _through(self, step: StepTensors) -> tuple[Tensor, Tensor]:
+        """Returns the residual stream, and what the last layer adds to it."""
+        whole, sum_up = self._whole, self._whole.place.comm.all_reduce
+        self._attention.prepare(step, whole.shared_tokens(step))
+        received = whole.received(len(step.token_ids))
+        stream, news = self._embed(step.token_ids) if received is None else received, None
+        for index, layer in enumerate(whole.layers):
+            qkv = self._product(layer.qkv, self._norm(stream, news, layer.attention_norm))
+            news = sum_up(self._product(layer.output, self._attention.attend(index, qkv)))
+            gated = self._product(layer.gate_up, self._norm(stream, news, layer.mlp_norm), gated=True)
+            news = sum_up(self._product(layer.down, gated))
+        assert news is not None
+        return stream, news
+
     def _embed(self, ids: Tensor) -> Tensor:
+        """A rank that shares the vocabulary has some of the rows, and the others add theirs."""
+        whole, model = self._whole, self._whole.model
+        elsewhere = (ids < model.vocab_start) | (ids >= model.vocab_start + model.vocab_rows)
+        rows = self._rows((ids - model.vocab_start).masked_fill(elsewhere, 0)).masked_fill(elsewhere[:, None], 0)
+        return whole.place.comm.all_reduce(rows) if model.vocab_rows < model.vocab else rows
+
+    def _rows(self, index: Tensor) -> Tensor:
         if self._whole.embed is not None:
-            return self._whole.embed[ids].float()
+            return self._whole.embed[index].float()
         assert self._whole.head is not None
-        return torch.from_numpy(unpack_rows(self._whole.head, ids.numpy())).contiguous()
+        return torch.from_numpy(unpack_rows(self._whole.head, index.numpy())).contiguous()
 
     def _norm(self, stream: Tensor, news: Tensor | None, weight: int) -> Tensor:
         """Adds what is new to the stream, in place, and norms the sum."""

@@ -40,7 +40,7 @@ class NativeProgram:
         `place`: of the rank, if the weights are the part of one.
         """
         self.vocab_size = model.vocab_size
-        self._place = place
+        self.place = place
         self._comm = place.comm if isinstance(place.comm, SharedMemoryComm) else None
         self._ranks = None if self._comm is None else RankSampling(self._comm, self.vocab_size)
         self._vocab_start = 0 if self._ranks is None else self._ranks.tokens.start
@@ -73,8 +73,8 @@ class NativeProgram:
 
     def run(self, shape: Shape, whole: bool = False) -> Forward | None:
         step = self.prepared(shape)
-        if self._place.after is not None:
-            self._place.after.send(self._stream(step))
+        if self.place.after is not None:
+            self.place.after.send(self._stream(step))
             return None
         hidden, logits, best = self.compute(step)
         asked = step.temperature, step.noise, step.draw_positions
@@ -119,7 +119,7 @@ class NativeProgram:
 
     def received(self, tokens: int) -> Tensor | None:
         """Returns the stream of the stage before, or None if this is the first."""
-        before = self._place.before
+        before = self.place.before
         return None if before is None else before.receive(torch.empty(tokens, self.model.hidden))
 
     def _described(self, step: StepTensors) -> Step:

@@ -97,7 +97,7 @@ class Eager:
         """`groups`: as many as the table has block tables."""
         self.vocab_size = model.config.vocab_size
         self.model = model
-        self._place = place
+        self.place = place
         self._sample = sample if model.comm.size == 1 else RankSampling(model.comm, self.vocab_size).sample
         self.table = table
         self._backend = backend
@@ -121,8 +121,8 @@ class Eager:
 
     def run(self, shape: Shape, whole: bool = False, layers: Iterable[nn.Module] | None = None) -> Forward | None:
         """`layers`: all, if not said."""
-        if self._place.after is not None:
-            self._place.after.send(self.model.stream(self._prepared(shape), layers))
+        if self.place.after is not None:
+            self.place.after.send(self.model.stream(self._prepared(shape), layers))
             return None
         states, hidden, logits = self.compute(shape, whole, layers)
         step, result = self.memory.step(shape.entries, shape.tokens), self._result[: shape.entries]
@@ -152,9 +152,9 @@ class Eager:
         step = self.memory.step(shape.entries, shape.tokens)
         prepare(self.table.words, self.table.layout, self._block_size, step)
         batch = self._batch(step, shape)
-        if self._place.before is not None:
+        if self.place.before is not None:
             size, model = (shape.tokens, self.model.config.hidden_size), self.model
-            batch.stream = self._place.before.receive(torch.empty(size, dtype=model.dtype, device=model.device))
+            batch.stream = self.place.before.receive(torch.empty(size, dtype=model.dtype, device=model.device))
         return batch
 
     def _batch(self, step: StepTensors, shape: Shape) -> ForwardBatch:

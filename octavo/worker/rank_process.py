@@ -34,6 +34,7 @@ from octavo.errors import LoadError, OctavoError
 from octavo.layers.comm import Channel, Comm, NullComm
 from octavo.loading.resolve import ModelSource, load_model_config
 from octavo.messages import BEAT_SECONDS, StepPlan, StepResult
+from octavo.policy.block_pool import BlockKey, Event
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.policy.stages import Stage
 from octavo.worker.executor import Masks
@@ -78,11 +79,13 @@ class RankOrders(Struct, frozen=True):
     address: str = ""  # where ranks find each other, if they do not share memory
     host: str = ""  # the address of its own host, then
     on_host: int = 0  # ranks that share this host's memory; 0: all
+    verify: bool = False  # every step is proven against a contiguous cache
 
 
 class Forward(Struct, tag="forward", array_like=True, frozen=True):
     plan: StepPlan
     said: list[tuple[int, int, int]] = []  # row, position, token: what the last stage has sampled since the plan before
+    events: list[tuple[Event, int, BlockKey | None]] = []  # what happened to blocks since then, where steps are proven
 
 
 class Sample(Struct, tag="sample", array_like=True, frozen=True):
@@ -119,6 +122,7 @@ class Beat(Struct, tag="beat", array_like=True, frozen=True):
     steps: list[tuple[int, float, float]]  # number, and when it began and ended, by the clock of this host
     at: float = 0.0  # when this was said, by the same clock
     began: float | None = None  # when the step began that it is in
+    compared: int = 0  # numbers of caches and outputs, where steps are proven
 
 
 def _plain(value: Any) -> bytes | int | float:
@@ -226,16 +230,19 @@ class Diary:
 
 def serve(orders: RankOrders, place: Place, messages: Iterator[bytes], tell: Callable[[Answer], None]) -> None:
     """Builds its part of the model, says that it is ready, and carries out plans until there are no more messages."""
-    from octavo.worker.build import build_runner
+    from octavo.worker.build import build_runner, make_shadow
     from octavo.worker.device import compilers_for
     from octavo.worker.facts import settle
+    from octavo.worker.shadow import happened
 
     debug, source = debug_from_environment(), ModelSource(Path(orders.path), orders.kind, orders.name)
     with compilers_for(orders.config.device) as compilers:
         facts = settle(orders.config, source, load_model_config(source), debug, place)
         if facts.fingerprint() != orders.weights:
             raise LoadError(f"{source.path}: holds other weights than rank 0 found there")
-        runner = build_runner(facts, facts.own_cache(orders.geometry), debug, compilers)
+        geometry = facts.own_cache(orders.geometry)
+        shadow = make_shadow(facts, geometry) if orders.verify else None
+        runner = build_runner(facts, geometry, debug, compilers, shadow)
         place.wait_at_most(orders.step_seconds)
         tell(about(orders.rank, orders.cpus, facts, runner))
         diary, reports = Diary(), place.stage.last and place.stage.count > 1 and place.comm.rank == 0
@@ -243,6 +250,8 @@ def serve(orders: RankOrders, place: Place, messages: Iterator[bytes], tell: Cal
         for message in map(order, messages):
             if isinstance(message, Forward):
                 diary.begin(message.plan.step)
+                for event in message.events:
+                    happened(*event, runner, shadow)
                 runner.table.learn(message.said)
                 runner.forward(message.plan)
             else:
@@ -251,7 +260,7 @@ def serve(orders: RankOrders, place: Place, messages: Iterator[bytes], tell: Cal
                 if reports:
                     tell(Result(pending.result()))
         with suppress(OSError):  # nobody may listen any more
-            tell(diary.beat())
+            tell(msgspec.structs.replace(diary.beat(), compared=0 if shadow is None else shadow.compared.values))
 
 
 def about(rank: int, cpus: list[int], facts: "Facts", runner: "ModelRunner") -> Ready:

@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from octavo import log
-from octavo.errors import OctavoError, RankLost
+from octavo.errors import OctavoError, RankLost, VerifyError
 from octavo.log import logger
 from octavo.messages import StepPlan, StepResult
+from octavo.policy.block_pool import BlockKey, Event
 from octavo.policy.cache_spec import CacheGeometry
 from octavo.worker.executor import Masks, Promise
 from octavo.worker.facts import Facts
@@ -37,6 +38,7 @@ from octavo.worker.rank_process import (
 )
 from octavo.worker.request_table import Said
 from octavo.worker.roster import Roster
+from octavo.worker.shadow import Shadow, happened
 from octavo.worker.tenants import Tenants
 
 OnLost = Callable[[OctavoError], None]
@@ -46,7 +48,8 @@ STEP_SECONDS = 60.0  # that ranks of a stage may wait for each other in a step, 
 class Ranks:
     """All ranks but the first."""
 
-    def __init__(self, facts: Facts, geometry: CacheGeometry, meeting: Meeting, on_lost: OnLost) -> None:
+    def __init__(self, facts: Facts, geometry: CacheGeometry, meeting: Meeting, on_lost: OnLost, verify: bool = False) -> None:
+        self.compared: dict[int, int] = {}  # how many numbers each rank has compared, where steps are proven
         self._meeting = meeting
         self._on_lost = on_lost
         self._ready = threading.Event()  # all are, or one has ended
@@ -55,9 +58,9 @@ class Ranks:
         self.roster: Roster | None = None  # once all are ready
         self.results: queue.SimpleQueue[StepResult | None] = queue.SimpleQueue()  # of steps; None: a rank is gone
         level = "DEBUG" if logger.isEnabledFor(10) else "WARNING"  # what a rank tells of its start, the first has told
-        count = facts.config.num_ranks
+        self._count = facts.config.num_ranks - 1
         self.peers: list[Peer] = []
-        for rank in range(1, count):
+        for rank in range(1, facts.config.num_ranks):
             orders = RankOrders(
                 config=facts.config,
                 path=str(facts.source.path),
@@ -71,6 +74,7 @@ class Ranks:
                 geometry=geometry,
                 log_level=level,
                 log_format=log.form(),
+                verify=verify,
             )
             self.peers.append(meeting.peer(orders, self._on_answer, self._on_end))
         meeting.give_out()
@@ -78,17 +82,18 @@ class Ranks:
     def _on_answer(self, peer: Peer, message: Answer) -> None:
         if isinstance(message, Ready):
             self.about[peer.rank] = message
-            if len(self.about) == len(self.peers):
+            if len(self.about) == self._count:
                 self._ready.set()
         elif isinstance(message, Result):
             self.results.put(message.result)
         elif isinstance(message, Beat) and self.roster is not None:
+            self.compared[peer.rank] = message.compared
             self.roster.hear(peer.rank, message)
 
     def _on_end(self, peer: Peer) -> None:
         """Nobody waits for a rank that is gone."""
         if not self._stopping:
-            was_ready = len(self.about) == len(self.peers)
+            was_ready = len(self.about) == self._count
             self.give_up()
             if was_ready:
                 self._on_lost(peer.why())
@@ -123,8 +128,9 @@ class Ranks:
 class RankedRunner:
     """Carries out plans on all ranks."""
 
-    def __init__(self, runner: ModelRunner, ranks: Ranks, meeting: Meeting, roster: Roster) -> None:
+    def __init__(self, runner: ModelRunner, ranks: Ranks, meeting: Meeting, roster: Roster, shadow: Shadow | None = None) -> None:
         self.runner = runner
+        self._shadow = shadow
         self.ranks = ranks
         self.roster = ranks.roster = roster
         self._diary = Diary()
@@ -133,14 +139,21 @@ class RankedRunner:
         self._stages = meeting.place.stage.count
         self._tenants = Tenants()
         self._said: list[Said] = []  # by the last stage, since the last plan
+        self._events: list[tuple[Event, int, BlockKey | None]] = []  # of blocks, since then
         self._plan = StepPlan(0)
+
+    def on_event(self, event: Event, block: int, key: BlockKey | None) -> None:
+        """Lets all ranks know what happened to a block, for proofs and checks. They learn it with the next plan."""
+        self._events.append((event, block, key))
+        happened(event, block, key, self.runner, self._shadow)
 
     def forward(self, plan: StepPlan) -> None:
         said, self._said, self._plan = self._said, [], plan
+        events, self._events = self._events, []
         self._tenants.apply(plan)
         self._diary.begin(plan.step)
         with self._as_one():
-            self.ranks.tell(encode(Forward(plan, said)))
+            self.ranks.tell(encode(Forward(plan, said, events)))
             self.runner.table.learn(said)
             self.runner.forward(plan)
 
@@ -169,7 +182,7 @@ class RankedRunner:
             raise self.ranks.explained(error) from error
         except BaseException as error:
             self.ranks.give_up()
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and not isinstance(error, VerifyError):
                 raise RankLost(f"rank 0: {error}") from error
             raise
 
@@ -194,13 +207,15 @@ class Awaited:
 
 
 def with_ranks(
-    facts: Facts, geometry: CacheGeometry, meeting: Meeting, build: Callable[[], ModelRunner], on_lost: OnLost = lambda error: None
-) -> RankedRunner:
+    facts: Facts, geometry: CacheGeometry, meeting: Meeting, build: Callable[[], ModelRunner], on_lost: OnLost = lambda error: None,
+    shadow: Shadow | None = None,
+) -> RankedRunner:  # fmt: skip
     """Returns a runner of all ranks, which load their parts at the same time. They meet when they warm up.
 
     `on_lost`: called in a thread with the reason when a rank ends that was ready, also where no step is under way
+    `shadow`: of rank 0, where steps are proven; every other rank makes its own then
     """
-    ranks = Ranks(facts, geometry, meeting, on_lost)
+    ranks = Ranks(facts, geometry, meeting, on_lost, verify=shadow is not None)
     try:
         runner = build()
         ranks.wait_until_ready()
@@ -210,4 +225,4 @@ def with_ranks(
     first = about(0, meeting.cpus_of(0), facts, runner)
     roster = Roster([first, *(ranks.about[peer.rank] for peer in ranks.peers)], facts.config.pipeline_parallel_size)
     roster.log()
-    return RankedRunner(runner, ranks, meeting, roster)
+    return RankedRunner(runner, ranks, meeting, roster, shadow)

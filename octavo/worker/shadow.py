@@ -27,14 +27,16 @@ from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.errors import VerifyError
 from octavo.kernels.step_tensors import StepTensors
+from octavo.layers.comm import Channel
 from octavo.messages import StepPlan
 from octavo.policy.block_pool import NULL_BLOCK, BlockKey, Event
 from octavo.policy.cache_group import FULL, CacheGroup
 from octavo.policy.cache_spec import LayerCacheSpec
-from octavo.worker.kv_store import CPU, Caches, ContiguousStore, KVStore
+from octavo.worker.kv_store import CPU, Caches, ContiguousStore, KVStore, PagedStore, poison
+from octavo.worker.model_runner import ModelRunner
 from octavo.worker.native_layers import NativeAttention, NativeLayers
 from octavo.worker.native_program import NativeProgram
-from octavo.worker.program import Eager, Forward, Program, Shape
+from octavo.worker.program import Eager, Forward, Place, Program, Shape
 from octavo.worker.request_table import Words
 
 
@@ -48,6 +50,10 @@ class Compared:
     output_values: int = 0
     copies: int = 0
     forks: int = 0
+
+    @property
+    def values(self) -> int:
+        return self.cache_values + self.output_values
 
 
 class Shadow:
@@ -277,16 +283,21 @@ class ShadowedAttention:
 class ShadowedProgram:
     """A program with the proof in every layer."""
 
-    def __init__(self, program: Program, watched: Callable[[Shape, bool], tuple[Tensor, Tensor]], shadow: Shadow) -> None:
-        """`watched` computes a step under the shadow's eyes: what the program's `Forward` has as hidden states and logits."""
+    def __init__(self, program: Program, watched: Callable[[Shape, bool], tuple[Tensor, Tensor] | None], shadow: Shadow) -> None:
+        """`watched` computes a step under the shadow's eyes: what the program's `Forward` has as hidden states and logits.
+
+        It returns None where the program does: what goes to the next stage is compared on its way (`Twice`).
+        """
         self.vocab_size, self.memory, self.nbytes = program.vocab_size, program.memory, program.nbytes
         self.shape_of, self.logits = program.shape_of, program.logits
         self._program, self._watched, self._shadow = program, watched, shadow
 
-    def run(self, shape: Shape, whole: bool = False) -> Forward:
-        hidden, logits = self._watched(shape, whole)
+    def run(self, shape: Shape, whole: bool = False) -> Forward | None:
+        seen = self._watched(shape, whole)
         forward = self._program.run(shape, whole)  # writes the same bits into the same slots
-        assert forward is not None
+        if forward is None or seen is None:
+            return None
+        hidden, logits = seen
         used, entries = int(forward.step.query_start[-1]), int((forward.step.row >= 0).sum())  # the rest is padding
         count = entries if len(forward.hidden) == shape.entries else used
         self._shadow.compare_ways((forward.hidden[:count], forward.logits[:entries]), (hidden[:count], logits[:entries]))
@@ -295,19 +306,69 @@ class ShadowedProgram:
 
 def watched_native(program: NativeProgram, caches: Caches, shadow: Shadow) -> ShadowedProgram:
     layers = NativeLayers(program, ShadowedAttention(program, caches, shadow))
-    return ShadowedProgram(program, lambda shape, whole: layers.compute(program.prepared(shape)), shadow)
+
+    def watched(shape: Shape, whole: bool) -> tuple[Tensor, Tensor] | None:
+        step = program.prepared(shape)
+        if program.place.after is None:
+            return layers.compute(step)
+        layers.pass_on(step)
+        return None
+
+    return ShadowedProgram(program, watched, shadow)
 
 
 def watched_torch(program: Program, eager: Eager, shadow: Shadow) -> ShadowedProgram:
     """`eager`: what the program is made of. Its layers have a `shadowed` backend."""
 
-    def watched(shape: Shape, whole: bool) -> tuple[Tensor, Tensor]:
+    def watched(shape: Shape, whole: bool) -> tuple[Tensor, Tensor] | None:
         shadow.watches = True
-        states, hidden, logits = eager.compute(shape, whole)
+        found = eager.compute(shape, whole) if eager.place.after is None else eager.run(shape, whole)
         shadow.watches = False
+        if not isinstance(found, tuple):
+            return None
+        states, hidden, logits = found
         return (states if whole else hidden).clone(), logits.clone()  # the next step takes their place
 
     return ShadowedProgram(program, watched, shadow)
+
+
+class Twice:
+    """A channel of a stage that computes every step twice: what came is there twice, what goes out has to be the same twice."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._kept: Tensor | None = None
+
+    def receive(self, x: Tensor) -> Tensor:
+        if self._kept is None:
+            self._kept = self._channel.receive(x).clone()
+            return x
+        x.copy_(self._kept)
+        self._kept = None
+        return x
+
+    def send(self, x: Tensor) -> None:
+        if self._kept is None:
+            self._kept = x.clone()
+            return
+        if not same_bits(x, self._kept):
+            raise VerifyError("the stream of a stage in one call differs from its layers one by one")
+        self._channel.send(x)
+        self._kept = None
+
+
+def computed_twice(place: Place) -> Place:
+    """Returns the place of a rank whose steps are proven."""
+    before, after = (None if channel is None else Twice(channel) for channel in (place.before, place.after))
+    return replace(place, before=before, after=after)
+
+
+def happened(event: Event, block: int, key: BlockKey | None, runner: ModelRunner, shadow: Shadow | None) -> None:
+    """Takes in what happened to a block. One that is handed out is filled with NaN, so that what was in it cannot be read."""
+    if shadow is not None:
+        shadow.on_event(event, block, key)
+    if event == "take" and (shadow is not None or isinstance(runner.store, PagedStore)):
+        poison(runner.store.caches, block)
 
 
 def _held(tables: list[list[int]]) -> list[int]:

@@ -16,7 +16,7 @@ from octavo.layers.comm import Comm
 from octavo.layers.shared_comm import SharedMemoryComm
 from tests.support.rank_processes import Ranks
 
-ROUNDS = 2000
+ROUNDS = 500
 LIMIT = 1.0  # seconds that ranks wait, where one does not come
 LATE = 1.5  # what may be added to that on a busy machine
 
@@ -124,6 +124,7 @@ def test_without_the_library_it_says_what_helps(monkeypatch: pytest.MonkeyPatch)
         native.find_library.cache_clear()
 
 
+@pytest.mark.soak
 def test_how_long_a_sum_takes() -> None:
     with Ranks(2, "tests.support.rank_processes:speed", {"counts": [576, 4096]}, slot_bytes=1 << 18) as ranks:
         medians = ranks.results()[0]

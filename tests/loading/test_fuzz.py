@@ -9,7 +9,7 @@ import pytest
 from tests.cli.processes import ROOT, environment
 
 SEED = 20260
-MUTANTS = 500
+MUTANTS = 250
 SOAK = 200  # times as many
 
 

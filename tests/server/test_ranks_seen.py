@@ -1,6 +1,8 @@
 """What an operator sees of a model that is split: its ranks in the log, in the metrics, in the view and in the trace of a real server."""
 
+import asyncio
 import json
+import os
 import re
 import signal
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 from tests.server.test_metrics import samples_of
 from tests.server.test_view import Watching
 from tests.support.http_server import wait_for
+from tests.support.open_streams import text, while_streaming
 from tests.support.server_process import ServerProcess
 from tests.support.story_folder import story_folder
 
@@ -18,6 +21,23 @@ LOG = (
     r"rank (\d): (?:stage (\d) of 2, )?(?:place (\d) of 2, )?process \d+ on \S+, cores (\S+), cpu \(.+\), "
     r"layers (\d+) to (\d+), .* MiB of weights"
 )
+
+
+def test_a_rank_that_is_killed_ends_streams_with_an_error_and_the_group_is_started_again(tmp_path: Path) -> None:
+    folder = story_folder(tmp_path / "stories", end_ids=[])
+    env = {"OCTAVO_DEBUG": "forward.sleep=20"}
+    with ServerProcess("octavo serve", str(folder), "-tp", "2", *LIMITS, cwd=tmp_path, env=env) as server:
+        known = text(server)
+        rank = int(re.findall(r"rank 1: .*process (\d+) on", server.stderr)[0])
+
+        async def kill() -> None:
+            os.kill(rank, signal.SIGKILL)
+
+        ended = asyncio.run(while_streaming(server, 5, 100, kill))
+        assert {each.error_code for each in ended} == {"engine_dead"} and max(each.seconds for each in ended) < 5
+        wait_for(lambda: server.ask("GET", "/health").status == 200, 60)
+        assert text(server) == known
+        assert "rank 1 was killed by signal 9" in server.stderr
 
 
 # promise: ranks-watched

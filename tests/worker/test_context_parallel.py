@@ -55,7 +55,9 @@ def said(llm: LLM) -> tuple[list[RequestOutput], tuple[int, ...]]:
     ("architecture", "shape", "ranks", "debug"),
     [
         ("LlamaForCausalLM", {"heads": 4, "kv_heads": 2}, 2, "check=1"),
-        ("Qwen2ForCausalLM", {"heads": 4, "kv_heads": 2, "tie": True, "window": 20}, 4, "check=1"),
+        pytest.param(
+            *("Qwen2ForCausalLM", {"heads": 4, "kv_heads": 2, "tie": True, "window": 20}, 4, "check=1"), marks=pytest.mark.soak
+        ),
         ("Qwen3ForCausalLM", {"heads": 6, "kv_heads": 3, "hidden": 96}, 2, "runner=device"),  # 3 heads of k and v on each
     ],
 )

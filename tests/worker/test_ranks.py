@@ -5,6 +5,7 @@ import signal
 import time
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,10 +14,14 @@ import numpy as np
 import pytest
 
 from octavo import LLM, SamplingParams
+from octavo.config import EngineConfig
+from octavo.engine.verify import verify
 from octavo.errors import ConfigError, LoadError, RankLost
+from octavo.loading.resolve import load_model_config, source_of
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan, StepResult
 from octavo.outputs import RequestOutput
-from octavo.worker.rank_process import Forward, bodies, encode, masks_of, order, sample
+from octavo.worker.host_ranks import failed
+from octavo.worker.rank_process import Failed, Forward, bodies, encode, masks_of, order, sample
 from octavo.worker.ranks import RankedRunner, Tenants
 from tests.support.hand_made_grammar import hand_made, obeys, use_hand_made_grammars
 from tests.support.models import tiny_model
@@ -106,9 +111,12 @@ def folder(tmp_path: Path) -> Path:
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+KILLED, SILENT = (signal.SIGKILL, "rank 1 was killed by signal 9"), (signal.SIGSTOP, "rank 1 did not answer for 2 s")
+
+
 @pytest.mark.parametrize(
-    ("number", "words"), [(signal.SIGKILL, "rank 1 was killed by signal 9"), (signal.SIGSTOP, "rank 1 did not answer for 2 s")]
+    ("number", "words", "stages"),
+    [(*KILLED, 1), (*SILENT, 2), pytest.param(*KILLED, 2, marks=pytest.mark.soak), pytest.param(*SILENT, 1, marks=pytest.mark.soak)],
 )
 def test_a_rank_that_dies_or_stops_ends_the_engine_with_its_name(
     number: int, words: str, stages: int, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -199,3 +207,15 @@ def test_plans_and_masks_cross_a_pipe_as_they_are(tmp_path: Path) -> None:
         forward, masked, plain = map(order, bodies(pipe))
     assert isinstance(forward, Forward) and forward.plan == plan
     assert np.array_equal(masks_of(masked), masks) and masks_of(plain) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (1, 2)])
+def test_every_rank_proves_its_own_steps(ranks: int, stages: int, folder: Path) -> None:
+    config = EngineConfig(model=str(folder), tensor_parallel_size=ranks, pipeline_parallel_size=stages, dtype="float32")
+    source = source_of(config)
+    verified = verify(config, source, load_model_config(source), depth=1, num_requests=24)
+    alone = verify(replace(config, tensor_parallel_size=1, pipeline_parallel_size=1), source, load_model_config(source), 1, 24)
+    per_rank = verified.compared.values
+    assert verified.other_ranks == {1: per_rank}
+    assert stages > 1 or 2 * per_rank == alone.compared.values  # each has half of the heads
+    assert failed(1, Failed("VerifyError", "the caches differ")).args == ("rank 1: the caches differ",)
