@@ -16,17 +16,12 @@ import torch
 
 from octavo.config import Debug, EngineConfig
 from octavo.errors import ConfigError
-from octavo.layers.comm import NullComm
 from octavo.layers.gloo_comm import GlooComm
 from octavo.layers.nccl_comm import NcclComm
-from octavo.policy.stages import Stage
 from octavo.worker.host_ranks import START_SECONDS, HostMeeting, Peer, ProcessPeer
+from octavo.worker.places import FILE, LOCAL, nccl_place, place_of
 from octavo.worker.program import Place
-from octavo.worker.rank_process import Answer, Ends, RankOrders, channels
-from octavo.worker.ray_actor import place_of
-
-FILE = "file:"  # before the path of NCCL's store; else an address is that of a gloo group
-LOCAL = "127.0.0.1"
+from octavo.worker.rank_process import Answer, RankOrders
 
 
 def check_gpus(config: EngineConfig, debug: Debug) -> None:
@@ -35,32 +30,6 @@ def check_gpus(config: EngineConfig, debug: Debug) -> None:
     if config.num_ranks > there and debug.comm != "gloo":
         asked = f"tensor_parallel_size {config.tensor_parallel_size} and pipeline_parallel_size {config.pipeline_parallel_size}"
         raise ConfigError(f"{asked} need {config.num_ranks} GPUs, and CUDA shows {there}: lower them, or set device to cpu")
-
-
-def join_gpu(ends: Ends, rank: int, config: EngineConfig, seconds: float, address: str) -> Place:
-    """Returns the place of a rank that is not the first, and chooses its GPU."""
-    if address.startswith(FILE):
-        torch.cuda.set_device(rank)
-        return _place(NcclComm.join(address.removeprefix(FILE), rank, config.num_ranks), ends, config)
-    return place_of(GlooComm.join(address, LOCAL, rank, config.num_ranks, seconds), config, on_host=config.num_ranks)
-
-
-def _place(whole: NcclComm, ends: Ends, config: EngineConfig) -> Place:
-    size, shares, count, rank = config.tensor_parallel_size, config.decode_context_parallel_size, config.num_ranks, whole.rank
-    before, after = channels(ends, rank, size)
-
-    def part(name: str, size: int) -> NcclComm:
-        number = rank // size
-        return whole.part(f"{name} {number}", range(number * size, (number + 1) * size))
-
-    return Place(
-        comm=whole if size == count else NullComm() if size == 1 else part("stage", size),
-        context=NullComm() if shares == 1 else part("context", shares),
-        stage=Stage(rank // size, config.pipeline_parallel_size),
-        before=before,
-        after=after,
-        on_host=1,  # each has the memory of a GPU to itself
-    )
 
 
 def alone_with_nccl() -> Place:
@@ -84,7 +53,7 @@ class GpuMeeting(HostMeeting):
     def _join(self, config: EngineConfig) -> Place:
         if isinstance(self._whole, GlooComm):
             return place_of(self._whole, config, on_host=config.num_ranks)
-        return _place(self._whole, self.ends[0], config)
+        return nccl_place(self._whole, self.ends[0], config)
 
     def peer(self, orders: RankOrders, on_answer: Callable[[Peer, Answer], None], on_end: Callable[[Peer], None]) -> Peer:
         return ProcessPeer(msgspec.structs.replace(orders, ends=self.ends[orders.rank], address=self._address), on_answer, on_end)

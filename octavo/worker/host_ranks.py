@@ -21,8 +21,9 @@ from octavo.errors import OctavoError, RankLost
 from octavo.layers.shared_comm import SharedMemoryComm
 from octavo.layers.socket_channel import SocketChannel
 from octavo.worker.machine import allowed_cpus, keep_to, share_of_cpus
+from octavo.worker.places import Ends, join
 from octavo.worker.program import Place
-from octavo.worker.rank_process import LENGTH_BYTES, Answer, Ends, Failed, RankOrders, Ready, answer, join
+from octavo.worker.rank_process import LENGTH_BYTES, Answer, Failed, RankOrders, Ready, answer
 
 START_SECONDS = 3600.0  # that the last rank may need longer than the first to load its part
 END_SECONDS = 5.0  # that ranks have to end by themselves

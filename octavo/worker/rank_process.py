@@ -31,14 +31,13 @@ from octavo import log
 from octavo.child import die_with
 from octavo.config import EngineConfig, debug_from_environment
 from octavo.errors import LoadError, OctavoError
-from octavo.layers.comm import Channel, Comm, NullComm
 from octavo.loading.resolve import ModelSource, load_model_config
 from octavo.messages import BEAT_SECONDS, StepPlan, StepResult
 from octavo.policy.block_pool import BlockKey, Event
 from octavo.policy.cache_spec import CacheGeometry
-from octavo.policy.stages import Stage
 from octavo.worker.executor import Masks
 from octavo.worker.machine import keep_to
+from octavo.worker.places import Ends, take_place
 from octavo.worker.program import Place
 
 if TYPE_CHECKING:
@@ -46,18 +45,6 @@ if TYPE_CHECKING:
     from octavo.worker.model_runner import ModelRunner
 
 LENGTH_BYTES = 4  # before every message
-
-
-class Ends(Struct, frozen=True):
-    """The descriptors through which a rank reaches others of its host. -1: there is none"""
-
-    memory: int = -1  # of its stage
-    context: int = -1  # memory of the ranks that share a context with it
-    before: int = -1  # a socket, from the stage before
-    after: int = -1  # a socket, to the next stage
-
-    def open_ones(self) -> list[int]:
-        return [end for end in (self.memory, self.context, self.before, self.after) if end >= 0]
 
 
 class RankOrders(Struct, frozen=True):
@@ -174,35 +161,6 @@ def masks_of(message: Sample) -> Masks | None:
     return None if message.masks is None else np.frombuffer(message.masks, np.int32).reshape(-1, message.words).copy()
 
 
-def join(ends: Ends, rank: int, config: EngineConfig, seconds: float) -> Place:
-    """Returns the place of a rank, which reaches the others of its host through these descriptors, and takes those of sockets over."""
-    from octavo.layers.shared_comm import SharedMemoryComm
-
-    size = config.tensor_parallel_size
-
-    def comm(memory: int, size: int) -> Comm:
-        return NullComm() if memory < 0 else SharedMemoryComm.join(memory, rank % size, size, seconds, first=rank // size * size)
-
-    before, after = channels(ends, rank, size)
-    return Place(
-        comm=comm(ends.memory, size),
-        context=comm(ends.context, config.decode_context_parallel_size),
-        stage=Stage(rank // size, config.pipeline_parallel_size),
-        before=before,
-        after=after,
-    )
-
-
-def channels(ends: Ends, rank: int, size: int) -> tuple[Channel | None, Channel | None]:
-    """Returns the ways to the neighbouring stages, of `size` ranks each. Their descriptors are taken over."""
-    from octavo.layers.socket_channel import SocketChannel
-
-    return (
-        None if ends.before < 0 else SocketChannel(ends.before, rank - size),
-        None if ends.after < 0 else SocketChannel(ends.after, rank + size),
-    )
-
-
 class Diary:
     """The steps of a rank, for its beats, which another thread takes."""
 
@@ -306,15 +264,6 @@ def failure(error: BaseException) -> Failed:
     return Failed(type(error).__name__, f"{type(error).__name__}: {error}")
 
 
-def _place(orders: RankOrders) -> Place:
-    where = orders.ends, orders.rank, orders.config, orders.start_seconds
-    if not orders.address:
-        return join(*where)
-    from octavo.worker.gpu_ranks import join_gpu
-
-    return join_gpu(*where, orders.address)
-
-
 def main(parent: int) -> None:
     die_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent decides what they mean
@@ -327,7 +276,8 @@ def main(parent: int) -> None:
     keep_to(orders.cpus)
     code = 0
     try:
-        serve(orders, _place(orders), bodies(pipe), answers.tell)
+        place = take_place(orders.ends, orders.rank, orders.config, orders.start_seconds, orders.address)
+        serve(orders, place, bodies(pipe), answers.tell)
     except BaseException as error:
         answers.tell(failure(error))
         code = 1

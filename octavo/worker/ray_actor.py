@@ -7,16 +7,10 @@ Calls carry bytes, and so do their answers: no object of ours goes through Ray. 
 import queue
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from octavo.version import __version__
-
-if TYPE_CHECKING:
-    from octavo.config import EngineConfig
-    from octavo.layers.gloo_comm import GlooComm
-    from octavo.worker.program import Place
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -55,6 +49,7 @@ class RankActor:
         from octavo.config import allow_threads
         from octavo.layers.gloo_comm import GlooComm
         from octavo.worker.machine import keep_to
+        from octavo.worker.places import place_of
         from octavo.worker.rank_process import RankOrders, encode, failure, serve
 
         try:
@@ -74,23 +69,3 @@ class RankActor:
 
         while (message := self._orders.get()) is not None:
             yield message[LENGTH_BYTES:]
-
-
-def place_of(whole: "GlooComm", config: "EngineConfig", on_host: int) -> "Place":
-    """Returns the place of a rank that reaches all others through connections. `on_host`: ranks that share its host's memory"""
-    from octavo.layers.comm import NullComm
-    from octavo.policy.stages import Stage
-    from octavo.worker.program import Place
-
-    size, stages, rank, shares = config.tensor_parallel_size, config.pipeline_parallel_size, whole.rank, config.decode_context_parallel_size
-    stage = Stage(rank // size, stages)
-    members = range(stage.index * size, (stage.index + 1) * size)
-    sharers = range(rank // shares * shares, (rank // shares + 1) * shares)
-    return Place(
-        comm=whole if stages == 1 else NullComm() if size == 1 else whole.part(f"stage {stage.index}", members),
-        context=NullComm() if shares == 1 else whole.part(f"context {rank // shares}", sharers),
-        stage=stage,
-        before=whole.channel(rank - size) if stage.index else None,
-        after=None if stage.last else whole.channel(rank + size),
-        on_host=on_host,
-    )

@@ -19,8 +19,8 @@ from octavo.layers.gloo_comm import GlooComm
 from octavo.log import Stopwatch, logger
 from octavo.worker.host_ranks import END_SECONDS, START_SECONDS, Peer, failed
 from octavo.worker.machine import allowed_cpus, keep_to, share_of_cpus
+from octavo.worker.places import place_of
 from octavo.worker.rank_process import LENGTH_BYTES, Answer, Failed, RankOrders, Ready, answer
-from octavo.worker.ray_actor import place_of
 from octavo.worker.ray_cluster import RayCluster, one_line
 
 

@@ -16,7 +16,7 @@ from octavo.models.registry import describe, rank_config, rank_parts, read_confi
 from octavo.outputs import RequestOutput
 from octavo.policy.auto import resolved, suited
 from octavo.worker.host_ranks import HostMeeting
-from octavo.worker.rank_process import Ends, join
+from octavo.worker.places import Ends, join
 from tests.loading.test_sharded import raw_config
 from tests.support.models import tiny_model
 
