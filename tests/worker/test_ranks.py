@@ -219,3 +219,60 @@ def test_every_rank_proves_its_own_steps(ranks: int, stages: int, folder: Path) 
     assert verified.other_ranks == {1: per_rank}
     assert stages > 1 or 2 * per_rank == alone.compared.values  # each has half of the heads
     assert failed(1, Failed("VerifyError", "the caches differ")).args == ("rank 1: the caches differ",)
+
+
+GAP = 0.25  # between the logprobs of the best two, where texts of packed weights may go apart
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("ranks", "stages"), [(3, 1), (1, 2)])
+def test_packed_weights_are_as_sure_of_a_text_over_ranks(ranks: int, stages: int, record_property: Callable[[str, object], None]) -> None:
+    """The default model: perplexity equal to 0.05 %, and greedy texts differ first where the best two are nearly as likely."""
+    words = " ".join(Path("tests/data/prompts/questions.txt").read_text().splitlines())
+    greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=2)
+
+    def found(**sizes: int) -> tuple[float, list[Any]]:
+        with LLM(max_model_len=1024, max_num_seqs=16, **sizes) as llm:
+            ids = llm.get_tokenizer().encode(words)[:900]
+            params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+            (scored,) = llm.generate([ids], params, use_tqdm=False)
+            logprobs = [next(iter(place.values())).logprob for place in scored.prompt_logprobs or [] if place]
+            asked = [words[start : start + 160] for start in range(0, 16 * 40, 40)]
+            return float(np.exp(-np.mean(logprobs))), [output.outputs[0] for output in llm.generate(asked, greedy, use_tqdm=False)]
+
+    (alone, texts), (split, others) = found(), found(tensor_parallel_size=ranks, pipeline_parallel_size=stages)
+    gaps = []
+    for one, other in zip(texts, others, strict=True):
+        apart = next((at for at, pair in enumerate(zip(one.token_ids, other.token_ids)) if pair[0] != pair[1]), None)
+        if apart is not None:
+            best, second = sorted((choice.logprob for choice in one.logprobs[apart].values()), reverse=True)[:2]
+            gaps.append(best - second)
+    told = f"{alone:.4f}, over ranks {split:.4f}; {len(gaps)} of 16 texts go apart, the largest gap there {max(gaps, default=0):.3f}"
+    record_property("perplexity", told)
+    assert split == pytest.approx(alone, rel=5e-4) and max(gaps, default=0) < GAP
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2), (3, 1, 1)], ids=["tp2", "pp2", "tp2-pp2", "tp2-dcp2", "tp3"])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_two_hundred_requests_say_what_one_rank_says(architecture: str, sizes: tuple[int, int, int], tmp_path: Path) -> None:
+    """64 tokens each, in float32; texts may differ only where the best two are equal but for rounding."""
+    shape: dict[str, Any] = {"heads": 6, "kv_heads": 3, "hidden": 96} if sizes[0] == 3 else {}
+    folder, rng = tiny_model(tmp_path, architecture, seed=5, **shape), Random(2)
+    shared = [rng.randrange(VOCAB) for _ in range(48)]
+    prompts = [shared * (number % 2) + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 60))] for number in range(200)]
+    params = [
+        SamplingParams(max_tokens=64, ignore_eos=True, detokenize=False, **(ASKS[number % 5] | {"logprobs": 2})) for number in range(200)
+    ]
+
+    def texts(ranks: int, stages: int, shares: int) -> list[Any]:
+        limits = {"num_gpu_blocks_override": 60, "max_num_seqs": 16, "block_size": SIZE // shares}
+        split = {"pipeline_parallel_size": stages, "decode_context_parallel_size": shares}
+        with opened(folder, ranks, **limits, **split) as llm:
+            return [sample for output in llm.generate(prompts, params, use_tqdm=False) for sample in output.outputs]
+
+    for one, other in zip(texts(1, 1, 1), texts(*sizes), strict=True):
+        apart = next((at for at, pair in enumerate(zip(one.token_ids, other.token_ids, strict=True)) if pair[0] != pair[1]), None)
+        if apart is not None:
+            best, second = sorted((choice.logprob for choice in one.logprobs[apart].values()), reverse=True)[:2]
+            assert best - second < 1e-4, f"{one.token_ids[apart]} or {other.token_ids[apart]} at {apart}"
