@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from octavo.client.api import RemoteModel, RemoteServer
 from octavo.errors import EngineError, OctavoError, RemoteError, RequestError
 from octavo.sampling_params import SamplingParams
-from octavo.text.prompt import Message
 from octavo.text.reasoning import Piece, ReasoningSplitter
 
 if TYPE_CHECKING:
     from octavo.llm import LLM
     from octavo.outputs import TextDelta
+    from octavo.text.prompt import Message
 
 CONTEXT_FULL = "context_length_exceeded"  # the code of an error
 
@@ -72,7 +72,7 @@ class Answerer(Protocol):
         """The context length, or None if it is not known."""
         ...
 
-    def answer(self, messages: list[Message], is_last_try: bool, stats: AnswerStats) -> Generator[Piece, None, None]:
+    def answer(self, messages: "list[Message]", is_last_try: bool, stats: AnswerStats) -> Generator[Piece, None, None]:
         """Streams the answer. If the messages are too long, it raises an error with the code CONTEXT_FULL before the first piece.
 
         The caller then leaves out turns and asks again. `is_last_try`: nothing is left to leave out.
@@ -109,7 +109,7 @@ class ChatSession:
         """Removes the last turn and returns its question, or None if there is no turn."""
         return self.turns.pop().question if self.turns else None
 
-    def messages(self, question: str | None = None, left_out: int = 0) -> list[Message]:
+    def messages(self, question: str | None = None, left_out: int = 0) -> "list[Message]":
         """Returns the conversation as messages, without the oldest `left_out` turns, and with the new question at its end."""
         messages: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
         for turn in self.turns[left_out:]:
@@ -165,7 +165,7 @@ class LocalAnswers:
         self._llm = llm
         self._params = params
 
-    def answer(self, messages: list[Message], is_last_try: bool, stats: AnswerStats) -> Generator[Piece, None, None]:
+    def answer(self, messages: "list[Message]", is_last_try: bool, stats: AnswerStats) -> Generator[Piece, None, None]:
         prompt, ids = self._llm.encoder.encode_chat(messages)
         room = self._params.max_tokens or min(ROOM, self.max_model_len // 4)
         if not is_last_try and len(ids) + room > self.max_model_len:  # on the last try any room is enough
@@ -206,7 +206,7 @@ class RemoteAnswers:
         self._server = server
         self._settings = {"model": model.name, "stream_options": {"include_usage": True}, "include_timings": True, **sampling}
 
-    def answer(self, messages: list[Message], is_last_try: bool, stats: AnswerStats) -> Generator[Piece, None, None]:
+    def answer(self, messages: "list[Message]", is_last_try: bool, stats: AnswerStats) -> Generator[Piece, None, None]:
         came: asyncio.Queue[Piece | None] = asyncio.Queue()
 
         def take(_now: float, event: dict[str, Any]) -> None:

@@ -14,8 +14,9 @@ from octavo.cli.doctor_facts import OPTIONAL, REQUIRED, Facts, Library, gather
 from octavo.config import VARIABLES
 from octavo.errors import nearest
 from octavo.loading.names import INSTALL
+from octavo.platforms import platform_note
 from octavo.policy.memory_plan import default_pool_bytes
-from octavo.worker.device import TOOLS, choose_device, missing, platform_note, torch_refusal
+from octavo.worker.device import TOOLS, choose_device, missing, torch_refusal
 from octavo.worker.machine import fast_dtype
 
 GIB = 2**30

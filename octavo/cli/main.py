@@ -23,7 +23,7 @@ from octavo.cli.args import Parser
 from octavo.cli.suggestions import meant
 from octavo.config import log_level
 from octavo.errors import ConfigError, OctavoError
-from octavo.worker.device import platform_refusal
+from octavo.platforms import platform_refusal
 
 COMMANDS = {
     "serve": "start a server with OpenAI's API and a web page",

@@ -18,6 +18,7 @@ from typing import Literal
 
 from octavo.config import EngineConfig, visible_gpus
 from octavo.errors import ConfigError
+from octavo.platforms import platform_note, platform_refusal
 from octavo.worker.compilers import Compilers
 
 GIB = 2**30
@@ -157,24 +158,10 @@ def level_used(config: EngineConfig) -> str | None:
     return best and config.cpu_isa
 
 
-def platform_refusal(system: str) -> str | None:
-    if system.startswith(("Windows", "CYGWIN", "MSYS", "MINGW")):
-        return "Octavo does not run on native Windows: run it under WSL2 (wsl --install, then inside it as on Linux)"
-    return None
-
-
 def torch_refusal(build: TorchBuild) -> str | None:
     if build.hip is not None:
         return f"torch {build.version} is a ROCm build, which Octavo does not run on; the CPU build does: {CPU_TORCH}"
     return None
-
-
-def platform_note(system: str, machine: str) -> str | None:
-    """Returns a note for users of a platform that is not tested, or None."""
-    if system == "Linux" and machine.lower() in ("x86_64", "amd64", "aarch64", "arm64"):
-        return None
-    name = "macOS" if system == "Darwin" else system
-    return f"{name} on {machine} runs on the portable path, which is not tested there; Linux on x86-64 and aarch64 is"
 
 
 def choose_device(asked: str, found: Found) -> Choice:

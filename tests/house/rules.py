@@ -14,8 +14,8 @@ from functools import cached_property
 from pathlib import PurePosixPath
 
 BASE = frozenset(
-    {"errors", "log", "child", "config", "server_config", "model_config", "structured_outputs", "sampling_params", "messages", "outputs",
-     "interrupt", "own_file", "progress", "fair_lock", "version"}
+    {"errors", "log", "child", "platforms", "config", "server_config", "model_config", "structured_outputs", "sampling_params", "messages",
+     "outputs", "interrupt", "own_file", "progress", "fair_lock", "version"}
 )
 
 # room -> the rooms it may import; a room may always import itself and BASE.

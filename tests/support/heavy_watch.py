@@ -22,6 +22,7 @@ from tests.support.server_process import ServerProcess
 MOST_GROWTH = 300 * 2**20
 SMALL = {"messages": MESSAGES, "max_tokens": 2, "priority": 0}
 NO_ANSWER = 0
+TICKS = os.sysconf("SC_CLK_TCK")  # of a second, in which the kernel counts CPU time
 
 
 @dataclass(frozen=True)
@@ -132,18 +133,22 @@ class Machine:
 
     def _now(self) -> tuple[float, float]:
         """CPU seconds of all, and of our own processes with the children they have outlived."""
-        ticks = os.sysconf("SC_CLK_TCK")
         user, nice, system, _idle, _waiting, *rest = map(int, Path("/proc/stat").read_text().split()[1:11])
-        ours = 0
+        ours = 0.0
         for pid in {other for one in self._ours for other in family(one)}:
             with contextlib.suppress(OSError):
-                ours += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
-        return (user + nice + system + sum(rest[:3])) / ticks, ours / ticks
+                ours += cpu_seconds(pid)
+        return (user + nice + system + sum(rest[:3])) / TICKS, ours
 
     def left(self, seconds: float) -> float:
         """The share that was not taken by others in these seconds since it was made."""
         everybody, ours = (now - then for now, then in zip(self._now(), self._start))
         return min(1.0, max(0.2, 1 - (everybody - ours) / (seconds * (os.cpu_count() or 1))))
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds of a process with the children it has outlived."""
+    return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15])) / TICKS
 
 
 def _until(over: threading.Event, look: Callable[[], None]) -> None:

@@ -13,19 +13,9 @@ from octavo.cli.main import main
 from octavo.config import Debug, EngineConfig
 from octavo.errors import ConfigError
 from octavo.loading.resolve import load_model_config, resolve_model
+from octavo.platforms import platform_note, platform_refusal
 from octavo.worker import device
-from octavo.worker.device import (
-    Choice,
-    Found,
-    Gpu,
-    TorchBuild,
-    choose_device,
-    find,
-    missing_tools,
-    platform_note,
-    platform_refusal,
-    torch_refusal,
-)
+from octavo.worker.device import Choice, Found, Gpu, TorchBuild, choose_device, find, missing_tools, torch_refusal
 from octavo.worker.facts import settle
 
 CPU, CUDA, ROCM = TorchBuild("2.13.0+cpu", None, None), TorchBuild("2.13.0", "13.0", None), TorchBuild("2.13.0+rocm7", None, "7.0")
