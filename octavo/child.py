@@ -46,8 +46,10 @@ class Restarts:
     A process that was ready for a minute resets the count, so one that dies now and then is always restarted.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, grows: bool = True) -> None:
+        """`grows`: each pause is longer than the one before; else all are as short as the first"""
         self.most = most
+        self._grows = grows
         self.count = 0
 
     def pause(self, healthy_seconds: float) -> float | None:
@@ -57,4 +59,4 @@ class Restarts:
         if self.count >= self.most:
             return None
         self.count += 1
-        return min(FIRST_PAUSE * 2.0 ** (self.count - 1), LONGEST_PAUSE)
+        return min(FIRST_PAUSE * 2.0 ** (self.count - 1), LONGEST_PAUSE) if self._grows else FIRST_PAUSE

@@ -5,7 +5,7 @@ All of it is plain data (ids and numbers, never live objects), so that it can cr
 
 from array import array
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from octavo.sampling_params import SamplingParams
@@ -126,6 +126,9 @@ class LifeRecord:
     recomputed_tokens: int = 0
     cached_tokens: int = 0
     hit_reason: HitReason | None = None
+    engine: int = 0  # which of several engines computes it, and why that one
+    routing: str = ""  # empty: there is one engine
+    resumed: int = 0  # how often it was moved, because its engine died or was replaced
 
 
 @dataclass(slots=True)
@@ -154,6 +157,8 @@ class AddRequest:
     priority: int = 0
     cache_salt: str = ""
     bad_words: list[list[int]] = field(default_factory=list)  # params.bad_words as token ids
+    noise: int | None = None  # what the noise of a request without a seed depends on; None: the order of arrival
+    outputs: dict[int, list[int]] | None = None  # it was begun elsewhere: sample -> its tokens so far, for all that have not ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +215,8 @@ class EngineFacts:
     epoch: int  # which start of the engine this is: 1, and one more after every restart
     limits: Limits
     ranks: list[RankFacts] = field(default_factory=list)  # where there are several
+    digest_key: bytes = b""  # equal keys and identities give equal digests
+    identity: bytes = b""
 
 
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -230,6 +237,16 @@ class SchedulerStats:
     generation_tokens: int
     steps: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))  # by their tokens: at most STEP_TOKENS[i], or more
     step_tokens: int = 0  # computed, by all of them
+
+    def after(self, before: "SchedulerStats") -> "SchedulerStats":
+        """Returns these numbers with the counters of an engine before this one added."""
+        gauges = ("running", "waiting", "free_blocks", "num_blocks")
+        return replace(self.plus(before), **{name: getattr(self, name) for name in gauges})
+
+    def plus(self, other: "SchedulerStats") -> "SchedulerStats":
+        """Returns the numbers of two engines together."""
+        sums = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self) if each.name != "steps"}
+        return SchedulerStats(**sums, steps=[one + more for one, more in zip(self.steps, other.steps, strict=True)])
 
     def count_step(self, num_tokens: int) -> None:
         if num_tokens:

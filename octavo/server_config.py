@@ -11,6 +11,7 @@ from octavo.errors import ConfigError
 
 LogFormat = Literal["text", "json"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "none"]
+RoutingPolicy = Literal["prefix", "least", "turns"]
 ReasoningParser = Literal["auto", "think", "none"]
 
 
@@ -32,6 +33,10 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = _flag((), "host name that clients may use for this server, besides its address; may be repeated")
     allowed_origins: tuple[str, ...] = _flag((), "origin (https://example.org) whose web pages may use this server; may be repeated")
     api_processes: int = _flag(1, "number of processes that answer HTTP, on one port, for one engine", 1, 64)
+    data_parallel_size: int = _flag(1, "number of engines that serve the requests, each with all of the model", 1, 64)
+    routing: RoutingPolicy = _flag(
+        "prefix", "which engine gets a request; prefix: one that has it cached; least: the one with the least to do; turns: the next one"
+    )
     max_queue: int = _flag(1024, "max requests in the queue; a further one gets 429", 0, 2**31 - 1)
     queue_timeout: float = _flag(300.0, "max seconds a request waits in the queue (503)", 0.001, 86400.0)
     request_timeout: float = _flag(3600.0, "max seconds a request takes in all (504)", 0.001, 86400.0)

@@ -24,6 +24,7 @@ from octavo.server_config import LESSON, ServerConfig
 
 SHORT = {
     "quantization": "-q", "tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "decode_context_parallel_size": "-dcp",
+    "data_parallel_size": "-dp",
 }  # fmt: skip
 
 SAMPLING_FLAGS: dict[str, tuple[Callable[[str], object], str]] = {

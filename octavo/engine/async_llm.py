@@ -1,36 +1,40 @@
-"""`AsyncLLM`: an engine in a process of its own, for asyncio. Text becomes ids before it and ids become text in it.
+"""`AsyncLLM`: engines in processes of their own, for asyncio. Text becomes ids before it and ids become text in it.
 
-    start      a supervisor starts the engine process, or an engine that another process supervises is joined
-    generate   checked here, sent; news come back by the step, are turned into text and wait for their reader
+    start      supervisors start the engine processes, or engines that another process supervises are joined
+    generate   checked here, sent to one engine; news come back by the step, are turned into text and wait for their reader
     watch      pings, and looks for signs of life: an engine that is silent or stuck is as good as dead
+
+With several engines, `Placing` says which of them gets a request. If that one dies, the request goes on in another one with all the
+tokens that have come, and its reader sees a pause. With one engine, the death of that one ends all open requests.
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import reduce
 
 from octavo.config import EngineConfig, log_level
-from octavo.engine.link import Link, ViewStream
 from octavo.engine.output import OutputPump, Stream, to_request
+from octavo.engine.placing import Placing, Trip
 from octavo.engine.process import Orders
-from octavo.engine.supervisor import Serving, SocketFolder, Supervisor, lasting
-from octavo.engine.wire import Abort, Add, Beat, Hello, News, Refused, ResetPrefixCache, View, ViewFrame, frame_limit
+from octavo.engine.replica import RETRY_SECONDS, Replica, State
+from octavo.engine.supervisor import Serving, SocketFolder, lasting
+from octavo.engine.wire import Abort, Add, Cached, News, Refused, ResetPrefixCache, ViewFrame, frame_limit
 from octavo.errors import DeadlineError, EngineError, OctavoError, OverloadError, RequestError, UnavailableError
 from octavo.loading.text_side import TextSide, open_text_side
 from octavo.log import logger
-from octavo.messages import EngineFacts, RankNumbers, SchedulerStats
+from octavo.messages import EngineFacts, SchedulerStats
 from octavo.outputs import TextDelta
 from octavo.policy.door import check_request
 from octavo.sampling_params import SamplingParams
 from octavo.text.prompt import PromptEncoder
 from octavo.text.tokenizer import Tokenizer
 
-State = Literal["loading", "ready", "draining", "dead"]
 TICK_SECONDS = 0.25
-RETRY_SECONDS = 1.0  # what a client is told to wait
+MOST_LOSSES = 2  # a request that loses so many engines in a row, and gets no token between, may be what kills them
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,33 +52,30 @@ class Ask:
 
 
 class AsyncLLM:
-    """An engine to use from one event loop. Call `start` first and `close` last."""
+    """Engines to use from one event loop. Call `start` first and `close` last."""
 
     def __init__(
         self, config: EngineConfig, serving: Serving | None = None, on_dead: Callable[[OctavoError], None] | None = None,
         address: str | None = None, text: TextSide | None = None,
     ) -> None:  # fmt: skip
-        """`on_dead`: called with the reason if the engine will not come back. `address`: of an engine that another process supervises."""
+        """`on_dead`: called with the reason if no engine will come back. `address`: of engines that another process supervises."""
         text = text or open_text_side(config)
         self.config = config
         self.encoder: PromptEncoder = text.encoder
         self.sampling_defaults: Mapping[str, object] = text.sampling_defaults
-        self.state: State = "loading"
-        self.stats = SchedulerStats(0, 0, 0, 0, 0, 0, 0, 0, 0)
-        self.ranks: list[RankNumbers] = []  # where there are several
-        self.facts: EngineFacts
+        self.replicas: list[Replica] = []
         self._text = text
         self._serving = serving or Serving()
         self._on_dead = on_dead
         self._folder = SocketFolder() if address is None else None
         self.address = address or self._folder.address  # type: ignore[union-attr]
+        self.name = secrets.token_hex(4)  # of this process on the sockets of engines, and at the head of every request id
         self._outputs = OutputPump(text.tokenizer, self._send_abort, keep_logprobs=False)
         self._streams: dict[str, Stream] = {}
+        self._placing = Placing(self._serving.engines, self._serving.routing)
         self._spelling = asyncio.Lock()
         self._count = 0
-        self._last_sign = self._stalled = 0.0
-        self._supervisor: Supervisor | None = None
-        self._started = self._closed = False
+        self._draining = self._broken = self._closed = False
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -93,33 +94,61 @@ class AsyncLLM:
         return len(self._streams)
 
     @property
+    def state(self) -> State:
+        """Ready while one engine is."""
+        if self._closed or self._broken:
+            return "dead"
+        if self._draining:
+            return "draining"
+        states = [replica.state for replica in self.replicas]
+        if "ready" in states or "draining" in states:
+            return "ready"
+        return "loading" if not states or "loading" in states else "dead"
+
+    @property
+    def facts(self) -> EngineFacts:
+        """The facts of the first engine that was ready; all have the same limits."""
+        return next(replica.facts for replica in self.replicas if replica.facts is not None)
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """The numbers of all engines together."""
+        return reduce(SchedulerStats.plus, [replica.stats for replica in self.replicas])
+
+    @property
     def engine_pid(self) -> int | None:
-        """The id of the engine process, if this process supervises it."""
-        return None if self._supervisor is None else self._supervisor.pid
+        """The id of the first engine's process, if this process supervises it."""
+        return self.replicas[0].pid if self.replicas else None
 
     # --- life --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Waits until the engine is ready. Raises what kept it from starting."""
+        """Waits until all engines are ready, or one, if another process supervises them. Raises what kept them from starting."""
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._link = Link(self.address, self, frame_limit(self.config, self._text.model))
-        self._view = ViewStream(self._link)
-        self._watching = lasting(self._watch(), self._on_engine_dead)
-        self._started = True
+        limit = frame_limit(self.config, self._text.model)
+        for number in range(self._serving.engines):
+            address = self.address if number == 0 else f"{self.address}-{number}"
+            self.replicas.append(Replica(number, address, self.name, self, self._serving, limit))
+        self._watching = lasting(self._watch(), self._fail_to_go_on)
         if self._folder is not None:
-            serving = self._serving
-            self._supervisor = Supervisor(self._orders(), serving.max_restarts, self._on_start, self._on_down, self._on_engine_dead)
+            self._digest_key = secrets.token_bytes(32)
+            self.replicas[0].supervise(self._orders(self.replicas[0]))
         await self._ready
 
-    def _orders(self) -> Orders:
-        source, serving = self._text.source, self._serving
+    def _orders(self, replica: Replica) -> Orders:
+        """Returns the orders of an engine. The first one finds out how large its pool can be, and the others get the same."""
+        source, serving, config = self._text.source, self._serving, self.config
+        known = self.replicas[0].facts
+        if known is not None:
+            limits = known.limits
+            config = replace(config, num_gpu_blocks_override=limits.num_blocks, max_model_len=limits.max_model_len)
         return Orders(
-            config=replace(self.config, model=str(source.path), revision=None),
+            config=replace(config, model=str(source.path), revision=None),
             path=str(source.path),
             kind=source.kind,
             name=source.name,
             end_ids=self._text.model.eos_token_ids,
-            address=self.address,
+            address=replica.address,
             epoch=0,
             max_queue=serving.max_queue,
             queue_timeout=serving.queue_timeout,
@@ -127,45 +156,58 @@ class AsyncLLM:
             log_format=serving.log_format,
             step_seconds=serving.step_seconds,
             inspector=serving.inspector,
+            engines=serving.engines,
+            number=replica.number,
+            memory_share=serving.engines if known is None else 1,
+            digest_key=self._digest_key,
         )
 
     async def drain(self, seconds: float) -> int:
         """Takes no new requests and waits for the open ones, for some time. Returns how many did not end."""
-        self.state = "draining"
+        self._draining = True
         deadline = time.monotonic() + seconds
         while self._streams and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         return len(self._streams)
 
     async def close(self) -> None:
-        """Ends the engine process, if it is ours, and every open request. Closing twice is harmless."""
+        """Ends the engine processes, if they are ours, and every open request. Closing twice is harmless."""
         if self._closed:
             return
-        self._closed, self.state = True, "dead"
+        self._closed = True
         for stream in self._streams.values():
             self._abort(stream)
         self._fail_all(UnavailableError("the server is shutting down", RETRY_SECONDS))
-        if self._started:
+        if self.replicas:
             self._watching.cancel()
-            self._link.close()
-            if self._supervisor is not None:
-                await self._supervisor.stop()
+            await asyncio.gather(*(replica.close() for replica in self.replicas))
         if self._folder is not None:
             self._folder.remove()
 
-    async def reset_prefix_cache(self) -> None:
-        """Makes the engine forget all cached blocks before the next request. Blocks that are in use are not found again."""
-        self._link.send(ResetPrefixCache())
+    async def restart(self, seconds: float) -> None:
+        """Replaces the engines, one after the other. Requests that are open after `seconds` go on in another engine."""
+        assert self._folder is not None and len(self.replicas) > 1
+        for replica in self.replicas:
+            if replica.state == "ready":  # else it is being started again anyway
+                logger.info("Engine %d gets no new requests: it is replaced", replica.number)
+                await replica.replace(seconds)
+                logger.info("Engine %d is ready again", replica.number)
 
-    def view(self) -> AsyncGenerator[ViewFrame, None]:
-        """Gives frames of what the engine does, to one reader at a time. The first is full, also after a new start of the engine."""
+    async def reset_prefix_cache(self) -> None:
+        """Makes the engines forget all cached blocks before the next request. Blocks that are in use are not found again."""
+        for replica in self.replicas:
+            replica.send(ResetPrefixCache())
+
+    def view(self, engine: int = 0) -> AsyncGenerator[ViewFrame, None]:
+        """Gives frames of what an engine does, to one reader at a time. The first is full, also after a new start of the engine."""
         assert self._serving.inspector
-        return self._view.frames()
+        return self.replicas[engine].view.frames()
 
     def label(self, request_id: str) -> str:
         """Returns the label of a request, or its id if it has none or came from another process."""
         stream = self._streams.get(request_id)
-        return (self._view.name(request_id) if stream is None else stream.label) or request_id
+        remembered = (replica.view.name(request_id) for replica in self.replicas)
+        return (next(filter(None, remembered), None) if stream is None else stream.label) or request_id
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -185,11 +227,14 @@ class AsyncLLM:
         if self.state != "ready":
             raise UnavailableError(f"the engine is {self.state}", RETRY_SECONDS)
         self._count += 1
-        request_id = f"{self._link.name}-{self._count}"
+        request_id = f"{self.name}-{self._count}"
         words = self.encoder.spellings(ask.params.bad_words) if ask.bad_words is None else ask.bad_words
         request = to_request(request_id, ask.prompt_token_ids, ask.params, words, self.config, ask.priority, ask.cache_salt)
+        request.noise = self._serving.first_number + (self._count - 1) * self._serving.number_step
         check_request(request, self.facts.limits)
-        self._link.send(Add(request))
+        trip = Trip(request)
+        self._placing.choose(trip, self.replicas).send(Add(request))
+        self._placing.begin(trip)
         stream = self._streams[request_id] = Stream(request_id, self._text.tokenizer, self._spelling, ask.label)
         self._outputs.add(request, ask.prompt, stream)
         if ask.timeout is not None:
@@ -205,116 +250,132 @@ class AsyncLLM:
     def _drop(self, stream: Stream) -> None:
         """Forgets a request that nobody reads any more."""
         del self._streams[stream.request_id]
-        self._view.remember(stream.request_id, stream.label)
+        for replica in self.replicas:
+            replica.view.remember(stream.request_id, stream.label)
         if stream.timer is not None:
             stream.timer.cancel()
         self._abort(stream)
 
     def _abort(self, stream: Stream) -> None:
         self._outputs.drop(stream.request_id)
-        if not stream.over and self._link.epoch:
+        if not stream.over:
             self._send_abort(stream.request_id)
+        self._placing.done(stream.request_id)
 
     def _send_abort(self, request_id: str, index: int | None = None) -> None:
+        replica = self._placing.replica(request_id)
+        if replica is None or not replica.is_there:
+            return  # no engine has it
         try:
-            self._link.send(Abort(request_id, index))
+            replica.send(Abort(request_id, index))
         except UnavailableError:  # then it ends there by itself
             logger.debug("could not abort %s: the engine cannot be reached", request_id)
 
     def _fail_all(self, error: OctavoError) -> None:
         for stream in self._streams.values():
-            self._outputs.drop(stream.request_id)
-            stream.fail(error)
+            self._fail(stream, error)
 
-    # --- what the engine says ----------------------------------------------------------------------------------------
+    def _fail(self, stream: Stream, error: OctavoError) -> None:
+        """Ends a request that no engine has any more."""
+        self._outputs.drop(stream.request_id)
+        self._placing.done(stream.request_id)
+        stream.fail(error)
 
-    def on_hello(self, hello: Hello) -> None:
-        self._fail_all(UnavailableError("the engine died: there is a new one", RETRY_SECONDS, "engine_dead"))  # if nobody has noticed yet
-        self.facts = hello.facts
-        self._last_sign, self._stalled = time.monotonic(), 0.0
-        if self.state != "draining":
-            self.state = "ready"
-        self._view.begin_again()
-        if self._supervisor is not None:
-            self._supervisor.ready()
-        if not self._ready.done():
+    # --- requests that move ------------------------------------------------------------------------------------------
+
+    def _move(self, trip: Trip, reason: str) -> None:
+        """Lets a request go on in another engine, because it has lost its own."""
+        stream = self._streams.get(trip.request.request_id)
+        if stream is None or stream.over:
+            self._placing.done(trip.request.request_id)
+            return
+        trip.losses += 1
+        if trip.losses == MOST_LOSSES:
+            text = f"the request lost {MOST_LOSSES} engines in a row, and no token came between; the last one died: {reason}"
+            self._fail(stream, EngineError(text, "engine_lost"))
+            return
+        trip.resume(self._outputs.said(stream.request_id))
+        self._place(trip)
+
+    def _place(self, trip: Trip) -> None:
+        """Sends a request that has no engine to one. If none is ready, it waits here for the first that is."""
+        with suppress(UnavailableError):
+            self._placing.choose(trip, self.replicas).send(Add(trip.request, moved=True))
+            self._placing.begin(trip)
+
+    # --- what engines say --------------------------------------------------------------------------------------------
+
+    def on_ready(self, replica: Replica) -> None:
+        assert replica.facts is not None
+        self._placing.meet(replica)
+        for trip in self._placing.waiting():
+            self._place(trip)
+        if self._folder is not None and len(self.replicas) > 1 and replica is self.replicas[0]:
+            for other in self.replicas:
+                other.supervise(self._orders(other))
+        one_is_enough = self._folder is None
+        if not self._ready.done() and (one_is_enough or all(each.state == "ready" for each in self.replicas)):
             self._ready.set_result(None)
 
-    def on_news(self, news: News) -> None:
-        self._last_sign, self.stats = time.monotonic(), news.stats
-        self._outputs.give(news.deltas)
+    def on_news(self, replica: Replica, news: News) -> None:
+        self._outputs.give(news.deltas if len(self.replicas) == 1 else self._placing.heard(replica, news.deltas))
 
     def on_refused(self, refused: Refused) -> None:
         stream = self._streams.get(refused.request_id)
-        self._outputs.drop(refused.request_id)
         if stream is None:
             return
         if refused.kind == "overload":
-            stream.fail(OverloadError(refused.message, refused.retry_after))
+            self._fail(stream, OverloadError(refused.message, refused.retry_after))
         else:
-            stream.fail(RequestError(refused.message, refused.param, refused.code))
+            self._fail(stream, RequestError(refused.message, refused.param, refused.code))
 
-    def on_beat(self, beat: Beat) -> None:
-        self._last_sign, self._stalled, self.stats, self.ranks = time.monotonic(), beat.stalled, beat.stats, beat.ranks
+    def on_cached(self, replica: Replica, cached: Cached) -> None:
+        self._placing.learn(replica, cached.change)
 
-    def on_view(self, view: View) -> None:
-        self._view.push(view.frame)
+    def on_lost(self, replica: Replica) -> None:
+        what = "a message between this process and the engine was lost"
+        for trip in self._placing.of(replica):
+            if len(self.replicas) == 1:
+                self._end(self._streams[trip.request.request_id], EngineError(what))
+            else:
+                self._send_abort(trip.request.request_id)
+                trip.replica = None
+                self._move(trip, what)
 
-    def on_hangup(self) -> None:
-        if self._supervisor is None and self._link.epoch:  # who supervises it knows, and why
-            self._on_down("it hung up")
+    def on_down(self, replica: Replica, reason: str) -> None:
+        trips = self._placing.leave(replica)
+        if len(self.replicas) == 1:
+            self._fail_all(UnavailableError(f"the engine died: {reason}", RETRY_SECONDS, "engine_dead"))
+            return
+        if trips:
+            logger.warning("Engine %d died with %d requests of this process, which go on elsewhere", replica.number, len(trips))
+        for trip in trips:
+            self._move(trip, reason)
 
-    def on_lost(self) -> None:
-        self._view.begin_again()
-        for stream in list(self._streams.values()):
-            self._end(stream, EngineError("a message between this process and the engine was lost"))
+    def on_stays_dead(self, replica: Replica, error: OctavoError) -> None:
+        if not self._ready.done() or all(each.stays_dead for each in self.replicas):
+            self._fail_to_go_on(error)
 
-    # --- whether it lives --------------------------------------------------------------------------------------------
-
-    async def _watch(self) -> None:
-        last = time.monotonic()
-        while True:
-            self._link.ping()
-            await asyncio.sleep(TICK_SECONDS)
-            self._keep_folder()
-            slept, last = time.monotonic() - last, time.monotonic()
-            if slept > TICK_SECONDS + 1:  # this process was stopped itself: nothing was heard because nobody listened
-                self._last_sign += slept
-            if self._link.epoch and (verdict := self._verdict(last)):
-                if self._supervisor is not None:
-                    self._supervisor.kill(verdict)
-                else:
-                    self._on_down(verdict)
-
-    def _keep_folder(self) -> None:
-        """Makes the folder of the socket again if it is gone. The next engine and processes that join this one need it."""
-        if self._folder is not None:
-            with suppress(OSError):  # who needs it will say so
-                self._folder.make_again()
-
-    def _verdict(self, now: float) -> str:
-        """Returns why the engine is as good as dead, or nothing if it is not."""
-        if self._supervisor is not None and self._supervisor.is_stopped:
-            return "it was stopped"
-        if now - self._last_sign > self._serving.beat_timeout:
-            return f"it gave no sign of life for {self._serving.beat_timeout:g} s"
-        if self._stalled > self._serving.hang_timeout:
-            return f"a step took more than {self._serving.hang_timeout:g} s"
-        return ""
-
-    def _on_start(self, epoch: int) -> None:
-        self._link.least_epoch = epoch
-
-    def _on_down(self, reason: str) -> None:
-        self._link.forget()
-        self._view.begin_again()
-        if self.state != "draining":
-            self.state = "dead"
-        self._fail_all(UnavailableError(f"the engine died: {reason}", RETRY_SECONDS, "engine_dead"))
-
-    def _on_engine_dead(self, error: OctavoError) -> None:
-        self.state = "dead"
+    def _fail_to_go_on(self, error: OctavoError) -> None:
+        self._broken = True
         if not self._ready.done():
             self._ready.set_exception(error)
         elif self._on_dead is not None:
             self._on_dead(error)
+
+    # --- whether they live -------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        last, slept = time.monotonic(), 0.0
+        while True:
+            for replica in self.replicas:  # if this process was stopped itself, nothing was heard because nobody listened
+                replica.check(slept if slept > TICK_SECONDS + 1 else 0.0)
+            await asyncio.sleep(TICK_SECONDS)
+            self._keep_folder()
+            slept, last = time.monotonic() - last, time.monotonic()
+
+    def _keep_folder(self) -> None:
+        """Makes the folder of the sockets again if it is gone. The next engine and processes that join this one need it."""
+        if self._folder is not None:
+            with suppress(OSError):  # who needs it will say so
+                self._folder.make_again()

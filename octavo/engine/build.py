@@ -45,6 +45,15 @@ if TYPE_CHECKING:
     from octavo.worker.ranks import RankedRunner
     from octavo.worker.shadow import Shadow
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What an engine has in common with others on its host."""
+
+    engines: int = 1  # that share the host's memory
+    digest_key: bytes = b""  # of the digests of blocks; empty: each engine has its own
+
+
+ALL = Share()
 GiveTokenizer = Callable[[], Tokenizer]
 
 
@@ -63,7 +72,7 @@ class Started:
 
 def build_engine(
     config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, tokenizer: GiveTokenizer | None = None, epoch: int = 1,
-    on_lost: Callable[[OctavoError], None] = lambda error: None,
+    on_lost: Callable[[OctavoError], None] = lambda error: None, share: Share = ALL,
 ) -> EngineCore:  # fmt: skip
     """Returns an engine that is ready. Its trace is opened before anything is loaded.
 
@@ -72,7 +81,10 @@ def build_engine(
     """
     trace = open_trace(config.trace, goes_on=epoch > 1)
     fake = debug.runner == "fake"
-    started = _start_fake(config, source, model, debug) if fake else _start_model(config, source, model, debug, on_lost)
+    if fake:
+        started = _start_fake(config, source, model, debug, share)
+    else:
+        started = _start_model(config, source, model, debug, on_lost, share)
     core = assemble(started, model, debug, tokenizer)
     core.trace, core.roster = trace, started.roster
     trace.follow(started.roster)
@@ -80,7 +92,7 @@ def build_engine(
 
 
 def _start_model(
-    config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, on_lost: Callable[[OctavoError], None]
+    config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, on_lost: Callable[[OctavoError], None], share: Share
 ) -> Started:
     with compilers_for(config.device) as compilers:
         watch = Stopwatch()
@@ -90,27 +102,27 @@ def _start_model(
         logger.info("Importing torch and the engine took %.2f seconds", watch.total())
         watch = Stopwatch()
         if config.num_ranks > 1:
-            return _start_ranks(config, source, model, debug, compilers, on_lost)
+            return _start_ranks(config, source, model, debug, compilers, on_lost, share)
         facts = settle(config, source, model, debug, _alone(debug))
-        geometry = facts.plan_cache()
+        geometry = facts.plan_cache(share.engines)
         runner = build_runner(facts, geometry, debug, compilers)
         logger.info("init engine took %.2f seconds", watch.total())
-    return started(facts, geometry, runner, _poison_taken(runner) if debug.check else None)
+    return started(facts, geometry, runner, _poison_taken(runner) if debug.check else None, share)
 
 
 def _start_ranks(
     config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, compilers: "Compilers",
-    on_lost: Callable[[OctavoError], None],
+    on_lost: Callable[[OctavoError], None], share: Share,
 ) -> Started:  # fmt: skip
     watch = Stopwatch()
-    facts, geometry, ranked, _ = open_ranks(config, source, model, debug, compilers, on_lost)
+    facts, geometry, ranked, _ = open_ranks(config, source, model, debug, compilers, on_lost, engines=share.engines)
     logger.info("init engine took %.2f seconds", watch.total())
-    return replace(started(facts, geometry, ranked, ranked.on_event if debug.check else None), roster=ranked.roster)
+    return replace(started(facts, geometry, ranked, ranked.on_event if debug.check else None, share), roster=ranked.roster)
 
 
 def open_ranks(
     config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, compilers: "Compilers",
-    on_lost: Callable[[OctavoError], None] = lambda error: None, verify: bool = False,
+    on_lost: Callable[[OctavoError], None] = lambda error: None, verify: bool = False, engines: int = 1,
 ) -> "tuple[Facts, CacheGeometry, RankedRunner, Shadow | None]":  # fmt: skip
     """Returns a runner of all ranks that is ready. `verify`: every rank proves its steps; the shadow is that of rank 0"""
     from octavo.worker.build import build_runner, make_shadow
@@ -120,7 +132,7 @@ def open_ranks(
     meeting = _meeting(config, debug)
     try:
         facts = settle(config, source, model, debug, meeting.place)
-        geometry = facts.plan_cache()
+        geometry = facts.plan_cache(engines)
         shadow = make_shadow(facts, geometry) if verify else None
         ranked = with_ranks(facts, geometry, meeting, partial(build_runner, facts, geometry, debug, compilers, shadow), on_lost, shadow)
     except BaseException:
@@ -153,9 +165,12 @@ def _meeting(config: EngineConfig, debug: Debug) -> "Meeting":
     return HostMeeting(config)
 
 
-def started(facts: "Facts", geometry: CacheGeometry, executor: Executor, on_event: OnEvent | None = None) -> Started:
+def started(
+    facts: "Facts", geometry: CacheGeometry, executor: Executor, on_event: OnEvent | None = None, share: Share = ALL
+) -> Started:
     """Returns what the policy needs of a runner. `on_event`: called with everything that happens to a block."""
-    return Started(facts.config, executor, geometry, _identity(facts, geometry), secrets.token_bytes(32), on_event)
+    key = share.digest_key or secrets.token_bytes(32)
+    return Started(facts.config, executor, geometry, _identity(facts, geometry), key, on_event)
 
 
 def _identity(facts: "Facts", geometry: CacheGeometry) -> bytes:
@@ -182,11 +197,11 @@ def _poison_taken(runner: "ModelRunner") -> OnEvent | None:
     return on_event
 
 
-def _start_fake(config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug) -> Started:
+def _start_fake(config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, share: Share) -> Started:
     settled = resolved(debug.overrule(config), "cpu")
     shape = ModelShape(source.name, model) if config.load_format == "dummy" else shape_of(source, model)
     needs = shape.needs(resolve_dtype(config.dtype, model.dtype, "cpu", None), config.quantization, config.kv_cache_dtype)
-    geometry = plan_memory(needs, settled, host_memory()).accepted()
+    geometry = plan_memory(needs, settled, host_memory().share(share.engines)).accepted()
     runner = FakeRunner(geometry, model.vocab_size, Faults(debug))
     # FakeKV's text depends on the digests, so their key is the same after every start, also in another process
     return Started(settled, runner, geometry, identity=b"fake", key=b"fake")

@@ -118,7 +118,17 @@ class Grammars:
             else:
                 self._guided[name] = _Guided(job.compiled.result())
                 scheduler.requests[name].held = False
+                news += self._catch_up(scheduler, scheduler.requests[name])
         scheduler.mask_turns = self._turns(scheduler)
+        return news
+
+    def _catch_up(self, scheduler: Scheduler, request: Request) -> list[Delta]:
+        """Advances the matchers of a request that was begun elsewhere over the tokens it has."""
+        news: list[Delta] = []
+        for seq in request.sequences.copy():
+            if seq.num_tokens > request.num_prompt:
+                said = Delta(request.request_id, seq.index, list(seq.token_ids[request.num_prompt :]))
+                news += self._advance(scheduler, said, self._guided[request.request_id].matcher(seq.index))
         return news
 
     def _turns(self, scheduler: Scheduler) -> int:

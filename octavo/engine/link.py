@@ -6,7 +6,6 @@ arrived, and there is a look after every send.
 
 import asyncio
 import os
-import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
@@ -15,7 +14,7 @@ from typing import Protocol
 import zmq
 
 from octavo.engine import wire
-from octavo.engine.wire import Beat, Down, DownFrame, Hello, Lost, News, Ping, Refused, UpFrame, View, ViewFrame, Wanted, Watch
+from octavo.engine.wire import Beat, Cached, Down, DownFrame, Hello, Lost, News, Ping, Refused, UpFrame, View, ViewFrame, Wanted, Watch
 from octavo.errors import RequestError, UnavailableError
 from octavo.log import logger
 
@@ -36,14 +35,16 @@ class Listener(Protocol):
 
     def on_view(self, view: View) -> None: ...
 
+    def on_cached(self, cached: Cached) -> None: ...
+
     def on_hangup(self) -> None: ...
 
     def on_lost(self) -> None: ...
 
 
 class Link:
-    def __init__(self, address: str, listener: Listener, frame_limit: int) -> None:
-        self.name = secrets.token_hex(4)  # on the socket, and at the head of every request id
+    def __init__(self, address: str, name: str, listener: Listener, frame_limit: int) -> None:
+        """`name`: on the socket, and at the head of every request id"""
         self.epoch = 0  # of the engine it speaks to; 0: none
         self.least_epoch = 1  # an engine before this one is dead
         self._listener = listener
@@ -53,7 +54,7 @@ class Link:
         self._looked = 0.0  # when the last look ended
         self._loop = asyncio.get_running_loop()
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, self.name.encode())
+        self._socket.setsockopt(zmq.IDENTITY, name.encode())
         # nothing waits for an engine that is not there; nothing is dropped for one that is
         for option, value in ((zmq.IMMEDIATE, 1), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.RECONNECT_IVL, 50)):
             self._socket.setsockopt(option, value)
@@ -139,6 +140,8 @@ class Link:
             self._listener.on_refused(body)
         elif isinstance(body, View):
             self._listener.on_view(body)
+        elif isinstance(body, Cached):
+            self._listener.on_cached(body)
         elif isinstance(body, Lost):
             self._listener.on_lost()
 

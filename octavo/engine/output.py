@@ -43,6 +43,11 @@ class OutputProcessor:
         """Forgets a request whose output is not wanted any more."""
         self._requests.pop(request_id, None)
 
+    def said(self, request_id: str) -> dict[int, list[int]]:
+        """Returns the tokens so far of each sample that has not ended."""
+        outputs = [sample.output for sample in self._requests[request_id].samples]
+        return {output.index: output.token_ids.copy() for output in outputs if output.finish_reason is None}
+
     def process(self, deltas: list[Delta]) -> Processed:
         processed = Processed()
         for delta in deltas:
@@ -97,6 +102,9 @@ class OutputPump:
         """Forgets a request whose output is not wanted any more, and its reader."""
         self._processor.drop(request_id)
         self._readers.pop(request_id, None)
+
+    def said(self, request_id: str) -> dict[int, list[int]]:
+        return self._processor.said(request_id)
 
     def give(self, deltas: list[Delta]) -> None:
         processed = self._processor.process(deltas)

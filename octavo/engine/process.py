@@ -23,9 +23,10 @@ from msgspec import Struct
 from octavo import log
 from octavo.child import die_with
 from octavo.config import EngineConfig, debug_from_environment
-from octavo.engine.build import build_engine
+from octavo.engine.build import Share, build_engine
+from octavo.engine.cache_news import CacheNews
 from octavo.engine.core import EngineCore
-from octavo.engine.router import BROKEN, Command, Gone, Pulse, Router, Watching
+from octavo.engine.router import BROKEN, Command, Gone, Met, Pulse, Router, Watching
 from octavo.engine.stall_watch import NoWatch, StallWatch, Watch
 from octavo.engine.view import EngineView, NoView
 from octavo.engine.wire import Abort, Refused, ResetPrefixCache, frame_limit
@@ -35,8 +36,10 @@ from octavo.loading.text_side import load_tokenizer
 from octavo.log import logger
 from octavo.messages import AddRequest, Delta, EngineFacts, SchedulerStats
 from octavo.worker.faults import Faults
+from octavo.worker.machine import allowed_cpus, keep_to, share_of_cpus
 
 START_FAILED = 1  # exit code, with the reason on stdout
+CACHE_SECONDS = 0.1  # between two messages about the cache, while the loop is busy
 SWITCH_SECONDS = 0.0005  # how long the loop may keep the interpreter from the router's thread
 
 
@@ -56,6 +59,10 @@ class Orders(Struct, frozen=True):
     log_format: str
     step_seconds: float
     inspector: bool  # somebody may watch
+    engines: int = 1  # on this host, which share its cores and its memory
+    number: int = 0  # of this one
+    memory_share: int = 1  # engines among which the memory that is free now is dealt
+    digest_key: bytes = b""  # of the digests of blocks, the same for all
 
 
 class Reason(Struct, frozen=True):
@@ -69,14 +76,18 @@ class Loop:
     """The loop of the engine process: takes commands between steps, and gives out news."""
 
     def __init__(
-        self, core: EngineCore, router: Router, queue_timeout: float | None, view: EngineView | NoView, step_seconds: float
-    ) -> None:
+        self, core: EngineCore, router: Router, queue_timeout: float | None, view: EngineView | NoView, step_seconds: float,
+        cache_news: CacheNews | None = None,
+    ) -> None:  # fmt: skip
+        """`cache_news`: where there are several engines, clients choose one by what its cache has."""
         self._core = core
         self._router = router
         self._queue_timeout = queue_timeout
         self._step_seconds = step_seconds
         self._next_step = 0.0  # not before then
         self._view = view
+        self._cache_news = cache_news
+        self._cache_told_at = 0.0
         self._taken = 0
         self._log = StatsLog(core.scheduler.snapshot())
 
@@ -102,7 +113,16 @@ class Loop:
         self._router.publish(pulse)
         self._router.give(_settled(deltas), refused, pulse.stats)
         self._router.show(self._view.frames(pulse.busy))
+        self._tell_cache(pulse)
         self._log.turn(pulse.stats)
+
+    def _tell_cache(self, pulse: Pulse) -> None:
+        """Tells clients what has changed in the cache: now and then, and before the loop waits."""
+        if self._cache_news is None or (pulse.busy and pulse.at < self._cache_told_at + CACHE_SECONDS):
+            return
+        self._cache_told_at = pulse.at
+        if (change := self._cache_news.take()) is not None:
+            self._router.tell_cache(change)
 
     def _keep_pace(self) -> None:
         """Waits before commands are taken, and not after, so that a watcher who asks meanwhile sees every step."""
@@ -133,6 +153,8 @@ class Loop:
             for request_id in [each for each in core.scheduler.requests if each.startswith(f"{command.name}-")]:
                 core.abort(request_id)
             self._view.ask(command.name, "none")
+        elif isinstance(command, Met) and self._cache_news is not None:
+            self._router.tell_cache(self._cache_news.full(), command.name)
         elif isinstance(command, Watching):
             self._view.ask(command.name, command.wanted)
         return None
@@ -155,10 +177,13 @@ def serve(orders: Orders) -> None:
     router = Router(orders.address, orders.epoch, orders.max_queue, limit, Faults(debug), lifeline=sys.stdin.fileno())
     router.start()
     tokenizer = None if orders.config.skip_tokenizer_init else partial(load_tokenizer, source)
-    core = build_engine(orders.config, source, model, debug, tokenizer, orders.epoch, on_lost=_end)
+    share = Share(orders.memory_share, orders.digest_key)
+    core = build_engine(orders.config, source, model, debug, tokenizer, orders.epoch, on_lost=_end, share=share)
     view = EngineView(core) if orders.inspector else NoView()
-    loop = Loop(core, router, orders.queue_timeout, view, orders.step_seconds)
-    facts = EngineFacts(source.name, orders.epoch, core.scheduler.limits, core.roster.facts)
+    kv = core.scheduler.kv
+    cache_news = CacheNews(kv.pool) if orders.engines > 1 else None
+    loop = Loop(core, router, orders.queue_timeout, view, orders.step_seconds, cache_news)
+    facts = EngineFacts(source.name, orders.epoch, core.scheduler.limits, core.roster.facts, kv.digests.key, kv.digests.identity)
     router.ready(facts, loop.pulse(busy=False), core.roster.numbers)
     gc.freeze()  # what is here stays, and need not be looked at again
     try:
@@ -187,6 +212,8 @@ def main(parent: int) -> None:
     try:
         orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
         log.setup(orders.log_level, orders.log_format)
+        if orders.engines > 1:
+            keep_to(share_of_cpus(orders.number, orders.engines, allowed_cpus()))
         serve(orders)
     except LoopBroke as error:
         log.logger.error("the engine failed", exc_info=error.__cause__)

@@ -26,6 +26,7 @@ from octavo.engine.wire import (
     Beat,
     Down,
     DownFrame,
+    Drain,
     Hello,
     Lost,
     News,
@@ -39,7 +40,7 @@ from octavo.engine.wire import (
 )
 from octavo.errors import ConfigError
 from octavo.log import logger
-from octavo.messages import AddRequest, Delta, EngineFacts, RankNumbers, SchedulerStats
+from octavo.messages import AddRequest, CacheChange, Delta, EngineFacts, RankNumbers, SchedulerStats
 from octavo.worker.faults import Faults
 
 BEAT_SECONDS = 0.25
@@ -65,7 +66,14 @@ class Watching:
     wanted: Wanted
 
 
-Command = AddRequest | Abort | ResetPrefixCache | Gone | Watching
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A client has heard that the engine is ready."""
+
+    name: str
+
+
+Command = AddRequest | Abort | ResetPrefixCache | Gone | Watching | Met
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +127,7 @@ class Router:
         self._facts: EngineFacts | None = None
         self._pulse: Pulse | None = None
         self._ranks: Callable[[], list[RankNumbers]] = list
+        self._draining = False  # it is to get no new requests
         self._handed = 0  # requests put into the inbox, ever
         self._roused_at = 0.0  # when one was put there that found the loop idle
         self._given_back = 0, time.monotonic()  # after which step freed memory was last given back, and when
@@ -127,6 +136,7 @@ class Router:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._outbox: deque[tuple[list[Delta], list[Refused], SchedulerStats]] = deque()
         self._views: deque[tuple[str, ViewFrame]] = deque()
+        self._changes: deque[tuple[str | None, CacheChange]] = deque()
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
@@ -170,6 +180,11 @@ class Router:
         if views:
             self._views.extend(views)
             self._rouse()
+
+    def tell_cache(self, change: CacheChange, name: str | None = None) -> None:
+        """Tells one client, or all, what the cache has."""
+        self._changes.append((name, change))
+        self._rouse()
 
     def _rouse(self) -> None:
         with suppress(BlockingIOError):  # it has been told often enough
@@ -252,12 +267,16 @@ class Router:
             if not client.greeted:
                 client.greeted = True
                 self._send(client, Hello(self._facts))
+                self._inbox.put(Met(client.name))
 
     def _obey(self, client: _Client, body: Down) -> None:
         if isinstance(body, Ping):
             return
         if isinstance(body, ResetPrefixCache):
             self._inbox.put(body)
+            return
+        if isinstance(body, Drain):
+            self._draining = True
             return
         if isinstance(body, wire.Watch):
             self._inbox.put(Watching(client.name, body.wanted))
@@ -268,7 +287,7 @@ class Router:
         elif isinstance(body, Abort):
             self._inbox.put(body)
             self._count_end(body.index)
-        elif self._is_full():
+        elif self._is_full() and not body.moved:
             text = f"the queue is full: max_queue is {self._max_queue}, try again later"
             self._send(client, Refused(request_id, "overload", text, retry_after=self._pace.retry_after(self._waiting, time.monotonic())))
         else:
@@ -312,6 +331,10 @@ class Router:
         while self._views:
             name, frame = self._views.popleft()
             self._send_to(name, wire.View(frame))
+        while self._changes:
+            told, change = self._changes.popleft()
+            for client in [each for each in self._clients.values() if each.greeted and told in (None, each.name)]:
+                self._send(client, wire.Cached(change))
 
     def _send_to(self, request_id: str, body: Up) -> None:
         client = self._clients.get(request_id.partition("-")[0].encode())
@@ -347,7 +370,7 @@ class Router:
             give_back_freed_memory()
         inbox = self._handed - pulse.taken
         stalled = stalled_for(pulse, inbox, self._roused_at, time.monotonic())
-        beat = Beat(pulse.steps, stalled, replace(pulse.stats, waiting=pulse.stats.waiting + inbox), self._ranks())
+        beat = Beat(pulse.steps, stalled, replace(pulse.stats, waiting=pulse.stats.waiting + inbox), self._ranks(), self._draining)
         for client in self._clients.values():
             if client.greeted:
                 self._send(client, beat)

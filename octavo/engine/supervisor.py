@@ -27,6 +27,7 @@ from octavo.engine.process import Orders, Reason
 from octavo.errors import ConfigError, EngineError, OctavoError
 from octavo.log import logger
 from octavo.own_file import told_with_tmpdir
+from octavo.server_config import RoutingPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,14 @@ class Serving:
     log_format: str = "text"
     step_seconds: float = 0.0  # that a step takes at least
     inspector: bool = False  # whether it may be watched
+    engines: int = 1
+    routing: RoutingPolicy = "prefix"  # which of them gets a request
+    first_number: int = 0  # of this process's requests, for their noise
+    number_step: int = 1  # from one to the next: each API process has numbers of its own
+
+    def restarts(self) -> Restarts:
+        """Returns how often and how soon an engine is started again. Where others serve meanwhile, the pauses do not grow."""
+        return Restarts(self.max_restarts, grows=self.engines == 1)
 
 
 class Supervisor:
@@ -49,18 +58,20 @@ class Supervisor:
     def __init__(
         self,
         orders: Orders,
-        max_restarts: int,
+        restarts: Restarts,
         on_start: Callable[[int], None],
         on_down: Callable[[str], None],
         on_dead: Callable[[OctavoError], None],
     ) -> None:
-        self._orders = orders
-        self._restarts = Restarts(max_restarts)
+        self.orders = orders  # of the next start
+        self._restarts = restarts
         self._on_start, self._on_down, self._on_dead = on_start, on_down, on_dead
         self._process: subprocess.Popen[bytes] | None = None
         self._ready_at: float | None = None  # of the engine that runs
         self._verdict = ""  # why it was killed, if it was
+        self._replaces = False  # it was killed to be replaced
         self._code = 0  # with which the last one ended
+        self._name = "The engine process" if orders.engines == 1 else f"Engine {orders.number}"
         self._task = lasting(self._supervise(), on_dead)
 
     @property
@@ -78,6 +89,11 @@ class Supervisor:
     def kill(self, verdict: str) -> None:
         self._verdict = verdict
         self._end_group()
+
+    def replace(self) -> None:
+        """Ends the engine and starts another one at once. This does not count as a restart."""
+        self._replaces = True
+        self.kill("it is replaced")
 
     async def stop(self) -> None:
         """Ends the engine at once, and for good."""
@@ -97,13 +113,17 @@ class Supervisor:
                 error = EngineError(f"no process could be started: {trouble}")
             was_ready = was_ready or self._ready_at is not None
             healthy_seconds = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
-            logger.error("The engine process ended: %s", error)
+            if self._replaces:
+                self._replaces = False
+                self._on_down(str(error))
+                continue
+            logger.error("%s ended: %s", self._name, error)
             self._on_down(str(error))
             pause = restarts.pause(healthy_seconds) if was_ready else None
             if pause is None:
                 self._on_dead(error)
                 return
-            logger.warning("Starting the engine again in %.1f s (%d of %d)", pause, restarts.count, restarts.most)
+            logger.warning("Starting it again in %.1f s (%d of %d)", pause, restarts.count, restarts.most)
             await asyncio.sleep(pause)
 
     async def _live(self, epoch: int) -> bytes:
@@ -124,7 +144,7 @@ class Supervisor:
         loop.add_reader(out, hear)
         try:
             with suppress(BrokenPipeError):
-                os.write(process.stdin.fileno(), msgspec.json.encode(msgspec.structs.replace(self._orders, epoch=epoch)) + b"\n")
+                os.write(process.stdin.fileno(), msgspec.json.encode(msgspec.structs.replace(self.orders, epoch=epoch)) + b"\n")
             await ended
         finally:
             loop.remove_reader(out)

@@ -1,7 +1,7 @@
 """Messages between an API process and the engine process: one msgpack frame each, decoded into exactly these types.
 
-    API process  --  Ping, Add, Abort, ResetPrefixCache, Watch  -->  engine process        DEALER to ROUTER over a unix socket
-                <--  Hello, Beat, News, Refused, Lost, View     --
+    API process  --  Ping, Add, Abort, ResetPrefixCache, Watch, Drain  -->  engine process        DEALER to ROUTER over a unix socket
+                <--  Hello, Beat, News, Refused, Lost, View, Cached    --
 
 A frame carries an epoch and a number. The epoch says to which start of the engine it belongs. The number counts the frames of one
 client in one direction, so that a gap shows a loss. Bytes that are not a frame are dropped and logged.
@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from octavo.config import EngineConfig
 from octavo.log import logger
-from octavo.messages import AddRequest, Delta, EngineFacts, RankNumbers, SchedulerStats
+from octavo.messages import AddRequest, CacheChange, Delta, EngineFacts, RankNumbers, SchedulerStats
 from octavo.model_config import ModelConfig
 
 TEXTS = 1 << 20  # bytes
@@ -77,6 +77,7 @@ class Ping(Struct, tag="ping", array_like=True, frozen=True):
 
 class Add(Struct, tag="add", array_like=True, frozen=True):
     request: AddRequest
+    moved: bool = False  # another engine had taken it, so it is not refused if the queue is full
 
 
 class Abort(Struct, tag="abort", array_like=True, frozen=True):
@@ -86,6 +87,10 @@ class Abort(Struct, tag="abort", array_like=True, frozen=True):
 
 class ResetPrefixCache(Struct, tag="reset", array_like=True, frozen=True):
     pass
+
+
+class Drain(Struct, tag="drain", array_like=True, frozen=True):
+    """The engine is to be replaced. It tells all clients with its beats, so that they give it no new requests."""
 
 
 class Watch(Struct, tag="watch", array_like=True, frozen=True):
@@ -107,6 +112,7 @@ class Beat(Struct, tag="beat", array_like=True, frozen=True):
     stalled: float  # seconds that its loop has not turned although there is something to do, as in a long step
     stats: SchedulerStats
     ranks: list[RankNumbers] = []  # where there are several
+    draining: bool = False  # it is to get no new requests
 
 
 class News(Struct, tag="news", array_like=True, frozen=True):
@@ -135,8 +141,14 @@ class View(Struct, tag="view", array_like=True, frozen=True):
     frame: ViewFrame
 
 
-Down = Ping | Add | Abort | ResetPrefixCache | Watch
-Up = Hello | Beat | News | Refused | Lost | View
+class Cached(Struct, tag="cached", array_like=True, frozen=True):
+    """What the engine's cache has, or what changed there since the last such message."""
+
+    change: CacheChange
+
+
+Down = Ping | Add | Abort | ResetPrefixCache | Watch | Drain
+Up = Hello | Beat | News | Refused | Lost | View | Cached
 Item = TypeVar("Item")
 
 

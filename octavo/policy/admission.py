@@ -105,7 +105,7 @@ class Admission:
         life.recomputed_tokens += max(0, seq.lost - hit.num_tokens)
         if life.first_scheduled is None:
             life.first_scheduled = self.clock()
-            del self.unscheduled[seq.request.request_id]
+            self.unscheduled.pop(seq.request.request_id, None)  # one that was begun elsewhere is not there: it never expires
             life.hit_reason = hit.reason
             life.cached_tokens = hit.num_tokens
             self.stats.prefix_queries += seq.num_tokens

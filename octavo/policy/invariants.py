@@ -15,7 +15,8 @@ def check(scheduler: Scheduler) -> None:
     holders = Counter(block for seq in live for table in seq.tables for block in table if block != NULL_BLOCK)
     assert all(pool.ref[block] == holders[block] for block in range(pool.num_blocks)), "refs and tables disagree"
     assert sorted(seq.seq_id for seq in live) == sorted(seq.seq_id for seq in scheduler.waiting + scheduler.running)
-    never_admitted = [name for name, request in scheduler.requests.items() if request.life.first_scheduled is None]
+    queued = [request for request in scheduler.requests.values() if request.arrival >= 0]  # the others were begun elsewhere
+    never_admitted = [request.request_id for request in queued if request.life.first_scheduled is None]
     assert list(scheduler.admission.unscheduled) == never_admitted, "who waits for the first time is known by arrival"
     _check_rows(scheduler)
     for queue in (scheduler.waiting, scheduler.running):

@@ -13,9 +13,8 @@ from array import array
 from enum import Enum
 from operator import attrgetter
 
-from octavo.messages import FinishReason, LifeRecord, NoiseKey, RowWrite, StepPlan
+from octavo.messages import AddRequest, FinishReason, LifeRecord, NoiseKey, RowWrite, StepPlan
 from octavo.policy.block_pool import BlockKey
-from octavo.sampling_params import SamplingParams
 
 LOW32 = 0xFFFFFFFF
 UNSEEDED = 1 << 31  # keeps the streams of unseeded requests apart from seeded ones
@@ -37,6 +36,7 @@ class Request:
         "extras",
         "held",
         "life",
+        "noise_number",
         "num_prompt",
         "params",
         "priority",
@@ -46,27 +46,20 @@ class Request:
     )  # fmt: skip
 
     def __init__(
-        self,
-        request_id: str,
-        params: SamplingParams,
-        num_prompt: int,
-        arrival: int,
-        priority: int,
-        root: bytes,
-        end_ids: frozenset[int],
-        engine_seed: int,
-        queued: float,
-        bad_words: list[list[int]] | None = None,
+        self, message: AddRequest, arrival: int, root: bytes, end_ids: frozenset[int], engine_seed: int, queued: float
     ) -> None:
-        self.request_id = request_id
+        """`end_ids`: of the model. `arrival`: its place in the queue"""
+        params = message.params
+        self.request_id = message.request_id
         self.params = params
-        self.num_prompt = num_prompt
+        self.num_prompt = len(message.prompt_token_ids)
         self.arrival = arrival
-        self.priority = priority
+        self.priority = message.priority
         self.root = root  # where its digest chain starts: model, settings and salt
-        self.end_ids = end_ids  # ids that end a sample
-        self.bad_words = bad_words or []  # ids that must not follow each other in a sample
+        self.end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_ids)  # ids that end a sample
+        self.bad_words = message.bad_words  # ids that must not follow each other in a sample
         self.engine_seed = engine_seed
+        self.noise_number = arrival if message.noise is None else message.noise
         self.life = LifeRecord(queued)
         self.extras: dict[int, bytes] = {}  # link -> what its digest covers beside its tokens
         self.held = False  # not to be admitted yet
@@ -74,13 +67,13 @@ class Request:
         self.aborted: set[int] = set()  # samples aborted before the fork that would have made them
 
     def noise(self, index: int) -> NoiseKey:
-        """With a seed: (seed, sample index). Without one: (engine seed, arrival number), the sample in the stream.
+        """With a seed: (seed, sample index). Without one: (engine seed, the request's number), the sample in the stream.
 
-        Words of 32 bits: after 2^32 requests arrival numbers begin again, and with them the noise of requests that are long gone.
+        Words of 32 bits: after 2^32 requests the numbers begin again, and with them the noise of requests that are long gone.
         """
         if self.params.seed is not None:
             return NoiseKey((self.params.seed & LOW32, index), 0, self.params.seed >> 32)
-        return NoiseKey((self.engine_seed & LOW32, self.arrival & LOW32), UNSEEDED | index, self.engine_seed >> 32)
+        return NoiseKey((self.engine_seed & LOW32, self.noise_number & LOW32), UNSEEDED | index, self.engine_seed >> 32)
 
 
 class Sequence:

@@ -24,6 +24,7 @@ from octavo.policy.request import Request, Sequence, Status, policy_key, prompt_
 from octavo.policy.rows import Rows
 
 SEALS_PER_STEP = 32  # larger batches take turns at sealing: when all cross a block edge together, no step pays for all
+RESUMED = 1 << 40  # a request that was begun elsewhere goes before all that were not: its client has seen the beginning
 NOT_FINITE = "numerical_error: values that are not finite, or an id outside the vocabulary"
 
 
@@ -73,24 +74,20 @@ class Scheduler:
         if message.request_id in self.requests:
             raise RequestError(f"request id {message.request_id!r} is already in use", "request_id")
         check_request(message, self.limits)
-        params, prompt = message.params, message.prompt_token_ids
-        request = Request(
-            request_id=message.request_id,
-            params=params,
-            num_prompt=len(prompt),
-            arrival=self._arrivals,
-            priority=message.priority,
-            root=self.kv.root(message.cache_salt),
-            end_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.end_ids),
-            bad_words=message.bad_words,
-            engine_seed=self.seed,
-            queued=self.clock(),
-        )
+        arrival = self._arrivals - (RESUMED if message.outputs else 0)
+        request = Request(message, arrival, self.kv.root(message.cache_salt), self.end_ids, self.seed, self.clock())
         self._arrivals += 1
-        seq = self._new_sequence(request, 0, array("i", prompt), length_limit(message, self.limits))
-        if params.n > 1:
+        self.requests[request.request_id] = request
+        prompt, limit = message.prompt_token_ids, length_limit(message, self.limits)
+        if message.outputs is not None:
+            for index, output in message.outputs.items():
+                assert len(prompt) + len(output) < limit, "a sample that had ended was begun again"
+                insort(self.waiting, self._new_sequence(request, index, array("i", prompt + output), limit), key=policy_key)
+            return
+        self.admission.unscheduled[request.request_id] = request
+        seq = self._new_sequence(request, 0, array("i", prompt), limit)
+        if request.params.n > 1:
             seq.stop_at = request.num_prompt - 1
-        self.requests[request.request_id] = self.admission.unscheduled[request.request_id] = request
         insort(self.waiting, seq, key=policy_key)
 
     def _new_sequence(self, request: Request, index: int, token_ids: "array[int]", limit: int) -> Sequence:

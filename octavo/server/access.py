@@ -23,7 +23,8 @@ from octavo.server.privacy import Holder, may_read_text
 from octavo.server_config import ServerConfig
 
 OPEN = frozenset({"/health", "/"})  # answered without a key, like the files of the page
-ADMIN = frozenset({"/reset_prefix_cache"})  # answered only with the admin key; without --admin-key these routes do not exist
+# Answered only with the admin key. Without --admin-key these routes do not exist.
+ADMIN = frozenset({"/reset_prefix_cache", "/admin/restart"})
 PREFLIGHT = {
     "access-control-allow-methods": "GET, POST, OPTIONS",
     "access-control-allow-headers": "authorization, content-type, x-request-id",

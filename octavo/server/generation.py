@@ -144,7 +144,16 @@ class Tally:
             "cached_tokens": self.cached_tokens,
             "preemptions": sum(life.preemptions for life in self._lives if life is not None),
             "hit_reason": None if self._lives[0] is None else self._lives[0].hit_reason,
+            **self._routed(),
         }
+
+    def _routed(self) -> dict[str, object]:
+        """Returns, where there are several engines, which one had the first prompt last and why, and how often prompts moved."""
+        first = self._lives[0]
+        if first is None or not first.routing:
+            return {}
+        resumed = sum(life.resumed for life in self._lives if life is not None)
+        return {"engine": first.engine, "routing": first.routing, "resumed": resumed}
 
 
 def _spans(life: LifeRecord) -> tuple[float, float, float]:

@@ -15,17 +15,17 @@ import tempfile
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from octavo.messages import STEP_TOKENS, RankFacts, RankNumbers, SchedulerStats
+from octavo.messages import STEP_TOKENS, EngineFacts, RankNumbers, SchedulerStats
 from octavo.own_file import told_with_tmpdir
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 HIT_REASONS = ("end", "short", "differs", "evicted", "cold", "off")
-FAILURES = ("invalid_request", "overloaded", "queue_timeout", "deadline_exceeded", "engine_dead", "numerical_error", "other")
+FAILURES = ("invalid_request", "overloaded", "queue_timeout", "deadline_exceeded", "engine_dead", "engine_lost", "numerical_error", "other")
 STATUSES = ("200", "204", "400", "401", "403", "404", "405", "408", "413", "414", "415", "429", "431", "499", "500", "503", "504", "other")
 SECONDS = tuple(float(f"{digits}e{power}") for power in range(-3, 3) for digits in ("1", "1.5", "2", "3", "5", "7.5")) + (1000.0,)
 TOKENS = tuple(digits * 10**power for power in range(6) for digits in (1, 2, 5)) + (10**6,)
@@ -44,7 +44,7 @@ class Counter:
         self._places = {value: place for place, value in enumerate(values)}
 
     def place(self, cells: Cells, start: int) -> None:
-        self._cells = cells
+        self._cells, self.start = cells, start
         self._places = {value: start + place for place, value in enumerate(self._values)}
 
     def add(self, amount: float = 1, value: str = "") -> None:
@@ -74,20 +74,18 @@ class Histogram:
         cells[self._sum] += value * times
 
     def family(self, prefix: str, labels: Mapping[str, str], totals: Sequence[float]) -> Metric:
-        return histogram_family(prefix + self.name, self.told, labels, self._bounds, totals[self._start : self._sum], totals[self._sum])
+        family = HistogramMetricFamily(prefix + self.name, self.told, labels=[*labels])
+        family.add_metric([*labels.values()], _buckets(self._bounds, totals[self._start : self._sum]), totals[self._sum])
+        return family
 
 
-def histogram_family(
-    name: str, told: str, labels: Mapping[str, str], bounds: Sequence[float], counts: Sequence[float], total: float
-) -> Metric:
-    """Returns a histogram for Prometheus, whose buckets include all smaller ones. `counts`: each bucket alone, the last without a bound."""
+def _buckets(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
+    """Returns the buckets for Prometheus, each with all smaller ones. `counts`: each bucket alone, the last without a bound."""
     buckets, below = [], 0.0
     for bound, count in zip([*map(float, bounds), float("inf")], counts, strict=True):
         below += count
         buckets.append(("+Inf" if bound == float("inf") else str(bound), below))
-    family = HistogramMetricFamily(name, told, labels=[*labels])
-    family.add_metric([*labels.values()], buckets, total)
-    return family
+    return buckets
 
 
 class Numbers:
@@ -108,6 +106,8 @@ class Numbers:
         self.decode_time = Histogram("request_decode_time_seconds", "From there to the last one.", SECONDS)
         self.request_prompt_tokens = Histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self.request_generation_tokens = Histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
+        self.restarts_asked = Counter("rolling_restarts_asked", "How often an admin asked to have all engines replaced.")
+        self.restarts_done = Counter("rolling_restarts_done", "How often all engines were replaced.")
         self.loop_lag = Histogram("event_loop_lag_seconds", "How late the API process got to a task that was due.", SECONDS)
         self._members: list[Counter | Histogram] = [*vars(self).values()]
         self.shared = shared
@@ -129,6 +129,10 @@ class Numbers:
     def beats(self, row: int) -> float:
         """Returns how often the process with this row has called `beat`."""
         return self._rows[row][-1]
+
+    def total(self, counter: Counter) -> float:
+        """Returns the sum of a counter without a label over all processes."""
+        return sum(row[counter.start] for row in self._rows)
 
     def families(self, prefix: str, labels: Mapping[str, str]) -> list[Metric]:
         """Returns the sums over all processes."""
@@ -154,45 +158,87 @@ def _shared_rows(descriptor: int, num_rows: int, size: int) -> list[Cells]:
     return [cells[row * size : (row + 1) * size] for row in range(num_rows)]
 
 
-def engine_families(prefix: str, labels: Mapping[str, str], stats: SchedulerStats, is_ready: bool, restarts: int) -> Iterator[Metric]:
-    """Yields the engine's gauges and counters. After a restart its counters begin at 0, which Prometheus expects."""
-    blocks = max(1, stats.num_blocks - 1)  # block 0 is the null block
-    in_use = (blocks - stats.free_blocks) / blocks if stats.num_blocks else 0.0
-    gauges = (
-        ("num_requests_running", "Sequences in the steps of the engine.", stats.running),
-        ("num_requests_waiting", "Sequences that wait for room.", stats.waiting),
-        ("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", in_use),
-        ("engine_ready", "1 while requests are served.", int(is_ready)),
-    )
-    counters = (
-        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
-        ("prefix_cache_hits", "Of these, found.", stats.prefix_hits),
-        ("num_preemptions", "Sequences that had to give their blocks back.", stats.preemptions),
-        ("engine_restarts", "Engines that died and were replaced.", restarts),
-    )
-    for family, members in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-        for name, told, value in members:
-            metric = family(prefix + name, told, labels=[*labels])
-            metric.add_metric([*labels.values()], value)
+class Engine(Protocol):
+    """The part of an engine that metrics read."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def state(self) -> str: ...
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Goes on counting after a restart."""
+
+    @property
+    def facts(self) -> EngineFacts | None:
+        """Set once it was ready."""
+
+    @property
+    def ranks(self) -> list[RankNumbers]: ...
+
+
+def engine_families(prefix: str, labels: Mapping[str, str], engines: Sequence[Engine]) -> Iterator[Metric]:
+    """Yields the gauges and counters of engines, and of the ranks of each."""
+    names = [*labels, "engine"]
+    found = [([*labels.values(), str(engine.number)], _numbers_of(engine)) for engine in engines]
+    for family, told in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+        for name, text in told.items():
+            metric = family(prefix + name, text, labels=names)
+            for own, numbers in found:
+                metric.add_metric(own, numbers[name])
             yield metric
-    told = "Tokens that a step computed."
-    yield histogram_family(f"{prefix}iteration_tokens_total", told, labels, STEP_TOKENS, stats.steps, stats.step_tokens)
+    steps = HistogramMetricFamily(f"{prefix}iteration_tokens_total", "Tokens that a step computed.", labels=names)
+    for (own, _), engine in zip(found, engines):
+        steps.add_metric(own, _buckets(STEP_TOKENS, engine.stats.steps), engine.stats.step_tokens)
+    yield steps
+    yield from _rank_families(prefix, labels, [engine for engine in engines if engine.facts is not None and engine.facts.ranks])
 
 
-def rank_families(
-    prefix: str, labels: Mapping[str, str], facts: Sequence[RankFacts], numbers: Sequence[RankNumbers], is_ready: bool
-) -> Iterator[Metric]:
+GAUGES = {
+    "num_requests_running": "Sequences in the steps of the engine.",
+    "num_requests_waiting": "Sequences that wait for room.",
+    "kv_cache_usage_perc": "Share of KV blocks in use; 1 is all.",
+    "engine_ready": "1 while requests are served.",
+}
+COUNTERS = {
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Of these, found.",
+    "num_preemptions": "Sequences that had to give their blocks back.",
+    "engine_restarts": "Engines that died and were replaced.",
+}
+
+
+def _numbers_of(engine: Engine) -> dict[str, float]:
+    stats = engine.stats
+    blocks = max(1, stats.num_blocks - 1)  # block 0 is the null block
+    return {
+        "num_requests_running": stats.running,
+        "num_requests_waiting": stats.waiting,
+        "kv_cache_usage_perc": (blocks - stats.free_blocks) / blocks if stats.num_blocks else 0.0,
+        "engine_ready": int(engine.state == "ready"),
+        "prefix_cache_queries": stats.prefix_queries,
+        "prefix_cache_hits": stats.prefix_hits,
+        "num_preemptions": stats.preemptions,
+        "engine_restarts": 0 if engine.facts is None else engine.facts.epoch - 1,
+    }
+
+
+def _rank_families(prefix: str, labels: Mapping[str, str], engines: Sequence[Engine]) -> Iterator[Metric]:
     """Yields what is known of each rank, where a model is split over several."""
-    if not facts:
+    if not engines:
         return
-    names = [*labels, "rank", "stage"]
+    names = [*labels, "engine", "rank", "stage"]
     up = GaugeMetricFamily(f"{prefix}rank_up", "1 while the rank gives signs of life.", labels=names)
     steps = CounterMetricFamily(f"{prefix}rank_steps", "Steps that the rank has made.", labels=names)
     told = "Time that the rank was in steps: it computed, or waited for other ranks."
     seconds = CounterMetricFamily(f"{prefix}rank_in_step_seconds", told, labels=names)
-    for one, done in zip(facts, numbers):
-        own = [*labels.values(), str(one.rank), str(one.stage)]
-        up.add_metric(own, int(is_ready and done.age < SILENT_SECONDS))
-        steps.add_metric(own, done.steps)
-        seconds.add_metric(own, done.seconds)
+    for engine in engines:
+        assert engine.facts is not None
+        for one, done in zip(engine.facts.ranks, engine.ranks):
+            own = [*labels.values(), str(engine.number), str(one.rank), str(one.stage)]
+            up.add_metric(own, int(engine.state == "ready" and done.age < SILENT_SECONDS))
+            steps.add_metric(own, done.steps)
+            seconds.add_metric(own, done.seconds)
     yield from (up, steps, seconds)

@@ -78,6 +78,7 @@ def _told(prompt: Prompt, samples: list[Sample], arrived: float) -> dict[str, ob
         "hit_reason": life.hit_reason,
         "preemptions": life.preemptions,
         "recomputed_tokens": life.recomputed_tokens,
+        **({"engine": life.engine, "routing": life.routing, "resumed": life.resumed} if life.routing else {}),
         **{name: round(at - arrived, 6) if at else None for name, at in (*times, ("finished", prompt.finished))},
         "samples": [{"generated_tokens": each.generated_tokens, "finish_reason": each.finish_reason} for each in samples],
     }

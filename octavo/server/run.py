@@ -45,6 +45,7 @@ from octavo.server_config import ServerConfig
 
 SWITCH_SECONDS = 0.0005  # how long a thread may keep the event loop waiting
 KEEP_ALIVE_SECONDS = 75  # longer than clients and proxies keep an idle connection: they should close it first
+NUMBERS = 2**26  # far apart: the numbers of requests that API processes had before they were started again
 LAST_WORDS_SECONDS = 2  # answers have so long to end before their connections are reset
 
 
@@ -81,7 +82,8 @@ async def _first(engine: EngineConfig, config: ServerConfig, listener: socket.so
 
 
 async def _further(orders: Orders, listener: socket.socket) -> int:
-    llm = AsyncLLM(orders.engine, _serving(orders.server), lambda error: process.fail(error), address=orders.address)
+    serving = _serving(orders.server, orders.row + orders.starts * NUMBERS)
+    llm = AsyncLLM(orders.engine, serving, lambda error: process.fail(error), address=orders.address)
     observer = _observer(orders.server, orders.model_name, orders.shared, orders.row)
     process = ApiProcess(Server(llm, orders.server, orders.model_name, observer), listener)
     return await process.run_to_end()
@@ -92,11 +94,13 @@ def _observer(config: ServerConfig, model_name: str, shared: int | None, row: in
     return Observer(Numbers(shared, row, config.api_processes), open_spans(model_name))
 
 
-def _serving(config: ServerConfig) -> Serving:
+def _serving(config: ServerConfig, first_number: int = 0) -> Serving:
+    """`first_number`: of the requests of this API process, which no other one has"""
     step_seconds = config.lesson_pace if config.lesson else 0.0
     return Serving(
         config.max_queue, config.queue_timeout, config.max_restarts,
         log_format=config.log_format, step_seconds=step_seconds, inspector=config.inspector,
+        engines=config.data_parallel_size, routing=config.routing, first_number=first_number, number_step=config.api_processes,
     )  # fmt: skip
 
 
@@ -133,6 +137,7 @@ class ApiProcess(uvicorn.Server):
         self._siblings = siblings
         self._stop_at = float("inf")
         self._failure: OctavoError | None = None
+        self._replacing: asyncio.Task[None] | None = None
 
     async def run_to_end(self) -> int:
         """Serves until it is told to stop. Returns 0 after draining, 1 after a second signal. Raises if a process stays dead."""
@@ -187,9 +192,21 @@ class ApiProcess(uvicorn.Server):
         server.observer.tick()
         if self._siblings is not None and not self._siblings.check():
             self.fail(EngineError("an API process died more often than --max-restarts allows"))
+        if self._siblings is not None and server.engines_to_replace and self._replacing is None:
+            self._replacing = asyncio.create_task(self._replace_engines())
         if server.draining and (self._is_drained or time.monotonic() > self._stop_at):
             self.should_exit = True
         return await super().on_tick(counter)
+
+    async def _replace_engines(self) -> None:
+        """Replaces all engines, as an admin has asked this process or another one."""
+        try:
+            await self._server.llm.restart(self._server.config.shutdown_timeout)
+        except Exception:
+            logger.exception("the engines could not be replaced; those that are there go on")
+        finally:
+            self._server.observer.numbers.restarts_done.add()
+            self._replacing = None
 
     @property
     def _is_drained(self) -> bool:
@@ -202,6 +219,8 @@ class ApiProcess(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._siblings is not None:
             await self._siblings.ended(0 if self.force_exit else self._server.config.shutdown_timeout + LAST_WORDS_SECONDS)
+        if self._replacing is not None:
+            self._replacing.cancel()
         await self._server.llm.close()  # open requests end with an error, and the engine ends
         asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._cut_off)
         await super().shutdown(sockets)

@@ -41,6 +41,7 @@ class Orders(Struct, frozen=True):
     model_name: str
     shared: int | None = None  # descriptor of the file with the metrics of all API processes
     row: int = 0  # the sibling's own row in that file
+    starts: int = 0  # how often it was started before
 
 
 class Sibling:
@@ -57,6 +58,7 @@ class Sibling:
         self._silent_ticks = 0  # checks since its last beat
         self._killed = False
         self._start_at = 0.0  # when the next start is due
+        self._starts = 0
         self._dead = False  # it will not be started again
         self._start()
 
@@ -111,6 +113,7 @@ class Sibling:
         self._beats, self._silent_ticks = self._numbers.beats(self._orders.row), 0
         inherited = [each for each in (self._listener.fileno(), self._orders.shared) if each is not None]
         words = command("octavo.server.run", "sibling", self._listener.fileno())
+        orders, self._starts = msgspec.structs.replace(self._orders, starts=self._starts), self._starts + 1
         try:
             self._process = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=inherited, start_new_session=True)
         except OSError as error:
@@ -118,7 +121,7 @@ class Sibling:
             return
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the process has already ended, which `check` will notice
-            self._process.stdin.write(msgspec.json.encode(self._orders) + b"\n")
+            self._process.stdin.write(msgspec.json.encode(orders) + b"\n")
             self._process.stdin.flush()
 
     def _ended(self, how: str) -> None:

@@ -3,7 +3,8 @@
 import time
 from dataclasses import dataclass, field
 
-from octavo.engine.async_llm import AsyncLLM, State
+from octavo.engine.async_llm import AsyncLLM
+from octavo.engine.replica import State
 from octavo.server.grammar_check import GrammarChecker, first_pieces
 from octavo.server.observer import Observer
 from octavo.server.recorder import Recorder
@@ -38,6 +39,12 @@ class Server:
             special = [tokenizer.token(token) for token in sorted(tokenizer.special_ids)]
             self._grammars = GrammarChecker(special, lambda: first_pieces(tokenizer))
         return self._grammars
+
+    @property
+    def engines_to_replace(self) -> bool:
+        """Whether an admin has asked for it, and it is not done."""
+        numbers = self.observer.numbers
+        return numbers.total(numbers.restarts_asked) > numbers.total(numbers.restarts_done)
 
     async def close(self) -> None:
         """Ends all its threads, tasks, processes and files."""

@@ -5,6 +5,7 @@
     /v1/requests/{id}                what happened to a request, for the client that made it, and for whoever may read text (privacy.py)
     /v1/view                         what the engine does, as lines of JSON while the client reads (docs/view.md)
     /reset_prefix_cache              for the admin
+    /admin/restart                   replaces all engines, where there are several, one after the other; for the admin
 """
 
 from collections.abc import Iterable
@@ -24,7 +25,7 @@ from octavo.server.access import current_arrival
 from octavo.server.body import check_model
 from octavo.server.errors import ApiError
 from octavo.server.events import EventStream
-from octavo.server.metrics import engine_families, rank_families
+from octavo.server.metrics import engine_families
 from octavo.server.state import Server
 
 # Defaults of a chat request that /v1/models shows. `max_tokens` null: the rest of the context.
@@ -43,8 +44,11 @@ def _add_basic(routes: APIRouter, server: Server) -> None:
 
     @routes.get("/health")
     async def health() -> JSONResponse:
-        """Answers 200 while requests are served, else 503 (loading, draining, dead)."""
-        return JSONResponse({"status": server.state}, 200 if server.state == "ready" else 503)
+        """Answers 200 while requests are served, else 503 (loading, draining, dead). Of several engines one is enough."""
+        engines = server.llm.replicas
+        ready = sum(engine.state == "ready" for engine in engines)
+        several = {"engines": {"ready": ready, "all": len(engines)}} if len(engines) > 1 else {}
+        return JSONResponse({"status": server.state, **several}, 200 if server.state == "ready" else 503)
 
     @routes.get("/version")
     async def version() -> dict[str, str]:
@@ -65,6 +69,17 @@ def _add_basic(routes: APIRouter, server: Server) -> None:
         async def reset_prefix_cache() -> dict[str, str]:
             await server.llm.reset_prefix_cache()
             return {"status": "ok"}
+
+        @routes.post("/admin/restart")
+        async def restart() -> JSONResponse:
+            """Has all engines replaced, one after the other. The answer comes at once; /health tells how many are ready."""
+            count = server.config.data_parallel_size
+            if count < 2:
+                raise ApiError(400, "one engine serves, and nothing would serve while it is replaced (--data-parallel-size)")
+            if server.engines_to_replace:
+                raise ApiError(409, "the engines are being replaced already", code="restarting")
+            server.observer.numbers.restarts_asked.add()
+            return JSONResponse({"status": "restarting", "engines": count}, 202)
 
 
 def _add_observed(routes: APIRouter, server: Server) -> None:
@@ -112,12 +127,10 @@ class _Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         server, prefix = self._server, self._server.config.metrics_prefix
-        labels = {"model_name": server.model_name, "engine": "0"}
-        facts = getattr(server.llm, "facts", None)  # set once the engine was ready
+        model, engines = {"model_name": server.model_name}, server.llm.replicas
+        labels = {**model, "engine": "0" if len(engines) < 2 else "all"}
         yield from server.observer.numbers.families(prefix, labels)
-        is_ready = server.state == "ready"
-        yield from engine_families(prefix, labels, server.llm.stats, is_ready, facts.epoch - 1 if facts else 0)
-        yield from rank_families(prefix, labels, facts.ranks if facts else (), server.llm.ranks, is_ready)
+        yield from engine_families(prefix, model, engines)
         version = GaugeMetricFamily(f"{prefix}build_info", "Which Octavo this is.", labels=[*labels, "version"])
         version.add_metric([*labels.values(), __version__], 1)
         yield version

@@ -278,8 +278,8 @@ class ViewHub:
 
     def _ranks(self) -> list[list[float]]:
         """Returns what each rank did last; nothing while no engine is ready."""
-        llm = self._server.llm
-        found = llm.ranks if llm.state == "ready" else []
+        engine = self._server.llm.replicas[0]
+        found = engine.ranks if engine.state == "ready" else []
         return [[place, one.steps, round(one.share, 3), round(one.age, 1)] for place, one in enumerate(found)]
 
     def _add(self, line: Line | None) -> None:

@@ -69,9 +69,13 @@ class Facts:
         """Returns what identifies the weights."""
         return b"dummy%d" % self.config.seed if self.config.load_format == "dummy" else open_checkpoint(self.source).fingerprint()
 
-    def plan_cache(self) -> CacheGeometry:
-        """Counts what fits on all ranks, before anything is loaded. A refusal says which setting to change."""
-        plans = plan_stages(self.all_needs, self.config, memory(self.config).share(self.place.on_host or self.config.num_ranks))
+    def plan_cache(self, engines: int = 1) -> CacheGeometry:
+        """Counts what fits on all ranks, before anything is loaded. A refusal says which setting to change.
+
+        `engines`: of the whole model, that share the memory of this host
+        """
+        shares = (self.place.on_host or self.config.num_ranks) * (engines if self.device.type == "cpu" else 1)
+        plans = plan_stages(self.all_needs, self.config, memory(self.config).share(shares))
         return self.own_cache(plans[fullest(plans)].accepted())
 
     def own_cache(self, geometry: CacheGeometry) -> CacheGeometry:

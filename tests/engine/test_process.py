@@ -211,7 +211,7 @@ def test_garbage_does_nothing_to_anybody(endless: str) -> None:
             path = Path(llm.address.removeprefix("ipc://"))
             assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
             stranger = raw(llm.address)
-            victim = f"{llm._link.name}-1"
+            victim = f"{llm.name}-1"
             frames = [
                 b"",
                 secrets.token_bytes(500),
@@ -231,7 +231,7 @@ def test_garbage_does_nothing_to_anybody(endless: str) -> None:
             binary.send(wire.encode(DownFrame(1, 2, wire.Abort(victim))))
             known = raw(llm.address, b"known")  # says hello properly, and then tells others' requests to end
             known.send(wire.encode(DownFrame(0, 1, Ping(os.getpid()))))
-            known.send(wire.encode(DownFrame(1, 2, wire.Abort(f"{llm._link.name}-2"))))
+            known.send(wire.encode(DownFrame(1, 2, wire.Abort(f"{llm.name}-2"))))
             for data in (b"GET / HTTP/1.1\r\n\r\n", secrets.token_bytes(10_000), b"\xff" + b"\xff" * 8 + b"\x7f" + bytes(1000)):
                 with socket.socket(socket.AF_UNIX) as plain:  # not even a peer
                     plain.connect(str(path))

@@ -122,10 +122,17 @@ class EngineMachine(RuleBasedStateMachine):
     def abort(self, whom: tuple[int, int | None]) -> None:
         self._abort(whom)
 
+    @rule(pick=st.integers(0, 9))
+    def begin_again(self, pick: int) -> None:
+        """One goes on as in another engine, with all that its client has: the tokens in flight come once more."""
+        if live := list(self.engine.scheduler.requests):
+            self.engine.begin_again(live[pick % len(live)])
+
     @rule(steps=st.integers(1, 12))
     def expire(self, steps: int) -> None:
         requests, now = self.engine.scheduler.requests.values(), self.engine.scheduler.step
-        late = {request.request_id for request in requests if request.life.first_scheduled is None and now - request.life.queued >= steps}
+        queued = [request for request in requests if request.life.first_scheduled is None and request.arrival >= 0]
+        late = {request.request_id for request in queued if now - request.life.queued >= steps}
         self.disturbed |= late
         assert {delta.request_id for delta in self.engine.expire(steps)} == late
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from octavo.errors import ConfigError
-from octavo.messages import StepPlan
+from octavo.messages import AddRequest, StepPlan
 from octavo.policy.block_pool import NULL_BLOCK, BlockKey, BlockPool, Event
 from octavo.policy.cache_group import CacheGroup
 from octavo.policy.cache_spec import Buffer, LayerCacheSpec, one_group, split_layers
@@ -54,7 +54,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def _sequence(self, tokens: "array[int]", salt: str) -> Sequence:
         params = SamplingParams()
-        request = Request(str(self.ids), params, len(tokens), self.ids, 0, self.kv.root(salt), frozenset(), 0, 0.0)
+        request = Request(AddRequest(str(self.ids), list(tokens), params), self.ids, self.kv.root(salt), frozenset(), 0, 0.0)
         seq = Sequence(self.ids, request, 0, tokens, len(tokens) + 100, False, len(self.kv.groups))
         self.salts[seq.seq_id] = salt
         self.ids += 1
@@ -194,7 +194,7 @@ def test_tables_read_back_their_own_tokens_under_any_calls_for_long() -> None:
 def test_digests_depend_on_key_identity_salt_parent_tokens_and_extras() -> None:
     def digests(key: bytes, identity: bytes, salt: str, tokens: list[int], extras: dict[int, bytes] | None = None) -> list[bytes]:
         kv = KVManager(BlockPool(2), 2, True, key, identity)
-        request = Request("r", SamplingParams(), len(tokens), 0, 0, kv.root(salt), frozenset(), 0, 0.0)
+        request = Request(AddRequest("r", tokens, SamplingParams()), 0, kv.root(salt), frozenset(), 0, 0.0)
         seq = Sequence(0, request, 0, array("i", tokens), 99, False)
         request.extras = extras or {}
         kv.match(seq)

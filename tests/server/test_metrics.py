@@ -93,6 +93,7 @@ ERRORS: list[tuple[Exception, int, str]] = [
     (DeadlineError("late"), 504, "deadline_exceeded"),
     (RequestError("no", "logprobs"), 400, "invalid_request"),
     (EngineError("nan", "numerical_error"), 500, "numerical_error"),
+    (EngineError("twice", "engine_lost"), 500, "engine_lost"),
     (OSError("surprise"), 500, "other"),
 ]
 
@@ -152,7 +153,7 @@ def test_the_family_is_complete_under_any_prefix_and_the_dashboard_names_what_is
 def test_an_engine_that_was_never_ready_has_metrics_too() -> None:
     for state in ("loading", "dead"):
         llm = StandInLLM(state=state)  # type: ignore[arg-type]
-        del llm.facts
+        llm.facts = None  # type: ignore[assignment]
         samples = scraped(llm)
         assert samples["engine_ready"] == 0 and samples["engine_restarts_total"] == 0
 

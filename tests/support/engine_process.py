@@ -71,7 +71,7 @@ async def until(holds: Callable[[], bool], seconds: float, what: str = "") -> fl
 
 def is_idle(llm: AsyncLLM) -> bool:
     stats = llm.stats
-    return (stats.running, stats.waiting, stats.free_blocks, llm.num_open) == (0, 0, stats.num_blocks - 1, 0)
+    return (stats.running, stats.waiting, stats.free_blocks, llm.num_open) == (0, 0, stats.num_blocks - len(llm.replicas), 0)
 
 
 def exists(pid: int) -> bool:

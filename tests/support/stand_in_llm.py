@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from octavo import LLM
-from octavo.engine.async_llm import Ask, State
+from octavo.engine.async_llm import Ask
+from octavo.engine.replica import State
 from octavo.engine.wire import ViewFrame
 from octavo.errors import DeadlineError, RequestError
 from octavo.messages import AddRequest, EngineFacts, FinishReason, Limits, RankNumbers, SchedulerStats
@@ -40,6 +41,7 @@ class StandInLLM:
 
     template = TEMPLATE
     text_tokenizer = None
+    number = 0  # it is its only engine, too
     ranks: ClassVar[list[RankNumbers]] = []
 
     def __post_init__(self) -> None:
@@ -48,6 +50,10 @@ class StandInLLM:
         self.facts = EngineFacts("stand-in", 1, Limits(8, 64, 256, self.tokenizer.vocab_size, 64, 16))
         self.sampling_defaults: dict[str, object] = {}
         self.stats = SchedulerStats(0, 0, 63, 64, 0, 0, 0, 0, 0)
+
+    @property
+    def replicas(self) -> "list[StandInLLM]":
+        return [self]
 
     async def generate(self, ask: Ask) -> News:
         self.asked.append(ask)

@@ -1,0 +1,144 @@
+"""`Placing`: which engine has which request of this process, and where the next one goes. A `Trip` is the way of one request.
+
+    choose ──► begin ──► heard, heard ... ──► done
+                 ▲           │ its engine died
+                 └── resume ─┘                  the tokens that have come go with it, as its output
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from octavo.engine.replica import RETRY_SECONDS, Replica
+from octavo.errors import UnavailableError
+from octavo.messages import AddRequest, CacheChange, Delta, LifeRecord
+from octavo.policy.digests import Digests
+from octavo.policy.routing import Choice, Routing
+from octavo.server_config import RoutingPolicy
+
+
+@dataclass(slots=True)
+class Trip:
+    request: AddRequest
+    replica: Replica | None = None  # None: it waits for an engine
+    choice: Choice | None = None  # why that one; None where there is one engine
+    resumed: int = 0  # how often it went on in another engine
+    blocks: list[bytes] = field(default_factory=list)  # short digests of its prompt, by which engines are chosen
+    losses: int = 0  # engines that it has lost in a row, without a token between
+    begun: float = field(default_factory=time.monotonic)
+    _life: LifeRecord | None = None  # as it was last told
+    _before: LifeRecord | None = None  # as it was when it lost its engine
+
+    def resume(self, said: dict[int, list[int]]) -> None:
+        """It goes on elsewhere. `said`: the tokens so far of each sample that has not ended"""
+        params = self.request.params
+        is_fresh = len(said) == params.n and not any(said.values())
+        self.request = replace(self.request, outputs=None if is_fresh else said)
+        self.resumed += 1
+        self._before = self._life or LifeRecord(self.begun)
+
+    def told(self, life: LifeRecord) -> LifeRecord:
+        """Returns an engine's record with what happened in engines before it, and which engine it is."""
+        assert self.replica is not None and self.choice is not None
+        before = self._before
+        if before is not None:
+            again = 0 if before.first_token is None else len(self.request.prompt_token_ids) - life.cached_tokens
+            life = replace(
+                life,
+                queued=before.queued,
+                first_scheduled=before.first_scheduled or life.first_scheduled,
+                first_token=before.first_token or life.first_token,
+                preemptions=before.preemptions + life.preemptions,
+                recomputed_tokens=before.recomputed_tokens + life.recomputed_tokens + max(0, again),
+                cached_tokens=before.cached_tokens if before.hit_reason else life.cached_tokens,
+                hit_reason=before.hit_reason or life.hit_reason,
+            )
+        self._life = replace(life, engine=self.replica.number, routing=self.choice.reason, resumed=self.resumed)
+        return self._life
+
+
+class Placing:
+    def __init__(self, engines: int, policy: RoutingPolicy) -> None:
+        self._policy, self._num_engines = policy, engines
+        self._routing: Routing | None = None  # where there are several; made when the first is ready
+        self._digests = Digests(b"", b"")
+        self._trips: dict[str, Trip] = {}
+
+    def meet(self, replica: Replica) -> None:
+        """An engine is ready."""
+        facts = replica.facts
+        assert facts is not None
+        self._digests = Digests(facts.digest_key, facts.identity)
+        if self._num_engines > 1 and self._routing is None:
+            self._routing = Routing(self._policy, self._num_engines, facts.limits.block_size)
+
+    def choose(self, trip: Trip, replicas: Sequence[Replica]) -> Replica:
+        """Returns the engine for a request. An engine that is to be replaced is chosen only if there is no other."""
+        if self._routing is None:
+            trip.replica = replicas[0]
+            return replicas[0]
+        there = [replica for replica in replicas if replica.is_there]
+        ready = [replica.number for replica in there if replica.state == "ready"] or [replica.number for replica in there]
+        if not ready:
+            raise UnavailableError("no engine is ready", RETRY_SECONDS)
+        if self._policy == "prefix" and not trip.blocks:
+            request = trip.request
+            trip.blocks = self._digests.of_prompt(request.prompt_token_ids, request.cache_salt, self._routing.block_size)
+        trip.choice = self._routing.choose(trip.blocks, len(trip.request.prompt_token_ids), ready)
+        trip.replica = replicas[trip.choice.engine]
+        return trip.replica
+
+    def begin(self, trip: Trip) -> None:
+        """It was sent to the engine that was chosen."""
+        request = trip.request
+        self._trips[request.request_id] = trip
+        if self._routing is not None and trip.choice is not None:
+            params = request.params
+            most = (params.max_tokens or 1 << 30) * params.n
+            self._routing.begin(request.request_id, trip.choice, trip.blocks, len(request.prompt_token_ids), most, params.n)
+
+    def heard(self, replica: Replica, deltas: list[Delta]) -> list[Delta]:
+        """Returns the news of an engine about requests that it has. What it says of one that has moved on is dropped."""
+        assert self._routing is not None
+        kept = []
+        for delta in deltas:
+            trip = self._trips.get(delta.request_id)
+            if trip is None or trip.replica is not replica:
+                continue
+            if delta.token_ids:
+                trip.losses = 0
+                self._routing.came(delta.request_id, len(delta.token_ids))
+            if delta.life is not None:
+                delta.life = trip.told(delta.life)
+            kept.append(delta)
+        return kept
+
+    def done(self, request_id: str) -> None:
+        if self._trips.pop(request_id, None) is not None and self._routing is not None:
+            self._routing.done(request_id)
+
+    def replica(self, request_id: str) -> Replica | None:
+        """Returns the engine that has a request, if any."""
+        trip = self._trips.get(request_id)
+        return None if trip is None else trip.replica
+
+    def of(self, replica: Replica) -> list[Trip]:
+        """Returns the requests that an engine has."""
+        return [trip for trip in self._trips.values() if trip.replica is replica]
+
+    def waiting(self) -> list[Trip]:
+        """Returns the requests that no engine has."""
+        return [trip for trip in self._trips.values() if trip.replica is None]
+
+    def leave(self, replica: Replica) -> list[Trip]:
+        """An engine is dead. Returns its requests, which no engine has now."""
+        trips = self.of(replica)
+        for trip in trips:
+            trip.replica = None
+        if self._routing is not None:
+            self._routing.forget(replica.number)
+        return trips
+
+    def learn(self, replica: Replica, change: CacheChange) -> None:
+        if self._routing is not None:
+            self._routing.learn(replica.number, change)
