@@ -175,6 +175,15 @@ class Limits:
     cache_tokens: int = 1 << 60  # the most positions of one sequence that the whole KV cache has room for
 
 
+@dataclass(frozen=True, slots=True)
+class CacheChange:
+    """Which blocks of an engine can be found, or no more: short digests of 8 bytes each, one after the other."""
+
+    full: bool  # whoever reads it forgets what came before
+    sealed: bytes
+    evicted: bytes = b""
+
+
 BEAT_SECONDS = 1.0  # between two signs of life of a rank
 
 

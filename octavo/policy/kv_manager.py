@@ -12,11 +12,11 @@ place, in the plan that writes it first. If it lies behind the window, it become
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b
 
 from octavo.messages import HitReason, StepPlan
 from octavo.policy.block_pool import NULL_BLOCK, BlockKey, BlockPool
 from octavo.policy.cache_group import FULL, CacheGroup
+from octavo.policy.digests import Digests
 from octavo.policy.request import Sequence
 
 UNBOUNDED = 1 << 60
@@ -54,17 +54,13 @@ class KVManager:
         self.spans = [group.links * block_size for group in groups]  # tokens in a block
         self.pending: dict[BlockKey, int] = {}  # block -> seq_id of who is computing it
         self.on_seal: Callable[[Sequence, int, int, int], None] = _ignore  # sequence, group, which entries of that table were offered
-        self._hash = blake2b(key=key, digest_size=32)  # keyed once, copied for every digest
-        self._identity = identity
+        self.digests = Digests(key, identity)
         self._force_miss = force_miss
         self._windows = [number for number, group in enumerate(groups) if group.window is not None]
         self._most_held = [group.most_held(span, step_tokens) or UNBOUNDED for group, span in zip(groups, self.spans)]
 
     def root(self, salt: str) -> bytes:
-        """Start of a digest chain; no lookup crosses identities or salts."""
-        state = self._hash.copy()
-        state.update(self._identity + b"\0" + salt.encode())
-        return state.digest()
+        return self.digests.root(salt)
 
     # --- a prefix ----------------------------------------------------------------------------------------------------
 
@@ -290,16 +286,7 @@ class KVManager:
         seq.pending = []
 
     def _extend_digests(self, seq: Sequence, count: int) -> None:
-        digests, size, extras = seq.digests, self.block_size, seq.request.extras
-        parent = digests[-1] if digests else seq.request.root
-        for start in range(len(digests) * size, count * size, size):
-            state = self._hash.copy()
-            state.update(parent)
-            state.update(seq.token_ids[start : start + size])
-            if extras:
-                state.update(extras.get(start // size, b""))
-            parent = state.digest()
-            digests.append(parent)
+        self.digests.extend(seq.digests, seq.request.root, seq.token_ids, self.block_size, count, seq.request.extras)
 
 
 def _held(table: list[int]) -> list[int]:

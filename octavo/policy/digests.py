@@ -1,0 +1,48 @@
+"""`Digests`: the chain of keyed hashes by which blocks are found again.
+
+    root      H(identity, salt)              no lookup crosses identities or salts
+    d0        H(root, tokens of block 0)
+    d1        H(d0, tokens of block 1)       equal digests mean equal prefixes
+
+An engine names its blocks with it. A door that has the same key and identity computes the same digests for a prompt, so it can tell
+which engine has the prompt's prefix.
+"""
+
+from array import array
+from collections.abc import Mapping
+from hashlib import blake2b
+
+SHORT = 8  # bytes of a digest that a door keeps: two of a million blocks are alike once in 40 million times
+
+
+class Digests:
+    def __init__(self, key: bytes, identity: bytes) -> None:
+        """`identity`: whatever must be equal for two caches to hold equal bytes."""
+        self._hash = blake2b(key=key, digest_size=32)  # keyed once, copied for every digest
+        self._identity = identity
+
+    def root(self, salt: str) -> bytes:
+        """Start of a digest chain; no lookup crosses identities or salts."""
+        state = self._hash.copy()
+        state.update(self._identity + b"\0" + salt.encode())
+        return state.digest()
+
+    def extend(
+        self, digests: list[bytes], root: bytes, token_ids: "array[int]", block_size: int, count: int, extras: Mapping[int, bytes]
+    ) -> None:
+        """Appends to the digests of a sequence until there are `count`. `extras`: what one of them covers beside its tokens."""
+        parent = digests[-1] if digests else root
+        for start in range(len(digests) * block_size, count * block_size, block_size):
+            state = self._hash.copy()
+            state.update(parent)
+            state.update(token_ids[start : start + block_size])
+            if extras:
+                state.update(extras.get(start // block_size, b""))
+            parent = state.digest()
+            digests.append(parent)
+
+    def of_prompt(self, token_ids: "list[int] | array[int]", salt: str, block_size: int) -> list[bytes]:
+        """Returns the short digests of a prompt: of its full blocks before the last token, which is never looked up."""
+        digests: list[bytes] = []
+        self.extend(digests, self.root(salt), array("i", token_ids), block_size, max(0, len(token_ids) - 1) // block_size, {})
+        return [digest[:SHORT] for digest in digests]
