@@ -19,12 +19,12 @@ class Digests:
     def __init__(self, key: bytes, identity: bytes) -> None:
         """`identity`: whatever must be equal for two caches to hold equal bytes."""
         self._hash = blake2b(key=key, digest_size=32)  # keyed once, copied for every digest
-        self._identity = identity
+        self.key, self.identity = key, identity
 
     def root(self, salt: str) -> bytes:
         """Start of a digest chain; no lookup crosses identities or salts."""
         state = self._hash.copy()
-        state.update(self._identity + b"\0" + salt.encode())
+        state.update(self.identity + b"\0" + salt.encode())
         return state.digest()
 
     def extend(

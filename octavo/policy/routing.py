@@ -15,8 +15,8 @@ from typing import Literal
 
 from octavo.messages import CacheChange
 from octavo.policy.digests import SHORT
+from octavo.server_config import RoutingPolicy
 
-Policy = Literal["prefix", "least", "turns"]
 Reason = Literal["only", "prefix", "load", "spread", "turn"]
 # only: no other engine is ready. prefix: it has most of the prompt. load: it has the least to do, and no engine has much of the
 # prompt. spread: another one has more of the prompt, but too much to do. turn: it was its turn.
@@ -59,7 +59,7 @@ class _Engine:
 
 
 class Routing:
-    def __init__(self, policy: Policy, num_engines: int, block_size: int) -> None:
+    def __init__(self, policy: RoutingPolicy, num_engines: int, block_size: int) -> None:
         """`block_size`: the tokens that a digest stands for beyond the digest before it."""
         self.policy = policy
         self.block_size = block_size

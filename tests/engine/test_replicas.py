@@ -3,16 +3,14 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from octavo.engine.async_llm import Ask, AsyncLLM
 from octavo.engine.supervisor import Serving
-from octavo.errors import EngineError
 from octavo.outputs import TextDelta
-from tests.support.engine_process import ask, engine_process, is_idle, read, run, tokens, until
+from tests.support.engine_process import ask, engine_process, is_idle, read, run, until
 
 THREE = Serving(engines=3, max_restarts=100, beat_timeout=1.5)
 

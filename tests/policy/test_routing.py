@@ -14,7 +14,8 @@ from octavo.engine.cache_news import CacheNews
 from octavo.messages import CacheChange
 from octavo.policy.cache_group import CacheGroup
 from octavo.policy.digests import SHORT, Digests
-from octavo.policy.routing import SPREAD, WORTH, Choice, Policy, Routing
+from octavo.policy.routing import SPREAD, WORTH, Choice, Routing
+from octavo.server_config import RoutingPolicy
 from tests.policy.machine_settings import machine_settings
 from tests.support.fake import GROUPS, FakeEngine, sampling
 
@@ -52,7 +53,7 @@ class Door:
         self.names.clear()
 
 
-def door(policy: Policy = "prefix", engines: int = 3) -> Door:
+def door(policy: RoutingPolicy = "prefix", engines: int = 3) -> Door:
     return Door(Routing(policy, engines, SIZE))
 
 
@@ -211,7 +212,7 @@ def test_turns_go_around_those_that_are_ready() -> None:
 
 
 @pytest.mark.parametrize("policy", ["prefix", "least", "turns"])
-def test_the_only_engine_that_is_ready_gets_everything(policy: Policy) -> None:
+def test_the_only_engine_that_is_ready_gets_everything(policy: RoutingPolicy) -> None:
     routing, prompt = door(policy).routing, digests("a", 10)
     routing.learn(2, change(*prompt[:4]))
     assert routing.choose(prompt, 161, [2]) == Choice(2, "only", 4 * SIZE)
