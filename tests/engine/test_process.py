@@ -21,8 +21,8 @@ import zmq
 from octavo.config import Debug
 from octavo.engine import supervisor, wire
 from octavo.engine.async_llm import AsyncLLM
-from octavo.engine.process import StatsLog
 from octavo.engine.pace import LONGEST, RECENT, SHORTEST, Pace
+from octavo.engine.process import StatsLog
 from octavo.engine.router import LARGE, Pulse, Router, _sliced, stalled_for
 from octavo.engine.supervisor import MOST_BYTES, SocketFolder
 from octavo.engine.wire import Add, DownFrame, Ping
