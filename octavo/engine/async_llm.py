@@ -232,9 +232,7 @@ class AsyncLLM:
         request = to_request(request_id, ask.prompt_token_ids, ask.params, words, self.config, ask.priority, ask.cache_salt)
         request.noise = self._serving.first_number + (self._count - 1) * self._serving.number_step
         check_request(request, self.facts.limits)
-        trip = Trip(request)
-        self._placing.choose(trip, self.replicas).send(Add(request))
-        self._placing.begin(trip)
+        self._place(Trip(request))
         stream = self._streams[request_id] = Stream(request_id, self._text.tokenizer, self._spelling, ask.label)
         self._outputs.add(request, ask.prompt, stream)
         if ask.timeout is not None:
@@ -298,18 +296,33 @@ class AsyncLLM:
         self._place(trip)
 
     def _place(self, trip: Trip) -> None:
-        """Sends a request that has no engine to one. If none is ready, it waits here for the first that is."""
-        with suppress(UnavailableError):
-            self._placing.choose(trip, self.replicas).send(Add(trip.request, moved=True))
-            self._placing.begin(trip)
+        """Sends a request to an engine. Where there are several and none can be reached, it waits here for the first that can."""
+        unreachable = set[int]()
+        while len(unreachable) < len(self.replicas):
+            replica = self._placing.choose(trip, self.replicas, unreachable)
+            if replica is None:
+                break
+            try:
+                replica.send(Add(trip.request, moved=trip.resumed > 0))
+            except UnavailableError:  # it has died, and nobody has noticed yet
+                if len(self.replicas) == 1:
+                    raise
+                unreachable.add(replica.number)
+            else:
+                self._placing.begin(trip, replica)
+                return
+        self._placing.park(trip)
+
+    def _place_waiting(self) -> None:
+        for trip in self._placing.waiting():
+            self._place(trip)
 
     # --- what engines say --------------------------------------------------------------------------------------------
 
     def on_ready(self, replica: Replica) -> None:
         assert replica.facts is not None
         self._placing.meet(replica)
-        for trip in self._placing.waiting():
-            self._place(trip)
+        self._place_waiting()
         if self._folder is not None and len(self.replicas) > 1 and replica is self.replicas[0]:
             for other in self.replicas:
                 other.supervise(self._orders(other))
@@ -339,7 +352,7 @@ class AsyncLLM:
                 self._end(self._streams[trip.request.request_id], EngineError(what))
             else:
                 self._send_abort(trip.request.request_id)
-                trip.replica = None
+                self._placing.take_back(trip)
                 self._move(trip, what)
 
     def on_down(self, replica: Replica, reason: str) -> None:
@@ -371,6 +384,7 @@ class AsyncLLM:
             for replica in self.replicas:  # if this process was stopped itself, nothing was heard because nobody listened
                 replica.check(slept if slept > TICK_SECONDS + 1 else 0.0)
             await asyncio.sleep(TICK_SECONDS)
+            self._place_waiting()
             self._keep_folder()
             slept, last = time.monotonic() - last, time.monotonic()
 

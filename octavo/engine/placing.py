@@ -6,11 +6,10 @@
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from octavo.engine.replica import RETRY_SECONDS, Replica
-from octavo.errors import UnavailableError
+from octavo.engine.replica import Replica
 from octavo.messages import AddRequest, CacheChange, Delta, LifeRecord
 from octavo.policy.digests import Digests
 from octavo.policy.routing import Choice, Routing
@@ -72,25 +71,27 @@ class Placing:
         if self._num_engines > 1 and self._routing is None:
             self._routing = Routing(self._policy, self._num_engines, facts.limits.block_size)
 
-    def choose(self, trip: Trip, replicas: Sequence[Replica]) -> Replica:
-        """Returns the engine for a request. An engine that is to be replaced is chosen only if there is no other."""
+    def choose(self, trip: Trip, replicas: Sequence[Replica], without: Collection[int]) -> Replica | None:
+        """Returns the engine for a request, if one is ready. One that is to be replaced is chosen only if there is no other."""
         if self._routing is None:
-            trip.replica = replicas[0]
             return replicas[0]
-        there = [replica for replica in replicas if replica.is_there]
-        ready = [replica.number for replica in there if replica.state == "ready"] or [replica.number for replica in there]
+        there = [replica for replica in replicas if replica.is_there and replica.number not in without]
+        ready = [replica.number for replica in there if replica.is_ready] or [replica.number for replica in there]
         if not ready:
-            raise UnavailableError("no engine is ready", RETRY_SECONDS)
+            return None
         if self._policy == "prefix" and not trip.blocks:
             request = trip.request
             trip.blocks = self._digests.of_prompt(request.prompt_token_ids, request.cache_salt, self._routing.block_size)
         trip.choice = self._routing.choose(trip.blocks, len(trip.request.prompt_token_ids), ready)
-        trip.replica = replicas[trip.choice.engine]
-        return trip.replica
+        return replicas[trip.choice.engine]
 
-    def begin(self, trip: Trip) -> None:
+    def park(self, trip: Trip) -> None:
+        """No engine can be reached. The request waits."""
+        self._trips[trip.request.request_id] = trip
+
+    def begin(self, trip: Trip, replica: Replica) -> None:
         """It was sent to the engine that was chosen."""
-        request = trip.request
+        request, trip.replica = trip.request, replica
         self._trips[request.request_id] = trip
         if self._routing is not None and trip.choice is not None:
             params = request.params
@@ -116,6 +117,12 @@ class Placing:
     def done(self, request_id: str) -> None:
         if self._trips.pop(request_id, None) is not None and self._routing is not None:
             self._routing.done(request_id)
+
+    def take_back(self, trip: Trip) -> None:
+        """The engine has it no more, and goes on."""
+        trip.replica = None
+        if self._routing is not None:
+            self._routing.done(trip.request.request_id)
 
     def replica(self, request_id: str) -> Replica | None:
         """Returns the engine that has a request, if any."""

@@ -2,15 +2,19 @@
 
 import asyncio
 import os
+import random
 import signal
+import time
 from typing import Any
 
 import pytest
 
 from octavo.engine.async_llm import Ask, AsyncLLM
 from octavo.engine.supervisor import Serving
+from octavo.errors import DeadlineError, EngineError
 from octavo.outputs import TextDelta
-from tests.support.engine_process import ask, engine_process, is_idle, read, run, until
+from octavo.structured_outputs import StructuredOutputs
+from tests.support.engine_process import ask, engine_process, is_idle, read, run, tokens, until
 
 THREE = Serving(engines=3, max_restarts=100, beat_timeout=1.5)
 
@@ -20,6 +24,7 @@ def questions() -> list[Ask]:
     kinds: list[dict[str, Any]] = [
         {}, {"seed": None}, {"temperature": 0}, {"n": 3}, {"n": 2, "seed": None, "logprobs": 2}, {"repetition_penalty": 1.3},
         {"min_tokens": 20, "stop_token_ids": [5, 6, 7]}, {"prompt_logprobs": 1}, {"bad_words": ["the"]}, {"stop": ["once", "the", "a"]},
+        {"structured_outputs": StructuredOutputs(regex="[a-z ]{60}")}, {"structured_outputs": StructuredOutputs(regex="[a-z]{3}"), "n": 2},
     ]  # fmt: skip
     prompts = [[1, 2, 3], list(range(3, 120)), [7]]
     return [ask(prompts[number % 3], 40 + number, **kind) for number, kind in enumerate(kinds)]
@@ -59,5 +64,117 @@ def test_no_stream_is_lost_when_engines_die(endless: str, how: signal.Signals) -
             await until(lambda: all(replica.state == "ready" for replica in llm.replicas), 20.0)
             await until(lambda: is_idle(llm), 2.0)
             assert [replica.facts.epoch for replica in llm.replicas if replica.facts] == [2, 1, 2]
+
+    run(main())
+
+
+def test_a_request_that_kills_its_engines_is_failed_by_name_and_harms_nobody_else(endless: str) -> None:
+    """Every engine dies in its third step. Whoever had no token by then twice in a row ends, and the server goes on."""
+
+    async def main() -> None:
+        async with engine_process(endless, "exit.sigkill@3", THREE, max_num_batched_tokens=8, max_num_seqs=2) as llm:
+            with pytest.raises(EngineError, match="lost 2 engines in a row, and no token came between") as error:
+                await read(llm, ask(list(range(100)), 4))  # its prompt takes thirteen steps
+            assert error.value.code == "engine_lost"
+            assert len(await tokens(llm, ask([1], 2))) == 2 and llm.num_open == 0
+
+    run(main())
+
+
+def test_requests_wait_for_an_engine_where_none_is_left_and_deadlines_run_on(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless, "forward.sleep=10", Serving(engines=2, max_restarts=100), max_num_seqs=8) as llm:
+            whole = await tokens(llm, ask([1, 2, 3], 60))
+            stream, late = asyncio.create_task(tokens(llm, ask([1, 2, 3], 60))), asyncio.create_task(read(llm, ask([4], 400, timeout=0.8)))
+            for engine in (0, 1):
+                before = llm.stats.generation_tokens
+                await until(lambda before=before: llm.stats.generation_tokens > before + 5, 2.0)  # type: ignore[misc]
+                kill(llm, engine)
+                await until(lambda engine=engine: llm.replicas[engine].state == "dead", 2.0)  # type: ignore[misc]
+            assert llm.state == "dead"
+            with pytest.raises(DeadlineError):
+                await late
+            assert await stream == whole
+            await until(lambda: is_idle(llm), 2.0)
+
+    run(main())
+
+
+def test_all_engines_are_replaced_under_load_without_an_error(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless, "forward.sleep=5", THREE, max_num_seqs=8) as llm:
+            wanted = [await tokens(llm, ask([number], 30)) for number in range(4)]
+            long = await tokens(llm, ask([9], 300))
+            replacing = asyncio.create_task(llm.restart(0.5))
+            slow = asyncio.create_task(tokens(llm, ask([9], 300)))  # longer than an engine waits: it moves
+            while not replacing.done():
+                assert await asyncio.gather(*(tokens(llm, ask([number], 30)) for number in range(4))) == wanted
+                assert sum(replica.state == "ready" for replica in llm.replicas) >= 2
+            await replacing
+            assert await slow == long
+            assert [replica.facts.epoch for replica in llm.replicas if replica.facts] == [2, 2, 2]
+            await until(lambda: is_idle(llm), 2.0)
+
+    run(main())
+
+
+def test_requests_of_one_prefix_meet_in_one_engine_and_say_so(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless, "", THREE) as llm:
+            prefixes = [[start + (7 * place) % 97 for place in range(64)] for start in (0, 100, 200)]
+            lives = []
+            for turn in range(4):
+                for prefix in prefixes:
+                    deltas = await read(llm, ask([*prefix, turn], 2))
+                    lives.append(deltas[-1].life)
+            first, later = lives[:3], lives[3:]
+            assert {life.engine for life in first if life} == {0, 1, 2} and {life.routing for life in first if life} == {"load"}
+            for number, life in enumerate(later):
+                assert life is not None and (life.routing, life.engine, life.cached_tokens) == ("prefix", first[number % 3].engine, 64)  # type: ignore[union-attr]
+            salted = await read(llm, Ask(None, [*prefixes[0], 9], ask([1], 2).params, cache_salt="other"))
+            assert salted[-1].life is not None and salted[-1].life.cached_tokens == 0
+
+    run(main())
+
+
+async def storm(llm: AsyncLLM, streams: int, kills: int, pause: tuple[float, float]) -> tuple[list[float], int]:
+    """Kills and stops engines at random under load. Returns the longest pause of each request that was moved, and how many were not."""
+    rng = random.Random(7)
+    asked = [ask([start, *range(start % 40)], 60 + start, n=1 + start % 2, logprobs=1 if start % 5 == 0 else None) for start in range(24)]
+    wanted = [samples(deltas) for deltas in await asyncio.gather(*(read(llm, each) for each in asked))]
+    pauses, unmoved, over = list[float](), 0, False
+
+    async def client(number: int) -> None:
+        nonlocal unmoved
+        while not over:
+            number = (number + 7) % len(asked)
+            last, longest, found = time.monotonic(), 0.0, list[TextDelta]()
+            async for news in llm.generate(asked[number]):
+                last, longest = time.monotonic(), max(longest, time.monotonic() - last)
+                found += news
+            assert samples(found) == wanted[number], f"question {number}"
+            if max(delta.life.resumed for delta in found if delta.life is not None):
+                pauses.append(longest)
+            else:
+                unmoved += 1
+
+    clients = [asyncio.create_task(client(number)) for number in range(streams)]
+    for _ in range(kills):
+        await asyncio.sleep(rng.uniform(*pause))
+        ready = [replica.number for replica in llm.replicas if replica.state == "ready" and replica.pid is not None]
+        if len(ready) > 1:
+            kill(llm, rng.choice(ready), rng.choice([signal.SIGKILL, signal.SIGSTOP]))
+    over = True
+    await asyncio.gather(*clients)
+    return sorted(pauses), unmoved
+
+
+def test_a_storm_of_deaths_changes_no_text(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless, "forward.sleep=2", THREE, max_num_seqs=16) as llm:
+            pauses, _ = await storm(llm, streams=16, kills=6, pause=(0.3, 1.0))
+            assert len(pauses) > 10, "hardly any request was moved"
+            await until(lambda: all(replica.state == "ready" for replica in llm.replicas), 20.0)
+            await until(lambda: is_idle(llm), 2.0)
 
     run(main())
