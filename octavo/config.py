@@ -314,6 +314,11 @@ def visible_gpus() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def show_gpus(names: list[str]) -> None:
+    """Hides all other GPUs from this process. It must be called before CUDA starts."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+
+
 def log_level(default: str) -> str:
     """Returns OCTAVO_LOG_LEVEL, or the default."""
     level = os.environ.get("OCTAVO_LOG_LEVEL", default).upper()

@@ -10,11 +10,13 @@ logger = logging.getLogger("octavo")
 request_id: ContextVar[str] = ContextVar("request_id", default="")  # the request that a server is working on
 
 
-def setup(level: str, form: str = "text") -> None:
-    """Sends log lines of at least this level to stderr. A second call only changes the level."""
+def setup(level: str, form: str = "text", engine: int | None = None) -> None:
+    """Sends log lines of at least this level to stderr. A second call only changes the level. `engine`: which of several writes them"""
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(JsonLines() if form == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+        told = "" if engine is None else f"engine {engine}: "
+        text = logging.Formatter(f"%(asctime)s %(levelname)s {told}%(message)s", "%H:%M:%S")
+        handler.setFormatter(JsonLines(engine) if form == "json" else text)
         logger.addHandler(handler)
         logger.propagate = False
     logger.setLevel(level.upper())
@@ -28,8 +30,12 @@ def form() -> str:
 class JsonLines(logging.Formatter):
     """Formats a log line as a JSON object."""
 
+    def __init__(self, engine: int | None = None) -> None:
+        super().__init__()
+        self._engine = {} if engine is None else {"engine": engine}
+
     def format(self, record: logging.LogRecord) -> str:
-        line = {"time": round(record.created, 3), "level": record.levelname, "message": record.getMessage()}
+        line = {"time": round(record.created, 3), "level": record.levelname, **self._engine, "message": record.getMessage()}
         if known := request_id.get():
             line["request_id"] = known
         if record.exc_info:

@@ -21,6 +21,7 @@ from octavo.policy.auto import check_cache_dtype, resolved, suited
 from octavo.policy.memory_plan import Memory, MemoryPlan, ModelNeeds, fullest, plan_stages, shown
 from octavo.report.charts import Curve, Part, curves, parts_bar
 from octavo.report.document import Html, Report, Section, pictured, said, table
+from octavo.server_config import check_setting
 from octavo.worker.machine import num_threads, refuse_float16, resolve_dtype, this_machine
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_report_flag(parser)
     group = parser.add_argument_group("what if")
     text = "plan for a device with this much memory, all of it free (24GiB, 512m); default: this machine"
+    group.add_argument("-dp", "--data-parallel-size", type=int, default=1, metavar="N", help="plan for one of N engines of a server")
     group.add_argument("--memory", type=size, metavar="SIZE", help=text)
     add_engine_flags(parser, only=SETTINGS)
 
@@ -61,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo.worker.device import level_used
 
     asked = engine_config(args, args.words)
+    check_setting("data_parallel_size", args.data_parallel_size)
     whole = model_shape(asked.model, asked.revision).of_rank(asked.tensor_parallel_size, asked.decode_context_parallel_size)
     config = suited(resolved(asked, _device(asked.device, args.memory)), whole.model)
     level = level_used(config)
@@ -69,11 +72,13 @@ def run(args: argparse.Namespace) -> int:
     check_cache_dtype(config, config.device, dtype)
     shapes = whole.stages(config.pipeline_parallel_size)
     all_needs = [shape.needs(dtype, config.quantization, config.kv_cache_dtype, threads, config.device) for shape in shapes]
-    plans = plan_stages(all_needs, config, _memory(config, args.memory))
+    plans = plan_stages(all_needs, config, _memory(config, args.memory, args.data_parallel_size))
     stages = [_stage(layers, plan) for layers, plan in zip(whole.stage_layers(len(plans)), plans)]
     most = fullest(plans)
     shape, needs, plan = shapes[most], all_needs[most], plans[most]
     head = plan_head(shape, needs, config, level)
+    if args.data_parallel_size > 1:
+        head += f"\n  one of {args.data_parallel_size} engines"
     if len(stages) > 1:
         head += "".join(f"\n  stage {number}: {stage}" for number, stage in enumerate(stages))
     if args.json:
@@ -119,13 +124,13 @@ def _device(asked: Device, size: int | None) -> Literal["cpu", "cuda"]:
         raise ConfigError(f"{error}; add --memory 80g to plan for a GPU with that much memory") from error
 
 
-def _memory(config: ResolvedConfig, size: int | None) -> Memory:
+def _memory(config: ResolvedConfig, size: int | None, engines: int) -> Memory:
     from octavo.worker.memory import memory
 
     if size is not None and config.device == "cuda":
         return Memory.of_gpu(size, size, config.gpu_memory_utilization)
     whole = memory(config) if size is None else Memory(size)
-    return whole if config.device == "cuda" else whole.share(config.num_ranks)
+    return whole if config.device == "cuda" else whole.share(config.num_ranks * engines)
 
 
 def _record(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, plan: MemoryPlan, level: str | None) -> dict[str, Any]:

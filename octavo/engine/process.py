@@ -35,6 +35,7 @@ from octavo.loading.resolve import ModelSource, load_model_config
 from octavo.loading.text_side import load_tokenizer
 from octavo.log import logger
 from octavo.messages import AddRequest, Delta, EngineFacts, SchedulerStats
+from octavo.worker.device import take_gpus
 from octavo.worker.faults import Faults
 from octavo.worker.machine import allowed_cpus, keep_to, share_of_cpus
 
@@ -198,6 +199,13 @@ def _end(error: OctavoError) -> None:
     os._exit(BROKEN)
 
 
+def _take_share(orders: Orders) -> None:
+    """Keeps to this engine's part of the machine: its cores, and its GPUs where there are any."""
+    keep_to(share_of_cpus(orders.number, orders.engines, allowed_cpus()))
+    if orders.config.device != "cpu":
+        take_gpus(orders.number, orders.engines, orders.config.num_ranks)
+
+
 class LoopBroke(Exception):
     """The engine had started and cannot go on."""
 
@@ -211,9 +219,9 @@ def main(parent: int) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
-        log.setup(orders.log_level, orders.log_format)
+        log.setup(orders.log_level, orders.log_format, orders.number if orders.engines > 1 else None)
         if orders.engines > 1:
-            keep_to(share_of_cpus(orders.number, orders.engines, allowed_cpus()))
+            _take_share(orders)
         serve(orders)
     except LoopBroke as error:
         log.logger.error("the engine failed", exc_info=error.__cause__)

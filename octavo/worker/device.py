@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from octavo.config import EngineConfig, visible_gpus
+from octavo.config import EngineConfig, show_gpus, visible_gpus
 from octavo.errors import ConfigError
 from octavo.platforms import platform_note, platform_refusal
 from octavo.worker.compilers import Compilers
@@ -24,6 +24,7 @@ from octavo.worker.compilers import Compilers
 GIB = 2**30
 LEAST_CAPABILITY = (8, 0)  # bfloat16 in the matrix units, asynchronous copies
 GPU_SIGNS = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia"), Path("/usr/lib/wsl/lib/libcuda.so.1"), Path("/dev/nvmap"))  # a Jetson's
+DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")  # has a folder for each
 CPU_TORCH = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cpu"
 CUDA_TORCH = "pip install --force-reinstall torch"  # on Linux the plain build has CUDA
 TRITON = "pip install triton"
@@ -162,6 +163,26 @@ def torch_refusal(build: TorchBuild) -> str | None:
     if build.hip is not None:
         return f"torch {build.version} is a ROCm build, which Octavo does not run on; the CPU build does: {CPU_TORCH}"
     return None
+
+
+def take_gpus(engine: int, engines: int, ranks: int) -> None:
+    """Lets this process see the GPUs of one of several engines, a GPU for each of its ranks. Without GPUs it does nothing."""
+    gpus = _gpus()
+    if not gpus:
+        return
+    if len(gpus) < engines * ranks:
+        raise ConfigError(
+            f"{engines} engines of {ranks} GPU{'s' * (ranks > 1)} each need {engines * ranks}, and there are {len(gpus)}: "
+            "lower --data-parallel-size, or set --device cpu"
+        )
+    show_gpus(gpus[engine * ranks : (engine + 1) * ranks])
+
+
+def _gpus() -> list[str]:
+    """Returns the GPUs that this process may see, as CUDA_VISIBLE_DEVICES names them."""
+    if (visible := visible_gpus()) is not None:
+        return [name.strip() for name in visible.split(",") if name.strip()]
+    return [str(number) for number, _ in enumerate(DRIVER_GPUS.glob("*"))]
 
 
 def choose_device(asked: str, found: Found) -> Choice:
