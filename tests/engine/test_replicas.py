@@ -161,6 +161,7 @@ async def storm(llm: AsyncLLM, streams: int, kills: int, pause: tuple[float, flo
     clients = [asyncio.create_task(client(number)) for number in range(streams)]
     for _ in range(kills):
         await asyncio.sleep(rng.uniform(*pause))
+        await until(lambda: not any(trip.losses for trip in llm._placing._trips.values()), 20.0)  # one that loses two engines is failed
         ready = [replica.number for replica in llm.replicas if replica.state == "ready" and replica.pid is not None]
         if len(ready) > 1:
             kill(llm, rng.choice(ready), rng.choice([signal.SIGKILL, signal.SIGSTOP]))
