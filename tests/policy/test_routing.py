@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from bench.routing import Ask, Machine, Simulation, Way, prefixes, third
 from octavo.engine.cache_news import CacheNews
 from octavo.messages import CacheChange
 from octavo.policy.cache_group import CacheGroup
@@ -353,3 +354,21 @@ def _tell(doors: list[Routing], news: list[CacheNews]) -> None:
         if (told := news[number].take()) is not None:
             for each in doors:
                 each.learn(number, told)
+
+
+# --- whole engines behind a door -------------------------------------------------------------------------------------
+
+
+def test_eight_long_prefixes_over_three_engines_are_found_nearly_as_often_as_in_one() -> None:
+    """Each cache holds a third of the prefixes. In turns, every prefix comes to every engine, and they evict each other."""
+    asks = prefixes(8, 512, requests=240, gap_ms=40, own=16, to_come=8)
+    rates = {way: _hit_rate(way, asks) for way in WAYS}
+    assert rates["prefix"] >= 0.95 * rates["one"] > 0.8
+    assert max(rates["turns"], rates["least"]) < 0.8 * rates["prefix"]
+
+
+WAYS: tuple[Way, ...] = ("one", "prefix", "least", "turns")
+
+
+def _hit_rate(way: Way, asks: list[Ask]) -> float:
+    return Simulation(way, 3, Machine(third(8, 512, 3), rows=8, budget=512)).run(asks).hit_rate
