@@ -41,13 +41,9 @@ class _Sent:
     engine: int
     digests: Sequence[bytes]
     samples: int
-    to_compute: int  # of its prompt; 0 after the first token
-    to_come: int  # guessed
+    to_come: int  # tokens of its answers, guessed
+    load: int  # what is left of them, and its prompt until the first one has come
     said: int = 0
-
-    @property
-    def load(self) -> int:
-        return self.to_compute + max(1, self.to_come - self.said)
 
 
 @dataclass(slots=True)
@@ -132,8 +128,8 @@ class Routing:
         answers that have ended.
         """
         assert request_id not in self._sent
-        to_come = min(most_to_come, round(self._guess * samples))
-        sent = _Sent(choice.engine, digests, samples, num_prompt_tokens - choice.cached_tokens, to_come)
+        to_come = max(1, min(most_to_come, round(self._guess * samples)))
+        sent = _Sent(choice.engine, digests, samples, to_come, num_prompt_tokens - choice.cached_tokens + to_come)
         engine = self._engines[choice.engine]
         self._turns += 1
         self._sent[request_id], engine.turn = sent, self._turns
@@ -146,10 +142,10 @@ class Routing:
         sent = self._sent.get(request_id)
         if sent is None or not count:
             return
-        before = sent.load
-        sent.to_compute = 0
         sent.said += count
-        self._engines[sent.engine].load += sent.load - before
+        left = max(1, sent.to_come - sent.said)  # it weighs something until it ends
+        self._engines[sent.engine].load += left - sent.load
+        sent.load = left
 
     def done(self, request_id: str) -> None:
         """It has ended, however. What the engine has kept of it, the engine has told."""
