@@ -15,7 +15,7 @@ from octavo.engine.cache_news import CacheNews
 from octavo.messages import CacheChange
 from octavo.policy.cache_group import CacheGroup
 from octavo.policy.digests import SHORT, Digests
-from octavo.policy.routing import SPREAD, WORTH, Choice, Policy, Routing
+from octavo.policy.routing import COLD, HOT, WORTH, Choice, Policy, Routing
 from tests.policy.machine_settings import machine_settings
 from tests.support.fake import GROUPS, FakeEngine, sampling
 
@@ -158,21 +158,34 @@ def test_a_hot_prefix_spreads_and_then_both_engines_share_it() -> None:
     choices = [at.send(prompt, to_come=250) for _ in range(60)]
     first = next(number for number, choice in enumerate(choices) if choice.reason == "spread")
     assert {choice.reason for choice in choices[:first]} == {"prefix"} and {choice.engine for choice in choices[:first]} == {0}
-    assert (first - 1) * 251 <= SPREAD * 1600 < first * 251, "as soon as the difference is twice what is computed again"
+    assert (first - 1) * 251 <= HOT * 1600 < first * 251, "as soon as the difference is twice what is computed again"
     assert Counter(choice.reason for choice in choices)["spread"] == 2, "each engine computes it once"
     loads = [at.routing.load(engine) for engine in ALL]
-    assert max(loads) - min(loads) <= SPREAD * 1600 + 251
+    assert max(loads) - min(loads) <= HOT * 1600 + 251
 
 
-def test_a_prefix_that_is_not_hot_does_not_flutter() -> None:
-    """Other requests come and go on all engines; those with the prefix stay where it is."""
+def test_a_cold_prefix_does_not_flutter() -> None:
+    """Its engine is busier than the others for a while, and then again; each turn of a conversation finds the turns before it."""
     at, prompt = door(), digests("a", 100)
     at.routing.learn(1, change(*prompt))
-    for number in range(50):
-        at.send(digests(f"b{number}", 60), to_come=200)
-        assert at.send(prompt, to_come=200).engine == 1
-        if number % 3 == 2:
-            at.end_all()
+    for number in range(30):
+        for other in range(number % 6):
+            at.routing.begin(f"{number} {other}", Choice(1, "load", 0), digests(f"{number} {other}", 100), 1601, 200)
+        assert at.send(prompt, to_come=200) == Choice(1, "prefix", 1600)
+        at.end_all()
+        for other in range(number % 6):
+            at.routing.done(f"{number} {other}")
+
+
+def test_a_cold_prefix_stays_longer_than_a_hot_one() -> None:
+    """Nobody else needs a second copy of it."""
+    routing, prompt = door().routing, digests("a", 100)
+    routing.learn(1, change(*prompt))
+    routing.begin("other", Choice(1, "load", 0), [], COLD * 1600 - 1, 1)
+    assert routing.load(1) == COLD * 1600
+    assert routing.choose(prompt, 1601, ALL) == Choice(1, "prefix", 1600)
+    routing.begin("more", Choice(1, "load", 1), [], 1, 1)
+    assert routing.choose(prompt, 1601, ALL) == Choice(0, "spread", 0)
 
 
 def test_the_policy_least_looks_at_tokens_and_not_at_requests() -> None:
