@@ -3,6 +3,7 @@
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from bench.routing import Ask, Machine, Simulation, Way, prefixes, third
+from bench.routing import Ask, Machine, Simulation, Way, of_trace, prefixes, third
+from octavo.bench.traces import HASHED, read_trace
 from octavo.engine.cache_news import CacheNews
 from octavo.messages import CacheChange
 from octavo.policy.cache_group import CacheGroup
@@ -385,3 +387,15 @@ WAYS: tuple[Way, ...] = ("one", "prefix", "least", "turns")
 
 def _hit_rate(way: Way, asks: list[Ask]) -> float:
     return Simulation(way, 3, Machine(third(8, 512, 3), rows=8, budget=512)).run(asks).hit_rate
+
+
+TRACE = Path(__file__).parents[1] / "data/traces/mooncake_conversation.jsonl"
+
+
+@pytest.mark.parametrize(("way", "found"), [("one", 5), ("turns", 3)])
+def test_prompts_of_a_trace_share_what_they_shared_in_the_service(way: Way, found: int) -> None:
+    """Its six requests come at once and have their first block in common. In turns, each engine gets two of them."""
+    asks = of_trace(read_trace(str(TRACE)))
+    figures = Simulation(way, 3, Machine(100, HASHED)).run(asks)
+    assert figures.hits == found * HASHED and len(figures.first_ms) == 6
+    assert figures.prompt_tokens == 6758 + 7322 + 7236 + 2290 + 6760 + 4834
