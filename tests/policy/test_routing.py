@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from bench.routing import Ask, Machine, Simulation, Way, of_trace, prefixes, third
+from bench.routing import POLICIES, Machine, Simulation, Way, of_trace, prefixes, third
 from octavo.bench.traces import HASHED, read_trace
 from octavo.engine.cache_news import CacheNews
 from octavo.messages import CacheChange
@@ -36,7 +36,7 @@ def change(*sealed: bytes, evicted: list[bytes] | None = None, full: bool = Fals
 
 @dataclass
 class Door:
-    """Sends requests, all of 100 blocks and one token more."""
+    """Sends requests whose prompts have one token more than their blocks."""
 
     routing: Routing
     number: int = 0
@@ -377,16 +377,10 @@ def _tell(doors: list[Routing], news: list[CacheNews]) -> None:
 def test_eight_long_prefixes_over_three_engines_are_found_nearly_as_often_as_in_one() -> None:
     """Each cache holds a third of the prefixes. In turns, every prefix comes to every engine, and they evict each other."""
     asks = prefixes(8, 512, requests=240, gap_ms=40, own=16, to_come=8)
-    rates = {way: _hit_rate(way, asks) for way in WAYS}
+    machine = Machine(third(8, 512, 3), rows=8, budget=512)
+    rates = {way: Simulation(way, 3, machine).run(asks).hit_rate for way in POLICIES}
     assert rates["prefix"] >= 0.95 * rates["one"] > 0.8
     assert max(rates["turns"], rates["least"]) < 0.8 * rates["prefix"]
-
-
-WAYS: tuple[Way, ...] = ("one", "prefix", "least", "turns")
-
-
-def _hit_rate(way: Way, asks: list[Ask]) -> float:
-    return Simulation(way, 3, Machine(third(8, 512, 3), rows=8, budget=512)).run(asks).hit_rate
 
 
 TRACE = Path(__file__).parents[1] / "data/traces/mooncake_conversation.jsonl"
