@@ -72,7 +72,7 @@ class AsyncLLM:
         self.name = secrets.token_hex(4)  # of this process on the sockets of engines, and at the head of every request id
         self._outputs = OutputPump(text.tokenizer, self._send_abort, keep_logprobs=False)
         self._streams: dict[str, Stream] = {}
-        self._placing = Placing(self._serving.engines, self._serving.routing)
+        self._placing = Placing(self._serving.engines, self._serving.routing, config.enable_prefix_caching)
         self._spelling = asyncio.Lock()
         self._count = 0
         self._draining = self._broken = self._closed = False
@@ -348,11 +348,11 @@ class AsyncLLM:
     def on_lost(self, replica: Replica) -> None:
         what = "a message between this process and the engine was lost"
         for trip in self._placing.of(replica):
+            self._send_abort(trip.request.request_id)
+        for trip in self._placing.leave(replica):
             if len(self.replicas) == 1:
-                self._end(self._streams[trip.request.request_id], EngineError(what))
+                self._fail(self._streams[trip.request.request_id], EngineError(what))
             else:
-                self._send_abort(trip.request.request_id)
-                self._placing.take_back(trip)
                 self._move(trip, what)
 
     def on_down(self, replica: Replica, reason: str) -> None:

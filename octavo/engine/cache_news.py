@@ -29,20 +29,13 @@ class CacheNews:
 
     def _on_block(self, event: Event, block: int, key: BlockKey | None) -> None:
         self._on_event(event, block, key)
-        if event == "seal":
-            self._note(key, self._sealed, self._evicted)
-        elif event == "evict":
-            self._note(key, self._evicted, self._sealed)
-
-    def _note(self, key: BlockKey | None, same: set[bytes], opposite: set[bytes]) -> None:
-        assert key is not None
-        group, digest = key
-        if group != GROUP:
-            return
-        if digest in opposite:
-            opposite.remove(digest)  # both happened since the last take: nothing has changed
+        if key is None or event == "share" or key[0] != GROUP:
+            return  # most events; a key comes with seal, evict and share alone
+        same, opposite = (self._sealed, self._evicted) if event == "seal" else (self._evicted, self._sealed)
+        if key[1] in opposite:
+            opposite.remove(key[1])  # both happened since the last take: nothing has changed
         else:
-            same.add(digest)
+            same.add(key[1])
 
     def full(self) -> CacheChange:
         """Returns what a door knows that was told everything so far. What `take` gives later goes on from there.

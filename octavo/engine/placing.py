@@ -57,8 +57,10 @@ class Trip:
 
 
 class Placing:
-    def __init__(self, engines: int, policy: RoutingPolicy) -> None:
+    def __init__(self, engines: int, policy: RoutingPolicy, caching: bool) -> None:
+        """`caching`: whether engines find what they have computed before"""
         self._policy, self._num_engines = policy, engines
+        self._by_prefix = caching and policy == "prefix"
         self._routing: Routing | None = None  # where there are several; made when the first is ready
         self._digests = Digests(b"", b"")
         self._trips: dict[str, Trip] = {}
@@ -79,7 +81,7 @@ class Placing:
         ready = [replica.number for replica in there if replica.is_ready] or [replica.number for replica in there]
         if not ready:
             return None
-        if self._policy == "prefix" and not trip.blocks:
+        if self._by_prefix and not trip.blocks and trip.request.params.prompt_logprobs is None:
             request = trip.request
             trip.blocks = self._digests.of_prompt(request.prompt_token_ids, request.cache_salt, self._routing.block_size)
         trip.choice = self._routing.choose(trip.blocks, len(trip.request.prompt_token_ids), ready)
@@ -118,12 +120,6 @@ class Placing:
         if self._trips.pop(request_id, None) is not None and self._routing is not None:
             self._routing.done(request_id)
 
-    def take_back(self, trip: Trip) -> None:
-        """The engine has it no more, and goes on."""
-        trip.replica = None
-        if self._routing is not None:
-            self._routing.done(trip.request.request_id)
-
     def replica(self, request_id: str) -> Replica | None:
         """Returns the engine that has a request, if any."""
         trip = self._trips.get(request_id)
@@ -138,7 +134,7 @@ class Placing:
         return [trip for trip in self._trips.values() if trip.replica is None]
 
     def leave(self, replica: Replica) -> list[Trip]:
-        """An engine is dead. Returns its requests, which no engine has now."""
+        """An engine has lost its requests. Returns them; no engine has them now."""
         trips = self.of(replica)
         for trip in trips:
             trip.replica = None

@@ -112,9 +112,9 @@ class Loop:
             deltas += scheduler.expire(self._queue_timeout)
         pulse = self.pulse(core.has_work)
         self._router.publish(pulse)
+        self._tell_cache(pulse)  # before the ends of requests that it is about
         self._router.give(_settled(deltas), refused, pulse.stats)
         self._router.show(self._view.frames(pulse.busy))
-        self._tell_cache(pulse)
         self._log.turn(pulse.stats)
 
     def _tell_cache(self, pulse: Pulse) -> None:

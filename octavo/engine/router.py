@@ -317,6 +317,10 @@ class Router:
         self._send(client, Lost())
 
     def _send_news(self) -> None:
+        while self._changes:
+            told, change = self._changes.popleft()
+            for client in [each for each in self._clients.values() if each.greeted and told in (None, each.name)]:
+                self._send(client, wire.Cached(change))
         while self._outbox:
             deltas, refused, stats = self._outbox.popleft()
             for each in refused:
@@ -332,10 +336,6 @@ class Router:
         while self._views:
             name, frame = self._views.popleft()
             self._send_to(name, wire.View(frame))
-        while self._changes:
-            told, change = self._changes.popleft()
-            for client in [each for each in self._clients.values() if each.greeted and told in (None, each.name)]:
-                self._send(client, wire.Cached(change))
 
     def _send_to(self, request_id: str, body: Up) -> None:
         client = self._clients.get(request_id.partition("-")[0].encode())

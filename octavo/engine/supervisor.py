@@ -71,7 +71,6 @@ class Supervisor:
         self._verdict = ""  # why it was killed, if it was
         self._replaces = False  # it was killed to be replaced
         self._code = 0  # with which the last one ended
-        self._name = "The engine process" if orders.engines == 1 else f"Engine {orders.number}"
         self._task = lasting(self._supervise(), on_dead)
 
     @property
@@ -117,7 +116,10 @@ class Supervisor:
                 self._replaces = False
                 self._on_down(str(error))
                 continue
-            logger.error("%s ended: %s", self._name, error)
+            if self.orders.engines == 1:
+                logger.error("The engine process ended: %s", error)
+            else:
+                logger.error("Engine %d ended: %s", self.orders.number, error)
             self._on_down(str(error))
             pause = restarts.pause(healthy_seconds) if was_ready else None
             if pause is None:

@@ -22,7 +22,7 @@ Reason = Literal["only", "prefix", "load", "spread", "turn"]
 # prompt. spread: another one has more of the prompt, but too much to do. turn: it was its turn.
 
 WORTH = 4  # a prefix decides if it is at least one part in so many of the prompt
-SPREAD = 2  # a prefix is left if that saves so many times the tokens that are computed again
+HOT, COLD = 2, 8  # a prefix is left if that saves so many times the tokens that are computed again
 FIRST_GUESS = 256.0  # tokens of an answer, before any has ended
 MEMORY = 16  # answers that the guess remembers, roughly
 
@@ -41,13 +41,9 @@ class _Sent:
     engine: int
     digests: Sequence[bytes]
     samples: int
-    to_compute: int  # of its prompt; 0 after the first token
-    to_come: int  # guessed
+    to_come: int  # tokens of its answers, guessed
+    load: int  # what is left of them, and its prompt until the first one has come
     said: int = 0
-
-    @property
-    def load(self) -> int:
-        return self.to_compute + max(1, self.to_come - self.said)
 
 
 @dataclass(slots=True)
@@ -82,23 +78,25 @@ class Routing:
         if self.policy == "least":
             engine = min(ready, key=self._by_load)
             return Choice(engine, "load", self._cached(engine, digests))
-        return self._by_prefix({engine: self._cached(engine, digests) for engine in ready}, num_prompt_tokens)
+        return self._by_prefix(digests, num_prompt_tokens, {engine: self._cached(engine, digests) for engine in ready})
 
-    def _by_prefix(self, cached: dict[int, int], num_prompt_tokens: int) -> Choice:
+    def _by_prefix(self, digests: Sequence[bytes], num_prompt_tokens: int, cached: dict[int, int]) -> Choice:
         """The longest prefix decides, with two exceptions.
 
         If most of the prompt has to be computed wherever it goes, the load decides. Otherwise a few words that all prompts begin with
         would draw every prompt into the cache of one engine, while the others are empty.
         If the engine with the prefix has much more to do than another, that one computes the prefix again: then both have it. It is
-        quicker as soon as the difference is larger than the tokens that are computed again. It is done at twice that, because the
-        second copy takes the place of other blocks, and because loads go up and down by a request or two.
+        quicker as soon as the difference is larger than the tokens that are computed again. It is done at twice that if the prefix is
+        hot: another request with it is at work there, so more will come, and they share the cost. If it is cold, as that of a
+        conversation, nobody else needs the second copy, which takes time and the place of other blocks: then it must be eight times.
         """
         least = min(cached, key=self._by_load)
         home = min(cached, key=lambda each: (-cached[each], self._by_load(each)))
         if cached[home] * WORTH < num_prompt_tokens:
             return Choice(least, "load", cached[least])
         quick = min(cached, key=lambda each: (self.load(each) - cached[each], self._by_load(each)))
-        if self.load(home) - self.load(quick) > SPREAD * (cached[home] - cached[quick]):
+        is_hot = digests[cached[home] // self.block_size - 1] in self._engines[home].coming
+        if self.load(home) - self.load(quick) > (HOT if is_hot else COLD) * (cached[home] - cached[quick]):
             return Choice(quick, "spread", cached[quick])
         return Choice(home, "prefix", cached[home])
 
@@ -132,8 +130,8 @@ class Routing:
         answers that have ended.
         """
         assert request_id not in self._sent
-        to_come = min(most_to_come, round(self._guess * samples))
-        sent = _Sent(choice.engine, digests, samples, num_prompt_tokens - choice.cached_tokens, to_come)
+        to_come = max(1, min(most_to_come, round(self._guess * samples)))
+        sent = _Sent(choice.engine, digests, samples, to_come, num_prompt_tokens - choice.cached_tokens + to_come)
         engine = self._engines[choice.engine]
         self._turns += 1
         self._sent[request_id], engine.turn = sent, self._turns
@@ -146,10 +144,10 @@ class Routing:
         sent = self._sent.get(request_id)
         if sent is None or not count:
             return
-        before = sent.load
-        sent.to_compute = 0
         sent.said += count
-        self._engines[sent.engine].load += sent.load - before
+        left = max(1, sent.to_come - sent.said)  # it weighs something until it ends
+        self._engines[sent.engine].load += left - sent.load
+        sent.load = left
 
     def done(self, request_id: str) -> None:
         """It has ended, however. What the engine has kept of it, the engine has told."""

@@ -45,6 +45,7 @@ def kill(llm: AsyncLLM, engine: int, how: signal.Signals = signal.SIGKILL) -> No
     os.kill(pid, how)
 
 
+# promise: data-parallel-size
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_no_stream_is_lost_when_engines_die(endless: str, how: signal.Signals) -> None:
     async def main() -> None:
@@ -118,6 +119,7 @@ def test_all_engines_are_replaced_under_load_without_an_error(endless: str) -> N
     run(main())
 
 
+# promise: data-parallel-size
 def test_requests_of_one_prefix_meet_in_one_engine_and_say_so(endless: str) -> None:
     async def main() -> None:
         async with engine_process(endless, "", THREE) as llm:

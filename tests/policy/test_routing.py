@@ -3,6 +3,7 @@
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -10,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from bench.routing import POLICIES, Machine, Simulation, Way, of_trace, prefixes, third
+from octavo.bench.traces import HASHED, read_trace
 from octavo.engine.cache_news import CacheNews
 from octavo.messages import CacheChange
 from octavo.policy.cache_group import CacheGroup
 from octavo.policy.digests import SHORT, Digests
-from octavo.policy.routing import SPREAD, WORTH, Choice, Routing
+from octavo.policy.routing import COLD, HOT, WORTH, Choice, Routing
 from octavo.server_config import RoutingPolicy
 from tests.policy.machine_settings import machine_settings
 from tests.support.fake import GROUPS, FakeEngine, sampling
@@ -34,7 +37,7 @@ def change(*sealed: bytes, evicted: list[bytes] | None = None, full: bool = Fals
 
 @dataclass
 class Door:
-    """Sends requests, all of 100 blocks and one token more."""
+    """Sends requests whose prompts have one token more than their blocks."""
 
     routing: Routing
     number: int = 0
@@ -158,21 +161,34 @@ def test_a_hot_prefix_spreads_and_then_both_engines_share_it() -> None:
     choices = [at.send(prompt, to_come=250) for _ in range(60)]
     first = next(number for number, choice in enumerate(choices) if choice.reason == "spread")
     assert {choice.reason for choice in choices[:first]} == {"prefix"} and {choice.engine for choice in choices[:first]} == {0}
-    assert (first - 1) * 251 <= SPREAD * 1600 < first * 251, "as soon as the difference is twice what is computed again"
+    assert (first - 1) * 251 <= HOT * 1600 < first * 251, "as soon as the difference is twice what is computed again"
     assert Counter(choice.reason for choice in choices)["spread"] == 2, "each engine computes it once"
     loads = [at.routing.load(engine) for engine in ALL]
-    assert max(loads) - min(loads) <= SPREAD * 1600 + 251
+    assert max(loads) - min(loads) <= HOT * 1600 + 251
 
 
-def test_a_prefix_that_is_not_hot_does_not_flutter() -> None:
-    """Other requests come and go on all engines; those with the prefix stay where it is."""
+def test_a_cold_prefix_does_not_flutter() -> None:
+    """Its engine is busier than the others for a while, and then again; each turn of a conversation finds the turns before it."""
     at, prompt = door(), digests("a", 100)
     at.routing.learn(1, change(*prompt))
-    for number in range(50):
-        at.send(digests(f"b{number}", 60), to_come=200)
-        assert at.send(prompt, to_come=200).engine == 1
-        if number % 3 == 2:
-            at.end_all()
+    for number in range(30):
+        for other in range(number % 6):
+            at.routing.begin(f"{number} {other}", Choice(1, "load", 0), digests(f"{number} {other}", 100), 1601, 200)
+        assert at.send(prompt, to_come=200) == Choice(1, "prefix", 1600)
+        at.end_all()
+        for other in range(number % 6):
+            at.routing.done(f"{number} {other}")
+
+
+def test_a_cold_prefix_stays_longer_than_a_hot_one() -> None:
+    """Nobody else needs a second copy of it."""
+    routing, prompt = door().routing, digests("a", 100)
+    routing.learn(1, change(*prompt))
+    routing.begin("other", Choice(1, "load", 0), [], COLD * 1600 - 1, 1)
+    assert routing.load(1) == COLD * 1600
+    assert routing.choose(prompt, 1601, ALL) == Choice(1, "prefix", 1600)
+    routing.begin("more", Choice(1, "load", 1), [], 1, 1)
+    assert routing.choose(prompt, 1601, ALL) == Choice(0, "spread", 0)
 
 
 def test_the_policy_least_looks_at_tokens_and_not_at_requests() -> None:
@@ -354,3 +370,27 @@ def _tell(doors: list[Routing], news: list[CacheNews]) -> None:
         if (told := news[number].take()) is not None:
             for each in doors:
                 each.learn(number, told)
+
+
+# --- whole engines behind a door -------------------------------------------------------------------------------------
+
+
+def test_eight_long_prefixes_over_three_engines_are_found_nearly_as_often_as_in_one() -> None:
+    """Each cache holds a third of the prefixes. In turns, every prefix comes to every engine, and they evict each other."""
+    asks = prefixes(8, 512, requests=240, gap_ms=40, own=16, to_come=8)
+    machine = Machine(third(8, 512, 3), rows=8, budget=512)
+    rates = {way: Simulation(way, 3, machine).run(asks).hit_rate for way in POLICIES}
+    assert rates["prefix"] >= 0.95 * rates["one"] > 0.8
+    assert max(rates["turns"], rates["least"]) < 0.8 * rates["prefix"]
+
+
+TRACE = Path(__file__).parents[1] / "data/traces/mooncake_conversation.jsonl"
+
+
+@pytest.mark.parametrize(("way", "found"), [("one", 5), ("turns", 3)])
+def test_prompts_of_a_trace_share_what_they_shared_in_the_service(way: Way, found: int) -> None:
+    """Its six requests come at once and have their first block in common. In turns, each engine gets two of them."""
+    asks = of_trace(read_trace(str(TRACE)))
+    figures = Simulation(way, 3, Machine(100, HASHED)).run(asks)
+    assert figures.hits == found * HASHED and len(figures.first_ms) == 6
+    assert figures.prompt_tokens == 6758 + 7322 + 7236 + 2290 + 6760 + 4834

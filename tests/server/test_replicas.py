@@ -53,6 +53,7 @@ def streamed(reply: Reply | None) -> str:
     return "".join(re.findall(r'"text": ?"((?:[^"\\]|\\.)*)"', reply.body.decode()))
 
 
+# promise: data-parallel-size
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_no_client_notices_that_engines_die_and_all_are_told_apart(endless: str, processes: str) -> None:
     with ServerProcess("octavo serve", endless, *FLAGS, "--api-processes", processes, env=FAKE) as server:
