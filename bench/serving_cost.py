@@ -2,6 +2,7 @@
 
     python bench/serving_cost.py [MODEL]              batch32 of `octavo bench`, offline and over HTTP, as a ratio
     python bench/serving_cost.py --fake [MODEL]       streamed tokens a second, and how late the API process's event loop was
+    python bench/serving_cost.py --engines [MODEL]    the same tokens a second of three engines beside one, by the number of API processes
 
 Server and client share this machine's cores, so besides tokens a second there is what the API process would carry on a core of its own.
 """
@@ -62,6 +63,24 @@ def against_offline(model: str | None, rounds: int) -> None:
             print(f"median of {rounds}: {statistics.median(ratios):.1%}")
 
 
+def of_engines(model: str | None, rounds: int, streams: int, count: int, step_ms: int) -> None:
+    """Each engine has rows for a third of the streams and a step of its own length, so three can do three times as much as one."""
+    flags = ("--num-gpu-blocks-override", "4000", "--max-num-seqs", str(streams // 3))
+    env = {"OCTAVO_DEBUG": f"runner=fake,forward.sleep={step_ms}", "OCTAVO_LOG_LEVEL": "ERROR"}
+    workload = [([100 + number] * PROMPT, count) for number in range(streams)]
+    for processes in (1, 2):
+        speeds: dict[int, list[float]] = {1: [], 3: []}
+        for engines in [1, 3] * rounds:
+            more = ("-dp", str(engines), "--api-processes", str(processes))
+            with ServerProcess("octavo serve", *([model] if model else []), *flags, *more, env=env, watch="") as server:
+                asyncio.run(stream_all(server, [(ids, 4) for ids, _ in workload]))
+                start = time.perf_counter()
+                asyncio.run(stream_all(server, workload))
+                speeds[engines].append(streams * count / (time.perf_counter() - start))
+        one, three = statistics.median(speeds[1]), statistics.median(speeds[3])
+        print(f"{processes} API process(es): one engine {one:,.0f} tokens/s, three {three:,.0f}: {three / one:.2f} times", flush=True)
+
+
 def on_fake(model: str | None, rounds: int, streams: int, count: int, step_ms: int) -> None:
     flags = ("--num-gpu-blocks-override", "20000", "--max-num-seqs", str(streams))
     env = {"OCTAVO_DEBUG": "runner=fake" + (f",forward.sleep={step_ms}" if step_ms else ""), "OCTAVO_LOG_LEVEL": "ERROR"}
@@ -84,13 +103,16 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--fake", action="store_true")
+    parser.add_argument("--engines", action="store_true", help="three engines beside one")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--step-ms", type=int, default=0, help="with --fake: how long a step takes; 0: no time")
     arguments = parser.parse_args()
     log.setup("WARNING")
-    if arguments.fake:
+    if arguments.engines:
+        of_engines(arguments.model, arguments.rounds, arguments.streams, arguments.tokens, arguments.step_ms)
+    elif arguments.fake:
         on_fake(arguments.model, arguments.rounds, arguments.streams, arguments.tokens, arguments.step_ms)
     else:
         against_offline(arguments.model, arguments.rounds)

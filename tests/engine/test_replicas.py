@@ -139,15 +139,14 @@ def test_requests_of_one_prefix_meet_in_one_engine_and_say_so(endless: str) -> N
     run(main())
 
 
-async def storm(llm: AsyncLLM, streams: int, kills: int, pause: tuple[float, float]) -> tuple[list[float], int]:
-    """Kills and stops engines at random under load. Returns the longest pause of each request that was moved, and how many were not."""
+async def storm(llm: AsyncLLM, streams: int, steps: int, pause: tuple[float, float]) -> list[float]:
+    """Kills and stops engines at random, until they have made so many steps. Returns the longest pause of each request that moved."""
     rng = random.Random(7)
     asked = [ask([start, *range(start % 40)], 60 + start, n=1 + start % 2, logprobs=1 if start % 5 == 0 else None) for start in range(24)]
     wanted = [samples(deltas) for deltas in await asyncio.gather(*(read(llm, each) for each in asked))]
-    pauses, unmoved, over = list[float](), 0, False
+    pauses, over = list[float](), False
 
     async def client(number: int) -> None:
-        nonlocal unmoved
         while not over:
             number = (number + 7) % len(asked)
             last, longest, found = time.monotonic(), 0.0, list[TextDelta]()
@@ -157,11 +156,9 @@ async def storm(llm: AsyncLLM, streams: int, kills: int, pause: tuple[float, flo
             assert samples(found) == wanted[number], f"question {number}"
             if max(delta.life.resumed for delta in found if delta.life is not None):
                 pauses.append(longest)
-            else:
-                unmoved += 1
 
     clients = [asyncio.create_task(client(number)) for number in range(streams)]
-    for _ in range(kills):
+    while sum(llm.stats.steps) < steps and not any(task.done() for task in clients):
         await asyncio.sleep(rng.uniform(*pause))
         await until(lambda: not any(trip.losses for trip in llm._placing._trips.values()), 20.0)  # one that loses two engines is failed
         ready = [replica.number for replica in llm.replicas if replica.state == "ready" and replica.pid is not None]
@@ -169,15 +166,30 @@ async def storm(llm: AsyncLLM, streams: int, kills: int, pause: tuple[float, flo
             kill(llm, rng.choice(ready), rng.choice([signal.SIGKILL, signal.SIGSTOP]))
     over = True
     await asyncio.gather(*clients)
-    return sorted(pauses), unmoved
+    return sorted(pauses)
 
 
 def test_a_storm_of_deaths_changes_no_text(endless: str) -> None:
     async def main() -> None:
         async with engine_process(endless, "forward.sleep=2", THREE, max_num_seqs=16) as llm:
-            pauses, _ = await storm(llm, streams=16, kills=6, pause=(0.3, 1.0))
+            pauses = await storm(llm, streams=16, steps=1500, pause=(0.3, 0.8))
             assert len(pauses) > 10, "hardly any request was moved"
             await until(lambda: all(replica.state == "ready" for replica in llm.replicas), 20.0)
             await until(lambda: is_idle(llm), 2.0)
 
     run(main())
+
+
+@pytest.mark.soak
+def test_a_long_storm_of_deaths_changes_no_text(endless: str, capsys: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        async with engine_process(endless, "", THREE, max_num_seqs=16) as llm:
+            pauses = await storm(llm, streams=24, steps=100_000, pause=(0.5, 3.0))
+            await until(lambda: all(replica.state == "ready" for replica in llm.replicas), 20.0)
+            await until(lambda: is_idle(llm), 2.0)
+            deaths = sum(replica.facts.epoch - 1 for replica in llm.replicas if replica.facts)
+            median = pauses[len(pauses) // 2]
+            with capsys.disabled():
+                print(f"\n{deaths} deaths, {len(pauses)} requests moved; their pause: median {median:.2f} s, worst {pauses[-1]:.2f} s")
+
+    asyncio.run(main())
