@@ -69,6 +69,19 @@ def test_no_stream_is_lost_when_engines_die(endless: str, how: signal.Signals) -
     run(main())
 
 
+def test_whoever_was_served_is_not_refused_where_the_queue_is_full(endless: str) -> None:
+    async def main() -> None:
+        serving = Serving(engines=2, max_restarts=100, max_queue=0)
+        async with engine_process(endless, "forward.sleep=10", serving, max_num_seqs=2) as llm:
+            wanted = [await tokens(llm, ask([number], 60)) for number in range(4)]
+            streams = [asyncio.create_task(tokens(llm, ask([number], 60))) for number in range(4)]
+            await until(lambda: all(replica.stats.running == 2 for replica in llm.replicas), 5.0)
+            kill(llm, 0)
+            assert await asyncio.gather(*streams) == wanted
+
+    run(main())
+
+
 def test_a_request_that_kills_its_engines_is_failed_by_name_and_harms_nobody_else(endless: str) -> None:
     """Every engine dies in its third step. Whoever had no token by then twice in a row ends, and the server goes on."""
 
