@@ -28,6 +28,7 @@ from octavo.engine.cache_news import CacheNews
 from octavo.engine.core import EngineCore
 from octavo.engine.router import BROKEN, Command, Gone, Met, Pulse, Router, Watching
 from octavo.engine.stall_watch import NoWatch, StallWatch, Watch
+from octavo.engine.trace import numbered
 from octavo.engine.view import EngineView, NoView
 from octavo.engine.wire import Abort, Refused, ResetPrefixCache, frame_limit
 from octavo.errors import OctavoError, RequestError
@@ -179,7 +180,10 @@ def serve(orders: Orders) -> None:
     router.start()
     tokenizer = None if orders.config.skip_tokenizer_init else partial(load_tokenizer, source)
     share = Share(orders.memory_share, orders.digest_key)
-    core = build_engine(orders.config, source, model, debug, tokenizer, orders.epoch, on_lost=_end, share=share)
+    config = orders.config
+    if config.trace is not None and orders.engines > 1:
+        config = replace(config, trace=numbered(config.trace, orders.number))
+    core = build_engine(config, source, model, debug, tokenizer, orders.epoch, on_lost=_end, share=share)
     view = EngineView(core) if orders.inspector else NoView()
     kv = core.scheduler.kv
     cache_news = CacheNews(kv.pool) if orders.engines > 1 else None

@@ -13,6 +13,7 @@ and whenever nothing is left to do, so that a killed process leaves one that loa
 import os
 import threading
 import time
+from pathlib import Path
 from typing import Protocol
 
 from octavo.log import logger
@@ -61,6 +62,12 @@ class NoTrace:
 
     def follow(self, roster: Roster) -> None:
         pass
+
+
+def numbered(path: str, engine: int) -> str:
+    """Returns the file of one of several engines: steps-1.json for steps.json."""
+    name = Path(path)
+    return str(name.with_stem(f"{name.stem}-{engine}"))
 
 
 def open_trace(path: str | None, goes_on: bool = False) -> "StepTrace | NoTrace":

@@ -12,7 +12,7 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.engine import trace
-from octavo.engine.trace import StepTrace, open_trace
+from octavo.engine.trace import StepTrace, numbered, open_trace
 from octavo.engine.view import EngineView
 from octavo.errors import ConfigError
 from tests.cli.processes import ROOT, environment
@@ -158,3 +158,9 @@ def test_every_step_is_on_the_track_of_every_rank(tmp_path: Path, how: str) -> N
         if not any(stages):  # all compute while the engine waits; the stages of a pipeline go on after its step
             assert all(made[step]["ts"] <= event["ts"] for step, event in own.items())
             assert all(event["ts"] + event["dur"] <= made[step]["ts"] + made[step]["dur"] + 50_000 for step, event in own.items())
+
+
+def test_each_of_several_engines_has_a_file_of_its_own() -> None:
+    assert [numbered(path, 2) for path in ("steps.json", "/tmp/a.b/steps", "a/steps.trace.json")] == [
+        "steps-2.json", "/tmp/a.b/steps-2", "a/steps.trace-2.json",
+    ]  # fmt: skip

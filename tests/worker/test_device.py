@@ -1,6 +1,7 @@
 """Platforms and devices, each without its machine: what is refused in one line, and what the start line says."""
 
 import logging
+import os
 import platform
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from octavo.errors import ConfigError
 from octavo.loading.resolve import load_model_config, resolve_model
 from octavo.platforms import platform_note, platform_refusal
 from octavo.worker import device
-from octavo.worker.device import Choice, Found, Gpu, TorchBuild, choose_device, find, missing_tools, torch_refusal
+from octavo.worker.device import Choice, Found, Gpu, TorchBuild, choose_device, find, missing_tools, take_gpus, torch_refusal
 from octavo.worker.facts import settle
 
 CPU, CUDA, ROCM = TorchBuild("2.13.0+cpu", None, None), TorchBuild("2.13.0", "13.0", None), TorchBuild("2.13.0+rocm7", None, "7.0")
@@ -156,3 +157,26 @@ def test_a_start_says_one_device_line_and_refuses_what_cannot_work(
     monkeypatch.setattr(platform, "system", lambda: "Windows")
     with pytest.raises(ConfigError, match="WSL2"):
         settled(EngineConfig())
+
+
+@pytest.mark.parametrize(
+    ("visible", "driver", "engine", "ranks", "seen"),
+    [(None, 4, 0, 2, "0,1"), (None, 4, 1, 2, "2,3"), ("5, 7", 8, 1, 1, "7"), ("GPU-a,GPU-b", 0, 0, 1, "GPU-a"), (None, 0, 1, 1, None)],
+)
+def test_each_of_two_engines_sees_gpus_of_its_own(
+    visible: str | None, driver: int, engine: int, ranks: int, seen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(driver):
+        (tmp_path / f"0000:{number}").mkdir()
+    monkeypatch.setattr(device, "DRIVER_GPUS", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    take_gpus(engine, 2, ranks)
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
+
+
+def test_more_engines_than_gpus_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    with pytest.raises(ConfigError, match="2 engines of 2 GPUs each need 4, and there are 3: lower --data-parallel-size"):
+        take_gpus(0, 2, 2)
