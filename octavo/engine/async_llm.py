@@ -13,15 +13,15 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 
-from octavo.config import EngineConfig, log_level
+from octavo.config import EngineConfig
 from octavo.engine.output import OutputPump, Stream, to_request
 from octavo.engine.placing import Placing, Trip
 from octavo.engine.process import Orders
 from octavo.engine.replica import RETRY_SECONDS, Replica, State
-from octavo.engine.supervisor import Serving, SocketFolder, lasting
+from octavo.engine.supervisor import Serving, SocketFolder, lasting, orders_of
 from octavo.engine.wire import Abort, Add, Cached, News, Refused, ResetPrefixCache, ViewFrame, frame_limit
 from octavo.errors import DeadlineError, EngineError, OctavoError, OverloadError, RequestError, UnavailableError
 from octavo.loading.text_side import TextSide, open_text_side
@@ -136,31 +136,7 @@ class AsyncLLM:
         await self._ready
 
     def _orders(self, replica: Replica) -> Orders:
-        """Returns the orders of an engine. The first one finds out how large its pool can be, and the others get the same."""
-        source, serving, config = self._text.source, self._serving, self.config
-        known = self.replicas[0].facts
-        if known is not None:
-            limits = known.limits
-            config = replace(config, num_gpu_blocks_override=limits.num_blocks, max_model_len=limits.max_model_len)
-        return Orders(
-            config=replace(config, model=str(source.path), revision=None),
-            path=str(source.path),
-            kind=source.kind,
-            name=source.name,
-            end_ids=self._text.model.eos_token_ids,
-            address=replica.address,
-            epoch=0,
-            max_queue=serving.max_queue,
-            queue_timeout=serving.queue_timeout,
-            log_level=log_level("INFO"),
-            log_format=serving.log_format,
-            step_seconds=serving.step_seconds,
-            inspector=serving.inspector,
-            engines=serving.engines,
-            number=replica.number,
-            memory_share=serving.engines if known is None else 1,
-            digest_key=self._digest_key,
-        )
+        return orders_of(self._text, self.config, self._serving, replica.number, replica.address, self._digest_key, self.replicas[0].facts)
 
     async def drain(self, seconds: float) -> int:
         """Takes no new requests and waits for the open ones, for some time. Returns how many did not end."""
@@ -298,10 +274,7 @@ class AsyncLLM:
     def _place(self, trip: Trip) -> None:
         """Sends a request to an engine. Where there are several and none can be reached, it waits here for the first that can."""
         unreachable = set[int]()
-        while len(unreachable) < len(self.replicas):
-            replica = self._placing.choose(trip, self.replicas, unreachable)
-            if replica is None:
-                break
+        while replica := self._placing.choose(trip, self.replicas, unreachable | trip.full):
             try:
                 replica.send(Add(trip.request, moved=trip.resumed > 0))
             except UnavailableError:  # it has died, and nobody has noticed yet
@@ -312,6 +285,14 @@ class AsyncLLM:
                 self._placing.begin(trip, replica)
                 return
         self._placing.park(trip)
+
+    def _find_room(self, request_id: str) -> bool:
+        """Sends a request that an engine has no room for to another one. Returns False if all have refused it."""
+        trip = self._placing.refused(request_id)
+        if len(trip.full) == len(self.replicas):
+            return False
+        self._place(trip)
+        return True
 
     def _place_waiting(self) -> None:
         for trip in self._placing.waiting():
@@ -338,7 +319,8 @@ class AsyncLLM:
         if stream is None:
             return
         if refused.kind == "overload":
-            self._fail(stream, OverloadError(refused.message, refused.retry_after))
+            if not self._find_room(refused.request_id):
+                self._fail(stream, OverloadError(refused.message, refused.retry_after))
         else:
             self._fail(stream, RequestError(refused.message, refused.param, refused.code))
 

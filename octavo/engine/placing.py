@@ -23,6 +23,7 @@ class Trip:
     choice: Choice | None = None  # why that one; None where there is one engine
     resumed: int = 0  # how often it went on in another engine
     blocks: list[bytes] = field(default_factory=list)  # short digests of its prompt, by which engines are chosen
+    full: set[int] = field(default_factory=set)  # engines that had no room for it
     losses: int = 0  # engines that it has lost in a row, without a token between
     begun: float = field(default_factory=time.monotonic)
     _life: LifeRecord | None = None  # as it was last told
@@ -76,7 +77,7 @@ class Placing:
     def choose(self, trip: Trip, replicas: Sequence[Replica], without: Collection[int]) -> Replica | None:
         """Returns the engine for a request, if one is ready. One that is to be replaced is chosen only if there is no other."""
         if self._routing is None:
-            return replicas[0]
+            return None if without else replicas[0]
         there = [replica for replica in replicas if replica.is_there and replica.number not in without]
         ready = [replica.number for replica in there if replica.is_ready] or [replica.number for replica in there]
         if not ready:
@@ -119,6 +120,16 @@ class Placing:
     def done(self, request_id: str) -> None:
         if self._trips.pop(request_id, None) is not None and self._routing is not None:
             self._routing.done(request_id)
+
+    def refused(self, request_id: str) -> Trip:
+        """An engine had no room for it. Returns the request, which no engine has now."""
+        trip = self._trips[request_id]
+        assert trip.replica is not None
+        trip.full.add(trip.replica.number)
+        trip.replica = None
+        if self._routing is not None:
+            self._routing.done(request_id)
+        return trip
 
     def replica(self, request_id: str) -> Replica | None:
         """Returns the engine that has a request, if any."""

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,12 @@ import msgspec
 
 from octavo import errors
 from octavo.child import Restarts, command, is_stopped
+from octavo.config import EngineConfig, log_level
 from octavo.engine.process import Orders, Reason
 from octavo.errors import ConfigError, EngineError, OctavoError
+from octavo.loading.text_side import TextSide
 from octavo.log import logger
+from octavo.messages import EngineFacts
 from octavo.own_file import told_with_tmpdir
 from octavo.server_config import RoutingPolicy
 
@@ -50,6 +53,35 @@ class Serving:
     def restarts(self) -> Restarts:
         """Returns how often and how soon an engine is started again. Where others serve meanwhile, the pauses do not grow."""
         return Restarts(self.max_restarts, grows=self.engines == 1)
+
+
+def orders_of(
+    text: TextSide, config: EngineConfig, serving: Serving, number: int, address: str, digest_key: bytes, first: EngineFacts | None
+) -> Orders:
+    """Returns the orders of an engine. `first`: of the first engine, which finds out how large its pool can be; others get the same"""
+    source = text.source
+    if first is not None and serving.engines > 1:
+        limits = first.limits
+        config = replace(config, num_gpu_blocks_override=limits.num_blocks, max_model_len=limits.max_model_len)
+    return Orders(
+        config=replace(config, model=str(source.path), revision=None),
+        path=str(source.path),
+        kind=source.kind,
+        name=source.name,
+        end_ids=text.model.eos_token_ids,
+        address=address,
+        epoch=0,
+        max_queue=serving.max_queue,
+        queue_timeout=serving.queue_timeout,
+        log_level=log_level("INFO"),
+        log_format=serving.log_format,
+        step_seconds=serving.step_seconds,
+        inspector=serving.inspector,
+        engines=serving.engines,
+        number=number,
+        memory_share=serving.engines if first is None else 1,
+        digest_key=digest_key,
+    )
 
 
 class Supervisor:

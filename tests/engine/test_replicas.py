@@ -11,7 +11,7 @@ import pytest
 
 from octavo.engine.async_llm import Ask, AsyncLLM
 from octavo.engine.supervisor import Serving
-from octavo.errors import DeadlineError, EngineError
+from octavo.errors import DeadlineError, EngineError, OverloadError
 from octavo.outputs import TextDelta
 from octavo.structured_outputs import StructuredOutputs
 from tests.support.engine_process import ask, engine_process, is_idle, read, run, tokens, until
@@ -78,6 +78,23 @@ def test_whoever_was_served_is_not_refused_where_the_queue_is_full(endless: str)
             await until(lambda: all(replica.stats.running == 2 for replica in llm.replicas), 5.0)
             kill(llm, 0)
             assert await asyncio.gather(*streams) == wanted
+
+    run(main())
+
+
+def test_a_full_queue_sends_a_request_to_another_engine_and_the_last_one_refuses_it(endless: str) -> None:
+    async def main() -> None:
+        serving = Serving(engines=2, max_queue=0, routing="turns")
+        async with engine_process(endless, "forward.sleep=10", serving, max_num_seqs=1) as llm:
+            first = asyncio.create_task(tokens(llm, ask([1], 80)))
+            await until(lambda: llm.stats.running == 1, 2.0)
+            short = await read(llm, ask([2], 4))
+            assert short[-1].life is not None and short[-1].life.engine == 1
+            second = asyncio.create_task(tokens(llm, ask([3], 80)))  # its turn is the engine that is busy
+            await until(lambda: llm.stats.running == 2, 2.0)
+            with pytest.raises(OverloadError, match="the queue is full"):
+                await read(llm, ask([4], 4))
+            assert [len(await first), len(await second)] == [80, 80]
 
     run(main())
 

@@ -169,9 +169,9 @@ def test_each_of_two_engines_sees_gpus_of_its_own(
     for number in range(driver):
         (tmp_path / f"0000:{number}").mkdir()
     monkeypatch.setattr(device, "DRIVER_GPUS", tmp_path)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")  # so that it is as before afterwards
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     take_gpus(engine, 2, ranks)
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
 
