@@ -24,7 +24,6 @@ def questions() -> list[Ask]:
     kinds: list[dict[str, Any]] = [
         {}, {"seed": None}, {"temperature": 0}, {"n": 3}, {"n": 2, "seed": None, "logprobs": 2}, {"repetition_penalty": 1.3},
         {"min_tokens": 20, "stop_token_ids": [5, 6, 7]}, {"prompt_logprobs": 1}, {"bad_words": ["the"]}, {"stop": ["once", "the", "a"]},
-        {"structured_outputs": StructuredOutputs(regex="[a-z ]{60}")}, {"structured_outputs": StructuredOutputs(regex="[a-z]{3}"), "n": 2},
     ]  # fmt: skip
     prompts = [[1, 2, 3], list(range(3, 120)), [7]]
     return [ask(prompts[number % 3], 40 + number, **kind) for number, kind in enumerate(kinds)]
@@ -65,6 +64,22 @@ def test_no_stream_is_lost_when_engines_die(endless: str, how: signal.Signals) -
             await until(lambda: all(replica.state == "ready" for replica in llm.replicas), 20.0)
             await until(lambda: is_idle(llm), 2.0)
             assert [replica.facts.epoch for replica in llm.replicas if replica.facts] == [2, 1, 2]
+
+    run(main())
+
+
+def test_a_grammar_goes_on_where_its_text_was(endless: str) -> None:
+    async def main() -> None:
+        async with engine_process(endless, "forward.sleep=10", THREE, max_num_seqs=8) as llm:
+            question = ask([1, 2], 300, n=2, structured_outputs=StructuredOutputs(regex="[a-z]{150}"))
+            quiet, found = samples(await read(llm, question)), list[TextDelta]()
+            async for news in llm.generate(question):
+                found += news
+                if sum(len(delta.token_ids) for delta in found) >= 20 and len(llm.replicas) == sum(each.is_ready for each in llm.replicas):
+                    kill(llm, next(delta.life.engine for delta in found if delta.life is not None))
+                    await until(lambda: not all(each.is_ready for each in llm.replicas), 2.0)
+            assert samples(found) == quiet and [len(text) for text, *_ in quiet.values()] == [150, 150]
+            assert found[-1].life is not None and found[-1].life.resumed == 1
 
     run(main())
 
