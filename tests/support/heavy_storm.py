@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from octavo.engine.stall_watch import SAID
+from tests.support.fair_clock import Machine, family
 from tests.support.heavy_requests import (
     ANSWERS,
     DIGITS,
@@ -39,7 +40,7 @@ from tests.support.heavy_requests import (
     places,
     times,
 )  # fmt: skip
-from tests.support.heavy_watch import NO_ANSWER, Asker, Machine, Memory, family, memory_of, name_of
+from tests.support.heavy_watch import NO_ANSWER, Asker, Memory, memory_of, name_of
 from tests.support.server_process import ServerProcess
 
 LATE_SECONDS = 1.0

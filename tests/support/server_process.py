@@ -15,6 +15,7 @@ from typing import Any
 
 from octavo.engine.stall_watch import SAID
 from tests.cli.processes import ROOT, SECONDS, environment
+from tests.support.fair_clock import FairClock
 
 WATCH = "loop.slow=200,step.slow=1000"  # milliseconds of CPU time, see octavo/engine/stall_watch.py
 STAND_IN = "tests.support.watched_server --stand-in"  # a server without an engine
@@ -87,8 +88,12 @@ class ServerProcess:
         return found
 
     def ended(self, seconds: float = SECONDS) -> int:
-        code = self.process.wait(seconds)
-        self._reader.join(seconds)
+        """Its code, once it has ended, which may take so long by a fair clock."""
+        clock = FairClock()
+        while (code := self.process.poll()) is None:
+            assert not clock.is_past(seconds), f"it has not ended after {seconds} s: {self.stderr[-3000:]}"
+            time.sleep(0.01)
+        self._reader.join(SECONDS)
         return code
 
     def memory(self, line: str) -> int:
