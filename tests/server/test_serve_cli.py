@@ -44,7 +44,7 @@ def gone(pids: set[int], seconds: float) -> bool:
 
 # promise: octavo-serve-model, ready-one-line, v1-models-says
 def test_it_serves_from_the_ready_line_to_the_exit_code(tmp_path: Path) -> None:
-    with ServerProcess("octavo serve", env=NO_WEIGHTS, cwd=tmp_path) as server:
+    with ServerProcess("octavo serve", env=NO_WEIGHTS, cwd=tmp_path, forks=False) as server:
         assert server.model == "SmolLM2-135M-Instruct" and server.host == "127.0.0.1"
         assert server.ask("GET", "/health").json == {"status": "ready"}
         (model,) = server.ask("GET", "/v1/models").json["data"]
