@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -70,6 +71,15 @@ def forked(command: list[str], libraries: tuple[str, ...] = ENGINE, **settings: 
     return _Forked(command, libraries, **settings)
 
 
+class ForkingSubprocess:
+    """In the place of `subprocess`, in a module that starts children of Python."""
+
+    Popen = staticmethod(forked)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+
 def run_forked(command: list[str], input: Any, timeout: float, **settings: Any) -> "subprocess.CompletedProcess[Any]":
     """`subprocess.run` with captured output."""
     pipe = subprocess.PIPE
@@ -93,6 +103,7 @@ class _Forked(subprocess.Popen):  # type: ignore[type-arg]
         given = {0: p2cread, 1: c2pwrite, 2: errwrite, **{fd: fd for fd in pass_fds}}
         given = {target: fd for target, fd in given.items() if fd != -1}
         request = {"words": args[1:], "cwd": str(cwd or os.getcwd()), "env": dict(os.environ if env is None else env), "fds": list(given)}
+        request["parent"] = os.getpid()
         self.pid = self._nursery.start(request, list(given.values()))
         self._child_created = True
         for fd in {p2cread, c2pwrite, errwrite} - {-1}:
@@ -105,6 +116,8 @@ class _Forked(subprocess.Popen):  # type: ignore[type-arg]
 
 def _become(request: dict[str, Any], fds: list[int]) -> Callable[[], None]:
     """This process becomes what was asked for; what is returned is its program."""
+    while os.getppid() != request["parent"]:  # it looks after its parent, and may end with it
+        time.sleep(0.001)
     high = [_moved(fd) for fd in fds]
     for fd, target in zip(high, request["fds"], strict=True):
         os.dup2(fd, target, inheritable=True)
@@ -114,9 +127,10 @@ def _become(request: dict[str, Any], fds: list[int]) -> Callable[[], None]:
     os.chdir(request["cwd"])
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     _open_standard_files()
-    (first, *words), paths = request["words"], os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    is_safe = request["words"][0] == "-P"
+    first, *words = request["words"][is_safe:]
     here = {"-m": os.getcwd(), "-c": ""}.get(first, os.path.dirname(first))
-    sys.path[:0] = [here, *filter(None, paths)]
+    sys.path[:0] = [*([] if is_safe else [here]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     if first == "-m":
         sys.argv = list(words)
         return lambda: runpy.run_module(words[0], run_name="__main__", alter_sys=True) and None
