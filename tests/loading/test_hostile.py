@@ -18,6 +18,7 @@ import pytest
 
 from tests.cli.processes import ROOT, environment
 from tests.support.doors import MAX_SECONDS, Outcome
+from tests.support.forked import forked
 from tests.support.hostile_case import Case
 from tests.support.hostile_files import GROUPS, all_cases
 from tests.support.tiny_files import folder_files, gguf_file, gguf_keys, sentencepiece_keys, sharded_files, write_files
@@ -116,7 +117,7 @@ def alone(out: Path) -> Callable[[int], Ended]:
         case = FIRST[group]
         command = [sys.executable, "-m", "octavo", "generate", "--model", str(case.write(out / "alone")), "x", *case.flags]
         with tempfile.TemporaryFile() as stderr:
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, cwd=ROOT, env=environment({}))
+            process = forked(command, stdout=subprocess.DEVNULL, stderr=stderr, cwd=ROOT, env=environment({}))
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
             stderr.seek(0)

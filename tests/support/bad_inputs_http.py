@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from tests.support.bad_inputs_row import CHAT, COMPLETIONS, SOUND, Attempt, Row, acted, row
 from tests.support.bad_inputs_watch import Watched
-from tests.support.fair_clock import FairClock
 from tests.support.server_process import Reply, read_replies
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -23,10 +22,10 @@ def refused(reply: Reply, status: int, kind: str = "") -> Reply:
 
 def sent_to_the_end(server: Watched, data: bytes) -> list[Reply]:
     """A client that says all it has to say before it listens: it must get to read the answer."""
-    clock = FairClock()
+    start = time.monotonic()
     with server.process.connect() as sock:
         sock.sendall(data)
-        return [server.seen(reply, clock) for reply in read_replies(sock, 1)]
+        return [server.seen(reply, start) for reply in read_replies(sock, 1)]
 
 
 def _head(header: bytes) -> Callable[[Watched], None]:
@@ -58,7 +57,7 @@ def _declared(server: Watched) -> None:
 
 
 def _endless(server: Watched) -> None:
-    start, clock = time.monotonic(), FairClock()
+    start = time.monotonic()
     with server.process.connect() as sock:
         sock.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\n")
         piece = b"100000\r\n" + b"a" * 2**20 + b"\r\n"
@@ -68,14 +67,14 @@ def _endless(server: Watched) -> None:
         except (ConnectionResetError, BrokenPipeError):
             pass
         (reply,) = read_replies(sock)
-    refused(server.seen(reply, clock), 413)
+    refused(server.seen(reply, start), 413)
 
 
 def _slow(server: Watched) -> None:
     """500 connections, of which some are slow with their heads, some with their bodies, some say nothing at all."""
     begun = [b"GET /health HTTP/1.1\r\nX: ", POST + b"Content-Length: 99\r\n\r\n", b""]
     socks = [(server.process.connect(5), begun[number % 3]) for number in range(500)]
-    start, clock = time.monotonic(), FairClock()
+    start = time.monotonic()
     for sock, data in socks:
         sock.sendall(data)
     while time.monotonic() - start < 0.8:
@@ -88,7 +87,7 @@ def _slow(server: Watched) -> None:
         assert [reply.status for reply in replies] == ([408] if data else []), replies
         sock.close()
         if data:
-            refused(server.seen(replies[0], clock), 408)
+            refused(server.seen(replies[0], start), 408)
 
 
 def _bomb(server: Watched) -> Callable[[], None]:

@@ -19,7 +19,7 @@ class Machine:
 
     def __init__(self, ours: Iterable[int]) -> None:
         self._ours = list(ours)
-        self._start = self._now()
+        self._start, self._began = self._now(), time.monotonic()
 
     def _now(self) -> tuple[float, float]:
         """CPU seconds of all, and of our own processes with the children they have outlived."""
@@ -30,8 +30,9 @@ class Machine:
                 ours += cpu_seconds(pid)
         return (user + nice + system + sum(rest[:3])) / TICKS, ours
 
-    def left(self, seconds: float) -> float:
-        """The share that was not taken by others in these seconds since it was made."""
+    def left(self) -> float:
+        """The share that was not taken by others since it was made."""
+        seconds = max(time.monotonic() - self._began, 1e-9)
         everybody, ours = (now - then for now, then in zip(self._now(), self._start))
         return min(1.0, max(0.2, 1 - (everybody - ours) / (seconds * (os.cpu_count() or 1))))
 
@@ -44,8 +45,7 @@ class FairClock:
         self._start = time.monotonic()
 
     def seconds(self) -> float:
-        wall = max(time.monotonic() - self._start, 1e-9)
-        return wall * self._machine.left(wall) ** 2
+        return (time.monotonic() - self._start) * self._machine.left() ** 2
 
     def is_past(self, seconds: float) -> bool:
         """For loops: the machine is looked at only once it is late."""

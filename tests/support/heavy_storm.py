@@ -91,7 +91,7 @@ class Storm:
             worse = [] if back else [f"nobody was answered for {BACK_SECONDS} s afterwards, busy in {self._last_words()}"]
             worse += [f"an answer was 500: {self.server.stderr.splitlines()[-1]}"] if self._statuses[500] else []
             worse += [f"{found[1]} in {_place(found[2])}" for found in STALL.finditer(self.server.stderr[read:])] + memory.grown()
-            late = self._asker.late_since(start, LATE_SECONDS / machine.left(time.monotonic() - start) ** 2)
+            late = self._asker.late_since(start, LATE_SECONDS / machine.left() ** 2)
             self.log.append(f"{time.monotonic() - start:6.2f} s  {name} {dict(self._statuses)}: {'; '.join(worse + late) or 'well'}")
             if not back:
                 self.__exit__()
