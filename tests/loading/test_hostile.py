@@ -70,6 +70,13 @@ def doors(out: Path) -> Iterator[Doors]:
     doors.close()
 
 
+def new_folder(out: Path) -> Path:
+    """One for each try: a case that is tried again finds nothing there."""
+    folder = Path(tempfile.mkdtemp(dir=out))
+    folder.chmod(0o755)
+    return folder
+
+
 def assert_refused(outcome: Outcome, case: Case) -> None:
     assert outcome.code == 1, (outcome.code, outcome.stderr)
     assert outcome.stderr.startswith("octavo: error: ") and outcome.stderr.count("\n") == 1
@@ -83,7 +90,7 @@ def assert_refused(outcome: Outcome, case: Case) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_hostile_file_is_refused_in_one_line(out: Path, doors: Doors, name: str) -> None:
     case = CASES[name]
-    model = case.write(out / "cases")
+    model = case.write(new_folder(out))
     assert_refused(doors.try_model(model, case), case)
     assert not list(model.parent.rglob("*.ran"))  # what custom code would leave behind
 
@@ -115,7 +122,7 @@ def alone(out: Path) -> Callable[[int], Ended]:
     @cache
     def run(group: int) -> Ended:
         case = FIRST[group]
-        command = [sys.executable, "-m", "octavo", "generate", "--model", str(case.write(out / "alone")), "x", *case.flags]
+        command = [sys.executable, "-m", "octavo", "generate", "--model", str(case.write(new_folder(out))), "x", *case.flags]
         with tempfile.TemporaryFile() as stderr:
             process = forked(command, stdout=subprocess.DEVNULL, stderr=stderr, cwd=ROOT, env=environment({}))
             _, status, usage = os.wait4(process.pid, 0)

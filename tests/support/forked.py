@@ -22,6 +22,9 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -136,9 +139,24 @@ def _become(request: dict[str, Any], fds: list[int]) -> Callable[[], None]:
         return lambda: runpy.run_module(words[0], run_name="__main__", alter_sys=True) and None
     if first == "-c":
         sys.argv = ["-c", *words[1:]]
-        return lambda: exec(compile(words[0], "<string>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
+        return _Text(words[0]).run
     sys.argv = [first, *words]
     return lambda: runpy.run_path(first, run_name="__main__") and None
+
+
+class _Text(InspectLoader):
+    """What follows `python -c`."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def get_source(self, fullname: str) -> str:
+        return self._text
+
+    def run(self) -> None:
+        spec = ModuleSpec("__main__", self)
+        sys.modules["__main__"] = module = module_from_spec(spec)
+        self.exec_module(module)
 
 
 def _moved(fd: int) -> int:
