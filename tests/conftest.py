@@ -9,6 +9,7 @@ is no fault of the program, and one that is slow is slow again. Every second try
 
 import logging
 import os
+import signal
 from collections.abc import Generator
 
 import pytest
@@ -24,15 +25,18 @@ for setting in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
     os.environ.pop(setting, None)
 
 LONGEST = (
-    *("tests/web/test_chat_page.py", "tests/kernels/", "tests/faults/", "tests/server/test_bad_inputs.py", "tests/engine/test_memory.py"),
-    *("tests/web/", "tests/server/test_kills.py", "tests/native/test_group.py", "tests/docs/test_documents.py"),
-    "tests/worker/test_ranks.py",
+    *("tests/web/test_chat_page.py", "tests/kernels/", "tests/server/test_bad_inputs.py", "tests/engine/test_memory.py"),
+    *("tests/worker/test_ranks.py", "tests/faults/", "tests/ray/", "tests/engine/test_native.py", "tests/loading/test_hostile.py"),
+    *("tests/equivalence/test_verify.py", "tests/docs/test_documents.py", "tests/native/test_attention.py", "tests/web/"),
+    *("tests/bench/test_commands.py", "tests/house/test_house.py", "tests/cli/test_commands.py", "tests/server/"),
 )
 TIMED = (
     *("tests/server/", "tests/web/", "tests/cli/", "tests/bench/", "tests/docs/", "tests/text/", "tests/loading/"),
     *("tests/engine/test_async_llm.py", "tests/engine/test_process.py", "tests/engine/test_start_up.py", "tests/engine/test_memory.py"),
     *("tests/engine/test_stall_watch.py", "tests/policy/test_speed.py", "tests/house/test_house.py"),
 )
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # where a shell runs the suite in the background: Ctrl-C is tested, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 IN_CI = os.environ.get("CI") == "true"
 
 # In CI the same examples every time, so that a red run means a changed program; by hand, new ones on every run.

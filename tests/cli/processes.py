@@ -1,4 +1,4 @@
-"""Octavo as a user starts it: a process with pipes, or one behind a terminal that the test types into."""
+"""Octavo as a user starts it: a process with pipes (tests/support/forked.py), or one behind a terminal that the test types into."""
 
 import contextlib
 import fcntl
@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from octavo.cli.main import main
+from tests.support.forked import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 120  # a busy machine starts torch slowly
@@ -28,8 +29,7 @@ def environment(extra: dict[str, str]) -> dict[str, str]:
 
 
 def octavo(*words: str, stdin: str = "", cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "octavo", *words]
-    return subprocess.run(command, input=stdin, cwd=cwd, env=environment(env or {}), capture_output=True, text=True, timeout=SECONDS)
+    return run_forked([sys.executable, "-m", "octavo", *words], stdin, SECONDS, cwd=cwd, env=environment(env or {}), text=True)
 
 
 def octavo_here(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:

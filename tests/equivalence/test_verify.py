@@ -42,7 +42,7 @@ def run(folder: str, native: bool = True, depth: int = 1, requests: int = 24, bl
 
 
 # promise: octavo-verify
-@pytest.mark.soak  # the README's own command runs with every change
+@pytest.mark.soak
 def test_default_model_agrees_bit_for_bit() -> None:
     command = [sys.executable, "-m", "octavo", "verify", "--requests", "12", "--dtype", "bfloat16", "--kv-cache-dtype", "int8"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)

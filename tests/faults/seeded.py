@@ -5,14 +5,17 @@
     Shown-by: examples/fake_kv.py --nan 4                 if there: the command that shows it, for docs/exercises.md
     --- a/octavo/...                                      the mistake, as a diff
 
-The copy stands in a folder that has the real tests beside it, so a named test runs there as it is.
+The copy stands in a folder that has the real tests beside it, so a named test runs there as it is. It runs in a process that
+`Nursery` forks from one which has imported pytest and torch, and nothing of Octavo: to import them for every bug takes most of the time.
 """
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,31 +44,59 @@ BUGS = [SeededBug.read(path) for path in sorted(Path(__file__).parent.glob("*.pa
 
 
 def plant(bug: SeededBug, tree: Path) -> Path:
-    """`tree` becomes a checkout with that bug."""
-    shutil.copytree(ROOT / "octavo", tree / "octavo")  # with what Python compiled of it, which holds for files that stay as they are
-    for name in ("tests", "examples", "pyproject.toml"):
-        (tree / name).symlink_to(ROOT / name)
+    """`tree` becomes a checkout with that bug: what it changes is copied, all else are links."""
+    changed = re.findall(r"^--- a/(\S+)", bug.path.read_text(), re.MULTILINE)
+    tree.mkdir()
+    _link(Path(), {Path(name) for name in changed}, tree)
     # without the ceiling, git would look for a repository above the folder and apply nothing outside of it
-    applied = _run(["git", "apply", str(bug.path)], tree, GIT_CEILING_DIRECTORIES=str(tree.parent))
+    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)}
+    applied = subprocess.run(["git", "apply", str(bug.path)], cwd=tree, env=env, capture_output=True, text=True, timeout=SECONDS)
     assert applied.returncode == 0, f"{bug.name} no longer fits the code, make it anew: {applied.stderr}"
     return tree
 
 
-def failures(test: str, tree: Path) -> list[str]:
-    """Messages of the named test's failures in `tree`; [] if it passes. Anything else that goes wrong raises."""
-    report = tree / "report.xml"
-    options = ["-q", "--maxfail=1", "-p", "no:cacheprovider", "-p", "no:xdist", f"--junitxml={report}"]
-    done = _run([sys.executable, "-m", "pytest", *options, test], tree, CI="true", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
-    suite = ElementTree.parse(report).getroot().find("testsuite")
-    assert done.returncode in (0, 1) and suite is not None and suite.get("errors") == "0", done.stdout + done.stderr
-    return [failure.get("message", "") for failure in suite.iter("failure")]
+def _link(folder: Path, changed: set[Path], tree: Path) -> None:
+    parents = {parent for path in changed for parent in path.parents}
+    for name in sorted(os.listdir(ROOT / folder)) if folder.parts else ("octavo", "tests", "examples", "pyproject.toml"):
+        path = folder / name
+        if path in changed:
+            shutil.copy(ROOT / path, tree / path)
+        elif path in parents:
+            (tree / path).mkdir()
+            _link(path, changed, tree)
+        else:
+            (tree / path).symlink_to(ROOT / path)
 
 
-def show(command: list[str], tree: Path) -> "subprocess.CompletedProcess[str]":
-    return _run([sys.executable, *command], tree)
+class Nursery:
+    """A process that is forked for every run, so that what is imported is imported once."""
 
+    def __init__(self) -> None:
+        env = {**os.environ, "CI": "true", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        env.pop("PYTEST_ADDOPTS", None)
+        command = [sys.executable, "-P", str(Path(__file__).with_name("nursery.py")), str(SECONDS)]
+        self._process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-def _run(command: list[str], tree: Path, **more: str) -> "subprocess.CompletedProcess[str]":
-    env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", **more}
-    env.pop("PYTEST_ADDOPTS", None)
-    return subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=SECONDS)
+    def close(self) -> None:
+        self._process.communicate()
+
+    def failures(self, test: str, tree: Path) -> list[str]:
+        """Messages of the named test's failures in `tree`; [] if it passes. Anything else that goes wrong raises."""
+        report = tree / "report.xml"
+        options = ["-q", "--maxfail=1", "-p", "no:cacheprovider", "-p", "no:xdist", f"--junitxml={report}"]
+        done = self._run(["-m", "pytest", *options, test], tree)
+        suite = ElementTree.parse(report).getroot().find("testsuite")
+        assert done.returncode in (0, 1) and suite is not None and suite.get("errors") == "0", done.stdout + done.stderr
+        return [failure.get("message", "") for failure in suite.iter("failure")]
+
+    def show(self, command: list[str], tree: Path) -> "subprocess.CompletedProcess[str]":
+        return self._run(command, tree)
+
+    def _run(self, command: list[str], tree: Path) -> "subprocess.CompletedProcess[str]":
+        """As `python COMMAND` in that folder."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with tempfile.TemporaryDirectory() as folder:
+            out, err = Path(folder, "out"), Path(folder, "err")
+            print(json.dumps([command, str(tree), str(out), str(err)]), file=self._process.stdin, flush=True)
+            code = int(self._process.stdout.readline())
+            return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())

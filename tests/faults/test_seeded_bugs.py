@@ -1,11 +1,12 @@
 """Mistakes people make in a paged engine are planted one by one: the suite must see every one of them."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.faults.seeded import BUGS, ROOT, SeededBug, failures, plant, show
+from tests.faults.seeded import BUGS, ROOT, Nursery, SeededBug, plant
 
 EXERCISES = (ROOT / "docs/exercises.md").read_text()
 
@@ -15,20 +16,27 @@ def exercise(bug: SeededBug) -> str:
     return EXERCISES.partition(f"\n### {int(bug.name[:2])}. ")[2].partition("\n##")[0]
 
 
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
 def without_numbers(text: str) -> str:
     return re.sub(r"\d+", "N", text)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_the_suite_sees_the_bug(bug: SeededBug, tmp_path: Path) -> None:
-    found = failures(bug.caught_by, plant(bug, tmp_path / "tree"))
+def test_the_suite_sees_the_bug(nursery: Nursery, bug: SeededBug, tmp_path: Path) -> None:
+    found = nursery.failures(bug.caught_by, plant(bug, tmp_path / "tree"))
     assert found, f"{bug.caught_by} passes with the bug in"
     assert found[0].startswith(("AssertionError", "assert ", "Failed: DID NOT RAISE")), f"it broke instead of failing: {found[0]}"
 
 
 @pytest.mark.parametrize("bug", [bug for bug in BUGS if bug.shown_by], ids=lambda bug: bug.name)
-def test_the_example_shows_the_bug_as_its_exercise_says(bug: SeededBug, tmp_path: Path) -> None:
-    shown = show(bug.shown_by, plant(bug, tmp_path / "tree"))
+def test_the_example_shows_the_bug_as_its_exercise_says(nursery: Nursery, bug: SeededBug, tmp_path: Path) -> None:
+    shown = nursery.show(bug.shown_by, plant(bug, tmp_path / "tree"))
     assert shown.returncode == 1 and not shown.stderr, shown.stderr
     (symptom,) = re.findall(r"^```\n(.+)\n```$", exercise(bug), re.MULTILINE)
     assert without_numbers(symptom) in without_numbers(shown.stdout), shown.stdout
@@ -43,6 +51,6 @@ def test_every_bug_is_an_exercise_and_the_others_name_the_tests_that_fail() -> N
 
 
 @pytest.mark.parametrize("depth", ["1", "2"])
-def test_the_example_finds_nothing_wrong_without_a_bug(depth: str) -> None:
-    clean = show(["examples/fake_kv.py", "--check", "--depth", depth], ROOT)
+def test_the_example_finds_nothing_wrong_without_a_bug(nursery: Nursery, depth: str) -> None:
+    clean = nursery.show(["examples/fake_kv.py", "--check", "--depth", depth], ROOT)
     assert clean.returncode == 0 and "all as expected" in clean.stdout, clean.stdout + clean.stderr

@@ -18,6 +18,7 @@ import pytest
 
 from tests.cli.processes import ROOT, environment
 from tests.support.doors import MAX_SECONDS, Outcome
+from tests.support.forked import forked
 from tests.support.hostile_case import Case
 from tests.support.hostile_files import GROUPS, all_cases
 from tests.support.tiny_files import folder_files, gguf_file, gguf_keys, sentencepiece_keys, sharded_files, write_files
@@ -69,6 +70,13 @@ def doors(out: Path) -> Iterator[Doors]:
     doors.close()
 
 
+def new_folder(out: Path) -> Path:
+    """One for each try: a case that is tried again finds nothing there."""
+    folder = Path(tempfile.mkdtemp(dir=out))
+    folder.chmod(0o755)
+    return folder
+
+
 def assert_refused(outcome: Outcome, case: Case) -> None:
     assert outcome.code == 1, (outcome.code, outcome.stderr)
     assert outcome.stderr.startswith("octavo: error: ") and outcome.stderr.count("\n") == 1
@@ -82,7 +90,7 @@ def assert_refused(outcome: Outcome, case: Case) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_hostile_file_is_refused_in_one_line(out: Path, doors: Doors, name: str) -> None:
     case = CASES[name]
-    model = case.write(out / "cases")
+    model = case.write(new_folder(out))
     assert_refused(doors.try_model(model, case), case)
     assert not list(model.parent.rglob("*.ran"))  # what custom code would leave behind
 
@@ -114,9 +122,9 @@ def alone(out: Path) -> Callable[[int], Ended]:
     @cache
     def run(group: int) -> Ended:
         case = FIRST[group]
-        command = [sys.executable, "-m", "octavo", "generate", "--model", str(case.write(out / "alone")), "x", *case.flags]
+        command = [sys.executable, "-m", "octavo", "generate", "--model", str(case.write(new_folder(out))), "x", *case.flags]
         with tempfile.TemporaryFile() as stderr:
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, cwd=ROOT, env=environment({}))
+            process = forked(command, stdout=subprocess.DEVNULL, stderr=stderr, cwd=ROOT, env=environment({}))
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
             stderr.seek(0)

@@ -122,10 +122,10 @@ def test_of_many_wrong_items_the_first_is_the_error(model: type[BaseModel]) -> N
 
 def test_fields_that_nobody_reads_are_looked_at_no_further_than_their_limit() -> None:
     many = [1] * 3_000_000
-    start = time.perf_counter()
+    start = time.process_time()
     for value in (many, {"a": [many, many]}, [[many]] * 100):
         assert _is_longer(value, 65_536)
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
     assert not _is_longer({"a" * 100: ["b" * 100, 1.5, None]}, 202) and _is_longer({"a" * 100: ["b" * 100, 1.5, None]}, 201)
 
 

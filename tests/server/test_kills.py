@@ -14,6 +14,7 @@ import pytest
 
 from tests.cli.processes import environment
 from tests.server.test_serve_cli import family, gone
+from tests.support.fair_clock import FairClock
 from tests.support.http_storm import WATCHED, held, seconds_until_idle
 from tests.support.open_streams import text, while_streaming
 from tests.support.server_process import ServerProcess
@@ -28,11 +29,11 @@ def health(server: ServerProcess) -> int:
 
 def until(server: ServerProcess, status: int, most: float) -> float:
     """Seconds until /health answers so."""
-    start = time.monotonic()
+    clock = FairClock()
     while health(server) != status:
-        assert time.monotonic() - start < most, f"/health was not {status} after {most} s: {server.stderr[-2000:]}"
+        assert not clock.is_past(most), f"/health was not {status} after {most} s: {server.stderr[-2000:]}"
         time.sleep(0.01)
-    return time.monotonic() - start
+    return clock.seconds()
 
 
 # promise: loading-draining-dead

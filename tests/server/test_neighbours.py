@@ -15,7 +15,7 @@ def test_servers_start_at_once_on_one_model_folder(endless: str, count: int) -> 
     env = {"OCTAVO_DEBUG": "runner=fake", "OCTAVO_LOG_LEVEL": "ERROR"}
 
     def start(number: int) -> ServerProcess:
-        return ServerProcess("octavo serve", endless, "--num-gpu-blocks-override", "100", env=env)
+        return ServerProcess("octavo serve", endless, "--num-gpu-blocks-override", "100", env=env, forks=False)
 
     with ThreadPoolExecutor(count) as pool:
         servers = list(pool.map(start, range(count)))

@@ -16,6 +16,7 @@ from octavo.cli.args import Parser, server_configs
 from octavo.cli.serve import add_arguments
 from tests.cli.processes import ROOT, SECONDS, environment, octavo
 from tests.docs.blocks import FENCE
+from tests.support.fair_clock import FairClock
 from tests.support.http_server import wait_for
 from tests.support.server_process import ServerProcess
 
@@ -33,8 +34,8 @@ def family(pid: int) -> set[int]:
 
 
 def gone(pids: set[int], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    clock = FairClock()
+    while not clock.is_past(seconds):
         if not any(Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3] for pid in pids):
             return True
         time.sleep(0.05)
@@ -43,7 +44,7 @@ def gone(pids: set[int], seconds: float) -> bool:
 
 # promise: octavo-serve-model, ready-one-line, v1-models-says
 def test_it_serves_from_the_ready_line_to_the_exit_code(tmp_path: Path) -> None:
-    with ServerProcess("octavo serve", env=NO_WEIGHTS, cwd=tmp_path) as server:
+    with ServerProcess("octavo serve", env=NO_WEIGHTS, cwd=tmp_path, forks=False) as server:
         assert server.model == "SmolLM2-135M-Instruct" and server.host == "127.0.0.1"
         assert server.ask("GET", "/health").json == {"status": "ready"}
         (model,) = server.ask("GET", "/v1/models").json["data"]

@@ -22,6 +22,7 @@ from octavo.text.grammar_text import grammar_text
 from octavo.text.tools import ToolChoice, check_tools
 from tests.server.test_grammar_check import BAD
 from tests.server.test_serve_cli import family, gone
+from tests.support.fair_clock import FairClock
 from tests.support.server_process import ServerProcess
 from tests.support.story_folder import TEMPLATE, story_folder
 
@@ -77,10 +78,10 @@ def client(server: ServerProcess) -> openai.OpenAI:
 
 
 def refused(server: ServerProcess, path: str, body: dict[str, Any], param: str | None, seconds: float = 5) -> str:
-    start = time.monotonic()
+    clock = FairClock()
     answer = server.ask("POST", path, body)
     assert (answer.status, answer.json["error"]["param"]) == (400, param), answer.body[:500]
-    assert time.monotonic() - start < seconds
+    assert clock.seconds() < seconds
     assert server.ask("POST", TEXT, {"prompt": "Once", "max_tokens": 1}).status == 200, "the next one is served"
     return str(answer.json["error"]["message"])
 

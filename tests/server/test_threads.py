@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
 from octavo.server.threads import NUM_THREADS, Threads
+from tests.support.fair_clock import FairClock
 from tests.support.server_process import STAND_IN, Reply, ServerProcess
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
@@ -25,8 +26,8 @@ def server() -> Iterator[ServerProcess]:
 
 
 def timed(server: ServerProcess, path: str, body: object) -> tuple[Reply, float]:
-    start = time.monotonic()
-    return server.ask("POST", path, body), time.monotonic() - start
+    clock = FairClock()
+    return server.ask("POST", path, body), clock.seconds()
 
 
 def left_by_their_clients(server: ServerProcess, path: str, body: object, count: int) -> None:

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from tests.cli.processes import ROOT, SECONDS, environment
 from tests.support.bad_inputs_row import Row, acted
 from tests.support.bad_inputs_watch import Watched
+from tests.support.forked import SERVER, run_forked
 from tests.support.hub import FakeHub, Repo
 from tests.support.server_process import ServerProcess
 
@@ -37,7 +37,7 @@ def refused(*words: str, user: str = "", env: dict[str, str] | None = None) -> s
     """The last line `octavo serve` says, within a second or two of its own CPU time, most of it imports, before it touches weights."""
     command = [sys.executable, "-c", PROGRAM, user, *words]
     given = environment({**FAKE, "OCTAVO_LOG_LEVEL": "ERROR", **(env or {})})
-    run = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=SECONDS)
+    run = run_forked(command, "", SECONDS, cwd=ROOT, env=given, text=True, libraries=SERVER)
     *_, last = run.stderr.splitlines()
     assert run.returncode == 1 and last.startswith("octavo: error: ") and "Traceback" not in run.stderr, run.stderr
     assert float(run.stdout) < 2, f"{run.stdout} s"

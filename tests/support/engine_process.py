@@ -6,7 +6,6 @@
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from octavo.engine.supervisor import Serving
 from octavo.errors import OctavoError
 from octavo.outputs import TextDelta
 from octavo.sampling_params import SamplingParams
+from tests.support.fair_clock import FairClock
 
 Result = TypeVar("Result")
 BLOCKS = 400
@@ -62,11 +62,11 @@ async def tokens(llm: AsyncLLM, question: Ask) -> list[int]:
 
 async def until(holds: Callable[[], bool], seconds: float, what: str = "") -> float:
     """How long it took."""
-    start = time.monotonic()
+    clock = FairClock()
     while not holds():
-        assert time.monotonic() - start < seconds, f"not so after {seconds} s: {what}"
+        assert not clock.is_past(seconds), f"not so after {seconds} s: {what}"
         await asyncio.sleep(0.005)
-    return time.monotonic() - start
+    return clock.seconds()
 
 
 def is_idle(llm: AsyncLLM) -> bool:

@@ -23,7 +23,8 @@ from octavo.llm import LLM
 from tests.support import tiny_files as tiny
 from tests.support.mutants import Mutant, mutant
 
-MAX_SECONDS = 5
+MAX_SECONDS = 5  # of CPU time
+PATIENCE = 120  # by the clock, until it hangs
 MAX_BYTES = 2**30
 MAX_FAILURES = 20
 TEXT = "abc <s>é 12  dd"
@@ -78,7 +79,8 @@ def main(seed: int, first: int, last: int) -> None:
         start = time.process_time()
         for number in range(first, last):
             os.write(1, b"%d\n" % number)  # past all buffers: it must be there if this is the last thing we do
-            faulthandler.dump_traceback_later(MAX_SECONDS, exit=True)
+            faulthandler.dump_traceback_later(PATIENCE, exit=True)
+            before = time.process_time()
             try:
                 folder.open(mutant(seed, number))
                 outcomes["opened"] += 1
@@ -87,6 +89,8 @@ def main(seed: int, first: int, last: int) -> None:
             except BaseException:
                 replay = f"python -m tests.support.fuzz {seed} {number} {number + 1}"
                 failures.append(f"replay with `{replay}`\n{traceback.format_exc()[-1500:]}")
+            if (used := time.process_time() - before) > MAX_SECONDS:
+                failures.append(f"mutant {number} of seed {seed} took {used:.1f} s of CPU time")
             if len(failures) == MAX_FAILURES:
                 break
         faulthandler.cancel_dump_traceback_later()

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from octavo.engine.stall_watch import SAID
+from tests.support.fair_clock import Machine, family
 from tests.support.heavy_requests import (
     ANSWERS,
     DIGITS,
@@ -39,7 +40,7 @@ from tests.support.heavy_requests import (
     places,
     times,
 )  # fmt: skip
-from tests.support.heavy_watch import NO_ANSWER, Asker, Machine, Memory, family, memory_of, name_of
+from tests.support.heavy_watch import NO_ANSWER, Asker, Memory, memory_of, name_of
 from tests.support.server_process import ServerProcess
 
 LATE_SECONDS = 1.0
@@ -90,7 +91,7 @@ class Storm:
             worse = [] if back else [f"nobody was answered for {BACK_SECONDS} s afterwards, busy in {self._last_words()}"]
             worse += [f"an answer was 500: {self.server.stderr.splitlines()[-1]}"] if self._statuses[500] else []
             worse += [f"{found[1]} in {_place(found[2])}" for found in STALL.finditer(self.server.stderr[read:])] + memory.grown()
-            late = self._asker.late_since(start, LATE_SECONDS / machine.left(time.monotonic() - start) ** 2)
+            late = self._asker.late_since(start, LATE_SECONDS / machine.left() ** 2)
             self.log.append(f"{time.monotonic() - start:6.2f} s  {name} {dict(self._statuses)}: {'; '.join(worse + late) or 'well'}")
             if not back:
                 self.__exit__()

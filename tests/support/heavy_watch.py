@@ -1,4 +1,4 @@
-"""What others see of a server that is kept busy: whether they are answered, what its processes hold, what was left of the machine.
+"""What others see of a server that is kept busy: whether they are answered, what its processes hold.
 
 `python -m tests.support.heavy_watch HOST PORT` is the process that asks for little, all the time.
 """
@@ -11,18 +11,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.cli.processes import ROOT, environment
+from tests.support.fair_clock import family
 from tests.support.heavy_requests import CHAT, MESSAGES
 from tests.support.server_process import ServerProcess
 
 MOST_GROWTH = 300 * 2**20
 SMALL = {"messages": MESSAGES, "max_tokens": 2, "priority": 0}
 NO_ANSWER = 0
-TICKS = os.sysconf("SC_CLK_TCK")  # of a second, in which the kernel counts CPU time
 
 
 @dataclass(frozen=True)
@@ -121,49 +121,9 @@ class Memory:
             self.look()
 
 
-class Machine:
-    """What other programs left of the machine: who shares its cores with them is slower, and not to blame.
-
-    A question waits for its turn in the server and in its engine, so its time counts with the square of that share.
-    """
-
-    def __init__(self, ours: Iterable[int]) -> None:
-        self._ours = list(ours)
-        self._start = self._now()
-
-    def _now(self) -> tuple[float, float]:
-        """CPU seconds of all, and of our own processes with the children they have outlived."""
-        user, nice, system, _idle, _waiting, *rest = map(int, Path("/proc/stat").read_text().split()[1:11])
-        ours = 0.0
-        for pid in {other for one in self._ours for other in family(one)}:
-            with contextlib.suppress(OSError):
-                ours += cpu_seconds(pid)
-        return (user + nice + system + sum(rest[:3])) / TICKS, ours
-
-    def left(self, seconds: float) -> float:
-        """The share that was not taken by others in these seconds since it was made."""
-        everybody, ours = (now - then for now, then in zip(self._now(), self._start))
-        return min(1.0, max(0.2, 1 - (everybody - ours) / (seconds * (os.cpu_count() or 1))))
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU seconds of a process with the children it has outlived."""
-    return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15])) / TICKS
-
-
 def _until(over: threading.Event, look: Callable[[], None]) -> None:
     while not over.wait(0.05):
         look()
-
-
-def family(pid: int) -> list[int]:
-    """A process and all that descend from it."""
-    found = [pid]
-    for one in found:
-        for task in Path(f"/proc/{one}/task").glob("*/children"):
-            with contextlib.suppress(OSError):  # it has just ended
-                found += map(int, task.read_text().split())
-    return found
 
 
 def memory_of(pid: int) -> dict[str, int]:

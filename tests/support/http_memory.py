@@ -38,7 +38,7 @@ def memory_slopes(server: ServerProcess, questions: list[Case], warm_up: int, re
 
 
 def watched(folder: str) -> ServerProcess:
-    return ServerProcess(WATCHED, folder, *FLAGS, env={"OCTAVO_DEBUG": "runner=fake", "OCTAVO_LOG_LEVEL": "ERROR"})
+    return ServerProcess(WATCHED, folder, *FLAGS, env={"OCTAVO_DEBUG": "runner=fake", "OCTAVO_LOG_LEVEL": "ERROR"}, forks=False)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from octavo.server.protocol import BoundedProtocol
+from tests.support.fair_clock import FairClock
 
 
 class HttpServer:
@@ -39,14 +40,14 @@ class HttpServer:
 
 
 def wait_for(happens: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
+    clock = FairClock()
     while not happens():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert not clock.is_past(seconds), "it did not happen in time"
         time.sleep(0.005)
 
 
 async def wait_for_async(happens: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
+    clock = FairClock()
     while not happens():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert not clock.is_past(seconds), "it did not happen in time"
         await asyncio.sleep(0.005)

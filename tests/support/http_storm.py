@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from octavo import LLM, RequestOutput, SamplingParams
+from tests.support.fair_clock import FairClock
 from tests.support.http_client import Connection, answer_of, choices_of, request_bytes
 from tests.support.server_process import Reply, ServerProcess
 
@@ -141,11 +142,11 @@ def held_at_rest(server: ServerProcess) -> dict[str, int]:
 
 def seconds_until_idle(server: ServerProcess, before: dict[str, int], most: float = 10.0) -> float:
     """As little as before, once the stats of the engine's last beat are in."""
-    start = time.monotonic()
-    while (now := held(server)) != before and time.monotonic() - start < most:
+    clock = FairClock()
+    while (now := held(server)) != before and not clock.is_past(most):
         time.sleep(0.02)
     assert now == before, f"held after {most:g} s: {now}, before: {before}"
-    return time.monotonic() - start
+    return clock.seconds()
 
 
 def anonymous_bytes(pid: int) -> int:

@@ -2,17 +2,17 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from tests.support.fair_clock import FairClock
 from tests.support.http_client import Connection, choices_of, request_bytes
 from tests.support.server_process import Reply, ServerProcess
 
 
 @dataclass
 class Ended:
-    """How a stream ended, and how long after what happened."""
+    """How a stream ended, and how long after what happened, by a fair clock."""
 
     reply: Reply | None  # None: the connection broke
     seconds: float
@@ -47,7 +47,7 @@ def asked(tokens: int, number: int) -> tuple[str, dict[str, object]]:
 
 async def while_streaming(server: ServerProcess, count: int, tokens: int, happens: Callable[[], Awaitable[None]]) -> list[Ended]:
     """All of them have begun when it happens."""
-    begun, start = asyncio.Semaphore(0), 0.0
+    begun, clock = asyncio.Semaphore(0), FairClock()
 
     async def stream(number: int) -> Ended:
         connection = Connection(server)
@@ -59,18 +59,18 @@ async def while_streaming(server: ServerProcess, count: int, tokens: int, happen
             begun.release()
             while piece := await connection.piece():
                 pieces.append(piece)
-            return Ended(Reply(status, headers, b"".join(pieces)), time.monotonic() - start)
+            return Ended(Reply(status, headers, b"".join(pieces)), clock.seconds())
         except (asyncio.IncompleteReadError, ConnectionError, ValueError):
-            return Ended(None, time.monotonic() - start)
+            return Ended(None, clock.seconds())
         finally:
             connection.close()
 
     async def all_of_it() -> list[Ended]:
-        nonlocal start
+        nonlocal clock
         streams = [asyncio.create_task(stream(number)) for number in range(count)]
         for _ in streams:
             await begun.acquire()
-        start = time.monotonic()
+        clock = FairClock()
         await happens()
         return list(await asyncio.gather(*streams))
 

@@ -24,6 +24,7 @@ import torch
 from octavo.errors import RankLost
 from octavo.layers.gloo_comm import GlooComm
 from octavo.layers.shared_comm import SharedMemoryComm
+from tests.support.forked import forked
 from tests.support.native import the_library
 
 HOST = "127.0.0.1"
@@ -54,7 +55,7 @@ class Ranks:
         words = [sys.executable, "-m", "tests.support.rank_processes", where, str(size), str(seconds), job, json.dumps(given or {})]
         pipe, environment = subprocess.PIPE, {**os.environ, "OMP_NUM_THREADS": "1"}
         for rank in range(size):
-            process = subprocess.Popen([*words, str(rank)], pass_fds=fds, env=environment, stdin=pipe, stdout=pipe, text=True)
+            process = forked([*words, str(rank)], pass_fds=fds, env=environment, stdin=pipe, stdout=pipe, text=True)
             self.processes.append(process)
 
     def __enter__(self) -> "Ranks":

@@ -15,6 +15,8 @@ from typing import Any
 
 from octavo.engine.stall_watch import SAID
 from tests.cli.processes import ROOT, SECONDS, environment
+from tests.support.fair_clock import FairClock
+from tests.support.forked import SERVER, forked
 
 WATCH = "loop.slow=200,step.slow=1000"  # milliseconds of CPU time, see octavo/engine/stall_watch.py
 STAND_IN = "tests.support.watched_server --stand-in"  # a server without an engine
@@ -45,13 +47,16 @@ class Reply:
 class ServerProcess:
     """Its loops are watched: a test in which one of them did not turn for too long fails when it leaves its server."""
 
-    def __init__(self, module: str, *flags: str, env: dict[str, str] | None = None, cwd: Path = ROOT, watch: str = WATCH) -> None:
-        """`watch`: what is added to OCTAVO_DEBUG; nothing where the server itself is to be measured."""
+    def __init__(
+        self, module: str, *flags: str, env: dict[str, str] | None = None, cwd: Path = ROOT, watch: str = WATCH, forks: bool = True
+    ) -> None:
+        """`watch`: what is added to OCTAVO_DEBUG. `forks`: see tests/support/forked.py. Neither where the server is to be measured."""
         command = [sys.executable, "-m", *module.split(), "--port", "0", *flags]
         given = environment(env or {})
         if switches := ",".join(filter(None, (given.get("OCTAVO_DEBUG"), watch))):
             given["OCTAVO_DEBUG"] = switches
-        self.process = subprocess.Popen(command, cwd=cwd, env=given, stderr=subprocess.PIPE, text=True)
+        settings: dict[str, Any] = {"cwd": cwd, "env": given, "stderr": subprocess.PIPE, "text": True}
+        self.process = forked(command, SERVER, **settings) if forks and watch else subprocess.Popen(command, **settings)
         self.stderr = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -87,8 +92,12 @@ class ServerProcess:
         return found
 
     def ended(self, seconds: float = SECONDS) -> int:
-        code = self.process.wait(seconds)
-        self._reader.join(seconds)
+        """Its code, once it has ended, which may take so long by a fair clock."""
+        clock = FairClock()
+        while (code := self.process.poll()) is None:
+            assert not clock.is_past(seconds), f"it has not ended after {seconds} s: {self.stderr[-3000:]}"
+            time.sleep(0.01)
+        self._reader.join(SECONDS)
         return code
 
     def memory(self, line: str) -> int:

@@ -139,11 +139,11 @@ def test_bombs_are_stopped_in_time_and_memory(source: str, monkeypatch: pytest.M
     assert prompt.MAX_SECONDS <= 2
     monkeypatch.setattr(prompt, "MAX_SECONDS", 0.2)
     tracemalloc.start()
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         with pytest.raises(TemplateError) as caught:
             render(source)
-        seconds, peak = time.perf_counter() - start, tracemalloc.get_traced_memory()[1]
+        seconds, peak = time.process_time() - start, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert seconds < 5 and peak < 150e6

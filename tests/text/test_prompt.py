@@ -88,7 +88,7 @@ def test_other_threads_run_while_a_text_is_tokenised() -> None:
 
 
 def test_a_text_that_spells_the_token_of_an_image_is_refused_in_linear_time(qwen: PromptEncoder) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     for text in ("<|image_pad|>", "a <|video_pad|> b", "<|image_pad|>" * 10_000):
         with pytest.raises(RequestError, match=r"the prompt has <\|(image|video)_pad\|> in it") as refused:
             qwen.encode(text)
@@ -96,7 +96,7 @@ def test_a_text_that_spells_the_token_of_an_image_is_refused_in_linear_time(qwen
         with pytest.raises(RequestError, match="the messages has") as refused:
             qwen.encode_chat([{"role": "user", "content": text}])
         assert refused.value.param == "messages"
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 2
     for text in ("<image>", "<|image|>", "<| image_pad |>", "<|im_start|><|vision_start|>"):  # words to this tokenizer, or no image
         assert qwen.encode(text)[1]
     (pad,) = qwen._tokenizer.image_ids - {151656}  # type: ignore[union-attr]

@@ -1,0 +1,206 @@
+"""Children of Python that need not import torch, or what a server is made of, once more: `forked([sys.executable, "-m", ...])`.
+
+A process that has imported the libraries, and nothing of Octavo, is forked for each of them. It is then as if it had been started by
+`subprocess.Popen`: a child of the test's own process, with its arguments, folder, environment and pipes. What is tried is what comes after
+the imports; tests of how a process starts, what it imports and what it takes until then start real ones.
+
+`python -P tests/support/forked.py FD LIBRARY ...` is that process: it reads from the socket FD what to run.
+"""
+
+import ctypes
+import fcntl
+import gc
+import importlib
+import io
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
+from typing import Any
+
+PR_SET_CHILD_SUBREAPER = 36
+ENGINE = ("torch", "numpy", "safetensors", "tokenizers", "jinja2", "msgspec", "zmq", "rich")
+SERVER = (
+    *("fastapi", "uvicorn", "uvloop", "httptools", "pydantic", "numpy", "tokenizers", "jinja2", "msgspec", "zmq", "prometheus_client"),
+    *("llguidance", "anyio", "starlette.responses", "fastapi.responses"),
+)
+HIGH = 500  # descriptors from here on are nobody's
+MOST_BYTES = 1 << 17
+_starting = threading.Lock()
+
+
+class Nursery:
+    """The process that is forked; it ends with this one."""
+
+    def __init__(self, libraries: tuple[str, ...]) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-P", __file__, str(theirs.fileno()), *libraries]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL)
+        theirs.close()
+
+    def start(self, request: dict[str, Any], fds: list[int]) -> int:
+        """The pid of a child of ours: whoever forked it has ended, so it falls to this process, while it asks for such."""
+        prctl = ctypes.CDLL(None).prctl
+        with _starting:
+            prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            try:
+                socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
+                return int(self._socket.recv(100))
+            finally:
+                prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+@cache
+def nursery(libraries: tuple[str, ...]) -> Nursery:
+    return Nursery(libraries)
+
+
+def forked(command: list[str], libraries: tuple[str, ...] = ENGINE, **settings: Any) -> "subprocess.Popen[Any]":
+    """`subprocess.Popen` with these settings. What Python itself is told by its environment wants a process of its own."""
+    env = settings.get("env", os.environ)
+    told = {name for name, value in env.items() if name.startswith("PYTHON") and value != os.environ.get(name)}
+    if command[0] != sys.executable or told - {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE"}:
+        return subprocess.Popen(command, **settings)
+    return _Forked(command, libraries, **settings)
+
+
+class ForkingSubprocess:
+    """In the place of `subprocess`, in a module that starts children of Python."""
+
+    Popen = staticmethod(forked)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+
+def run_forked(command: list[str], input: Any, timeout: float, **settings: Any) -> "subprocess.CompletedProcess[Any]":
+    """`subprocess.run` with captured output."""
+    pipe = subprocess.PIPE
+    with forked(command, stdin=pipe, stdout=pipe, stderr=pipe, **settings) as process:
+        try:
+            out, err = process.communicate(input, timeout)
+        except BaseException:
+            process.kill()
+            raise
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+class _Forked(subprocess.Popen):  # type: ignore[type-arg]
+    def __init__(self, command: list[str], libraries: tuple[str, ...], **settings: Any) -> None:
+        assert settings.keys() <= {"cwd", "env", "stdin", "stdout", "stderr", "text", "pass_fds", "bufsize"}, settings
+        self._nursery = nursery(libraries)
+        super().__init__(command, **settings)
+
+    def _execute_child(self, args: Any, executable: Any, preexec: Any, close: Any, pass_fds: Any, cwd: Any, env: Any, *rest: Any) -> None:
+        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = rest[3:9]
+        given = {0: p2cread, 1: c2pwrite, 2: errwrite, **{fd: fd for fd in pass_fds}}
+        given = {target: fd for target, fd in given.items() if fd != -1}
+        request = {"words": args[1:], "cwd": str(cwd or os.getcwd()), "env": dict(os.environ if env is None else env), "fds": list(given)}
+        request["parent"] = os.getpid()
+        self.pid = self._nursery.start(request, list(given.values()))
+        self._child_created = True
+        for fd in {p2cread, c2pwrite, errwrite} - {-1}:
+            os.close(fd)
+        del p2cwrite, c2pread, errread
+
+
+# -- in the process that is forked
+
+
+def _become(request: dict[str, Any], fds: list[int]) -> Callable[[], None]:
+    """This process becomes what was asked for; what is returned is its program."""
+    while os.getppid() != request["parent"]:  # it looks after its parent, and may end with it
+        time.sleep(0.001)
+    high = [_moved(fd) for fd in fds]
+    for fd, target in zip(high, request["fds"], strict=True):
+        os.dup2(fd, target, inheritable=True)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+    _open_standard_files()
+    is_safe = request["words"][0] == "-P"
+    first, *words = request["words"][is_safe:]
+    here = {"-m": os.getcwd(), "-c": ""}.get(first, os.path.dirname(first))
+    sys.path[:0] = [*([] if is_safe else [here]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    if first == "-m":
+        sys.argv = list(words)
+        return lambda: runpy.run_module(words[0], run_name="__main__", alter_sys=True) and None
+    if first == "-c":
+        sys.argv = ["-c", *words[1:]]
+        return _Text(words[0]).run
+    sys.argv = [first, *words]
+    return lambda: runpy.run_path(first, run_name="__main__") and None
+
+
+class _Text(InspectLoader):
+    """What follows `python -c`."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def get_source(self, fullname: str) -> str:
+        return self._text
+
+    def run(self) -> None:
+        spec = ModuleSpec("__main__", self)
+        sys.modules["__main__"] = module = module_from_spec(spec)
+        self.exec_module(module)
+
+
+def _moved(fd: int) -> int:
+    moved = fcntl.fcntl(fd, fcntl.F_DUPFD, HIGH)
+    os.close(fd)
+    return moved
+
+
+def _open_standard_files() -> None:
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    for name, fd, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
+        lines, at_once = fd == 2 or os.isatty(fd), bool(os.environ.get("PYTHONUNBUFFERED"))
+        file: Any = open(fd, "wb", buffering=0 if at_once else -1, closefd=False)  # noqa: SIM115
+        setattr(sys, name, io.TextIOWrapper(file, "utf-8", errors, line_buffering=lines, write_through=at_once))
+    for name in ("stdin", "stdout", "stderr"):
+        setattr(sys, f"__{name}__", getattr(sys, name))
+
+
+def _serve(asked: socket.socket) -> Callable[[], None] | None:
+    """Forks twice for every request, so that the child is nobody's here. In the child, it returns what is to be run."""
+    while True:
+        data, fds, _, _ = socket.recv_fds(asked, MOST_BYTES, 16)
+        if not data:
+            return None
+        told, tell = os.pipe()
+        middle = os.fork()
+        if not middle:
+            child = os.fork()
+            if child:
+                os.write(tell, str(child).encode())
+                os._exit(0)
+            for fd in (asked.detach(), told, tell):
+                os.close(fd)
+            return _become(json.loads(data), fds)
+        os.waitpid(middle, 0)
+        asked.send(os.read(told, 100))
+        for fd in (*fds, told, tell):
+            os.close(fd)
+
+
+if __name__ == "__main__":
+    for library in sys.argv[2:]:
+        importlib.import_module(library)
+    gc.freeze()  # what was imported stays as it is, and is not looked through when a child ends
+    program = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if program is not None:
+        program()
