@@ -294,16 +294,11 @@ class AsyncLLM:
         self._place(trip)
         return True
 
-    def _place_waiting(self) -> None:
-        for trip in self._placing.waiting():
-            self._place(trip)
-
     # --- what engines say --------------------------------------------------------------------------------------------
 
     def on_ready(self, replica: Replica) -> None:
         assert replica.facts is not None
         self._placing.meet(replica)
-        self._place_waiting()
         if self._folder is not None and len(self.replicas) > 1 and replica is self.replicas[0]:
             for other in self.replicas:
                 other.supervise(self._orders(other))
@@ -366,7 +361,8 @@ class AsyncLLM:
             for replica in self.replicas:  # if this process was stopped itself, nothing was heard because nobody listened
                 replica.check(slept if slept > TICK_SECONDS + 1 else 0.0)
             await asyncio.sleep(TICK_SECONDS)
-            self._place_waiting()
+            for trip in self._placing.waiting():
+                self._place(trip)
             self._keep_folder()
             slept, last = time.monotonic() - last, time.monotonic()
 
