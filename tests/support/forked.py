@@ -109,9 +109,11 @@ class _Forked(subprocess.Popen):  # type: ignore[type-arg]
         request["parent"] = os.getpid()
         self.pid = self._nursery.start(request, list(given.values()))
         self._child_created = True
-        for fd in {p2cread, c2pwrite, errwrite} - {-1}:
+        pipes = {(p2cread, p2cwrite), (c2pwrite, c2pread), (errwrite, errread)}  # its end, our end; a file that was given has none
+        ends = {theirs for theirs, ours in pipes if ours != -1} | ({self._devnull} if hasattr(self, "_devnull") else set())
+        for fd in ends - {-1}:
             os.close(fd)
-        del p2cwrite, c2pread, errread
+        self._closed_child_pipe_fds = True
 
 
 # -- in the process that is forked
