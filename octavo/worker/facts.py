@@ -69,9 +69,13 @@ class Facts:
         """Returns what identifies the weights."""
         return b"dummy%d" % self.config.seed if self.config.load_format == "dummy" else open_checkpoint(self.source).fingerprint()
 
-    def plan_cache(self) -> CacheGeometry:
-        """Counts what fits on all ranks, before anything is loaded. A refusal says which setting to change."""
-        plans = plan_stages(self.all_needs, self.config, memory(self.config).share(self.place.on_host or self.config.num_ranks))
+    def plan_cache(self, alike: bool = True) -> CacheGeometry:
+        """Counts what fits, before anything is loaded. A refusal says which setting to change.
+
+        `alike`: all ranks share the memory that this one finds, so it counts for all stages; else each counts for itself
+        """
+        needs = self.all_needs if alike else [self.needs]
+        plans = plan_stages(needs, self.config, memory(self.config).share(self.place.on_host or self.config.num_ranks))
         return self.own_cache(plans[fullest(plans)].accepted())
 
     def own_cache(self, geometry: CacheGeometry) -> CacheGeometry:
