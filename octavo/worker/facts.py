@@ -89,7 +89,7 @@ class Facts:
         wanted = [one for one in self.kept if asked in ("int8", "int4") or self.shape.expands(one, asked)]
         floats = Counter(one.matrix.name for one in wanted if one.codes is None)
         names = ", ".join(f"{count} {name}" for name, count in floats.items())
-        why = "their parts cannot be merged, or their rows are not of whole groups"
+        why = "their parts cannot be merged or split, or their rows are not of whole groups"
         if names:
             logger.warning("Some matrices are kept as %s, not quantised: %s (%s)", self.dtype, names, why)
 
