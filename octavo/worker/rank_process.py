@@ -3,7 +3,8 @@
     parent -> rank    RankOrders    one line: which rank it is, the model, the settings, the cache that all ranks have
                       Room          how large the cache of all ranks is, where they had to say it first
                       Forward       a plan, which it carries out with its part of the weights
-                      Sample        the masks of that plan; it samples as every rank of its stage does, and keeps the ids
+                      Sample        the masks of that plan, if it has any: without, a rank does not wait for them. It samples as every
+                                    rank of its stage does, and keeps the ids
     rank -> parent    Room          how large a cache it has room for, if it was not told
                       Ready         it has loaded its part; or Failed, why it cannot go on
                       Result        of a step, if other stages made the beginning; from the first rank of the last stage
@@ -221,11 +222,12 @@ def serve(orders: RankOrders, place: Place, messages: Iterator[bytes], tell: Cal
                     happened(*event, runner, shadow)
                 runner.table.learn(message.said)
                 runner.forward(message.plan)
-            elif isinstance(message, Sample):
-                pending = runner.sample(masks_of(message))
-                diary.end()
-                if reports:
-                    tell(Result(pending.result()))
+                if message.plan.mask_rows:  # their masks are made meanwhile
+                    continue
+            pending = runner.sample(masks_of(message) if isinstance(message, Sample) else None)
+            diary.end()
+            if reports:
+                tell(Result(pending.result()))
         with suppress(OSError):  # nobody may listen any more
             tell(msgspec.structs.replace(diary.beat(), compared=0 if shadow is None else shadow.compared.values))
 

@@ -120,7 +120,8 @@ class Ranks:
         rooms = {0: Room(own.num_blocks, own.max_model_len)} | self.rooms
         common = Room(min(room.num_blocks for room in rooms.values()), min(room.max_model_len for room in rooms.values()))
         least = min(rooms, key=lambda rank: rooms[rank].num_blocks)
-        logger.info("Rank %d has room for least: %d blocks, so all ranks have as many", least, common.num_blocks)
+        if len(set(rooms.values())) > 1:
+            logger.info("Rank %d has room for least: %d blocks, so all ranks have as many", least, common.num_blocks)
         self.tell(encode(common))
         return replace(own, num_blocks=common.num_blocks, max_model_len=common.max_model_len)
 
@@ -186,7 +187,8 @@ class RankedRunner:
 
     def sample(self, masks: Masks | None = None) -> Promise:
         with self._as_one():
-            self.ranks.tell(encode(sample(masks)))
+            if self._plan.mask_rows:  # else they do not wait for a word
+                self.ranks.tell(encode(sample(masks)))
             own = self.runner.sample(masks)
         self._diary.end()
         return own if self._stages == 1 else Awaited(self, self._plan)

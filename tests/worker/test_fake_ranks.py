@@ -149,10 +149,11 @@ class ThreadPeer:
             if isinstance(message, Forward):
                 runner.learn(message.said)
                 runner.forward(message.plan)
-            elif isinstance(message, Sample):
-                made = runner.sample(masks_of(message))
-                if self._reports:
-                    self._say(Result(made.result()))
+                if message.plan.mask_rows:
+                    continue
+            made = runner.sample(masks_of(message) if isinstance(message, Sample) else None)
+            if self._reports:
+                self._say(Result(made.result()))
         self.ended = True
         self._on_end(self)
 
