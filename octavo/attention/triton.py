@@ -90,11 +90,8 @@ class TritonRegions:
     def prepare(batch: ForwardBatch) -> Regions:
         """Computes everything on the device: the host is not asked."""
         count, length = batch.caches[0]["k"].shape[:2]
-        device, starts = batch.slots.device, batch.query_start
-        regions = torch.where(batch.rows < 0, count - 1, batch.rows)
-        row_of_token = torch.searchsorted(starts, torch.arange(len(batch.slots), device=device, dtype=starts.dtype), right=True) - 1
-        of_tokens = torch.nn.functional.pad(regions, (0, 1), value=count - 1)[row_of_token]
-        blocks = torch.arange(batch.tables.shape[1], device=device, dtype=regions.dtype)
+        regions, of_tokens = region_places(batch, count)
+        blocks = torch.arange(batch.tables.shape[1], device=batch.slots.device, dtype=regions.dtype)
         return Regions(
             of_rows=regions[:, None],
             blocks=regions[:, None] * (length // batch.block_size) + blocks,
@@ -123,6 +120,14 @@ class TritonRegions:
             qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], regions.slots, regions.blocks,
             batch.context_len, k_cache, v_cache, self.spec.scale, self.spec.window,
         )  # fmt: skip
+
+
+def region_places(batch: ForwardBatch, count: int) -> tuple[Tensor, Tensor]:
+    """Returns the region of each row [R] and of each token [T], of `count` regions. Those of padding are the last."""
+    starts = batch.query_start
+    regions = torch.where(batch.rows < 0, count - 1, batch.rows)
+    row_of_token = torch.searchsorted(starts, torch.arange(len(batch.slots), device=starts.device, dtype=starts.dtype), right=True) - 1
+    return regions, torch.nn.functional.pad(regions, (0, 1), value=count - 1)[row_of_token]
 
 
 SUPPORTED = ("window", "soft_cap")

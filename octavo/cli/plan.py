@@ -307,7 +307,7 @@ def matrix_forms(shape: "ModelShape", needs: ModelNeeds, config: EngineConfig) -
         parts = [weights[part] for part in one.matrix.parts if part in weights]
         kept = needs.dtype if one.codes is None else f"{one.codes.bits}-bit weights in groups of {one.codes.group}"
         if shape.expands(one, config.quantization):
-            kept += " (their parts cannot be merged as quantised)"
+            kept += " (their parts cannot be merged or split as quantised)"
         form = found.get(kept, MatrixForm(kept, {}, [], 0))
         matrices = Counter(form.matrices) + Counter([one.matrix.name])
         kinds = dict.fromkeys([*form.stored, *(part.kind for part in parts)])

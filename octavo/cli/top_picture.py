@@ -20,6 +20,7 @@ SIGNS, LETTERS = "·░▒█", ".cuS"
 BARS, STEEL = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 MAP_SHARE = 3  # the map takes at most this part of the height
 MOST_EVENTS = 6
+MOST_HOST = 40  # characters of a host's name
 SILENT_SECONDS = 5  # a rank whose last beat is older is marked
 WIDE = 60  # columns; narrower terminals do not show preemptions of requests
 
@@ -104,6 +105,7 @@ def _ranks(state: ViewState, most_lines: int) -> list[Line]:
 def _rank(one: dict[str, Any], did: list[Any] | None) -> Line:
     (first, count), stage = one["layers"], f"  stage {one['stage']}" if one["stages"] > 1 else ""
     where = f"cores {one['cores']}" if one["device"] == "cpu" else str(one["device"])
+    where += f" on {one['host'][:MOST_HOST]}" if "host" in one else ""
     line = [(f"rank {one['rank']}{stage}  layers {first}-{first + count - 1}  {where}", "dim")]
     if did is not None:
         late = did[3] >= SILENT_SECONDS

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from octavo.worker.model_runner import ModelRunner
     from octavo.worker.program import Place
     from octavo.worker.ranks import RankedRunner
-    from octavo.worker.shadow import Shadow
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -103,8 +102,8 @@ def _start_model(
         watch = Stopwatch()
         if config.num_ranks > 1:
             return _start_ranks(config, source, model, debug, compilers, on_lost, share)
-        facts = settle(config, source, model, debug, _alone(debug))
-        geometry = facts.plan_cache(share.engines)
+        facts = replace(settle(config, source, model, debug, _alone(debug)), engines=share.engines)
+        geometry = facts.plan_cache()
         runner = build_runner(facts, geometry, debug, compilers)
         logger.info("init engine took %.2f seconds", watch.total())
     return started(facts, geometry, runner, _poison_taken(runner) if debug.check else None, share)
@@ -115,30 +114,28 @@ def _start_ranks(
     on_lost: Callable[[OctavoError], None], share: Share,
 ) -> Started:  # fmt: skip
     watch = Stopwatch()
-    facts, geometry, ranked, _ = open_ranks(config, source, model, debug, compilers, on_lost, engines=share.engines)
+    facts, ranked = open_ranks(config, source, model, debug, compilers, on_lost, engines=share.engines)
     logger.info("init engine took %.2f seconds", watch.total())
-    return replace(started(facts, geometry, ranked, ranked.on_event if debug.check else None, share), roster=ranked.roster)
+    return replace(started(facts, ranked.geometry, ranked, ranked.on_event if debug.check else None, share), roster=ranked.roster)
 
 
 def open_ranks(
     config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, compilers: "Compilers",
     on_lost: Callable[[OctavoError], None] = lambda error: None, verify: bool = False, engines: int = 1,
-) -> "tuple[Facts, CacheGeometry, RankedRunner, Shadow | None]":  # fmt: skip
-    """Returns a runner of all ranks that is ready. `verify`: every rank proves its steps; the shadow is that of rank 0"""
-    from octavo.worker.build import build_runner, make_shadow
+) -> "tuple[Facts, RankedRunner]":  # fmt: skip
+    """Returns a runner of all ranks that is ready. `verify`: every rank proves its steps"""
+    from octavo.worker.build import build_proven
     from octavo.worker.facts import settle
     from octavo.worker.ranks import with_ranks
 
     meeting = _meeting(config, debug)
     try:
-        facts = settle(config, source, model, debug, meeting.place)
-        geometry = facts.plan_cache(engines)
-        shadow = make_shadow(facts, geometry) if verify else None
-        ranked = with_ranks(facts, geometry, meeting, partial(build_runner, facts, geometry, debug, compilers, shadow), on_lost, shadow)
+        facts = replace(settle(config, source, model, debug, meeting.place), engines=engines)
+        build = partial(build_proven, facts, debug=debug, compilers=compilers, verify=verify)
+        return facts, with_ranks(facts, meeting, build, on_lost, verify)
     except BaseException:
         meeting.leave()
         raise
-    return facts, geometry, ranked, shadow
 
 
 def _alone(debug: Debug) -> "Place":

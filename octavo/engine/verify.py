@@ -18,7 +18,7 @@ from octavo.messages import AddRequest
 from octavo.model_config import ModelConfig
 from octavo.policy.block_pool import PoolCounts
 from octavo.sampling_params import SamplingParams
-from octavo.worker.build import build_runner, make_shadow
+from octavo.worker.build import build_proven
 from octavo.worker.compilers import Compilers
 from octavo.worker.device import compilers_for
 from octavo.worker.facts import Facts, settle
@@ -44,9 +44,14 @@ class Verified:
     other_ranks: dict[int, int] = field(default_factory=dict)  # how many numbers each rank but the first has compared
 
 
+def block_tokens(config: EngineConfig) -> int:
+    """Returns the tokens in a block of the scheduler, on all ranks that share a context."""
+    return config.block_size * config.decode_context_parallel_size
+
+
 def stress_config(config: EngineConfig, depth: int) -> EngineConfig:
     """Returns settings with the user's model, dtype and block size, and everything else made tight."""
-    size = config.block_size
+    size = block_tokens(config)
     return replace(
         config,
         max_model_len=BLOCKS_FOR_LONGEST * size + 1,
@@ -82,21 +87,20 @@ def stress_requests(count: int, block_size: int, vocab_size: int, seed: int) -> 
 
 def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth: int, num_requests: int) -> Verified:
     """Runs the stress schedule at one pipeline depth. Raises `VerifyError` at the first difference."""
-    longest = BLOCKS_FOR_LONGEST * config.block_size + 1
+    size = block_tokens(config)
+    longest = BLOCKS_FOR_LONGEST * size + 1
     if model.max_position < longest:
         raise ConfigError(
-            f"octavo verify needs a context of {BLOCKS_FOR_LONGEST} blocks of {config.block_size} tokens ({longest} tokens), "
+            f"octavo verify needs a context of {BLOCKS_FOR_LONGEST} blocks of {size} tokens ({longest} tokens), "
             f"but the model's maximum is {model.max_position}: lower --block-size"
         )
-    if config.decode_context_parallel_size > 1:
-        raise ConfigError("octavo verify cannot prove ranks that keep some of the tokens: set decode_context_parallel_size to 1")
     config = stress_config(config, depth)
     debug = replace(debug_from_environment(), check=True, preempt_every=11)
 
     with compilers_for(config.device) as compilers:
         start, facts, shadow, others = _open(config, source, model, debug, compilers)
     core = assemble(start, model, debug)
-    requests = stress_requests(num_requests, config.block_size, model.vocab_size, config.seed)
+    requests = stress_requests(num_requests, size, model.vocab_size, config.seed)
     try:
         cached, schedule = _run(core, requests, shadow.compared)
     finally:
@@ -118,7 +122,7 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
         schedule=schedule,
         other_ranks=dict(sorted(others.items())),
     )
-    _demand_stress(verified, config.block_size)
+    _demand_stress(verified, size)
     return verified
 
 
@@ -128,13 +132,13 @@ def _open(
     """Returns a runner with a shadow, or all ranks, each with one of its own; the facts and the shadow of the first; and a dict that
     says, once the runner has stopped, how many numbers each of the others has compared."""
     if config.num_ranks > 1:
-        facts, geometry, ranked, shadow = open_ranks(config, source, model, debug, compilers, verify=True)
-        assert shadow is not None
-        return started(facts, geometry, ranked, ranked.on_event), facts, shadow, ranked.ranks.compared
+        facts, ranked = open_ranks(config, source, model, debug, compilers, verify=True)
+        assert ranked.shadow is not None
+        return started(facts, ranked.geometry, ranked, ranked.on_event), facts, ranked.shadow, ranked.ranks.compared
     facts = settle(config, source, model, debug)
     geometry = facts.plan_cache()
-    shadow = make_shadow(facts, geometry)
-    runner = build_runner(facts, geometry, debug, compilers, shadow)
+    runner, shadow = build_proven(facts, geometry, debug, compilers, verify=True)
+    assert shadow is not None
     return started(facts, geometry, runner, partial(happened, runner=runner, shadow=shadow)), facts, shadow, {}
 
 

@@ -19,7 +19,7 @@ from octavo.attention.backend import AttentionBackend, QKNorm, Rope, refuse_unsu
 from octavo.attention.cpu import keep, norm_and_rotate
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.spec import AttentionSpec
-from octavo.attention.triton import norm_weights
+from octavo.attention.triton import norm_weights, region_places
 from octavo.errors import ConfigError
 from octavo.kernels.ops import partial_attention, write_kv
 from octavo.layers.comm import Comm
@@ -29,14 +29,18 @@ LOWEST = -1e30  # finite, and below any score
 
 
 @dataclass(frozen=True, slots=True)
-class OwnSlots:
+class OwnPlaces:
     slots: Tensor  # [T]: in the cache of this rank; the null block, where another rank keeps the token
+    tables: Tensor  # [R, B]
 
 
-def own_slots(slots: Tensor, block_size: int, rank: int, ranks: int) -> Tensor:
-    """Returns places in the cache of a rank, out of places in blocks that cover all ranks. `block_size`: tokens that a rank keeps"""
+def own_slots(slots: Tensor, block_size: int, rank: int, ranks: int, elsewhere: int = 0) -> Tensor:
+    """Returns places in the cache of a rank, out of places in blocks that cover all ranks. `block_size`: tokens that a rank keeps
+
+    `elsewhere`: the place of a token that another rank keeps
+    """
     block, offset = slots // (block_size * ranks), slots % (block_size * ranks)
-    return torch.where(offset // block_size == rank, block * block_size + offset % block_size, 0)
+    return torch.where(offset // block_size == rank, block * block_size + offset % block_size, elsewhere)
 
 
 def weights_of_ranks(lse: Tensor) -> Tensor:
@@ -69,8 +73,8 @@ def over_context(backend: type[AttentionBackend], comm: Comm) -> type[AttentionB
             self.few_rows = 0
 
         @staticmethod
-        def prepare(batch: ForwardBatch) -> OwnSlots:
-            return OwnSlots(own_slots(batch.slots, batch.block_size // ranks, rank, ranks))
+        def prepare(batch: ForwardBatch) -> OwnPlaces:
+            return OwnPlaces(own_slots(batch.slots, batch.block_size // ranks, rank, ranks), batch.tables)
 
         def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
             places = batch.positions[0], batch.attention.slots
@@ -85,7 +89,7 @@ def over_context(backend: type[AttentionBackend], comm: Comm) -> type[AttentionB
             heads = self.spec.num_heads
             of_all = comm.all_gather(q.flatten(1)).unflatten(1, (ranks * heads, -1))  # [T, heads of the group, head_dim]
             part, lse = partial_attention(
-                of_all, cache["k"], cache["v"], batch.tables, batch.query_start, batch.context_len, self.spec.scale, rank, ranks,
+                of_all, cache["k"], cache["v"], batch.attention.tables, batch.query_start, batch.context_len, self.spec.scale, rank, ranks,
                 self.spec.window, scales=(cache["k_scale"], cache["v_scale"]) if "k_scale" in cache else None,
             )  # fmt: skip
             weights = weights_of_ranks(comm.all_gather(lse.unsqueeze(-1)))  # [T, heads of the group, ranks]
@@ -93,3 +97,33 @@ def over_context(backend: type[AttentionBackend], comm: Comm) -> type[AttentionB
             return out.copy_(merged[:, rank * heads : (rank + 1) * heads])
 
     return ContextBackend
+
+
+def over_regions(backend: type[AttentionBackend], comm: Comm) -> type[AttentionBackend]:
+    """Returns the twin of a backend of `over_context`, for proofs. It has no block tables: row r owns region r of a contiguous cache.
+
+    A region holds the tokens that this rank keeps, in order. To the kernels it is blocks in a row. Padding and the tokens of other ranks
+    own the last region.
+    """
+    rank, ranks = comm.rank, comm.size
+
+    class ContextRegions(backend):  # type: ignore[valid-type, misc]
+        name: ClassVar[str] = "contiguous"
+        paged: ClassVar[bool] = False
+
+        @staticmethod
+        def prepare(batch: ForwardBatch) -> OwnPlaces:
+            """Computes everything on the device: the host is not asked."""
+            (count, length), size = batch.caches[0]["k"].shape[:2], batch.block_size // ranks
+            blocks = torch.arange(batch.tables.shape[1], device=batch.tables.device, dtype=batch.tables.dtype)
+            regions, of_tokens = region_places(batch, count)
+            slots = of_tokens.long() * length * ranks + batch.positions[0]  # in regions that cover all ranks
+            return OwnPlaces(own_slots(slots, size, rank, ranks, (count - 1) * length), regions[:, None] * (length // size) + blocks)
+
+        def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor) -> Tensor:
+            size = batch.block_size // ranks
+            blocks = {name: buffer.view(-1, size, *buffer.shape[2:]) for name, buffer in cache.items()}
+            attended: Tensor = super().attend(q, blocks, batch, out)
+            return attended
+
+    return ContextRegions

@@ -214,17 +214,28 @@ class ModelShape:
         return lay_out(self.model, ITEM_BYTES[dtype], self._forms(quantization, device))
 
     def expands(self, one: Kept, quantization: Quantization) -> bool:
-        """Whether some of its parts are codes in the file, and it is kept as floats, because they cannot be merged."""
+        """Whether some of its parts are codes in the file, and it is kept as floats, because they cannot be merged or split."""
         stored = {weight.name for weight in self.weights if weight.codes is not None}
         return quantization == "auto" and one.codes is None and not stored.isdisjoint(one.matrix.parts)
 
     def _forms(self, quantization: Quantization, device: str) -> dict[str, Codes | None]:
         """Returns what each weight becomes when it is read, for a CPU or a GPU."""
         if quantization == "auto":
-            return {weight.name: weight.codes for weight in self.weights}
+            scattered = self._scattered()
+            return {weight.name: None if weight.name in scattered else weight.codes for weight in self.weights}
         if quantization == "none":
             return {}
         return {part: requantised(one, quantization, device) for one in self.model.matrices for part in one.parts}
+
+    def _scattered(self) -> set[str]:
+        """Returns the weights whose codes a rank cannot keep. With act-order the columns of a rank come from any group.
+
+        Where they happen to be whole groups, the rank keeps codes after all, and needs less than was counted.
+        """
+        if self.ranks == 1:
+            return set()
+        split = {part for matrix in self.model.matrices if matrix.split == "columns" for part in matrix.parts}
+        return {weight.name for weight in self.weights if weight.codes is not None and weight.codes.order and weight.name in split}
 
     def _loading_bytes(self, item: int, quantised_again: bool) -> int:
         filled = most = 0

@@ -11,7 +11,7 @@ import asyncio
 import codecs
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -143,6 +143,12 @@ def _sequence(seq: SequenceState, request: str, pieces: Pieces) -> dict[str, Any
         **ended,
         **asked,
     }
+
+
+def told_ranks(ranks: Sequence[RankFacts]) -> list[dict[str, Any]]:
+    """Returns what ranks are. Their hosts are told where there are several."""
+    several = len({one.host for one in ranks}) > 1
+    return [_rank(one) | ({"host": one.host} if several else {}) for one in ranks]
 
 
 def _rank(one: RankFacts) -> dict[str, Any]:
@@ -326,7 +332,7 @@ class ViewHub:
             "started": frame.started,
             "version_of": f"octavo {__version__}",
             "lesson": self._server.config.lesson,
-            **({"ranks": [_rank(one) for one in facts.ranks]} if facts.ranks else {}),
+            **({"ranks": told_ranks(facts.ranks)} if facts.ranks else {}),
         }
 
     def _between(self, seen: int, number: int, with_text: bool) -> bytes:

@@ -21,6 +21,7 @@ from octavo.kernels.cpu.library import NativeLibrary
 from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.kernels.row_words import RowLayout
 from octavo.layers.comm import NullComm
+from octavo.layers.context_parallel import over_regions
 from octavo.loading.loader import NativeWeights, StoredParameters, load_packed, load_weights, weight_targets
 from octavo.loading.requantized import DummyCheckpoint, as_wanted
 from octavo.loading.resolve import open_checkpoint
@@ -66,9 +67,17 @@ def build_runner(facts: Facts, geometry: CacheGeometry, debug: Debug, compilers:
         return _build(facts, geometry, stored, Faults(debug), compilers, shadow)
 
 
-def make_shadow(facts: Facts, geometry: CacheGeometry) -> Shadow:
+def build_proven(
+    facts: Facts, geometry: CacheGeometry, debug: Debug, compilers: Compilers, verify: bool
+) -> tuple[ModelRunner, Shadow | None]:
+    """Returns a runner, and its shadow if every step is to be proven."""
+    shadow = _make_shadow(facts, geometry) if verify else None
+    return build_runner(facts, geometry, debug, compilers, shadow), shadow
+
+
+def _make_shadow(facts: Facts, geometry: CacheGeometry) -> Shadow:
     limits = facts.config.max_num_seqs, geometry.max_model_len, geometry.block_size
-    return Shadow(facts.needs.specs, *limits, facts.device, geometry.groups)
+    return Shadow(facts.needs.specs, *limits, facts.device, geometry.groups, facts.place.context)
 
 
 def _build(
@@ -123,7 +132,7 @@ def _eager(
 ) -> tuple[Eager, KVStore]:
     backend, watch = facts.backend, Stopwatch()
     if shadow is not None:
-        backend = shadowed(backend, shadow, TritonRegions if facts.on_device else ContiguousBackend)
+        backend = shadowed(backend, shadow, _plain_backend(facts))
     with torch.inference_mode(facts.device.type == "cpu"):
         model = _load_model(facts, backend, geometry.max_model_len, stored)
     _log_loading(model, watch)
@@ -132,6 +141,13 @@ def _eager(
     limits = geometry.block_size, facts.config.max_num_batched_tokens
     eager = Eager(model, backend, store.caches, table, *limits, geometry.groups, facts.place)
     return eager, store if shadow is None else ShadowedStore(store, shadow)
+
+
+def _plain_backend(facts: Facts) -> type[AttentionBackend]:
+    """Returns the backend over regions that gives the bits of the one over blocks."""
+    if facts.place.context.size > 1:
+        return over_regions(facts.backend, facts.place.context)
+    return TritonRegions if facts.on_device else ContiguousBackend
 
 
 def _load_model(facts: Facts, backend: type[AttentionBackend], max_len: int, stored: StoredParameters) -> Decoder:

@@ -119,8 +119,9 @@ def torch_gpu() -> tuple[Gpu | None, str]:
 
     try:
         torch.cuda.init()
-        properties = torch.cuda.get_device_properties(0)
-        free, total = torch.cuda.mem_get_info(0)
+        device = torch.cuda.current_device()  # 0, or that of a rank
+        properties = torch.cuda.get_device_properties(device)
+        free, total = torch.cuda.mem_get_info(device)
     except (RuntimeError, AssertionError) as error:  # no driver, or one that is too old, or none that CUDA_VISIBLE_DEVICES shows
         return None, " ".join(str(error).split()).partition(". ")[0][:200]
     return Gpu(properties.name, (properties.major, properties.minor), total, free, bool(properties.is_integrated)), ""

@@ -49,6 +49,7 @@ class Facts:
     kept: list[Kept]  # what becomes of each matrix, where codes are computed with
     shape: ModelShape
     backend: type[AttentionBackend]
+    engines: int = 1  # of the whole model, that share the memory of this host
 
     @property
     def form(self) -> str:
@@ -69,13 +70,14 @@ class Facts:
         """Returns what identifies the weights."""
         return b"dummy%d" % self.config.seed if self.config.load_format == "dummy" else open_checkpoint(self.source).fingerprint()
 
-    def plan_cache(self, engines: int = 1) -> CacheGeometry:
-        """Counts what fits on all ranks, before anything is loaded. A refusal says which setting to change.
+    def plan_cache(self, alike: bool = True) -> CacheGeometry:
+        """Counts what fits, before anything is loaded. A refusal says which setting to change.
 
-        `engines`: of the whole model, that share the memory of this host
+        `alike`: all ranks share the memory that this one finds, so it counts for all stages; else each counts for itself
         """
-        shares = (self.place.on_host or self.config.num_ranks) * (engines if self.device.type == "cpu" else 1)
-        plans = plan_stages(self.all_needs, self.config, memory(self.config).share(shares))
+        needs = self.all_needs if alike else [self.needs]
+        shares = (self.place.on_host or self.config.num_ranks) * (self.engines if self.device.type == "cpu" else 1)
+        plans = plan_stages(needs, self.config, memory(self.config).share(shares))
         return self.own_cache(plans[fullest(plans)].accepted())
 
     def own_cache(self, geometry: CacheGeometry) -> CacheGeometry:
@@ -89,7 +91,7 @@ class Facts:
         wanted = [one for one in self.kept if asked in ("int8", "int4") or self.shape.expands(one, asked)]
         floats = Counter(one.matrix.name for one in wanted if one.codes is None)
         names = ", ".join(f"{count} {name}" for name, count in floats.items())
-        why = "their parts cannot be merged, or their rows are not of whole groups"
+        why = "their parts cannot be merged or split, or their rows are not of whole groups"
         if names:
             logger.warning("Some matrices are kept as %s, not quantised: %s (%s)", self.dtype, names, why)
 

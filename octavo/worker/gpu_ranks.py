@@ -8,7 +8,6 @@ Stages of a pipeline hand hidden states on by way of the host, so that their ste
 """
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,10 +17,10 @@ from octavo.config import Debug, EngineConfig
 from octavo.errors import ConfigError
 from octavo.layers.gloo_comm import GlooComm
 from octavo.layers.nccl_comm import NcclComm
-from octavo.worker.host_ranks import START_SECONDS, HostMeeting, Peer, ProcessPeer
+from octavo.worker.host_ranks import START_SECONDS, HostMeeting, OnAnswer, OnEnd, Peer, ProcessPeer
 from octavo.worker.places import FILE, LOCAL, nccl_place, place_of
 from octavo.worker.program import Place
-from octavo.worker.rank_process import Answer, RankOrders
+from octavo.worker.rank_process import RankOrders
 
 
 def check_gpus(config: EngineConfig, debug: Debug) -> None:
@@ -38,6 +37,8 @@ def alone_with_nccl() -> Place:
 
 
 class GpuMeeting(HostMeeting):
+    alike = False  # GPUs may differ, and other processes may hold some of their memory
+
     def __init__(self, config: EngineConfig, debug: Debug) -> None:
         check_gpus(config, debug)
         self._folder = tempfile.TemporaryDirectory(prefix="octavo-")
@@ -55,7 +56,7 @@ class GpuMeeting(HostMeeting):
             return place_of(self._whole, config, on_host=config.num_ranks)
         return nccl_place(self._whole, self.ends[0], config)
 
-    def peer(self, orders: RankOrders, on_answer: Callable[[Peer, Answer], None], on_end: Callable[[Peer], None]) -> Peer:
+    def peer(self, orders: RankOrders, on_answer: OnAnswer, on_end: OnEnd) -> Peer:
         return ProcessPeer(msgspec.structs.replace(orders, ends=self.ends[orders.rank], address=self._address), on_answer, on_end)
 
     def abort(self) -> None:

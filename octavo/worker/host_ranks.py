@@ -44,17 +44,58 @@ class Peer(Protocol):
         """Ends it, by itself if it can."""
 
 
-class ProcessPeer:
-    """A rank that is a process of this host. A thread listens to it."""
+OnAnswer = Callable[[Peer, Answer], None]
+OnEnd = Callable[[Peer], None]
 
-    def __init__(self, orders: RankOrders, on_answer: "Callable[[Peer, Answer], None]", on_end: Callable[[Peer], None]) -> None:
+
+class ListeningPeer:
+    """A peer with a thread that listens to it until it says no more."""
+
+    def __init__(self, orders: RankOrders, on_answer: OnAnswer, on_end: OnEnd) -> None:
         self.rank = orders.rank
         self.ended = False
         self._seconds = orders.step_seconds
+        self._failed: Failed | None = None  # why it ended, if it has said so
+        self._on_answer, self._on_end = on_answer, on_end
+        self._listener = threading.Thread(target=self._listen, name=f"rank {self.rank}", daemon=True)
+
+    def _listen(self) -> None:
+        limit = None  # until it is ready it may take as long as it likes
+        while body := self._next(limit):
+            message = answer(body)
+            if isinstance(message, Ready):
+                limit = self._seconds
+            if isinstance(message, Failed):
+                self._failed = message
+            else:
+                self._on_answer(self, message)
+        self._see_end()
+        self.ended = True
+        self._on_end(self)
+
+    def _next(self, limit: float | None) -> bytes | None:
+        """Returns the next message, or None if it has ended or is silent for so many seconds."""
+        raise NotImplementedError
+
+    def _see_end(self) -> None:
+        """Called when there is no next message."""
+
+    def tell(self, message: bytes) -> None:
+        raise NotImplementedError
+
+    def why(self) -> OctavoError:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        raise NotImplementedError
+
+
+class ProcessPeer(ListeningPeer):
+    """A rank that is a process of this host."""
+
+    def __init__(self, orders: RankOrders, on_answer: OnAnswer, on_end: OnEnd) -> None:
+        super().__init__(orders, on_answer, on_end)
         self._silent = False
-        self._failed: Failed | None = None
-        self._on_answer = on_answer
-        self._on_end = on_end
         self._process = subprocess.Popen(
             command("octavo.worker.rank_process", "main", os.getpid()),
             stdin=subprocess.PIPE,
@@ -62,7 +103,6 @@ class ProcessPeer:
             pass_fds=orders.ends.open_ones(),
             bufsize=0,
         )
-        self._listener = threading.Thread(target=self._listen, name=f"rank {self.rank}", daemon=True)
         self._listener.start()
         self.tell(msgspec.json.encode(orders) + b"\n")
 
@@ -79,24 +119,12 @@ class ProcessPeer:
         except (OSError, ValueError) as error:
             raise self.why() from error
 
-    def _listen(self) -> None:
-        limit = None  # until it is ready it may take as long as it likes
-        while (body := self._read(limit)) is not None:
-            message = answer(body)
-            if isinstance(message, Ready):
-                limit = self._seconds
-            if isinstance(message, Failed):
-                self._failed = message
-            else:
-                self._on_answer(self, message)
+    def _see_end(self) -> None:
         if self._silent:
             self._process.kill()
         self._process.wait()
-        self.ended = True
-        self._on_end(self)
 
-    def _read(self, limit: float | None) -> bytes | None:
-        """Returns the next message, or None if the rank has ended or is silent for too long."""
+    def _next(self, limit: float | None) -> bytes | None:
         head = self._read_bytes(LENGTH_BYTES, limit)
         return None if head is None else self._read_bytes(int.from_bytes(head, "little"), limit)
 
@@ -148,10 +176,11 @@ class Meeting(Protocol):
     """What ranks meet through. Whoever makes it is rank 0, and keeps to its CPUs."""
 
     place: Place
+    alike: bool  # all ranks share the memory that rank 0 finds
 
     def cpus_of(self, rank: int) -> list[int]: ...
 
-    def peer(self, orders: RankOrders, on_answer: Callable[[Peer, Answer], None], on_end: Callable[[Peer], None]) -> Peer:
+    def peer(self, orders: RankOrders, on_answer: OnAnswer, on_end: OnEnd) -> Peer:
         """Lets a rank begin."""
 
     def give_out(self) -> None:
@@ -168,6 +197,8 @@ class Meeting(Protocol):
 
 class HostMeeting:
     """What the ranks of one host meet through. The thread that makes it keeps to the CPUs of rank 0."""
+
+    alike = True
 
     def __init__(self, config: EngineConfig, shares_memory: bool = True) -> None:
         """`shares_memory`: ranks of a stage meet in it"""
@@ -194,7 +225,7 @@ class HostMeeting:
     def cpus_of(self, rank: int) -> list[int]:
         return share_of_cpus(rank, self._count, self.cpus)
 
-    def peer(self, orders: RankOrders, on_answer: Callable[[Peer, Answer], None], on_end: Callable[[Peer], None]) -> Peer:
+    def peer(self, orders: RankOrders, on_answer: OnAnswer, on_end: OnEnd) -> Peer:
         own = msgspec.structs.replace(orders, ends=self.ends[orders.rank])
         return ProcessPeer(own, on_answer, on_end)
 

@@ -1,9 +1,12 @@
 """One rank of a model that is split over processes: the process itself, what it is told and what it tells.
 
     parent -> rank    RankOrders    one line: which rank it is, the model, the settings, the cache that all ranks have
+                      Room          how large the cache of all ranks is, where they had to say it first
                       Forward       a plan, which it carries out with its part of the weights
-                      Sample        the masks of that plan; it samples as every rank of its stage does, and keeps the ids
-    rank -> parent    Ready         it has loaded its part; or Failed, why it cannot go on
+                      Sample        the masks of that plan, if it has any: without, a rank does not wait for them. It samples as every
+                                    rank of its stage does, and keeps the ids
+    rank -> parent    Room          how large a cache it has room for, if it was not told
+                      Ready         it has loaded its part; or Failed, why it cannot go on
                       Result        of a step, if other stages made the beginning; from the first rank of the last stage
                       Beat          every second: it is alive, and what it has done since the last one
 
@@ -20,6 +23,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
@@ -30,7 +34,7 @@ from msgspec import Struct
 from octavo import log
 from octavo.child import die_with
 from octavo.config import EngineConfig, debug_from_environment
-from octavo.errors import LoadError, OctavoError
+from octavo.errors import LoadError, OctavoError, RankLost
 from octavo.loading.resolve import ModelSource, load_model_config
 from octavo.messages import BEAT_SECONDS, StepPlan, StepResult
 from octavo.policy.block_pool import BlockKey, Event
@@ -59,7 +63,7 @@ class RankOrders(Struct, frozen=True):
     weights: bytes  # what identifies the weights that the first rank has
     start_seconds: float
     step_seconds: float  # that it may wait for another rank in a step
-    geometry: CacheGeometry
+    geometry: CacheGeometry | None  # None: it says what it has room for, and is told what all have
     log_level: str
     log_format: str
     ends: Ends = Ends()
@@ -67,6 +71,13 @@ class RankOrders(Struct, frozen=True):
     host: str = ""  # the address of its own host, then
     on_host: int = 0  # ranks that share this host's memory; 0: all
     verify: bool = False  # every step is proven against a contiguous cache
+
+
+class Room(Struct, tag="room", array_like=True, frozen=True):
+    """What the cache of one rank holds, or of all of them."""
+
+    num_blocks: int
+    max_model_len: int
 
 
 class Forward(Struct, tag="forward", array_like=True, frozen=True):
@@ -125,8 +136,8 @@ def _ids(kind: type, data: Any) -> Any:
     return ids
 
 
-Order = Forward | Sample
-Answer = Ready | Failed | Result | Beat
+Order = Room | Forward | Sample
+Answer = Room | Ready | Failed | Result | Beat
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _orders = msgspec.msgpack.Decoder(Order, dec_hook=_ids)
 _answers = msgspec.msgpack.Decoder(Answer)
@@ -188,7 +199,7 @@ class Diary:
 
 def serve(orders: RankOrders, place: Place, messages: Iterator[bytes], tell: Callable[[Answer], None]) -> None:
     """Builds its part of the model, says that it is ready, and carries out plans until there are no more messages."""
-    from octavo.worker.build import build_runner, make_shadow
+    from octavo.worker.build import build_proven
     from octavo.worker.device import compilers_for
     from octavo.worker.facts import settle
     from octavo.worker.shadow import happened
@@ -198,9 +209,8 @@ def serve(orders: RankOrders, place: Place, messages: Iterator[bytes], tell: Cal
         facts = settle(orders.config, source, load_model_config(source), debug, place)
         if facts.fingerprint() != orders.weights:
             raise LoadError(f"{source.path}: holds other weights than rank 0 found there")
-        geometry = facts.own_cache(orders.geometry)
-        shadow = make_shadow(facts, geometry) if orders.verify else None
-        runner = build_runner(facts, geometry, debug, compilers, shadow)
+        geometry = _agreed(facts, messages, tell) if orders.geometry is None else facts.own_cache(orders.geometry)
+        runner, shadow = build_proven(facts, geometry, debug, compilers, orders.verify)
         place.wait_at_most(orders.step_seconds)
         tell(about(orders.rank, orders.cpus, facts, runner))
         diary, reports = Diary(), place.stage.last and place.stage.count > 1 and place.comm.rank == 0
@@ -212,13 +222,24 @@ def serve(orders: RankOrders, place: Place, messages: Iterator[bytes], tell: Cal
                     happened(*event, runner, shadow)
                 runner.table.learn(message.said)
                 runner.forward(message.plan)
-            else:
-                pending = runner.sample(masks_of(message))
-                diary.end()
-                if reports:
-                    tell(Result(pending.result()))
+                if message.plan.mask_rows:  # their masks are made meanwhile
+                    continue
+            pending = runner.sample(masks_of(message) if isinstance(message, Sample) else None)
+            diary.end()
+            if reports:
+                tell(Result(pending.result()))
         with suppress(OSError):  # nobody may listen any more
             tell(msgspec.structs.replace(diary.beat(), compared=0 if shadow is None else shadow.compared.values))
+
+
+def _agreed(facts: "Facts", messages: Iterator[bytes], tell: Callable[[Answer], None]) -> CacheGeometry:
+    """Says what this rank has room for. Returns its cache, as large as that of all ranks."""
+    own = facts.plan_cache(alike=False)
+    tell(Room(own.num_blocks, own.max_model_len))
+    room = next(map(order, messages), None)
+    if not isinstance(room, Room):
+        raise RankLost("rank 0 did not say how large the cache is")
+    return replace(own, num_blocks=room.num_blocks, max_model_len=room.max_model_len)
 
 
 def about(rank: int, cpus: list[int], facts: "Facts", runner: "ModelRunner") -> Ready:

@@ -2,7 +2,8 @@
 
     no filter    each rank's best (score, id) of a row; the highest of all, and of equals the lower id
     filters      each rank's nearest tokens, merged in the order (distance, id); masses are integers, so that sums are exact
-    logprobs     each rank counts ranks and masses in its part, and the counts are added
+    logprobs     each rank counts ranks and masses in its part, and the counts are added; those of the processed kind first cut what
+                 a filter cuts, which the nearest tokens tell
 
 Noise belongs to a token and a position, so a rank can draw for its tokens alone. The result is that of `kernels/reference/sampling.py`
 over the whole row, on every rank.
@@ -14,7 +15,23 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.reference.philox import LOW32, uniform_at
-from octavo.kernels.reference.sampling import NARROW, Draws, Ranking, draw_kept, gumbel, in_order, kept, mass, nearest, scaled
+from octavo.kernels.reference.sampling import (
+    NARROW,
+    Draws,
+    Ranking,
+    draw_kept,
+    drawn_distances,
+    drawn_filters,
+    gumbel,
+    in_order,
+    is_settled,
+    kept,
+    mass,
+    mass_above,
+    min_mass,
+    nearest,
+    scaled,
+)
 from octavo.layers.comm import Comm
 from octavo.policy.split import vocabulary_rows
 
@@ -63,13 +80,24 @@ class RankSampling:
     def rank(self, logits: Tensor, ids: Tensor, count: int) -> Ranking:
         """Returns where each row's id stands, and the row's `count` best."""
         distance = self._distances(logits.float(), torch.ones(len(ids), device=logits.device))
-        index = ids[:, None].long() - self.tokens.start
-        mine = (index >= 0) & (index < len(self.tokens))
-        own = distance.gather(1, index.clamp(0, len(self.tokens) - 1)).masked_fill(~mine, torch.inf)
+        index, mine = self._own_place(ids)
+        own = distance.gather(1, index).masked_fill(~mine, torch.inf)
         chosen = self._comm.all_gather(own).amin(1, keepdim=True)  # one rank has it
         ranks = self._sum((distance < chosen).sum(1, keepdim=True)) + 1
         near, near_ids = self._nearest(distance, count)
         return Ranking(chosen.squeeze(1), ranks, self._sum(mass(distance).sum(1, keepdim=True)), near, near_ids)
+
+    def drawn_from(self, logits: Tensor, draws: Draws, ids: Tensor, filtered: bool) -> Tensor:
+        """Returns this rank's part of what each id was drawn from (`drawn_from` of the reference has the whole)."""
+        distance = drawn_distances(self._distances, logits, draws)
+        index, mine = self._own_place(ids)
+        at = distance.gather(1, index)
+        distance.scatter_(1, index, torch.where(mine & (at == torch.inf), 0.0, at))
+        if filtered:
+            keep = self._kept(distance, drawn_filters(draws))
+            keep.scatter_(1, index, keep.gather(1, index) | mine)
+            distance.masked_fill_(~keep, torch.inf)
+        return distance.neg_()
 
     def whole(self, logits: Tensor) -> Tensor:
         """Returns rows as wide as the vocabulary, without the logits of other ranks: -inf, which no edit of a row changes."""
@@ -77,14 +105,14 @@ class RankSampling:
         rows[:, self.tokens.start : self.tokens.stop] = logits
         return rows
 
-    def joined(self, logits: Tensor) -> Tensor:
-        """Returns rows as wide as the vocabulary with the logits of all ranks. Only logprobs of what was drawn need them."""
-        missing = -(-self._vocab_size // self._comm.size) - logits.shape[1]
-        return self._comm.all_gather(torch.nn.functional.pad(logits, (0, missing)))[:, : self._vocab_size]
-
     def own(self, logits: Tensor) -> Tensor:
         """Returns the part of this rank of rows that are as wide as the vocabulary."""
         return logits[:, self.tokens.start : self.tokens.stop]
+
+    def _own_place(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns where each id stands in this rank's part, and whether it does; of the others, some place. ids: [S]; each [S, 1]"""
+        index = ids[:, None].long() - self.tokens.start
+        return index.clamp(0, len(self.tokens) - 1), (index >= 0) & (index < len(self.tokens))
 
     def _distances(self, logits: Tensor, temperature: Tensor) -> Tensor:
         best = self._comm.all_gather(logits.amax(-1, keepdim=True)).amax(-1, keepdim=True)
@@ -117,10 +145,28 @@ class RankSampling:
     def _draw_ordered(self, distance: Tensor, draws: Draws, width: int) -> Tensor:
         """Draws among the `width` best. Returns -1 for a row whose cut may lie beyond them."""
         near, ids = self._nearest(distance, width)
+        return draw_kept(near, ids, self._kept_of(near, distance, draws), draws, self._vocab_size)
 
-        def mass_above(floor: Tensor, rows: Tensor) -> Tensor:
-            masses = mass(distance[rows])
-            return self._sum((masses * (masses >= floor)).sum(-1, keepdim=True)).unsqueeze(-1)
+    def _kept_of(self, near: Tensor, distance: Tensor, draws: Draws) -> Tensor:
+        """Returns which of the nearest tokens of all ranks pass the filters."""
+        return kept(near, self._vocab_size, lambda *asked: self._sum(mass_above(distance, *asked)).unsqueeze(-1), draws)
 
-        keep = kept(near, self._vocab_size, mass_above, draws)
-        return draw_kept(near, ids, keep, draws, self._vocab_size)
+    def _kept(self, distance: Tensor, draws: Draws) -> Tensor:
+        """Returns which tokens of this rank pass the filters. With min-p alone a rank knows by itself."""
+        keep = mass(distance) >= min_mass(draws)
+        open_ones = (draws.top_k > 0) | (draws.top_p < 1)  # rows whose cut is not known yet
+        for width in (min(NARROW, self._vocab_size), self._vocab_size):
+            rows = open_ones & ((draws.top_k <= width) | (width == self._vocab_size))
+            if rows.any():
+                some = draws.take(rows)
+                near, ids = self._nearest(distance[rows], width)
+                found = self._kept_of(near, distance[rows], some)
+                keep[rows] = self._own_marks(ids, found)
+                open_ones[rows] = ~is_settled(found, some, self._vocab_size)
+        return keep
+
+    def _own_marks(self, ids: Tensor, marks: Tensor) -> Tensor:
+        """Returns the marks of this rank's tokens, [S, tokens], out of those of some tokens of all. ids, marks: [S, n]"""
+        index, width = ids - self.tokens.start, len(self.tokens)
+        index = torch.where((index >= 0) & (index < width), index, width)  # one column more, for the tokens of others
+        return torch.zeros(len(ids), width + 1, dtype=torch.bool, device=ids.device).scatter_(1, index, marks)[:, :width]

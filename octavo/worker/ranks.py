@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo import log
 from octavo.errors import OctavoError, RankLost, VerifyError
@@ -32,6 +32,7 @@ from octavo.worker.rank_process import (
     RankOrders,
     Ready,
     Result,
+    Room,
     about,
     encode,
     sample,
@@ -42,17 +43,21 @@ from octavo.worker.shadow import Shadow, happened
 from octavo.worker.tenants import Tenants
 
 OnLost = Callable[[OctavoError], None]
+Build = Callable[[CacheGeometry], tuple[ModelRunner, Shadow | None]]
 STEP_SECONDS = 60.0  # that ranks of a stage may wait for each other in a step, and that a rank may give no sign of life
 
 
 class Ranks:
     """All ranks but the first."""
 
-    def __init__(self, facts: Facts, geometry: CacheGeometry, meeting: Meeting, on_lost: OnLost, verify: bool = False) -> None:
+    def __init__(self, facts: Facts, geometry: CacheGeometry | None, meeting: Meeting, on_lost: OnLost, verify: bool = False) -> None:
+        """`geometry`: of all ranks; None: they have to agree on it"""
         self.compared: dict[int, int] = {}  # how many numbers each rank has compared, where steps are proven
         self._meeting = meeting
         self._on_lost = on_lost
-        self._ready = threading.Event()  # all are, or one has ended
+        self.rooms: dict[int, Room] = {}  # what each rank has room for, where they have to agree
+        self._rooms_known = threading.Event()  # all are, or a rank has ended
+        self._ready = threading.Event()  # the same
         self._stopping = False
         self.about: dict[int, Ready] = {}  # what each rank is
         self.roster: Roster | None = None  # once all are ready
@@ -84,6 +89,10 @@ class Ranks:
             self.about[peer.rank] = message
             if len(self.about) == self._count:
                 self._ready.set()
+        elif isinstance(message, Room):
+            self.rooms[peer.rank] = message
+            if len(self.rooms) == self._count:
+                self._rooms_known.set()
         elif isinstance(message, Result):
             self.results.put(message.result)
         elif isinstance(message, Beat) and self.roster is not None:
@@ -101,14 +110,30 @@ class Ranks:
     def give_up(self) -> None:
         self._meeting.abort()
         self.results.put(None)
+        self._rooms_known.set()
         self._ready.set()
+
+    def agree(self, own: CacheGeometry) -> CacheGeometry:
+        """Returns the cache that every rank has room for, and tells them. `own`: what rank 0 has room for"""
+        self._rooms_known.wait()
+        self._raise_if_gone()
+        rooms = {0: Room(own.num_blocks, own.max_model_len)} | self.rooms
+        common = Room(min(room.num_blocks for room in rooms.values()), min(room.max_model_len for room in rooms.values()))
+        least = min(rooms, key=lambda rank: rooms[rank].num_blocks)
+        if len(set(rooms.values())) > 1:
+            logger.info("Rank %d has room for least: %d blocks, so all ranks have as many", least, common.num_blocks)
+        self.tell(encode(common))
+        return replace(own, num_blocks=common.num_blocks, max_model_len=common.max_model_len)
 
     def wait_until_ready(self) -> None:
         self._ready.wait()
+        self._raise_if_gone()
+        self._meeting.wait_at_most(STEP_SECONDS)
+
+    def _raise_if_gone(self) -> None:
         gone = next((peer for peer in self.peers if peer.ended), None)
         if gone is not None:
             raise gone.why()
-        self._meeting.wait_at_most(STEP_SECONDS)
 
     def tell(self, message: bytes) -> None:
         for peer in self.peers:
@@ -128,9 +153,12 @@ class Ranks:
 class RankedRunner:
     """Carries out plans on all ranks."""
 
-    def __init__(self, runner: ModelRunner, ranks: Ranks, meeting: Meeting, roster: Roster, shadow: Shadow | None = None) -> None:
+    def __init__(
+        self, runner: ModelRunner, geometry: CacheGeometry, ranks: Ranks, meeting: Meeting, roster: Roster, shadow: Shadow | None
+    ) -> None:
         self.runner = runner
-        self._shadow = shadow
+        self.geometry = geometry
+        self.shadow = shadow  # of rank 0
         self.ranks = ranks
         self.roster = ranks.roster = roster
         self._diary = Diary()
@@ -145,7 +173,7 @@ class RankedRunner:
     def on_event(self, event: Event, block: int, key: BlockKey | None) -> None:
         """Lets all ranks know what happened to a block, for proofs and checks. They learn it with the next plan."""
         self._events.append((event, block, key))
-        happened(event, block, key, self.runner, self._shadow)
+        happened(event, block, key, self.runner, self.shadow)
 
     def forward(self, plan: StepPlan) -> None:
         said, self._said, self._plan = self._said, [], plan
@@ -159,7 +187,8 @@ class RankedRunner:
 
     def sample(self, masks: Masks | None = None) -> Promise:
         with self._as_one():
-            self.ranks.tell(encode(sample(masks)))
+            if self._plan.mask_rows:  # else they do not wait for a word
+                self.ranks.tell(encode(sample(masks)))
             own = self.runner.sample(masks)
         self._diary.end()
         return own if self._stages == 1 else Awaited(self, self._plan)
@@ -207,17 +236,18 @@ class Awaited:
 
 
 def with_ranks(
-    facts: Facts, geometry: CacheGeometry, meeting: Meeting, build: Callable[[], ModelRunner], on_lost: OnLost = lambda error: None,
-    shadow: Shadow | None = None,
-) -> RankedRunner:  # fmt: skip
+    facts: Facts, meeting: Meeting, build: Build, on_lost: OnLost = lambda error: None, verify: bool = False
+) -> RankedRunner:
     """Returns a runner of all ranks, which load their parts at the same time. They meet when they warm up.
 
+    `build`: makes the runner of rank 0, and its shadow if steps are proven; every other rank makes its own
     `on_lost`: called in a thread with the reason when a rank ends that was ready, also where no step is under way
-    `shadow`: of rank 0, where steps are proven; every other rank makes its own then
     """
-    ranks = Ranks(facts, geometry, meeting, on_lost, verify=shadow is not None)
+    own = facts.plan_cache(meeting.alike)  # before a process starts: it may not fit
+    ranks = Ranks(facts, own if meeting.alike else None, meeting, on_lost, verify)
     try:
-        runner = build()
+        geometry = own if meeting.alike else ranks.agree(own)
+        runner, shadow = build(geometry)
         ranks.wait_until_ready()
     except BaseException as error:
         ranks.stop()
@@ -225,4 +255,4 @@ def with_ranks(
     first = about(0, meeting.cpus_of(0), facts, runner)
     roster = Roster([first, *(ranks.about[peer.rank] for peer in ranks.peers)], facts.config.pipeline_parallel_size)
     roster.log()
-    return RankedRunner(runner, ranks, meeting, roster, shadow)
+    return RankedRunner(runner, geometry, ranks, meeting, roster, shadow)

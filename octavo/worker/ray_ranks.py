@@ -6,8 +6,6 @@
 Actors belong to the engine's process: Ray ends them when that ends, whichever way.
 """
 
-import threading
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -17,30 +15,23 @@ from octavo.config import EngineConfig, thread_limit
 from octavo.errors import OctavoError, RankLost
 from octavo.layers.gloo_comm import GlooComm
 from octavo.log import Stopwatch, logger
-from octavo.worker.host_ranks import END_SECONDS, START_SECONDS, Peer, failed
+from octavo.worker.host_ranks import END_SECONDS, START_SECONDS, ListeningPeer, OnAnswer, OnEnd, Peer, failed
 from octavo.worker.machine import allowed_cpus, keep_to, share_of_cpus
 from octavo.worker.places import place_of
-from octavo.worker.rank_process import LENGTH_BYTES, Answer, Failed, RankOrders, Ready, answer
+from octavo.worker.rank_process import LENGTH_BYTES, RankOrders
 from octavo.worker.ray_cluster import RayCluster, one_line
 
 
-class RayPeer:
-    """A rank that is an actor. A thread listens to it."""
+class RayPeer(ListeningPeer):
+    """A rank that is an actor."""
 
-    def __init__(
-        self, ray: Any, actor: Any, host: str, orders: RankOrders, on_answer: Callable[[Peer, Answer], None], on_end: Callable[[Peer], None]
-    ) -> None:
-        self.rank = orders.rank
-        self.ended = False
+    def __init__(self, ray: Any, actor: Any, host: str, orders: RankOrders, on_answer: OnAnswer, on_end: OnEnd) -> None:
+        super().__init__(orders, on_answer, on_end)
         self._ray, self._actor, self._host = ray, actor, host
-        self._seconds = orders.step_seconds
-        self._failed: Failed | None = None
         self._gone = "ended"
-        self._on_answer, self._on_end = on_answer, on_end
         self._tell = actor.tell.options(num_returns=0)
         self._hear = actor.hear.options(concurrency_group="answers")
         actor.begin.options(num_returns=0).remote(msgspec.json.encode(orders))
-        self._listener = threading.Thread(target=self._listen, name=f"rank {self.rank}", daemon=True)
         self._listener.start()
 
     def tell(self, message: bytes) -> None:
@@ -48,29 +39,15 @@ class RayPeer:
             raise self.why()
         self._tell.remote(message)
 
-    def _listen(self) -> None:
-        limit = None  # until it is ready it may take as long as it likes
-        while data := self._next(limit):
-            message = answer(data[LENGTH_BYTES:])
-            if isinstance(message, Ready):
-                limit = self._seconds
-            if isinstance(message, Failed):
-                self._failed = message
-            else:
-                self._on_answer(self, message)
-        self.ended = True
-        self._on_end(self)
-
-    def _next(self, limit: float | None) -> bytes:
-        """Returns the next answer, or an empty one if there will be none."""
+    def _next(self, limit: float | None) -> bytes | None:
         try:
             data: bytes = self._ray.get(self._hear.remote(), timeout=limit)
-            return data
+            return data[LENGTH_BYTES:]
         except self._ray.exceptions.GetTimeoutError:
             self._gone = f"did not answer for {self._seconds:g} s"
         except Exception as error:  # an actor that died, a node that is gone, a cluster that was left
             self._gone = f"is gone: {_reason(error)}"
-        return b""
+        return None
 
     def why(self) -> OctavoError:
         """Returns why it ended, as it said itself, or else as Ray tells it."""
@@ -95,6 +72,8 @@ def _reason(error: Exception) -> str:
 class RayMeeting:
     """What ranks on several nodes meet through. The thread that makes it keeps to the CPUs of rank 0."""
 
+    alike = False
+
     def __init__(self, config: EngineConfig) -> None:
         watch, count = Stopwatch(), config.num_ranks
         self._cluster = RayCluster(count, config.device == "cuda")
@@ -115,7 +94,7 @@ class RayMeeting:
     def cpus_of(self, rank: int) -> list[int]:
         return self._cpus[rank][: thread_limit()]
 
-    def peer(self, orders: RankOrders, on_answer: Callable[[Peer, Answer], None], on_end: Callable[[Peer], None]) -> Peer:
+    def peer(self, orders: RankOrders, on_answer: OnAnswer, on_end: OnEnd) -> Peer:
         """Lets a rank begin."""
         rank, cluster = orders.rank, self._cluster
         own = msgspec.structs.replace(

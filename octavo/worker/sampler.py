@@ -24,7 +24,7 @@ from torch import Tensor
 
 from octavo.kernels import logit_edits, ops
 from octavo.kernels.ops import Edits, edit_logits
-from octavo.kernels.reference.sampling import ONE, Draws, Ranking, mask_logits, rank_drawn
+from octavo.kernels.reference.sampling import ONE, Draws, Ranking, drawn_from, mask_logits, rank_drawn
 from octavo.messages import NoiseKey, RowWrite, StepPlan, TokenLogprobs
 from octavo.policy.gpu_size import ADJUSTED_LOGITS
 from octavo.sampling_params import SamplingParams
@@ -95,7 +95,8 @@ class Sampler:
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Runs every kernel once on logits of this kind, so that none is compiled later. The rows have to be empty, and stay so."""
-        logits = torch.zeros(1, self._vocab_size, dtype=dtype, device=self._device)
+        width = self._vocab_size if self._ranks is None else len(self._ranks.tokens)
+        logits = torch.zeros(1, width, dtype=dtype, device=self._device)
         words = torch.zeros(1, ENTRY_WORDS, dtype=torch.int32, device=self._device)
         draws = _draws(words, words[:, ENTRY])
         edits = self._held(logit_edits.pack(SamplingParams(min_tokens=1), (), []))
@@ -151,19 +152,14 @@ class Sampler:
         lines = np.stack([one.line for _, _, one in wanted])
         lines[[one.greedy for _, _, one in wanted], TEMPERATURE] = 0  # greedy rows scale and cut nothing
         words = upload(lines, self._device)
-        ranks = self._ranks
-
-        def scores(part: slice) -> Tensor:
-            own = self._scores(logits, wanted[part], masks)
-            return own if ranks is None else ranks.joined(own)
-
         found = rank_drawn(
-            scores,
+            lambda part: self._scores(logits, wanted[part], masks),
             self._vocab_size,
             _draws(words, words[:, ENTRY]),  # nothing is drawn, so that positions do not matter
             self._said(ids, entries),
             filtered=any(one.filtered for _, _, one in wanted),
-            rank=lambda scores, chosen: self._sampling.rank(scores if ranks is None else ranks.own(scores), chosen, max(counts)),
+            rank=lambda scores, chosen: self._sampling.rank(scores, chosen, max(counts)),
+            cut=drawn_from if self._ranks is None else self._ranks.drawn_from,
         )
         return Rankings(entries, counts, found)
 

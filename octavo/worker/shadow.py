@@ -1,8 +1,9 @@
 """The proof that paging is invisible: a contiguous cache kept beside the paged one, compared bit for bit at every step.
 
     paged store    what the engine runs on: blocks, tables, sharing, copies, eviction
-    shadow         one contiguous region per row, for all cache groups. It never recomputes: it appends the k, v of the forward; at a
-                   seal it archives a block's bytes under its key; at a hit it copies them from there, at a fork from the parent's row
+    shadow         one contiguous region per row, for all cache groups, of the tokens that this rank keeps. It never recomputes: it appends
+                   the k, v of the forward; at a seal it archives a block's bytes under its key; at a hit it copies them from there, at a
+                   fork from the parent's row
 
 In every layer of every step each row is gathered through its block table and must equal its region; then the same
 attention function runs over the regions, and must give the same output. The first difference raises `VerifyError`.
@@ -26,8 +27,9 @@ from octavo.attention.contiguous import ContiguousBackend
 from octavo.attention.forward_batch import ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.errors import VerifyError
+from octavo.kernels.reference.partial_attention import kept_positions
 from octavo.kernels.step_tensors import StepTensors
-from octavo.layers.comm import Channel
+from octavo.layers.comm import Channel, Comm
 from octavo.messages import StepPlan
 from octavo.policy.block_pool import NULL_BLOCK, BlockKey, Event
 from octavo.policy.cache_group import FULL, CacheGroup
@@ -59,12 +61,14 @@ class Compared:
 class Shadow:
     def __init__(
         self, specs: list[LayerCacheSpec], num_rows: int, max_len: int, block_size: int, device: torch.device = CPU,
-        groups: tuple[CacheGroup, ...] = (FULL,),
+        groups: tuple[CacheGroup, ...] = (FULL,), context: Comm | None = None,
     ) -> None:  # fmt: skip
+        """`context`: the ranks that share out the tokens of a block, if several do"""
+        self._rank, self._ranks = (context.rank, context.size) if context else (0, 1)
         self.spans = [group.links * block_size for group in groups]  # tokens in a block
         length = max(-(-max_len // span) * span for span in self.spans)
         self.blocks = length // block_size  # of a region
-        self.regions = ContiguousStore(specs, num_rows + 1, length, device)  # the last is padding's
+        self.regions = ContiguousStore(specs, num_rows + 1, length // self._ranks, device)  # the last is padding's
         self.block_size = block_size
         self.compared = Compared()
         self.watches = False  # while not, a shadowed backend is the backend alone
@@ -138,7 +142,9 @@ class Shadow:
         return [self.regions.caches[layer] for layer in self._layers[group]]
 
     def _span(self, group: int, index: int) -> slice:
-        return slice(index * self.spans[group], (index + 1) * self.spans[group])
+        """Returns the part of a region that a block has."""
+        size = self.spans[group] // self._ranks
+        return slice(index * size, (index + 1) * size)
 
     def compare_caches(self, layer: int, cache: dict[str, Tensor], rows: Tensor, context_len: Tensor, tables: Tensor) -> None:
         """Every row gathered through its block table must be its region. rows, context_len: [R]; tables: [R, B]
@@ -151,14 +157,15 @@ class Shadow:
             if row < 0:
                 continue
             first = self._tables[row][group].count(NULL_BLOCK)
-            blocks, start = tables[entry, : -(-length // span)].long(), first * span
+            blocks, start = tables[entry, : -(-length // span)].long(), self._span(group, first).start
+            positions = kept_positions(length, span // self._ranks, self._rank, self._ranks)[start:]
             if blocks[:first].any():
                 raise VerifyError(f"the table names a block that was given back: step {self.step}, layer {layer}, row {row}")
             for name, buffer in cache.items():
-                paged = buffer[blocks[first:]].flatten(0, 1)[: length - start]  # [length - start, kv_heads, head_dim]
-                plain = self.regions.caches[layer][name][row, start:length]
+                paged = buffer[blocks[first:]].flatten(0, 1)[: len(positions)]  # [positions, kv_heads, head_dim]
+                plain = self.regions.caches[layer][name][row, start : start + len(positions)]
                 if not same_bits(paged, plain):
-                    position = start + int((_bits(paged) != _bits(plain)).flatten(1).any(1).nonzero()[0])
+                    position = int(positions[int((_bits(paged) != _bits(plain)).flatten(1).any(1).nonzero()[0])])
                     where = f"step {self.step}, layer {layer}, row {row}, {name} of position {position}"
                     block = f"block {int(tables[entry, position // span])}, offset {position % span}"
                     raise VerifyError(f"the caches differ: {where} ({block})")

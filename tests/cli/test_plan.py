@@ -189,7 +189,8 @@ def test_a_plan_says_what_becomes_of_each_matrix(tmp_path: Path, capsys: pytest.
     mixed = to_gguf(folder, tmp_path / "mixed.gguf", "Q4_0", kinds={"attn_v": "F16", "ffn_up": "Q8_0", "ffn_down": "F16"})
     assert main(["plan", str(mixed), "--dtype", "bfloat16", "--memory", "1g"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"MiB   of it bfloat16 \(their parts cannot be merged as quantised\): 5 qkv \(from Q4_0, F16\)$", shown, re.MULTILINE)
+    line = r"MiB   of it bfloat16 \(their parts cannot be merged or split as quantised\): 5 qkv \(from Q4_0, F16\)$"
+    assert re.search(line, shown, re.MULTILINE)
     assert re.search(r"MiB   of it 8-bit weights in groups of 32: 5 gate_up \(from Q4_0, Q8_0\)$", shown, re.MULTILINE)
     assert re.search(r"MiB   of it bfloat16: 5 down \(from F16\)$", shown, re.MULTILINE)
     main(["plan", str(mixed), "-q", "int8", "--no-native"])
@@ -201,6 +202,9 @@ def test_a_quantised_folder_is_planned_without_torch(tmp_path: Path) -> None:
     shown = run(str(quantized), "--dtype", "bfloat16", "--memory", "1g").stdout
     assert "kept quantised" in shown and "of it 4-bit weights in groups of 32: 2 qkv, 2 output, 2 gate_up, 2 down (from GPTQ)" in shown
     assert "of it bfloat16: 1 head (from F32)" in shown
+    rank = run(str(quantized), "--dtype", "bfloat16", "--memory", "1g", "-tp", "2").stdout
+    assert "of it 4-bit weights in groups of 32: 2 qkv, 2 gate_up (from GPTQ)" in rank
+    assert "of it bfloat16 (their parts cannot be merged or split as quantised): 2 output, 2 down (from GPTQ)" in rank
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -289,6 +289,7 @@ def test_a_view_that_makes_no_sense_when_drawn_is_an_error() -> None:
 def test_ranks_are_a_line_each_as_far_as_there_is_room() -> None:
     same = {"stages": 2, "device": "cpu"}
     ranks = [{"rank": rank, "stage": rank % 2, "layers": [3 * rank, 3], "cores": f"{rank}", **same} for rank in range(9)]
+    ranks[2]["host"] = "second"
     rows = [[rank, 10, 0.5, 7.2 if rank == 1 else 0.3] for rank in range(9)]
     frames = [frame for _, frame in FRAMES]
     told = {"head": {"ranks": ranks}, "full": {"ranks": rows}}
@@ -297,5 +298,6 @@ def test_ranks_are_a_line_each_as_far_as_there_is_room() -> None:
     found = [line for line in tall if line.startswith("rank ")]
     assert len(found) == 9 and found[0] == "rank 0  stage 0  layers 0-2  cores 0   50% in steps"
     assert found[1] == "rank 1  stage 1  layers 3-5  cores 1   50% in steps  silent for 7 s"
+    assert found[2] == "rank 2  stage 0  layers 6-8  cores 2 on second   50% in steps"
     assert sum(line.startswith("rank ") for line in low) == 3 and "and 6 more ranks" in low
     assert not any("rank" in line for line in plain(picture(watch_of(*frames), 100, 60)))

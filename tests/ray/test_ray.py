@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -90,8 +91,17 @@ def gone(holds: Callable[[], object], seconds: float = 20) -> None:
 
 
 # promise: distributed-executor-backend, llm-distributed-executor-backend
-@pytest.mark.parametrize("split", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+@pytest.mark.parametrize(
+    "split",
+    [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.soak),
+    ],
+)
 def test_ranks_on_different_nodes_say_together_what_one_says(split: dict[str, int], cluster: Any, folder: Path) -> None:
+    """Of four ranks on three nodes, stages and the ranks of a stage meet across nodes."""
+    ranks = prod(split.values())
     cpus = os.sched_getaffinity(0)
     with opened(folder) as llm:
         alone = texts(llm)
@@ -99,8 +109,9 @@ def test_ranks_on_different_nodes_say_together_what_one_says(split: dict[str, in
     with opened(folder, distributed_executor_backend="ray", **split) as llm:
         print(f"started on Ray in {time.monotonic() - start:.1f} s")
         executor: Any = llm._core.executor  # type: ignore[attr-defined]
-        assert len(set(executor._meeting._cluster.nodes)) == 2
-        assert len(actors()) == 1
+        nodes = executor._meeting._cluster.nodes
+        assert len(nodes) == ranks and len(set(nodes)) == min(ranks, 3) and nodes[0] != nodes[1]
+        assert len(actors()) == ranks - 1 and executor.ranks.rooms.keys() == set(range(1, ranks))
         assert texts(llm) == alone
     gone(actors)
     assert os.sched_getaffinity(0) == cpus

@@ -5,10 +5,13 @@ import json
 import os
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from octavo.messages import RankFacts
+from octavo.server.view import told_ranks
 from tests.server.test_metrics import samples_of
 from tests.server.test_view import Watching
 from tests.support.http_server import wait_for
@@ -84,6 +87,12 @@ def test_every_rank_is_told_with_what_it_did(how: str, tmp_path: Path) -> None:
     made = [event for event in events if event["name"] == "rank step"]
     drawn = [sorted(event["args"]["step"] for event in made if event["tid"] == 2 + rank) for rank in (0, 1)]
     assert drawn[0] == drawn[1] and len(drawn[0]) >= 100
+
+
+def test_hosts_are_told_where_ranks_are_on_several() -> None:
+    one = RankFacts(0, 0, 1, 0, 2, 5, "first", "0-3", "cpu", "torch", 0, 4, 100)
+    assert [rank.get("host") for rank in told_ranks([one, replace(one, rank=1)])] == [None, None]
+    assert [rank.get("host") for rank in told_ranks([one, replace(one, rank=1, host="second")])] == ["first", "second"]
 
 
 def test_one_rank_is_not_told(tmp_path: Path) -> None:

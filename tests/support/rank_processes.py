@@ -139,6 +139,13 @@ def shapes(comm: AnyComm, given: dict[str, Any]) -> dict[str, Any]:
     return {"gathered": gathered.tolist(), "strided": strided.tolist(), "ids": comm.all_gather(ids).tolist(), "kept": wide.tolist()}
 
 
+def joined_shapes() -> list[dict[str, Any]]:
+    """Returns what `shapes` is on two ranks."""
+    first, second = (torch.arange(12.0).reshape(3, 4) + 100 * rank for rank in range(2))
+    both = {"gathered": torch.cat([first, second], dim=-1).tolist(), "strided": (first + second).T[1:].tolist(), "ids": [0, 7, 1, 8]}
+    return [both | {"kept": own.tolist()} for own in (first, second)]
+
+
 def until_the_end(comm: AnyComm, given: dict[str, Any]) -> dict[str, Any]:
     """Sums until that fails. The rank `given["late"]` waits for a word after the tenth sum."""
     say("joined")

@@ -667,6 +667,7 @@ def test_ranks_are_a_line_each_and_one_that_is_silent_is_marked(open_pool: OpenP
     same = {"stages": 2, "device": "cpu", "kernels": "native avx512", "weight_bytes": 2**30}
     cores = [f"{8 * rank}-{8 * rank + 7},{64 + rank}" for rank in range(8)]
     ranks = [{"rank": rank, "stage": rank // 4, "layers": [14 * (rank // 4), 14], "cores": cores[rank], **same} for rank in range(8)]
+    ranks[2]["host"] = "second"
     pool_host.send(model.head(), model.frame("full"))
     page = open_pool("page")
     expect(page.locator(".pool-welcome")).to_be_visible()
@@ -678,7 +679,7 @@ def test_ranks_are_a_line_each_and_one_that_is_silent_is_marked(open_pool: OpenP
     expect(lines.nth(5)).to_have_text("Rank 5 stage 1, layers 14–27, cores 40-47,69, 25 % in steps")
     pool_host.send({"kind": "delta", "at": 3.0, "ranks": [[rank, 20, 0.996, 12.4 if rank == 3 else 0.2] for rank in range(8)]})
     expect(lines.nth(3)).to_have_text("Rank 3 stage 0, layers 0–13, cores 24-31,67, 100 % in steps, silent for 12 s")
-    expect(lines.nth(2)).to_have_text("Rank 2 stage 0, layers 0–13, cores 16-23,66, 100 % in steps")
+    expect(lines.nth(2)).to_have_text("Rank 2 stage 0, layers 0–13, cores 16-23,66 on second, 100 % in steps")
     assert_all_can_be_seen(page, "ranks")
     found = Axe().run(page).response["violations"]
     assert [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")] == []

@@ -1,6 +1,7 @@
 """Ranks that share out the tokens of a context: the texts of one process, whatever the schedule, and refusals by name."""
 
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.cli.verify import LEAST_REQUESTS
 from octavo.config import EngineConfig
-from octavo.errors import ConfigError, RankLost
+from octavo.errors import ConfigError, RankLost, VerifyError
 from octavo.models.registry import describe, rank_config, rank_parts, read_config
 from octavo.outputs import RequestOutput
 from octavo.policy.auto import resolved, suited
@@ -19,6 +21,8 @@ from octavo.worker.host_ranks import HostMeeting
 from octavo.worker.places import Ends, join
 from tests.loading.test_sharded import raw_config
 from tests.support.models import tiny_model
+from tests.support.rank_code import change_ranks
+from tests.worker.test_ranks import proven
 
 VOCAB, SIZE, BLOCKS = 320, 8, 21  # a rank keeps 20 * 8 tokens
 ASKS: list[dict[str, Any]] = [
@@ -136,3 +140,43 @@ def test_programs_and_models_that_cannot_share_a_context_are_named(tmp_path: Pat
     folder = tiny_model(tmp_path, "LlamaForCausalLM", seed=3)
     with pytest.raises(ConfigError, match=r"^attention_backend is contiguous, .* decode_context_parallel_size to 1, not 2$"):
         opened(folder, 2, 2, SIZE, attention_backend="contiguous", enable_prefix_caching=False)
+
+
+# promise: octavo-verify
+@pytest.mark.parametrize(
+    ("debug", "settings"), [("check=1", {"kv_cache_dtype": "int8"}), pytest.param("runner=device", {}, marks=pytest.mark.soak)]
+)
+def test_every_rank_proves_the_tokens_that_it_keeps(
+    debug: str, settings: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of both ranks are those of a schedule of one, and each compares its half of them."""
+    folder = tiny_model(tmp_path, "LlamaForCausalLM", seed=3)
+    monkeypatch.setenv("OCTAVO_DEBUG", debug)
+    verified = proven(folder, 2, requests=LEAST_REQUESTS, block_size=SIZE, decode_context_parallel_size=2, **settings)
+    alone = proven(folder, 1, requests=LEAST_REQUESTS, block_size=2 * SIZE, native=False, **settings)
+    others = verified.other_ranks[1] - verified.compared.output_values
+    assert verified.compared.cache_values + others == alone.compared.cache_values
+    assert others > 100_000 and verified.compared.output_values > 10_000
+
+
+SLIPPED = """
+from octavo.kernels.row_words import HEAD
+from octavo.worker.model_runner import ModelRunner
+forward = ModelRunner.forward
+def slipped(self, plan):
+    if plan.step == 20:
+        table = self.table.words[plan.row[0], HEAD : self.table.layout.tokens]
+        table[:] = table.roll(1)
+    forward(self, plan)
+ModelRunner.forward = slipped
+"""
+
+
+def test_a_wrong_block_of_one_rank_is_caught_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change_ranks(SLIPPED, tmp_path, monkeypatch)
+    folder = tiny_model(tmp_path / "model", "LlamaForCausalLM", seed=3)
+    where = r"^rank 1: the caches differ: step 20, layer 0, row \d+, k of position (\d+) \(block \d+, offset (\d+)\)$"
+    with pytest.raises(VerifyError, match=where) as error:
+        proven(folder, 2, requests=LEAST_REQUESTS, block_size=SIZE, decode_context_parallel_size=2)
+    found = re.search(where, str(error.value))
+    assert found and [int(number) // SIZE % 2 for number in found.groups()] == [1, 1]  # a token that it keeps

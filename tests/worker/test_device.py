@@ -65,8 +65,9 @@ def test_the_choice_says_why_and_what_an_idle_gpu_would_need(found: Found, why: 
 def test_what_torch_says_of_a_gpu_is_kept_and_what_it_complains_of_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     found = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, is_integrated=0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)  # as on the third rank
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (138 * 2**30, 140 * 2**30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", {2: (138 * 2**30, 140 * 2**30)}.__getitem__)
     assert (find().gpu, find().trouble) == (H200, "")
     found.is_integrated = 1
     assert find().gpu == replace(H200, unified=True)

@@ -26,7 +26,20 @@ from octavo.worker.executor import Kept, Masks
 from octavo.worker.fake_runner import FakeRunner
 from octavo.worker.host_ranks import Peer
 from octavo.worker.program import NOBODY, Place
-from octavo.worker.rank_process import LENGTH_BYTES, Answer, Forward, RankOrders, Ready, Result, answer, encode, masks_of, order
+from octavo.worker.rank_process import (
+    LENGTH_BYTES,
+    Answer,
+    Forward,
+    RankOrders,
+    Ready,
+    Result,
+    Room,
+    Sample,
+    answer,
+    encode,
+    masks_of,
+    order,
+)
 from octavo.worker.ranks import with_ranks
 from octavo.worker.request_table import Said
 from tests.support.fake import VOCAB, ChosenFaults, FakeEngine
@@ -92,8 +105,7 @@ class ThreadPeer:
     ) -> None:
         self.rank, self.ended, self._how = orders.rank, False, "ended"
         stage = Stage(orders.rank // orders.config.tensor_parallel_size, orders.config.pipeline_parallel_size)
-        self._runner = FakeStage(orders.geometry, VOCAB, ChosenFaults())
-        self._runner.last = stage.last
+        self._last = stage.last
         self._reports = stage.last and stage.count > 1 and orders.rank % orders.config.tensor_parallel_size == 0
         self._troubles, self._on_answer, self._on_end = troubles, on_answer, on_end
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -116,6 +128,13 @@ class ThreadPeer:
         self._on_answer(self, answer(encode(message)[LENGTH_BYTES:]))
 
     def _serve(self) -> None:
+        self._say(Room(BLOCKS + self.rank, LONGEST + self.rank))
+        if (agreed := self._messages.get()) is None:
+            return
+        room = order(agreed[LENGTH_BYTES:])
+        assert isinstance(room, Room)
+        runner = FakeStage(CacheGeometry(room.num_blocks, BLOCK, room.max_model_len, 1), VOCAB, ChosenFaults())
+        runner.last = self._last
         self._say(Ready(self.rank, 0, "here", [], "cpu", "fake", 0, 0, 0))
         while (body := self._messages.get()) is not None:
             trouble = self._troubles.next()
@@ -128,17 +147,20 @@ class ThreadPeer:
                 time.sleep(self._troubles.dice.random() * 0.002)
             message = order(body[LENGTH_BYTES:])
             if isinstance(message, Forward):
-                self._runner.learn(message.said)
-                self._runner.forward(message.plan)
-            else:
-                made = self._runner.sample(masks_of(message))
-                if self._reports:
-                    self._say(Result(made.result()))
+                runner.learn(message.said)
+                runner.forward(message.plan)
+                if message.plan.mask_rows:
+                    continue
+            made = runner.sample(masks_of(message) if isinstance(message, Sample) else None)
+            if self._reports:
+                self._say(Result(made.result()))
         self.ended = True
         self._on_end(self)
 
 
 class ThreadMeeting:
+    alike = False
+
     def __init__(self, config: EngineConfig, troubles: Troubles) -> None:
         self.place = Place(NOBODY, stage=Stage(0, config.pipeline_parallel_size))
         self._troubles = troubles
@@ -166,12 +188,12 @@ def opened(config: EngineConfig, troubles: Troubles) -> FakeEngine:
     geometry = CacheGeometry(BLOCKS, BLOCK, engine.max_len, 1)
     facts: Any = SimpleNamespace(
         config=config, source=SimpleNamespace(path="", kind="folder", name="fake"), fingerprint=lambda: b"", device="cpu", kernels="fake",
-        layers=range(1),
+        layers=range(1), plan_cache=lambda alike: geometry,
     )  # fmt: skip
     first = FakeStage(geometry, VOCAB, engine.faults)
     first.last = stages == 1
     runner: Any = first
-    executor: Any = with_ranks(facts, geometry, ThreadMeeting(config, troubles), lambda: runner)
+    executor: Any = with_ranks(facts, ThreadMeeting(config, troubles), lambda geometry: (runner, None))
     engine.runner, engine.executor.runner = first, executor
     return engine
 

@@ -5,7 +5,6 @@ import signal
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.config import EngineConfig
-from octavo.engine.verify import verify
+from octavo.engine.verify import Verified, verify
 from octavo.errors import ConfigError, LoadError, RankLost
 from octavo.loading.resolve import load_model_config, source_of
 from octavo.messages import NoiseKey, RowFork, RowWrite, StepPlan, StepResult
@@ -74,8 +73,9 @@ def test_ranks_say_together_what_one_says(
     architecture: str, shape: dict[str, Any], ranks: int, stages: int, native: bool, tmp_path: Path
 ) -> None:
     folder = tiny_model(tmp_path, architecture, seed=3, **shape)
-    alone, preempted = said(folder, 1, native=native)
-    together, again = said(folder, ranks, native=native, pipeline_parallel_size=stages)
+    mode = "processed" if stages == 2 else "raw"
+    alone, preempted = said(folder, 1, native=native, logprobs_mode=mode)
+    together, again = said(folder, ranks, native=native, logprobs_mode=mode, pipeline_parallel_size=stages)
     assert preempted > 0 and again > 0
     for one, other in zip(alone, together, strict=True):
         assert one.num_cached_tokens == other.num_cached_tokens or stages > 1  # there, others may be admitted first
@@ -209,12 +209,15 @@ def test_plans_and_masks_cross_a_pipe_as_they_are(tmp_path: Path) -> None:
     assert np.array_equal(masks_of(masked), masks) and masks_of(plain) is None  # type: ignore[arg-type]
 
 
+def proven(folder: Path, ranks: int, stages: int = 1, requests: int = 24, **settings: Any) -> Verified:
+    config = EngineConfig(model=str(folder), tensor_parallel_size=ranks, pipeline_parallel_size=stages, dtype="float32", **settings)
+    source = source_of(config)
+    return verify(config, source, load_model_config(source), depth=1, num_requests=requests)
+
+
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (1, 2)])
 def test_every_rank_proves_its_own_steps(ranks: int, stages: int, folder: Path) -> None:
-    config = EngineConfig(model=str(folder), tensor_parallel_size=ranks, pipeline_parallel_size=stages, dtype="float32")
-    source = source_of(config)
-    verified = verify(config, source, load_model_config(source), depth=1, num_requests=24)
-    alone = verify(replace(config, tensor_parallel_size=1, pipeline_parallel_size=1), source, load_model_config(source), 1, 24)
+    verified, alone = proven(folder, ranks, stages), proven(folder, 1)
     per_rank = verified.compared.values
     assert verified.other_ranks == {1: per_rank}
     assert stages > 1 or 2 * per_rank == alone.compared.values  # each has half of the heads

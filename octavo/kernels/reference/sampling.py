@@ -141,7 +141,7 @@ def _draw_ordered(distance: Tensor, draws: Draws, width: int) -> Tensor:
 
 def draw_kept(near: Tensor, ids: Tensor, keep: Tensor, draws: Draws, vocab: int) -> Tensor:
     """Draws among the ordered tokens that are kept. Returns -1 for a row whose cut may lie beyond them. near, ids, keep: [S, width]"""
-    settled = ~keep[:, -1] | (draws.top_k > 0) | (near.shape[1] == vocab)
+    settled = is_settled(keep, draws, vocab)
     reach = max(int(keep.sum(-1).amax()), 1)
     near, ids, keep = near[:, :reach], ids[:, :reach], keep[:, :reach]
     if reach > vocab // 4:  # four tokens share a counter: with this many, the whole vocabulary costs less
@@ -153,12 +153,22 @@ def draw_kept(near: Tensor, ids: Tensor, keep: Tensor, draws: Draws, vocab: int)
     return torch.where(settled, best, -1)
 
 
+def is_settled(keep: Tensor, draws: Draws, vocab: int) -> Tensor:
+    """Returns for which rows the cut is not beyond the ordered tokens, bool [S]. keep: [S, width]"""
+    return ~keep[:, -1] | (draws.top_k > 0) | (keep.shape[1] == vocab)
+
+
+def min_mass(draws: Draws) -> Tensor:
+    """Returns the least mass that min-p lets pass, [S, 1]."""
+    return (draws.min_p.double() * ONE).to(torch.int64).unsqueeze(-1)
+
+
 def kept(near: Tensor, vocab: int, mass_above: Callable[[Tensor, Tensor], Tensor], draws: Draws) -> Tensor:
     """Returns which of the ordered tokens pass the filters, bool [S, width].
 
     near: [S, width]; `mass_above`: of all tokens whose mass is at least the floor [n, 1], in the rows [S] that are marked: [n, 1]
     """
-    floor = (draws.min_p.double() * ONE).to(torch.int64).unsqueeze(-1)
+    floor = min_mass(draws)
     top_k, top_p = draws.top_k.unsqueeze(-1), draws.top_p.double().unsqueeze(-1)
     masses = mass(near)
     keep = (masses >= floor) & ((torch.arange(near.shape[1], device=near.device) < top_k) | (top_k == 0))
@@ -247,10 +257,11 @@ def rank_drawn(
     ids: Tensor,  # [S]
     filtered: bool,  # whether any row has a filter
     rank: Callable[[Tensor, Tensor], Ranking],
+    cut: Callable[[Tensor, Draws, Tensor, bool], Tensor],  # `drawn_from`, or a rank's part of it
 ) -> Ranking:
     size = max(LOGITS_AT_ONCE // vocab_size, 1)
     parts = [slice(start, start + size) for start in range(0, len(ids), size)]
-    found = [rank(drawn_from(scores(part), draws.take(part), ids[part], filtered), ids[part]) for part in parts]
+    found = [rank(cut(scores(part), draws.take(part), ids[part], filtered), ids[part]) for part in parts]
     return Ranking(*(torch.cat([getattr(one, each.name) for one in found]) for each in fields(Ranking)))
 
 
@@ -260,17 +271,28 @@ def drawn_from(logits: Tensor, draws: Draws, ids: Tensor, filtered: bool) -> Ten
     The id itself is never cut. The kernel that drew it may round differently where a filter ends; and if all ids were banned,
     the drawn id is the only one left.
     """
-    greedy, place = draws.temperature == 0, ids.unsqueeze(1).long()
-    distance = distances(logits.float(), torch.where(greedy, 1.0, draws.temperature)).nan_to_num_(torch.inf, torch.inf)
+    place, distance = ids.unsqueeze(1).long(), drawn_distances(distances, logits, draws)
     chosen = distance.gather(1, place)
     distance.scatter_(1, place, torch.where(chosen < torch.inf, chosen, 0.0))
     if filtered:
-        filters = {name: torch.where(greedy, off, getattr(draws, name)) for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))}
         near, order = nearest(distance, distance.shape[1])
-        keep = kept(near, distance.shape[1], partial(mass_above, distance), replace(draws, **filters))
+        keep = kept(near, distance.shape[1], partial(mass_above, distance), drawn_filters(draws))
         cut = torch.empty_like(keep).scatter_(1, order, ~keep).scatter_(1, place, False)
         distance.masked_fill_(cut, torch.inf)
     return distance.neg_()
+
+
+def drawn_distances(of: Callable[[Tensor, Tensor], Tensor], logits: Tensor, draws: Draws) -> Tensor:
+    """Returns distances over the temperature, where there is one. Those of no number are infinite. `of`: `distances`"""
+    temperature = torch.where(draws.temperature == 0, 1.0, draws.temperature)
+    return of(logits.float(), temperature).nan_to_num_(torch.inf, torch.inf)
+
+
+def drawn_filters(draws: Draws) -> Draws:
+    """Returns what is cut: of a greedy row nothing."""
+    greedy = draws.temperature == 0
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    return replace(draws, **{name: torch.where(greedy, value, getattr(draws, name)) for name, value in off.items()})
 
 
 # -- masks of bits, from a grammar
