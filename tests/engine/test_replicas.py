@@ -50,7 +50,7 @@ def test_no_stream_is_lost_when_engines_die(endless: str, how: signal.Signals) -
     async def main() -> None:
         async with engine_process(endless, "forward.sleep=10", THREE, max_num_seqs=8) as llm:
             quiet = [samples(deltas) for deltas in await asyncio.gather(*(read(llm, each) for each in questions()))]
-            llm._count = 0  # the same numbers again, so the same noise without a seed
+            llm._count, counted = 0, llm.stats.generation_tokens  # the same numbers again, so the same noise without a seed
             streams = [asyncio.create_task(read(llm, each)) for each in questions()]
             for victim in (0, 2):
                 await asyncio.sleep(0.15)
@@ -64,6 +64,7 @@ def test_no_stream_is_lost_when_engines_die(endless: str, how: signal.Signals) -
             await until(lambda: all(replica.state == "ready" for replica in llm.replicas), 20.0)
             await until(lambda: is_idle(llm), 2.0)
             assert [replica.facts.epoch for replica in llm.replicas if replica.facts] == [2, 1, 2]
+            assert llm.stats.generation_tokens >= 1.8 * counted, "a new engine begins to count at 0"
 
     run(main())
 
