@@ -124,7 +124,7 @@ def router(server: Server) -> APIRouter:
     routes = APIRouter()
     if not server.config.lesson:
         return routes
-    lesson = Lesson(server.llm, server.view.note)
+    lesson = Lesson(server.llm, server.views[0].note)
 
     @routes.get("/v1/lesson")
     async def scenes() -> dict[str, object]:

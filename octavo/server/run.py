@@ -162,7 +162,7 @@ class ApiProcess(uvicorn.Server):
             if milliseconds := debug_from_environment().loop_slow:
                 StallWatch("the event loop", milliseconds).start(asyncio.get_running_loop())
             if self._server.recorder is not None:
-                self._server.recorder.begin(self._server.view, recording_has_text(self._server.config))
+                self._server.recorder.begin(self._server.views[0], recording_has_text(self._server.config))
             if self._siblings is not None:
                 self._say_ready()
         except OctavoError as error:
