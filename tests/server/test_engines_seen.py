@@ -32,7 +32,7 @@ class PairLLM(StandInLLM):
         await asyncio.sleep(2)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def pair(endless: str) -> Iterator[ServerProcess]:
     with ServerProcess(WATCHED, endless, *FLAGS, "-dp", "2", "--routing", "turns", env=FAKE) as server:
         yield server

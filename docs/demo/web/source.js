@@ -2,6 +2,7 @@
 //
 //   connect(view, { headers })         `?replay=URL` plays that recording, otherwise the stream `./v1/view` is followed
 //   connect(view, { server: false })   the same without a stream: the page of a static host
+//   source.choose(engine)              of several engines, follows another one, from here on
 //
 // A stream that ends is opened again, later each time; a recording is read whole, so that every moment of it is at hand.
 
@@ -31,6 +32,8 @@ class Source {
   #headers;
   #live = null; // the AbortController of the stream that is followed
   #wake = () => {};
+  engine = 0; // the one that is followed
+  engines = 1; // how many the server has
 
   constructor(view, headers) {
     this.#view = view;
@@ -44,6 +47,12 @@ class Source {
     this.#live = live;
     this.#view.show(new History(), false);
     this.#keepFollowing(live);
+  }
+
+  choose(engine) {
+    if (engine === this.engine && this.#live) return;
+    this.engine = engine;
+    this.follow();
   }
 
   /** Tries at once what waits for its next try, say because there is a key now. */
@@ -117,7 +126,8 @@ class Source {
     let timer = setTimeout(() => silence.abort(), SILENCE_MS);
     let came = false;
     try {
-      const answer = await fetch(STREAM, { headers: this.#headers(), cache: "no-store", signal: AbortSignal.any([signal, silence.signal]) });
+      const answer = await fetch(this.engine ? `${STREAM}?engine=${this.engine}` : STREAM, { headers: this.#headers(), cache: "no-store", signal: AbortSignal.any([signal, silence.signal]) });
+      if (answer.status === 400) this.engine = 0; // the server was started again, with fewer engines
       if (!answer.ok) return { came, ...refusal(answer.status, await wordsOf(answer)) };
       for await (const line of lines(answer.body)) {
         clearTimeout(timer);
@@ -126,6 +136,7 @@ class Source {
         if (!frame) continue;
         if (!came) this.#view.say(true, "");
         came = true;
+        if (frame.kind === "head") this.engines = frame.engines ?? 1;
         this.#view.apply(frame);
       }
       return { came, why: "The stream ended; it is opened again", again: true };
