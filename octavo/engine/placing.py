@@ -13,8 +13,7 @@ from octavo.engine.replica import RETRY_SECONDS, Replica
 from octavo.errors import UnavailableError
 from octavo.messages import AddRequest, CacheChange, Delta, LifeRecord
 from octavo.policy.digests import Digests
-from octavo.policy.routing import Choice, Routing
-from octavo.server_config import RoutingPolicy
+from octavo.policy.routing import Choice, Policy, Routing
 
 
 @dataclass(slots=True)
@@ -58,7 +57,7 @@ class Trip:
 
 
 class Placing:
-    def __init__(self, engines: int, policy: RoutingPolicy) -> None:
+    def __init__(self, engines: int, policy: Policy) -> None:
         self._policy, self._num_engines = policy, engines
         self._routing: Routing | None = None  # where there are several; made when the first is ready
         self._digests = Digests(b"", b"")

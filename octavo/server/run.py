@@ -100,7 +100,8 @@ def _serving(config: ServerConfig, first_number: int = 0) -> Serving:
     return Serving(
         config.max_queue, config.queue_timeout, config.max_restarts,
         log_format=config.log_format, step_seconds=step_seconds, inspector=config.inspector,
-        engines=config.data_parallel_size, routing=config.routing, first_number=first_number, number_step=config.api_processes,
+        engines=config.data_parallel_size, routing="first" if config.lesson else config.routing,
+        first_number=first_number, number_step=config.api_processes,
     )  # fmt: skip
 
 

@@ -220,6 +220,7 @@ class ViewHub:
         """Sets the caption that watchers see from now on; scene 0: none."""
         note = {"kind": "note", "at": self._at(), "scene": scene, "of": of, **caption}
         self._note = note if scene else None
+        self._openings.clear()  # who comes from now on does not hear this as news
         if self._number:  # somebody watches
             self._add(Line(note))
 
@@ -347,6 +348,8 @@ class ViewHub:
         known = self._openings.get(with_text)
         if known is None or known.parts[0][0] < self._number - min(len(self._lines), YOUNG_LINES):
             note = [{**self._note, "at": self._state.at}] if self._note else []
+            for each in note:
+                each.pop("engine", None)  # that is news, and who comes now has chosen an engine
             frames = ({**self._state.head, "text": with_text}, self._full(), *note)
             known = Opening(with_text, [(self._number, b"".join(Line(frame).read(with_text) for frame in frames))])
             self._openings[with_text] = known

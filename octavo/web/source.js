@@ -13,6 +13,7 @@ const STREAM = "./v1/view";
 const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 10_000;
 const SILENCE_MS = 15_000; // three signs of life
+const MOVED = "moved";
 const SLICE_MS = 20; // of reading, before the page may draw
 const MOST_BYTES = 512 * 2 ** 20;
 
@@ -103,6 +104,7 @@ class Source {
     while (!live.signal.aborted) {
       const { came, why, again } = await this.#followOnce(live.signal);
       if (live.signal.aborted) return;
+      if (why === MOVED) continue;
       this.#view.say(false, why);
       if (!again) return;
       wait = came ? FIRST_WAIT_MS : Math.min(LONGEST_WAIT_MS, wait * 2);
@@ -138,6 +140,9 @@ class Source {
         came = true;
         if (frame.kind === "head") this.engines = frame.engines ?? 1;
         this.#view.apply(frame);
+        if (frame.kind !== "note" || (frame.engine ?? this.engine) === this.engine) continue;
+        this.engine = frame.engine; // the lesson goes on there; the history stays the same
+        return { came, why: MOVED, again: true };
       }
       return { came, why: "The stream ended; it is opened again", again: true };
     } catch (error) {

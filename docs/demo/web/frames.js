@@ -27,6 +27,7 @@ export function parseLine(line, head) {
   if (frame.kind === "head") return checkHead(frame);
   want(head, `a ${frame.kind} came before the head`);
   want(Number.isFinite(frame.at), `at of a ${frame.kind} is ${frame.at}, not a number of seconds`);
+  want(frame.engine === undefined || Number.isInteger(frame.engine), `engine of a note is ${frame.engine}, not a number`);
   if (frame.kind !== "note") checkChanges(frame, head.num_blocks);
   return frame;
 }
