@@ -84,15 +84,17 @@ def test_the_engine_that_dies_changes_no_token_and_the_next_scene_waits_for_it(e
                     yield news
 
             llm.generate = listened  # type: ignore[method-assign]
-            lesson = Lesson(llm, lambda *words: None)
+            stages: list[list[str]] = []  # the engines' states at each caption
+            lesson = Lesson(llm, lambda *words: stages.append([replica.state for replica in llm.replicas]))
             await lesson.play(number)
+            assert stages[0] == ["ready", "ready"], "it waits for the reserve"
             before = [token for delta in heard for token in delta.token_ids]
             lives = [delta.life for delta in heard if delta.life is not None]
             assert (lives[-1].engine, lives[-1].resumed) == (1, 1) and len(before) == asked[0].params.max_tokens
             heard.clear()
             await lesson.play(1)
             lives = [delta.life for delta in heard if delta.life is not None]
-            assert (lives[-1].engine, lives[-1].resumed) == (0, 0), "it plays in the new engine 0"
+            assert stages[-1][0] == "ready" and (lives[-1].engine, lives[-1].resumed) == (0, 0), "it plays in the new engine 0"
             assert await tokens(llm, asked[0]) == before, "the same as without a death"
             assert [replica.facts.epoch for replica in llm.replicas if replica.facts] == [2, 1]
 
