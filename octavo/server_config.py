@@ -70,6 +70,7 @@ class ServerConfig:
 
 # Settings of the engine in the lesson. They are small, so that evictions and preemptions come within a few steps.
 LESSON = {"num_gpu_blocks_override": 33, "max_num_batched_tokens": 48, "max_num_seqs": 8, "max_model_len": 320, "block_size": 16}
+LESSON_SERVER = {"data_parallel_size": 2, "api_processes": 1}  # one engine dies in the last scene
 SECRETS = frozenset(each.name for each in fields(ServerConfig) if each.metadata["secret"])
 _KEY = re.compile(r"[!-~]{1,512}"), "1 to 512 visible ASCII characters"  # characters that a header carries unchanged
 _HOST = re.compile(r"[A-Za-z0-9._:\[\]-]{1,255}"), "a name or an address"

@@ -1,7 +1,7 @@
 """Makes this folder: the page's own files, started by `demo.js` instead of `main.js`, with a recording of the lesson.
 
     python docs/demo/make.py               copies the page; keeps the recording that is there
-    python docs/demo/make.py --record      also records the lesson again, on the real engine with the default model; takes two minutes
+    python docs/demo/make.py --record      also records the lesson again, on real engines with the default model; takes three minutes
 
 Any static host can show it: `python -m http.server 8080`, then http://127.0.0.1:8080/docs/demo/.
 """
@@ -12,9 +12,11 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
+from typing import BinaryIO
 
 HERE = Path(__file__).parent
 WEB = HERE.parents[1] / "octavo" / "web"
@@ -23,12 +25,30 @@ PAUSE_SECONDS = 1.0  # between scenes
 ENTRY, DEMO_ENTRY = 'src="./web/main.js"', 'src="./web/demo.js"'
 
 
+def follow(url: str, file: BinaryIO, begun: threading.Event) -> None:
+    """Writes the view of the engine that the lesson is about, as the page shows it: a note says when that is another one."""
+    engine, moved = 0, True
+    while moved:
+        moved = False
+        with urllib.request.urlopen(f"{url}/v1/view?engine={engine}") as lines:
+            for line in lines:
+                file.write(line)
+                begun.set()
+                frame = json.loads(line)
+                if moved := frame["kind"] == "note" and frame.get("engine", engine) != engine:
+                    engine = frame["engine"]
+                    break
+
+
 def record() -> None:
-    RECORDING.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "octavo", "serve", "--lesson", "--port", "0", "--record", str(RECORDING)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+    command = [sys.executable, "-m", "octavo", "serve", "--lesson", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server, RECORDING.open("wb") as file:
         assert server.stderr is not None
         url = next(found[1] for line in server.stderr if (found := re.match(r"Octavo is ready: (\S+)", line)))
+        begun = threading.Event()
+        following = threading.Thread(target=follow, args=(url, file, begun))
+        following.start()
+        begun.wait()
         with urllib.request.urlopen(f"{url}/v1/lesson") as reply:
             scenes = json.load(reply)["data"]
         for scene in scenes:
@@ -36,7 +56,7 @@ def record() -> None:
             urllib.request.urlopen(urllib.request.Request(f"{url}/v1/lesson/{scene['scene']}", method="POST")).close()
             time.sleep(PAUSE_SECONDS)
         server.terminate()
-    RECORDING.chmod(0o644)  # the server makes recordings readable for their owner only; this one is for everybody
+        following.join()
     print(f"{RECORDING.name}: {RECORDING.stat().st_size:,} bytes")
 
 

@@ -20,7 +20,7 @@ from octavo.cli.suggestions import FLAGS, VALUES, meant
 from octavo.config import EngineConfig, api_key
 from octavo.errors import ConfigError
 from octavo.sampling_params import SamplingParams, is_unset
-from octavo.server_config import LESSON, ServerConfig
+from octavo.server_config import LESSON, LESSON_SERVER, ServerConfig
 
 SHORT = {
     "quantization": "-q", "tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "decode_context_parallel_size": "-dcp",
@@ -129,10 +129,11 @@ class _Given:
 
     def take_lesson(self) -> None:
         """Adds the settings of the lesson. None of them may be given."""
-        if taken := next((name for name in LESSON if name in self.values), None):
-            raise ConfigError(f"{taken} is set by the lesson ({LESSON[taken]}): leave out --{taken.replace('_', '-')} or --lesson")
-        self.values |= LESSON
-        self.origins |= dict.fromkeys(LESSON, "lesson")
+        lesson = LESSON | LESSON_SERVER
+        if taken := next((name for name in lesson if name in self.values), None):
+            raise ConfigError(f"{taken} is set by the lesson ({lesson[taken]}): leave out --{taken.replace('_', '-')} or --lesson")
+        self.values |= lesson
+        self.origins |= dict.fromkeys(lesson, "lesson")
 
     def show(self, *configs: EngineConfig | ServerConfig) -> NoReturn:
         print(settings_table(configs, self.settings, self.origins), flush=True)

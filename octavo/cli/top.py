@@ -2,6 +2,7 @@
 
     octavo top                               the server at http://127.0.0.1:8000, redrawn in place; q or Ctrl-C ends it
     octavo top http://gpu-7:8000 --once      one picture
+    octavo top --engine 2                    of several engines, the one with the number 2
     octavo top | tee log.txt                 one line a second, as with --plain
 """
 
@@ -33,13 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "octavo top [URL] [options]"
     parser.add_argument("url", metavar="URL", nargs="?", default=DEFAULT_URL, help=f"a running Octavo server (default: {DEFAULT_URL})")
     add_key_flag(parser)
+    parser.add_argument("--engine", type=int, metavar="N", default=0, help="number of the engine, if the server has several (default: 0)")
     parser.add_argument("--plain", action="store_true", help="print one line a second; the default if the output is not a terminal")
     parser.add_argument("--once", action="store_true", help="print one picture and end")
 
 
 def run(args: argparse.Namespace) -> int:
     with asyncio.Runner() as runner, open_remote(args) as server:  # the connections must end before their loop does
-        watch = Watch(server, comes_back=not args.once)
+        watch = Watch(server, comes_back=not args.once, engine=args.engine)
         if args.once:
             runner.run(_once(watch))
         elif args.plain or not sys.stdout.isatty() or (screen := open_screen()) is None:

@@ -41,7 +41,8 @@ def figures_line(watch: Watch) -> str:
     if watch.trouble is not None:
         return "".join(map(_harmless, f"waiting: {watch.trouble}"))
     with _of_a_view(watch):
-        return "  ".join(_figures(watch, _kinds(watch.state)))
+        engine = "".join(map(_harmless, "".join(text for text, _ in _engine(watch)))).strip()
+        return "  ".join([*filter(None, [engine]), *_figures(watch, _kinds(watch.state))])
 
 
 @contextmanager
@@ -56,7 +57,7 @@ def _of_a_view(watch: Watch) -> Iterator[None]:
 def _lines(watch: Watch, width: int, height: int) -> list[Line]:
     state = watch.state
     kinds = _kinds(state)
-    head: list[Line] = [[(str(state.head.get("model", "octavo")), "strong"), (f"  {watch.address}", "dim")]]
+    head: list[Line] = [[(str(state.head.get("model", "octavo")), "strong"), (f"  {watch.address}", "dim"), *_engine(watch)]]
     if watch.trouble is not None:
         head.append([(f"waiting: {watch.trouble}", "warn")])
     if state.note is not None:
@@ -92,6 +93,18 @@ def _figures(watch: Watch, kinds: bytes) -> list[str]:
         f"cache hits {counts.found / counts.asked:.0%}" if counts.asked else "cache hits -",
         f"preempted {counts.preempted:,}",
     ]
+
+
+def _engine(watch: Watch) -> Line:
+    """Says which engine is shown and how many are ready, where there are several."""
+    head = watch.state.head
+    if "engines" not in head:
+        return []
+    line = [(f"  engine {head['engine']} of {head['engines']}", "strong")]
+    if watch.ready is not None:
+        ready, count = watch.ready
+        line.append((f"  {ready} of {count} ready", "dim" if ready == count else "warn"))
+    return line
 
 
 def _ranks(state: ViewState, most_lines: int) -> list[Line]:

@@ -1,4 +1,4 @@
-"""`Watch` follows the live view of a server. If the server goes away, it waits until it is back."""
+"""`Watch` follows the live view of one engine of a server. If the server goes away, it waits until it is back."""
 
 import asyncio
 from collections import deque
@@ -13,6 +13,7 @@ from octavo.errors import RemoteError
 PATH = "/v1/view"
 SILENCE_SECONDS = 15.0  # a server sends something every five seconds
 RETRY_SECONDS = 1.0
+COUNT_SECONDS = 2.0  # how often the server is asked how many of its engines are ready
 RECENT_SECONDS = 5.0  # rates are averages over this time
 MOST_BLOCKS = 2**24
 
@@ -52,18 +53,36 @@ class Counts:
 class Watch:
     """What is known of a server."""
 
-    def __init__(self, server: RemoteServer, comes_back: bool) -> None:
+    def __init__(self, server: RemoteServer, comes_back: bool, engine: int = 0) -> None:
         """`comes_back`: whether to wait for a server that goes away. If not, that is an error."""
         self.address = str(server.address)
         self.state = ViewState()
         self.told = asyncio.Event()  # set when `state` has been received
         self.trouble: str | None = None  # why `state` is out of date
         self.counts = Counts()
+        self.ready: tuple[int, int] | None = None  # how many engines are ready, and how many there are; None: not known
+        self._path = PATH if engine == 0 else f"{PATH}?engine={engine}"
         self._server = server
         self._comes_back = comes_back
 
     async def run(self) -> None:
         """Follows the server until it is cancelled. Raises an error if waiting for the server is of no use."""
+        counting = asyncio.create_task(self._count_engines())
+        try:
+            await self._follow_again_and_again()
+        finally:
+            counting.cancel()
+            await asyncio.gather(counting, return_exceptions=True)
+
+    async def _count_engines(self) -> None:
+        """Asks how many engines are ready, again and again, while the view tells that there are several."""
+        await self.told.wait()
+        while True:
+            if "engines" in self.state.head:
+                self.ready = await self._server.ready_engines()
+            await asyncio.sleep(COUNT_SECONDS)
+
+    async def _follow_again_and_again(self) -> None:
         while True:
             try:
                 await self._follow()
@@ -85,7 +104,7 @@ class Watch:
                     self._take(frame)
                     limit.reschedule(loop.time() + SILENCE_SECONDS)
 
-                await self._server.follow(PATH, take)
+                await self._server.follow(self._path, take)
         except TimeoutError as error:
             raise RemoteError(f"the server at {self.address} has sent nothing for {SILENCE_SECONDS:.0f} seconds") from error
         except RemoteError as error:

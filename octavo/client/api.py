@@ -98,10 +98,19 @@ class RemoteServer:
         if reply.status != 200:
             raise self._failure(reply.status, _read(bytes(refusal)))
 
+    async def ready_engines(self) -> tuple[int, int] | None:
+        """Returns how many engines of the server are ready and how many it has. Returns None if it does not say."""
+        try:
+            engines = (await self._json("GET", "/health", fails=(503,)))["engines"]
+            return int(engines["ready"]), int(engines["all"])
+        except (RemoteError, TypeError, LookupError, ValueError):
+            return None
+
     def close(self) -> None:
         self._http.close()
 
-    async def _json(self, method: str, path: str, body: dict[str, object] | None = None) -> Any:
+    async def _json(self, method: str, path: str, body: dict[str, object] | None = None, fails: tuple[int, ...] = ()) -> Any:
+        """`fails`: statuses of a failure whose answer is wanted, too"""
         found = bytearray()
         data = b"" if body is None else _dumped(body)
         try:
@@ -109,7 +118,7 @@ class RemoteServer:
                 reply = await self._http.ask(method, path, data, lambda _now, _reply, new: found.extend(new))
         except TimeoutError as error:
             raise RemoteError(f"{self.address} does not answer {path} within {PATIENCE:.0f} seconds") from error
-        if reply.status != 200:
+        if reply.status != 200 and reply.status not in fails:
             raise self._failure(reply.status, _read(bytes(found)))
         return self._parsed(bytes(found), path)
 

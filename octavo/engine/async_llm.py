@@ -123,7 +123,10 @@ class AsyncLLM:
     # --- life --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Waits until all engines are ready, or one, if another process supervises them. Raises what kept them from starting."""
+        """Waits until all engines are ready. One is enough if another process supervises them, or if the others are a reserve.
+
+        Raises what kept them from starting.
+        """
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         limit = frame_limit(self.config, self._text.model)
         for number in range(self._serving.engines):
@@ -172,7 +175,8 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> None:
         """Makes the engines forget all cached blocks before the next request. Blocks that are in use are not found again."""
         for replica in self.replicas:
-            replica.send(ResetPrefixCache())
+            if replica.is_there or len(self.replicas) == 1:  # of several, one that is being started has an empty cache anyway
+                replica.send(ResetPrefixCache())
 
     def view(self, engine: int = 0) -> AsyncGenerator[ViewFrame, None]:
         """Gives frames of what an engine does, to one reader at a time. The first is full, also after a new start of the engine."""
@@ -302,7 +306,7 @@ class AsyncLLM:
         if self._folder is not None and len(self.replicas) > 1 and replica is self.replicas[0]:
             for other in self.replicas:
                 other.supervise(self._orders(other))
-        one_is_enough = self._folder is None
+        one_is_enough = self._folder is None or self._serving.routing == "first"
         if not self._ready.done() and (one_is_enough or all(each.state == "ready" for each in self.replicas)):
             self._ready.set_result(None)
 

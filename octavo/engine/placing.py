@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from octavo.engine.replica import Replica
 from octavo.messages import AddRequest, CacheChange, Delta, LifeRecord
 from octavo.policy.digests import Digests
-from octavo.policy.routing import Choice, Routing
-from octavo.server_config import RoutingPolicy
+from octavo.policy.routing import Choice, Policy, Routing
 
 
 @dataclass(slots=True)
@@ -58,7 +57,7 @@ class Trip:
 
 
 class Placing:
-    def __init__(self, engines: int, policy: RoutingPolicy, caching: bool) -> None:
+    def __init__(self, engines: int, policy: Policy, caching: bool) -> None:
         """`caching`: whether engines find what they have computed before"""
         self._policy, self._num_engines = policy, engines
         self._by_prefix = caching and policy == "prefix"

@@ -106,6 +106,11 @@ class Replica:
         while not (self.is_ready or self.stays_dead):
             await asyncio.sleep(BEAT_SECONDS)
 
+    def kill(self) -> None:
+        """Kills the engine process. Another one is started at once, and this does not count as a restart."""
+        assert self._supervisor is not None
+        self._supervisor.replace()
+
     async def close(self) -> None:
         self.state = "dead"
         self._link.close()

@@ -30,7 +30,7 @@ from octavo.loading.text_side import TextSide
 from octavo.log import logger
 from octavo.messages import EngineFacts
 from octavo.own_file import told_with_tmpdir
-from octavo.server_config import RoutingPolicy
+from octavo.policy.routing import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Serving:
     step_seconds: float = 0.0  # that a step takes at least
     inspector: bool = False  # whether it may be watched
     engines: int = 1
-    routing: RoutingPolicy = "prefix"  # which of them gets a request
+    routing: Policy = "prefix"  # which of them gets a request
     first_number: int = 0  # of this process's requests, for their noise
     number_step: int = 1  # from one to the next: each API process has numbers of its own
 

@@ -3,6 +3,7 @@
     prefix    to the engine that has most of the prompt, unless that has so much to do that computing it again elsewhere is quicker
     least     to the engine with the fewest tokens to do
     turns     to one after the other
+    first     to the first that is ready, while the others are a reserve; for the lesson, which shows one engine
 
 It knows of each engine which blocks can be found there, told by the engine, and what this door has sent there. Blocks of a request
 that is on its way count as found, so requests with one prefix that come together stay together. A load is what this door has sent
@@ -17,9 +18,10 @@ from octavo.messages import CacheChange
 from octavo.policy.digests import SHORT
 from octavo.server_config import RoutingPolicy
 
+Policy = RoutingPolicy | Literal["first"]
 Reason = Literal["only", "prefix", "load", "spread", "turn"]
-# only: no other engine is ready. prefix: it has most of the prompt. load: it has the least to do, and no engine has much of the
-# prompt. spread: another one has more of the prompt, but too much to do. turn: it was its turn.
+# only: no other engine is ready, or the others are a reserve. prefix: it has most of the prompt. load: it has the least to do, and no
+# engine has much of the prompt. spread: another one has more of the prompt, but too much to do. turn: it was its turn.
 
 WORTH = 4  # a prefix decides if it is at least one part in so many of the prompt
 HOT, COLD = 2, 8  # a prefix is left if that saves so many times the tokens that are computed again
@@ -55,7 +57,7 @@ class _Engine:
 
 
 class Routing:
-    def __init__(self, policy: RoutingPolicy, num_engines: int, block_size: int) -> None:
+    def __init__(self, policy: Policy, num_engines: int, block_size: int) -> None:
         """`block_size`: the tokens that a digest stands for beyond the digest before it."""
         self.policy = policy
         self.block_size = block_size
@@ -69,8 +71,8 @@ class Routing:
     def choose(self, digests: Sequence[bytes], num_prompt_tokens: int, ready: Collection[int]) -> Choice:
         """Returns where a request should go. `digests`: short ones, of the blocks of its prompt that are looked up."""
         assert ready, "no engine is ready"
-        if len(ready) == 1:
-            (engine,) = ready
+        if len(ready) == 1 or self.policy == "first":
+            engine = min(ready)
             return Choice(engine, "only", self._cached(engine, digests))
         if self.policy == "turns":
             engine = min(ready, key=lambda each: (self._engines[each].turn, each))

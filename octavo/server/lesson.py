@@ -1,6 +1,7 @@
 """The lesson, played on this server's own engine (`--lesson`): GET /v1/lesson lists the scenes, POST /v1/lesson/{scene} plays one.
 
 The POST is answered when the scene is over. If the client goes away, the scene ends. The prefix cache is emptied before each scene.
+There are two engines. All scenes play in engine 0; in the last one it is killed, and engine 1 goes on.
 
 SCENES are data. A scene has a caption and a few requests, which the real engine serves in a tiny pool. A prompt is made of texts, each
 cut or repeated to a number of tokens, so that a scene is the same for every model. To add a scene, add it to SCENES.
@@ -21,6 +22,7 @@ from octavo.server.events import disconnect, unless
 from octavo.server.state import Server
 
 LEAVE_SECONDS = 5.0  # how long a scene waits for the one before it: a client may ask for a scene before it has left another
+READY_SECONDS = 0.1  # between two looks whether the engine is there again
 EMPTY_SECONDS = 0.3  # watchers see the emptied cache for so long before the scene begins
 END = 10_000  # in `Part.after`: when that answer has ended; no answer here has so many tokens
 Say = Callable[[int, int, dict[str, object]], None]  # shows watchers a scene: number, of how many, caption
@@ -43,6 +45,7 @@ class Scene:
     marks: tuple[str, ...]  # in the picture, which the page explains beside the caption (octavo/web/lesson_marks.js draws them)
     parts: tuple[Part, ...]
     shows: frozenset[str]  # the events that have to happen in it
+    dies_after: int | None = None  # engine 0 is killed when the first part has so many tokens of its answer
 
     @property
     def caption(self) -> dict[str, object]:
@@ -65,12 +68,25 @@ class Lesson:
             raise ApiError(409, "another scene is being played on this server; wait until it is over", code="lesson_is_playing") from error
         try:
             scene = SCENES[number - 1]
+            await self._stage_is_ready(scene)
             await self._llm.reset_prefix_cache()
             await asyncio.sleep(EMPTY_SECONDS)
-            self._say(number, len(SCENES), scene.caption)
-            await _Performance(self._llm, scene).run()
+            self._tell(number, 0)
+            await _Performance(self._llm, scene, lambda: self._tell(number, 1)).run()
         finally:
             self._playing.release()
+
+    async def _stage_is_ready(self, scene: Scene) -> None:
+        """Waits for engine 0, which the scene before may have killed. A scene in which it dies also waits for the other one."""
+        engines = self._llm.replicas
+        needed = engines if scene.dies_after is not None else engines[:1]
+        while len(engines) > 1 and not all(engine.is_ready or engine.stays_dead for engine in needed):
+            await asyncio.sleep(READY_SECONDS)
+
+    def _tell(self, number: int, engine: int) -> None:
+        """Shows the caption of a scene, and where there are several engines the one to look at from now on."""
+        several = {"engine": engine} if len(self._llm.replicas) > 1 else {}
+        self._say(number, len(SCENES), {**SCENES[number - 1].caption, **several})
 
 
 @dataclass(slots=True)
@@ -79,6 +95,7 @@ class _Performance:
 
     llm: AsyncLLM
     scene: Scene
+    on_death: Callable[[], None]  # called when the engine was killed
     _answered: list[int] = field(init=False)  # tokens of each part so far
     _ended: list[bool] = field(init=False)
     _news: asyncio.Condition = field(init=False, default_factory=asyncio.Condition)
@@ -87,6 +104,8 @@ class _Performance:
         count = len(self.scene.parts)
         self._answered, self._ended = [0] * count, [False] * count
         tasks = [asyncio.create_task(self._part(index)) for index in range(count)]
+        if self.scene.dies_after is not None:
+            tasks.append(asyncio.create_task(self._die(self.scene.dies_after)))
         try:
             await asyncio.gather(*tasks)
         finally:  # if one part fails, or the client leaves, all parts end
@@ -106,6 +125,12 @@ class _Performance:
         self._ended[index] = True
         await self._tell()
 
+    async def _die(self, tokens: int) -> None:
+        async with self._news:
+            await self._news.wait_for(lambda: self._answered[0] >= tokens)
+        self.llm.replicas[0].kill()
+        self.on_death()
+
     async def _tell(self) -> None:
         async with self._news:
             self._news.notify_all()
@@ -124,7 +149,12 @@ def router(server: Server) -> APIRouter:
     routes = APIRouter()
     if not server.config.lesson:
         return routes
-    lesson = Lesson(server.llm, server.view.note)
+
+    def say(scene: int, of: int, caption: dict[str, object]) -> None:
+        for hub in server.views:
+            hub.note(scene, of, caption)
+
+    lesson = Lesson(server.llm, say)
 
     @routes.get("/v1/lesson")
     async def scenes() -> dict[str, object]:
@@ -215,5 +245,14 @@ SCENES = (
         ("write", "prefill", "decode"),
         (Part(((QUEEN, 20),), 30), Part(((TRIAL, 200),), 18, after=(0, 8))),
         frozenset({"admit"}),
+    ),
+    Scene(
+        "An engine dies, the stream goes on",
+        "Engine 0 writes an answer, and after 14 tokens it is killed. The request goes on in engine 1: look how it computes the prompt "
+        "and those 14 tokens in two steps, and writes the rest. The client sees a pause, and the text is the same.",
+        ("held", "prefill", "decode"),
+        (Part(((TRIAL, 40),), 34),),
+        frozenset({"admit"}),
+        dies_after=14,
     ),
 )

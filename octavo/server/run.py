@@ -100,7 +100,8 @@ def _serving(config: ServerConfig, first_number: int = 0) -> Serving:
     return Serving(
         config.max_queue, config.queue_timeout, config.max_restarts,
         log_format=config.log_format, step_seconds=step_seconds, inspector=config.inspector,
-        engines=config.data_parallel_size, routing=config.routing, first_number=first_number, number_step=config.api_processes,
+        engines=config.data_parallel_size, routing="first" if config.lesson else config.routing,
+        first_number=first_number, number_step=config.api_processes,
     )  # fmt: skip
 
 
@@ -162,7 +163,7 @@ class ApiProcess(uvicorn.Server):
             if milliseconds := debug_from_environment().loop_slow:
                 StallWatch("the event loop", milliseconds).start(asyncio.get_running_loop())
             if self._server.recorder is not None:
-                self._server.recorder.begin(self._server.view, recording_has_text(self._server.config))
+                self._server.recorder.begin(self._server.views[0], recording_has_text(self._server.config))
             if self._siblings is not None:
                 self._say_ready()
         except OctavoError as error:

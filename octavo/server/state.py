@@ -25,11 +25,11 @@ class Server:
     warned: set[str] = field(default_factory=set)  # unknown fields of requests that were logged once
     recorder: Recorder | None = None
     threads: Threads = field(default_factory=Threads)
-    view: ViewHub = field(init=False)
+    views: list[ViewHub] = field(init=False)  # of each engine
     _grammars: GrammarChecker | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.view = ViewHub(self)
+        self.views = [ViewHub(self, engine) for engine in range(self.config.data_parallel_size)]
 
     @property
     def grammars(self) -> GrammarChecker:
@@ -51,7 +51,8 @@ class Server:
         self.threads.close()
         if self.recorder is not None:
             await self.recorder.close()
-        await self.view.close()
+        for view in self.views:
+            await view.close()
         if self._grammars is not None:
             await self._grammars.close()
 

@@ -3,7 +3,7 @@
     /health, /version, /v1/models    whether it serves requests, which Octavo it is, and which model it has
     /metrics                         what it counts, under the names that vLLM's dashboards know, as text for Prometheus
     /v1/requests/{id}                what happened to a request, for the client that made it, and for whoever may read text (privacy.py)
-    /v1/view                         what the engine does, as lines of JSON while the client reads (docs/view.md)
+    /v1/view                         what an engine does, as lines of JSON while the client reads (docs/view.md)
     /reset_prefix_cache              for the admin
     /admin/restart                   replaces all engines, where there are several, one after the other; for the admin
 """
@@ -27,6 +27,7 @@ from octavo.server.errors import ApiError
 from octavo.server.events import EventStream
 from octavo.server.metrics import engine_families
 from octavo.server.state import Server
+from octavo.server.view import ViewHub
 
 # Defaults of a chat request that /v1/models shows. `max_tokens` null: the rest of the context.
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
@@ -100,11 +101,24 @@ def _add_observed(routes: APIRouter, server: Server) -> None:
     if server.config.inspector:
 
         @routes.get("/v1/view")
-        async def view() -> Response:
+        async def view(engine: str = "0") -> Response:
             if server.state != "ready":
                 raise UnavailableError(f"the engine is {server.state}", retry_after=1)
-            lines = server.view.lines(with_text=current_arrival().caller.reads_text)
+            lines = _chosen_view(server, engine).lines(with_text=current_arrival().caller.reads_text)
             return EventStream(lines, "application/x-ndjson")
+
+
+def _chosen_view(server: Server, number: str) -> ViewHub:
+    """Returns the view of the engine with this number. Raises if there is no such engine, or if it cannot be watched now."""
+    engines = server.llm.replicas
+    if number not in map(str, range(len(engines))):
+        known = f"they are numbered from 0 to {len(engines) - 1}" if len(engines) > 1 else "this server has one engine, number 0"
+        raise ApiError(400, f"there is no engine {number!r:.40}; {known}", param="engine")
+    engine = engines[int(number)]
+    if engine.state in ("loading", "dead"):
+        ready = sum(other.state == "ready" for other in engines)
+        raise UnavailableError(f"engine {number} is {engine.state}, {ready} of {len(engines)} engines are ready", retry_after=1)
+    return server.views[int(number)]
 
 
 def _model(server: Server, system_prompt: str | None) -> dict[str, object]:

@@ -2,9 +2,10 @@
 
     llm.view() ─► frames ─► ViewHub: the state so far, the last lines ─► each watcher, from its own place
 
-All watchers of this process share one subscription to the engine, which lasts as long as there is a watcher. Each line is encoded once
-for all of them. A watcher keeps only its place. A new watcher starts from the state, and so does a slow one whose next line is no longer
-kept. While nobody watches, the hub holds nothing. Token ids become text here, and requests get the ids of their answers.
+There is a hub for each engine. All its watchers share one subscription to the engine, which lasts as long as there is a watcher. Each
+line is encoded once for all of them. A watcher keeps only its place. A new watcher starts from the state, and so does a slow one whose
+next line is no longer kept. While nobody watches, the hub holds nothing. Token ids become text here, and requests get the ids of their
+answers.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ from octavo.messages import RankFacts
 from octavo.server_config import ServerConfig
 from octavo.text.tokenizer import Tokenizer
 
-MOST_WATCHERS = 64  # in this process: ten lines a second to each of them take a tenth of its time
+MOST_WATCHERS = 64  # in this process, of all engines together: ten lines a second to each of them take a tenth of its time
 KEPT_LINES = 50  # some seconds
 YOUNG_LINES = KEPT_LINES // 2  # an opening with no more lines after it is used again: its reader can still catch up
 LIFE_SECONDS = 5.0  # after so long without news an empty line is sent
@@ -172,11 +173,15 @@ class Watched(Protocol):
     model_name: str
     draining: bool
 
+    @property
+    def views(self) -> Sequence["ViewHub"]: ...
+
 
 class ViewHub:
-    def __init__(self, server: Watched) -> None:
+    def __init__(self, server: Watched, engine: int) -> None:
+        self.watchers = 0
         self._server = server
-        self._watchers = 0
+        self._engine = engine
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # set, and replaced, with every line
         self._note: dict[str, Any] | None = None  # what is being played, for watchers who come later, too
@@ -221,6 +226,7 @@ class ViewHub:
         """Sets the caption that watchers see from now on; scene 0: none."""
         note = {"kind": "note", "at": self._at(), "scene": scene, "of": of, **caption}
         self._note = note if scene else None
+        self._openings.clear()  # who comes from now on does not hear this as news
         if self._number:  # somebody watches
             self._add(Line(note))
 
@@ -232,15 +238,15 @@ class ViewHub:
     # --- one subscription --------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
-        if self._watchers >= MOST_WATCHERS:
+        if sum(hub.watchers for hub in self._server.views) >= MOST_WATCHERS:
             raise UnavailableError(f"{MOST_WATCHERS} clients are watching already, which is the maximum", retry_after=5)
-        self._watchers += 1
-        if self._watchers == 1:
+        self.watchers += 1
+        if self.watchers == 1:
             self._task = asyncio.create_task(self._take_all(self._task))
 
     def _leave(self) -> None:
-        self._watchers -= 1
-        if not self._watchers and self._task is not None:
+        self.watchers -= 1
+        if not self.watchers and self._task is not None:
             self._task.cancel()
             self._forget()
 
@@ -251,7 +257,7 @@ class ViewHub:
         pieces = Pieces(self._server.llm.text_tokenizer)
         ranks = asyncio.create_task(self._tell_ranks())
         try:
-            async with aclosing(self._server.llm.view()) as frames:
+            async with aclosing(self._server.llm.view(self._engine)) as frames:
                 async for frame in frames:
                     self._take(frame, pieces)
         except UnavailableError as error:
@@ -283,8 +289,8 @@ class ViewHub:
                 self._add(Line(told))
 
     def _ranks(self) -> list[list[float]]:
-        """Returns what each rank did last; nothing while no engine is ready."""
-        engine = self._server.llm.replicas[0]
+        """Returns what each rank did last; nothing while the engine is not ready."""
+        engine = self._server.llm.replicas[self._engine]
         found = engine.ranks if engine.state == "ready" else []
         return [[place, one.steps, round(one.share, 3), round(one.age, 1)] for place, one in enumerate(found)]
 
@@ -321,7 +327,9 @@ class ViewHub:
         return known["request"] if known else self._server.llm.label(seq.request)
 
     def _head(self, frame: ViewFrame) -> dict[str, Any]:
-        facts = self._server.llm.facts
+        engines = self._server.llm.replicas
+        facts = engines[self._engine].facts
+        assert facts is not None
         return {
             "kind": "head",
             "version": 1,
@@ -332,6 +340,7 @@ class ViewHub:
             "started": frame.started,
             "version_of": f"octavo {__version__}",
             "lesson": self._server.config.lesson,
+            **({"engine": self._engine, "engines": len(engines)} if len(engines) > 1 else {}),
             **({"ranks": told_ranks(facts.ranks)} if facts.ranks else {}),
         }
 
@@ -345,6 +354,8 @@ class ViewHub:
         known = self._openings.get(with_text)
         if known is None or known.parts[0][0] < self._number - min(len(self._lines), YOUNG_LINES):
             note = [{**self._note, "at": self._state.at}] if self._note else []
+            for each in note:
+                each.pop("engine", None)  # that is news, and who comes now has chosen an engine
             frames = ({**self._state.head, "text": with_text}, self._full(), *note)
             known = Opening(with_text, [(self._number, b"".join(Line(frame).read(with_text) for frame in frames))])
             self._openings[with_text] = known

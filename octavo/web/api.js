@@ -33,6 +33,15 @@ export async function askHealth() {
   }
 }
 
+/** How many engines the server has and how many are ready, as { ready, all }; null if it does not say. */
+export async function askEngines() {
+  try {
+    return (await (await fetch("./health", { cache: "no-store" })).json()).engines ?? null;
+  } catch {
+    return null;
+  }
+}
+
 export async function getJson(path) {
   return (await ask(path, {})).json();
 }

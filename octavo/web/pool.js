@@ -12,6 +12,7 @@ import { onTheme, readPalette } from "./palette.js";
 import { buildPool, writeCaption, writeDetail, writeFigures, writeNews, writeOverview } from "./pool_build.js";
 import { HELD, encode, fillOf, kindOf } from "./pool_codes.js";
 import { Drawer } from "./pool_drawer.js";
+import { Engines } from "./pool_engines.js";
 import { READABLE, blocksOf, cellOf, layOut } from "./pool_layout.js";
 import { Places } from "./pool_places.js";
 import { writeRanks } from "./pool_ranks.js";
@@ -35,6 +36,7 @@ class Pool {
   #view;
   #parts;
   #places = new Places();
+  #engines;
   #requests;
   #drawer;
   #welcome;
@@ -51,6 +53,7 @@ class Pool {
   constructor(element, view, ask, teach) {
     this.#view = view;
     this.#parts = buildPool(element, (name, label, help) => new Stage(name, label, help, this));
+    this.#engines = new Engines(this.#parts.engines, view);
     const titles = new Titles();
     this.#requests = new Requests(this.#parts.requests, view, titles);
     this.#drawer = new Drawer(this.#parts, view, titles, () => this.#main.focus());
@@ -156,6 +159,7 @@ class Pool {
     const { root } = this.#parts;
     root.toggleAttribute("data-empty", !state);
     this.#parts.status.textContent = state ? "" : status.text || "Waiting for the engine's first report.";
+    this.#engines.draw();
     this.#drawer.draw(state);
     if (!state) return;
     const { codes, counts } = encode(state, litBlocks(state, selection.get()));

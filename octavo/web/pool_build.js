@@ -27,6 +27,7 @@ export function buildPool(element, stage) {
     status: make("p", { class: "pool-status", role: "status" }),
     caption: make("div", { class: "pool-caption", role: "status" }),
     figures: make("p", { class: "pool-figures" }),
+    engines: make("div", { class: "pool-engines", hidden: true }),
     ranks: make("ul", { class: "pool-ranks", "aria-label": "Ranks", hidden: true }),
     legend: make("ul", { class: "pool-legend", "aria-label": "Legend" }, ...legend()),
     requests: make("div", { class: "pool-requests", role: "group", "aria-label": "Requests" }),
@@ -45,6 +46,7 @@ export function buildPool(element, stage) {
     { class: "pool" },
     parts.status,
     parts.caption,
+    parts.engines,
     make("div", { class: "pool-head" }, parts.figures, make("label", { for: block }, "Go to block ", parts.goTo)),
     parts.ranks,
     make(

@@ -94,6 +94,27 @@ def test_one_picture_says_what_the_frames_say(hurried: None, capsys: pytest.Capt
     assert re.search(r"^step 7  block 1 copied to 3, so that 2 can write to it\nstep 7  3 preempted\nstep 8  a note$", said, re.MULTILINE)
 
 
+# promise: engines-watched
+def test_one_of_several_engines_is_chosen_and_its_number_and_how_many_are_ready_are_told(
+    hurried: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    several = Shown([(0, HEAD | {"engine": 2, "engines": 3}), (0, EMPTY)])
+    with view_host(several) as server:
+        server.engines = {"ready": 2, "all": 3}
+        assert main(["top", server.url, "--once", "--engine", "2"]) == 0
+        assert server.asked == ["/v1/view?engine=2", "/health"]
+    assert capsys.readouterr().out.splitlines()[0] == f"m  {server.url}  engine 2 of 3  2 of 3 ready"
+    absent = Shown(status=400, error={"message": "there is no engine '7'; they are numbered from 0 to 2"})
+    with view_host(absent) as server:
+        assert main(["top", server.url, "--engine", "7"]) == 1
+    assert capsys.readouterr().err.endswith("answers 400: there is no engine '7'; they are numbered from 0 to 2\n")
+    watch = watch_of(HEAD | {"engine": HOSTILE, "engines": HOSTILE}, EMPTY)
+    assert all(line.isprintable() for line in [*plain(picture(watch, 80, 24)), figures_line(watch)])
+    watch = watch_of(HEAD | {"engine": 1, "engines": 2}, EMPTY)
+    watch.ready = (1, 2)
+    assert figures_line(watch).startswith("engine 1 of 2  1 of 2 ready  running 0")
+
+
 # promise: octavo-top-url
 def test_in_a_pipe_it_is_a_line_a_second_and_a_server_that_went_is_waited_for() -> None:
     again = [(0.0, HEAD), (0.0, EMPTY | {"at": 0.1, "seqs": [sequence(1)], "steps": [STEP]})]

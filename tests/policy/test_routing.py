@@ -17,7 +17,7 @@ from octavo.engine.cache_news import CacheNews
 from octavo.messages import CacheChange
 from octavo.policy.cache_group import CacheGroup
 from octavo.policy.digests import SHORT, Digests
-from octavo.policy.routing import COLD, HOT, WORTH, Choice, Routing
+from octavo.policy.routing import COLD, HOT, WORTH, Choice, Policy, Routing
 from octavo.server_config import RoutingPolicy
 from tests.policy.machine_settings import machine_settings
 from tests.support.fake import GROUPS, FakeEngine, sampling
@@ -56,7 +56,7 @@ class Door:
         self.names.clear()
 
 
-def door(policy: RoutingPolicy = "prefix", engines: int = 3) -> Door:
+def door(policy: Policy = "prefix", engines: int = 3) -> Door:
     return Door(Routing(policy, engines, SIZE))
 
 
@@ -97,6 +97,14 @@ def test_the_longest_prefix_wins_and_only_as_far_as_it_has_no_hole() -> None:
     assert routing.choose(prompt, 161, ALL) == Choice(1, "prefix", 5 * SIZE)
     routing.learn(1, change(evicted=prompt[2:3]))
     assert routing.choose(prompt, 161, ALL) == Choice(0, "prefix", 3 * SIZE)
+
+
+def test_with_a_reserve_the_first_that_is_ready_gets_everything() -> None:
+    at = door("first")
+    at.routing.learn(2, change(*digests("a", 10)))
+    assert [at.send(digests("a", 10), 1000).engine for _ in range(3)] == [0, 0, 0]
+    assert at.send(digests("a", 10), ready=range(1, 3)) == Choice(1, "only", 0), "the first is dead"
+    assert at.send(digests("a", 10)).engine == 0
 
 
 def test_of_two_with_the_same_prefix_the_one_with_less_to_do_gets_it() -> None:

@@ -1,21 +1,23 @@
 """The lesson: every scene shows what it says it shows, on the real engine in its tiny pool, and leaves nothing behind."""
 
 import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 
 from octavo.cli.args import Parser, add_server_flags, server_configs
-from octavo.engine.async_llm import AsyncLLM
+from octavo.engine.async_llm import Ask, AsyncLLM
 from octavo.engine.supervisor import Serving
 from octavo.errors import ConfigError
+from octavo.outputs import TextDelta
 from octavo.server import lesson as lesson_module
 from octavo.server.errors import ApiError
 from octavo.server.lesson import SCENES, Lesson, Scene
-from octavo.server_config import LESSON, ServerConfig
+from octavo.server_config import LESSON, LESSON_SERVER, ServerConfig
 from tests.server.test_view import Watching
-from tests.support.engine_process import engine_process, is_idle, run, until
+from tests.support.engine_process import engine_process, is_idle, run, tokens, until
 from tests.support.http_server import wait_for
 from tests.support.server_process import ServerProcess
 
@@ -23,22 +25,24 @@ Told = list[tuple[int, int, dict[str, object]]]
 
 
 async def _events(llm: AsyncLLM, lesson: Lesson, number: int) -> list[tuple[Any, ...]]:
-    """All that was seen while a scene played."""
+    """All that was seen in all engines while a scene played."""
     seen: list[tuple[Any, ...]] = []
 
-    async def watch() -> None:
-        async with aclosing(llm.view()) as frames:
+    async def watch(engine: int, watching: asyncio.Event) -> None:
+        async with aclosing(llm.view(engine)) as frames:
             async for frame in frames:
                 watching.set()
                 seen.extend(frame.events)
 
-    watching = asyncio.Event()
-    watcher = asyncio.create_task(watch())
-    await watching.wait()
+    begun = [asyncio.Event() for _ in llm.replicas]
+    watchers = {asyncio.create_task(watch(engine, watching)) for engine, watching in enumerate(begun)}
+    for watching in begun:
+        await watching.wait()
     await lesson.play(number)
     await asyncio.sleep(0.3)  # for the last frame
-    watcher.cancel()
-    await asyncio.wait({watcher})
+    for watcher in watchers:
+        watcher.cancel()
+    await asyncio.wait(watchers)
     return seen
 
 
@@ -46,16 +50,53 @@ async def _events(llm: AsyncLLM, lesson: Lesson, number: int) -> list[tuple[Any,
 def test_a_scene_shows_what_it_says(scene: Scene, endless: str) -> None:
     async def main() -> None:
         told: Told = []
-        serving = Serving(inspector=True, step_seconds=0.01)  # what a scene asks for at once has to arrive within a few steps
+        engines = 1 if scene.dies_after is None else 2
+        serving = Serving(inspector=True, step_seconds=0.01, engines=engines)  # what a scene asks for at once arrives within a few steps
         async with engine_process(endless, "", serving, **LESSON) as llm:
             lesson = Lesson(llm, lambda *words: told.append(words))
             number = SCENES.index(scene) + 1
             events = await _events(llm, lesson, number)
             kinds = {event[2] for event in events}
             assert kinds >= scene.shows, f"{scene.title} shows {kinds}"
-            assert told == [(number, len(SCENES), scene.caption)]
+            captions = [scene.caption] if engines == 1 else [{**scene.caption, "engine": engine} for engine in (0, 1)]
+            assert told == [(number, len(SCENES), caption) for caption in captions]
             assert len([event for event in events if event[2] == "admit"]) >= len(scene.parts)
             await until(lambda: is_idle(llm), 2.0)
+
+    run(main())
+
+
+# promise: lesson-engine-dies
+def test_the_engine_that_dies_changes_no_token_and_the_next_scene_waits_for_it(endless: str) -> None:
+    number = next(number for number, scene in enumerate(SCENES, 1) if scene.dies_after is not None)
+
+    async def main() -> None:
+        serving = Serving(inspector=True, step_seconds=0.02, engines=2, routing="first", max_restarts=0)
+        async with engine_process(endless, "", serving, **LESSON) as llm:
+            assert [replica.state for replica in llm.replicas] == ["ready", "loading"], "the start does not wait for the reserve"
+            await llm.reset_prefix_cache()
+            asked, heard, generate = list[Ask](), list[TextDelta](), llm.generate
+
+            async def listened(ask: Ask) -> AsyncGenerator[list[TextDelta], None]:
+                asked.append(ask)
+                async for news in generate(ask):
+                    heard.extend(news)
+                    yield news
+
+            llm.generate = listened  # type: ignore[method-assign]
+            stages: list[list[str]] = []  # the engines' states at each caption
+            lesson = Lesson(llm, lambda *words: stages.append([replica.state for replica in llm.replicas]))
+            await lesson.play(number)
+            assert stages[0] == ["ready", "ready"], "it waits for the reserve"
+            before = [token for delta in heard for token in delta.token_ids]
+            lives = [delta.life for delta in heard if delta.life is not None]
+            assert (lives[-1].engine, lives[-1].resumed) == (1, 1) and len(before) == asked[0].params.max_tokens
+            heard.clear()
+            await lesson.play(1)
+            lives = [delta.life for delta in heard if delta.life is not None]
+            assert stages[-1][0] == "ready" and (lives[-1].engine, lives[-1].resumed) == (0, 0), "it plays in the new engine 0"
+            assert await tokens(llm, asked[0]) == before, "the same as without a death"
+            assert [replica.facts.epoch for replica in llm.replicas if replica.facts] == [2, 1]
 
     run(main())
 
@@ -96,8 +137,11 @@ def test_the_lesson_sets_its_own_pool() -> None:
 
     engine, server = parsed("--lesson")
     assert server.lesson and {name: getattr(engine, name) for name in LESSON} == LESSON
+    assert {name: getattr(server, name) for name in LESSON_SERVER} == LESSON_SERVER
     with pytest.raises(ConfigError, match="block_size is set by the lesson"):
         parsed("--lesson", "--block-size", "32")
+    with pytest.raises(ConfigError, match="data_parallel_size is set by the lesson"):
+        parsed("--lesson", "-dp", "3")
     with pytest.raises(ConfigError, match="the lesson needs the inspector"):
         ServerConfig(lesson=True, inspector=False)
 
@@ -118,6 +162,7 @@ def test_scenes_over_http_and_their_captions(endless: str) -> None:
             note = watcher.state.note
             assert note is not None and (note["scene"], note["of"]) == (3, len(SCENES))
             assert {name: note[name] for name in listed[2]} == listed[2]
+            assert note.get("engine") == (0 if watcher is early else None), "who comes later has chosen an engine, and stays there"
             watcher.leave()
         for wrong in ("0", "99", "-1", "x", "3.5"):
             assert server.ask("POST", f"/v1/lesson/{wrong}").status in (400, 404), wrong

@@ -44,12 +44,12 @@ BODY = {"prompt": "Once upon a time there was a \u2603 in the snow.", "max_token
 class Watching:
     """Reads /v1/view in a thread, until left."""
 
-    def __init__(self, server: ServerProcess) -> None:
+    def __init__(self, server: ServerProcess, query: str = "") -> None:
         self.frames: list[dict[str, Any]] = []
         self.state = ViewState()
         self.over = False
         self._socket = server.connect(20)
-        self._socket.sendall(f"GET /v1/view HTTP/1.1\r\nhost: {server.host}:{server.port}\r\n\r\n".encode())
+        self._socket.sendall(f"GET /v1/view{query} HTTP/1.1\r\nhost: {server.host}:{server.port}\r\n\r\n".encode())
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
         wait_for(lambda: len(self.frames) >= 2)
@@ -160,7 +160,7 @@ class ScriptedLLM(StandInLLM):
         self.frames: asyncio.Queue[ViewFrame] = asyncio.Queue()
         self.readers = 0
 
-    async def view(self) -> AsyncIterator[ViewFrame]:
+    async def view(self, engine: int = 0) -> AsyncIterator[ViewFrame]:
         self.readers += 1
         try:
             while True:
@@ -191,7 +191,7 @@ def test_who_is_new_or_left_behind_starts_from_the_state_and_misses_nothing(monk
         llm, before = ScriptedLLM(), asyncio.all_tasks()
         server = Server(llm, ServerConfig(), "m")  # type: ignore[arg-type]
         states, heads = [ViewState() for _ in range(3)], [0, 0, 0]
-        streams = [server.view.lines(True) for _ in range(3)]
+        streams = [server.views[0].lines(True) for _ in range(3)]
 
         async def read(number: int) -> bool:
             """One piece; whether it said anything."""
@@ -221,8 +221,8 @@ def test_who_is_new_or_left_behind_starts_from_the_state_and_misses_nothing(monk
         for stream in streams:
             await stream.aclose()
         await asyncio.sleep(0.02)
-        assert llm.readers == 0 and not server.view._lines and asyncio.all_tasks() == before
-        again = server.view.lines(True)
+        assert llm.readers == 0 and not server.views[0]._lines and asyncio.all_tasks() == before
+        again = server.views[0].lines(True)
         llm.frames.put_nowait(frames[0])
         assert (await anext(again)).startswith(b'{"kind":"head"')
         server.draining = True

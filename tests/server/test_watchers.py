@@ -25,7 +25,7 @@ NUM_BLOCKS, BLOCK_SIZE = 8192, 16
 class ShownLLM(StandInLLM):
     """An engine that shows a few frames, and no more."""
 
-    async def view(self) -> AsyncIterator[ViewFrame]:
+    async def view(self, engine: int = 0) -> AsyncIterator[ViewFrame]:
         for frame in engine_frames(12):
             yield frame
         await asyncio.sleep(0.3)
@@ -80,7 +80,7 @@ def test_all_who_come_at_once_are_served_from_one_encoding_and_too_many_are_told
         llm.facts = EngineFacts("stand-in", 1, Limits(8, 64, 256, 512, NUM_BLOCKS, BLOCK_SIZE))
         server = Server(llm, ServerConfig(), "m")  # type: ignore[arg-type]
         llm.frames.put_nowait(large_pool(1.0, full=True))
-        streams = [server.view.lines(True) for _ in range(300)]
+        streams = [server.views[0].lines(True) for _ in range(300)]
         states = [ViewState() for _ in streams]
         refused: list[UnavailableError] = []
         pieces: list[dict[bytes, None]] = [{}, {}]  # different ones, in each round
@@ -108,7 +108,7 @@ def test_all_who_come_at_once_are_served_from_one_encoding_and_too_many_are_told
         await asyncio.gather(*(read(number, 0) for number in range(32)))
         for at in range(view.YOUNG_LINES - 5):
             llm.frames.put_nowait(large_pool(2.0 + at, full=False))
-        await wait_for_async(lambda: server.view._number == view.YOUNG_LINES - 4)
+        await wait_for_async(lambda: server.views[0]._number == view.YOUNG_LINES - 4)
         await asyncio.gather(*(read(number, 0) for number in range(32, 300)))  # some lines later, from the same state
         await asyncio.gather(*(read(number, 1) for number in range(64)))  # the lines since, and the second half of the pool
         ticking.cancel()
@@ -120,7 +120,7 @@ def test_all_who_come_at_once_are_served_from_one_encoding_and_too_many_are_told
         for stream in streams:
             await stream.aclose()
         await asyncio.sleep(0.02)
-        assert llm.readers == 0 and not server.view._openings
+        assert llm.readers == 0 and not server.views[0]._openings
         await server.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -128,12 +128,12 @@ def test_all_who_come_at_once_are_served_from_one_encoding_and_too_many_are_told
 
 def test_an_inspector_that_failed_is_told_to_those_who_watch_and_those_who_come() -> None:
     class FailedLLM(ShownLLM):
-        async def view(self) -> AsyncIterator[ViewFrame]:
+        async def view(self, engine: int = 0) -> AsyncIterator[ViewFrame]:
             yield next(engine_frames(1))
             raise UnavailableError("the inspector failed", 30)
 
     class NeverLLM(ShownLLM):
-        async def view(self) -> AsyncIterator[ViewFrame]:
+        async def view(self, engine: int = 0) -> AsyncIterator[ViewFrame]:
             if self.state == "ready":
                 raise UnavailableError("the inspector failed", 30)
             yield next(engine_frames(1))

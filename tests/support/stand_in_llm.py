@@ -78,7 +78,7 @@ class StandInLLM:
             end: FinishReason | None = "length" if number == count - 1 else None
             yield [TextDelta("r", index, " word", [7], end) for index in range(ask.params.n)]
 
-    async def view(self) -> AsyncIterator[ViewFrame]:
+    async def view(self, engine: int = 0) -> AsyncIterator[ViewFrame]:
         yield ViewFrame(True, 0.0, 0.0)
         await asyncio.sleep(0.1)
 

@@ -46,6 +46,7 @@ class ViewHost:
         self.lines: list[bytes] = []
         self.files: dict[str, bytes] = {}  # name -> a recording beside the page
         self.status = 200  # of the stream
+        self.engines: dict[str, int] = {}  # what /health says of them
         self.asked: list[str] = []  # paths
         self.keys: list[str | None] = []  # what watchers brought
         self.changed = threading.Condition()
@@ -105,12 +106,14 @@ def handler_of(host: ViewHost) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             host.asked.append(self.path)
             folder, _, name = self.path.partition("?")[0].removeprefix("/").rpartition("/")
-            if self.path == "/v1/view":
+            if (folder, name) == ("v1", "view"):
                 self.stream()
             elif not folder and name in host.files:
                 self.answer(host.files[name], "application/x-ndjson")
             elif not folder and not name:
                 self.answer((FOLDERS["data"] / "harness.html").read_bytes(), TYPES[".html"])
+            elif self.path == "/health" and host.engines:
+                self.answer(json.dumps({"status": "ready", "engines": host.engines}).encode(), "application/json")
             elif self.path in WHOLE_PAGE:
                 self.answer(*WHOLE_PAGE[self.path])
             elif folder in FOLDERS and (path := FOLDERS[folder] / name).is_file():

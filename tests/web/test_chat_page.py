@@ -62,7 +62,7 @@ class Speaker(StandInLLM):
 
     template = "{% if messages[0].role != 'system' %}<system>You are Speaker.{% endif %}" + TEMPLATE
 
-    async def view(self) -> AsyncIterator[ViewFrame]:
+    async def view(self, engine: int = 0) -> AsyncIterator[ViewFrame]:
         yield ViewFrame(True, 0.0, 0.0)
         for number in count(1):
             await asyncio.sleep(0.05)

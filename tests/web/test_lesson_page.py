@@ -66,14 +66,23 @@ def expect_clean(page: Page) -> None:
 
 
 def test_the_engine_plays_scene_after_scene_and_the_page_is_the_lessons(open_page: OpenPage, lesson: str) -> None:
-    page = open_page(lesson).page
+    page = open_page(lesson, expected=["503 .*/v1/view$"]).page  # while engine 0 is started again
     expect(figures(page)).to_have_text(IDLE)
+    engine = page.get_by_label("Engine", exact=True)
     page.get_by_role("button", name="Lesson").click()
     for number in range(1, LAST + 1):
         expect_scene(page, number)
         expect_over(page)
+        expect(engine).to_have_value("1" if number == LAST else "0")  # where the last one goes on
         if number < LAST:
             page.keyboard.press("ArrowRight")
+    expect(page.locator(".pool-news")).to_contain_text("engine 1 is shown from here on")
+    expect(figures(page)).to_have_text(IN_USE)  # the last moment of the answer, in engine 1
+    press(page, "Scene 1: " + SCENES[0].title)
+    expect_over(page)
+    expect(engine).to_have_value("0")
+    press(page, f"Scene {LAST}: " + SCENES[-1].title)
+    expect_over(page)
     expect(page.locator("#chat")).to_be_hidden()
     expect(page.get_by_role("link", name="Chat")).to_be_hidden()
 
@@ -82,6 +91,7 @@ def test_the_engine_plays_scene_after_scene_and_the_page_is_the_lessons(open_pag
     expect(page.locator("#chat")).to_be_visible()
     expect(page.get_by_role("button", name="Lesson", exact=True)).to_be_focused()
     expect(figures(page)).to_have_text(IDLE)  # it is live again
+    expect(engine).to_have_value("0")
 
 
 def test_a_scene_can_be_paused_and_one_that_is_left_is_ended(open_page: OpenPage, lesson: str) -> None:

@@ -5,6 +5,7 @@
 
 const KINDS = new Set(["head", "full", "delta", "note"]);
 const MOST_BLOCKS = 1 << 24;
+const MOST_ENGINES = 1000;
 
 export class FrameError extends Error {}
 
@@ -26,6 +27,7 @@ export function parseLine(line, head) {
   if (frame.kind === "head") return checkHead(frame);
   want(head, `a ${frame.kind} came before the head`);
   want(Number.isFinite(frame.at), `at of a ${frame.kind} is ${frame.at}, not a number of seconds`);
+  want(frame.engine === undefined || Number.isInteger(frame.engine), `engine of a note is ${frame.engine}, not a number`);
   if (frame.kind !== "note") checkChanges(frame, head.num_blocks);
   return frame;
 }
@@ -36,6 +38,7 @@ function checkHead(frame) {
   want(Number.isInteger(blocks) && blocks > 1 && blocks <= MOST_BLOCKS, `num_blocks is ${blocks}; it must lie in 2..${MOST_BLOCKS}`);
   want(Number.isInteger(size) && size > 0, `block_size is ${size}, not a number of tokens`);
   want(Number.isFinite(frame.started), `started of a head is ${frame.started}, not a number of seconds`);
+  want(frame.engines === undefined || (Number.isInteger(frame.engines) && frame.engines <= MOST_ENGINES), `engines of a head is ${frame.engines}, not a number of engines`);
   const isRank = (one) => Number.isInteger(one?.rank) && Array.isArray(one.layers);
   want(frame.ranks === undefined || (Array.isArray(frame.ranks) && frame.ranks.every(isRank)), "ranks of a head are not what ranks are");
   return frame;

@@ -7,7 +7,7 @@
 // has 100 blocks or 100,000. Whole segments are forgotten, the oldest first, by age and by weight.
 //
 // A head and a full begin a new part, which stands behind what came before: the engine was started again, or told all it has
-// once more. Times go on: all of them count from the start of the first engine.
+// once more, or another engine is shown. Times go on: all of them count from the start of the first engine.
 
 import { Log, SHOWN_STEPS, State } from "./state.js";
 
@@ -60,7 +60,8 @@ export class History {
     const again = state !== null && (state.head.started !== head.started || state.head.epoch !== head.epoch);
     if (again) {
       this.offset = Math.max(head.started - this.origin, last - frame.at);
-      logs.events.append([[0, Math.max(this.offset, last), "note", STARTED_AGAIN]]);
+      const moved = state.head.engine !== head.engine;
+      logs.events.append([[0, Math.max(this.offset, last), "note", moved ? `engine ${head.engine} is shown from here on` : STARTED_AGAIN]]);
     }
     shift(frame, this.offset);
     frame.steps = unseen(logs.steps, frame.steps ?? []);

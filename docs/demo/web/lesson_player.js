@@ -52,7 +52,7 @@ class RecordedPlayer {
   constructor(view) {
     const { history } = view;
     this.#view = view;
-    this.scenes = history.notes.filter(({ scene }) => scene);
+    this.scenes = history.notes.filter(({ scene }, index, notes) => scene && scene !== notes[index - 1]?.scene); // told again where an engine dies
     this.#ends = this.scenes.map(({ at }, index) => lastInUse(history, at, this.scenes[index + 1]?.at ?? history.last));
     this.#ignore = view.on(() => this.#stopAtEnd());
   }
@@ -100,14 +100,16 @@ class RecordedPlayer {
 }
 
 class EnginePlayer {
-  about = "The engine of this server plays these scenes.";
+  about = "The engines of this server play these scenes.";
   number = 1;
   isOver = false;
   #view;
+  #home; // the engine that was shown before the lesson
   #playing = null; // an AbortController
 
   constructor(view, scenes) {
     this.#view = view;
+    this.#home = view.source.engine;
     this.scenes = scenes;
   }
 
@@ -156,6 +158,7 @@ class EnginePlayer {
     this.#playing = null;
     playing?.abort();
     this.#view.resume();
+    this.#view.source.choose(this.#home);
   }
 }
 

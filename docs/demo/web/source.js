@@ -2,6 +2,7 @@
 //
 //   connect(view, { headers })         `?replay=URL` plays that recording, otherwise the stream `./v1/view` is followed
 //   connect(view, { server: false })   the same without a stream: the page of a static host
+//   source.choose(engine)              of several engines, follows another one, from here on
 //
 // A stream that ends is opened again, later each time; a recording is read whole, so that every moment of it is at hand.
 
@@ -12,6 +13,7 @@ const STREAM = "./v1/view";
 const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 10_000;
 const SILENCE_MS = 15_000; // three signs of life
+const MOVED = "moved";
 const SLICE_MS = 20; // of reading, before the page may draw
 const MOST_BYTES = 512 * 2 ** 20;
 
@@ -31,6 +33,8 @@ class Source {
   #headers;
   #live = null; // the AbortController of the stream that is followed
   #wake = () => {};
+  engine = 0; // the one that is followed
+  engines = 1; // how many the server has
 
   constructor(view, headers) {
     this.#view = view;
@@ -44,6 +48,12 @@ class Source {
     this.#live = live;
     this.#view.show(new History(), false);
     this.#keepFollowing(live);
+  }
+
+  choose(engine) {
+    if (engine === this.engine && this.#live) return;
+    this.engine = engine;
+    this.follow();
   }
 
   /** Tries at once what waits for its next try, say because there is a key now. */
@@ -94,6 +104,7 @@ class Source {
     while (!live.signal.aborted) {
       const { came, why, again } = await this.#followOnce(live.signal);
       if (live.signal.aborted) return;
+      if (why === MOVED) continue;
       this.#view.say(false, why);
       if (!again) return;
       wait = came ? FIRST_WAIT_MS : Math.min(LONGEST_WAIT_MS, wait * 2);
@@ -117,7 +128,8 @@ class Source {
     let timer = setTimeout(() => silence.abort(), SILENCE_MS);
     let came = false;
     try {
-      const answer = await fetch(STREAM, { headers: this.#headers(), cache: "no-store", signal: AbortSignal.any([signal, silence.signal]) });
+      const answer = await fetch(this.engine ? `${STREAM}?engine=${this.engine}` : STREAM, { headers: this.#headers(), cache: "no-store", signal: AbortSignal.any([signal, silence.signal]) });
+      if (answer.status === 400) this.engine = 0; // the server was started again, with fewer engines
       if (!answer.ok) return { came, ...refusal(answer.status, await wordsOf(answer)) };
       for await (const line of lines(answer.body)) {
         clearTimeout(timer);
@@ -126,7 +138,11 @@ class Source {
         if (!frame) continue;
         if (!came) this.#view.say(true, "");
         came = true;
+        if (frame.kind === "head") this.engines = frame.engines ?? 1;
         this.#view.apply(frame);
+        if (frame.kind !== "note" || (frame.engine ?? this.engine) === this.engine) continue;
+        this.engine = frame.engine; // the lesson goes on there; the history stays the same
+        return { came, why: MOVED, again: true };
       }
       return { came, why: "The stream ended; it is opened again", again: true };
     } catch (error) {
