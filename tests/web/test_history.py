@@ -49,6 +49,8 @@ REFUSED: dict[str, str | None] = {
     '{"kind":"head","version":2,"num_blocks":9,"block_size":4}': "version 2",
     '{"kind":"head","version":1,"num_blocks":1e9,"block_size":4}': "num_blocks is 1000000000",
     '{"kind":"head","version":1,"num_blocks":9}': "block_size is undefined",
+    '{"kind":"head","version":1,"num_blocks":9,"block_size":4,"started":1,"engines":1e9}': "engines of a head is 1000000000",
+    '{"kind":"note","at":1,"scene":1,"engine":"1&key"}': "engine of a note is 1&key",
     '{"kind":"head","version":1,"num_blocks":9,"block_size":4,"started":"now"}': "started of a head is now",
     '{"kind":"delta"}': "at of a delta is undefined",
     '{"kind":"delta","at":1,"blocks":{}}': "blocks of a delta is not a list",
