@@ -15,9 +15,10 @@ export function writeRanks({ ranks }, { head, ranks: did }) {
   ranks.replaceChildren(...lines.map(([name, about, share, silent]) => make("li", {}, make("b", {}, name), ` ${about}`, make("b", {}, share), make("strong", {}, silent))));
 }
 
-function sayRank({ rank, stage, stages, layers, cores, device }, row) {
+function sayRank({ rank, stage, stages, layers, cores, device, host }, row) {
   const [first, count] = layers;
-  const parts = [...(stages > 1 ? [`stage ${stage}`] : []), `layers ${first}–${first + count - 1}`, device === "cpu" ? `cores ${cores}` : device];
+  const where = (device === "cpu" ? `cores ${cores}` : device) + (host === undefined ? "" : ` on ${host}`);
+  const parts = [...(stages > 1 ? [`stage ${stage}`] : []), `layers ${first}–${first + count - 1}`, where];
   const share = row ? `, ${Math.round(100 * row[2])} % in steps` : "";
   return [`Rank ${rank}`, parts.join(", "), share, row && row[3] >= SILENT_SECONDS ? `, silent for ${Math.round(row[3])} s` : ""];
 }
