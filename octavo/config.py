@@ -354,6 +354,21 @@ def allow_threads(count: int) -> None:
     os.environ["OMP_NUM_THREADS"] = str(count)
 
 
+PASSED_ON = ("OCTAVO_DEBUG", "OMP_NUM_THREADS", "RAY_ADDRESS")
+
+
+def passed_on() -> dict[str, str]:
+    """Returns the variables of this process that also hold for its engines on other hosts."""
+    return {name: value for name in PASSED_ON if (value := os.environ.get(name))}
+
+
+def environment_with(given: dict[str, str]) -> dict[str, str]:
+    """Returns the variables of this process, but those that are passed on as another one has them."""
+    return {name: value for name, value in os.environ.items() if name not in PASSED_ON} | {
+        name: value for name, value in given.items() if name in PASSED_ON
+    }
+
+
 def calm_threads() -> None:
     """Lets torch's threads spin only briefly before they sleep. It must be called before torch is imported.
 

@@ -158,8 +158,11 @@ class AsyncLLM:
             inspector=serving.inspector,
             engines=serving.engines,
             number=replica.number,
+            on_host=serving.engines,
+            place=replica.number,
             memory_share=serving.engines if known is None else 1,
             digest_key=self._digest_key,
+            weights=b"" if known is None else known.weights,
         )
 
     async def drain(self, seconds: float) -> int:

@@ -21,8 +21,7 @@ from typing import Any
 
 import msgspec
 
-from octavo import errors
-from octavo.child import Restarts, command, is_stopped
+from octavo.child import Restarts, command, how_ended, is_stopped
 from octavo.engine.process import Orders, Reason
 from octavo.errors import ConfigError, EngineError, OctavoError
 from octavo.log import logger
@@ -128,7 +127,8 @@ class Supervisor:
 
     async def _live(self, epoch: int) -> bytes:
         """Waits from the start of the process to its end. Returns what it wrote."""
-        words = command("octavo.engine.process", "main", os.getpid())
+        module = "octavo.engine.ray_engine" if self.orders.is_on_ray else "octavo.engine.process"
+        words = command(module, "main", os.getpid())
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
         self._process = process
         assert process.stdin is not None and process.stdout is not None
@@ -154,12 +154,8 @@ class Supervisor:
     def _why(self, said: bytes) -> OctavoError:
         """Returns the reason for the user: what the process said itself, or how it ended."""
         with suppress(msgspec.DecodeError):
-            reason = msgspec.json.decode(said, type=Reason)
-            kind = getattr(errors, reason.kind, EngineError)
-            return kind(reason.message) if kind in (errors.ConfigError, errors.LoadError) else EngineError(reason.message)
-        code = self._code
-        ending = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"
-        return EngineError(self._verdict or ending)
+            return msgspec.json.decode(said, type=Reason).error()
+        return EngineError(self._verdict or f"it {how_ended(self._code)}")
 
     def _reap(self) -> None:
         if self._process is None:

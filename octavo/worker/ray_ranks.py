@@ -21,7 +21,7 @@ from octavo.worker.host_ranks import END_SECONDS, START_SECONDS, Peer, failed
 from octavo.worker.machine import allowed_cpus, keep_to, share_of_cpus
 from octavo.worker.places import place_of
 from octavo.worker.rank_process import LENGTH_BYTES, Answer, Failed, RankOrders, Ready, answer
-from octavo.worker.ray_cluster import RayCluster, one_line
+from octavo.worker.ray_cluster import RayCluster, reason_of
 
 
 class RayPeer:
@@ -69,7 +69,7 @@ class RayPeer:
         except self._ray.exceptions.GetTimeoutError:
             self._gone = f"did not answer for {self._seconds:g} s"
         except Exception as error:  # an actor that died, a node that is gone, a cluster that was left
-            self._gone = f"is gone: {_reason(error)}"
+            self._gone = f"is gone: {reason_of(error)}"
         return b""
 
     def why(self) -> OctavoError:
@@ -83,13 +83,6 @@ class RayPeer:
         self._listener.join(END_SECONDS)
         with suppress(Exception):
             self._ray.kill(self._actor)
-
-
-def _reason(error: Exception) -> str:
-    """Returns the sentence of Ray's report that says what happened."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    said = [line for line in lines if line.startswith("The actor") or "died" in line or "unavailable" in line]
-    return " ".join((said[-1] if said else one_line(error)).split())[:200]
 
 
 class RayMeeting:
