@@ -95,7 +95,7 @@ class EngineConfig:
     tensor_parallel_size: int = _flag(1, "processes that share every matrix, each with its own part of the weights and of the KV cache")
     pipeline_parallel_size: int = _flag(1, "stages that share the layers; with tensor parallel, each is that many processes")
     distributed_executor_backend: DistributedExecutorBackend = _flag(
-        "mp", "where these processes run; mp: on this host; ray: on the nodes of a Ray cluster"
+        "mp", "where these processes run, and engines if there are several; mp: on this host; ray: on the nodes of a Ray cluster"
     )
     decode_context_parallel_size: int = _flag(
         1, "how many of the processes that share a matrix keep the same heads of the KV cache, each for some of the tokens"

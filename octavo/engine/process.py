@@ -68,6 +68,7 @@ class Orders(Struct, frozen=True):
     weights: bytes = b""  # what identifies the weights that the first engine found; empty: this is the first
     far: bool = False  # clients are on another host
     clock_ahead: float = 0.0  # seconds by which the clock there is ahead of this host's
+    silent: bool = False  # the engine before this one was ended because it gave no sign of life
 
     @property
     def is_on_ray(self) -> bool:

@@ -22,13 +22,14 @@ import zmq
 from octavo.config import passed_on
 from octavo.engine.process import Orders, Reason, run_child
 from octavo.engine.ray_host import Begin, Carried, EngineActor, Frame
+from octavo.engine.router import FRAMES_AT_ONCE, bind
+from octavo.errors import ConfigError
 from octavo.log import Stopwatch, logger
 from octavo.worker.ray_cluster import LOOK_SECONDS, reason_of
 from octavo.worker.ray_spot import Spot
 
 CLOCK_READS = 5  # the quickest answer tells most exactly how far the clocks are apart
 CALLS_AHEAD = 2  # that wait for news: one waits while the answer of the other travels
-FRAMES_AT_ONCE = 256
 LOOK_MS = 1000  # between two looks at the socket's file
 
 
@@ -38,9 +39,13 @@ def main(parent: int) -> None:
 
 def _serve(orders: Orders) -> None:
     """Runs for ever. Raises if the engine cannot start or go on."""
-    watch = Stopwatch()
-    server = Path(orders.address.removeprefix("ipc://")).parent.name
-    spot = Spot(EngineActor, server, orders.engines, orders.number, orders.config.device == "cuda", _most(orders))
+    watch, gpus = Stopwatch(), orders.config.device == "cuda"
+    if gpus and orders.config.num_ranks > 1:
+        raise ConfigError(
+            "engines on Ray have one GPU each: leave out tensor_parallel_size and pipeline_parallel_size, or data_parallel_size"
+        )
+    folder = Path(orders.address.removeprefix("ipc://")).parent
+    spot = Spot(EngineActor, folder, orders.engines, orders.number, gpus, _most(orders), orders.silent)
     actor = spot.actors[0]
     own = msgspec.structs.replace(
         orders, address="", on_host=spot.on_host, place=spot.place, far=True, clock_ahead=_clock_ahead(spot.ray, actor),
@@ -83,7 +88,7 @@ class Bridge:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 0), (zmq.ROUTER_HANDOVER, 1)):
             self._socket.setsockopt(option, value)
-        self._socket.bind(address)
+        bind(self._socket, address)
 
     def run(self, lifeline: int) -> None:
         """Carries frames until the engine ends, and raises why. `lifeline`: a descriptor that closes when the parent ends"""
@@ -120,8 +125,8 @@ class Bridge:
     def _stay_reachable(self) -> None:
         """Binds again if the socket's file was removed."""
         if not os.path.exists(self._address.removeprefix("ipc://")):
-            with suppress(zmq.ZMQError):  # next time
-                self._socket.bind(self._address)
+            with suppress(ConfigError):  # next time
+                bind(self._socket, self._address)
 
     # --- the thread that listens -------------------------------------------------------------------------------------
 

@@ -146,14 +146,7 @@ class Router:
         for option, value in ((zmq.MAXMSGSIZE, frame_limit), (zmq.SNDHWM, 0), (zmq.LINGER, 0), (zmq.ROUTER_HANDOVER, 1)):
             self._socket.setsockopt(option, value)
         self._address = address
-        self._bind()
-
-    def _bind(self) -> None:
-        try:
-            self._socket.bind(self._address)
-        except zmq.ZMQError as error:
-            text = f"the engine's socket {self._address} cannot be made: {error.strerror}; set TMPDIR to another folder"
-            raise ConfigError(text) from error
+        bind(self._socket, address)
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="router", daemon=True).start()
@@ -357,7 +350,7 @@ class Router:
         """Binds again if the socket's file was removed. The first API process makes the folder again. Connected clients stay connected."""
         if not os.path.exists(self._address.removeprefix("ipc://")):
             with suppress(ConfigError):  # next time
-                self._bind()
+                bind(self._socket, self._address)
 
     def _beat(self) -> None:
         self._stay_reachable()
@@ -377,6 +370,14 @@ class Router:
         for client in self._clients.values():
             if client.greeted:
                 self._send(client, beat)
+
+
+def bind(socket: "zmq.Socket[bytes]", address: str) -> None:
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        text = f"the engine's socket {address} cannot be made: {error.strerror}; set TMPDIR to another folder"
+        raise ConfigError(text) from error
 
 
 def stalled_for(pulse: Pulse, inbox: int, roused_at: float, now: float) -> float:

@@ -104,16 +104,17 @@ class Supervisor:
         epoch, was_ready, restarts = 0, False, self._restarts
         while True:
             epoch += 1
+            orders = msgspec.structs.replace(self.orders, epoch=epoch, silent=bool(self._verdict))
             self._ready_at, self._verdict = None, ""
             self._on_start(epoch)
             try:
-                error = self._why(await self._live(epoch))
+                error = self._why(await self._live(orders))
             except OSError as trouble:
                 error = EngineError(f"no process could be started: {trouble}")
             was_ready = was_ready or self._ready_at is not None
             healthy_seconds = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
             if self._replaces:
-                self._replaces = False
+                self._replaces, self._verdict = False, ""
                 self._on_down(str(error))
                 continue
             logger.error("%s ended: %s", self._name, error)
@@ -125,9 +126,9 @@ class Supervisor:
             logger.warning("Starting it again in %.1f s (%d of %d)", pause, restarts.count, restarts.most)
             await asyncio.sleep(pause)
 
-    async def _live(self, epoch: int) -> bytes:
+    async def _live(self, orders: Orders) -> bytes:
         """Waits from the start of the process to its end. Returns what it wrote."""
-        module = "octavo.engine.ray_engine" if self.orders.is_on_ray else "octavo.engine.process"
+        module = "octavo.engine.ray_engine" if orders.is_on_ray else "octavo.engine.process"
         words = command(module, "main", os.getpid())
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
         self._process = process
@@ -144,7 +145,7 @@ class Supervisor:
         loop.add_reader(out, hear)
         try:
             with suppress(BrokenPipeError):
-                os.write(process.stdin.fileno(), msgspec.json.encode(msgspec.structs.replace(self.orders, epoch=epoch)) + b"\n")
+                os.write(process.stdin.fileno(), msgspec.json.encode(orders) + b"\n")
             await ended
         finally:
             loop.remove_reader(out)

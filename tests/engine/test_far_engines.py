@@ -1,9 +1,11 @@
 """What engines on other hosts need, without other hosts: which node gets an engine, whose clock counts, who is gone, what is carried."""
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -14,11 +16,13 @@ from octavo.engine.process import Orders
 from octavo.engine.ray_engine import _clock_ahead
 from octavo.engine.ray_host import Begin, Carried, Carrier, EngineActor
 from octavo.engine.router import CLIENT_SECONDS, Router
+from octavo.engine.supervisor import Serving, Supervisor
 from octavo.engine.wire import Beat, DownFrame, Hello, Ping, decode_up, encode
 from octavo.errors import LoadError
 from octavo.worker.faults import Faults
-from octavo.worker.ray_spot import deal, taken_spots
-from tests.support.engine_process import ask, engine_process, read, run
+from octavo.worker.ray_spot import SILENT_SECONDS, Marks, deal, taken_spots
+from tests.engine.test_replicas import kill
+from tests.support.engine_process import ask, engine_process, read, run, until
 
 
 def test_engines_go_to_nodes_with_the_fewest_whoever_asks_first() -> None:
@@ -36,6 +40,47 @@ def test_only_spots_of_this_server_on_nodes_that_live_are_taken() -> None:
     groups = [group("one/0", "a"), group("one/1", "b"), group("two/2", "a"), group("one/3", "gone"), group("one/4", "a", "REMOVED")]
     groups.append(group("", "a"))
     assert taken_spots(groups, "one", {"a", "b"}) == {0: "a", 1: "b"}
+
+
+def test_a_node_that_fell_silent_is_passed_over_for_a_while(tmp_path: Path) -> None:
+    first, second = Marks(tmp_path, 0), Marks(tmp_path, 1)
+    first.fell_silent()  # nothing was there before
+    assert second.silent() == set()
+    first.settle("a")
+    second.settle("b")
+    first.fell_silent()
+    assert second.silent() == first.silent() == {"a"}
+    before = time.time() - SILENT_SECONDS - 1
+    os.utime(tmp_path / "silent-a", (before, before))
+    assert second.silent() == set()
+
+
+def test_the_next_engine_is_told_that_the_one_before_was_silent(endless: str) -> None:
+    told: list[bool] = []
+
+    async def main() -> None:
+        async with engine_process(endless, "", Serving(engines=2, max_restarts=9)) as llm:
+            for blow in (lambda: kill(llm, 1), lambda: kill(llm, 1, signal.SIGSTOP), lambda: replaced(llm, 1)):
+                blow()
+                await until(lambda: llm.replicas[1].state != "ready", 10.0)
+                await until(lambda: llm.replicas[1].state == "ready", 20.0)
+
+    live = Supervisor._live
+
+    def noted(self: Supervisor, orders: Orders) -> Any:
+        if orders.number == 1:
+            told.append(orders.silent)
+        return live(self, orders)
+
+    with patch.object(Supervisor, "_live", noted):
+        run(main())
+    assert told == [False, False, True, False]  # at first, after it was killed, stopped and replaced
+
+
+def replaced(llm: AsyncLLM, engine: int) -> None:
+    supervisor = llm.replicas[engine]._supervisor
+    assert supervisor is not None
+    supervisor.replace()
 
 
 class Clocks:

@@ -23,14 +23,14 @@ from octavo.outputs import TextDelta
 from tests.engine.test_replicas import questions, samples
 from tests.support.engine_process import ask, engine_process, exists, is_idle, read, tokens, until
 from tests.support.models import tiny_model
-from tests.support.ray_nodes import NODE, engine_actors, engines_on_nodes, nodes_of_engines, three_nodes
+from tests.support.ray_nodes import NODE, engine_actors, engines_on_nodes, nodes_of_engines, processes_of, three_nodes
 from tests.support.story_folder import story_folder
 
 WHEELS = platform.system() == "Linux" and platform.machine() in ("x86_64", "aarch64") and sys.version_info < (3, 14)
 pytestmark = pytest.mark.skipif(not WHEELS, reason="Ray has no wheel for this platform")
 
 AGAIN_SECONDS = 120  # within which an engine that was lost serves again
-THREE = Serving(engines=3, max_restarts=100, beat_timeout=10.0)
+THREE = Serving(engines=3, max_restarts=100, beat_timeout=5.0)
 TWO = Serving(engines=2, max_restarts=100, beat_timeout=3.0)
 
 
@@ -78,9 +78,13 @@ async def quiet_then(llm: AsyncLLM, blow: Any) -> list[list[TextDelta]]:
 
 
 # promise: distributed-executor-backend
-def test_no_stream_is_lost_when_a_node_is_killed_and_its_engine_serves_again_elsewhere(cluster: Any, endless: str) -> None:
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+def test_no_stream_is_lost_with_a_node_and_its_engine_serves_again_elsewhere(cluster: Any, endless: str, how: str) -> None:
+    """A frozen node is as a machine that vanished: it says nothing, and the cluster does not know it yet."""
+    frozen: list[int] = []
+
     async def main() -> None:
-        async with engines_on_ray(endless) as llm:
+        async with engines_on_ray(endless, THREE) as llm:
             nodes = await asyncio.to_thread(nodes_of_engines, cluster)
             assert len(set(nodes.values())) == 3, "engines are not spread over the nodes"
             victim = next(number for number, node in nodes.items() if node is not cluster.head_node)
@@ -89,7 +93,12 @@ def test_no_stream_is_lost_when_a_node_is_killed_and_its_engine_serves_again_els
             async def blow() -> None:
                 nonlocal killed
                 killed = time.monotonic()
-                await asyncio.to_thread(cluster.remove_node, nodes[victim], allow_graceful=False)
+                if how == "frozen":
+                    frozen.extend(processes_of(nodes[victim]))
+                    for pid in frozen:
+                        os.kill(pid, signal.SIGSTOP)
+                else:
+                    await asyncio.to_thread(cluster.remove_node, nodes[victim], allow_graceful=False)
 
             found = await quiet_then(llm, blow)
             told = time.monotonic() - killed
@@ -97,17 +106,21 @@ def test_no_stream_is_lost_when_a_node_is_killed_and_its_engine_serves_again_els
             assert sum(life.resumed > 0 for life in lives) >= 1, "no request was moved"
             await until(lambda: all(replica.state == "ready" for replica in llm.replicas), AGAIN_SECONDS, "the engine serves again")
             again = time.monotonic() - killed
-            print(f"all texts came {told:.1f} s after the node was killed, the engine served again after {again:.1f} s")
+            print(f"all texts came {told:.1f} s after the node was {how}, the engine served again after {again:.1f} s")
             assert [replica.facts.epoch for replica in llm.replicas if replica.facts] == [1 + (n == victim) for n in range(3)]
             left = await asyncio.to_thread(nodes_of_engines, cluster)
             assert set(left) == {0, 1, 2} and nodes[victim] not in left.values()
             await until(lambda: is_idle(llm), 5.0)
             for life in lives:
                 assert killed - 60 < life.queued <= life.first_scheduled <= life.first_token <= life.finished < time.monotonic()
+            for pid in frozen:  # its engine has lost its bridge, and ends as soon as it can
+                os.kill(pid, signal.SIGCONT)
 
     try:
         run(main())
     finally:
+        for pid in filter(exists, frozen):
+            os.kill(pid, signal.SIGCONT)
         if len(cluster.list_all_nodes()) < 3:
             cluster.add_node(wait=False, **NODE)
         cluster.wait_for_nodes(AGAIN_SECONDS)  # also until the cluster has noticed that a node is gone

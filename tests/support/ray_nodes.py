@@ -53,6 +53,15 @@ def engines_on_nodes() -> set[int]:
     return {pid for pid, line in _commands() if b"octavo.engine.process" in line and _parent(pid) in actors}
 
 
+def processes_of(node: Any) -> list[int]:
+    """Returns the processes of a node and all that they have started."""
+    parents = {pid: _parent(pid) for pid, _ in _commands()}
+    found = [info.process.pid for infos in node.all_processes.values() for info in infos]
+    for pid in found:  # it grows
+        found.extend(child for child, parent in parents.items() if parent == pid)
+    return found
+
+
 def _commands() -> Iterator[tuple[int, bytes]]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # it has just ended
