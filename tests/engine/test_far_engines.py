@@ -1,7 +1,9 @@
 """What engines on other hosts need, without other hosts: which node gets an engine, whose clock counts, who is gone, what is carried."""
 
 import os
+import queue
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from unittest.mock import patch
 
 import msgspec
 import pytest
+import zmq
 
 from octavo.config import Debug, EngineConfig, environment_with, passed_on
 from octavo.engine.async_llm import AsyncLLM
@@ -181,7 +184,10 @@ def ping(number: int, epoch: int) -> bytes:
 
 
 def pulled(actor: EngineActor) -> Carried:
-    return msgspec.msgpack.decode(actor.pull(), type=Carried)
+    """Returns what came. It does not wait for ever, as the actor does."""
+    answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=lambda: answers.put(actor.pull()), daemon=True).start()
+    return msgspec.msgpack.decode(answers.get(timeout=30), type=Carried)
 
 
 def test_frames_of_each_client_come_in_order_and_to_that_client(endless: str) -> None:
@@ -231,6 +237,28 @@ def test_an_engine_that_cannot_start_says_why() -> None:
     carried = pulled(actor)
     assert carried.ended is not None and carried.ended.kind == "LoadError" and carried.ended.message.startswith("/nowhere/model")
     assert str(carried.ended.error("engine 1 on a")).startswith("engine 1 on a: /nowhere/model")
+
+
+def test_what_waits_for_several_clients_is_carried_in_order(tmp_path: Path) -> None:
+    address, names = f"ipc://{tmp_path}/engine", (b"abc", b"def")
+    carrier = Carrier(address)
+    router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+    router.bind(address)
+    router.setsockopt(zmq.RCVTIMEO, 30_000)
+    for number in range(50):
+        for name in names:
+            carrier.send(name, b"%d" % number)
+    heard = [tuple(router.recv_multipart()) for _ in range(100)]
+    for name, frame in heard:
+        router.send_multipart([name, b"to " + name + b" " + frame])
+    time.sleep(0.2)  # so that several wait
+    found: list[tuple[bytes, bytes]] = []
+    while len(found) < 100:
+        found += carrier.receive()
+    for name in names:
+        assert [frame for told, frame in heard if told == name] == [b"%d" % number for number in range(50)]
+        assert [frame for told, frame in found if told == name] == [b"to %b %d" % (name, number) for number in range(50)]
+    router.close()
 
 
 def test_sockets_of_clients_that_are_silent_are_closed(tmp_path: Path) -> None:
