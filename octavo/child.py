@@ -25,6 +25,11 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def how_ended(code: int) -> str:
+    """Returns how a process ended, by its exit code as Python tells it."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
 def is_stopped(pid: int) -> bool:
     """Whether a child process is stopped by SIGSTOP: alive, but not running. Its parent calls it."""
     if not hasattr(os, "waitid"):

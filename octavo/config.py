@@ -95,7 +95,7 @@ class EngineConfig:
     tensor_parallel_size: int = _flag(1, "processes that share every matrix, each with its own part of the weights and of the KV cache")
     pipeline_parallel_size: int = _flag(1, "stages that share the layers; with tensor parallel, each is that many processes")
     distributed_executor_backend: DistributedExecutorBackend = _flag(
-        "mp", "where these processes run; mp: on this host; ray: on the nodes of a Ray cluster"
+        "mp", "where these processes run, and engines if there are several; mp: on this host; ray: on the nodes of a Ray cluster"
     )
     decode_context_parallel_size: int = _flag(
         1, "how many of the processes that share a matrix keep the same heads of the KV cache, each for some of the tokens"
@@ -357,6 +357,21 @@ def thread_limit() -> int | None:
 def allow_threads(count: int) -> None:
     """Lets this process use so many threads, whatever the process that started it has set."""
     os.environ["OMP_NUM_THREADS"] = str(count)
+
+
+PASSED_ON = ("OCTAVO_DEBUG", "OMP_NUM_THREADS", "RAY_ADDRESS")
+
+
+def passed_on() -> dict[str, str]:
+    """Returns the variables of this process that also hold for its engines on other hosts."""
+    return {name: value for name in PASSED_ON if (value := os.environ.get(name))}
+
+
+def environment_with(given: dict[str, str]) -> dict[str, str]:
+    """Returns the variables of this process, but those that are passed on as another one has them."""
+    return {name: value for name, value in os.environ.items() if name not in PASSED_ON} | {
+        name: value for name, value in given.items() if name in PASSED_ON
+    }
 
 
 def calm_threads() -> None:

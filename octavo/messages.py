@@ -226,6 +226,7 @@ class EngineFacts:
     ranks: list[RankFacts] = field(default_factory=list)  # where there are several
     digest_key: bytes = b""  # equal keys and identities give equal digests
     identity: bytes = b""
+    weights: bytes = b""  # what identifies them; empty: there are none
 
 
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

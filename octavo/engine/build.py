@@ -5,6 +5,7 @@
 """
 
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +15,7 @@ from octavo.config import Debug, EngineConfig, ResolvedConfig
 from octavo.engine.core import EngineCore
 from octavo.engine.grammar import Grammars
 from octavo.engine.trace import open_trace
-from octavo.errors import OctavoError
+from octavo.errors import LoadError, OctavoError
 from octavo.loading.resolve import ModelSource
 from octavo.loading.shape import ModelShape, shape_of
 from octavo.log import Stopwatch, logger
@@ -46,10 +47,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What an engine has in common with others on its host."""
+    """What an engine has in common with others."""
 
     engines: int = 1  # that share the host's memory
     digest_key: bytes = b""  # of the digests of blocks; empty: each engine has its own
+    weights: bytes = b""  # what identifies the weights that all must have; empty: any
+    clock_ahead: float = 0.0  # seconds by which the clock of those who ask is ahead of this host's
+
+    def check_weights(self, facts: "Facts") -> None:
+        if self.weights and facts.fingerprint() != self.weights:
+            raise LoadError(f"{facts.source.path}: holds other weights than engine 0 found there")
+
+    def clock(self) -> Callable[[], float]:
+        """Returns the clock of records about requests, which those who ask compare with their own."""
+        ahead = self.clock_ahead
+        return (lambda: time.monotonic() + ahead) if ahead else time.monotonic
 
 
 ALL = Share()
@@ -67,6 +79,7 @@ class Started:
     key: bytes  # of the digests
     on_event: OnEvent | None = None
     roster: Roster = field(default_factory=Roster)
+    weights: bytes = b""  # what identifies them; empty: there are none
 
 
 def build_engine(
@@ -84,8 +97,8 @@ def build_engine(
         started = _start_fake(config, source, model, debug, share)
     else:
         started = _start_model(config, source, model, debug, on_lost, share)
-    core = assemble(started, model, debug, tokenizer)
-    core.trace, core.roster = trace, started.roster
+    core = assemble(started, model, debug, tokenizer, share.clock())
+    core.trace, core.roster, core.weights = trace, started.roster, started.weights
     trace.follow(started.roster)
     return core
 
@@ -103,6 +116,7 @@ def _start_model(
         if config.num_ranks > 1:
             return _start_ranks(config, source, model, debug, compilers, on_lost, share)
         facts = replace(settle(config, source, model, debug, _alone(debug)), engines=share.engines)
+        share.check_weights(facts)
         geometry = facts.plan_cache()
         runner = build_runner(facts, geometry, debug, compilers)
         logger.info("init engine took %.2f seconds", watch.total())
@@ -114,14 +128,14 @@ def _start_ranks(
     on_lost: Callable[[OctavoError], None], share: Share,
 ) -> Started:  # fmt: skip
     watch = Stopwatch()
-    facts, ranked = open_ranks(config, source, model, debug, compilers, on_lost, engines=share.engines)
+    facts, ranked = open_ranks(config, source, model, debug, compilers, on_lost, share=share)
     logger.info("init engine took %.2f seconds", watch.total())
     return replace(started(facts, ranked.geometry, ranked, ranked.on_event if debug.check else None, share), roster=ranked.roster)
 
 
 def open_ranks(
     config: EngineConfig, source: ModelSource, model: ModelConfig, debug: Debug, compilers: "Compilers",
-    on_lost: Callable[[OctavoError], None] = lambda error: None, verify: bool = False, engines: int = 1,
+    on_lost: Callable[[OctavoError], None] = lambda error: None, verify: bool = False, share: Share = ALL,
 ) -> "tuple[Facts, RankedRunner]":  # fmt: skip
     """Returns a runner of all ranks that is ready. `verify`: every rank proves its steps"""
     from octavo.worker.build import build_proven
@@ -130,7 +144,8 @@ def open_ranks(
 
     meeting = _meeting(config, debug)
     try:
-        facts = replace(settle(config, source, model, debug, meeting.place), engines=engines)
+        facts = replace(settle(config, source, model, debug, meeting.place), engines=share.engines)
+        share.check_weights(facts)
         build = partial(build_proven, facts, debug=debug, compilers=compilers, verify=verify)
         return facts, with_ranks(facts, meeting, build, on_lost, verify)
     except BaseException:
@@ -167,16 +182,17 @@ def started(
 ) -> Started:
     """Returns what the policy needs of a runner. `on_event`: called with everything that happens to a block."""
     key = share.digest_key or secrets.token_bytes(32)
-    return Started(facts.config, executor, geometry, _identity(facts, geometry), key, on_event)
+    weights = facts.fingerprint()
+    return Started(facts.config, executor, geometry, _identity(facts, geometry, weights), key, on_event, weights=weights)
 
 
-def _identity(facts: "Facts", geometry: CacheGeometry) -> bytes:
+def _identity(facts: "Facts", geometry: CacheGeometry, weights: bytes) -> bytes:
     """Returns what identifies the bytes of a cache: everything that changes them is in it."""
     config = facts.config
     dtypes = f"{facts.dtype} {facts.needs.kv_cache_dtype}"
     numbers = f"{geometry.block_size} {config.tensor_parallel_size} {config.decode_context_parallel_size}"
     made = __version__, facts.source.name, dtypes, facts.kernels, config.kv_cache_layout, config.quantization, numbers
-    return b"\0".join([facts.fingerprint(), *(one.encode() for one in made)])
+    return b"\0".join([weights, *(one.encode() for one in made)])
 
 
 def _poison_taken(runner: "ModelRunner") -> OnEvent | None:
@@ -204,7 +220,9 @@ def _start_fake(config: EngineConfig, source: ModelSource, model: ModelConfig, d
     return Started(settled, runner, geometry, identity=b"fake", key=b"fake")
 
 
-def assemble(started: Started, model: ModelConfig, debug: Debug, tokenizer: GiveTokenizer | None = None) -> EngineCore:
+def assemble(
+    started: Started, model: ModelConfig, debug: Debug, tokenizer: GiveTokenizer | None = None, clock: Callable[[], float] = time.monotonic
+) -> EngineCore:
     """Builds pool, manager, scheduler and core around a runner that is ready."""
     config, geometry = started.config, started.geometry
     kv = KVManager(
@@ -234,6 +252,7 @@ def assemble(started: Started, model: ModelConfig, debug: Debug, tokenizer: Give
         seed=config.seed,
         preempt_every=debug.preempt_every,
         stages=config.pipeline_parallel_size,
+        clock=clock,
     )
     grammars = Grammars(tokenizer, model.vocab_size, scheduler.end_ids, debug.grammar_timeout)
     return EngineCore(scheduler, started.executor, config.pipeline_depth, debug.check, grammars)

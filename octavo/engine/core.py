@@ -28,6 +28,7 @@ class EngineCore:
         self.executor = executor
         self.trace: Trace = NoTrace()
         self.roster = Roster()
+        self.weights = b""  # what identifies them; empty: there are none
         self.grammars = grammars or Grammars(None, 0, ())
         self._stages = scheduler.stages
         self._depth = depth if self._stages == 1 else 1

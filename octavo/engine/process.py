@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from octavo import log
+from octavo import errors, log
 from octavo.child import die_with
 from octavo.config import EngineConfig, debug_from_environment
 from octavo.engine.build import Share, build_engine
@@ -31,7 +31,7 @@ from octavo.engine.stall_watch import NoWatch, StallWatch, Watch
 from octavo.engine.trace import numbered
 from octavo.engine.view import EngineView, NoView
 from octavo.engine.wire import Abort, Refused, ResetPrefixCache, frame_limit
-from octavo.errors import OctavoError, RequestError
+from octavo.errors import ConfigError, EngineError, LoadError, OctavoError, RequestError
 from octavo.loading.resolve import ModelSource, load_model_config
 from octavo.loading.text_side import load_tokenizer
 from octavo.log import logger
@@ -61,10 +61,21 @@ class Orders(Struct, frozen=True):
     log_format: str
     step_seconds: float
     inspector: bool  # somebody may watch
-    engines: int = 1  # on this host, which share its cores and its memory
+    engines: int = 1  # of the server
     number: int = 0  # of this one
+    on_host: int = 1  # engines on this one's host, which share its cores
+    place: int = 0  # of this one among them
     memory_share: int = 1  # engines among which the memory that is free now is dealt
     digest_key: bytes = b""  # of the digests of blocks, the same for all
+    weights: bytes = b""  # what identifies the weights that the first engine found; empty: this is the first
+    far: bool = False  # clients are on another host
+    clock_ahead: float = 0.0  # seconds by which the clock there is ahead of this host's
+    silent: bool = False  # the engine before this one was ended because it gave no sign of life
+
+    @property
+    def is_on_ray(self) -> bool:
+        """Whether the engine runs on a node of a Ray cluster. With one engine, only its ranks do."""
+        return self.engines > 1 and self.config.distributed_executor_backend == "ray"
 
 
 class Reason(Struct, frozen=True):
@@ -72,6 +83,11 @@ class Reason(Struct, frozen=True):
 
     kind: str  # the error's class
     message: str
+
+    def error(self, who: str = "") -> OctavoError:
+        """Returns the error for the user. `who`: the engine's name, where it needs one"""
+        kind = getattr(errors, self.kind, EngineError)
+        return (kind if kind in (ConfigError, LoadError) else EngineError)(f"{who}: {self.message}" if who else self.message)
 
 
 class Loop:
@@ -176,10 +192,10 @@ def serve(orders: Orders) -> None:
     source = ModelSource(Path(orders.path), orders.kind, orders.name)
     model = replace(load_model_config(source), eos_token_ids=orders.end_ids)
     limit = frame_limit(orders.config, model)
-    router = Router(orders.address, orders.epoch, orders.max_queue, limit, Faults(debug), lifeline=sys.stdin.fileno())
+    router = Router(orders.address, orders.epoch, orders.max_queue, limit, Faults(debug), lifeline=sys.stdin.fileno(), far=orders.far)
     router.start()
     tokenizer = None if orders.config.skip_tokenizer_init else partial(load_tokenizer, source)
-    share = Share(orders.memory_share, orders.digest_key)
+    share = Share(orders.memory_share, orders.digest_key, orders.weights, orders.clock_ahead)
     config = orders.config
     if config.trace is not None and orders.engines > 1:
         config = replace(config, trace=numbered(config.trace, orders.number))
@@ -188,7 +204,8 @@ def serve(orders: Orders) -> None:
     kv = core.scheduler.kv
     cache_news = CacheNews(kv.pool) if orders.engines > 1 else None
     loop = Loop(core, router, orders.queue_timeout, view, orders.step_seconds, cache_news)
-    facts = EngineFacts(source.name, orders.epoch, core.scheduler.limits, core.roster.facts, kv.digests.key, kv.digests.identity)
+    limits, digests = core.scheduler.limits, kv.digests
+    facts = EngineFacts(source.name, orders.epoch, limits, core.roster.facts, digests.key, digests.identity, core.weights)
     router.ready(facts, loop.pulse(busy=False), core.roster.numbers)
     gc.freeze()  # what is here stays, and need not be looked at again
     try:
@@ -203,18 +220,25 @@ def _end(error: OctavoError) -> None:
     os._exit(BROKEN)
 
 
-def _take_share(orders: Orders) -> None:
-    """Keeps to this engine's part of the machine: its cores, and its GPUs where there are any."""
-    keep_to(share_of_cpus(orders.number, orders.engines, allowed_cpus()))
-    if orders.config.device != "cpu":
-        take_gpus(orders.number, orders.engines, orders.config.num_ranks)
-
-
 class LoopBroke(Exception):
     """The engine had started and cannot go on."""
 
 
 def main(parent: int) -> None:
+    run_child(parent, _serve_on_share)
+
+
+def _serve_on_share(orders: Orders) -> None:
+    """Serves on the cores and GPUs that this engine has, where others have the rest. Ray gives out GPUs itself."""
+    if orders.on_host > 1:
+        keep_to(share_of_cpus(orders.place, orders.on_host, allowed_cpus()))
+    if orders.engines > 1 and not orders.far and orders.config.device != "cpu":
+        take_gpus(orders.number, orders.engines, orders.config.num_ranks)
+    serve(orders)
+
+
+def run_child(parent: int, work: Callable[[Orders], None]) -> None:
+    """Does the work of a process that has its orders from `parent`, and tells why it ended. It does not return."""
     die_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all of a server's processes; the parent decides what they mean
         signal.signal(number, signal.SIG_IGN)
@@ -224,9 +248,7 @@ def main(parent: int) -> None:
     try:
         orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
         log.setup(orders.log_level, orders.log_format, orders.number if orders.engines > 1 else None)
-        if orders.engines > 1:
-            _take_share(orders)
-        serve(orders)
+        work(orders)
     except LoopBroke as error:
         log.logger.error("the engine failed", exc_info=error.__cause__)
         code = BROKEN

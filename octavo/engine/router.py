@@ -94,7 +94,7 @@ class _Client:
 
     def __init__(self, identity: bytes, pid: int) -> None:
         self.identity = identity
-        self.pid = pid
+        self.pid = pid  # 0: it is on another host, so only its silence tells that it is gone
         self.greeted = False  # it knows that the engine is ready
         self.heard = 0  # number of its last frame
         self.sent = 0  # number of the last one to it
@@ -109,7 +109,7 @@ class _Client:
         if time.monotonic() - self.seen > CLIENT_SECONDS:
             return True
         try:
-            os.kill(self.pid, 0)
+            os.kill(self.pid or os.getpid(), 0)
         except ProcessLookupError:
             return True
         except PermissionError:
@@ -118,12 +118,14 @@ class _Client:
 
 
 class Router:
-    def __init__(self, address: str, epoch: int, max_queue: int, frame_limit: int, faults: Faults, lifeline: int | None = None) -> None:
-        """`lifeline`: a descriptor that closes when the parent ends."""
+    def __init__(
+        self, address: str, epoch: int, max_queue: int, frame_limit: int, faults: Faults, lifeline: int | None = None, far: bool = False
+    ) -> None:
+        """`lifeline`: a descriptor that closes when the parent ends. `far`: clients are processes of another host"""
         self._epoch = epoch
         self._max_queue = max_queue
         self._faults = faults
-        self._lifeline = lifeline
+        self._lifeline, self._far = lifeline, far
         self._clients: dict[bytes, _Client] = {}
         self._facts: EngineFacts | None = None
         self._pulse: Pulse | None = None
@@ -144,14 +146,7 @@ class Router:
         for option, value in ((zmq.MAXMSGSIZE, frame_limit), (zmq.SNDHWM, 0), (zmq.LINGER, 0), (zmq.ROUTER_HANDOVER, 1)):
             self._socket.setsockopt(option, value)
         self._address = address
-        self._bind()
-
-    def _bind(self) -> None:
-        try:
-            self._socket.bind(self._address)
-        except zmq.ZMQError as error:
-            text = f"the engine's socket {self._address} cannot be made: {error.strerror}; set TMPDIR to another folder"
-            raise ConfigError(text) from error
+        bind(self._socket, address)
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="router", daemon=True).start()
@@ -251,7 +246,7 @@ class Router:
         if client is None:
             if not identity.isalnum():
                 return  # none of ours
-            client = self._clients[identity] = _Client(identity, ping.pid)
+            client = self._clients[identity] = _Client(identity, 0 if self._far else ping.pid)
             if frame.epoch == self._epoch:  # it was given up and is back
                 client.greeted = True
                 self._send(client, Lost())
@@ -355,12 +350,12 @@ class Router:
         """Binds again if the socket's file was removed. The first API process makes the folder again. Connected clients stay connected."""
         if not os.path.exists(self._address.removeprefix("ipc://")):
             with suppress(ConfigError):  # next time
-                self._bind()
+                bind(self._socket, self._address)
 
     def _beat(self) -> None:
         self._stay_reachable()
         for client in [client for client in self._clients.values() if client.is_gone]:
-            logger.warning("API process %d is gone, its requests are aborted", client.pid)
+            logger.warning("API process %s is gone, its requests are aborted", client.pid or client.name)
             del self._clients[client.identity]
             self._inbox.put(Gone(client.name))
         pulse = self._pulse
@@ -375,6 +370,14 @@ class Router:
         for client in self._clients.values():
             if client.greeted:
                 self._send(client, beat)
+
+
+def bind(socket: "zmq.Socket[bytes]", address: str) -> None:
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        text = f"the engine's socket {address} cannot be made: {error.strerror}; set TMPDIR to another folder"
+        raise ConfigError(text) from error
 
 
 def stalled_for(pulse: Pulse, inbox: int, roused_at: float, now: float) -> float:

@@ -21,8 +21,7 @@ from typing import Any
 
 import msgspec
 
-from octavo import errors
-from octavo.child import Restarts, command, is_stopped
+from octavo.child import Restarts, command, how_ended, is_stopped
 from octavo.config import EngineConfig, log_level
 from octavo.engine.process import Orders, Reason
 from octavo.errors import ConfigError, EngineError, OctavoError
@@ -79,8 +78,11 @@ def orders_of(
         inspector=serving.inspector,
         engines=serving.engines,
         number=number,
+        on_host=serving.engines,
+        place=number,
         memory_share=serving.engines if first is None else 1,
         digest_key=digest_key,
+        weights=b"" if first is None else first.weights,
     )
 
 
@@ -136,16 +138,17 @@ class Supervisor:
         epoch, was_ready, restarts = 0, False, self._restarts
         while True:
             epoch += 1
+            orders = msgspec.structs.replace(self.orders, epoch=epoch, silent=bool(self._verdict))
             self._ready_at, self._verdict = None, ""
             self._on_start(epoch)
             try:
-                error = self._why(await self._live(epoch))
+                error = self._why(await self._live(orders))
             except OSError as trouble:
                 error = EngineError(f"no process could be started: {trouble}")
             was_ready = was_ready or self._ready_at is not None
             healthy_seconds = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
             if self._replaces:
-                self._replaces = False
+                self._replaces, self._verdict = False, ""
                 self._on_down(str(error))
                 continue
             if self.orders.engines == 1:
@@ -160,9 +163,10 @@ class Supervisor:
             logger.warning("Starting it again in %.1f s (%d of %d)", pause, restarts.count, restarts.most)
             await asyncio.sleep(pause)
 
-    async def _live(self, epoch: int) -> bytes:
+    async def _live(self, orders: Orders) -> bytes:
         """Waits from the start of the process to its end. Returns what it wrote."""
-        words = command("octavo.engine.process", "main", os.getpid())
+        module = "octavo.engine.ray_engine" if orders.is_on_ray else "octavo.engine.process"
+        words = command(module, "main", os.getpid())
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
         self._process = process
         assert process.stdin is not None and process.stdout is not None
@@ -178,7 +182,7 @@ class Supervisor:
         loop.add_reader(out, hear)
         try:
             with suppress(BrokenPipeError):
-                os.write(process.stdin.fileno(), msgspec.json.encode(msgspec.structs.replace(self.orders, epoch=epoch)) + b"\n")
+                os.write(process.stdin.fileno(), msgspec.json.encode(orders) + b"\n")
             await ended
         finally:
             loop.remove_reader(out)
@@ -188,12 +192,8 @@ class Supervisor:
     def _why(self, said: bytes) -> OctavoError:
         """Returns the reason for the user: what the process said itself, or how it ended."""
         with suppress(msgspec.DecodeError):
-            reason = msgspec.json.decode(said, type=Reason)
-            kind = getattr(errors, reason.kind, EngineError)
-            return kind(reason.message) if kind in (errors.ConfigError, errors.LoadError) else EngineError(reason.message)
-        code = self._code
-        ending = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"
-        return EngineError(self._verdict or ending)
+            return msgspec.json.decode(said, type=Reason).error()
+        return EngineError(self._verdict or f"it {how_ended(self._code)}")
 
     def _reap(self) -> None:
         if self._process is None:

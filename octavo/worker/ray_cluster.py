@@ -24,6 +24,7 @@ CONNECT_SECONDS = 5.0
 PLACE_SECONDS = 60.0  # that Ray may need to find room: it takes a while to notice that a node is gone
 LOOK_SECONDS = 120.0  # that an actor may need to start
 SHOWN_NODES = 4
+NODE_LABEL = "ray.io/node-id"
 INSTALL = 'pip install "octavo[ray]"'
 DOCS = "docs/distributed.md"
 PORTS = {
@@ -33,18 +34,76 @@ PORTS = {
 START = "ray start --head, then ray start --address=HOST:6379 on every other node"
 
 
-class RayCluster:
-    """The actors of all ranks but the first, each on its node. `hosts`: the address of every rank's node"""
+class Member:
+    """This process as a member of a cluster, with the actors that it has placed there."""
 
-    def __init__(self, ranks: int, gpus: bool) -> None:
+    def __init__(self) -> None:
         self.ray = _import_ray()
         self._ours = not self.ray.is_initialized()
         self.address = connect(self.ray) if self._ours else self.ray.get_runtime_context().gcs_address
+        self.here: str = self.ray.get_runtime_context().get_node_id()
         self.actors: list[Any] = []
         self._group: Any = None
+
+    def alive(self) -> list[dict[str, Any]]:
+        return [node for node in self.ray.nodes() if node["Alive"]]
+
+    def reserve(self, need: dict[str, float], labels: list[dict[str, str]], name: str, seconds: float) -> list[str]:
+        """Reserves what is needed once for each of `labels`, which a node must have. Returns the nodes, or none if there is no room."""
+        from ray.util.placement_group import placement_group, placement_group_table
+
+        self._group = placement_group([need] * len(labels), strategy="SPREAD", bundle_label_selector=labels, name=name)
+        if not self._group.wait(seconds):
+            return []
+        found = placement_group_table(self._group)["bundles_to_node_id"]
+        return [found[place] for place in range(len(labels))]
+
+    def start(self, kind: type, place: int, gpus: bool) -> None:
+        """Starts an actor at one of the places that were reserved. A thread of its own answers calls of the group `answers`."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
+        make = self.ray.remote(
+            num_cpus=1, num_gpus=int(gpus), max_restarts=0, concurrency_groups={"answers": 1}, scheduling_strategy=strategy
+        )(kind)  # fmt: skip
+        self.actors.append(make.remote())
+
+    def answer_of(self, asked: Any, who: str) -> Node:
+        """Returns what an actor finds on its node, which it was asked for."""
         try:
-            nodes = [node for node in self.ray.nodes() if node["Alive"]]
-            check_room(nodes, self.ray.get_runtime_context().get_node_id(), self.address, ranks, gpus)
+            node = msgspec.json.decode(self.ray.get(asked, timeout=LOOK_SECONDS), type=Node)
+        except Exception as error:  # Ray's errors are of many kinds
+            raise ConfigError(f"{who} cannot start: {one_line(error)}") from error
+        if node.version != __version__:
+            raise ConfigError(f"{who} has Octavo {node.version}, this machine {__version__}: install the same")
+        return node
+
+    def release(self) -> None:
+        """Gives back what was reserved."""
+        if self._group is not None:
+            from ray.util.placement_group import remove_placement_group
+
+            with suppress(Exception):
+                remove_placement_group(self._group)
+
+    def leave(self) -> None:
+        """Ends the actors, gives their place back, and takes leave of a cluster that was not joined before."""
+        for actor in self.actors:
+            with suppress(Exception):
+                self.ray.kill(actor)
+        self.release()
+        if self._ours:
+            self.ray.shutdown()
+
+
+class RayCluster(Member):
+    """The actors of all ranks but the first, each on its node. `hosts`: the address of every rank's node"""
+
+    def __init__(self, ranks: int, gpus: bool) -> None:
+        super().__init__()
+        try:
+            nodes = self.alive()
+            check_room(nodes, self.here, self.address, ranks, gpus)
             logger.warning("%s", ports_line(self.address, nodes, token_authentication()))
             self._place(ranks, gpus, {node["NodeID"]: node["NodeManagerAddress"] for node in nodes})
         except BaseException:
@@ -53,54 +112,33 @@ class RayCluster:
 
     def _place(self, ranks: int, gpus: bool, addresses: dict[str, str]) -> None:
         """Reserves a CPU for each rank, that of the first on this node, and starts the actors of the others, spread over the nodes."""
-        from ray.util.placement_group import placement_group, placement_group_table
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        need, here = {"CPU": 1.0} | ({"GPU": 1.0} if gpus else {}), self.ray.get_runtime_context().get_node_id()
-        labels = [{"ray.io/node-id": here}, *({} for _ in range(ranks - 1))]
-        self._group = placement_group([need] * ranks, strategy="SPREAD", bundle_label_selector=labels)
-        if not self._group.wait(PLACE_SECONDS):
+        labels = [{NODE_LABEL: self.here}, *({} for _ in range(ranks - 1))]
+        self.nodes = self.reserve(need_of(gpus), labels, "", PLACE_SECONDS)
+        if not self.nodes:
             free = self.ray.available_resources().get("CPU", 0)
             raise ConfigError(
                 f"Ray has no room for {ranks} ranks, each of one CPU{' and one GPU' * gpus}: {free:g} CPUs are free; "
                 "ray status says who holds the others"
             )
-        found = placement_group_table(self._group)["bundles_to_node_id"]
-        self.nodes = [found[rank] for rank in range(ranks)]
         self.hosts = [addresses.get(node, node) for node in self.nodes]
         for rank in range(1, ranks):
-            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
-            make = self.ray.remote(
-                num_cpus=1, num_gpus=int(gpus), max_restarts=0, concurrency_groups={"answers": 1}, scheduling_strategy=strategy
-            )(RankActor)  # fmt: skip
-            self.actors.append(make.remote())
+            self.start(RankActor, rank, gpus)
 
     def look(self) -> list[Node]:
         """Returns what the actors of ranks 1, 2, ... find on their nodes."""
         asked = [actor.look.remote() for actor in self.actors]
-        found = []
-        for rank, answer in enumerate(asked, 1):
-            try:
-                node = msgspec.json.decode(self.ray.get(answer, timeout=LOOK_SECONDS), type=Node)
-            except Exception as error:  # Ray's errors are of many kinds
-                raise ConfigError(f"rank {rank} on {self.hosts[rank]} cannot start: {one_line(error)}") from error
-            if node.version != __version__:
-                raise ConfigError(f"rank {rank} on {self.hosts[rank]} has Octavo {node.version}, rank 0 {__version__}: install the same")
-            found.append(node)
-        return found
+        return [self.answer_of(answer, f"rank {rank} on {self.hosts[rank]}") for rank, answer in enumerate(asked, 1)]
 
-    def leave(self) -> None:
-        """Ends the actors, gives their place back, and takes leave of a cluster that was not joined before."""
-        for actor in self.actors:
-            with suppress(Exception):
-                self.ray.kill(actor)
-        if self._group is not None:
-            from ray.util.placement_group import remove_placement_group
 
-            with suppress(Exception):
-                remove_placement_group(self._group)
-        if self._ours:
-            self.ray.shutdown()
+def need_of(gpus: bool) -> dict[str, float]:
+    return {"CPU": 1.0} | ({"GPU": 1.0} if gpus else {})
+
+
+def own_address() -> dict[str, str]:
+    """Returns the cluster of an actor, as a variable for its children. They could find another one on their host."""
+    import ray
+
+    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address} if ray.is_initialized() else {}
 
 
 def _import_ray() -> Any:
@@ -178,16 +216,21 @@ def _why(error: BaseException) -> str:
 
 def check_room(nodes: list[dict[str, Any]], here: str, address: str, ranks: int, gpus: bool) -> None:
     """Refuses more ranks than the cluster could ever take, and a driver's node without a CPU for the first."""
-    kinds = ["CPU", "GPU"] if gpus else ["CPU"]
-    for kind in kinds:
-        there = sum(int(node["Resources"].get(kind, 0)) for node in nodes)
-        if there < ranks:
-            raise ConfigError(
-                f"the Ray cluster at {address} has {there} {kind}s on {len(nodes)} nodes, and {ranks} ranks need one each: "
-                f"add nodes (ray start --address={address}), or lower tensor_parallel_size or pipeline_parallel_size"
-            )
+    check_count(nodes, address, ranks, gpus, "ranks", "tensor_parallel_size or pipeline_parallel_size")
+    for kind in need_of(gpus):
         if not any(node["NodeID"] == here and node["Resources"].get(kind, 0) >= 1 for node in nodes):
             raise ConfigError(f"this node gives Ray no {kind}, and rank 0 needs one: start Ray here with --num-{kind.lower()}s=1 or more")
+
+
+def check_count(nodes: list[dict[str, Any]], address: str, count: int, gpus: bool, what: str, setting: str) -> None:
+    """Refuses more ranks or engines than the cluster could ever take. `setting`: what can be lowered"""
+    for kind in need_of(gpus):
+        there = sum(int(node["Resources"].get(kind, 0)) for node in nodes)
+        if there < count:
+            raise ConfigError(
+                f"the Ray cluster at {address} has {there} {kind}s on {len(nodes)} nodes, and {count} {what} need one each: "
+                f"add nodes (ray start --address={address}), or lower {setting}"
+            )
 
 
 def token_authentication() -> bool | None:
@@ -220,3 +263,8 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
+def reason_of(error: Exception) -> str:
+    """Returns the sentence of Ray's report that says what happened."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = [line for line in lines if line.startswith("The actor") or "died" in line or "unavailable" in line]
+    return " ".join((said[-1] if said else one_line(error)).split())[:200]

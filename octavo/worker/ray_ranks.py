@@ -19,7 +19,7 @@ from octavo.worker.host_ranks import END_SECONDS, START_SECONDS, ListeningPeer, 
 from octavo.worker.machine import allowed_cpus, keep_to, share_of_cpus
 from octavo.worker.places import place_of
 from octavo.worker.rank_process import LENGTH_BYTES, RankOrders
-from octavo.worker.ray_cluster import RayCluster, one_line
+from octavo.worker.ray_cluster import RayCluster, reason_of
 
 
 class RayPeer(ListeningPeer):
@@ -46,7 +46,7 @@ class RayPeer(ListeningPeer):
         except self._ray.exceptions.GetTimeoutError:
             self._gone = f"did not answer for {self._seconds:g} s"
         except Exception as error:  # an actor that died, a node that is gone, a cluster that was left
-            self._gone = f"is gone: {_reason(error)}"
+            self._gone = f"is gone: {reason_of(error)}"
         return None
 
     def why(self) -> OctavoError:
@@ -60,13 +60,6 @@ class RayPeer(ListeningPeer):
         self._listener.join(END_SECONDS)
         with suppress(Exception):
             self._ray.kill(self._actor)
-
-
-def _reason(error: Exception) -> str:
-    """Returns the sentence of Ray's report that says what happened."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    said = [line for line in lines if line.startswith("The actor") or "died" in line or "unavailable" in line]
-    return " ".join((said[-1] if said else one_line(error)).split())[:200]
 
 
 class RayMeeting:
