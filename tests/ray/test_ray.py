@@ -6,7 +6,6 @@ The texts of one process, what is said when something is wrong, and what happens
 import asyncio
 import os
 import platform
-import secrets
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -29,11 +27,12 @@ from octavo.worker import ray_cluster, ray_ranks
 from octavo.worker.ray_cluster import check_room, connect, ports_line
 from tests.support.engine_process import ask, exists, tokens, until
 from tests.support.models import tiny_model
+from tests.support.ray_nodes import three_nodes
 
 WHEELS = platform.system() == "Linux" and platform.machine() in ("x86_64", "aarch64") and sys.version_info < (3, 14)
 pytestmark = pytest.mark.skipif(not WHEELS, reason="Ray has no wheel for this platform")
 
-NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+CPUS = 2  # of a node
 AGAIN_SECONDS = 120  # within which an engine that lost a node serves again
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False)
 PROMPTS = [[1, 2, 3], list(range(40)), [7] * 21]
@@ -41,18 +40,8 @@ PROMPTS = [[1, 2, 3], list(range(40)), [7] * 21]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    with patch.dict(os.environ, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}):
-        from ray.cluster_utils import Cluster
-
-        made = Cluster(initialize_head=True, head_node_args=NODE)
-        try:
-            for _ in range(2):
-                made.add_node(wait=False, **NODE)
-            made.wait_for_nodes()
-            with patch.dict(os.environ, {"RAY_ADDRESS": made.address, "PYTHONPATH": os.pathsep.join(sys.path)}):
-                yield made
-        finally:
-            made.shutdown()
+    with three_nodes(CPUS) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

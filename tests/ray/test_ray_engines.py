@@ -23,12 +23,13 @@ from octavo.outputs import TextDelta
 from tests.engine.test_replicas import questions, samples
 from tests.support.engine_process import ask, engine_process, exists, is_idle, read, tokens, until
 from tests.support.models import tiny_model
-from tests.support.ray_nodes import NODE, engine_actors, engines_on_nodes, nodes_of_engines, processes_of, three_nodes
+from tests.support.ray_nodes import engine_actors, engines_on_nodes, node, nodes_of_engines, processes_of, three_nodes
 from tests.support.story_folder import story_folder
 
 WHEELS = platform.system() == "Linux" and platform.machine() in ("x86_64", "aarch64") and sys.version_info < (3, 14)
 pytestmark = pytest.mark.skipif(not WHEELS, reason="Ray has no wheel for this platform")
 
+CPUS = 4  # of a node
 AGAIN_SECONDS = 120  # within which an engine that was lost serves again
 THREE = Serving(engines=3, max_restarts=100, beat_timeout=5.0)
 TWO = Serving(engines=2, max_restarts=100, beat_timeout=3.0)
@@ -36,7 +37,7 @@ TWO = Serving(engines=2, max_restarts=100, beat_timeout=3.0)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    with three_nodes() as made:
+    with three_nodes(CPUS) as made:
         yield made
 
 
@@ -78,7 +79,7 @@ async def quiet_then(llm: AsyncLLM, blow: Any) -> list[list[TextDelta]]:
 
 
 # promise: distributed-executor-backend
-@pytest.mark.parametrize("how", ["killed", "frozen"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("frozen", marks=pytest.mark.soak)])
 def test_no_stream_is_lost_with_a_node_and_its_engine_serves_again_elsewhere(cluster: Any, endless: str, how: str) -> None:
     """A frozen node is as a machine that vanished: it says nothing, and the cluster does not know it yet."""
     frozen: list[int] = []
@@ -122,11 +123,12 @@ def test_no_stream_is_lost_with_a_node_and_its_engine_serves_again_elsewhere(clu
         for pid in filter(exists, frozen):
             os.kill(pid, signal.SIGCONT)
         if len(cluster.list_all_nodes()) < 3:
-            cluster.add_node(wait=False, **NODE)
+            cluster.add_node(wait=False, **node(CPUS))
         cluster.wait_for_nodes(AGAIN_SECONDS)  # also until the cluster has noticed that a node is gone
 
 
 # promise: distributed-executor-backend
+@pytest.mark.soak
 @pytest.mark.parametrize("how", ["engine killed", "engine stopped", "bridge killed"])
 def test_no_stream_is_lost_when_an_engine_or_its_bridge_dies(cluster: Any, endless: str, how: str) -> None:
     async def main() -> None:
@@ -148,6 +150,7 @@ def test_no_stream_is_lost_when_an_engine_or_its_bridge_dies(cluster: Any, endle
 
 
 # promise: distributed-executor-backend, tensor-parallel-size
+@pytest.mark.soak
 def test_engines_of_several_ranks_say_what_they_would_when_a_rank_is_killed(cluster: Any, tmp_path: Path) -> None:
     folder = str(tiny_model(tmp_path, "LlamaForCausalLM", seed=3))
     model: dict[str, Any] = {"runner": "model", "skip_tokenizer_init": True, "max_model_len": 320}

@@ -9,18 +9,22 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-NODE: dict[str, Any] = {"num_cpus": 4, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+TOKEN = secrets.token_hex(32)  # Ray keeps the first that a process has seen, so all clusters have the same
+
+
+def node(cpus: int) -> dict[str, Any]:
+    return {"num_cpus": cpus, "object_store_memory": 80 * 2**20, "include_dashboard": False}
 
 
 @contextmanager
-def three_nodes() -> Iterator[Any]:
-    with patch.dict(os.environ, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}):
+def three_nodes(cpus: int) -> Iterator[Any]:
+    with patch.dict(os.environ, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}):
         from ray.cluster_utils import Cluster
 
-        made = Cluster(initialize_head=True, head_node_args=NODE)
+        made = Cluster(initialize_head=True, head_node_args=node(cpus))
         try:
             for _ in range(2):
-                made.add_node(wait=False, **NODE)
+                made.add_node(wait=False, **node(cpus))
             made.wait_for_nodes()
             with patch.dict(os.environ, {"RAY_ADDRESS": made.address, "PYTHONPATH": os.pathsep.join(sys.path)}):
                 yield made
