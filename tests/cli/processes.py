@@ -29,7 +29,11 @@ def environment(extra: dict[str, str]) -> dict[str, str]:
 
 
 def octavo(*words: str, stdin: str = "", cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return run_forked([sys.executable, "-m", "octavo", *words], stdin, SECONDS, cwd=cwd, env=environment(env or {}), text=True)
+    """A command with modules of its own (PYTHONPATH) imports everything itself."""
+    command, given = [sys.executable, "-m", "octavo", *words], environment(env or {})
+    if "PYTHONPATH" in (env or {}):
+        return subprocess.run(command, input=stdin, cwd=cwd, env=given, capture_output=True, text=True, timeout=SECONDS)
+    return run_forked(command, stdin, SECONDS, cwd=cwd, env=given, text=True)
 
 
 def octavo_here(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:

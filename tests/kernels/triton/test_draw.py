@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.kernels.reference import sampling as twin
 from octavo.kernels.reference.philox import uniform
-from octavo.kernels.reference.sampling import Draws, rank_drawn
+from octavo.kernels.reference.sampling import Draws, drawn_from, rank_drawn
 from octavo.kernels.triton.sampling import rank as ranking
 from octavo.kernels.triton.sampling.distances import CAPACITY, GROUP, TILE
 from octavo.kernels.triton.sampling.draw import draw
@@ -170,7 +170,9 @@ def test_what_is_drawn_is_ranked_among_what_filters_leave(device: str, batch: li
     logits, draws = logits_of(batch, vocab), draws_of(batch)
     there_logits, there_draws = logits.to(device), there(draws, device)
     ids = draw(there_logits, there_draws)
-    found = rank_drawn(lambda part: there_logits[part], vocab, there_draws, ids, True, lambda some, chosen: rank(some, chosen, 5))
+    found = rank_drawn(
+        lambda part: there_logits[part], vocab, there_draws, ids, True, lambda some, chosen: rank(some, chosen, 5), drawn_from
+    )
     assert_logprobs_of_the_drawn(logits, draws, ids.tolist(), listed(found, [5] * len(batch)))
 
 
