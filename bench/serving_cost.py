@@ -64,8 +64,8 @@ def against_offline(model: str | None, rounds: int) -> None:
 
 
 def of_engines(model: str | None, rounds: int, streams: int, count: int, step_ms: int) -> None:
-    """Each engine has rows for a third of the streams and a step of its own length, so three can do three times as much as one."""
-    flags = ("--num-gpu-blocks-override", "4000", "--max-num-seqs", str(streams // 3))
+    """A step takes its time and has rows for few of the streams, so three engines can do three times as much as one."""
+    flags = ("--num-gpu-blocks-override", "4000", "--max-num-seqs", str(streams // 12))
     env = {"OCTAVO_DEBUG": f"runner=fake,forward.sleep={step_ms}", "OCTAVO_LOG_LEVEL": "ERROR"}
     workload = [([100 + number] * PROMPT, count) for number in range(streams)]
     for processes in (1, 2):
