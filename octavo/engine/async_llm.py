@@ -167,7 +167,7 @@ class AsyncLLM:
         """Replaces the engines, one after the other. Requests that are open after `seconds` go on in another engine."""
         assert self._folder is not None and len(self.replicas) > 1
         for replica in self.replicas:
-            if replica.state == "ready":  # else it is being started again anyway
+            if replica.is_ready:  # else it is being started again anyway
                 logger.info("Engine %d gets no new requests: it is replaced", replica.number)
                 await replica.replace(seconds)
                 logger.info("Engine %d is ready again", replica.number)
@@ -307,7 +307,7 @@ class AsyncLLM:
             for other in self.replicas:
                 other.supervise(self._orders(other))
         one_is_enough = self._folder is None or self._serving.routing == "first"
-        if not self._ready.done() and (one_is_enough or all(each.state == "ready" for each in self.replicas)):
+        if not self._ready.done() and (one_is_enough or all(each.is_ready for each in self.replicas)):
             self._ready.set_result(None)
 
     def on_news(self, replica: Replica, news: News) -> None:

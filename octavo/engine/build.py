@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from octavo.worker.program import Place
     from octavo.worker.ranks import RankedRunner
 
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """What an engine has in common with others."""

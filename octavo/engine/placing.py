@@ -34,6 +34,7 @@ class Trip:
         is_fresh = len(said) == params.n and not any(said.values())
         self.request = replace(self.request, outputs=None if is_fresh else said)
         self.resumed += 1
+        self.full.clear()  # a request that moves is not refused
         self._before = self._life or LifeRecord(self.begun)
 
     def told(self, life: LifeRecord) -> LifeRecord:

@@ -44,14 +44,9 @@ class Verified:
     other_ranks: dict[int, int] = field(default_factory=dict)  # how many numbers each rank but the first has compared
 
 
-def block_tokens(config: EngineConfig) -> int:
-    """Returns the tokens in a block of the scheduler, on all ranks that share a context."""
-    return config.block_size * config.decode_context_parallel_size
-
-
 def stress_config(config: EngineConfig, depth: int) -> EngineConfig:
     """Returns settings with the user's model, dtype and block size, and everything else made tight."""
-    size = block_tokens(config)
+    size = config.block_tokens
     return replace(
         config,
         max_model_len=BLOCKS_FOR_LONGEST * size + 1,
@@ -87,7 +82,7 @@ def stress_requests(count: int, block_size: int, vocab_size: int, seed: int) -> 
 
 def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth: int, num_requests: int) -> Verified:
     """Runs the stress schedule at one pipeline depth. Raises `VerifyError` at the first difference."""
-    size = block_tokens(config)
+    size = config.block_tokens
     longest = BLOCKS_FOR_LONGEST * size + 1
     if model.max_position < longest:
         raise ConfigError(
