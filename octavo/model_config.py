@@ -10,8 +10,8 @@ from typing import Any, Literal, cast
 
 from octavo.errors import LoadError
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 NORM_EPSILONS = (1e-15, 1.0)
 ROPE_THETAS = (1.001, 1e15)  # what logarithms and powers of the rotary tables can bear, and more than any model has
 ROPE_SCALES = (1e-6, 1e6)
@@ -31,6 +31,8 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+    factors: tuple[float, ...] = ()  # each frequency is divided by its own: longrope, and the tensor `rope_freqs` of GGUF files
+    long_factors: tuple[float, ...] = ()  # longrope: taken instead if max_model_len is above original_max_position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,8 +32,9 @@ class AttentionSpec:
     head_dim: int
     scale: float
     window: int | None = None  # a query sees this many keys, itself included
-    rope: RopeConfig | None = None
-    qk_norm: bool = False  # the heads of q and k are normed before they are rotated
+    rope: RopeConfig | None = None  # None: nothing is rotated
+    rotary_dim: int | None = None  # the first numbers of a head that are rotated; None: all
+    qk_norm: Literal["heads", "whole"] | None = None  # q and k are normed before they are rotated: each head, or all heads as one
     soft_cap: float | None = None
     sinks: bool = False
     alibi: bool = False

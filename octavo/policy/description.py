@@ -92,20 +92,41 @@ class MixerSpec(Protocol):
         """What the kernels of a GPU hold in a layer, beside the numbers of each token."""
 
 
+Activation = Literal["swiglu", "geglu", "clamped"]  # silu(gate) * up, gelu(gate) * up by tanh, or as gpt-oss has it: both clamped
+Scores = Literal["all", "chosen"]  # softmax over the logits of all experts, or over those of the chosen ones
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture: a router picks some of many MLPs for each token, and weighs what they give."""
+
+    count: int
+    chosen: int  # for each token
+    scores: Scores = "all"
+    normed: bool = True  # weights of the chosen ones are made to sum up to 1; of "chosen" scores they do so anyway
+    shared_inner: int = 0  # of one more MLP that every token goes through, with a gate of its own; 0: there is none
+
+
 @dataclass(frozen=True, slots=True)
 class MLPShape:
-    inner: int
-    activation: str = "swiglu"
+    inner: int  # of one expert, if it is a mixture
+    activation: Activation = "swiglu"
+    experts: Experts | None = None
 
     @property
     def token_numbers(self) -> int:
         """Of the plain torch kernels, at the widest point: gate and up, silu, their product."""
-        return 4 * self.inner
+        return 4 * self.width
 
     @property
     def gpu_token_numbers(self) -> int:
         """Gate and up, their product."""
-        return 3 * self.inner
+        return 3 * self.width
+
+    @property
+    def width(self) -> int:
+        """Of all that a token goes through."""
+        return self.inner if self.experts is None else self.inner * self.experts.chosen + self.experts.shared_inner
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +141,8 @@ class LayerShape:
     mlp: MLPShape
     norm: NormShape
     parallel: bool = False  # mixer and MLP read the same input; else a norm and the mixer, then a norm and the MLP
+    norms: Literal["before", "after", "both"] = "before"  # where they stand: before a sub-layer, after it (what it adds is normed), or both
+    residual_scale: float = 1.0  # of what a sub-layer adds to the stream
 
 
 @dataclass(frozen=True)
@@ -134,6 +157,9 @@ class ModelDescription:
     vectors: tuple[Vector, ...]
     lookup: Matrix | None = None  # the embedding, where it is not the matrix of the head too
     gives_back: bool = False  # layers with a window are cache groups of their own, which give back the blocks behind it
+    embedding_scale: float = 1.0  # of the rows of the embedding, when they become the stream
+    logit_scale: float = 1.0
+    logit_cap: float | None = None  # logits become cap * tanh(logits / cap), after they are scaled
     captured: bool = False  # a step can be captured as a CUDA graph: it never waits for the device, and its shapes follow from the batch's
 
     @cached_property
