@@ -45,8 +45,10 @@ Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # name in the file -> (dtyp
 GGUF_CODES = {
     **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), Codes(4, 32)),
     **dict.fromkeys(("Q2_K", "Q3_K"), Codes(4, 16)),
-    **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q8_0"), Codes(8, 32)),
-    "Q6_K": Codes(8, 16),
+    **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q8_0", "IQ4_NL", "IQ4_XS", "MXFP4"), Codes(8, 32)),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ3_XXS", "IQ3_S"), Codes(8, 32)),
+    **dict.fromkeys(("Q6_K", "IQ1_M", "IQ2_XS", "IQ2_S"), Codes(8, 16)),
+    **dict.fromkeys(("TQ1_0", "TQ2_0"), Codes(4, 128)),
 }
 SOME_ORDER = "act-order"  # where the order was not read: one for all modules, since it is found from the same inputs
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import LoadError
-from octavo.kernels.reference.dequant import QUANTISED, take_apart
+from octavo.kernels.reference.dequant import QUANTISED, group_size, take_apart
 from octavo.quant.quant_config import GROUPS
 
 BITS = (4, 8)
@@ -127,30 +127,38 @@ def _same_order(one: Tensor | None, other: Tensor | None) -> bool:
 
 # -- GGUF's quantised kinds in the packed form
 #
-#     exact (scales below 512)  Q4_0 Q4_1 -> 4 bits    Q5_0 Q5_1 Q8_0 -> 8 bits           groups of 32
-#     scales to 11 bits         Q2_K Q3_K -> 4 bits    Q6_K -> 8 bits                     groups of 16
-#                               Q4_K      -> 4 bits    Q5_K -> 8 bits                     groups of 32
+#     exact (scales below 512)  Q4_0 Q4_1 -> 4 bits    Q5_0 Q5_1 Q8_0 IQ4_NL -> 8 bits    groups of 32
+#                               TQ1_0 TQ2_0 -> 4 bits                                     groups of 128
+#     exact (powers of two)     MXFP4     -> 8 bits                                       groups of 32
+#     scales to 11 bits         Q2_K Q3_K -> 4 bits    Q6_K IQ1_M IQ2_XS IQ2_S -> 8 bits  groups of 16
+#                               Q4_K      -> 4 bits    Q5_K IQ4_XS -> 8 bits              groups of 32
+#                                                      IQ1_S IQ2_XXS IQ3_XXS IQ3_S -> 8 bits, groups of 32
 #
-# A scale of a K kind is a float16 times an integer of up to 7 bits; in float16 it is off by at most 2^-11 of itself. Where codes
-# are counted from a middle (Q3_K, Q6_K), so is each weight; in the others it is off by at most 2^-11 of |scale * code| + |offset|.
+# A scale of a K or IQ kind is a float16 times an integer of up to 7 bits; in float16 it is off by at most 2^-11 of itself. Where codes
+# are counted from a middle (all but Q2_K, Q4_K, Q5_K), so is each weight; there it is off by at most 2^-11 of |scale * code| + |offset|.
+# Scales of MXFP4 are powers of two. One that is 2^39 times smaller than the largest of its matrix becomes zero.
 
-_FOUR_BITS = ("Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K")
+_FOUR_BITS = ("Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "TQ1_0", "TQ2_0")
+_BYTE_MIDDLE = 128  # of codes that were looked up in a table
 
 
 def fold_gguf(raw: Tensor, kind: str, shape: tuple[int, ...], name: str) -> PackedWeight:
     """Returns the matrix of `shape` whose bytes are `raw` (uint8, contiguous). `name`: of the tensor in the file, for messages."""
     _check_gguf(raw, kind, shape, name)
-    codes, middle, scale, offset = take_apart(raw, kind)
+    codes, middle, scale, offset, table = take_apart(raw, kind)
+    if table is not None:
+        codes, middle = (table.view(torch.uint8) ^ _BYTE_MIDDLE)[codes.int()], _BYTE_MIDDLE
     if offset is None:
         offset = scale * -middle  # by a power of two: rounds as the scale does
-    n = shape[0]
-    return pack(name, 4 if kind in _FOUR_BITS else 8, codes.view(shape), scale.view(n, -1), offset.view(n, -1))
+    n, runs = shape[0], -(-group_size(kind) // scale.shape[1] // GROUPS[0])  # of the longest groups that there are, in one of the file
+    scale, offset = (part.repeat_interleave(runs, dim=1).view(n, -1) if runs > 1 else part.view(n, -1) for part in (scale, offset))
+    return pack(name, 4 if kind in _FOUR_BITS else 8, codes.view(shape), scale, offset)
 
 
 def _check_gguf(raw: Tensor, kind: str, shape: tuple[int, ...], name: str) -> None:
     if kind not in QUANTISED:
         raise LoadError(f"{name}: {kind} has no packed form; supported: {', '.join(QUANTISED)}")
-    group, group_bytes = 256 if kind.endswith("_K") else 32, QUANTISED[kind][0]
+    group, group_bytes = group_size(kind), QUANTISED[kind][0]
     if len(shape) != 2 or shape[1] % group or raw.numel() * group != shape[0] * shape[1] * group_bytes:
         raise LoadError(f"{name}: {raw.numel()} bytes of {kind} are no matrix {list(shape)}, with {group_bytes} bytes for {group} columns")
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo.errors import LoadError
-from octavo.kernels.reference.dequant import SUPPORTED_KINDS
+from octavo.kernels.reference.dequant import QUANTISED, SUPPORTED_KINDS
 from octavo.loading.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint
 from octavo.loading.gguf import KINDS, read_gguf
 from octavo.loading.resolve import load_model_config, resolve_model
@@ -78,7 +78,7 @@ def test_gguf_of_mixed_kinds_gives_each_tensor_its_own_numbers(tmp_path: Path) -
     import gguf
 
     folder = tiny_model(tmp_path / "hf", "LlamaForCausalLM", seed=8)
-    packed = {layer: (kind, random_rows(kind, 3 + layer, 2)) for layer, kind in enumerate(SUPPORTED_KINDS, 2) if kind.startswith("Q")}
+    packed = {layer: (kind, random_rows(kind, 3 + layer, 2)) for layer, kind in enumerate(QUANTISED, 2)}
     extra = {f"blk.{layer}.ffn_down.weight": stored for layer, stored in packed.items()}
     checkpoint = GGUFCheckpoint(read_gguf(to_gguf(folder, tmp_path / "m.gguf", "Q8_0", packed=extra)))
     for layer, (kind, rows) in packed.items():
@@ -121,7 +121,8 @@ def test_gguf_kinds_that_are_not_supported_are_named(tmp_path: Path, kind: str) 
     path = to_gguf(folder, tmp_path / "m.gguf", "F32", packed={"blk.1.ffn_up.bias": (kind, random_rows(kind, 4, 1))})
     with pytest.raises(LoadError) as refusal:
         GGUFCheckpoint(read_gguf(path))
-    supported = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K"
+    supported = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS, MXFP4, "
+    supported += "IQ1_S, IQ1_M, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, TQ1_0, TQ2_0"
     assert str(refusal.value).endswith(f"tensor 'blk.1.ffn_up.bias' is of kind {kind}; supported: {supported}")
 
 

@@ -9,12 +9,9 @@ import torch
 from octavo.kernels.reference.dequant import DENSE, SUPPORTED_KINDS, dequantize
 from octavo.loading.gguf import KINDS
 from octavo.loading.resolve import open_checkpoint, resolve_model
+from tests.support.gguf_scales import HALVES, put
 
 SIZES = {name: (group, num_bytes) for name, group, num_bytes in KINDS.values()}
-HALVES = {  # where in a group its float16 scales and offsets lie
-    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
-    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
-}  # fmt: skip
 ODD = [0.0, -0.0, 2**-24, -(2**-24), 2**-14, 0.1, -1.0, 65504.0, -65504.0, np.inf, -np.inf, np.nan]
 
 
@@ -49,8 +46,8 @@ def test_bits_equal_the_reference_at_sane_and_odd_scales(kind: str) -> None:
     scales = np.array([*ODD, *dice.normal(0, 0.02, 28)], np.float16)
     raw = dice.integers(0, 256, (len(scales), len(scales), group_bytes), dtype=np.uint8)  # groups by scale and by offset
     raw[:, ::7, 4:], raw[:, ::11, 4:] = 0, 255  # the codes and inner scales at their ends
-    for axis, start in enumerate(HALVES[kind]):
-        raw[..., start : start + 2] = np.expand_dims(scales.view(np.uint8).reshape(-1, 2), 1 - axis)
+    for axis in range(len(HALVES[kind])):
+        put(raw, kind, np.broadcast_to(np.expand_dims(scales, 1 - axis), raw.shape[:2]).copy(), axis)
     assert_bits_equal_the_reference(raw.reshape(len(scales), -1), kind, (len(scales), len(scales) * group))
 
 

@@ -1,4 +1,4 @@
-"""GGML's groups of quantised numbers, back to float32. These are the kinds in groups of 32; K kinds are drawn further down.
+"""GGML's groups of quantised numbers, back to float32. These are the kinds in groups of 32; K and ternary kinds are drawn further down.
 
     Q4_0: 18 bytes    scale f16 | 16 code pairs                          x = scale * (code - 8)
     Q4_1: 20 bytes    scale f16 | offset f16 | 16 code pairs             x = scale * code + offset
@@ -14,34 +14,17 @@ wherever it is computed, with a fused multiply-add or without.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from octavo.kernels.reference import iq_kinds, table_kinds
+from octavo.kernels.reference.gguf_parts import Parts, half, pairs, unpack
+
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class Parts(NamedTuple):
-    """What quantised numbers are made of: x = scale * (code - middle) + offset."""
-
-    codes: Tensor  # [groups, numbers] uint8, a copy: may be written
-    middle: int
-    scale: Tensor  # [groups, runs] float32: a run is as many numbers as share a scale
-    offset: Tensor | None  # [groups, runs] float32, where it is not zero
-
-
-def half(two_bytes: Tensor) -> Tensor:
-    return two_bytes.view(torch.float16).float()  # [groups, 1]
-
-
 # -- kinds in groups of 32
-
-
-def _pairs(groups: Tensor) -> Tensor:
-    """Returns the codes in the last 16 bytes of each group."""
-    low, high = groups & 15, groups >> 4  # of the scales too: a pass over contiguous bytes is faster than one that skips some
-    return torch.cat([low[:, -16:], high[:, -16:]], dim=-1)  # [groups, 32]
 
 
 def _pairs_and_top_bits(groups: Tensor) -> Tensor:
@@ -49,15 +32,15 @@ def _pairs_and_top_bits(groups: Tensor) -> Tensor:
     spread = (torch.arange(256).unsqueeze(-1) >> torch.arange(8) & 1).to(torch.uint8) << 4  # [256, 8]: by byte, its 8 bits, each as a 16
     spread = spread.view(torch.int64).squeeze(-1)  # [256]: 8 codes are looked up at once
     top = spread[groups[:, -20:-16].int()].view(torch.uint8)  # [groups, 32]
-    return top.bitwise_or_(_pairs(groups))
+    return top.bitwise_or_(pairs(groups))
 
 
 def _q4_0(groups: Tensor) -> Parts:
-    return Parts(_pairs(groups), 8, half(groups[:, :2]), None)
+    return Parts(pairs(groups), 8, half(groups[:, :2]), None)
 
 
 def _q4_1(groups: Tensor) -> Parts:
-    return Parts(_pairs(groups), 0, half(groups[:, :2]), half(groups[:, 2:4]))
+    return Parts(pairs(groups), 0, half(groups[:, :2]), half(groups[:, 2:4]))
 
 
 def _q5_0(groups: Tensor) -> Parts:
@@ -84,14 +67,6 @@ def _q8_0(groups: Tensor) -> Parts:
 #
 # A byte holds the codes of numbers 32 (in Q6_K: 64) apart: the lowest bits of a row of bytes are one stretch of numbers, the
 # next bits the next stretch. d, scale and code have at most 11 + 7 + 5 significant bits, so every product is exact in float32.
-
-
-def unpack(packed: Tensor, bits: int, row: int) -> Tensor:
-    """Returns fields of `bits` bits in their order: the lowest fields of the first `row` bytes, their next fields, ..., the next row."""
-    words = packed.flatten().view(torch.int32).view(packed.shape[0], -1, row // 4)  # four bytes at once
-    mask = 0x01010101 * ((1 << bits) - 1)
-    fields = [(words >> shift).bitwise_and_(mask) for shift in range(0, 8, bits)]
-    return torch.stack(fields, dim=2).view(torch.uint8).flatten(1)  # [groups, rows, fields, row]
 
 
 def _q2_k(groups: Tensor) -> Parts:
@@ -140,14 +115,43 @@ def _q6_k(groups: Tensor) -> Parts:
     return Parts(codes, 32, half(groups[:, 208:]) * groups[:, 192:208].view(torch.int8), None)
 
 
+# -- ternary kinds: groups of 256 numbers of -1, 0 and 1 with one scale
+#
+#     TQ1_0: 54 bytes    48 + 4 bytes of five (the last four: of four) numbers each, to the base of 3 | d f16
+#     TQ2_0: 66 bytes    codes of 2 bits 64 | d f16
+#
+# A byte of TQ1_0 is a fraction of 256: times 3, what is above 256 is the first of its numbers, and the rest holds the others.
+
+
+def _tq1_0(groups: Tensor) -> Parts:
+    rows = [(groups[:, :32], 5), (groups[:, 32:48], 5), (groups[:, 48:52], 4)]
+    fractions = [packed * 3**place for packed, count in rows for place in range(count)]  # 8 bits wrap around
+    codes = (torch.cat(fractions, dim=-1).short() * 3 >> 8).to(torch.uint8)
+    return Parts(codes, 1, half(groups[:, 52:]))
+
+
+def _tq2_0(groups: Tensor) -> Parts:
+    return Parts(unpack(groups[:, :64], 2, row=32), 1, half(groups[:, 64:]))
+
+
 # -- all kinds
 
 # By kind: bytes a group, and groups [groups, bytes] to their parts
 QUANTISED: dict[str, tuple[int, Callable[[Tensor], Parts]]] = {
     "Q4_0": (18, _q4_0), "Q4_1": (20, _q4_1), "Q5_0": (22, _q5_0), "Q5_1": (24, _q5_1), "Q8_0": (34, _q8_0),
     "Q2_K": (84, _q2_k), "Q3_K": (110, _q3_k), "Q4_K": (144, _q4_k), "Q5_K": (176, _q5_k), "Q6_K": (210, _q6_k),
+    "IQ4_NL": (18, table_kinds.iq4_nl), "IQ4_XS": (136, table_kinds.iq4_xs), "MXFP4": (17, table_kinds.mxfp4),
+    "IQ1_S": (50, iq_kinds.iq1_s), "IQ1_M": (56, iq_kinds.iq1_m), "IQ2_XXS": (66, iq_kinds.iq2_xxs), "IQ2_XS": (74, iq_kinds.iq2_xs),
+    "IQ2_S": (82, iq_kinds.iq2_s), "IQ3_XXS": (98, iq_kinds.iq3_xxs), "IQ3_S": (110, iq_kinds.iq3_s),
+    "TQ1_0": (54, _tq1_0), "TQ2_0": (66, _tq2_0),
 }  # fmt: skip
 SUPPORTED_KINDS = (*DENSE, *QUANTISED)
+_IN_GROUPS_OF_32 = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
+
+
+def group_size(kind: str) -> int:
+    """Returns how many numbers a group has."""
+    return 32 if kind in _IN_GROUPS_OF_32 else 256
 
 
 def take_apart(raw: Tensor, kind: str) -> Parts:
@@ -160,7 +164,9 @@ def dequantize(raw: Tensor, kind: str, shape: tuple[int, ...]) -> Tensor:
     """Returns the float32 tensor of `shape` that the bytes `raw` (uint8, contiguous) hold as `kind`."""
     if kind in DENSE:
         return raw.view(DENSE[kind]).float().view(shape)
-    codes, middle, scale, offset = take_apart(raw, kind)
+    codes, middle, scale, offset, table = take_apart(raw, kind)
+    if table is not None:
+        codes = table[codes.int()]
     signed = codes.view(torch.int8).sub_(middle) if middle else codes  # 8 bits wrap around to what they were
     out = signed.float().view(*scale.shape, -1).mul_(scale.unsqueeze(-1))  # [groups, runs, run]
     if offset is not None:

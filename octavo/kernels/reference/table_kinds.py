@@ -1,0 +1,44 @@
+"""4-bit codes that stand for 16 numbers which are not evenly spaced: IQ4_NL, IQ4_XS and MXFP4.
+
+    IQ4_NL:  18 bytes    d f16 | 16 code pairs                                             x = d * table[code]
+    IQ4_XS: 136 bytes    d f16 | 8 scales of 6 bits: top 2 bits, low 4 | 8 x 16 pairs      x = d * (scale - 32) * table[code]
+    MXFP4:   17 bytes    exponent u8 | 16 code pairs                                       x = 2^(exponent - 128) * table[code]
+
+The numbers of MXFP4 are floats of 4 bits, doubled so that they are whole. Folders of gpt-oss have the same blocks as two tensors,
+with neighbours in one byte.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.reference.gguf_parts import Parts, half, pairs, unpack
+
+IQ4_TABLE = torch.tensor((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), dtype=torch.int8)
+FP4_TABLE = torch.tensor((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), dtype=torch.int8)  # twice the floats
+
+
+def iq4_nl(groups: Tensor) -> Parts:
+    return Parts(pairs(groups), 0, half(groups[:, :2]), table=IQ4_TABLE)
+
+
+def iq4_xs(groups: Tensor) -> Parts:
+    low = torch.stack([groups[:, 4:8] & 15, groups[:, 4:8] >> 4], dim=-1).flatten(1)  # [groups, 8]
+    top = (groups[:, 2:4].unsqueeze(-1) >> torch.arange(0, 8, 2, dtype=torch.uint8) & 3).flatten(1)
+    scales = (low | top << 4).view(torch.int8) - 32
+    return Parts(unpack(groups[:, 8:], 4, row=16), 0, half(groups[:, :2]) * scales, table=IQ4_TABLE)
+
+
+def mxfp4(groups: Tensor) -> Parts:
+    return Parts(pairs(groups), 0, halved_powers(groups[:, :1]), table=FP4_TABLE)
+
+
+def halved_powers(exponents: Tensor) -> Tensor:
+    """Returns 2^(exponent - 128) for each byte, in float32: half of what it says, because the table holds doubled numbers."""
+    return _halved_powers()[exponents.int()]
+
+
+@cache
+def _halved_powers() -> Tensor:
+    return torch.tensor([2.0 ** (exponent - 128) for exponent in range(256)])
