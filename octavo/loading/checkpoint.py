@@ -20,10 +20,10 @@ from octavo.errors import ConfigError, LoadError
 from octavo.kernels.reference.dequant import DENSE, QUANTISED, SUPPORTED_KINDS, dequantize
 from octavo.loading.files import INDEX, SINGLE, fingerprint, read_weight_map
 from octavo.loading.gguf import GGUFFile, GGUFTensor, read_gguf_model
-from octavo.loading.packed_modules import WHOLE_NUMBERS, Header, PackedModule, cut, find_packed
+from octavo.loading.packed_modules import Header, PackedModule, cut, find_packed, part_dtype
 from octavo.policy.split import Part
 from octavo.quant.packed import PackedWeight, fold_gguf
-from octavo.quant.quant_config import QuantConfig
+from octavo.quant.quant_config import OF_CACHE, QuantConfig
 
 WHOLE = Part()
 MAX_HEADER_BYTES = 32 * 2**20  # 250,000 weights in one file; the library would take 100 MB
@@ -78,9 +78,9 @@ class SafetensorsCheckpoint:
     def __init__(self, folder: Path, quantization: QuantConfig | None = None) -> None:
         self.source = str(folder)
         if (folder / INDEX).exists():
-            self._files = self._open_shards(folder, quantization is not None)
+            self._files = self._open_shards(folder, quantization)
         elif (folder / SINGLE).exists():
-            self._files = [_SafetensorsFile(_inside(folder, SINGLE), quantization is not None)]
+            self._files = [_SafetensorsFile(_inside(folder, SINGLE), quantization)]
         elif any(path.suffix in (".bin", ".pt", ".pth") for path in folder.iterdir()):
             raise LoadError(f"{folder}: has only pickled weights, which can run code; convert them to {SINGLE} (save_pretrained does)")
         else:
@@ -88,7 +88,8 @@ class SafetensorsCheckpoint:
         self._file_of = {name: file for file in self._files for name in file.headers}
         self._packed = {} if quantization is None else self._find_packed(quantization)
         of_modules = {tensor: name for name, module in self._packed.items() for tensor in module.tensors}
-        self._names = list(dict.fromkeys(of_modules.get(name, name) for name in self._file_of))
+        of_cache = OF_CACHE if quantization is not None else ()
+        self._names = list(dict.fromkeys(of_modules.get(name, name) for name in self._file_of if not name.endswith(of_cache)))
 
     def _find_packed(self, quantization: QuantConfig) -> dict[str, PackedModule]:
         headers = {name: file.headers[name] for name, file in self._file_of.items()}
@@ -104,14 +105,14 @@ class SafetensorsCheckpoint:
             raise LoadError(f"{self.source}: {str(error)[:500]}") from None  # names may be of any length
 
     @staticmethod
-    def _open_shards(folder: Path, quantised: bool) -> list["_SafetensorsFile"]:
+    def _open_shards(folder: Path, quantization: QuantConfig | None) -> list["_SafetensorsFile"]:
         placed: dict[str, set[str]] = defaultdict(set)
         for name, shard in read_weight_map(folder / INDEX).items():
             placed[shard].add(name)
         paths = {shard: _inside(folder, shard) for shard in sorted(placed)}
         files = []
         for shard, path in paths.items():
-            file, promised = _SafetensorsFile(path, quantised), placed[shard]
+            file, promised = _SafetensorsFile(path, quantization), placed[shard]
             if missing := promised - file.headers.keys():
                 raise LoadError(f"{file.path}: lacks weights that {INDEX} promises: {_listed(missing)}")
             if extra := file.headers.keys() - promised:
@@ -185,7 +186,7 @@ def _map(path: Path) -> Any:  # the library is not annotated
 class _SafetensorsFile:
     """One mapped file. The library checks the header (sizes, overlaps, kinds); its errors are raised as `LoadError`."""
 
-    def __init__(self, path: Path, quantised: bool) -> None:
+    def __init__(self, path: Path, quantization: QuantConfig | None) -> None:
         self.path = path
         try:
             with path.open("rb") as file:
@@ -196,13 +197,14 @@ class _SafetensorsFile:
             views = {name: self._open.get_slice(name) for name in self._open.offset_keys()}
         except (SafetensorError, OSError) as error:
             raise LoadError(f"{path}: not a valid safetensors file ({error})") from error
-        self.headers = {name: self._header(name, view, quantised) for name, view in views.items()}
+        self.headers = {name: self._header(name, view, quantization) for name, view in views.items()}
 
-    def _header(self, name: str, view: Any, quantised: bool) -> Header:
-        """Accepts floats, and whole numbers only if they belong to a quantised module."""
+    def _header(self, name: str, view: Any, quantization: QuantConfig | None) -> Header:
+        """Accepts floats, and other numbers only if they belong to a quantised module."""
         stored, shape = view.get_dtype(), tuple(view.get_shape())
-        if stored == "I32" and quantised and name.endswith(WHOLE_NUMBERS):
-            return Header(torch.int32, shape)
+        dtype = None if quantization is None else part_dtype(name, stored, quantization)
+        if dtype is not None:
+            return Header(dtype, shape)
         if stored not in DENSE:
             raise LoadError(f"{self.path}: weight {name[:80]} is stored as {stored}; supported: {', '.join(DENSE)}")
         return Header(DENSE[stored], shape)

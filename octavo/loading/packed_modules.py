@@ -1,8 +1,10 @@
-"""AWQ and GPTQ: the tensors of a quantised module, which the other code sees as one weight.
+"""AWQ, GPTQ, FP8 and compressed-tensors: the tensors of a quantised module, which the other code sees as one weight.
 
-    MODULE.qweight  .qzeros  .scales  .g_idx      ->  MODULE.weight
+    MODULE.qweight  .qzeros  .scales  .g_idx                        ->  MODULE.weight
+    MODULE.weight_packed  .weight_scale  .weight_zero_point  ...    ->  MODULE.weight
+    MODULE.weight in 8 bits  .weight_scale  ...                     ->  MODULE.weight
 
-The names of the tensors say which modules are quantised, and `quantization_config` says how. Sizes are checked from headers.
+The names and kinds of the tensors say which modules are quantised, and `quantization_config` says how. Sizes are checked from headers.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,18 +16,25 @@ from torch import Tensor
 
 from octavo.errors import LoadError
 from octavo.policy.split import Part
+from octavo.quant.compressed import check_compressed, unpack_compressed
+from octavo.quant.fp8 import Fp8Weight, check_fp8, unpack_fp8
 from octavo.quant.packed import PackedWeight
-from octavo.quant.quant_config import QuantConfig
+from octavo.quant.quant_config import PARTS, WHOLE_NUMBERS, QuantConfig
 from octavo.quant.zero_point import Layout, ZeroPointWeight, check_awq, check_gptq, unpack_awq, unpack_gptq
 
-CODES = ".qweight"
-PARTS = {"awq": (CODES, ".qzeros", ".scales"), "gptq": (CODES, ".qzeros", ".scales", ".g_idx")}
-WHOLE_NUMBERS = (CODES, ".qzeros", ".g_idx")  # the parts that are int32
+CHECKS = {"awq": check_awq, "gptq": check_gptq, "words": check_compressed, "bytes": check_compressed, "fp8": check_fp8}
+DTYPES = {"I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
 
 
 class Header(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+
+def part_dtype(name: str, stored: str, config: QuantConfig) -> torch.dtype | None:
+    """Returns the dtype of a tensor that is no usual float, if a quantised module may have such a part; else None."""
+    allowed = WHOLE_NUMBERS[config.layout].get(stored, ())
+    return DTYPES[stored] if name.rpartition(".")[2] in allowed else None
 
 
 def cut(values: Tensor, part: Part) -> Tensor:
@@ -48,33 +57,40 @@ class PackedModule:
 
     def floats(self, read: Callable[[str], Tensor], part: Part) -> Tensor:
         weight = self._unpacked(read, part)
-        return weight.dequantize() if weight.order is None else cut(weight.dequantize(), Part(columns=part.columns))
+        if isinstance(weight, Fp8Weight) or weight.order is None:
+            return weight.dequantize()
+        return cut(weight.dequantize(), Part(columns=part.columns))
 
     def codes(self, read: Callable[[str], Tensor], part: Part) -> PackedWeight | None:
         """With act-order the columns of a rank come from any group. It keeps codes only where they are whole groups."""
-        weight: ZeroPointWeight | None = self._unpacked(read, part)
-        if weight is not None and weight.order is not None and part.columns is not None:
+        weight: Fp8Weight | ZeroPointWeight | None = self._unpacked(read, part)
+        if isinstance(weight, ZeroPointWeight) and weight.order is not None and part.columns is not None:
             weight = weight.of_columns(part.columns)
         return None if weight is None else weight.fold()
 
-    def _unpacked(self, read: Callable[[str], Tensor], part: Part) -> ZeroPointWeight:
+    def _unpacked(self, read: Callable[[str], Tensor], part: Part) -> Fp8Weight | ZeroPointWeight:
         """Returns these rows and columns, but with act-order all columns: which of them a rank has is known when they are read."""
-        unpack = unpack_awq if self.config.method == "awq" else unpack_gptq
-        return unpack({name: read(name) for name in self.tensors}, self.name, self.config, part.rows, part.columns)
+        tensors = {name: read(name) for name in self.tensors}
+        if self.config.layout == "fp8":
+            return unpack_fp8(tensors, self.name, self.config, part.rows, part.columns)
+        unpack = {"awq": unpack_awq, "gptq": unpack_gptq}.get(self.config.layout, unpack_compressed)
+        return unpack(tensors, self.name, self.config, part.rows, part.columns)
 
 
 def find_packed(headers: Mapping[str, Header], config: QuantConfig) -> list[PackedModule]:
     """Returns all quantised modules. Each has been checked to be complete, with tensors of matching sizes."""
-    names = [name.removesuffix(CODES) for name in headers if name.endswith(CODES)]
-    if not names:
-        raise LoadError(f"quantization_config says {config.method}, but there is no weight named *{CODES}")
-    return [_module(headers, name, config) for name in names]
+    stored = {dtype: name for name, dtype in DTYPES.items()}
+    codes = f".{config.codes_part}"
+    found = [name for name, header in headers.items() if config.is_codes(stored.get(header.dtype, ""), name.rpartition(".")[2])]
+    if not found:
+        kinds = "" if codes != ".weight" else f" in {' or '.join(WHOLE_NUMBERS[config.layout])}"
+        raise LoadError(f"quantization_config says {config.method}, but there is no weight named *{codes}{kinds}")
+    return [_module(headers, name.removesuffix(codes), config) for name in found]
 
 
 def _module(headers: Mapping[str, Header], name: str, config: QuantConfig) -> PackedModule:
-    if f"{name}.weight" in headers:
-        raise LoadError(f"{name} is there twice, as weight and as {CODES[1:]}")
-    check = check_awq if config.method == "awq" else check_gptq
-    layout = check(headers, name, config)
-    tensors = [name + part for part in PARTS[config.method] if name + part in headers]
+    if config.codes_part != "weight" and f"{name}.weight" in headers:
+        raise LoadError(f"{name} is there twice, as weight and as {config.codes_part}")
+    layout = CHECKS[config.layout](headers, name, config)
+    tensors = [f"{name}.{part}" for part in PARTS[config.layout] if f"{name}.{part}" in headers]
     return PackedModule(name, config, layout, tuple(tensors))

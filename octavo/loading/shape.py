@@ -36,7 +36,7 @@ from octavo.policy.model_size import Codes, Kept, requantised, weight_bytes
 from octavo.policy.native_size import native_matrices, native_weight_bytes
 from octavo.policy.split import with_rows_of_rank
 from octavo.policy.stages import ONLY, Stage, deal_layers, of_stage
-from octavo.quant.quant_config import QuantConfig, read_quant_config, whole_group
+from octavo.quant.quant_config import FP8_GROUP, QuantConfig, read_quant_config, whole_group
 
 FLOAT_BITS = 16
 UNPACKED_BYTES = 6  # a weight takes while it is unpacked: float32, and parts of the way there
@@ -67,22 +67,27 @@ def stored_weights(
     """Returns how each weight is stored, as headers say it.
 
         GGUF          by the kind of each tensor
-        AWQ, GPTQ     by `quantization_config`, for modules that have a qweight; their other tensors belong to it
+        folders       by `quantization_config`, for modules that have codes; their other tensors belong to them
         all others    floats
 
     `source`: for messages; `orders`: of the columns of each module with act-order, if they are known
     """
     found = []
+    codes = {name for name, (kind, _) in tensors.items() if quantization is not None and quantization.is_codes(kind, _leaf(name))}
     for name, (kind, shape) in tensors.items():
         module, _, part = name.rpartition(".")
-        if quantization is None or f"{module}.qweight" not in tensors or part == "bias":
+        if quantization is None or f"{module}.{quantization.codes_part}" not in codes or part == "bias":
             found.append(StoredWeight(rules.of_gguf(name) or name, kind, prod(shape), GGUF_CODES.get(kind)))
-        elif part == "qweight" and len(shape) == 2:
-            per_word = 32 // quantization.bits
-            columns = shape[0] * (1 if quantization.method == "awq" else per_word)
+        elif name in codes and len(shape) == 2:
+            per_number = 1 if part == "weight" else 32 // quantization.bits
+            columns = shape[1] * per_number if part != "qweight" else shape[0] * (1 if quantization.method == "awq" else per_number)
             order = (SOME_ORDER if quantization.desc_act else "") if orders is None else orders.get(module, "")
-            found.append(_packed(source, module, prod(shape) * per_word, columns, quantization, order))
+            found.append(_packed(source, module, prod(shape) * per_number, columns, quantization, order))
     return tuple(found)
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def of_description(model: ModelDescription, source: str, quantization: QuantConfig) -> tuple[StoredWeight, ...]:
@@ -99,8 +104,8 @@ def of_folder(files: Iterable[Path], source: str, quantization: QuantConfig, rul
     for path in files:
         header, begin = read_header(path)
         entries |= header
-        for name in [name for name in header if name.endswith(".g_idx")]:
-            orders[name.removesuffix(".g_idx")] = _order(path, begin, header[name], quantization.group_size)
+        for name in [name for name in header if _leaf(name) in ("g_idx", "weight_g_idx")]:
+            orders[name.rpartition(".")[0]] = _order(path, begin, header[name], quantization.group_size)
     tensors = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
     return stored_weights(tensors, source, quantization, rules, orders)
 
@@ -119,10 +124,12 @@ def _order(path: Path, begin: int, entry: Entry, group_size: int) -> str:
 
 def _packed(source: str, module: str, size: int, columns: int, quantization: QuantConfig, order: str) -> StoredWeight:
     group_size = columns if quantization.group_size == -1 else quantization.group_size
-    if quantization.method == "gptq":
+    if quantization.layout == "gptq":
         group_size = min(group_size, columns)
-    codes = Codes(quantization.bits, whole_group(f"{source}: {module}.qweight", group_size, columns), order)
-    return StoredWeight(f"{module}.weight", quantization.method.upper(), size, codes)
+    elif quantization.layout == "fp8":
+        group_size = FP8_GROUP
+    group = whole_group(f"{source}: {module}.{quantization.codes_part}", group_size, columns)
+    return StoredWeight(f"{module}.weight", quantization.shown, size, Codes(quantization.bits, group, order))
 
 
 # -- the whole model

@@ -8,7 +8,7 @@
                     smallest of them keep as many bits as they can. Whatever some power of two makes exact, this one does.
     order           [k] int32 or None: which input column each column of codes belongs to (act-order), None as they stand
 
-`fold_gguf` and `zero_point.py` bring published formats into this form, and `quantize` makes it out of floats.
+`fold_gguf`, `zero_point.py`, `compressed.py` and `mxfp4.py` bring published formats into this form, and `quantize` makes it out of floats.
 A scale or offset that float16 cannot hold is rounded by at most 2^-11 of itself, a quarter of what bfloat16 does to a weight.
 """
 
@@ -186,7 +186,7 @@ def quantize(weight: Tensor, bits: int, group: int = 32, name: str = "weight") -
     n, k = weight.shape
     rows = max(1, CHUNK * (GPU_CHUNKS if weight.is_cuda else 1) // k)
     chunks = weight.reshape(n, k // group, group).split(rows)
-    lines = [_line_4(chunk.float()) if bits == 4 else _line_8(chunk.float()) for chunk in chunks]
+    lines = [fitted_line(chunk.float()) if bits == 4 else even_line(chunk.float()) for chunk in chunks]
     scale = torch.cat([scale for scale, _ in lines])  # [n, groups, 1]
     offset = torch.cat([offset for _, offset in lines])
     factor = fitting_factor(name, scale, offset)
@@ -194,26 +194,26 @@ def quantize(weight: Tensor, bits: int, group: int = 32, name: str = "weight") -
     codes = torch.empty(n, k // group, group, dtype=torch.uint8, device=weight.device)
     kept = (scale.float() * factor, offset.float() * factor)  # codes are for what float16 kept
     for chunk, scales, offsets, out in zip(chunks, *(table.split(rows) for table in kept), codes.split(rows)):
-        out.copy_(_codes(chunk.float(), scales, offsets, bits))
+        out.copy_(nearest_codes(chunk.float(), scales, offsets, bits))
     return PackedWeight(bits, group, codes.view(n, k), scale.squeeze(-1), offset.squeeze(-1), factor)
 
 
-def _codes(weights: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor:
+def nearest_codes(weights: Tensor, scale: Tensor, offset: Tensor, bits: int) -> Tensor:
     """Returns the nearest codes, as floats. A group whose scale is zero holds one number only, its offset."""
     steps = (weights - offset).div_(torch.where(scale == 0, 1, scale))
     return steps.round_().clamp_(0, 2**bits - 1)
 
 
-def _line_8(weights: Tensor) -> tuple[Tensor, Tensor]:
+def even_line(weights: Tensor) -> tuple[Tensor, Tensor]:
     scale = weights.abs().amax(-1, keepdim=True) / 127
     return scale, scale * -128
 
 
-def _line_4(weights: Tensor) -> tuple[Tensor, Tensor]:
+def fitted_line(weights: Tensor) -> tuple[Tensor, Tensor]:
     lowest = weights.amin(-1, keepdim=True)
     scale, offset = (weights.amax(-1, keepdim=True) - lowest) / 15, lowest
     for _ in range(ROUNDS):
-        scale, offset = _fit(_codes(weights, scale, offset, 4), weights)
+        scale, offset = _fit(nearest_codes(weights, scale, offset, 4), weights)
     return scale, offset
 
 

@@ -1,6 +1,7 @@
-"""Reads `quantization_config` of a config.json: AWQ or GPTQ, each in the layouts that were published. No torch here: plans use it.
+"""Reads `quantization_config` of a config.json: AWQ, GPTQ, FP8 and compressed-tensors, each in the layouts that were published.
 
-A number or layout that would be read wrongly is refused by name. Everything else, such as who made it, is ignored.
+A number or layout that would be read wrongly is refused by name. Everything else, such as who made it or how activations would be
+rounded, is ignored. No torch here: plans use it.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,45 +10,97 @@ from typing import Any
 
 from octavo.errors import LoadError
 
-METHODS = ("awq", "gptq")
+METHODS = ("awq", "gptq", "fp8", "compressed-tensors")
 GROUPS = (128, 64, 32, 16)  # input columns that can share a scale in the packed form, largest first
+FP8_GROUP = 32  # the most columns that share a scale when floats of 8 bits become codes
+
+# The tensors of a module in each layout. The first one holds the codes.
+PARTS = {
+    "awq": ("qweight", "qzeros", "scales"),
+    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
+    "words": ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "input_scale", "input_zero_point"),
+    "bytes": ("weight", "weight_scale", "weight_zero_point", "input_scale", "input_zero_point"),
+    "fp8": ("weight", "weight_scale", "weight_scale_inv", "input_scale"),
+}
+# By layout, kind of number in a file, and part of a module: the parts that are no floats of a usual kind
+WHOLE_NUMBERS = {
+    "awq": {"I32": ("qweight", "qzeros")},
+    "gptq": {"I32": ("qweight", "qzeros", "g_idx")},
+    "words": {
+        "I32": ("weight_packed", "weight_zero_point", "weight_g_idx", "weight_shape"),
+        "I8": ("weight_zero_point", "input_zero_point"),
+        "I64": ("weight_shape",),
+    },
+    "bytes": {"I8": ("weight", "weight_zero_point", "input_zero_point")},
+    "fp8": {"F8_E4M3": ("weight",)},
+}
+OF_CACHE = (".k_scale", ".v_scale")  # of a KV cache in FP8, which nobody keeps here
 
 
 @dataclass(frozen=True, slots=True)
 class QuantConfig:
     method: str  # one of METHODS
+    layout: str  # of the tensors: one of PARTS
     bits: int
     group_size: int  # input columns that share a scale; -1: all of them
-    sym: bool = False  # GPTQ: codes are counted from the middle
-    desc_act: bool = False  # GPTQ: g_idx says which group a column is in
+    sym: bool = False  # codes are counted from the middle
+    desc_act: bool = False  # g_idx says which group a column is in
     stored_minus_one: bool = False  # GPTQ's first format keeps zeros less one, gptq_v2 as they are
+    block: tuple[int, int] | None = None  # FP8: rows and columns that share a scale; None: a row, or the whole matrix
     modules_to_not_convert: tuple[str, ...] = ()
 
     def converts(self, module: str) -> bool:
         """Whether a linear layer of this name is quantised; a name that contains one of the exceptions is not."""
-        return not any(part in module for part in self.modules_to_not_convert)
+        return not any(_found(part, module) for part in self.modules_to_not_convert)
+
+    @property
+    def codes_part(self) -> str:
+        return PARTS[self.layout][0]
+
+    @property
+    def shown(self) -> str:
+        """The short name of such weights: AWQ, GPTQ, FP8, INT8, W4A16."""
+        if self.layout == "words":
+            return f"W{self.bits}A16"
+        return "INT8" if self.layout == "bytes" else self.layout.upper()
+
+    def is_codes(self, stored: str, part: str) -> bool:
+        """Whether a tensor that is `part` of a module and stored as such numbers holds codes. What else it must be is checked later."""
+        return part == self.codes_part and (part != "weight" or stored in WHOLE_NUMBERS[self.layout])
+
+
+def _found(exception: str, module: str) -> bool:
+    """Whether a module is an exception. Of a pattern (`re:.*gate`) only .* is understood: no pattern of a file is run."""
+    place = 0
+    for piece in exception.removeprefix("re:").strip("^$").split(".*"):
+        found = module.find(piece.replace("\\", ""), place)
+        if found < 0:
+            return False
+        place = found + len(piece)
+    return True
 
 
 def read_quant_config(raw: Mapping[str, Any], source: str) -> QuantConfig | None:
     """Reads a whole config.json. Returns None if the model is not quantised."""
-    if raw.get("compression_config") is not None:
-        raise LoadError(f"{source}: compression_config is not supported; supported: quantization_config of {', '.join(METHODS)}")
-    table = raw.get("quantization_config")
+    key = "compression_config" if raw.get("compression_config") is not None else "quantization_config"
+    table = raw.get(key)
     if table is None:
         return None
     if not isinstance(table, dict):
-        raise LoadError(f"{source}: quantization_config must be an object, got {repr(table)[:60]}")
-    return _Table(table, source).read()
+        raise LoadError(f"{source}: {key} must be an object, got {repr(table)[:60]}")
+    return _Table(table, source, key).read()
 
 
 class _Table:
-    def __init__(self, table: dict[str, Any], source: str) -> None:
+    def __init__(self, table: dict[str, Any], source: str, path: str) -> None:
+        """`path`: of the table in its file, for messages"""
         self.table = table
         self.source = source
+        self.path = path
 
     def fail(self, key: str, wanted: str) -> LoadError:
         shown = repr(self.table.get(key, "(missing)"))[:60]
-        return LoadError(f"{self.source}: quantization_config.{key} is {shown}, supported: {wanted}")
+        return LoadError(f"{self.source}: {self.path}.{key} is {shown}, supported: {wanted}")
 
     def value(self, key: str, default: object) -> object:
         value = self.table.get(key)
@@ -78,7 +131,8 @@ class _Table:
         return tuple(value)
 
     def read(self) -> QuantConfig:
-        return self.awq() if self.choice("quant_method", METHODS) == "awq" else self.gptq()
+        readers = {"awq": self.awq, "gptq": self.gptq, "fp8": self.fp8, "compressed-tensors": self.compressed}
+        return readers[self.choice("quant_method", METHODS, default="compressed-tensors" if self.path == "compression_config" else None)]()
 
     def awq(self) -> QuantConfig:
         self.choice("version", ("gemm",), default="gemm")
@@ -86,6 +140,7 @@ class _Table:
             raise self.fail("zero_point", "true")
         return QuantConfig(
             method="awq",
+            layout="awq",
             bits=self.integer("bits", lambda bits: bits == 4, "4"),
             group_size=self.group_size(),
             modules_to_not_convert=self.names("modules_to_not_convert"),
@@ -96,6 +151,7 @@ class _Table:
             raise self.fail("dynamic", "the same bits and groups in all modules")
         return QuantConfig(
             method="gptq",
+            layout="gptq",
             bits=self.integer("bits", lambda bits: bits in (4, 8), "4, 8"),
             group_size=self.group_size(),
             sym=self.flag("sym", True),
@@ -104,8 +160,69 @@ class _Table:
             modules_to_not_convert=self.names("modules_to_not_convert"),
         )
 
+    def fp8(self) -> QuantConfig:
+        self.choice("fmt", ("e4m3",), default="e4m3")
+        self.choice("activation_scheme", ("dynamic", "static"), default="dynamic")
+        exceptions = self.names("modules_to_not_convert") + self.names("ignored_layers")
+        return QuantConfig("fp8", "fp8", 8, -1, block=self.block("weight_block_size"), modules_to_not_convert=exceptions)
+
+    def block(self, key: str) -> tuple[int, int] | None:
+        value = self.table.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and 0 < size < 2**31 for size in value):
+            raise self.fail(key, "two numbers, of rows and of columns")
+        return value[0], value[1]
+
     def group_size(self) -> int:
         return self.integer("group_size", lambda size: size == -1 or 0 < size < 2**31, "-1 or a number of columns")
+
+    # -- compressed-tensors: one group of settings for all its modules, in `config_groups`
+
+    def compressed(self) -> QuantConfig:
+        for key in ("sparsity_config", "transform_config"):
+            if (value := self.table.get(key)) and not (isinstance(value, dict) and value.get("format") == "dense"):
+                raise self.fail(key, "none")
+        groups = self.table.get("config_groups")
+        if not isinstance(groups, dict) or len(groups) != 1 or not all(isinstance(group, dict) for group in groups.values()):
+            raise self.fail("config_groups", "one group of settings")
+        (name, group), form = next(iter(groups.items())), self.table.get("format")
+        settings = _Table({"format": form} | group, self.source, f"{self.path}.config_groups.{name[:40]}")
+        return settings.compressed_group(self.names("ignore"))
+
+    def compressed_group(self, exceptions: tuple[str, ...]) -> QuantConfig:
+        form = self.choice("format", ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"))
+        if not isinstance(self.table.get("weights"), dict):
+            raise self.fail("weights", "an object")
+        weights = _Table(self.table["weights"], self.source, f"{self.path}.weights")
+        floats = weights.choice("type", ("int", "float"), default="int") == "float"
+        if floats != (form == "float-quantized") and form != "naive-quantized":
+            raise weights.fail("type", f"what its format {form} has")
+        layout = "fp8" if floats else "words" if form == "pack-quantized" else "bytes"
+        return weights.compressed_weights(layout, exceptions)
+
+    def compressed_weights(self, layout: str, exceptions: tuple[str, ...]) -> QuantConfig:
+        allowed = (4, 8) if layout == "words" else (8,)
+        bits = self.integer("num_bits", lambda bits: bits in allowed, ", ".join(map(str, allowed)))
+        strategies = ("tensor", "channel", "block") if layout == "fp8" else ("tensor", "channel", "group")
+        strategy = self.choice("strategy", strategies)
+        symmetric = self.flag("symmetric", True)
+        if layout == "fp8" and not symmetric:
+            raise self.fail("symmetric", "true")
+        ordered = self.choice("actorder", ("group", "weight", "static", "dynamic"), default="weight") in ("group", "dynamic")
+        block = self.block("block_structure") if strategy == "block" else None
+        if strategy == "block" and block is None:
+            raise self.fail("block_structure", "two numbers, of rows and of columns")
+        return QuantConfig(
+            method="compressed-tensors",
+            layout=layout,
+            bits=bits,
+            group_size=self.group_size() if strategy == "group" else -1,
+            sym=symmetric,
+            desc_act=ordered and layout == "words",
+            block=block,
+            modules_to_not_convert=exceptions,
+        )
 
 
 def whole_group(name: str, group_size: int, columns: int) -> int:

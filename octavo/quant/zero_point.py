@@ -9,7 +9,7 @@ checkpoints; otherwise it is off by at most 2^-11 of itself.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -88,9 +88,10 @@ class ZeroPointWeight:
     scale: Tensor  # [n, k / group] float32
     zero: Tensor  # [n, k / group]
     order: Tensor | None = None  # [k] int32
+    scales: str = "scales"  # how the tensor of its scales is called
 
     def fold(self) -> PackedWeight:
-        return pack(f"{self.name}.scales", self.bits, self.codes, self.scale, -self.scale * self.zero, self.order)
+        return pack(f"{self.name}.{self.scales}", self.bits, self.codes, self.scale, -self.scale * self.zero, self.order)
 
     def dequantize(self) -> Tensor:
         """Returns the weights [n, k] in float32, with columns in their original order.
@@ -98,7 +99,7 @@ class ZeroPointWeight:
         This is exact: the difference of code and zero has 9 bits, and a scale has 11.
         """
         if not bool(self.scale.isfinite().all()):
-            raise LoadError(f"{self.name}.scales: a scale is not finite")
+            raise LoadError(f"{self.name}.{self.scales}: a scale is not finite")
         n, k = self.codes.shape
         groups = self.scale.shape[1]
         steps = self.codes.float().view(n, groups, k // groups).sub_(self.zero.unsqueeze(-1))
@@ -114,7 +115,7 @@ class ZeroPointWeight:
         if not torch.equal(taken, inside.any(dim=1)):
             return None
         codes, order, scale, zero = self.codes[:, inside.flatten()], self.order[inside.flatten()], self.scale[:, taken], self.zero[:, taken]
-        return ZeroPointWeight(self.name, self.bits, codes, scale, zero, order - columns.start)
+        return replace(self, codes=codes, scale=scale, zero=zero, order=order - columns.start)
 
 
 def take(tensors: Mapping[str, Known], name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], why: str) -> Known:
@@ -170,13 +171,13 @@ def unpack_awq(
     """Returns the weights of the module `name`, or these rows and columns of them."""
     cut = check_awq(tensors, name, config).cut(name, rows, columns)
     words = cut.words(8)
-    codes = _in_order(tensors[f"{name}.qweight"][cut.columns_in(1), words]).t()  # [rows of whole words, columns]
+    codes = _incolumn_order(tensors[f"{name}.qweight"][cut.columns_in(1), words]).t()  # [rows of whole words, columns]
     first = cut.rows.start - 8 * words.start
-    scale, zero = cut.table(tensors[f"{name}.scales"]).float(), cut.table(_in_order(tensors[f"{name}.qzeros"]))
+    scale, zero = cut.table(tensors[f"{name}.scales"]).float(), cut.table(_incolumn_order(tensors[f"{name}.qzeros"]))
     return ZeroPointWeight(name, 4, codes[first : first + len(cut.rows)].contiguous(), scale, zero)
 
 
-def _in_order(words: Tensor) -> Tensor:
+def _incolumn_order(words: Tensor) -> Tensor:
     """Returns codes [rows, n]. The first four in a word are those with even numbers, the last four those with odd numbers."""
     halves = codes_of(words, 4).view(*words.shape, 2, 4)
     return halves.transpose(-1, -2).reshape(words.shape[0], -1)
@@ -217,7 +218,7 @@ def unpack_gptq(
 ) -> ZeroPointWeight:
     """Returns the weights of the module `name`, or these rows and columns of them. With act-order it returns all columns."""
     layout = check_gptq(tensors, name, config)
-    order = _order(tensors.get(f"{name}.g_idx"), f"{name}.g_idx", layout)
+    order = column_order(tensors.get(f"{name}.g_idx"), f"{name}.g_idx", layout)
     cut = layout.cut(name, rows, columns if order is None else None)
     words = tensors[f"{name}.qweight"][cut.columns_in(32 // config.bits), cut.rows.start : cut.rows.stop]
     codes = codes_of(words.t(), config.bits).flatten(1)
@@ -238,7 +239,7 @@ def _zeros(words: Tensor, config: QuantConfig) -> Tensor:
     return codes_of(words + _ONES[config.bits], config.bits).flatten(1)
 
 
-def _order(group_of: Tensor | None, name: str, layout: Layout) -> Tensor | None:
+def column_order(group_of: Tensor | None, name: str, layout: Layout) -> Tensor | None:
     """Returns the columns sorted by group, or None if they are in that order already."""
     in_order = torch.arange(layout.k) // layout.group_size
     if group_of is None or torch.equal(group_of.long(), in_order):
