@@ -187,6 +187,7 @@ class NativeWeights:
         return F.pad(floats, (0, columns - floats.shape[1])) if columns > floats.shape[1] else floats
 
     def _pack_codes(self, weight: PackedWeight, bias: NDArray[np.float32] | None, rows: NDArray[np.int64] | None) -> PackedMatrix:
+        weight = weight.without_table()
         codes, scale, offset = (tensor.contiguous().numpy() for tensor in (weight.codes, weight.scale, weight.offset))
         order, kind = None if weight.order is None else weight.order.numpy(), Q4 if weight.bits == 4 else Q8
         return pack_codes(self._library, codes, scale, offset, weight.group, kind, weight.factor, bias, order, rows)

@@ -45,7 +45,9 @@ Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # name in the file -> (dtyp
 GGUF_CODES = {
     **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), Codes(4, 32)),
     **dict.fromkeys(("Q2_K", "Q3_K"), Codes(4, 16)),
-    **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q8_0", "IQ4_NL", "IQ4_XS", "MXFP4"), Codes(8, 32)),
+    **dict.fromkeys(("IQ4_NL", "IQ4_XS"), Codes(4, 32, table="IQ4")),
+    "MXFP4": Codes(4, 32, table="FP4"),
+    **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q8_0"), Codes(8, 32)),
     **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ3_XXS", "IQ3_S"), Codes(8, 32)),
     **dict.fromkeys(("Q6_K", "IQ1_M", "IQ2_XS", "IQ2_S"), Codes(8, 16)),
     **dict.fromkeys(("TQ1_0", "TQ2_0"), Codes(4, 128)),
@@ -130,6 +132,11 @@ def _packed(source: str, module: str, size: int, columns: int, quantization: Qua
         group_size = FP8_GROUP
     group = whole_group(f"{source}: {module}.{quantization.codes_part}", group_size, columns)
     return StoredWeight(f"{module}.weight", quantization.shown, size, Codes(quantization.bits, group, order))
+
+
+def _without_table(codes: Codes | None) -> Codes | None:
+    """Returns the form in which codes with a table are kept: 8 bits, that stand for themselves."""
+    return codes if codes is None or not codes.table else Codes(8, codes.group, codes.order)
 
 
 # -- the whole model
@@ -231,7 +238,7 @@ class ModelShape:
         """Returns what each weight becomes when it is read, for a CPU or a GPU."""
         if quantization == "auto":
             scattered = self._scattered()
-            return {weight.name: None if weight.name in scattered else weight.codes for weight in self.weights}
+            return {weight.name: None if weight.name in scattered else _without_table(weight.codes) for weight in self.weights}
         if quantization == "none":
             return {}
         return {part: requantised(one, quantization, device) for one in self.model.matrices for part in one.parts}

@@ -5,8 +5,8 @@
     MODULE.weight_scale_inv   the same thing by another name; it is multiplied, too
 
 torch gets w = weight * scale as floats. The native program and a GPU keep codes of 8 bits: the largest weight of a group of 32
-columns is 127 steps from zero, so that a weight is off by at most 1/254 of it, and by what float16 does to a scale. That adds some
-2 % to the error that rounding to e4m3 made (`docs/decisions.md` has the numbers). Scales of activations are not read.
+columns is 127 steps from zero, so that a weight is off by at most 1/254 of it, and by what float16 does to a scale. That adds
+2 to 4 % to the error that rounding to e4m3 made. Scales of activations are not read.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,7 +42,8 @@ def check_fp8(tensors: Mapping[str, Described], name: str, config: QuantConfig) 
 def _scale_name(tensors: Mapping[str, Described], name: str) -> str:
     found = [scale for scale in (f"{name}.weight_scale", f"{name}.weight_scale_inv") if scale in tensors]
     if len(found) != 1:
-        raise LoadError(f"{name}.weight_scale " + ("is there twice, as weight_scale_inv too" if found else "is missing"))
+        problem = f"is there twice, as {found[1]} too" if found else f"or {name}.weight_scale_inv is missing"
+        raise LoadError(f"{name}.weight_scale {problem}")
     return found[0]
 
 
@@ -63,8 +64,8 @@ class Fp8Weight:
     def fold(self) -> PackedWeight:
         """Returns codes. A few rows are floats at a time."""
         n, k = self.values.shape
-        step = self.scale.abs().amax() * (LARGEST / 127)
-        factor = fitting_factor(f"{self.name}.weight_scale", step, step * 128)
+        widest = self.scale.abs().amax() * (LARGEST / 127)
+        factor = fitting_factor(f"{self.name}.weight_scale", widest, widest * 128)
         codes = torch.empty(n, k // self.group, self.group, dtype=torch.uint8)
         scale, offset = (torch.empty(n, k // self.group, 1, dtype=torch.float16) for _ in range(2))
         for rows, chunk in self._chunks():
@@ -73,7 +74,8 @@ class Fp8Weight:
             if not bool(kept[0].isfinite().all()):
                 raise LoadError(f"{self.name}.weight: a weight is not a number")
             scale[rows], offset[rows] = kept
-            codes[rows] = nearest_codes(weights, *(table.float() * factor for table in kept), 8)
+            step, lowest = (table.float() * factor for table in kept)
+            codes[rows] = nearest_codes(weights, step, lowest, 8)
         return PackedWeight(8, self.group, codes.view(n, k), scale.squeeze(-1), offset.squeeze(-1), factor)
 
     def _chunks(self) -> Iterator[tuple[slice, Tensor]]:

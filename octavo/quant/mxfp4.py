@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from octavo.errors import LoadError
-from octavo.kernels.reference.table_kinds import FP4_TABLE, halved_powers
-from octavo.quant.packed import PackedWeight, pack_table
+from octavo.kernels.reference.table_kinds import FP4_MIDDLE, FP4_TABLE, halved_powers
+from octavo.quant.packed import PackedWeight, pack
 
 BLOCK = 32
 
@@ -24,4 +24,5 @@ def fold_mxfp4(blocks: Tensor, scales: Tensor, name: str) -> PackedWeight:
         raise LoadError(f"{name}: blocks {list(blocks.shape)} and scales {list(scales.shape)} are no matrix in blocks of {BLOCK} columns")
     per_row = blocks.shape[-2]
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).view(-1, per_row * BLOCK)
-    return pack_table(name, codes, halved_powers(scales).view(-1, per_row), FP4_TABLE)
+    scale = halved_powers(scales).view(-1, per_row)
+    return pack(name, 4, codes, scale, scale * -FP4_MIDDLE, table=FP4_TABLE)

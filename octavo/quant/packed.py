@@ -147,32 +147,28 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 # -- GGUF's quantised kinds in the packed form
 #
-#     exact (scales below 512)  Q4_0 Q4_1 -> 4 bits    Q5_0 Q5_1 Q8_0 IQ4_NL -> 8 bits    groups of 32
-#                               TQ1_0 TQ2_0 -> 4 bits                                     groups of 128
-#     exact (powers of two)     MXFP4     -> 8 bits                                       groups of 32
-#     scales to 11 bits         Q2_K Q3_K -> 4 bits    Q6_K IQ1_M IQ2_XS IQ2_S -> 8 bits  groups of 16
-#                               Q4_K      -> 4 bits    Q5_K IQ4_XS -> 8 bits              groups of 32
-#                                                      IQ1_S IQ2_XXS IQ3_XXS IQ3_S -> 8 bits, groups of 32
+#     exact (scales below 512)  Q4_0 Q4_1 IQ4_NL -> 4 bits    Q5_0 Q5_1 Q8_0 -> 8 bits               groups of 32
+#                               TQ1_0 TQ2_0 -> 4 bits                                                groups of 128
+#     exact (powers of two)     MXFP4 -> 4 bits                                                      groups of 32
+#     scales to 11 bits         Q2_K Q3_K -> 4 bits           Q6_K IQ1_M IQ2_XS IQ2_S -> 8 bits      groups of 16
+#                               Q4_K IQ4_XS -> 4 bits         Q5_K IQ1_S IQ2_XXS IQ3_XXS IQ3_S -> 8 bits   groups of 32
 #
 # A scale of a K or IQ kind is a float16 times an integer of up to 7 bits; in float16 it is off by at most 2^-11 of itself. Where codes
 # are counted from a middle (all but Q2_K, Q4_K, Q5_K), so is each weight; there it is off by at most 2^-11 of |scale * code| + |offset|.
 # Scales of MXFP4 are powers of two. One that is 2^39 times smaller than the largest of its matrix becomes zero.
 
-_FOUR_BITS = ("Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "TQ1_0", "TQ2_0")
-_BYTE_MIDDLE = 128  # of codes that were looked up in a table
+_FOUR_BITS = ("Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0")
 
 
 def fold_gguf(raw: Tensor, kind: str, shape: tuple[int, ...], name: str) -> PackedWeight:
     """Returns the matrix of `shape` whose bytes are `raw` (uint8, contiguous). `name`: of the tensor in the file, for messages."""
     _check_gguf(raw, kind, shape, name)
     codes, middle, scale, offset, table = take_apart(raw, kind)
-    if table is not None:
-        codes, middle = (table.view(torch.uint8) ^ _BYTE_MIDDLE)[codes.int()], _BYTE_MIDDLE
     if offset is None:
         offset = scale * -middle  # by a power of two: rounds as the scale does
     n, runs = shape[0], -(-group_size(kind) // scale.shape[1] // GROUPS[0])  # of the longest groups that there are, in one of the file
     scale, offset = (part.repeat_interleave(runs, dim=1).view(n, -1) if runs > 1 else part.view(n, -1) for part in (scale, offset))
-    return pack(name, 4 if kind in _FOUR_BITS else 8, codes.view(shape), scale, offset)
+    return pack(name, 4 if kind in _FOUR_BITS else 8, codes.view(shape), scale, offset, table=table)
 
 
 def _check_gguf(raw: Tensor, kind: str, shape: tuple[int, ...], name: str) -> None:

@@ -23,7 +23,7 @@ PARTS = {
     "fp8": ("weight", "weight_scale", "weight_scale_inv", "input_scale"),
 }
 # By layout, kind of number in a file, and part of a module: the parts that are no floats of a usual kind
-WHOLE_NUMBERS = {
+WHOLE_NUMBERS: dict[str, dict[str, tuple[str, ...]]] = {
     "awq": {"I32": ("qweight", "qzeros")},
     "gptq": {"I32": ("qweight", "qzeros", "g_idx")},
     "words": {
@@ -40,7 +40,6 @@ OF_CACHE = (".k_scale", ".v_scale")  # of a KV cache in FP8, which nobody keeps 
 @dataclass(frozen=True, slots=True)
 class QuantConfig:
     method: str  # one of METHODS
-    layout: str  # of the tensors: one of PARTS
     bits: int
     group_size: int  # input columns that share a scale; -1: all of them
     sym: bool = False  # codes are counted from the middle
@@ -48,6 +47,12 @@ class QuantConfig:
     stored_minus_one: bool = False  # GPTQ's first format keeps zeros less one, gptq_v2 as they are
     block: tuple[int, int] | None = None  # FP8: rows and columns that share a scale; None: a row, or the whole matrix
     modules_to_not_convert: tuple[str, ...] = ()
+    form: str = ""  # compressed-tensors: which of its layouts, words, bytes or fp8
+
+    @property
+    def layout(self) -> str:
+        """Of its tensors: one of PARTS."""
+        return self.form or self.method
 
     def converts(self, module: str) -> bool:
         """Whether a linear layer of this name is quantised; a name that contains one of the exceptions is not."""
@@ -70,14 +75,17 @@ class QuantConfig:
 
 
 def _found(exception: str, module: str) -> bool:
-    """Whether a module is an exception. Of a pattern (`re:.*gate`) only .* is understood: no pattern of a file is run."""
+    """Whether a module is an exception. Of a pattern (`re:.*gate$`) only .* and $ are understood: no pattern of a file is run."""
+    if not exception.startswith("re:"):
+        return exception in module
     place = 0
-    for piece in exception.removeprefix("re:").strip("^$").split(".*"):
-        found = module.find(piece.replace("\\", ""), place)
+    pieces = exception.removeprefix("re:").replace("\\", "").split(".*")
+    for piece in pieces:
+        found = module.find(piece.removesuffix("$"), place)
         if found < 0:
             return False
         place = found + len(piece)
-    return True
+    return not pieces[-1].endswith("$") or module.endswith(pieces[-1].removesuffix("$"))
 
 
 def read_quant_config(raw: Mapping[str, Any], source: str) -> QuantConfig | None:
@@ -140,7 +148,6 @@ class _Table:
             raise self.fail("zero_point", "true")
         return QuantConfig(
             method="awq",
-            layout="awq",
             bits=self.integer("bits", lambda bits: bits == 4, "4"),
             group_size=self.group_size(),
             modules_to_not_convert=self.names("modules_to_not_convert"),
@@ -151,7 +158,6 @@ class _Table:
             raise self.fail("dynamic", "the same bits and groups in all modules")
         return QuantConfig(
             method="gptq",
-            layout="gptq",
             bits=self.integer("bits", lambda bits: bits in (4, 8), "4, 8"),
             group_size=self.group_size(),
             sym=self.flag("sym", True),
@@ -164,7 +170,7 @@ class _Table:
         self.choice("fmt", ("e4m3",), default="e4m3")
         self.choice("activation_scheme", ("dynamic", "static"), default="dynamic")
         exceptions = self.names("modules_to_not_convert") + self.names("ignored_layers")
-        return QuantConfig("fp8", "fp8", 8, -1, block=self.block("weight_block_size"), modules_to_not_convert=exceptions)
+        return QuantConfig("fp8", 8, -1, sym=True, block=self.block("weight_block_size"), modules_to_not_convert=exceptions)
 
     def block(self, key: str) -> tuple[int, int] | None:
         value = self.table.get(key)
@@ -215,7 +221,7 @@ class _Table:
             raise self.fail("block_structure", "two numbers, of rows and of columns")
         return QuantConfig(
             method="compressed-tensors",
-            layout=layout,
+            form=layout,
             bits=bits,
             group_size=self.group_size() if strategy == "group" else -1,
             sym=symmetric,

@@ -22,8 +22,9 @@ from tests.support.forked import forked
 from tests.support.hostile_case import Case
 from tests.support.hostile_files import GROUPS, all_cases
 from tests.support.tiny_files import folder_files, gguf_file, gguf_keys, sentencepiece_keys, sharded_files, write_files
-from tests.support.tiny_quantized import gptq_files, quantized_files
+from tests.support.tiny_quantized import fp8_files, gptq_files, quantized_files, words_files
 
+FOLDERS = [folder_files, sharded_files, quantized_files, gptq_files, fp8_files, words_files]
 CASES = {case.id: case for case in all_cases()}
 FIRST = {case.group: case for case in reversed(CASES.values())}
 NO_SUCH_MODEL = 130  # its first case: an empty start
@@ -95,11 +96,11 @@ def test_hostile_file_is_refused_in_one_line(out: Path, doors: Doors, name: str)
     assert not list(model.parent.rglob("*.ran"))  # what custom code would leave behind
 
 
-@pytest.mark.parametrize("make", [folder_files, sharded_files, quantized_files, gptq_files, gguf_keys, sentencepiece_keys])
+@pytest.mark.parametrize("make", [*FOLDERS, gguf_keys, sentencepiece_keys])
 def test_the_files_the_cases_are_made_of_are_sound(out: Path, doors: Doors, make: Callable[[], dict[str, bytes]]) -> None:
     """Otherwise each of them could be refused for a reason of its own."""
     model = out / f"{make.__name__}.gguf"
-    if make in (folder_files, sharded_files, quantized_files, gptq_files):
+    if make in FOLDERS:
         write_files(model, make())
     else:
         model.write_bytes(gguf_file(make()))

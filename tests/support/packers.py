@@ -1,4 +1,4 @@
-"""AWQ and GPTQ tensors written row by row and column by column, as their layouts are
+"""AWQ, GPTQ and compressed-tensors written row by row and column by column, as their layouts are
 published: obvious, and apart from what reads them.
 
 Everything is seen from the weight: codes[row][column], zeros[row][group], scales[row][group], w = scale * (code - zero).
@@ -55,6 +55,37 @@ class Published:
             f"{name}.scales": torch.tensor(self.scales.T),
             f"{name}.g_idx": torch.tensor(self.group_of, dtype=torch.int32),
         }
+
+    def words(self, name: str, symmetric: bool, packed_zeros: bool = True) -> dict[str, Tensor]:
+        """compressed-tensors' pack-quantized; older writers left zeros unpacked."""
+        n, k = self.codes.shape
+        groups, per_word = self.zeros.shape[1], 32 // self.bits
+        weight, zeros = np.zeros((n, k // per_word), np.uint32), np.zeros((-(-n // per_word), groups), np.uint32)
+        for column in range(k):
+            weight[:, column // per_word] |= self.codes[:, column].astype(np.uint32) << self.bits * (column % per_word)
+        for row in range(n):
+            zeros[row // per_word] |= self.zeros[row].astype(np.uint32) << self.bits * (row % per_word)
+        found = {
+            f"{name}.weight_packed": _int32(weight),
+            f"{name}.weight_scale": torch.tensor(self.scales),
+            f"{name}.weight_shape": torch.tensor([n, k]),
+        }
+        if not symmetric:
+            signed = torch.from_numpy(self.zeros - 2 ** (self.bits - 1)).to(torch.int8)
+            found[f"{name}.weight_zero_point"] = _int32(zeros) if packed_zeros else signed
+        if self.group_of != sorted(self.group_of):
+            found[f"{name}.weight_g_idx"] = torch.tensor(self.group_of, dtype=torch.int32)
+        return found
+
+    def bytes(self, name: str, symmetric: bool) -> dict[str, Tensor]:
+        """compressed-tensors' int-quantized."""
+        found = {
+            f"{name}.weight": torch.from_numpy(self.codes - 128).to(torch.int8),
+            f"{name}.weight_scale": torch.tensor(self.scales),
+            f"{name}.input_scale": torch.ones(1),
+        }
+        zeros = {} if symmetric else {f"{name}.weight_zero_point": torch.from_numpy(self.zeros - 128).to(torch.int8)}
+        return found | zeros
 
 
 def published(n: int, k: int, group_size: int, bits: int, seed: int, *, symmetric: bool = False, act_order: bool = False) -> Published:

@@ -1,4 +1,4 @@
-"""Small models in the layouts of AWQ and GPTQ, and the same models in the floats that those stand for."""
+"""Small models in the layouts of AWQ, GPTQ and compressed-tensors, and the same models in the floats that those stand for."""
 
 import json
 from dataclasses import dataclass
@@ -36,6 +36,8 @@ class Kind:
     @property
     def config(self) -> dict[str, Any]:
         table: dict[str, Any] = {"quant_method": self.method, "bits": self.bits, "group_size": self.group_size}
+        if self.method in ("words", "bytes"):
+            return compressed_config(self)
         if self.method == "awq":
             return table | {"version": "gemm", "zero_point": True, "modules_to_not_convert": None}
         return table | {"sym": self.sym, "desc_act": self.act_order, "checkpoint_format": "gptq" if self.first_format else "gptq_v2"}
@@ -46,7 +48,7 @@ def write_both(folder: Path, kind: Kind) -> tuple[Path, Path]:
     rest = _rest(kind)
     codes, floats = dict(rest), dict(rest)
     for name, source in _modules(kind).items():
-        codes |= source.awq(name) if kind.method == "awq" else source.gptq(name, kind.first_format)
+        codes |= _stored(source, name, kind)
         floats[f"{name}.weight"] = source.weight()
     config = {
         "architectures": [kind.architecture], "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER,
@@ -55,6 +57,27 @@ def write_both(folder: Path, kind: Kind) -> tuple[Path, Path]:
     }  # fmt: skip
     quantized = write_model(folder / "quantized", config | {"quantization_config": kind.config}, codes)
     return quantized, write_model(folder / "floats", config, floats)
+
+
+def _stored(source: Published, name: str, kind: Kind) -> dict[str, Tensor]:
+    if kind.method == "awq":
+        return source.awq(name)
+    if kind.method == "gptq":
+        return source.gptq(name, kind.first_format)
+    return source.words(name, kind.sym) if kind.method == "words" else source.bytes(name, kind.sym)
+
+
+def compressed_config(kind: Kind) -> dict[str, Any]:
+    weights = {
+        "num_bits": kind.bits, "type": "int", "symmetric": kind.sym, "strategy": "channel" if kind.group_size == -1 else "group",
+        "group_size": None if kind.group_size == -1 else kind.group_size, "actorder": "group" if kind.act_order else None,
+        "dynamic": False, "block_structure": None, "observer": "minmax",
+    }  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized" if kind.method == "words" else "int-quantized",
+        "quantization_status": "compressed", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+    }  # fmt: skip
 
 
 def write_model(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:

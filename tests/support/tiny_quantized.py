@@ -1,4 +1,4 @@
-"""The smallest quantised model that opens, as bytes: AWQ or GPTQ in groups of 32, all of its weights zero."""
+"""The smallest quantised models that open, as bytes: AWQ, GPTQ, FP8 and words of 4 bits in groups of 32, all of their weights zero."""
 
 import json
 from typing import Any
@@ -9,13 +9,19 @@ HIDDEN = 32
 CONFIG = tiny.CONFIG | {"hidden_size": HIDDEN, "intermediate_size": HIDDEN, "num_key_value_heads": 2}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+WORDS = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}},
+}  # fmt: skip
+CONFIGS = {"awq": AWQ, "gptq": GPTQ, "fp8": FP8, "words": WORDS}
 LAYER = "model.layers.0."
 MODULES = {  # output rows, input columns
     "self_attn.q_proj": (8, 32), "self_attn.k_proj": (8, 32), "self_attn.v_proj": (8, 32), "self_attn.o_proj": (32, 8),
     "mlp.gate_proj": (32, 32), "mlp.up_proj": (32, 32), "mlp.down_proj": (32, 32),
 }  # fmt: skip
 Shapes = dict[str, tuple[str, list[int]]]  # dtype and shape
-ITEM_BYTES = {"F32": 4, "I32": 4, "F16": 2, "I64": 8}
+ITEM_BYTES = {"F32": 4, "I32": 4, "F16": 2, "I64": 8, "F8_E4M3": 1, "F8_E5M2": 1}
 
 
 def shapes(method: str) -> Shapes:
@@ -27,6 +33,12 @@ def shapes(method: str) -> Shapes:
         module = LAYER + name
         if name == "self_attn.o_proj":
             found[f"{module}.weight"] = ("F32", [n, k])
+            continue
+        if method == "fp8":
+            found[f"{module}.weight"], found[f"{module}.weight_scale_inv"] = ("F8_E4M3", [n, k]), ("F32", [1, 1])
+            continue
+        if method == "words":
+            found[f"{module}.weight_packed"], found[f"{module}.weight_scale"] = ("I32", [n, k // 8]), ("F16", [n, 1])
             continue
         found[f"{module}.qweight"] = ("I32", [k, n // 8] if method == "awq" else [k // 8, n])
         found[f"{module}.qzeros"], found[f"{module}.scales"] = ("I32", [1, n // 8]), ("F16", [1, n])
@@ -48,9 +60,17 @@ def safetensors(described: Shapes) -> bytes:
 
 
 def quantized_files(method: str = "awq") -> dict[str, bytes]:
-    config = CONFIG | {"quantization_config": AWQ if method == "awq" else GPTQ}
+    config = CONFIG | {"quantization_config": CONFIGS[method]}
     return tiny.folder_files() | {"config.json": json.dumps(config).encode(), "model.safetensors": safetensors(shapes(method))}
 
 
 def gptq_files() -> dict[str, bytes]:
     return quantized_files("gptq")
+
+
+def fp8_files() -> dict[str, bytes]:
+    return quantized_files("fp8")
+
+
+def words_files() -> dict[str, bytes]:
+    return quantized_files("words")

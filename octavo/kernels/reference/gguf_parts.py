@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 class Parts(NamedTuple):
-    """What quantised numbers are made of: x = scale * (code - middle) + offset, or x = scale * table[code]."""
+    """What quantised numbers are made of: x = scale * (code - middle) + offset. With a table, table[code] stands for the code."""
 
     codes: Tensor  # [groups, numbers] uint8, a copy: may be written
     middle: int
     scale: Tensor  # [groups, runs] float32: a run is as many numbers as share a scale
     offset: Tensor | None = None  # [groups, runs] float32, where it is not zero
-    table: Tensor | None = None  # [16] int8, where codes of 4 bits stand for numbers that are not evenly spaced
+    table: Tensor | None = None  # [16] uint8, where codes of 4 bits stand for numbers that are not evenly spaced
 
 
 def half(two_bytes: Tensor) -> Tensor:
