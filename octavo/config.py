@@ -4,6 +4,7 @@
 through `OCTAVO_DEBUG`. A model's own numbers are in `model_config.py`. Environment variables are read here and nowhere else.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterable
@@ -33,6 +34,7 @@ class Settings(TypedDict, total=False):
     """The keywords of `LLM`, for type checkers: every field of `EngineConfig` but the model."""
 
     revision: str | None
+    hf_overrides: dict[str, Any] | None
     dtype: Dtype
     quantization: Quantization
     device: Device
@@ -74,10 +76,11 @@ class EngineConfig:
         None, "a folder, a .gguf file, owner/name[@revision][:QUANT] on the hub, or SmolLM2-135M-Instruct, the default model"
     )
     revision: str | None = _flag(None, "branch, tag or commit of a model on the hub")
+    hf_overrides: dict[str, Any] | None = _flag(None, "keys of the model's config.json with other values, as a JSON object")
     dtype: Dtype = _flag("auto", "data type to compute in; auto: the fastest on this CPU, on a GPU that of the model")
     quantization: Quantization = _flag(
         "auto", "auto: keep weights as the file has them; none: convert to floats; int8, int4: quantise floats at load",
-        "auto reads what the file holds (awq, gptq, gguf)",
+        "auto reads what the file holds (awq, gptq, fp8, gguf)",
     )  # fmt: skip
     device: Device = _flag(
         "auto", "where to compute; auto: an NVIDIA GPU if there is one, else the CPU", "Octavo runs on a CPU or an NVIDIA GPU"
@@ -179,6 +182,8 @@ def check_setting(name: str, value: object) -> None:
         raise ConfigError(f"trace must be the name of a file, got {value!r}")
     if name == "revision" and not isinstance(value, (str, type(None))):
         raise ConfigError(f"revision must be a branch, a tag or a commit, got {value!r}")
+    if name == "hf_overrides" and not (value is None or _is_json_object(value)):
+        raise ConfigError(f"hf_overrides must be a JSON object, got {value!r}")
     if name in _INTEGERS and not (value is None and name in _OPTIONAL):
         low, high = _INTEGERS[name]
         if type(value) is not int or not low <= value <= high:
@@ -193,6 +198,13 @@ def check_setting(name: str, value: object) -> None:
         because = EngineConfig.__dataclass_fields__[name].metadata["because"]
         choices = ", ".join(map(str, _CHOICES[name]))
         raise ConfigError(f"{name} must be one of {choices}, got {value!r}" + (f": {because}" if because else ""))
+
+
+def _is_json_object(value: object) -> bool:
+    try:
+        return isinstance(value, dict) and all(isinstance(key, str) for key in value) and bool(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError):
+        return False
 
 
 _MANY = 2**31 - 1

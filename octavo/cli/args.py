@@ -8,6 +8,7 @@ the file of --config, and the file over the default. --show-config prints where 
     --dtype float32          Literal: a choice
     --no-enable-prefix-caching       bool: the flag and its --no- form
     --api-key A --api-key B          tuple[str, ...]: may be repeated
+    --hf-overrides '{"rope_theta": 1e6}'    dict: a JSON object
 """
 
 import argparse
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, fields
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from octavo.cli.config_file import SERVER_SETTINGS, SETTINGS, is_size, read_settings, settings_table, size
+from octavo.cli.config_file import SERVER_SETTINGS, SETTINGS, is_size, json_object, read_settings, settings_table, size
 from octavo.cli.suggestions import FLAGS, VALUES, meant
 from octavo.config import EngineConfig, api_key
 from octavo.errors import ConfigError
@@ -181,7 +182,7 @@ def _add_field(group: argparse._ArgumentGroup, field: Field[Any]) -> None:
     elif field.type == tuple[str, ...]:
         group.add_argument(flag, action="append", metavar="TEXT", default=argparse.SUPPRESS, help=text)
     else:
-        converts: dict[object, Callable[[str], object]] = {int | None: size, int: int, float: float}
+        converts: dict[object, Callable[[str], object]] = {int | None: size, int: int, float: float, dict[str, Any] | None: json_object}
         convert = size if is_size(field) else converts.get(field.type, str)
         group.add_argument(*names, type=convert, metavar=_metavar(convert), default=argparse.SUPPRESS, help=text)
 
@@ -204,4 +205,4 @@ def _flag(name: str) -> str:
 
 
 def _metavar(convert: Callable[[str], object]) -> str:
-    return {int: "N", float: "X", size: "SIZE"}.get(convert, "TEXT")
+    return {int: "N", float: "X", size: "SIZE", json_object: "JSON"}.get(convert, "TEXT")

@@ -10,6 +10,7 @@ else. Paths in it are relative to the current folder, as those of flags are.
 """
 
 import argparse
+import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -69,6 +70,8 @@ def _converted(path: str, name: str, value: object) -> object:
     try:
         if is_size(field) and isinstance(value, str):
             value = size(value)
+        if kind == dict[str, Any] | None and isinstance(value, str):
+            value = json_object(value)
         if kind == str | None and not isinstance(value, str):
             raise ConfigError(f"{name} must be text in quotes, got {value!r}")
         (config if name in SETTINGS else server_config).check_setting(name, value)
@@ -102,6 +105,8 @@ def _text(name: str, value: object) -> str:
         return "not set"
     if isinstance(value, tuple):
         return ", ".join(value)
+    if isinstance(value, dict):
+        return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -116,3 +121,14 @@ def size(text: str) -> int | None:
     if found is None and text.lower() != "auto":
         raise argparse.ArgumentTypeError(f"must be a size like 4096, 32k, 512m, 1.5g, 24GiB or auto, got {text!r}")
     return None if found is None else int(Fraction(found[1]) * UNITS[found[2]])
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Reads a JSON object."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text[:80]!r} ({str(error)[:80]})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text[:80]!r}")
+    return value

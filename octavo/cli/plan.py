@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from octavo.loading.shape import ModelShape
 
 SETTINGS = (
-    "revision", "dtype", "quantization", "device", "kv_cache_dtype", "max_model_len", "block_size", "kv_cache_memory_bytes",
+    "revision", "hf_overrides", "dtype", "quantization", "device", "kv_cache_dtype", "max_model_len", "block_size", "kv_cache_memory_bytes",
     "gpu_memory_utilization", "num_gpu_blocks_override", "tensor_parallel_size", "pipeline_parallel_size",
     "decode_context_parallel_size", "max_num_seqs",
     "max_num_batched_tokens", "enforce_eager", "native", "cpu_isa",
@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
     asked = engine_config(args, args.words)
     check_setting("data_parallel_size", args.data_parallel_size)
-    whole = model_shape(asked.model, asked.revision).of_rank(asked.tensor_parallel_size, asked.decode_context_parallel_size)
+    whole = model_shape(asked.model, asked.revision, asked.hf_overrides)
+    whole = whole.of_rank(asked.tensor_parallel_size, asked.decode_context_parallel_size)
     config = suited(resolved(asked, _device(asked.device, args.memory)), whole.model)
     level = level_used(config)
     refuse_float16(config, config.device, level)

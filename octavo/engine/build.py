@@ -4,6 +4,7 @@
     FakeKV     a pool planned as for the model, no weights and no torch (`OCTAVO_DEBUG=runner=fake`)
 """
 
+import json
 import secrets
 import time
 from collections.abc import Callable
@@ -192,7 +193,8 @@ def _identity(facts: "Facts", geometry: CacheGeometry, weights: bytes) -> bytes:
     config = facts.config
     dtypes = f"{facts.dtype} {facts.needs.kv_cache_dtype}"
     numbers = f"{geometry.block_size} {config.tensor_parallel_size} {config.decode_context_parallel_size}"
-    made = __version__, facts.source.name, dtypes, facts.kernels, config.kv_cache_layout, config.quantization, numbers
+    overrides = json.dumps(config.hf_overrides, sort_keys=True)
+    made = __version__, facts.source.name, dtypes, facts.kernels, config.kv_cache_layout, config.quantization, numbers, overrides
     return b"\0".join([weights, *(one.encode() for one in made)])
 
 

@@ -189,7 +189,7 @@ def _settled(deltas: list[Delta]) -> list[Delta]:
 def serve(orders: Orders) -> None:
     """Runs for ever. Raises if the engine cannot start or go on."""
     debug = debug_from_environment()
-    source = ModelSource(Path(orders.path), orders.kind, orders.name)
+    source = ModelSource(Path(orders.path), orders.kind, orders.name, orders.config.hf_overrides)
     model = replace(load_model_config(source), eos_token_ids=orders.end_ids)
     limit = frame_limit(orders.config, model)
     router = Router(orders.address, orders.epoch, orders.max_queue, limit, Faults(debug), lifeline=sys.stdin.fileno(), far=orders.far)

@@ -17,8 +17,8 @@ from octavo.loading.files import read_json_object
 from octavo.loading.gguf import GGUFFile, config_dict, read_gguf
 from octavo.loading.hub import fetch_model
 from octavo.loading.names import INSTALL, NAME, HubName, at_revision, default_model, is_default_name, parse_hub_name
+from octavo.loading.overrides import overridden, read_overridden
 from octavo.model_config import ModelConfig
-from octavo.models.registry import read_config
 from octavo.quant.quant_config import QuantConfig, read_quant_config
 from octavo.sampling_params import SamplingParams
 
@@ -34,6 +34,7 @@ class ModelSource:
     path: Path
     kind: Literal["folder", "gguf"]
     name: str  # to show: SmolLM2-135M-Instruct
+    overrides: dict[str, Any] | None = None  # of its config.json: the setting `hf_overrides`
 
     @cached_property
     def gguf(self) -> GGUFFile:
@@ -44,7 +45,7 @@ class ModelSource:
     def quantization(self) -> QuantConfig | None:
         """How the weights are quantised, from config.json. A GGUF file says it for each tensor instead."""
         path = self.path / "config.json"
-        return None if self.kind == "gguf" else read_quant_config(read_json_object(path), str(path))
+        return None if self.kind == "gguf" else read_quant_config(overridden(read_json_object(path), self.overrides), str(path))
 
 
 def resolve_model(model: str | None, revision: str | None = None, weights: bool = True) -> ModelSource:
@@ -55,7 +56,8 @@ def resolve_model(model: str | None, revision: str | None = None, weights: bool 
 
 def source_of(config: EngineConfig) -> ModelSource:
     """Returns the model that the settings name. Weights are not downloaded where random ones will do."""
-    return resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
+    source = resolve_model(config.model, config.revision, weights=config.load_format != "dummy")
+    return replace(source, overrides=config.hf_overrides)
 
 
 def in_cache(name: HubName, path: Path) -> ModelSource:
@@ -106,13 +108,14 @@ def _why_not(path: Path) -> str:
 
 def load_model_config(source: ModelSource) -> ModelConfig:
     if source.kind == "gguf":
-        return read_config(config_dict(source.gguf.metadata, source.gguf.tensors, str(source.path)), str(source.path))
+        raw = config_dict(source.gguf.metadata, source.gguf.tensors, str(source.path))
+        return read_overridden(raw, source.overrides, str(source.path))
     path = source.path / "config.json"
     if not path.exists() and (gguf := next(source.path.glob("*.gguf"), None)):
         raise LoadError(f"{path}: not found; to use the GGUF file there, name it: {gguf}")
     raw = read_json_object(path)
-    config = read_config(raw, str(path))
-    read_quant_config(raw, str(path))  # what it cannot read is refused now, before torch is imported
+    config = read_overridden(raw, source.overrides, str(path))
+    read_quant_config(overridden(raw, source.overrides), str(path))  # what it cannot read is refused now, before torch is imported
     return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + read_generation_config(source.path).end_ids)))
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,10 +25,11 @@ from octavo.loading.files import INDEX, SINGLE, Entry, read_header, read_json_ob
 from octavo.loading.hub import cached_model, fetch_headers
 from octavo.loading.hub_client import Hub
 from octavo.loading.names import HubName
+from octavo.loading.overrides import overridden, read_overridden
 from octavo.loading.resolve import ModelSource, in_cache, load_model_config, locate
 from octavo.model_config import ModelConfig
 from octavo.models.family import Rules
-from octavo.models.registry import cache_specs, describe, family_of, rank_config, read_config, stage_config
+from octavo.models.registry import cache_specs, describe, family_of, rank_config, stage_config
 from octavo.policy.cache_spec import ITEM_BYTES, LayerCacheSpec
 from octavo.policy.description import ModelDescription
 from octavo.policy.gpu_size import gpu_matrices, gpu_slab_bytes, gpu_weight_bytes
@@ -262,28 +264,31 @@ class ModelShape:
         return most
 
 
-def model_shape(model: str | None, revision: str | None = None) -> ModelShape:
-    """Returns the shape of whatever a user may name, or of a config.json alone."""
+def model_shape(model: str | None, revision: str | None = None, overrides: dict[str, Any] | None = None) -> ModelShape:
+    """Returns the shape of whatever a user may name, or of a config.json alone. `overrides`: the setting `hf_overrides`"""
     if model is not None and Path(model).suffix == ".json" and Path(model).is_file():
-        return _config_shape(Path(model))
+        return _config_shape(Path(model), overrides)
     found = locate(model, revision)
-    return _hub_shape(found) if isinstance(found, HubName) else shape_of(found, load_model_config(found))
+    if isinstance(found, HubName):
+        return _hub_shape(found, overrides)
+    source = replace(found, overrides=overrides)
+    return shape_of(source, load_model_config(source))
 
 
-def _config_shape(path: Path) -> ModelShape:
+def _config_shape(path: Path, overrides: dict[str, Any] | None) -> ModelShape:
     raw = read_json_object(path)
-    config, quantized = read_config(raw, str(path)), read_quant_config(raw, str(path))
+    config, quantized = read_overridden(raw, overrides, str(path)), read_quant_config(overridden(raw, overrides), str(path))
     return ModelShape(path.resolve().parent.name, config, None, of_description(describe(config), str(path), quantized) if quantized else ())
 
 
-def _hub_shape(name: HubName) -> ModelShape:
+def _hub_shape(name: HubName, overrides: dict[str, Any] | None) -> ModelShape:
     hub = Hub.from_environment()
     if (path := cached_model(hub, name)) is not None:
-        source = in_cache(name, path)
+        source = replace(in_cache(name, path), overrides=overrides)
         return shape_of(source, load_model_config(source))
     headers = fetch_headers(name, hub)
-    config = read_config(headers.config, headers.source)
-    quantized = read_quant_config(headers.config, headers.source)
+    config = read_overridden(headers.config, overrides, headers.source)
+    quantized = read_quant_config(overridden(headers.config, overrides), headers.source)
     weights = stored_weights(headers.tensors, headers.source, quantized, family_of(config).rules)
     return ModelShape(name.shown, config, headers.weight_bytes, weights)
 

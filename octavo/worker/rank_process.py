@@ -204,7 +204,8 @@ def serve(orders: RankOrders, place: Place, messages: Iterator[bytes], tell: Cal
     from octavo.worker.facts import settle
     from octavo.worker.shadow import happened
 
-    debug, source = debug_from_environment(), ModelSource(Path(orders.path), orders.kind, orders.name)
+    debug = debug_from_environment()
+    source = ModelSource(Path(orders.path), orders.kind, orders.name, orders.config.hf_overrides)
     with compilers_for(orders.config.device) as compilers:
         facts = settle(orders.config, source, load_model_config(source), debug, place)
         if facts.fingerprint() != orders.weights:

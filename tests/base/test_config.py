@@ -14,6 +14,7 @@ from octavo.errors import ConfigError
 NO_INTEGERS: list[Any] = [1.5, "16", True, -1]
 BAD: dict[str, list[Any]] = {
     "revision": [5, b"main"],
+    "hf_overrides": ["{}", [1], {1: 2}, {"rope_theta": float("nan")}, {"x": b"y"}],
     "dtype": ["float8", "", None, 5],
     "quantization": ["awq", "fp8", "int2", None, 4],
     "device": ["gpu", "mps", "", None, 5],

@@ -1,5 +1,6 @@
 """Settings from a file: under flags, over defaults, each with its origin; and every mistake in one line that names file and key."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,16 @@ WAYS: dict[str, list[Way]] = {
     "generation_config": [('"none"', ["--generation-config", "none"], "none")],
     "native": [("true", ["--native"], True), ("false", ["--no-native"], False)],
     "cpu_isa": [('"avx2"', ["--cpu-isa", "avx2"], "avx2")],
+    "hf_overrides": [('{rope_theta = 5e5, rope_scaling = {factor = 2.0}}',
+                      ["--hf-overrides", '{"rope_theta": 5e5, "rope_scaling": {"factor": 2.0}}'],
+                      {"rope_theta": 5e5, "rope_scaling": {"factor": 2.0}}), ("'{}'", ["--hf-overrides={}"], {})],
     "revision": [('"v1"', ["--revision", "v1"], "v1")],
     "chat_template": [('"t.jinja"', ["--chat-template", "t.jinja"], "t.jinja")],
     "trace": [('"t.json"', ["--trace", "t.json"], "t.json")],
     "seed": [("0xff", ["--seed", "255"], 255)],
 }  # fmt: skip
 CHOSEN = choices(WAYS)
-TEXTS = ("model", "revision", "chat_template", "trace")  # settings that may have no value; other open ones are numbers
+TEXTS = ("model", "hf_overrides", "revision", "chat_template", "trace")  # settings that may have no value; other open ones are numbers
 
 
 def parsed(*words: str) -> Any:
@@ -82,7 +86,8 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(
         assert where == origin(name, file, filed, flags)
         known = expected.__getattribute__(name)
         unset = "not set" if name in TEXTS else "auto"
-        assert value == (unset if known is None else str(known).lower() if isinstance(known, bool) else str(known))
+        text = json.dumps(known) if isinstance(known, dict) else str(known).lower() if isinstance(known, bool) else str(known)
+        assert value == (unset if known is None else text)
 
 
 # promise: config-takes-same
@@ -113,6 +118,9 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_default(
         ("gpu_memory_utilization = 90", "gpu_memory_utilization must be a number above 0 and at most 1, got 90"),
         ("gpu_memory_utilization = '0.9'", "gpu_memory_utilization must be a number above 0 and at most 1, got '0.9'"),
         ("model = 5", "model must be text in quotes, got 5"),
+        ("hf_overrides = 5", "hf_overrides must be a JSON object, got 5"),
+        ("hf_overrides = '[1]'", "hf_overrides: must be a JSON object, got '[1]'"),
+        ("hf_overrides = {a = 1979-05-27}", "hf_overrides must be a JSON object, got "),
         ("chat_template = {a = 1}", "chat_template must be text in quotes, got {'a': 1}"),
         ("seed = 1\nblock_size 16", "not valid TOML: Expected '=' after a key in a key/value pair (at line 2, column 12)"),
         ("seed = 1\nmodel = '''x\n", "not valid TOML: Expected \"'''\" (at line 2, the last)"),

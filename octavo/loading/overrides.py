@@ -1,0 +1,60 @@
+"""`hf_overrides`: keys of a config.json that the user sets instead of its makers. No torch here: plans use it.
+
+A value replaces the one of the file; only `text_config` is merged key by key. A key that neither the file has nor the family of the
+model reads is refused, because it would change nothing.
+"""
+
+from typing import Any
+
+from octavo.errors import ConfigError, nearest
+from octavo.model_config import ModelConfig
+from octavo.models.registry import read_config
+
+MERGED = "text_config"  # holds a whole config of its own
+ROPE, OLDER_ROPE = "rope_parameters", "rope_scaling"  # two names of one thing, of which readers take the first
+
+
+class _Asked(dict[str, Any]):
+    """Remembers which keys a reader asked for."""
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        super().__init__(raw)
+        self.keys_asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.keys_asked.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.keys_asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.keys_asked.add(str(key))
+        return super().__contains__(key)
+
+
+def overridden(raw: dict[str, Any], overrides: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns a config.json with the overrides in it."""
+    if not overrides:
+        return raw
+    merged = {**raw, **overrides}
+    if isinstance(inner := raw.get(MERGED), dict) and isinstance(overrides.get(MERGED), dict):
+        merged[MERGED] = {**inner, **overrides[MERGED]}
+    if OLDER_ROPE in overrides and ROPE not in overrides and isinstance(rope := merged.pop(ROPE, None), dict) and "rope_theta" in rope:
+        merged.setdefault("rope_theta", rope["rope_theta"])
+    return merged
+
+
+def read_overridden(raw: dict[str, Any], overrides: dict[str, Any] | None, source: str) -> ModelConfig:
+    """Reads a config.json with the overrides in it. `source`: the file, for messages"""
+    if not overrides:
+        return read_config(raw, source)
+    merged = _Asked(overridden(raw, overrides))
+    config = read_config(merged, f"{source} with hf_overrides")
+    known = merged.keys_asked | raw.keys()
+    for key in overrides:
+        if key not in known:
+            why = f"which {source} does not have and its family does not read"
+            raise ConfigError(f"hf_overrides has {key[:80]!r}, {why}{nearest(key, known)}")
+    return config
