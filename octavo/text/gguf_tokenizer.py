@@ -1,7 +1,7 @@
 """A tokenizer out of GGUF metadata.
 
 A GGUF file carries the vocabulary as lists (tokens, their types, merges or scores) and names the rules around it:
-    tokenizer.ggml.model = "gpt2"    byte-level BPE; `tokenizer.ggml.pre` says how text is split before merging
+    tokenizer.ggml.model = "gpt2"    byte-level BPE; `tokenizer.ggml.pre` says how text is split before merging (`gguf_splits.py`)
     tokenizer.ggml.model = "llama"   sentencepiece BPE: no merge list, the highest-scoring merged piece goes first
 The lists are given to the `tokenizers` library in bulk, so 50,000 tokens take about 0.1 s. Everything read is checked here;
 a damaged list is a LoadError that names its key.
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from octavo.errors import LoadError
+from octavo.text.gguf_splits import SPLITS, Split
 from octavo.text.tokenizer_json import MAX_ADDED_CHARS, MAX_ADDED_TEXT, MAX_ADDED_TOKENS
 
 Item = TypeVar("Item")
@@ -27,10 +28,10 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 # Every way to cut a piece in two is tried, so a file may not hold many long ones.
 MAX_PIECE_CHARS, MAX_PIECE_TEXT, MAX_MERGES = 512, 4_000_000, 2**20  # of one, of all, and the merges they make
 
-_QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3_SPLIT = _QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+# Tokens that end a turn, whether or not the file names their ids. A call of a tool ends one, too.
+ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>", "<|call|>")
+NO_TURN = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3
+IN_BETWEEN = "<|end|>"  # where answers end with <|return|>, it ends only one of the messages that an answer is made of
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +49,19 @@ def build_gguf_tokenizer(metadata: Mapping[str, object], source: str) -> GgufTok
     vocab = _Vocab.read(fields)
     bos = fields.token_id("ggml.bos_token_id", len(vocab.tokens))
     if kind == "gpt2":
-        pre = fields.text("ggml.pre", "default")
-        backend = _byte_level_backend(vocab, fields, pre)
-        add_bos = fields.flag("ggml.add_bos_token", pre in ("llama-bpe", "llama3"))
+        split = _split(fields)
+        backend = _byte_level_backend(vocab, fields, split)
+        add_bos = fields.flag("ggml.add_bos_token", split.begins)
     elif kind == "llama":
         backend = _sentencepiece_backend(vocab, fields)
         add_bos = fields.flag("ggml.add_bos_token", True)
     else:
         raise fields.error("ggml.model", f"is {reprlib.repr(kind)}; supported: gpt2, llama")
-    backend.add_tokens(vocab.added(fields))
+    backend.add_tokens(vocab.added(fields, swallow_space=kind == "llama" and metadata.get("general.architecture") == "phi3"))
     if add_bos and bos is not None:
         backend.post_processor = processors.TemplateProcessing(single="BOS $A", pair="BOS $A $B", special_tokens=[("BOS", bos)])
-    ends = [fields.token_id(f"ggml.{name}_token_id", len(vocab.tokens)) for name in ("eos", "eot", "eom")]
-    eos = tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None))
+    named = [fields.token_id(f"ggml.{name}_token_id", len(vocab.tokens)) for name in ("eos", "eot", "eom")]
+    eos = tuple(dict.fromkeys(token_id for token_id in (*named, *vocab.ends_of_turns()) if token_id is not None))
     if not eos:
         raise fields.error("ggml.eos_token_id", "is missing, so no generation could end")
     return GgufTokenizer(backend, len(vocab.tokens), bos, eos, fields.text("chat_template", "") or None)
@@ -125,8 +126,16 @@ class _Vocab:
             raise fields.error("ggml.tokens", f"lists {reprlib.repr(twice)} more than once")
         return cls(tokens, types, ids)
 
-    def added(self, fields: "_Fields") -> list[AddedToken]:
-        """Returns the tokens that are found in a text before it is split. Control tokens are special, user-defined ones are text."""
+    def ends_of_turns(self) -> list[int]:
+        """Returns the ids of tokens that end a turn by their names."""
+        found = [token for token in ENDS_OF_TURNS if self.types[self.ids.get(token, 0)] == CONTROL and token in self.ids]
+        return [self.ids[token] for token in found if token != IN_BETWEEN or "<|return|>" not in self.ids]
+
+    def added(self, fields: "_Fields", swallow_space: bool) -> list[AddedToken]:
+        """Returns the tokens that are found in a text before it is split. Control tokens are special, user-defined ones are text.
+
+        `swallow_space`: white space behind the tokens of a turn belongs to them (Phi-3)
+        """
         added = [
             (token, kind) for token, kind in zip(self.tokens, self.types, strict=True) if kind in (UNKNOWN, CONTROL, USER_DEFINED) and token
         ]
@@ -134,46 +143,31 @@ class _Vocab:
         if len(added) > MAX_ADDED_TOKENS or sum(lengths) > MAX_ADDED_TEXT or max(lengths, default=0) > MAX_ADDED_CHARS:
             most = f"at most {MAX_ADDED_TOKENS:,} of {MAX_ADDED_CHARS} characters each, {MAX_ADDED_TEXT:,} in all, are taken"
             raise fields.error("ggml.token_type", f"makes {len(added):,} tokens of {sum(lengths):,} characters special; {most}")
-        return [AddedToken(token, special=kind != USER_DEFINED, normalized=False) for token, kind in added]
+        return [
+            AddedToken(token, special=kind != USER_DEFINED, normalized=False, rstrip=swallow_space and token not in NO_TURN)
+            for token, kind in added
+        ]
 
 
-def _byte_level_backend(vocab: _Vocab, fields: _Fields, pre: str) -> Tokenizer:
-    if pre not in _PRE_TOKENIZERS:
-        raise fields.error("ggml.pre", f"is {reprlib.repr(pre)}; supported: {', '.join(sorted(_PRE_TOKENIZERS))}")
+def _split(fields: _Fields) -> Split:
+    pre = fields.text("ggml.pre", "default")
+    if pre not in SPLITS:
+        raise fields.error("ggml.pre", f"is {reprlib.repr(pre)}; supported: {', '.join(sorted(SPLITS))}")
+    return SPLITS[pre]
+
+
+def _byte_level_backend(vocab: _Vocab, fields: _Fields, split: Split) -> Tokenizer:
     merges = fields.items("ggml.merges", _pair)
     try:
-        model = models.BPE(vocab.ids, merges, ignore_merges=pre in ("llama-bpe", "llama3"))
+        model = models.BPE(vocab.ids, merges, ignore_merges=split.whole_words)
     except Exception as error:  # the library raises bare Exception
         raise fields.error("ggml.merges", f"does not fit the tokens: {error}") from None
     backend = Tokenizer(model)
-    backend.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    backend.pre_tokenizer = split.make()
     backend.decoder = decoders.ByteLevel()
-    if pre == "qwen2":
+    if split.composed:
         backend.normalizer = normalizers.NFC()
     return backend
-
-
-def _gpt2_split() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _smollm_split() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_split()])
-
-
-def _regex_split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-_PRE_TOKENIZERS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    "default": _gpt2_split,
-    "gpt-2": _gpt2_split,
-    "smollm": _smollm_split,
-    "qwen2": lambda: _regex_split(_QWEN2_SPLIT),
-    "llama-bpe": lambda: _regex_split(_LLAMA3_SPLIT),
-    "llama3": lambda: _regex_split(_LLAMA3_SPLIT),
-}
 
 
 def _sentencepiece_backend(vocab: _Vocab, fields: _Fields) -> Tokenizer:

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.errors import LoadError, RequestError
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.gguf_splits import SPLITS
+from octavo.text.tokenizer import Tokenizer, byte_level_bytes
 from tests.support.tokenizers import (
     DATA,
     gpt2_metadata,
@@ -198,6 +199,10 @@ def tiny_metadata(pre: str) -> dict[str, object]:
         ("qwen2", ["1", "2", "3", "4", "5"]),
         ("llama-bpe", ["<end>", "123", "4", "5"]),  # llama 3 begins every text with its BOS
         ("llama3", ["<end>", "123", "4", "5"]),
+        ("tekken", ["<end>", "1", "2", "3", "4", "5"]),
+        ("dbrx", ["123", "4", "5"]),
+        ("gpt-4o", ["123", "4", "5"]),
+        ("refact", ["1", "2", "3", "4", "5"]),
     ],
 )
 def test_each_pre_tokenizer_splits_numbers_its_own_way(pre: str, pieces: list[str]) -> None:
@@ -207,12 +212,75 @@ def test_each_pre_tokenizer_splits_numbers_its_own_way(pre: str, pieces: list[st
     assert tokenizer.eos_token_ids == (14, 15)
 
 
+# What the patterns of these models cut a text into: words, signs, contractions, paths, line ends
+TEXT = "don't camelCase /a/b\n\n  x"
+CUTS = {
+    "gpt-2": ["don", "'t", " camelCase", " /", "a", "/", "b", "\n\n ", " x"],
+    "dbrx": ["don", "'t", " camelCase", " /", "a", "/b", "\n\n", " ", " x"],
+    "tekken": ["don", "'t", " camel", "Case", " /", "a", "/b", "\n\n", " ", " x"],
+    "gpt-4o": ["don't", " camel", "Case", " /", "a", "/b", "\n\n", " ", " x"],
+}
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_each_pre_tokenizer_cuts_words_its_own_way(pre: str) -> None:
+    cut = SPLITS[pre].make().pre_tokenize_str(TEXT)
+    assert [byte_level_bytes(piece).decode() for piece, _ in cut] == CUTS[pre]
+
+
+def turns(*names: str, model: str = "gpt2") -> dict[str, object]:
+    """The metadata of a vocabulary with these control tokens; the first of them is the end that the file names."""
+    base = tiny_metadata("gpt-2") if model == "gpt2" else stories_metadata()
+    tokens, types = list(base["tokenizer.ggml.tokens"]), list(base["tokenizer.ggml.token_type"])  # type: ignore[call-overload]
+    scores = {} if model == "gpt2" else {"tokenizer.ggml.scores": [*base["tokenizer.ggml.scores"], *[0.0] * len(names)]}  # type: ignore[misc]
+    ends = {"tokenizer.ggml.eos_token_id": len(tokens), "tokenizer.ggml.eot_token_id": None}
+    return base | ends | {"tokenizer.ggml.tokens": [*tokens, *names], "tokenizer.ggml.token_type": [*types, *[3] * len(names)]} | scores
+
+
+@pytest.mark.parametrize(
+    ("names", "ends"),
+    [
+        (["<eos>", "<start_of_turn>", "<end_of_turn>"], ["<eos>", "<end_of_turn>"]),
+        (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], ["<|endoftext|>", "<|im_end|>"]),
+        (["<|endoftext|>", "<|user|>", "<|end|>"], ["<|endoftext|>", "<|end|>"]),
+        (["<|return|>", "<|end|>", "<|call|>", "<|channel|>"], ["<|return|>", "<|call|>"]),  # harmony: an answer has several messages
+        (["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"], ["<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"]),
+    ],
+)
+def test_a_turn_ends_with_the_tokens_that_are_known_to_end_one(names: list[str], ends: list[str]) -> None:
+    tokenizer = Tokenizer.from_gguf(turns(*names), "t.gguf")
+    assert [tokenizer.token(token_id) for token_id in tokenizer.eos_token_ids] == ends
+
+
+def test_tokens_of_a_turn_swallow_white_space_in_phi3_alone() -> None:
+    """As the tokenizer.json of Phi-3 says it of them (rstrip), and GGUF files do not."""
+    for architecture, swallows in (("phi3", True), ("llama", False)):
+        tokenizer = Tokenizer.from_gguf(turns("<|end|>", "<|user|>", model="llama") | {"general.architecture": architecture}, "t.gguf")
+        plain, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in ("<|user|>hi", "<|user|>\n hi"))
+        assert (plain == spaced) == swallows
+
+
+def test_a_sentencepiece_vocabulary_without_a_space_prefix_leaves_text_as_it_is() -> None:
+    """Gemma's. Runs of spaces are tokens of their own there, which GGUF files spell with spaces."""
+    metadata = stories_metadata() | {"tokenizer.ggml.add_space_prefix": False}
+    tokens, types = list(metadata["tokenizer.ggml.tokens"]), list(metadata["tokenizer.ggml.token_type"])  # type: ignore[call-overload]
+    tokens, types = [*tokens, "   "], [*types, 4]
+    scores = [*metadata["tokenizer.ggml.scores"], 0.0]  # type: ignore[misc]
+    added = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types, "tokenizer.ggml.scores": scores}
+    tokenizer = Tokenizer.from_gguf(metadata | added, "g.gguf")
+    for text in ("Once upon a time", " Once", "a   b", "é\n"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == text
+    assert len(tokens) - 1 in tokenizer.encode("a   b") and tokenizer.encode("Once")[0] == tokenizer.bos_token_id
+    assert tokenizer.encode("Once", add_special_tokens=False) != stories().encode("Once", add_special_tokens=False)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
         ("ggml.model", "bert"),
         ("ggml.model", None),
-        ("ggml.pre", "tekken"),
+        ("ggml.pre", "viking"),
         ("ggml.tokens", None),
         ("ggml.tokens", "abc"),
         ("ggml.tokens", [*"0123456789", "12", "123", "1234", "12345", "<end>", 7]),
