@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args
 from octavo.errors import ConfigError
 
 LogFormat = Literal["text", "json"]
-ToolCallParser = Literal["auto", "hermes", "llama3_json", "none"]
+ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "phi4_mini_json", "granite", "qwen3_coder", "harmony", "none"]
 RoutingPolicy = Literal["prefix", "least", "turns"]
-ReasoningParser = Literal["auto", "think", "none"]
+ReasoningParser = Literal["auto", "think", "harmony", "none"]
 
 
 def _flag(default: Any, text: str, least: float | None = None, most: float | None = None, secret: bool = False) -> Any:
@@ -50,7 +50,9 @@ class ServerConfig:
     max_stop: int = _flag(4, "max stop strings of a request", 0, 2**31 - 1)
     max_temperature: float = _flag(2.0, "max temperature of a request", 0.0, 1e6)
     tool_call_parser: ToolCallParser = _flag("auto", "format of the model's tool calls; auto: the one in its chat template")
-    reasoning_parser: ReasoningParser = _flag("auto", "think: text in <think> tags is reasoning; auto: if the chat template has these tags")
+    reasoning_parser: ReasoningParser = _flag(
+        "auto", "think: text in <think> tags is reasoning; harmony: the channel analysis is; auto: what the chat template has"
+    )
     metrics_prefix: str = _flag("octavo:", "how names at /metrics begin; with vllm: dashboards for vLLM work")
     log_format: LogFormat = _flag("text", "json: one JSON object for each log line")
     lesson: bool = _flag(False, "play scenes that show how paging works, in a tiny KV cache; sets its size and limits itself")

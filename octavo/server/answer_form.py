@@ -21,7 +21,7 @@ from octavo.text.call_reader import ToolCallDelta
 from octavo.text.grammar_text import check_limits, joined_grammars
 from octavo.text.reasoning import ReasoningTokens, behind_thought, reasoning_family, reasoning_splitter
 from octavo.text.tool_calls import FAMILIES, forced_call, tool_call_family, tool_call_parser
-from octavo.text.tools import ToolChoice, tool_name
+from octavo.text.tools import ToolChoice, text_parameters, tool_name
 
 TYPES = ("text", "json_object", "json_schema")
 
@@ -42,6 +42,7 @@ class AnswerForm:
     calls: str  # family of the format of calls
     names: tuple[str, ...]  # names of the tools offered
     parallel: bool  # whether an answer may have several calls
+    texts: frozenset[tuple[str, str]] = frozenset()  # tools and their parameters that are text
 
     @property
     def is_plain(self) -> bool:
@@ -53,12 +54,14 @@ def answer_form(server: Server, tools: Sequence[Mapping[str, object]], parallel:
     template = server.llm.encoder.template
     reasoning = reasoning_family(server.config.reasoning_parser, template)
     calls = tool_call_family(server.config.tool_call_parser, template)
-    return AnswerForm(reasoning, calls, tuple(map(tool_name, tools)), parallel is not False)
+    return AnswerForm(reasoning, calls, tuple(map(tool_name, tools)), parallel is not False, text_parameters(tools))
 
 
 def reasoning_counters(server: Server, form: AnswerForm, prompt: str, n: int) -> list[ReasoningTokens]:
     """Returns a counter for each sample if the model thinks, else none."""
-    return [ReasoningTokens(prompt, server.llm.tokenizer.token_bytes) for _ in range(n)] if form.reasoning != "none" else []
+    if form.reasoning == "none":
+        return []
+    return [ReasoningTokens(prompt, server.llm.tokenizer.token_bytes, form.reasoning) for _ in range(n)]
 
 
 def asked_form(extra: object, response_format: object, param: str) -> StructuredOutputs | None:
@@ -129,7 +132,7 @@ class AnswerParts:
     def __init__(self, form: AnswerForm, prompt: str, stream: bool) -> None:
         self._parallel = form.parallel
         self._splitter = reasoning_splitter(form.reasoning, prompt)
-        self._parser = tool_call_parser(form.calls, form.names, stream)
+        self._parser = tool_call_parser(form.calls, form.names, stream, form.texts)
 
     def push(self, text: str, ended: bool) -> list[Part]:
         """Takes the next piece of text, and returns the parts that are now certain, in order."""

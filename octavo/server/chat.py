@@ -19,7 +19,8 @@ from octavo.server.logprobs import chat_logprobs
 from octavo.server.request_bodies import ChatBody, read_generation_body
 from octavo.server.state import Server
 from octavo.structured_outputs import PARAM
-from octavo.text.tool_calls import AnswerPiece, collected
+from octavo.text.call_parser import AnswerPiece
+from octavo.text.tool_calls import collected
 from octavo.text.tools import ToolChoice, check_tool_choice, check_tools
 
 FORMAT = "response_format"

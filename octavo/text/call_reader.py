@@ -172,9 +172,10 @@ class ToolCallDelta:
 
 
 class CallReader:
-    def __init__(self, head: str, index: int, names: Collection[str], stream: bool) -> None:
-        """`head`: the text in front of the object, if it belongs to the call, such as a tag."""
-        self.over = False  # it ended, or broke: there is nothing more to read
+    def __init__(self, head: str, index: int, names: Collection[str], stream: bool, name: str | None = None) -> None:
+        """`head`: the text in front of the object, if it belongs to the call, such as a tag. `name`: of the tool, where the object holds
+        its arguments alone"""
+        self.over = name is not None and name not in names  # it ended, or broke: there is nothing more to read
         self.given = False  # its first delta is out
         self._index, self._names, self._stream = index, names, stream
         self._text = [head]
@@ -183,9 +184,12 @@ class CallReader:
         self._role: Role = "key"  # of that one, or of the value to come
         self._seen: set[Role] = set()
         self._word = ""  # of a key or a name, what came of it
-        self._name: str | None = None
+        self._name: str | None = None if self.over else name
         self._arguments: list[str] = []  # not given out yet
         self._has_arguments = False
+        self._is_named = name is not None
+        if self._is_named:
+            self._next, self._role = "value", "arguments"
 
     @property
     def stands(self) -> bool:
@@ -273,3 +277,4 @@ class CallReader:
                 self._name = None if self.over else name
             case "arguments":
                 self._has_arguments = True
+                self.over = self._is_named

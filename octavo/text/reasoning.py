@@ -1,5 +1,7 @@
 """Tells a model's thinking from its answer while both stream, for models that think between `<think>` and `</think>`.
 
+`harmony.py` has the other form of thinking.
+
     "<think>\\n" | "17 is odd..." | "\\n</think>\\n\\n" | "It is prime."          tag, reasoning, tag, content
 
 Thinking can only come first: a `<think>` in the middle of an answer is text. A thought that is never closed stays a thought. Every
@@ -7,28 +9,13 @@ character comes out once, so the pieces joined are the text. White space next to
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
+from octavo.text.harmony import CHANNEL, HarmonySplitter
+from octavo.text.pieces import Piece, Splitter
 from octavo.text.tags import MAX_SPACES, SPACE, half_tag, tag_start
 
 OPEN, CLOSE = "<think>", "</think>"
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    kind: Literal["reasoning", "tag", "content"]
-    text: str
-
-
-class Splitter(Protocol):
-    def push(self, text: str) -> list[Piece]:
-        """Takes the next text. Returns the pieces that are now certain: only what may still become a tag is held back."""
-        ...
-
-    def flush(self) -> list[Piece]:
-        """Ends the answer. Returns what was held back, as the text that it looks like."""
-        ...
 
 
 class ReasoningSplitter:
@@ -99,6 +86,8 @@ class ReasoningSplitter:
 class PlainSplitter:
     """A splitter for models that do not think, or whose thinking is not to be told apart: all is content."""
 
+    thought, answering = False, True
+
     def push(self, text: str) -> list[Piece]:
         return [Piece("content", text)] if text else []
 
@@ -112,8 +101,8 @@ class ReasoningTokens:
     It reads tokens, not pieces: text comes later than its tokens do (half characters, stop strings), and several at once.
     """
 
-    def __init__(self, prompt: str, token_bytes: Callable[[int], bytes]) -> None:
-        self._splitter = ReasoningSplitter(prompt)
+    def __init__(self, prompt: str, token_bytes: Callable[[int], bytes], family: str = "think") -> None:
+        self._splitter = reasoning_splitter(family, prompt)
         self._token_bytes = token_bytes
         self._seen = 0
 
@@ -129,19 +118,21 @@ class ReasoningTokens:
         return self._seen if self._splitter.thought else 0
 
 
-REASONING_PARSERS = ("auto", "think", "none")
+REASONING_PARSERS = ("auto", "think", "harmony", "none")
 
 
 def reasoning_family(parser: str, template: str | None) -> str:
-    """Returns what a setting means. `auto` means think if the chat template mentions it."""
+    """Returns what a setting means. `auto` means the form that the chat template mentions."""
     assert parser in REASONING_PARSERS
     if parser != "auto":
         return parser
-    return "think" if OPEN in (template or "") else "none"
+    return "harmony" if CHANNEL in (template or "") else "think" if OPEN in (template or "") else "none"
 
 
 def reasoning_splitter(family: str, prompt: str) -> Splitter:
     """Returns the splitter of one answer to the rendered prompt."""
+    if family == "harmony":
+        return HarmonySplitter()
     return ReasoningSplitter(prompt) if family == "think" else PlainSplitter()
 
 

@@ -24,9 +24,12 @@ def tag_start(text: str, start: int, place: int) -> int:
     return first + len(text[first:place].rstrip(SPACE))
 
 
-def half_tag(text: str, start: int, tag: str) -> int:
-    """Returns where the tail of the text that may still become `tag` begins, or the end of the text if there is none."""
+def half_tag(text: str, start: int, tag: str, spaces: bool = True) -> int:
+    """Returns where the tail of the text that may still become `tag` begins, or the end of the text if there is none.
+
+    Without `spaces`, white space does not belong to the tag.
+    """
     place = text.rfind(tag[0], max(start, len(text) - len(tag) + 1))
     if place < 0 or not tag.startswith(text[place:]):
         place = len(text)
-    return tag_start(text, start, place)
+    return tag_start(text, start, place) if spaces else place

@@ -26,6 +26,8 @@ from octavo.text.tokenizer_json import check_tokenizer_json
 
 # Added tokens that stand where an image goes: without one they mean nothing.
 IMAGE_TOKENS = frozenset({"<|image_pad|>", "<|video_pad|>", "<|image|>", "<image>", "<image_soft_token>", "[IMG]"})
+PARTS_OF_ANSWERS = frozenset({"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|tool_call|>", "<|/tool_call|>"})
+HARMONY = frozenset({"<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>"})
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -45,7 +47,8 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.chat_template = chat_template
         added = backend.get_added_tokens_decoder()
-        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        spoken = _spoken({token.content for token in added.values()})
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special and token.content not in spoken)
         self.image_ids = frozenset(token_id for token_id, token in added.items() if token.content in IMAGE_TOKENS)
         around = backend.encode("").ids  # what every prompt gets around it
         self.vocab_size = max(num_ids, max([*added, *around], default=-1) + 1)
@@ -140,6 +143,11 @@ def byte_level_bytes(token: str) -> bytes:
     """Returns the bytes that GPT-2's alphabet spells. A token with a character outside that alphabet stands for itself."""
     values = [_BYTE_OF_CHAR.get(char) for char in token]
     return token.encode() if None in values else bytes(value for value in values if value is not None)
+
+
+def _spoken(added: set[str]) -> frozenset[str]:
+    """Returns the special tokens that stay in an answer's text, because they say where its parts begin and end (`tool_calls.py`)."""
+    return PARTS_OF_ANSWERS | HARMONY if "<|channel|>" in added else PARTS_OF_ANSWERS
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -6,7 +6,7 @@ checked here, so that an error can name the place:
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,6 +40,18 @@ def tool_name(tool: Mapping[str, object]) -> str:
     function = tool["function"]
     assert isinstance(function, Mapping)
     return str(function["name"])
+
+
+def text_parameters(tools: Sequence[Mapping[str, object]]) -> frozenset[tuple[str, str]]:
+    """Returns the parameters of checked tools that are text, each with the name of its tool."""
+    found = set()
+    for tool in tools:
+        function = tool["function"]
+        assert isinstance(function, Mapping)
+        properties = (function.get("parameters") or {}).get("properties") or {}
+        texts = (key for key, schema in properties.items() if isinstance(schema, Mapping) and schema.get("type") == "string")
+        found |= {(tool_name(tool), key) for key in texts}
+    return frozenset(found)
 
 
 def check_tools(tools: object) -> list[dict[str, object]]:

@@ -104,6 +104,8 @@ def test_llama_calls_are_the_whole_answer(calls: list[Written], tagged: bool, ga
 
 CRUMBS = ["<tool_call>", "</tool_call>", '{"name": "weather", "arguments": ', '"parameters"', '{"a": [1', "]}", "}", '"', "\\", "\n"]
 CRUMBS += ['{"name": "rm"', ", ", '"name": "weather"', "{", "x" * 401, "<tool", "; ", " " * 9, "tru", "-1.5e", "\\u00", "<|python_tag|>"]
+CRUMBS += ["[TOOL_CALLS]", "[", "weather[ARGS]", "<|tool_call|>", "<|/tool_call|>", "functools", "<function=weather>", "</function>"]
+CRUMBS += ["<function=", "<parameter=x>", "</parameter>", "<|channel|>commentary to=functions.weather<|message|>", "<|call|>", "<|start|>assistant"]
 SOUP = st.lists(st.sampled_from(CRUMBS), max_size=14).map("".join)
 
 
@@ -268,7 +270,8 @@ def test_templates_say_which_form_their_models_write() -> None:
     hermes = {"MiMo-VL", "Qwen-QwQ-32B", "Qwen-Qwen2.5-7B-Instruct", "Qwen-Qwen3-0.6B", "Qwen3-VL-Instruct", "Qwen3-VL-Thinking"}
     hermes |= {"Qwen3_from_tokenizer_config"}
     assert {name for name, family in spoken.items() if family == "hermes"} == hermes
-    assert {family for name, family in spoken.items() if name not in hermes} == {"none"}  # XML, or a form of their own
+    assert {name for name, family in spoken.items() if family == "qwen3_coder"} == {"Qwen3-Coder", "Qwen3.5-4B"}
+    assert {family for name, family in spoken.items() if name not in hermes} == {"qwen3_coder", "none"}  # or a form of their own
     for source in ("{{ '<|python_tag|>' + x }}", """{{- 'Respond in the format {"name": function name, "parameters": dictionary' }}"""):
         assert tool_call_family("auto", source) == "llama3_json"
     assert tool_call_family("llama3_json", "<tool_call>\n{\"name\"") == "llama3_json" and tool_call_family("auto", None) == "none"

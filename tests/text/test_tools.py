@@ -165,11 +165,16 @@ def takes(grammar: str, text: str) -> bool:
     return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
 
 
+FORMS = {
+    "llama3_json": "%s", "mistral": "[TOOL_CALLS][%s]", "granite": "<|tool_call|>[%s]", "phi4_mini_json": "<|tool_call|>[%s]<|/tool_call|>",
+}  # fmt: skip
+
+
 @settings(max_examples=20)
-@given(st.sampled_from(sorted(FAMILIES)), st.text("aé\n\"\\🙂", max_size=3))
+@given(st.sampled_from(sorted(FAMILIES.keys() - {"harmony"})), st.text("aé\n\"\\🙂", max_size=3))
 def test_a_forced_call_is_one_of_these_as_templates_write_it(family: str, word: str) -> None:
-    key = FAMILIES[family].arguments
-    form = "<tool_call>\n%s\n</tool_call>" if family == "hermes" else "%s"
+    key = "parameters" if family == "llama3_json" else "arguments"
+    form = FORMS.get(family, "<tool_call>\n%s\n</tool_call>")
     grammar = behind_thought(forced_call(family, TOOLS, parallel=False), "none", "")
     call = {"name": "say", key: {"x": word}}
     assert takes(grammar, form % json.dumps(call, ensure_ascii=False))

@@ -1,0 +1,194 @@
+"""The forms in which families of models write tool calls, and rules (Lark) of a grammar for each: Hermes, Llama 3, lists behind a tag.
+
+White space next to a tag belongs to it. `harmony.py` and `xml_calls.py` have two more forms.
+"""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import ClassVar
+
+from octavo.text.call_parser import AnswerPiece, CallParser
+from octavo.text.tags import SPACE, half_tag, tag_start
+
+# -- Hermes and Qwen: calls stand anywhere in an answer
+#
+#     Let me look.
+#     <tool_call>
+#     {"name": "weather", "arguments": {"city": "Paris"}}
+#     </tool_call>
+#
+# White space next to the tags belongs to them. A call is complete with its object: the closing tag may be missing.
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+# in a template's source a new line may be written as one or as \n, and quotes with a backslash; others have XML in the tag
+HERMES_TEMPLATE = re.compile(r"<tool_call>(?:\\n|\s)*\{\\?[\"'](?:name|arguments)")
+
+
+class HermesParser(CallParser):
+    def _outside(self, text: str, at: int, pieces: list[AnswerPiece]) -> int:
+        if self._behind_call and (end := self._closing(text, at, CLOSE)) > at:
+            return end
+        place = text.find(OPEN, at)
+        end = half_tag(text, at, OPEN) if place < 0 else tag_start(text, at, place)
+        self._say(text[at:end], pieces)
+        if place < 0:
+            self._hold(text[end:])
+            return len(text)
+        self._begin(text[end : place + len(OPEN)])
+        return place + len(OPEN)
+
+    def _is_text_at_the_end(self, held: str) -> bool:
+        return OPEN.startswith(held.lstrip(SPACE)) and bool(held.strip(SPACE))
+
+
+def hermes_grammar(calls: list[str], parallel: bool) -> str:
+    """Returns the rule `answer` (Lark) for one call or several. `calls`: the rules of their objects."""
+    again = '("\\n" call)*' if parallel else ""
+    return f'answer: call {again}\ncall: "{OPEN}\\n" ({" | ".join(calls)}) "\\n{CLOSE}"\n'
+
+
+# -- Llama 3: the whole answer is JSON, with `<|python_tag|>` in front or without it
+#
+#     {"name": "weather", "parameters": {"city": "Paris"}}; {"name": "time", "parameters": {}}
+#
+# An answer that begins otherwise is text to its end. So is everything after something that is no call.
+
+PYTHON_TAG, SEPARATOR = "<|python_tag|>", ";"
+LLAMA_TEMPLATE = re.compile(r"<\|python_tag\|>|\{\"name\": function name, \"parameters\":")
+MAX_HEAD_CHARS = 40  # of white space, tag or separator in front of an object
+FIRST = re.compile(rf"[{SPACE}]*(?:{re.escape(PYTHON_TAG)}[{SPACE}]*)?(?=\{{)")
+LATER = re.compile(rf"[{SPACE}]*{SEPARATOR}[{SPACE}]*(?=\{{)")
+
+
+class LlamaParser(CallParser):
+    _is_text = False  # from here to the end
+
+    def _outside(self, text: str, at: int, pieces: list[AnswerPiece]) -> int:
+        head, tag = (LATER, SEPARATOR) if self._num_given else (FIRST, PYTHON_TAG)
+        self._is_text |= self._num_given > self.num_calls  # one broke
+        if not self._is_text and (found := head.match(text, at, at + MAX_HEAD_CHARS)):
+            self._begin(found.group())
+            return found.end()
+        rest = text[at : at + MAX_HEAD_CHARS].lstrip(SPACE)
+        if not self._is_text and len(text) - at < MAX_HEAD_CHARS and (tag.startswith(rest) or rest.rstrip(SPACE) == tag):
+            self._hold(text[at:])
+        else:
+            self._is_text = True
+            self._say(text[at:], pieces)
+        return len(text)
+
+    def _say(self, text: str, pieces: list[AnswerPiece]) -> None:
+        self._is_text |= bool(text)
+        super()._say(text, pieces)
+
+    def _is_text_at_the_end(self, held: str) -> bool:
+        return False  # a separator with nothing behind it
+
+
+def llama_grammar(calls: list[str], parallel: bool) -> str:
+    """Returns the rule `answer` (Lark) for one call or several. `calls`: the rules of their objects."""
+    again = f'("{SEPARATOR} " call)*' if parallel else ""
+    return f"answer: call {again}\ncall: {' | '.join(calls)}\n"
+
+
+# -- Mistral, Granite, Phi-4-mini: a tag, and a list of calls behind it
+#
+#     [TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "time", "arguments": {}}]
+#     [TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]time[ARGS]{}       newer models of Mistral
+#
+# A tag that is followed by neither is text.
+
+MAX_LIST_HEAD = 160  # characters between a tag and the object behind it
+LIST = re.compile(rf"[{SPACE}]*+\[[{SPACE}]*+(?=\{{)")
+HALF_LIST = re.compile(rf"[{SPACE}]*+(?:\[[{SPACE}]*+)?")
+NAMED = re.compile(rf"([a-zA-Z0-9_-]{{1,64}}+)(?:\[CALL_ID\][a-zA-Z0-9]{{1,40}}+)?(?:\[ARGS\])?[{SPACE}]*+(?=\{{)")
+HALF_NAMED = re.compile(rf"[a-zA-Z0-9_-]{{1,64}}+(?:\[[A-Z_]{{0,7}}+(?:\][a-zA-Z0-9]{{0,40}}+(?:\[[A-Z]{{0,4}}+\]?)?)?)?[{SPACE}]*+")
+NEXT = re.compile(rf"[{SPACE}]*+,[{SPACE}]*+(?=\{{)")
+HALF_NEXT = re.compile(rf"[{SPACE}]*+(?:,[{SPACE}]*+)?")
+END = re.compile(rf"[{SPACE}]*+\]")
+
+
+class ListParser(CallParser):
+    tags: ClassVar[tuple[str, ...]]
+    closing: ClassVar[str] = ""  # a tag that may follow a list
+    named: ClassVar[bool] = False  # a name may follow the tag
+    _in_list = False
+
+    def _outside(self, text: str, at: int, pieces: list[AnswerPiece]) -> int:
+        if self._in_list:
+            self._in_list = self._behind_call
+            return self._next(text, at) if self._in_list else at
+        if self._behind_call and self.closing and (end := self._closing(text, at, self.closing)) > at:
+            return end
+        found = _any_of(self.tags).search(text, at)
+        if found is not None:
+            return self._tagged(text, at, found, pieces)
+        end = min(half_tag(text, at, tag) for tag in self.tags)
+        self._say(text[at:end], pieces)
+        self._hold(text[end:])
+        return len(text)
+
+    def _tagged(self, text: str, at: int, tag: re.Match[str], pieces: list[AnswerPiece]) -> int:
+        """Begins the call behind a tag, waits for more of its head, or takes the tag for text."""
+        start, behind, limit = tag_start(text, at, tag.start()), tag.end(), tag.end() + MAX_LIST_HEAD
+        named = NAMED.match(text, behind, limit) if self.named else None
+        head = named or LIST.match(text, behind, limit)
+        if head is not None:
+            self._say(text[at:start], pieces)
+            self._in_list = named is None
+            self._begin(text[start : head.end()], named[1] if named else None)
+            return head.end()
+        if len(text) < limit and (HALF_LIST.fullmatch(text, behind) or (self.named and HALF_NAMED.fullmatch(text, behind))):
+            self._say(text[at:start], pieces)
+            self._hold(text[start:])
+            return len(text)
+        self._say(text[at:behind], pieces)
+        return behind
+
+    def _next(self, text: str, at: int) -> int:
+        """Goes on in a list, behind one of its calls."""
+        limit = at + MAX_LIST_HEAD
+        if found := NEXT.match(text, at, limit):
+            self._begin(found.group())
+            return found.end()
+        if len(text) < limit and HALF_NEXT.fullmatch(text, at):
+            self._hold(text[at:])
+            return len(text)
+        self._in_list = False
+        ended = END.match(text, at, limit)
+        return at if ended is None else ended.end()
+
+    def _is_text_at_the_end(self, held: str) -> bool:
+        head = held.lstrip(SPACE)
+        return bool(head) and any(tag.startswith(head) or head.startswith(tag) for tag in self.tags)
+
+
+@cache
+def _any_of(tags: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, tags)))
+
+
+class MistralParser(ListParser):
+    tags = ("[TOOL_CALLS]",)
+    named = True
+
+
+class GraniteParser(ListParser):
+    tags = ("<|tool_call|>", "<tool_call>")
+    closing = "</tool_call>"
+
+
+class PhiParser(ListParser):
+    tags = ("<|tool_call|>", "functools")
+    closing = "<|/tool_call|>"
+
+
+def list_grammar(head: str, tail: str = "") -> Callable[[list[str], bool], str]:
+    """Returns a function that makes the rule `answer` (Lark) for one call or several, between `head` and `tail`."""
+
+    def grammar(calls: list[str], parallel: bool) -> str:
+        again = '(", " call)*' if parallel else ""
+        return f'answer: "{head}[" call {again} "]{tail}"\ncall: {" | ".join(calls)}\n'
+
+    return grammar
