@@ -105,7 +105,8 @@ def test_llama_calls_are_the_whole_answer(calls: list[Written], tagged: bool, ga
 CRUMBS = ["<tool_call>", "</tool_call>", '{"name": "weather", "arguments": ', '"parameters"', '{"a": [1', "]}", "}", '"', "\\", "\n"]
 CRUMBS += ['{"name": "rm"', ", ", '"name": "weather"', "{", "x" * 401, "<tool", "; ", " " * 9, "tru", "-1.5e", "\\u00", "<|python_tag|>"]
 CRUMBS += ["[TOOL_CALLS]", "[", "weather[ARGS]", "<|tool_call|>", "<|/tool_call|>", "functools", "<function=weather>", "</function>"]
-CRUMBS += ["<function=", "<parameter=x>", "</parameter>", "<|channel|>commentary to=functions.weather<|message|>", "<|call|>", "<|start|>assistant"]
+CRUMBS += ["<function=", "<parameter=x>", "</parameter>", "<|call|>", "<|start|>assistant"]
+CRUMBS += ["<|channel|>commentary to=functions.weather<|message|>"]
 SOUP = st.lists(st.sampled_from(CRUMBS), max_size=14).map("".join)
 
 
