@@ -156,6 +156,10 @@ void octavo_pack_float(Matrix *matrix, const float *weights);                   
 // Q8 and Q4: [...][k], [...][k / group]; rows: [n], which of them each row of the matrix is, -1 for zeros; null: as they stand
 void octavo_pack_codes(Matrix *matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset, const int64_t *rows);
 
+// Blocks of a GGUF file into codes, and scales and offsets of their runs. kind: a place in BLOCK_KINDS (packing.cpp)
+void octavo_unpack_blocks(int kind, const uint8_t *blocks, int64_t count, uint8_t *codes, float *scale, float *offset);
+void octavo_halves(const float *numbers, int64_t count, float factor, uint16_t *halves);  // numbers / factor in float16
+
 void octavo_struct_sizes(int64_t *sizes);    // [7]: bytes of Matrix, Layer, Group, Model, Step, Draws and Ranking
 
 #pragma GCC visibility pop

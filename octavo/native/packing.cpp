@@ -77,6 +77,91 @@ static void pack_codes(Matrix &matrix, const uint8_t *codes, const uint16_t *sca
     }
 }
 
+// -- blocks of GGUF files into codes, as octavo/kernels/reference/dequant.py draws them
+
+struct Block {  // of codes from 0 on, in runs that share a scale and an offset
+    uint8_t *codes;
+    float *scale, *offset;
+};
+
+static float half_at(const uint8_t *bytes) {
+    uint16_t half;
+    memcpy(&half, bytes, 2);
+    return f16_to_float(half);
+}
+
+// Halves of `count` bytes: the lower ones are codes, the upper ones codes `apart` further on.
+static void nibbles(const uint8_t *bytes, int count, uint8_t *codes, int apart) {
+    for (int i = 0; i < count; i++) codes[i] = bytes[i] & 15;
+    for (int i = 0; i < count; i++) codes[apart + i] = bytes[i] >> 4;
+}
+
+static void q4_0(const uint8_t *from, Block to) {
+    nibbles(from + 2, 16, to.codes, 16);
+    *to.scale = half_at(from);
+    *to.offset = *to.scale * -8;
+}
+
+static void q4_1(const uint8_t *from, Block to) {
+    nibbles(from + 4, 16, to.codes, 16);
+    *to.scale = half_at(from);
+    *to.offset = half_at(from + 2);
+}
+
+static void q8_0(const uint8_t *from, Block to) {
+    for (int i = 0; i < 32; i++) to.codes[i] = from[2 + i] ^ 128;
+    *to.scale = half_at(from);
+    *to.offset = *to.scale * -128;
+}
+
+static void k_scales(const uint8_t *from, Block to) {
+    const float d = half_at(from), m = -half_at(from + 2);
+    const uint8_t *packed = from + 4;
+    for (int i = 0; i < 4; i++) {
+        to.scale[i] = d * float(packed[i] & 63);
+        to.offset[i] = m * float(packed[4 + i] & 63);
+        to.scale[4 + i] = d * float((packed[8 + i] & 15) | packed[i] >> 6 << 4);
+        to.offset[4 + i] = m * float(packed[8 + i] >> 4 | packed[4 + i] >> 6 << 4);
+    }
+}
+
+static void q4_k(const uint8_t *from, Block to) {
+    k_scales(from, to);
+    for (int row = 0; row < 4; row++) nibbles(from + 16 + 32 * row, 32, to.codes + 64 * row, 32);
+}
+
+static void q5_k(const uint8_t *from, Block to) {
+    k_scales(from, to);
+    const uint8_t *tops = from + 16;
+    for (int row = 0; row < 4; row++) nibbles(from + 48 + 32 * row, 32, to.codes + 64 * row, 32);
+    for (int run = 0; run < 8; run++)
+        for (int i = 0; i < 32; i++) to.codes[32 * run + i] |= uint8_t((tops[i] >> run & 1) << 4);
+}
+
+static void q6_k(const uint8_t *from, Block to) {
+    for (int row = 0; row < 2; row++) {
+        uint8_t *codes = to.codes + 128 * row;
+        nibbles(from + 64 * row, 64, codes, 64);
+        const uint8_t *tops = from + 128 + 32 * row;
+        for (int run = 0; run < 4; run++)
+            for (int i = 0; i < 32; i++) codes[32 * run + i] |= uint8_t((tops[i] >> 2 * run & 3) << 4);
+    }
+    const float d = half_at(from + 208);
+    for (int run = 0; run < 16; run++) {
+        to.scale[run] = d * float(int8_t(from[192 + run]));
+        to.offset[run] = to.scale[run] * -32;
+    }
+}
+
+struct BlockKind {
+    int64_t bytes, codes, runs;
+    void (*unpack)(const uint8_t *, Block);
+};
+
+static const BlockKind BLOCK_KINDS[] = {
+    {18, 32, 1, q4_0}, {20, 32, 1, q4_1}, {34, 32, 1, q8_0}, {144, 256, 8, q4_k}, {176, 256, 8, q5_k}, {210, 256, 16, q6_k},
+};
+
 }  // namespace octavo
 
 using namespace octavo;
@@ -94,6 +179,22 @@ void octavo_pack_codes(Matrix *matrix, const uint8_t *codes, const uint16_t *sca
     together([&](int thread) {
         Range mine = share(panels(matrix->n), thread, pool().threads());
         for (int64_t panel = mine.begin; panel < mine.end; panel++) pack_codes(*matrix, codes, scale, offset, rows, panel);
+    });
+}
+
+void octavo_unpack_blocks(int kind, const uint8_t *blocks, int64_t count, uint8_t *codes, float *scale, float *offset) {
+    const BlockKind &one = BLOCK_KINDS[kind];
+    together([&](int thread) {
+        Range mine = share(count, thread, pool().threads());
+        for (int64_t i = mine.begin; i < mine.end; i++)
+            one.unpack(blocks + i * one.bytes, Block{codes + i * one.codes, scale + i * one.runs, offset + i * one.runs});
+    });
+}
+
+void octavo_halves(const float *numbers, int64_t count, float factor, uint16_t *halves) {
+    together([&](int thread) {
+        Range mine = share(count, thread, pool().threads());
+        for (int64_t i = mine.begin; i < mine.end; i++) halves[i] = float_to_f16(numbers[i] / factor);
     });
 }
 }

@@ -103,4 +103,4 @@ def _zeros(tensors: Mapping[str, Tensor], name: str, config: QuantConfig, n: int
     stored = tensors[f"{name}.weight_zero_point"]
     if stored.dtype == torch.int8:
         return _in_full(_from_lowest(stored, config.bits), n, groups)
-    return codes_of(stored.t(), config.bits).flatten(1).t()[:n]  # a word holds rows
+    return codes_of(stored, config.bits).transpose(1, 2).reshape(-1, groups)[:n]  # a word holds rows

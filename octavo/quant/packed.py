@@ -10,7 +10,7 @@
     table           [16] uint8 or None: what stands for each code of 4 bits in the formula, for formats whose steps are not
                     equal (MXFP4, IQ4_NL). None: the code itself
 
-`fold_gguf`, `zero_point.py`, `compressed.py` and `mxfp4.py` bring published formats into this form, and `quantize` makes it out of floats.
+`fold_gguf`, `zero_point.py` and `compressed.py` bring published formats into this form; `quantize` and `fp8.py` make it out of floats.
 A scale or offset that float16 cannot hold is rounded by at most 2^-11 of itself, a quarter of what bfloat16 does to a weight.
 """
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import LoadError
+from octavo.kernels.cpu.gguf_blocks import halves, unpack_blocks
 from octavo.kernels.reference.dequant import QUANTISED, group_size, take_apart
 from octavo.quant.quant_config import GROUPS
 
@@ -97,7 +98,13 @@ def pack(
     """Returns the packed form of codes with scales and offsets in float32. `name`: of the tensor, for messages."""
     group = codes.shape[1] // max(1, scale.shape[1])
     factor = fitting_factor(name, scale, offset)
-    return PackedWeight(bits, group, codes, (scale / factor).half(), (offset / factor).half(), factor, order, table)
+    return PackedWeight(bits, group, codes, _halved(scale, factor), _halved(offset, factor), factor, order, table)
+
+
+def _halved(numbers: Tensor, factor: float) -> Tensor:
+    """Returns the numbers divided by the factor, in float16."""
+    found = halves(numbers.float().contiguous().numpy(), factor) if numbers.device.type == "cpu" else None
+    return (numbers / factor).half() if found is None else torch.from_numpy(found)
 
 
 def fitting_factor(name: str, scale: Tensor, offset: Tensor) -> float:
@@ -163,12 +170,15 @@ _FOUR_BITS = ("Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "IQ4_NL", "IQ4_XS", "MXFP4
 def fold_gguf(raw: Tensor, kind: str, shape: tuple[int, ...], name: str) -> PackedWeight:
     """Returns the matrix of `shape` whose bytes are `raw` (uint8, contiguous). `name`: of the tensor in the file, for messages."""
     _check_gguf(raw, kind, shape, name)
-    codes, middle, scale, offset, table = take_apart(raw, kind)
-    if offset is None:
-        offset = scale * -middle  # by a power of two: rounds as the scale does
-    n, runs = shape[0], -(-group_size(kind) // scale.shape[1] // GROUPS[0])  # of the longest groups that there are, in one of the file
-    scale, offset = (part.repeat_interleave(runs, dim=1).view(n, -1) if runs > 1 else part.view(n, -1) for part in (scale, offset))
-    return pack(name, 4 if kind in _FOUR_BITS else 8, codes.view(shape), scale, offset, table=table)
+    bits, n = 4 if kind in _FOUR_BITS else 8, shape[0]
+    if (found := unpack_blocks(raw.numpy(), kind)) is not None:
+        codes, scale, offset = (torch.from_numpy(part) for part in found)
+        return pack(name, bits, codes.view(shape), scale.view(n, -1), offset.view(n, -1))
+    parts = take_apart(raw, kind)
+    runs = -(-group_size(kind) // parts.scale.shape[1] // GROUPS[0])  # of the longest groups that there are, in one of the file
+    scale = parts.scale.repeat_interleave(runs, dim=1) if runs > 1 else parts.scale
+    offset = scale * -parts.middle if parts.offset is None else parts.offset  # by a power of two: rounds as the scale does
+    return pack(name, bits, parts.codes.view(shape), scale.view(n, -1), offset.view(n, -1), table=parts.table)
 
 
 def _check_gguf(raw: Tensor, kind: str, shape: tuple[int, ...], name: str) -> None:

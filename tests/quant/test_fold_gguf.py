@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octavo.errors import LoadError
+from octavo.kernels.cpu.gguf_blocks import BLOCK_KINDS
 from octavo.kernels.reference.dequant import QUANTISED, group_size
 from octavo.quant.packed import PackedWeight, fold_gguf
 from tests.support.gguf_scales import HALVES, put
@@ -67,6 +68,19 @@ def test_a_scale_that_is_no_number_is_refused_by_name(kind: str) -> None:
         put(raw[3, : QUANTISED[kind][0]], kind, np.array(odd, np.float16))
         with pytest.raises(LoadError, match=r"blk.7.ffn_up.weight: a scale or offset is not finite"):
             fold_gguf(torch.from_numpy(raw.reshape(-1)), kind, (N, GROUPS * group_size(kind)), "blk.7.ffn_up.weight")
+
+
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
+def test_the_native_library_folds_to_the_same_bits(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Scales take all values: subnormal ones, zeros of both signs, and those that others of the matrix make subnormal."""
+    every = np.arange(np.float16(512).view(np.uint16), dtype=np.uint16).view(np.float16)
+    raw = random_bytes(kind, np.concatenate([every, -every]))
+    native = fold(raw, kind)[0]
+    monkeypatch.setattr("octavo.kernels.cpu.gguf_blocks.find_library", lambda: "not here")
+    torch_alone = fold(raw, kind)[0]
+    assert native.factor == torch_alone.factor and torch.equal(native.codes, torch_alone.codes)
+    for one, other in ((native.scale, torch_alone.scale), (native.offset, torch_alone.offset)):
+        assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
 NO_MATRIX = [("Q4_K", (24, 1024)), ("Q4_K", (24, 8, 256)), ("Q4_K", (384, 128)), ("Q8_0", (24, 2048)), ("F16", (4, 4))]

@@ -1,16 +1,13 @@
-"""Weights in floats of 8 bits with scales of every published shape, and MXFP4 blocks, against their formulas."""
+"""Weights in floats of 8 bits with scales of every published shape, against their formulas."""
 
 from dataclasses import replace
 
-import gguf
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from octavo.errors import ConfigError, LoadError
 from octavo.quant.fp8 import unpack_fp8
-from octavo.quant.mxfp4 import fold_mxfp4
 from octavo.quant.quant_config import QuantConfig
 
 NAME = "model.layers.0.mlp.down_proj"
@@ -94,27 +91,3 @@ def test_a_weight_that_is_no_number_is_refused_by_name() -> None:
     tensors[f"{NAME}.weight"].view(torch.uint8)[150, 3] = 0x7F
     with pytest.raises(LoadError, match=f"{NAME}.weight: a weight is not a number"):
         unpack_fp8(tensors, NAME, FP8).fold()
-
-
-# -- MXFP4
-
-
-def test_mxfp4_blocks_are_exactly_the_floats_they_stand_for() -> None:
-    """Of a stack of two experts. GGUF's blocks have the same numbers with halves of a block, not neighbours, in one byte."""
-    dice = np.random.default_rng(5)
-    codes = dice.integers(0, 16, (2, 6, 3, 32), dtype=np.uint8)
-    scales = dice.integers(110, 135, (2, 6, 3), dtype=np.uint8)
-    blocks = codes[..., 0::2] | codes[..., 1::2] << 4
-    in_gguf = np.concatenate([scales[..., None], codes[..., :16] | codes[..., 16:] << 4], axis=-1)
-    expected = gguf.quants.dequantize(in_gguf.reshape(12, -1), gguf.GGMLQuantizationType.MXFP4)
-    packed = fold_mxfp4(torch.from_numpy(blocks), torch.from_numpy(scales), "experts.gate_up_proj")
-    assert packed.bits == 4 and packed.table is not None and packed.shape == (12, 96)
-    assert np.array_equal(packed.dequantize().numpy(), expected)
-
-
-def test_mxfp4_of_other_shapes_is_refused_by_name() -> None:
-    blocks, scales = torch.zeros(4, 2, 16, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8)
-    wrong = [(blocks[..., :8], scales), (blocks, scales[:, :1]), (blocks.int(), scales), (blocks[0, 0], scales[0, 0])]
-    for pair in wrong:
-        with pytest.raises(LoadError, match=r"down_proj: blocks"):
-            fold_mxfp4(*pair, "down_proj")

@@ -4,8 +4,8 @@
     IQ4_XS: 136 bytes    d f16 | 8 scales of 6 bits: top 2 bits, low 4 | 8 x 16 pairs      x = d * (scale - 32) * number[code]
     MXFP4:   17 bytes    exponent u8 | 16 code pairs                                       x = 2^(exponent - 128) * number[code]
 
-The numbers of MXFP4 are floats of 4 bits, doubled so that they are whole. Folders of gpt-oss have the same blocks as two tensors,
-with neighbours in one byte. Tables count from a middle, a power of two, so that they have no negative numbers.
+The numbers of MXFP4 are floats of 4 bits, doubled so that they are whole. Tables count from a middle, a power of two, so that they
+have no negative numbers.
 """
 
 from functools import cache
@@ -34,14 +34,10 @@ def iq4_xs(groups: Tensor) -> Parts:
 
 
 def mxfp4(groups: Tensor) -> Parts:
-    return Parts(pairs(groups), FP4_MIDDLE, halved_powers(groups[:, :1]), table=FP4_TABLE)
-
-
-def halved_powers(exponents: Tensor) -> Tensor:
-    """Returns 2^(exponent - 128) for each byte, in float32: half of what it says, because the table holds doubled numbers."""
-    return _halved_powers()[exponents.int()]
+    return Parts(pairs(groups), FP4_MIDDLE, _halved_powers()[groups[:, :1].int()], table=FP4_TABLE)
 
 
 @cache
 def _halved_powers() -> Tensor:
+    """Returns 2^(exponent - 128) by byte: half of what it says, because the table holds doubled numbers."""
     return torch.tensor([2.0 ** (exponent - 128) for exponent in range(256)])
