@@ -16,7 +16,7 @@ from octavo.config import no_color, state_dir
 from octavo.errors import OctavoError, RequestError, nearest
 from octavo.loading.names import NAME, is_default_name
 from octavo.sampling_params import SamplingParams
-from octavo.text.reasoning import Piece
+from octavo.text.pieces import Piece
 
 COMMANDS = {
     "/help": "show this list",

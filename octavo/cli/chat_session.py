@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from octavo.client.api import RemoteModel, RemoteServer
 from octavo.errors import EngineError, OctavoError, RemoteError, RequestError
 from octavo.sampling_params import SamplingParams
-from octavo.text.reasoning import Piece, ReasoningSplitter
+from octavo.text.pieces import Piece
+from octavo.text.reasoning import ReasoningSplitter
 
 if TYPE_CHECKING:
     from octavo.llm import LLM

@@ -17,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from octavo.errors import ConfigError, LoadError
+from octavo.kernels.cpu.gguf_blocks import BLOCK_KINDS
+from octavo.kernels.cpu.packing import Blocks
 from octavo.kernels.reference.dequant import DENSE, QUANTISED, SUPPORTED_KINDS, dequantize
 from octavo.loading.files import INDEX, SINGLE, fingerprint, read_weight_map
 from octavo.loading.gguf import GGUFFile, GGUFTensor, read_gguf_model
@@ -299,6 +301,16 @@ class GGUFCheckpoint:
         weight = fold_gguf(raw, tensor.kind, shape, f"{self.source}: {tensor.name}")
         heads = self._heads(tensor, shape[0])
         return weight if heads is None else weight.rows(half_split(torch.arange(shape[0]), heads))
+
+    def blocks(self, name: str) -> Blocks | None:
+        """Returns a quantised matrix as the file has it, if the native library reads such blocks."""
+        tensor = self._tensor_of[name]
+        if tensor.kind not in BLOCK_KINDS or len(tensor.shape) != 2:
+            return None
+        n, k = tensor.shape
+        heads = self._heads(tensor, n)
+        rows = None if heads is None else half_split(torch.arange(n), heads).numpy()
+        return Blocks(f"{self.source}: {tensor.name}", self._bytes(tensor).numpy(), tensor.kind, (n, k), rows)
 
     def _heads(self, tensor: GGUFTensor, rows: int) -> int | None:
         """Returns how many heads share that many rows of a projection in interleaved rotary order; None: in any other."""

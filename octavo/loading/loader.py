@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from octavo.errors import LoadError
+from octavo.kernels.cpu.gguf_blocks import largest_of_blocks
 from octavo.kernels.cpu.library import BF16, F16, F32, PANEL, Q4, Q8, NativeLibrary
-from octavo.kernels.cpu.packing import PackedMatrix, pack_codes, pack_float
+from octavo.kernels.cpu.packing import Blocks, PackedMatrix, pack_blocks, pack_codes, pack_float
 from octavo.layers.linear import Embedding, Linear, LMHead, MergedLinear
-from octavo.loading.checkpoint import Checkpoint
+from octavo.loading.checkpoint import Checkpoint, GGUFCheckpoint
 from octavo.models.decoder import Decoder
 from octavo.models.registry import family_of
-from octavo.quant.packed import PackedWeight, concatenate, mergeable
+from octavo.quant.packed import PackedWeight, concatenate, factor_for, mergeable
 from octavo.quant.schemes import UNQUANTIZED, Packed
 
 NAMES_SHOWN = 8
@@ -144,6 +145,14 @@ class StoredParameters:
         for label, rows in zip(self._labels(name), target.split(sizes), strict=True):
             rows.copy_(self.checkpoint.read(self._stored[label]))
 
+    def blocks(self, name: str) -> list[Blocks] | None:
+        """Returns the parts of a matrix as a GGUF file has them, if all are codes of the same columns that can be packed as they are."""
+        if not isinstance(self.checkpoint, GGUFCheckpoint):
+            return None
+        found = [self.checkpoint.blocks(self._stored[label]) for label in self._labels(name)]
+        parts = [part for part in found if part is not None]
+        return parts if len(parts) == len(found) and len({part.shape[1] for part in parts}) == 1 else None
+
     def codes(self, name: str) -> PackedWeight | None:
         parts = [self.checkpoint.packed(self._stored[label]) for label in self._labels(name)]
         found = [part for part in parts if part is not None]
@@ -175,12 +184,21 @@ class NativeWeights:
     def matrix(self, module: str, alternate: bool = False, columns: int = 0) -> PackedMatrix:
         """Returns the weights of a product, with zeros up to `columns`. With `alternate`, 16 rows of each half follow in turn."""
         name, bias = f"{module}.weight", f"{module}.bias"
+        if (blocks := self._parameters.blocks(name)) is not None:
+            return self._pack_blocks(blocks, alternate, bias)
         weight = self._parameters.codes(name) or self._wide(name, columns)
         order = _alternating(weight.shape[0] // 2) if alternate else None
         biases = np.array(_taken(self._parameters.floats(bias), order)) if self._parameters.has(bias) else None
         if isinstance(weight, Tensor):
             return pack_float(self._library, _taken(weight, order), self._kind, biases)
         return self._pack_codes(weight, biases, None if order is None else order.numpy())
+
+    def _pack_blocks(self, parts: list[Blocks], alternate: bool, bias: str) -> PackedMatrix:
+        """Packs blocks of a GGUF file without a copy in between, into what `PackedWeight` would hold."""
+        factor = max(factor_for(part.name, largest_of_blocks(part.raw, part.kind, self._library)) for part in parts)
+        order = _alternating(sum(part.shape[0] for part in parts) // 2) if alternate else None
+        biases = np.array(_taken(self._parameters.floats(bias), order)) if self._parameters.has(bias) else None
+        return pack_blocks(self._library, parts, factor, biases, None if order is None else order.numpy())
 
     def _wide(self, name: str, columns: int) -> Tensor:
         floats = self._parameters.floats(name)

@@ -11,7 +11,7 @@ from octavo.model_config import ModelConfig
 from octavo.models.registry import read_config
 
 MERGED = "text_config"  # holds a whole config of its own
-ROPE, OLDER_ROPE = "rope_parameters", "rope_scaling"  # two names of one thing, of which readers take the first
+ROPE, OLDER_ROPE, THETA = "rope_parameters", "rope_scaling", "rope_theta"  # two names of one thing, of which readers take the first
 
 
 class _Asked(dict[str, Any]):
@@ -41,8 +41,11 @@ def overridden(raw: dict[str, Any], overrides: dict[str, Any] | None) -> dict[st
     merged = {**raw, **overrides}
     if isinstance(inner := raw.get(MERGED), dict) and isinstance(overrides.get(MERGED), dict):
         merged[MERGED] = {**inner, **overrides[MERGED]}
-    if OLDER_ROPE in overrides and ROPE not in overrides and isinstance(rope := merged.pop(ROPE, None), dict) and "rope_theta" in rope:
-        merged.setdefault("rope_theta", rope["rope_theta"])
+    if THETA in overrides:  # also where the file has it among the others of its rotation, which would win
+        inside = [key for key in (ROPE, OLDER_ROPE) if key not in overrides and isinstance(merged.get(key), dict) and THETA in merged[key]]
+        merged |= {key: {**merged[key], THETA: overrides[THETA]} for key in inside}
+    if OLDER_ROPE in overrides and ROPE not in overrides and isinstance(rope := merged.pop(ROPE, None), dict) and THETA in rope:
+        merged.setdefault(THETA, rope[THETA])
     return merged
 
 

@@ -160,6 +160,10 @@ void octavo_pack_codes(Matrix *matrix, const uint8_t *codes, const uint16_t *sca
 void octavo_unpack_blocks(int kind, const uint8_t *blocks, int64_t count, uint8_t *codes, float *scale, float *offset);
 void octavo_halves(const float *numbers, int64_t count, float factor, uint16_t *halves);  // numbers / factor in float16
 
+float octavo_block_range(int kind, const uint8_t *blocks, int64_t count);  // the largest |scale| or |offset|
+// Blocks straight into panels. tensors: whose rows follow each other, sizes: rows of each, rows: as for codes
+void octavo_pack_blocks(Matrix *matrix, const uint8_t *const *tensors, const int64_t *sizes, const int32_t *kinds, const int64_t *rows);
+
 void octavo_struct_sizes(int64_t *sizes);    // [7]: bytes of Matrix, Layer, Group, Model, Step, Draws and Ranking
 
 #pragma GCC visibility pop

@@ -1,5 +1,8 @@
 // Weights into panels, once at load, and rows out of them again. octavo.h draws the layouts.
+#include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "dispatch.h"
 #include "pool.h"
@@ -53,36 +56,41 @@ static uint32_t quad(const uint8_t *codes, int64_t k, int64_t size) {
     return word;
 }
 
+// Row `lane` of a panel. `row`: its codes; without, zeros
+static void pack_row(Matrix &matrix, const uint8_t *row, int64_t panel, int64_t lane) {
+    const int64_t stride = padded(matrix), size = row ? matrix.k : 0;
+    uint8_t *to = (uint8_t *)matrix.data + panel * stride * P / (matrix.kind == OCTAVO_Q8 ? 1 : 2) + 4 * lane;
+    for (int64_t k = 0; k < stride; to += 4 * P) {
+        uint32_t word = quad(row, k, size);
+        k += 4;
+        if (matrix.kind == OCTAVO_Q4) {
+            word |= quad(row, k, size) << 4;
+            k += 4;
+        }
+        memcpy(to, &word, 4);
+    }
+}
+
+// The row of the file that is row `lane` of a panel, or -1
+static int64_t row_of(const Matrix &matrix, const int64_t *rows, int64_t panel, int64_t lane) {
+    int64_t n = panel * P + lane;
+    return n >= matrix.n ? -1 : rows ? rows[n] : n;
+}
+
 static void pack_codes(Matrix &matrix, const uint8_t *codes, const uint16_t *scale, const uint16_t *offset, const int64_t *rows, int64_t panel) {
-    const int64_t stride = padded(matrix), groups = stride / matrix.group, own = (matrix.k + matrix.group - 1) / matrix.group;
-    uint8_t *data = (uint8_t *)matrix.data + panel * stride * P / (matrix.kind == OCTAVO_Q8 ? 1 : 2);
+    const int64_t groups = padded(matrix) / matrix.group, own = (matrix.k + matrix.group - 1) / matrix.group;
     for (int64_t lane = 0; lane < P; lane++) {
-        int64_t n = panel * P + lane < matrix.n ? (rows ? rows[panel * P + lane] : panel * P + lane) : -1, size = n < 0 ? 0 : matrix.k;
+        const int64_t n = row_of(matrix, rows, panel, lane);
         for (int64_t g = 0; g < groups; g++) {
-            bool there = size && g < own;
+            bool there = n >= 0 && g < own;
             ((uint16_t *)matrix.scale)[(panel * groups + g) * P + lane] = there ? scale[n * own + g] : 0;
             ((uint16_t *)matrix.offset)[(panel * groups + g) * P + lane] = there ? offset[n * own + g] : 0;
         }
-        const uint8_t *row = size ? codes + n * matrix.k : nullptr;
-        uint8_t *to = data + 4 * lane;
-        for (int64_t k = 0; k < stride; to += 4 * P) {
-            uint32_t word = quad(row, k, size);
-            k += 4;
-            if (matrix.kind == OCTAVO_Q4) {
-                word |= quad(row, k, size) << 4;
-                k += 4;
-            }
-            memcpy(to, &word, 4);
-        }
+        pack_row(matrix, n < 0 ? nullptr : codes + n * matrix.k, panel, lane);
     }
 }
 
 // -- blocks of GGUF files into codes, as octavo/kernels/reference/dequant.py draws them
-
-struct Block {  // of codes from 0 on, in runs that share a scale and an offset
-    uint8_t *codes;
-    float *scale, *offset;
-};
 
 static float half_at(const uint8_t *bytes) {
     uint16_t half;
@@ -96,71 +104,120 @@ static void nibbles(const uint8_t *bytes, int count, uint8_t *codes, int apart) 
     for (int i = 0; i < count; i++) codes[apart + i] = bytes[i] >> 4;
 }
 
-static void q4_0(const uint8_t *from, Block to) {
-    nibbles(from + 2, 16, to.codes, 16);
-    *to.scale = half_at(from);
-    *to.offset = *to.scale * -8;
+static void q4_0_scales(const uint8_t *from, float *scale, float *offset) {
+    *scale = half_at(from);
+    *offset = *scale * -8;
 }
 
-static void q4_1(const uint8_t *from, Block to) {
-    nibbles(from + 4, 16, to.codes, 16);
-    *to.scale = half_at(from);
-    *to.offset = half_at(from + 2);
+static void q4_0_codes(const uint8_t *from, uint8_t *codes) { nibbles(from + 2, 16, codes, 16); }
+
+static void q4_1_scales(const uint8_t *from, float *scale, float *offset) {
+    *scale = half_at(from);
+    *offset = half_at(from + 2);
 }
 
-static void q8_0(const uint8_t *from, Block to) {
-    for (int i = 0; i < 32; i++) to.codes[i] = from[2 + i] ^ 128;
-    *to.scale = half_at(from);
-    *to.offset = *to.scale * -128;
+static void q4_1_codes(const uint8_t *from, uint8_t *codes) { nibbles(from + 4, 16, codes, 16); }
+
+static void q8_0_scales(const uint8_t *from, float *scale, float *offset) {
+    *scale = half_at(from);
+    *offset = *scale * -128;
 }
 
-static void k_scales(const uint8_t *from, Block to) {
+static void q8_0_codes(const uint8_t *from, uint8_t *codes) {
+    for (int i = 0; i < 32; i++) codes[i] = from[2 + i] ^ 128;
+}
+
+static void q45_k_scales(const uint8_t *from, float *scale, float *offset) {
     const float d = half_at(from), m = -half_at(from + 2);
     const uint8_t *packed = from + 4;
     for (int i = 0; i < 4; i++) {
-        to.scale[i] = d * float(packed[i] & 63);
-        to.offset[i] = m * float(packed[4 + i] & 63);
-        to.scale[4 + i] = d * float((packed[8 + i] & 15) | packed[i] >> 6 << 4);
-        to.offset[4 + i] = m * float(packed[8 + i] >> 4 | packed[4 + i] >> 6 << 4);
+        scale[i] = d * float(packed[i] & 63);
+        offset[i] = m * float(packed[4 + i] & 63);
+        scale[4 + i] = d * float((packed[8 + i] & 15) | packed[i] >> 6 << 4);
+        offset[4 + i] = m * float(packed[8 + i] >> 4 | packed[4 + i] >> 6 << 4);
     }
 }
 
-static void q4_k(const uint8_t *from, Block to) {
-    k_scales(from, to);
-    for (int row = 0; row < 4; row++) nibbles(from + 16 + 32 * row, 32, to.codes + 64 * row, 32);
+static void q4_k_codes(const uint8_t *from, uint8_t *codes) {
+    for (int row = 0; row < 4; row++) nibbles(from + 16 + 32 * row, 32, codes + 64 * row, 32);
 }
 
-static void q5_k(const uint8_t *from, Block to) {
-    k_scales(from, to);
+static void q5_k_codes(const uint8_t *from, uint8_t *codes) {
     const uint8_t *tops = from + 16;
-    for (int row = 0; row < 4; row++) nibbles(from + 48 + 32 * row, 32, to.codes + 64 * row, 32);
+    for (int row = 0; row < 4; row++) nibbles(from + 48 + 32 * row, 32, codes + 64 * row, 32);
     for (int run = 0; run < 8; run++)
-        for (int i = 0; i < 32; i++) to.codes[32 * run + i] |= uint8_t((tops[i] >> run & 1) << 4);
+        for (int i = 0; i < 32; i++) codes[32 * run + i] |= uint8_t((tops[i] >> run & 1) << 4);
 }
 
-static void q6_k(const uint8_t *from, Block to) {
-    for (int row = 0; row < 2; row++) {
-        uint8_t *codes = to.codes + 128 * row;
+static void q6_k_scales(const uint8_t *from, float *scale, float *offset) {
+    const float d = half_at(from + 208);
+    for (int run = 0; run < 16; run++) {
+        scale[run] = d * float(int8_t(from[192 + run]));
+        offset[run] = scale[run] * -32;
+    }
+}
+
+static void q6_k_codes(const uint8_t *from, uint8_t *codes) {
+    for (int row = 0; row < 2; row++, codes += 128) {
         nibbles(from + 64 * row, 64, codes, 64);
         const uint8_t *tops = from + 128 + 32 * row;
         for (int run = 0; run < 4; run++)
             for (int i = 0; i < 32; i++) codes[32 * run + i] |= uint8_t((tops[i] >> 2 * run & 3) << 4);
     }
-    const float d = half_at(from + 208);
-    for (int run = 0; run < 16; run++) {
-        to.scale[run] = d * float(int8_t(from[192 + run]));
-        to.offset[run] = to.scale[run] * -32;
-    }
 }
 
 struct BlockKind {
-    int64_t bytes, codes, runs;
-    void (*unpack)(const uint8_t *, Block);
+    int64_t bytes, codes, runs;  // of a block; a run shares a scale and an offset
+    void (*scales)(const uint8_t *from, float *scale, float *offset);
+    void (*unpack)(const uint8_t *from, uint8_t *codes);
 };
 
 static const BlockKind BLOCK_KINDS[] = {
-    {18, 32, 1, q4_0}, {20, 32, 1, q4_1}, {34, 32, 1, q8_0}, {144, 256, 8, q4_k}, {176, 256, 8, q5_k}, {210, 256, 16, q6_k},
+    {18, 32, 1, q4_0_scales, q4_0_codes},      {20, 32, 1, q4_1_scales, q4_1_codes},      {34, 32, 1, q8_0_scales, q8_0_codes},
+    {144, 256, 8, q45_k_scales, q4_k_codes}, {176, 256, 8, q45_k_scales, q5_k_codes}, {210, 256, 16, q6_k_scales, q6_k_codes},
 };
+
+struct Unpacked {
+    uint8_t *codes;
+    float *scale, *offset;
+};
+
+static void unpack_block(const BlockKind &kind, const uint8_t *blocks, int64_t i, Unpacked to) {
+    kind.scales(blocks + i * kind.bytes, to.scale + i * kind.runs, to.offset + i * kind.runs);
+    kind.unpack(blocks + i * kind.bytes, to.codes + i * kind.codes);
+}
+
+// Rows of several tensors, one after the other, each of its own kind.
+struct Blocks {
+    const uint8_t *const *tensors;
+    const int64_t *rows;  // of each tensor
+    const int32_t *kinds;
+};
+
+// One row into codes [k] and its scales and offsets. Returns how many runs it has.
+static int64_t unpack_blocks(const Blocks &blocks, int64_t row, int64_t k, Unpacked to) {
+    int part = 0;
+    for (; row >= blocks.rows[part]; part++) row -= blocks.rows[part];
+    const BlockKind &one = BLOCK_KINDS[blocks.kinds[part]];
+    const int64_t count = k / one.codes;
+    const uint8_t *from = blocks.tensors[part] + row * count * one.bytes;
+    for (int64_t i = 0; i < count; i++) unpack_block(one, from, i, to);
+    return count * one.runs;
+}
+
+static void pack_blocks(Matrix &matrix, const Blocks &blocks, const int64_t *rows, int64_t panel, Unpacked row) {
+    const int64_t groups = padded(matrix) / matrix.group, own = matrix.k / matrix.group;
+    uint16_t *scale = (uint16_t *)matrix.scale + panel * groups * P, *offset = (uint16_t *)matrix.offset + panel * groups * P;
+    for (int64_t lane = 0; lane < P; lane++) {
+        const int64_t n = row_of(matrix, rows, panel, lane), runs = n < 0 ? 1 : unpack_blocks(blocks, n, matrix.k, row);
+        for (int64_t g = 0; g < groups; g++) {
+            bool there = n >= 0 && g < own;
+            scale[g * P + lane] = there ? float_to_f16(row.scale[g * runs / own] / matrix.factor) : 0;
+            offset[g * P + lane] = there ? float_to_f16(row.offset[g * runs / own] / matrix.factor) : 0;
+        }
+        pack_row(matrix, n < 0 ? nullptr : row.codes, panel, lane);
+    }
+}
 
 }  // namespace octavo
 
@@ -186,8 +243,7 @@ void octavo_unpack_blocks(int kind, const uint8_t *blocks, int64_t count, uint8_
     const BlockKind &one = BLOCK_KINDS[kind];
     together([&](int thread) {
         Range mine = share(count, thread, pool().threads());
-        for (int64_t i = mine.begin; i < mine.end; i++)
-            one.unpack(blocks + i * one.bytes, Block{codes + i * one.codes, scale + i * one.runs, offset + i * one.runs});
+        for (int64_t i = mine.begin; i < mine.end; i++) unpack_block(one, blocks, i, Unpacked{codes, scale, offset});
     });
 }
 
@@ -195,6 +251,38 @@ void octavo_halves(const float *numbers, int64_t count, float factor, uint16_t *
     together([&](int thread) {
         Range mine = share(count, thread, pool().threads());
         for (int64_t i = mine.begin; i < mine.end; i++) halves[i] = float_to_f16(numbers[i] / factor);
+    });
+}
+
+// The largest |scale| or |offset| of some blocks, infinity if one is no number.
+float octavo_block_range(int kind, const uint8_t *blocks, int64_t count) {
+    const BlockKind &one = BLOCK_KINDS[kind];
+    std::vector<float> most(size_t(pool().threads()), 0.0f);
+    together([&](int thread) {
+        float scale[16], offset[16], largest = 0;
+        Range mine = share(count, thread, pool().threads());
+        for (int64_t i = mine.begin; i < mine.end; i++) {
+            one.scales(blocks + i * one.bytes, scale, offset);
+            for (int64_t run = 0; run < one.runs; run++) {
+                float size = std::max(std::abs(scale[run]), std::abs(offset[run]));
+                bool number = std::isfinite(scale[run]) && std::isfinite(offset[run]);
+                largest = number ? std::max(largest, size) : INFINITY;
+            }
+            if (std::isinf(largest)) break;
+        }
+        most[size_t(thread)] = largest;
+    });
+    return *std::max_element(most.begin(), most.end());
+}
+
+void octavo_pack_blocks(Matrix *matrix, const uint8_t *const *tensors, const int64_t *sizes, const int32_t *kinds, const int64_t *rows) {
+    const Blocks blocks{tensors, sizes, kinds};
+    together([&](int thread) {
+        std::vector<uint8_t> codes(size_t(matrix->k));
+        std::vector<float> scale(size_t(matrix->k / 16)), offset(size_t(matrix->k / 16));
+        Range mine = share(panels(matrix->n), thread, pool().threads());
+        for (int64_t panel = mine.begin; panel < mine.end; panel++)
+            pack_blocks(*matrix, blocks, rows, panel, Unpacked{codes.data(), scale.data(), offset.data()});
     });
 }
 }

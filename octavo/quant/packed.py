@@ -113,9 +113,14 @@ def fitting_factor(name: str, scale: Tensor, offset: Tensor) -> float:
     It is at least 2^-100, so that float32 can hold the products.
     """
     most = [float(table.abs().max()) if table.numel() else 0.0 for table in (scale, offset)]
-    if not all(math.isfinite(value) for value in most):
+    return factor_for(name, math.nan if any(map(math.isnan, most)) else max(most))
+
+
+def factor_for(name: str, largest: float) -> float:
+    """As `fitting_factor`, for the largest of all scales and offsets."""
+    if not math.isfinite(largest):
         raise LoadError(f"{name}: a scale or offset is not finite")
-    digits, exponent = math.frexp(max(most))  # digits * 2^exponent, digits below 1
+    digits, exponent = math.frexp(largest)  # digits * 2^exponent, digits below 1
     return math.ldexp(1.0, max(exponent - (16 if digits <= LARGEST_HALF / 2**16 else 15), -100))
 
 

@@ -3,16 +3,30 @@
 Kinds that few files have are left to torch (`kernels/reference/dequant.py`), and so is everything where there is no library.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.kernels.cpu.library import NativeLibrary, address, find_library
 
-# By kind, in the order of BLOCK_KINDS (`native/packing.cpp`): bytes, codes and runs of a block
+
+class BlockKind(NamedTuple):
+    place: int  # in BLOCK_KINDS of `native/packing.cpp`
+    num_bytes: int  # of a block
+    num_codes: int
+    group: int  # codes that share a scale and an offset
+    bits: int
+
+
 BLOCK_KINDS = {
-    "Q4_0": (18, 32, 1), "Q4_1": (20, 32, 1), "Q8_0": (34, 32, 1),
-    "Q4_K": (144, 256, 8), "Q5_K": (176, 256, 8), "Q6_K": (210, 256, 16),
-}  # fmt: skip
+    "Q4_0": BlockKind(0, 18, 32, 32, 4),
+    "Q4_1": BlockKind(1, 20, 32, 32, 4),
+    "Q8_0": BlockKind(2, 34, 32, 32, 8),
+    "Q4_K": BlockKind(3, 144, 256, 32, 4),
+    "Q5_K": BlockKind(4, 176, 256, 32, 8),
+    "Q6_K": BlockKind(5, 210, 256, 16, 8),
+}
 
 Floats = NDArray[np.float32]
 
@@ -22,12 +36,18 @@ def unpack_blocks(raw: NDArray[np.uint8], kind: str) -> tuple[NDArray[np.uint8],
     library = find_library()
     if kind not in BLOCK_KINDS or not isinstance(library, NativeLibrary):
         return None
-    num_bytes, num_codes, runs = BLOCK_KINDS[kind]
-    count = raw.size // num_bytes
-    codes, scale, offset = np.empty(count * num_codes, np.uint8), np.empty(count * runs, np.float32), np.empty(count * runs, np.float32)
-    place = list(BLOCK_KINDS).index(kind)
-    library.call.octavo_unpack_blocks(place, address(raw), count, address(codes), address(scale), address(offset))
+    form = BLOCK_KINDS[kind]
+    count = raw.size // form.num_bytes
+    codes = np.empty(count * form.num_codes, np.uint8)
+    scale, offset = (np.empty(codes.size // form.group, np.float32) for _ in range(2))
+    library.call.octavo_unpack_blocks(form.place, address(raw), count, address(codes), address(scale), address(offset))
     return codes, scale, offset
+
+
+def largest_of_blocks(raw: NDArray[np.uint8], kind: str, library: NativeLibrary) -> float:
+    """Returns the largest |scale| or |offset| of some blocks; infinity if one is no number."""
+    form = BLOCK_KINDS[kind]
+    return float(library.call.octavo_block_range(form.place, address(raw), raw.size // form.num_bytes))
 
 
 def halves(numbers: Floats, factor: float) -> NDArray[np.float16] | None:

@@ -100,6 +100,8 @@ FUNCTIONS = {
     "octavo_pack_codes": (None, [_MATRIX, c_void_p, c_void_p, c_void_p, c_void_p]),
     "octavo_unpack_blocks": (None, [c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
     "octavo_halves": (None, [c_void_p, c_int64, c_float, c_void_p]),
+    "octavo_block_range": (c_float, [c_int, c_void_p, c_int64]),
+    "octavo_pack_blocks": (None, [_MATRIX, c_void_p, c_void_p, c_void_p, c_void_p]),
     "octavo_struct_sizes": (None, [c_void_p]),
 }
 

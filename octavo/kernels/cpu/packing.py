@@ -3,16 +3,19 @@
     w [n, k] float             pack_float    F32, or rounded to BF16 or F16
     codes [n, k] and, for each group of k,   Q8 (a byte a code) or Q4 (half a byte);
     scale and offset [n, groups] float16     pack_codes    w = (scale * code + offset) * factor
+    blocks of a GGUF file                    pack_blocks   the same, without a copy in between
 """
 
 import ctypes
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.kernels.cpu.gguf_blocks import BLOCK_KINDS
 from octavo.kernels.cpu.library import BF16, F16, F32, K_PAD, PANEL, Q4, Q8, Matrix, NativeLibrary, address
 
 Floats = NDArray[np.float32]
@@ -51,13 +54,60 @@ def pack_codes(
 ) -> PackedMatrix:
     """`rows`: which row of the codes each row of the matrix is, -1 for zeros."""
     n, k = codes.shape if rows is None else (len(rows), codes.shape[1])
+    matrix, arrays = _empty_codes(n, k, group, kind, factor)
+    matrix.top, matrix.bias, matrix.order = _top(scale, offset, kind), address(bias), address(order)
+    library.call.octavo_pack_codes(ctypes.byref(matrix), address(codes), address(scale), address(offset), address(rows))
+    return PackedMatrix(matrix, (*arrays, *(array for array in (bias, order) if array is not None)))
+
+
+def _empty_codes(n: int, k: int, group: int, kind: int, factor: float) -> tuple[Matrix, tuple[NDArray[np.uint8], ...]]:
+    """Returns a matrix of codes, not filled yet, with the memory of its codes, scales and offsets."""
     lanes, columns = _up(n, PANEL), _up(k, max(group, K_PAD))
     data = _lines(lanes * columns // (2 if kind == Q4 else 1))
     scales, offsets = _lines(lanes * columns // group * 2), _lines(lanes * columns // group * 2)
     matrix = Matrix(kind=kind, group=group, n=n, k=k, data=address(data), scale=address(scales), offset=address(offsets), factor=factor)
-    matrix.top, matrix.bias, matrix.order = _top(scale, offset, kind), address(bias), address(order)
-    library.call.octavo_pack_codes(ctypes.byref(matrix), address(codes), address(scale), address(offset), address(rows))
-    return PackedMatrix(matrix, (data, scales, offsets, *(array for array in (bias, order) if array is not None)))
+    return matrix, (data, scales, offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A matrix as a GGUF file has it."""
+
+    name: str  # of the tensor, for messages
+    raw: NDArray[np.uint8]
+    kind: str  # one of BLOCK_KINDS
+    shape: tuple[int, int]
+    rows: NDArray[np.int64] | None = None  # the order of its rows, if it is another than the file's
+
+
+def pack_blocks(
+    library: NativeLibrary, parts: Sequence[Blocks], factor: float, bias: Floats | None = None, rows: NDArray[np.int64] | None = None
+) -> PackedMatrix:
+    """Packs the rows of all parts straight from the file: codes have the most bits and the smallest group of any.
+
+    `factor`: as for codes, `rows`: as in `pack_codes`
+    """
+    bits, group = max(BLOCK_KINDS[part.kind].bits for part in parts), min(BLOCK_KINDS[part.kind].group for part in parts)
+    order = _stored_rows(parts, rows)
+    n, k = sum(part.shape[0] for part in parts) if order is None else len(order), parts[0].shape[1]
+    kind = Q4 if bits == 4 else Q8
+    matrix, arrays = _empty_codes(n, k, group, kind, factor)
+    matrix.bias = address(bias)
+    tensors = np.array([address(part.raw) for part in parts], np.uint64)
+    sizes, kinds = np.array([part.shape[0] for part in parts]), np.array([BLOCK_KINDS[part.kind].place for part in parts], np.int32)
+    library.call.octavo_pack_blocks(ctypes.byref(matrix), address(tensors), address(sizes), address(kinds), address(order))
+    _, scales, offsets = arrays
+    matrix.top = _top(scales.view(np.float16), offsets.view(np.float16), kind)
+    return PackedMatrix(matrix, (*arrays, *([] if bias is None else [bias])))
+
+
+def _stored_rows(parts: Sequence[Blocks], rows: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
+    """Returns which row of the file each row of the matrix is, -1 for zeros; None: the same."""
+    if all(part.rows is None for part in parts):
+        return rows
+    starts = np.cumsum([0, *(part.shape[0] for part in parts)])
+    inner = np.concatenate([start + (np.arange(part.shape[0]) if part.rows is None else part.rows) for start, part in zip(starts, parts)])
+    return inner if rows is None else np.where(rows < 0, -1, inner[rows])
 
 
 def unpack_rows(packed: PackedMatrix, rows: NDArray[np.int64]) -> Floats:
