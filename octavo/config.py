@@ -4,7 +4,6 @@
 through `OCTAVO_DEBUG`. A model's own numbers are in `model_config.py`. Environment variables are read here and nowhere else.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterable
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from octavo.errors import ConfigError, nearest
+from octavo.model_config import is_json_object
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
@@ -182,7 +182,7 @@ def check_setting(name: str, value: object) -> None:
         raise ConfigError(f"trace must be the name of a file, got {value!r}")
     if name == "revision" and not isinstance(value, (str, type(None))):
         raise ConfigError(f"revision must be a branch, a tag or a commit, got {value!r}")
-    if name == "hf_overrides" and not (value is None or _is_json_object(value)):
+    if name == "hf_overrides" and not (value is None or is_json_object(value)):
         raise ConfigError(f"hf_overrides must be a JSON object, got {value!r}")
     if name in _INTEGERS and not (value is None and name in _OPTIONAL):
         low, high = _INTEGERS[name]
@@ -198,13 +198,6 @@ def check_setting(name: str, value: object) -> None:
         because = EngineConfig.__dataclass_fields__[name].metadata["because"]
         choices = ", ".join(map(str, _CHOICES[name]))
         raise ConfigError(f"{name} must be one of {choices}, got {value!r}" + (f": {because}" if because else ""))
-
-
-def _is_json_object(value: object) -> bool:
-    try:
-        return isinstance(value, dict) and all(isinstance(key, str) for key in value) and bool(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError, RecursionError):
-        return False
 
 
 _MANY = 2**31 - 1
@@ -403,9 +396,3 @@ def no_color() -> bool:
 def state_dir() -> Path:
     """Returns the folder for small files that are kept between runs, such as the history of a chat."""
     return Path("~/.local/state/octavo").expanduser()
-
-
-def in_flag(size: int) -> str:
-    """Returns a size in the form that flags take, such as 8m."""
-    unit, power = next(((unit, power) for unit, power in (("g", 30), ("m", 20), ("k", 10)) if size % 2**power == 0), ("", 0))
-    return f"{size >> power}{unit}"

@@ -86,3 +86,9 @@ def nearest(name: str, known: Collection[str]) -> str:
     """Returns the end of a message that suggests the most similar name, or "" if none is similar."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def in_flag(size: int) -> str:
+    """Returns a size in the form that flags take, such as 8m, for a message that says what to set."""
+    unit, power = next(((unit, power) for unit, power in (("g", 30), ("m", 20), ("k", 10)) if size % 2**power == 0), ("", 0))
+    return f"{size >> power}{unit}"

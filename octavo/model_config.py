@@ -4,6 +4,7 @@ A family (`models/family.py`) reads the fields of its own layers with the same r
 of a config.json first. Every value is checked while it is read, so that the model code can trust it.
 """
 
+import json
 import reprlib
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -49,6 +50,14 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     context_ranks: int = 1  # in the config of a rank: the ranks that have the same heads of k and v, and share the tokens of a context
+
+
+def is_json_object(value: object) -> bool:
+    """Whether this could be a config.json, or a part of one."""
+    try:
+        return isinstance(value, dict) and all(isinstance(key, str) for key in value) and bool(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError):
+        return False
 
 
 class ConfigReader:

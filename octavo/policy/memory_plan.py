@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from octavo.config import ResolvedConfig, in_flag
-from octavo.errors import ConfigError
+from octavo.config import ResolvedConfig
+from octavo.errors import ConfigError, in_flag
 from octavo.policy.activations import FLOAT32, step_bytes
 from octavo.policy.cache_group import CacheGroup
 from octavo.policy.cache_spec import ITEM_BYTES, CacheGeometry, LayerCacheSpec, blocks_for, one_group, split_layers, token_bytes

@@ -18,8 +18,7 @@ from secrets import token_hex
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.config import in_flag
-from octavo.errors import UnavailableError
+from octavo.errors import UnavailableError, in_flag
 from octavo.log import logger
 from octavo.server.access import PREFLIGHT, Keys, Origins, arrive, arrive_as, is_open
 from octavo.server.errors import ApiError, answer_for

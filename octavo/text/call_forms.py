@@ -1,15 +1,14 @@
 """The forms in which families of models write tool calls, and rules (Lark) of a grammar for each: Hermes, Llama 3, lists behind a tag.
 
-White space next to a tag belongs to it. `harmony.py` and `xml_calls.py` have two more forms.
+White space next to a tag belongs to it. `harmony.py` has another form, and `xml_calls.py` reads the calls of Qwen3-Coder.
 """
 
 import re
-from collections.abc import Callable
-from functools import cache
-from typing import ClassVar
+from collections.abc import Callable, Collection
 
 from octavo.text.call_parser import AnswerPiece, CallParser
 from octavo.text.tags import SPACE, half_tag, tag_start
+from octavo.text.xml_calls import EitherReader, Texts
 
 # -- Hermes and Qwen: calls stand anywhere in an answer
 #
@@ -26,6 +25,17 @@ HERMES_TEMPLATE = re.compile(r"<tool_call>(?:\\n|\s)*\{\\?[\"'](?:name|arguments
 
 
 class HermesParser(CallParser):
+    def __init__(self, names: Collection[str], stream: bool, texts: Texts | None = None) -> None:
+        """`texts`: of the parameters in tags, which may stand instead of an object (Qwen3-Coder); None: they may not"""
+        super().__init__(names, stream)
+        self._texts = texts
+
+    def _begin(self, head: str, name: str | None = None) -> None:
+        if self._texts is None:
+            super()._begin(head, name)
+        else:
+            self._call = EitherReader(head, self._num_given, self._names, self._stream, self._texts)
+
     def _outside(self, text: str, at: int, pieces: list[AnswerPiece]) -> int:
         if self._behind_call and (end := self._closing(text, at, CLOSE)) > at:
             return end
@@ -110,21 +120,23 @@ END = re.compile(rf"[{SPACE}]*+\]")
 
 
 class ListParser(CallParser):
-    tags: ClassVar[tuple[str, ...]]
-    closing: ClassVar[str] = ""  # a tag that may follow a list
-    named: ClassVar[bool] = False  # a name may follow the tag
-    _in_list = False
+    def __init__(self, names: Collection[str], stream: bool, tags: tuple[str, ...], closing: str = "", named: bool = False) -> None:
+        """`closing`: a tag that may follow a list; `named`: whether a name may follow a tag"""
+        super().__init__(names, stream)
+        self._tags, self._closing_tag, self._named = tags, closing, named
+        self._any_tag = re.compile("|".join(map(re.escape, tags)))
+        self._in_list = False
 
     def _outside(self, text: str, at: int, pieces: list[AnswerPiece]) -> int:
         if self._in_list:
             self._in_list = self._behind_call
             return self._next(text, at) if self._in_list else at
-        if self._behind_call and self.closing and (end := self._closing(text, at, self.closing)) > at:
+        if self._behind_call and self._closing_tag and (end := self._closing(text, at, self._closing_tag)) > at:
             return end
-        found = _any_of(self.tags).search(text, at)
+        found = self._any_tag.search(text, at)
         if found is not None:
             return self._tagged(text, at, found, pieces)
-        end = min(half_tag(text, at, tag) for tag in self.tags)
+        end = min(half_tag(text, at, tag) for tag in self._tags)
         self._say(text[at:end], pieces)
         self._hold(text[end:])
         return len(text)
@@ -132,14 +144,14 @@ class ListParser(CallParser):
     def _tagged(self, text: str, at: int, tag: re.Match[str], pieces: list[AnswerPiece]) -> int:
         """Begins the call behind a tag, waits for more of its head, or takes the tag for text."""
         start, behind, limit = tag_start(text, at, tag.start()), tag.end(), tag.end() + MAX_LIST_HEAD
-        named = NAMED.match(text, behind, limit) if self.named else None
+        named = NAMED.match(text, behind, limit) if self._named else None
         head = named or LIST.match(text, behind, limit)
         if head is not None:
             self._say(text[at:start], pieces)
             self._in_list = named is None
             self._begin(text[start : head.end()], named[1] if named else None)
             return head.end()
-        if len(text) < limit and (HALF_LIST.fullmatch(text, behind) or (self.named and HALF_NAMED.fullmatch(text, behind))):
+        if len(text) < limit and (HALF_LIST.fullmatch(text, behind) or (self._named and HALF_NAMED.fullmatch(text, behind))):
             self._say(text[at:start], pieces)
             self._hold(text[start:])
             return len(text)
@@ -161,27 +173,19 @@ class ListParser(CallParser):
 
     def _is_text_at_the_end(self, held: str) -> bool:
         head = held.lstrip(SPACE)
-        return bool(head) and any(tag.startswith(head) or head.startswith(tag) for tag in self.tags)
+        return bool(head) and any(tag.startswith(head) or head.startswith(tag) for tag in self._tags)
 
 
-@cache
-def _any_of(tags: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, tags)))
+def mistral_parser(names: Collection[str], stream: bool) -> CallParser:
+    return ListParser(names, stream, ("[TOOL_CALLS]",), named=True)
 
 
-class MistralParser(ListParser):
-    tags = ("[TOOL_CALLS]",)
-    named = True
+def granite_parser(names: Collection[str], stream: bool) -> CallParser:
+    return ListParser(names, stream, ("<|tool_call|>", "<tool_call>"), "</tool_call>")
 
 
-class GraniteParser(ListParser):
-    tags = ("<|tool_call|>", "<tool_call>")
-    closing = "</tool_call>"
-
-
-class PhiParser(ListParser):
-    tags = ("<|tool_call|>", "functools")
-    closing = "<|/tool_call|>"
+def phi_parser(names: Collection[str], stream: bool) -> CallParser:
+    return ListParser(names, stream, ("<|tool_call|>", "functools"), "<|/tool_call|>")
 
 
 def list_grammar(head: str, tail: str = "") -> Callable[[list[str], bool], str]:

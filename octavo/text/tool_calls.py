@@ -17,19 +17,19 @@ from octavo.errors import RequestError
 from octavo.text.call_forms import (
     HERMES_TEMPLATE,
     LLAMA_TEMPLATE,
-    GraniteParser,
     HermesParser,
     LlamaParser,
-    MistralParser,
-    PhiParser,
+    granite_parser,
     hermes_grammar,
     list_grammar,
     llama_grammar,
-)  # fmt: skip
+    mistral_parser,
+    phi_parser,
+)
 from octavo.text.call_parser import AnswerPiece, CallParser
 from octavo.text.call_reader import ToolCallDelta
 from octavo.text.harmony import CALL, CHANNEL, MESSAGE, HarmonyParser, harmony_grammar
-from octavo.text.xml_calls import XML_TEMPLATE, Texts, XmlParser
+from octavo.text.xml_calls import XML_TEMPLATE, Texts
 
 # as templates write JSON; it also keeps a small model from writing spaces for ever
 FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -37,7 +37,7 @@ FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": "
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    parser: type[CallParser]
+    parser: Callable[[Collection[str], bool], CallParser]
     spoken_in: Callable[[str], object]  # by a template, found in its text
     grammar: Callable[[list[str], bool], str]
     call: tuple[str, str] = ('{"name": "NAME", "arguments": ', "}")  # what stands around the arguments of a forced call
@@ -46,10 +46,10 @@ class Family:
 FAMILIES: Mapping[str, Family] = {
     "hermes": Family(HermesParser, HERMES_TEMPLATE.search, hermes_grammar),
     "llama3_json": Family(LlamaParser, LLAMA_TEMPLATE.search, llama_grammar, ('{"name": "NAME", "parameters": ', "}")),
-    "mistral": Family(MistralParser, re.compile(r"\[TOOL_CALLS\]").search, list_grammar("[TOOL_CALLS]")),
-    "phi4_mini_json": Family(PhiParser, re.compile(r"<\|/tool(_call)?\|>").search, list_grammar("<|tool_call|>", "<|/tool_call|>")),
-    "granite": Family(GraniteParser, re.compile(r"<\|tool_call\|>").search, list_grammar("<|tool_call|>")),
-    "qwen3_coder": Family(XmlParser, XML_TEMPLATE.search, hermes_grammar),
+    "mistral": Family(mistral_parser, re.compile(r"\[TOOL_CALLS\]").search, list_grammar("[TOOL_CALLS]")),
+    "phi4_mini_json": Family(phi_parser, re.compile(r"<\|/tool(_call)?\|>").search, list_grammar("<|tool_call|>", "<|/tool_call|>")),
+    "granite": Family(granite_parser, re.compile(r"<\|tool_call\|>").search, list_grammar("<|tool_call|>")),
+    "qwen3_coder": Family(HermesParser, XML_TEMPLATE.search, hermes_grammar),
     "harmony": Family(
         HarmonyParser, re.compile(re.escape(CHANNEL)).search, harmony_grammar,
         (f"{CHANNEL}commentary to=functions.NAME <|constrain|>json{MESSAGE}", CALL),
@@ -75,10 +75,9 @@ def tool_call_family(parser: str, template: str | None) -> str:
 
 def tool_call_parser(family: str, names: Collection[str], stream: bool, texts: Texts = ()) -> CallParser:
     """Returns the parser of one answer. If no tools are offered, it takes everything for text. `texts`: parameters that are text"""
-    parser = FAMILIES[family].parser(names, stream) if names and family in FAMILIES else CallParser()
-    if isinstance(parser, XmlParser):
-        parser.texts = texts
-    return parser
+    if not names or family not in FAMILIES:
+        return CallParser()
+    return HermesParser(names, stream, texts) if family == "qwen3_coder" else FAMILIES[family].parser(names, stream)
 
 
 def collected(pieces: Sequence[AnswerPiece]) -> tuple[str, list[ToolCall]]:

@@ -17,7 +17,6 @@ import re
 import secrets
 from collections.abc import Collection
 
-from octavo.text.call_forms import HermesParser
 from octavo.text.call_reader import CallReader, ToolCallDelta
 from octavo.text.tags import half_tag, skip_space
 
@@ -124,13 +123,6 @@ def as_json(value: str, is_text: bool) -> str:
 
 def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
-
-
-class XmlParser(HermesParser):
-    texts: Texts = ()
-
-    def _begin(self, head: str, name: str | None = None) -> None:
-        self._call = EitherReader(head, self._num_given, self._names, self._stream, self.texts)
 
 
 class EitherReader:

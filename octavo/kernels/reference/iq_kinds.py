@@ -43,7 +43,12 @@ def _fields(packed: Tensor, bits: int, count: int) -> Tensor:
 
 def _shorts(octets: Tensor) -> Tensor:
     """Returns unsigned numbers of 16 bits, as int32."""
-    return octets.contiguous().view(torch.int16).int() & 0xFFFF
+    return octets.clone(memory_format=torch.contiguous_format).view(torch.int16).int() & 0xFFFF
+
+
+def _words(octets: Tensor) -> Tensor:
+    """Returns int32 words, of a copy: a view of one block may begin anywhere."""
+    return octets.clone(memory_format=torch.contiguous_format).view(torch.int32)
 
 
 def _signs_and_scales(words: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,7 +57,7 @@ def _signs_and_scales(words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def iq2_xxs(groups: Tensor) -> Parts:
-    words = groups[:, 2:].contiguous().view(torch.int32).view(-1, 8, 2)
+    words = _words(groups[:, 2:]).view(-1, 8, 2)
     places = words[..., 0].contiguous().view(torch.uint8).int()  # [groups, 32]
     masks, scales = _signs_and_scales(words[..., 1])
     return Parts(_with_signs(_looked_up("IQ2_XXS", places), masks), MIDDLE, half(groups[:, :2]) * (scales + 0.5) * 0.25)
@@ -71,7 +76,7 @@ def iq2_s(groups: Tensor) -> Parts:
 
 
 def iq3_xxs(groups: Tensor) -> Parts:
-    masks, scales = _signs_and_scales(groups[:, 66:].contiguous().view(torch.int32))
+    masks, scales = _signs_and_scales(_words(groups[:, 66:]))
     codes = _with_signs(_looked_up("IQ3_XXS", groups[:, 2:66].int()), masks)
     return Parts(codes, MIDDLE, half(groups[:, :2]) * (scales + 0.5) * 0.5)
 
