@@ -35,6 +35,7 @@ KINDS = {
     "compressed words of 8 bits and whole rows": Kind("words", 8, -1, sym=True),
     "compressed words with act-order": Kind("words", group_size=32, act_order=True, tie=True),
     "compressed bytes": Kind("bytes", 8, -1, sym=True),
+    "FP8 in blocks": Kind("fp8", 8, 64, sym=True),
 }
 PROMPTS = [[(7 * i + j * j) % 300 for j in range(5 + 20 * i)] for i in range(3)]
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2, prompt_logprobs=2)

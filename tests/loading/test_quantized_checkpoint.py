@@ -66,6 +66,29 @@ def test_headers_tell_a_plan_what_is_stored(tmp_path: Path) -> None:
     assert all(weight.codes is None or weight.codes.order == "" for weight in model_shape(str(plain)).weights)
 
 
+def test_floats_of_8_bits_are_one_weight_in_codes_and_in_floats(tmp_path: Path) -> None:
+    """The headers tell a plan what becomes of them. Scales of activations and of a cache in FP8 belong to nothing."""
+    quantized, floats = write_both(tmp_path, Kind("fp8", 8, 64, sym=True))
+    stored = load_file(quantized / "model.safetensors")
+    extra = {f"{QUERY}.input_scale": torch.ones(1), "model.layers.0.self_attn.k_scale": torch.ones(1)}
+    save_file(stored | extra, quantized / "model.safetensors")
+    checkpoint, expected = open_checkpoint(resolve_model(str(quantized))), load_file(floats / "model.safetensors")
+    assert sorted(checkpoint.names()) == sorted(expected)
+    assert all(torch.equal(checkpoint.read(name), weight) for name, weight in expected.items())
+    packed = checkpoint.packed(f"{QUERY}.weight")
+    assert packed is not None and (packed.bits, packed.group) == (8, 32)
+    found = {weight.name: weight for weight in model_shape(str(quantized)).weights}
+    assert found[f"{QUERY}.weight"] == StoredWeight(f"{QUERY}.weight", "FP8", 128 * 128, Codes(8, 32))
+
+
+def test_words_tell_a_plan_what_is_stored(tmp_path: Path) -> None:
+    quantized, _ = write_both(tmp_path, Kind("words", group_size=64))
+    for path in (quantized, quantized / "config.json"):
+        found = {weight.name: weight for weight in model_shape(str(path)).weights}
+        down = "model.layers.1.mlp.down_proj.weight"
+        assert found[down] == StoredWeight(down, "W4A16", 128 * 256, Codes(4, 64))
+
+
 def test_numbers_that_no_header_shows_are_refused_when_they_are_read(tmp_path: Path) -> None:
     source = published(16, 64, 32, 4, seed=1, act_order=True)
     tensors = source.gptq(QUERY, first_format=True)

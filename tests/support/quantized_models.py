@@ -1,4 +1,4 @@
-"""Small models in the layouts of AWQ, GPTQ and compressed-tensors, and the same models in the floats that those stand for."""
+"""Small models in the layouts of AWQ, GPTQ, FP8 and compressed-tensors, and the same models in the floats that those stand for."""
 
 import json
 from dataclasses import dataclass
@@ -36,6 +36,8 @@ class Kind:
     @property
     def config(self) -> dict[str, Any]:
         table: dict[str, Any] = {"quant_method": self.method, "bits": self.bits, "group_size": self.group_size}
+        if self.method == "fp8":
+            return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
         if self.method in ("words", "bytes"):
             return compressed_config(self)
         if self.method == "awq":
@@ -48,8 +50,12 @@ def write_both(folder: Path, kind: Kind) -> tuple[Path, Path]:
     rest = _rest(kind)
     codes, floats = dict(rest), dict(rest)
     for name, source in _modules(kind).items():
-        codes |= _stored(source, name, kind)
-        floats[f"{name}.weight"] = source.weight()
+        if kind.method == "fp8":
+            stored, floats[f"{name}.weight"] = in_fp8(name, source.weight())
+            codes |= stored
+        else:
+            codes |= _stored(source, name, kind)
+            floats[f"{name}.weight"] = source.weight()
     config = {
         "architectures": [kind.architecture], "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": INNER,
         "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "max_position_embeddings": 512,
@@ -65,6 +71,14 @@ def _stored(source: Published, name: str, kind: Kind) -> dict[str, Tensor]:
     if kind.method == "gptq":
         return source.gptq(name, kind.first_format)
     return source.words(name, kind.sym) if kind.method == "words" else source.bytes(name, kind.sym)
+
+
+def in_fp8(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """(floats of 8 bits with a scale for each block of 128 x 128, the floats that they stand for)"""
+    scale = torch.stack([torch.stack([block.abs().amax() / 448 for block in rows.split(128, 1)]) for rows in weight.split(128)])
+    in_full = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
+    values = (weight / in_full).to(torch.float8_e4m3fn)
+    return {f"{name}.weight": values, f"{name}.weight_scale_inv": scale}, values.float() * in_full
 
 
 def compressed_config(kind: Kind) -> dict[str, Any]:
