@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.attention_case import AttentionCase
-from octavo.kernels.cpu.library import BF16, F16, F32, Q4, Q8, NativeLibrary, address, find_library
+from octavo.kernels.cpu.library import ACTIVATIONS, BF16, F16, F32, Q4, Q8, Mixture, NativeLibrary, address, find_library
 from octavo.kernels.cpu.packing import Floats, PackedMatrix, pack_codes, pack_float
 from octavo.kernels.cpu.sampling import NativeSampling
 from octavo.kernels.reference.sampling import Draws
@@ -127,10 +127,17 @@ def matmul(library: NativeLibrary, packed: PackedMatrix, x: Floats, tokens: int 
     return y
 
 
-def gate_up(library: NativeLibrary, packed: PackedMatrix, x: Floats) -> Floats:
-    """x [rows, k] -> silu(gate) * up [rows, n / 2]; rows of weights are 16 of gate, 16 of up, in turn."""
+def gate_up(library: NativeLibrary, packed: PackedMatrix, x: Floats, activation: str = "swiglu") -> Floats:
+    """x [rows, k] -> the gated ones [rows, n / 2]; rows of weights are 16 of gate, 16 of up, in turn."""
     y = np.full((len(x), packed.struct.n // 2), np.nan, np.float32)
-    library.call.octavo_gate_up(ctypes.byref(packed.struct), address(x), address(y), len(x), len(x))
+    library.call.octavo_gate_up(ctypes.byref(packed.struct), ACTIVATIONS[activation], address(x), address(y), len(x), len(x))
+    return y
+
+
+def mix(library: NativeLibrary, mixture: Mixture, x: Floats, activation: str = "swiglu") -> Floats:
+    """x [tokens, hidden] -> what the experts of each token give, weighed, [tokens, hidden]"""
+    y = np.full(x.shape, np.nan, np.float32)
+    library.call.octavo_mix(ctypes.byref(mixture), ACTIVATIONS[activation], address(x), address(y), len(x))
     return y
 
 
