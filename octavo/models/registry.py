@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError, LoadError
 from octavo.model_config import ConfigReader, ModelConfig
-from octavo.models import dense_family
+from octavo.models import llama_family, qwen_family
 from octavo.models.family import FAMILIES, Family, register
 from octavo.policy.cache_spec import LayerCacheSpec
 from octavo.policy.description import ModelDescription
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from octavo.models.decoder import Decoder
     from octavo.quant.schemes import QuantScheme
 
-register(dense_family.FAMILY)
+register(llama_family.FAMILY)
+register(qwen_family.FAMILY)
 
 
 def families() -> list[Family]:
@@ -59,7 +60,8 @@ def rank_config(config: ModelConfig, size: int, context: int = 1) -> ModelConfig
     if size == 1:
         return config
     if family.shared is None:
-        raise ConfigError(f"models of the family {family.name} cannot be split: set tensor_parallel_size to 1, not {size}")
+        why = family.unshared
+        raise ConfigError(f"models of the family {family.name} cannot be split ({why}): set tensor_parallel_size to 1, not {size}")
     shared = family.shared(config)
     check_split(shared.values(), config.vocab_size, size, context)
     own: dict[str, Any] = {field: one.of_rank(size, context) for field, one in shared.items()}
