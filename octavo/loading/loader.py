@@ -179,20 +179,23 @@ class NativeWeights:
         """`dtype`: for weights that are not stored as codes."""
         self._parameters = parameters
         self._library = library
-        self._kind, self._dtype = {"float32": F32, "bfloat16": BF16, "float16": F16}[dtype], getattr(torch, dtype)
+        self._kind, self.dtype = {"float32": F32, "bfloat16": BF16, "float16": F16}[dtype], getattr(torch, dtype)
 
     def vector(self, name: str) -> NDArray[np.float32]:
         return np.array(self._parameters.floats(name).numpy())
 
     def rows(self, name: str) -> Tensor:
         """Returns a matrix as it is, to look rows up in."""
-        return self._parameters.floats(name).to(self._dtype, copy=True).contiguous()
+        return self._parameters.floats(name).to(self.dtype, copy=True).contiguous()
 
-    def matrix(self, module: str, alternate: bool = False, columns: int = 0) -> PackedMatrix:
-        """Returns the weights of a product, with zeros up to `columns`. With `alternate`, 16 rows of each half follow in turn."""
+    def matrix(self, module: str, alternate: bool = False, columns: int = 0, experts: int = 1) -> PackedMatrix:
+        """Returns the weights of a product, with zeros up to `columns`. With `alternate`, 16 rows of each half follow in turn.
+
+        `experts`: how many have equally many of the rows, each in panels of its own
+        """
         name, bias = f"{module}.weight", f"{module}.bias"
         weight = self._parameters.codes(name) or self._wide(name, columns)
-        order = _alternating(weight.shape[0] // 2) if alternate else None
+        order = _panel_order(weight.shape[0], alternate, experts)
         biases = np.array(_taken(self._parameters.floats(bias), order)) if self._parameters.has(bias) else None
         if isinstance(weight, Tensor):
             return pack_float(self._library, _taken(weight, order), self._kind, biases)
@@ -204,16 +207,24 @@ class NativeWeights:
 
     def _pack_codes(self, weight: PackedWeight, bias: NDArray[np.float32] | None, rows: NDArray[np.int64] | None) -> PackedMatrix:
         codes, scale, offset = (tensor.contiguous().numpy() for tensor in (weight.codes, weight.scale, weight.offset))
-        order, kind = None if weight.order is None else weight.order.numpy(), Q4 if weight.bits == 4 else Q8
-        return pack_codes(self._library, codes, scale, offset, weight.group, kind, weight.factor, bias, order, rows)
+        order, table = (None if part is None else part.numpy() for part in (weight.order, weight.table))
+        kind = Q4 if weight.bits == 4 else Q8
+        return pack_codes(self._library, codes, scale, offset, weight.group, kind, weight.factor, bias, order, rows, table)
 
 
-def _alternating(size: int) -> Tensor:
-    """Returns the order in which 16 rows of each of two halves of `size` follow each other; -1 is a row of zeros."""
+def _panel_order(rows: int, alternate: bool, experts: int) -> Tensor | None:
+    """Returns the order in which panels take the rows, or None if it is their own; -1 is a row of zeros.
+
+    With `alternate`, 16 rows of each half of an expert follow each other.
+    """
+    parts = 2 * experts if alternate else experts
+    size = rows // parts
+    if parts == 1 or (not alternate and size % PANEL == 0):
+        return None
     index = torch.full((-(-size // PANEL) * PANEL,), -1)
     index[:size] = torch.arange(size)
-    panels = index.view(-1, 1, PANEL)
-    return torch.cat([panels, torch.where(panels < 0, -1, panels + size)], dim=1).flatten()
+    every = torch.where(index < 0, -1, index + size * torch.arange(parts)[:, None])  # [parts, whole panels of a part]
+    return every.view(experts, parts // experts, -1, PANEL).transpose(1, 2).flatten()
 
 
 def _taken(values: Tensor, order: Tensor | None) -> NDArray[np.float32]:

@@ -60,7 +60,7 @@ typedef struct {
 
 typedef struct {
     const float *attention_norm, *mlp_norm;            // [hidden], of what a sub-layer reads; null: it reads the stream as it is
-    const float *attention_post_norm, *mlp_post_norm;  // [hidden] or null: of what a sub-layer adds to the stream
+    const float *attention_after_norm, *mlp_after_norm;  // [hidden] or null: of what a sub-layer adds to the stream
     const float *q_norm, *k_norm;            // [head_dim] or null; where `whole_norm` is, [heads * head_dim] and [kv_heads * head_dim]
     const float *cos, *sin;                  // [max_len][rotary_dim / 2]
     const float *sinks;                      // [heads] or null: a score that takes part in the softmax of a head and has no value

@@ -130,7 +130,7 @@ struct Stream {
     float scale = 1;                // of it
 
     // What a sub-layer gave: from now on it is to be added.
-    void give(const float *post_norm, float residual_scale) { news = true, weight = post_norm, scale = residual_scale; }
+    void give(const float *after_norm, float residual_scale) { news = true, weight = after_norm, scale = residual_scale; }
 
     // Adds a token's news. y: the sum, normed; or as it is, where there is no norm
     void norm(int64_t token, const float *norm_weight, float *y) const {
@@ -184,10 +184,10 @@ struct Walk {
         prepare(layer.output, made, rows, me);
         multiply(layer.output, rows, at.added, size, me);
         if (!peers.sum(at.added, tokens * size, me)) return false;
-        stream.give(layer.attention_post_norm, layer.residual_scale);
+        stream.give(layer.attention_after_norm, layer.residual_scale);
         if (layer.mixture) mix_tokens(layer);
         else gate_tokens(layer);
-        stream.give(layer.mlp_post_norm, layer.residual_scale);
+        stream.give(layer.mlp_after_norm, layer.residual_scale);
         return peers.sum(at.added, tokens * size, me);
     }
 

@@ -120,7 +120,7 @@ def _native(
     with torch.inference_mode():
         weights = NativeWeights(stored, library, facts.dtype)
         limits = geometry.block_size, geometry.max_model_len, tokens
-        program = NativeProgram(facts.model, weights, library, store.caches, table, *limits, facts.place)
+        program = NativeProgram(facts.model, weights, library, store.caches, table, *limits, geometry.groups, facts.place)
     _log_loading(program, watch)
     if shadow is None:
         return program, store

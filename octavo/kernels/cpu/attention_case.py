@@ -146,9 +146,9 @@ class AttentionCase:
             caches.append(Cache.holding(numbers.reshape(blocks, self.block_size, *numbers.shape[1:]), self.cache_kind))
         return caches[0], caches[1]
 
-    def run(self, library: NativeLibrary) -> tuple[Floats, Floats, Cache, Cache]:
-        """q, k and v normed and rotated; what attention makes of them; the caches after it."""
-        k, v = self.past()
+    def run(self, library: NativeLibrary, before: tuple[Cache, Cache] | None = None) -> tuple[Floats, Floats, Cache, Cache]:
+        """q, k and v normed and rotated; what attention makes of them; the caches after it. `before`: those that are written to"""
+        k, v = before or self.past()
         qkv, out = self.projected.copy(), np.full((len(self.positions), self.heads, self.head_dim), np.nan, np.float32)
         cos, sin = np.cos(self.angles), np.sin(self.angles)
         layer = self.layer(cos, sin, k, v)

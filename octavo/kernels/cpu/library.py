@@ -38,7 +38,7 @@ class Mixture(ctypes.Structure):
 
 class Layer(ctypes.Structure):
     _fields_ = [
-        ("attention_norm", c_void_p), ("mlp_norm", c_void_p), ("attention_post_norm", c_void_p), ("mlp_post_norm", c_void_p),
+        ("attention_norm", c_void_p), ("mlp_norm", c_void_p), ("attention_after_norm", c_void_p), ("mlp_after_norm", c_void_p),
         ("q_norm", c_void_p), ("k_norm", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("sinks", c_void_p),
         ("qkv", Matrix), ("output", Matrix), ("gate_up", Matrix), ("down", Matrix), ("mixture", POINTER(Mixture)),
         ("k_cache", c_void_p), ("v_cache", c_void_p), ("k_scale", c_void_p), ("v_scale", c_void_p),
