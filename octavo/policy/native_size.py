@@ -18,6 +18,7 @@ SCRATCH_BYTES = 4 * 2 * PANEL  # of each thread, for each column of the widest m
 CODES_ON_THE_WAY, FLOATS_ON_THE_WAY, PARTS_ON_THE_WAY = 1.25, 5.3, 4
 
 
+GATES = ("swiglu", "geglu", "clamped")
 KNOWN = {"window", "soft_cap", "sinks", "no_rotation", "partial_rotation", "whole_norm"}  # features of attention
 
 
@@ -36,6 +37,8 @@ def _unknown(layer: LayerShape) -> str | None:
         return f"has a mixer of kind {layer.mixer.kind}"
     if layer.parallel:
         return "computes its mixer and its MLP in parallel"
+    if layer.mlp.activation not in GATES:
+        return f"has an MLP of kind {layer.mlp.activation}"
     lacking = [name for name in layer.mixer.features if name not in KNOWN]
     return f"has attention with {', '.join(lacking)}" if lacking else None
 
