@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from octavo import LLM, RequestOutput, SamplingParams
 from tests.models.test_family import count_given_back
-from tests.support.families import FAMILIES, VOCAB, Tiny, family_model, gemma3_with_images, reference_model
+from tests.support.families import FAMILIES, VOCAB, Tiny, family_model, for_a_gpu, gemma3_with_images, reference_model
 from tests.support.families_gguf import family_gguf
 from tests.support.greedy import compare_with_reference, same_greedy_text
+from tests.support.places import PLACES, Place, open_engine
 
 FEW, MANY = (5, 24), pytest.param((200, 64), marks=pytest.mark.soak)
 PREFIXES = ("model.language_model.", "language_model.model.")
@@ -47,6 +48,18 @@ def test_a_family_gives_the_tokens_transformers_gives(name: str, load: tuple[int
     assert comparison.tokens == count * tokens
     comparison.accept()
     assert (given_back > 0) == (tiny.options.get("sliding_window") is not None)
+
+
+@PLACES
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_gives_them_on_a_gpu_too(name: str, place: Place, tmp_path: Path) -> None:
+    tiny = FAMILIES[name] if place == "cpu" else for_a_gpu(FAMILIES[name])
+    folder = family_model(tmp_path / "model", tiny, seed=15)
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=4)
+    settings = {"dtype": "float32", "max_num_batched_tokens": 32, "max_num_seqs": 4, "num_gpu_blocks_override": 300} | tiny.engine
+    with open_engine(folder, place, **settings) as llm:
+        outputs = llm.generate(prompts_for(tiny, 3, 10), params, use_tqdm=False)
+    compare_with_reference(outputs, reference_model(folder, tiny)).accept()
 
 
 @pytest.mark.parametrize("name", [name for name, tiny in FAMILIES.items() if tiny.gguf])

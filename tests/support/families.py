@@ -95,6 +95,18 @@ FAMILIES = {
 }  # fmt: skip
 
 
+def for_a_gpu(tiny: Tiny) -> Tiny:
+    """Returns the model with heads of 32 numbers: kernels of a GPU take multiples of 16."""
+    width = {"head_dim": 32} if "head_dim" in tiny.options else {"hidden_size": 32 * tiny.options["num_attention_heads"]}
+    rope = tiny.options.get("rope_parameters", {})
+    if rope.get("rope_type") != "longrope":
+        return replace(tiny, options=tiny.options | width)
+    longer = {"short_factor": [1 + pair / 20 for pair in range(8)], "long_factor": [1 + pair / 3 for pair in range(8)]}
+    own, reference = rope | longer, rope | longer | {"short_factor": longer["long_factor"]}
+    chosen = {"rope_parameters": reference} if tiny.reference else {}
+    return replace(tiny, options=tiny.options | width | {"rope_parameters": own}, reference=chosen)
+
+
 def family_model(folder: Path, tiny: Tiny, seed: int, dtype: torch.dtype = torch.float32) -> Path:
     import transformers
 
