@@ -11,8 +11,9 @@
 A `*` in a rule stands for a number, such as that of a layer. A rule may have several of them: experts have a number too.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from octavo.model_config import ConfigReader
@@ -31,8 +32,10 @@ class Rule:
 
 
 class Rules:
-    def __init__(self, rules: Iterable[Rule]) -> None:
+    def __init__(self, rules: Iterable[Rule], prefixes: Mapping[str, str] = MappingProxyType({}), left_out: Sequence[str] = ()) -> None:
+        """`prefixes`: that a checkpoint may have instead of those in the rules; `left_out`: of weights that are not for this engine"""
         every = list(rules)
+        self._prefixes, self._left_out = dict(prefixes), tuple(left_out)
         self._by_place = {(rule.module, rule.part): rule.checkpoint for rule in every}
         self._by_gguf = {rule.gguf: rule.checkpoint for rule in every if rule.gguf is not None}
         self._plus = {rule.checkpoint: rule.plus for rule in every if rule.plus}
@@ -49,6 +52,17 @@ class Rules:
         pattern, numbers = _starred(module)
         found = self._by_place.get((pattern, part))
         return None if found is None else _filled(found, numbers)
+
+    @property
+    def renames(self) -> bool:
+        return bool(self._prefixes or self._left_out)
+
+    def of_checkpoint(self, name: str) -> str | None:
+        """Returns the name in the rules of a weight in a checkpoint, or None if it is left out on purpose."""
+        if name.startswith(self._left_out):
+            return None
+        prefix = next((prefix for prefix in self._prefixes if name.startswith(prefix)), "")
+        return self._prefixes.get(prefix, "") + name.removeprefix(prefix)
 
     def plus(self, name: str) -> float:
         """Returns what has to be added to this weight of a checkpoint."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError, LoadError
 from octavo.model_config import ConfigReader, ModelConfig
-from octavo.models import llama_family, qwen_family
+from octavo.models import gemma_family, granite_family, llama_family, olmo_family, phi_family, qwen_family, smollm_family
 from octavo.models.family import FAMILIES, Family, register
 from octavo.policy.cache_spec import LayerCacheSpec
 from octavo.policy.description import ModelDescription
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 register(llama_family.FAMILY)
 register(qwen_family.FAMILY)
+register(phi_family.FAMILY)
+register(gemma_family.FAMILY)
+register(olmo_family.FAMILY)
+register(granite_family.FAMILY)
+register(smollm_family.FAMILY)
 
 
 def families() -> list[Family]:
