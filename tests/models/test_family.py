@@ -43,7 +43,6 @@ from octavo.policy.cache_group import CacheGroup
 from octavo.policy.description import LayerShape, MLPShape, ModelDescription, NormShape
 from octavo.policy.gpu_size import graph_refusal
 from octavo.policy.memory_plan import GIB, Memory, plan_memory
-from octavo.policy.native_size import native_refusal
 from octavo.quant.schemes import UNQUANTIZED, QuantScheme, empty_parameter
 from octavo.worker.request_table import RequestTable
 
@@ -300,16 +299,18 @@ def test_programs_that_cannot_run_a_model_are_turned_off_by_what_it_is_made_of(w
     mixer: Any = layer.mixer
     for other in (
         replace(layer, parallel=True), replace(layer, norm=replace(layer.norm, kind="layer")), replace(layer, mlp=MLPShape(8, "gelu")),
-        replace(layer, mixer=replace(mixer, soft_cap=30.0)), replace(layer, mixer=replace(mixer, rope=None)),
+        replace(layer, mixer=replace(mixer, alibi=True)), replace(layer, norm=replace(layer.norm, eps=1e-3)),
     ):  # fmt: skip
         assert not suited(resolved(EngineConfig(), "cpu"), replace(dense, layers=(other, other))).native
-    mixed = replace(dense, layers=(layer, replace(layer, mlp=MLPShape(8))))
-    assert not suited(resolved(EngineConfig(), "cpu"), mixed).native
-    windowed = replace(dense, layers=(layer, replace(layer, mixer=replace(mixer, window=4))))
-    assert suited(resolved(EngineConfig(), "cpu"), windowed).native
-    for device, refusal in (("cpu", native_refusal), ("cuda", graph_refusal)):
-        assert refusal(replace(dense, gives_back=True)) is None, "no layer has a window"
-        assert "layer 1 gives back the blocks behind its window" in (refusal(replace(windowed, gives_back=True)) or ""), device
+    windowed = replace(layer, mixer=replace(mixer, window=4))
+    for other in (
+        windowed, replace(layer, mixer=replace(mixer, soft_cap=30.0)), replace(layer, mixer=replace(mixer, rope=None, sinks=True)),
+        replace(layer, mlp=MLPShape(8, "geglu")), replace(layer, norms="both", residual_scale=0.5),
+    ):  # fmt: skip
+        assert suited(resolved(EngineConfig(), "cpu"), replace(dense, layers=(layer, other), gives_back=True)).native
+    for back, refused in ((False, None), (True, "layer 1 gives back the blocks behind its window")):
+        assert (refused or "") in (graph_refusal(replace(dense, layers=(layer, windowed), gives_back=back)) or "")
+    assert graph_refusal(replace(dense, gives_back=True)) is None, "no layer has a window"
 
 
 SHAPE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
