@@ -105,6 +105,12 @@ class Experts:
     scores: Scores = "all"
     normed: bool = True  # weights of the chosen ones are made to sum up to 1; of "chosen" scores they do so anyway
     shared_inner: int = 0  # of one more MLP that every token goes through, with a gate of its own; 0: there is none
+    ranks: int = 1  # that deal the experts out: each has whole ones, and the same number
+
+    @property
+    def held(self) -> int:
+        """By each rank."""
+        return self.count // self.ranks
 
 
 @dataclass(frozen=True, slots=True)
