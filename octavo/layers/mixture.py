@@ -8,7 +8,7 @@
 Ranks either have a part of every expert, or some whole experts each. Both ways they sum what they give, once for the layer.
 """
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,15 @@ from torch import Tensor, nn
 from octavo.kernels.ops import choose_experts, mixture
 from octavo.layers.comm import Comm
 from octavo.layers.linear import Linear, MergedLinear
-from octavo.policy.description import MLPShape
 from octavo.quant.schemes import Packed, QuantScheme
+
+
+class Routing(NamedTuple):
+    count: int  # of all experts
+    chosen: int  # for each token
+    scores: str  # "all" or "chosen": over whose logits the softmax goes
+    normed: bool  # weights of the chosen ones sum up to 1
+    held: int  # by this rank: all, or as many as by each other one
 
 
 class ExpertStack(nn.Module):
@@ -50,25 +57,32 @@ class SharedExpert(nn.Module):
 
 class Mixture(nn.Module):
     def __init__(
-        self, hidden_size: int, shape: MLPShape, bias: bool, scheme: QuantScheme, dtype: torch.dtype, comm: Comm
+        self,
+        hidden_size: int,
+        inner: int,
+        shared_inner: int,
+        routing: Routing,
+        activation: str,
+        bias: bool,
+        scheme: QuantScheme,
+        dtype: torch.dtype,
+        comm: Comm,
     ) -> None:
-        """`bias`: whether router and experts have biases"""
+        """`inner`: of an expert; `shared_inner`: of the one that all tokens share, 0 if there is none; `bias`: of router and experts"""
         super().__init__()
-        assert shape.experts is not None
-        self.shape, self.chosen, self.comm = shape, shape.experts, comm
-        held = shape.experts.held
-        self.first = held * comm.rank if shape.experts.ranks > 1 else 0  # of the experts that this rank has
-        self.router = Linear(hidden_size, shape.experts.count, bias, scheme, dtype)
-        self.experts = ExpertStack(hidden_size, shape.inner, held, bias, scheme, dtype)
+        self.routing, self.activation, self.comm = routing, activation, comm
+        self.first = routing.held * comm.rank if routing.held < routing.count else 0  # of the experts that this rank has
+        self.router = Linear(hidden_size, routing.count, bias, scheme, dtype)
+        self.experts = ExpertStack(hidden_size, inner, routing.held, bias, scheme, dtype)
         self.shared: SharedExpert | None = None
-        if shape.experts.shared_inner:
-            self.shared = SharedExpert(hidden_size, shape.experts.shared_inner, scheme, dtype)
+        if shared_inner:
+            self.shared = SharedExpert(hidden_size, shared_inner, scheme, dtype)
             self.shared_gate = Linear(hidden_size, 1, False, scheme, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        ids, weights = choose_experts(self.router(x), self.chosen.chosen, self.chosen.scores, self.chosen.normed)
+        ids, weights = choose_experts(self.router(x), self.routing.chosen, self.routing.scores, self.routing.normed)
         stacks = matrix(self.experts.gate_up), matrix(self.experts.down)
-        out = mixture(x, ids, weights, *stacks, self.experts.biases, self.shape.activation, self.first)
+        out = mixture(x, ids, weights, *stacks, self.experts.biases, self.activation, self.first)
         if self.shared is not None:
             out = out + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
         return self.comm.all_reduce(out)

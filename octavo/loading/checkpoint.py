@@ -19,7 +19,7 @@ from torch import Tensor
 from octavo.errors import ConfigError, LoadError
 from octavo.kernels.reference.dequant import DENSE, QUANTISED, SUPPORTED_KINDS, dequantize
 from octavo.loading.files import INDEX, SINGLE, fingerprint, read_weight_map
-from octavo.loading.gguf import GGUFFile, GGUFTensor, read_gguf_model
+from octavo.loading.gguf import GGUFFile, GGUFTensor, read_gguf_model, weights_in
 from octavo.loading.packed_modules import WHOLE_NUMBERS, Header, PackedModule, cut, find_packed
 from octavo.policy.split import Part
 from octavo.quant.packed import PackedWeight, fold_gguf
@@ -244,7 +244,7 @@ class GGUFCheckpoint:
                 raise LoadError(f"{self.source}: tensor {tensor.name[:80]!r} is of kind {tensor.kind}; supported: {supported}")
             name = self._model.family.rules.of_gguf(tensor.name)
             if name is not None:
-                found[name] = tensor
+                found |= weights_in(tensor, name, self.source)
             elif tensor.name != ROPE_FACTORS:
                 unknown.add(repr(tensor.name[:80]))
         if unknown:

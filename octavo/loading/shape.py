@@ -26,7 +26,7 @@ from octavo.loading.hub_client import Hub
 from octavo.loading.names import HubName
 from octavo.loading.resolve import ModelSource, in_cache, load_model_config, locate
 from octavo.model_config import ModelConfig
-from octavo.models.family import Rules
+from octavo.models.family import Rules, of_expert
 from octavo.models.registry import cache_specs, describe, family_of, rank_config, read_config, stage_config
 from octavo.policy.cache_spec import ITEM_BYTES, LayerCacheSpec
 from octavo.policy.description import ModelDescription
@@ -74,7 +74,9 @@ def stored_weights(
     for name, (kind, shape) in tensors.items():
         module, _, part = name.rpartition(".")
         if quantization is None or f"{module}.qweight" not in tensors or part == "bias":
-            found.append(StoredWeight(rules.of_gguf(name) or name, kind, prod(shape), GGUF_CODES.get(kind)))
+            named = rules.of_gguf(name) or name
+            names = [of_expert(named, expert) for expert in range(shape[0])] if "*" in named else [named]
+            found += [StoredWeight(one, kind, prod(shape) // len(names), GGUF_CODES.get(kind)) for one in names]
         elif part == "qweight" and len(shape) == 2:
             per_word = 32 // quantization.bits
             columns = shape[0] * (1 if quantization.method == "awq" else per_word)
@@ -135,10 +137,16 @@ class ModelShape:
     ranks: int = 1  # that share each matrix; the config and all that follows from it is then that of one
     stage: Stage = ONLY  # of a pipeline; the same holds for its layers
 
-    def of_rank(self, ranks: int, context: int = 1) -> "ModelShape":
-        """Returns the shape of one of several ranks. Refuses a model that they cannot share. `context`: ranks that share a context"""
+    def of_rank(self, ranks: int, context: int = 1, expert_ranks: int = 1) -> "ModelShape":
+        """Returns the shape of one of several ranks. Refuses a model that they cannot share.
+
+        `context`: ranks that share a context; `expert_ranks`: those that have whole experts each
+        """
+        if ranks == 1:
+            return self
+        config = rank_config(self.config, ranks, context, expert_ranks)
         weights = tuple(replace(weight, size=-(-weight.size // ranks)) for weight in self.weights)
-        return replace(self, config=rank_config(self.config, ranks, context), weights=weights, ranks=ranks) if ranks > 1 else self
+        return replace(self, config=config, weights=weights, ranks=ranks)
 
     def stages(self, count: int) -> "list[ModelShape]":
         """Returns the shape of each stage of a pipeline."""

@@ -7,8 +7,13 @@
     cut         its config with some of the layers, for the stages of pipeline parallel (`policy/stages.py`)
     model       the torch module that computes it, imported when a model is built
     gguf        how GGUF files spell it, for families that such files exist of
+    stacks      tensors of a Hugging Face folder that hold a weight of every expert
+    deal        its config with some of the experts, for the ranks of expert parallel
 
-A `*` in a rule stands for a number, such as that of a layer. A rule may have several of them: experts have a number too.
+A `*` in a rule stands for a number, such as that of a layer. A rule may have several of them: experts have a number too, which is
+in the name of the part here. A tensor of a file may hold a weight of every expert; its name has no number for them.
+
+    model.layers.*.mlp.experts.*.up_proj   ->  layers.*.mlp.experts.gate_up, part *.up        GGUF: blk.*.ffn_up_exps
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +24,8 @@ from octavo.model_config import ConfigReader
 from octavo.models.gguf_keys import GGUFKeys
 from octavo.policy.description import Matrix, ModelDescription, Vector
 from octavo.policy.split import Shared
+
+MAX_EXPERTS = 4096  # several times what any model has
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +52,9 @@ class Rules:
     def find(self, module: str, part: str | None = None) -> str | None:
         """As `checkpoint_module`, but returns None if there is no rule."""
         pattern, numbers = _starred(module)
-        found = self._by_place.get((pattern, part))
-        return None if found is None else _filled(found, numbers)
+        part_pattern, part_numbers = (None, []) if part is None else _starred(part)
+        found = self._by_place.get((pattern, part_pattern))
+        return None if found is None else _filled(found, numbers + part_numbers)
 
     @staticmethod
     def layer(name: str) -> int | None:
@@ -55,13 +63,28 @@ class Rules:
         return int(numbers[0]) if numbers else None
 
     @staticmethod
+    def expert(name: str) -> int | None:
+        """Returns the expert that a weight of a checkpoint belongs to, or None if it belongs to none."""
+        numbers = _starred(name)[1]
+        return int(numbers[1]) if len(numbers) > 1 else None
+
+    @staticmethod
+    def with_expert(name: str, expert: int) -> str:
+        """Returns the name of the same weight of another expert."""
+        pattern, (layer, _, *rest) = _starred(name)
+        return _filled(pattern, [layer, str(expert), *rest])
+
+    @staticmethod
     def with_layer(name: str, layer: int) -> str:
         """Returns the name of the same weight in another layer."""
         pattern, numbers = _starred(name)
         return _filled(pattern, [str(layer), *numbers[1:]])
 
     def of_gguf(self, name: str) -> str | None:
-        """Returns the checkpoint's name of a tensor in a GGUF file, or None if this family has no such tensor."""
+        """Returns the checkpoint's name of a tensor in a GGUF file, or None if this family has no such tensor.
+
+        The name has a `*` in the place of the experts' numbers, if the tensor holds a weight of every expert.
+        """
         tensor, _, leaf = name.rpartition(".")
         pattern, numbers = _starred(tensor)
         module = self._by_gguf.get(pattern)
@@ -76,6 +99,11 @@ class Rules:
         counts: Iterable[tuple[str | None, int]] = [(None, rows)] if isinstance(rows, int) else rows.items()
         parts = {f"{self.checkpoint_module(module, part)}.weight": count for part, count in counts}
         return Matrix(name, module, parts, columns, layer, bias, split, gated, vocabulary)
+
+
+def of_expert(name: str, expert: int) -> str:
+    """Returns the name of one expert's weight, for a name that has a `*` in the place of the experts' numbers."""
+    return _filled(name, [str(expert)])
 
 
 def vector(name: str, module: str, size: int, layer: int | None = None, bias: bool = False) -> Vector:
@@ -101,11 +129,25 @@ def _filled(pattern: str, numbers: list[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Stack:
+    """A tensor of a Hugging Face folder that holds a weight of every expert (`loading/stacked.py`)."""
+
+    tensor: str  # model.layers.*.mlp.experts.gate_up_proj
+    modules: tuple[str, ...]  # whose rows take turns: model.layers.*.mlp.experts.*.gate_proj, model.layers.*.mlp.experts.*.up_proj
+
+    def modules_of(self, tensor: str) -> tuple[str, ...] | None:
+        """Returns the modules with the layer of a tensor, and a `*` for the expert; None if it is no such tensor."""
+        pattern, numbers = _starred(tensor)
+        return tuple(_filled(module, numbers) for module in self.modules) if pattern == self.tensor else None
+
+
+@dataclass(frozen=True, slots=True)
 class GGUFForm:
     architectures: Mapping[str, str]  # general.architecture -> the name in a config.json
     config: Callable[[GGUFKeys], dict[str, Any]]  # the family's own keys of a config.json; those that all models share come on top
     # how many heads share the rows of tensors that are stored in interleaved rotary order, by the tensor's word: {"attn_q": 9}
     interleaved: Callable[[str, Mapping[str, Any]], dict[str, int]]
+    experts: bool = False  # files of these architectures with experts belong to this family; those without to another
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +161,8 @@ class Family:
     gguf: GGUFForm | None = None
     shared: Callable[[Any], dict[str, Shared]] | None = None  # by field of its config; None: its matrices cannot be split
     cut: Callable[[Any, range], Any] | None = None  # (config, layers) -> config; None: its layers cannot be dealt out
+    stacks: tuple[Stack, ...] = ()
+    deal: Callable[[Any, int], Any] | None = None  # (config, ranks) -> config; None: it has no experts
 
 
 FAMILIES: dict[str, Family] = {}  # by architecture

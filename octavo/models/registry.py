@@ -50,14 +50,27 @@ def describe(config: ModelConfig) -> ModelDescription:
     return family_of(config).describe(config)
 
 
-def rank_config(config: ModelConfig, size: int, context: int = 1) -> ModelConfig:
+def dealt_config(config: ModelConfig, ranks: int) -> ModelConfig:
+    """Returns the config of a model with the experts of one of several ranks. Refuses a model whose experts cannot be dealt out."""
+    family = family_of(config)
+    if ranks == 1:
+        return config
+    if family.deal is None:
+        raise ConfigError(f"enable_expert_parallel is set, and models of the family {family.name} have no experts: leave it out")
+    dealt: ModelConfig = family.deal(config, ranks)
+    return dealt
+
+
+def rank_config(config: ModelConfig, size: int, context: int = 1, expert_ranks: int = 1) -> ModelConfig:
     """Returns the config of one of `size` ranks, which is that of every other too. Refuses a model that they cannot share.
 
-    `context`: how many neighbours have the same heads of k and v, and share the tokens of a context
+    `context`: how many neighbours have the same heads of k and v, and share the tokens of a context; `expert_ranks`: as many as `size`
+    if each has whole experts, else 1
     """
     family = family_of(config)
     if size == 1:
         return config
+    config = dealt_config(config, expert_ranks)
     if family.shared is None:
         raise ConfigError(f"models of the family {family.name} cannot be split: set tensor_parallel_size to 1, not {size}")
     shared = family.shared(config)
@@ -77,9 +90,13 @@ def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
     return cut
 
 
-def rank_parts(config: ModelConfig, size: int, rank: int, context: int = 1) -> dict[str, Part]:
-    """Returns what a rank has of the weights in the checkpoint of the whole model, whose config this is."""
-    return parts_of_rank(describe(config), describe(rank_config(config, size, context)), size, rank)
+def rank_parts(config: ModelConfig, size: int, rank: int, context: int = 1, expert_ranks: int = 1) -> dict[str, Part]:
+    """Returns what a rank has of the weights in the checkpoint of the whole model, whose config this is.
+
+    Where it has whole experts, they are numbered from 0.
+    """
+    own = rank_config(config, size, context, expert_ranks)
+    return parts_of_rank(describe(dealt_config(config, expert_ranks)), describe(own), size, rank)
 
 
 def cache_specs(config: ModelConfig, dtype: str) -> list[LayerCacheSpec]:

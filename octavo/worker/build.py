@@ -26,6 +26,7 @@ from octavo.loading.loader import NativeWeights, StoredParameters, load_packed, 
 from octavo.loading.requantized import DummyCheckpoint, as_wanted
 from octavo.loading.resolve import open_checkpoint
 from octavo.loading.sharded import StagedCheckpoint, of_rank
+from octavo.loading.stacked import unstacked
 from octavo.log import Stopwatch, logger
 from octavo.messages import NoiseKey, RowWrite, StepPlan
 from octavo.models.decoder import Decoder
@@ -186,8 +187,8 @@ def _open_stored(facts: Facts) -> StoredParameters:
         empty.keep(facts.place.stage)
         whole = empty if config.num_ranks == 1 else build_model(facts.whole, torch.float32, facts.backend, NullComm(), max_len=1)
     dummy = config.load_format == "dummy"
-    stored = DummyCheckpoint(whole, config.seed, facts.device) if dummy else open_checkpoint(facts.source)
-    found = of_rank(stored, facts.whole, facts.comm.size, facts.comm.rank, facts.place.context.size)
+    stored = DummyCheckpoint(whole, config.seed, facts.device) if dummy else unstacked(open_checkpoint(facts.source), facts.whole)
+    found = of_rank(stored, facts.whole, facts.comm.size, facts.comm.rank, facts.place.context.size, config.expert_ranks)
     if facts.place.stage.count > 1:
         elsewhere = weight_targets(whole).keys() - weight_targets(empty).keys()
         found = StagedCheckpoint(found, facts.layers, elsewhere, facts.place.stage.last)
