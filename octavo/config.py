@@ -215,7 +215,8 @@ _INTEGERS = {  # name -> the least and the greatest value
     "max_logprobs": (0, _MANY),
     "seed": (0, 2**64 - 1),
 }
-_OPTIONAL = ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens", "pipeline_depth")
+_OPTIONAL = ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens",
+             "pipeline_depth")  # fmt: skip
 _CHOICES: dict[str, tuple[str | bool, ...]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "quantization": ("auto", "none", "int8", "int4"),

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 SETTINGS = (
     "revision", "dtype", "quantization", "device", "kv_cache_dtype", "max_model_len", "block_size", "kv_cache_memory_bytes",
     "gpu_memory_utilization", "num_gpu_blocks_override", "tensor_parallel_size", "pipeline_parallel_size",
-    "decode_context_parallel_size", "enable_expert_parallel", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "native", "cpu_isa",
+    "decode_context_parallel_size", "enable_expert_parallel", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "native",
+    "cpu_isa",
 )  # fmt: skip
 
 

@@ -32,10 +32,23 @@ def _triton(name: str) -> ModuleType:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Adds x to the residual stream and normalises the sum. Returns (normed, new residual), each [T, size]."""
-    kernels = _triton("step.norm") if x.is_cuda else reference_layer
+    """Adds x to the residual stream and normalises the sum. Returns (normed, new residual), each [T, size].
+
+    Where the weight is wider than x, torch computes on a GPU too.
+    """
+    kernels = _triton("step.norm") if x.is_cuda and weight.dtype == x.dtype else reference_layer
     normed, stream = kernels.add_rms_norm(x, residual, weight, eps)
     return normed, stream
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns x [T, size] normalised. Torch computes it everywhere."""
+    return reference_layer.rms_norm(x, weight, eps)
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """Returns gelu(gate) * up [T, size]. x: [T, 2 * size], gate then up. Torch computes it everywhere."""
+    return reference_layer.gelu_and_mul(x)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -46,16 +59,21 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 def write_kv(
     qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]
-    norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k [head_dim], eps
-    cos: Tensor,  # [max_position, head_dim / 2] float32
+    norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k: [head_dim], or [all heads * head_dim] for a norm over all; eps
+    cos: Tensor,  # [max_position, head_dim / 2] float32; narrower where the first dimensions alone are rotated
     sin: Tensor,
     positions: Tensor,  # [T]
     slots: Tensor,  # [T]
     k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
     v_cache: Tensor,
 ) -> Tensor:
-    """Norms and rotates q and k in place and stores k and v in the cache. Returns q [T, heads, head_dim], a view of qkv."""
-    kernels = _triton("step.write_kv") if qkv.is_cuda else reference_attention
+    """Norms and rotates q and k in place and stores k and v in the cache. Returns q [T, heads, head_dim], a view of qkv.
+
+    The kernel of a GPU rotates whole heads, and norms each by a weight of its own dtype; all else torch computes there too.
+    """
+    head_dim = k_cache.shape[-1]
+    plain = norms is None or (len(norms[0]) == head_dim and norms[0].dtype == qkv.dtype)
+    kernels = _triton("step.write_kv") if qkv.is_cuda and plain and 2 * cos.shape[-1] == head_dim else reference_attention
     q: Tensor = kernels.write_kv(qkv, norms, cos, sin, positions, slots, k_cache, v_cache)
     return q
 
@@ -75,11 +93,13 @@ def paged_attention(
     paged: bool = True,
     fresh: tuple[Tensor, Tensor] | None = None,  # k and v of q's tokens, as write_kv leaves them in qkv: the same as in the cache
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,  # [heads], on a CPU: a score that takes part in the softmax and has no value
 ) -> Tensor:
     """Fills and returns `out`: attention of each row's queries, the last of its context, over its keys and values."""
     if not q.is_cuda:
         rows = tables, query_start, context_len
-        return reference_attention.paged_attention(q, k_cache, v_cache, *rows, scale, out, window, soft_cap=soft_cap)
+        return reference_attention.paged_attention(q, k_cache, v_cache, *rows, scale, out, window, soft_cap=soft_cap, sinks=sinks)
+    assert sinks is None, "the kernel has none"
     kernels = _triton("attention.paged_attention")
     kernels.paged_attention(
         q, k_cache, v_cache, tables, query_start, context_len, scale, out, max_query, window, paged=paged, shares=shares, fresh=fresh,

@@ -29,12 +29,19 @@ NAMES_SHOWN = 8
 class Target:
     label: str  # parameter, and part where there is one: `layers.0.attention.qkv.weight[q]`
     values: Tensor  # a view of the parameter
+    plus: float = 0.0  # what is added to the weight of the checkpoint
 
 
 def load_weights(model: Decoder, checkpoint: Checkpoint) -> None:
     for name, target in check_weights(model, checkpoint).items():
-        target.values.copy_(checkpoint.read(name))
+        target.values.copy_(_read(checkpoint, name, target.plus))
     _finalize(model)
+
+
+def _read(checkpoint: Checkpoint, name: str, plus: float) -> Tensor:
+    """Returns a weight. What is added to it is added in float32, so that a narrower dtype of the file loses nothing."""
+    values = checkpoint.read(name)
+    return values if plus == 0 else values.float() + plus
 
 
 def check_weights(model: Decoder, checkpoint: Checkpoint) -> dict[str, Target]:
@@ -65,11 +72,15 @@ def weight_targets(model: Decoder) -> dict[str, Target]:
     rules = family_of(model.config).rules
     targets = {}
     for parameter_name, parameter in model.named_parameters():  # a tied head is not listed: the embedding is
+        if (source := rules.find(parameter_name)) is not None:  # a parameter by itself
+            targets[source] = Target(parameter_name, parameter.data)
+            continue
         module_name, _, leaf = parameter_name.rpartition(".")
-        for part, rows in _parts(model.get_submodule(module_name)):
+        merged = rules.find(module_name) is not None  # one weight has all parts
+        for part, rows in [(None, slice(None))] if merged else _parts(model.get_submodule(module_name)):
             source = rules.checkpoint_module(module_name, part)
             label = parameter_name if part is None else f"{parameter_name}[{part}]"
-            targets[f"{source}.{leaf}"] = Target(label, parameter.data[rows])
+            targets[f"{source}.{leaf}"] = Target(label, parameter.data[rows], rules.plus(f"{source}.{leaf}"))
     return targets
 
 
@@ -124,7 +135,9 @@ class StoredParameters:
     def __init__(self, model: Decoder, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self._modules = dict(model.named_modules())
-        self._stored = {target.label: name for name, target in check_weights(model, checkpoint).items()}
+        found = check_weights(model, checkpoint)
+        self._stored = {target.label: name for name, target in found.items()}
+        self._plus = {target.label: target.plus for target in found.values()}
 
     def has(self, name: str) -> bool:
         return all(label in self._stored for label in self._labels(name))
@@ -135,14 +148,17 @@ class StoredParameters:
 
     def floats(self, name: str) -> Tensor:
         """Returns floats that may be a view of the file: copy them to keep them."""
-        parts = [self.checkpoint.read(self._stored[label]).float() for label in self._labels(name)]
+        parts = [self._read(label).float() for label in self._labels(name)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def copy(self, name: str, target: Tensor) -> None:
         """Copies a parameter, part by part, into the rows of a tensor on any device."""
         sizes = [self.checkpoint.shape(self._stored[label])[0] for label in self._labels(name)]
         for label, rows in zip(self._labels(name), target.split(sizes), strict=True):
-            rows.copy_(self.checkpoint.read(self._stored[label]))
+            rows.copy_(self._read(label))
+
+    def _read(self, label: str) -> Tensor:
+        return _read(self.checkpoint, self._stored[label], self._plus[label])
 
     def codes(self, name: str) -> PackedWeight | None:
         parts = [self.checkpoint.packed(self._stored[label]) for label in self._labels(name)]
@@ -152,7 +168,10 @@ class StoredParameters:
         return found[0] if len(found) == 1 else concatenate(found)
 
     def _labels(self, name: str) -> list[str]:
+        """Returns the labels of a parameter's parts, or of the parameter if one weight of the checkpoint has all of them."""
         module = self._modules.get(name.rpartition(".")[0])
+        if name in self._stored:
+            return [name]
         return [f"{name}[{part}]" for part in module.parts] if isinstance(module, MergedLinear) else [name]
 
 

@@ -20,7 +20,7 @@ from octavo.model_config import ModelConfig
 from octavo.models.family import Rules
 from octavo.models.registry import describe, rank_parts
 from octavo.policy.split import Part
-from octavo.quant.packed import PackedWeight
+from octavo.quant.packed import PackedWeight, concatenate
 
 
 def of_rank(
@@ -47,7 +47,8 @@ class ShardedCheckpoint:
         self._parts = parts
         for name in stored.names():
             self._check_size(name)
-            stored.check_part(name, self._part(name))
+            for piece in _pieces(self._part(name)):
+                stored.check_part(name, piece)
 
     def _part(self, name: str) -> Part:
         return self._parts.get(name, WHOLE)
@@ -67,18 +68,32 @@ class ShardedCheckpoint:
         shape, part = self._stored.shape(name), self._part(name)
         if part.columns is not None:
             return shape[0], len(part.columns)
+        if part.runs:
+            return sum(len(run) for run in part.runs), *shape[1:]
         return shape if part.rows is None else (len(part.rows), *shape[1:])
 
     def read(self, name: str) -> Tensor:
         part = self._part(name)
-        return torch.zeros(self.shape(name)) if part.zeros else self._stored.read_part(name, part)
+        if part.zeros:
+            return torch.zeros(self.shape(name))
+        pieces = [self._stored.read_part(name, piece) for piece in _pieces(part)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def packed(self, name: str) -> PackedWeight | None:
-        return self._stored.packed_part(name, self._part(name))
+        pieces = [self._stored.packed_part(name, piece) for piece in _pieces(self._part(name))]
+        found = [piece for piece in pieces if piece is not None]
+        if len(found) < len(pieces):
+            return None
+        return found[0] if len(found) == 1 else concatenate(found)
 
     def fingerprint(self) -> bytes:
         """Returns another digest for each rank and number of ranks: their caches differ."""
         return hashlib.blake2b(self._stored.fingerprint() + repr(sorted(self._parts.items(), key=str)).encode(), digest_size=32).digest()
+
+
+def _pieces(part: Part) -> list[Part]:
+    """Returns the parts that a file can read, one for each run of rows."""
+    return [Part(rows=run) for run in part.runs] or [part]
 
 
 class ExpertsCheckpoint:

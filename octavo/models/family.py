@@ -32,8 +32,10 @@ MAX_EXPERTS = 4096  # several times what any model has
 class Rule:
     checkpoint: str  # module in a Hugging Face folder
     module: str  # module here
-    part: str | None = None  # named rows of it, where several modules of the checkpoint are merged into one
+    part: str | None = None  # named rows of it, where several modules of the checkpoint are merged into one; None: all of it
     gguf: str | None = None  # tensor in a GGUF file, without its last word
+    plus: float = 0.0  # what is added to the weights of a checkpoint; GGUF files have it added already
+    bare: bool = False  # a parameter by itself: its name here and in a checkpoint has no last word, such as weight
 
 
 class Rules:
@@ -41,6 +43,8 @@ class Rules:
         every = list(rules)
         self._by_place = {(rule.module, rule.part): rule.checkpoint for rule in every}
         self._by_gguf = {rule.gguf: rule.checkpoint for rule in every if rule.gguf is not None}
+        self._bare = {rule.checkpoint for rule in every if rule.bare}
+        self._plus = {rule.checkpoint: rule.plus for rule in every if rule.plus}
         assert len(self._by_place) == len(every), "two rules lead to the same place"
 
     def checkpoint_module(self, module: str, part: str | None = None) -> str:
@@ -55,6 +59,15 @@ class Rules:
         part_pattern, part_numbers = (None, []) if part is None else _starred(part)
         found = self._by_place.get((pattern, part_pattern))
         return None if found is None else _filled(found, numbers + part_numbers)
+
+    def weight(self, module: str) -> str:
+        """Returns the name of a vector in a checkpoint."""
+        found = self.checkpoint_module(module)
+        return found if _starred(found)[0] in self._bare else f"{found}.weight"
+
+    def plus(self, name: str) -> float:
+        """Returns what has to be added to this weight of a checkpoint."""
+        return self._plus.get(_starred(name.removesuffix(".weight"))[0], 0.0) if self._plus else 0.0
 
     @staticmethod
     def layer(name: str) -> int | None:
@@ -88,7 +101,9 @@ class Rules:
         tensor, _, leaf = name.rpartition(".")
         pattern, numbers = _starred(tensor)
         module = self._by_gguf.get(pattern)
-        return None if module is None or leaf not in ("weight", "bias") else f"{_filled(module, numbers)}.{leaf}"
+        if module is None or leaf not in ("weight", "bias"):
+            return None
+        return _filled(module, numbers) if module in self._bare else f"{_filled(module, numbers)}.{leaf}"
 
     def matrix(
         self, name: str, module: str, rows: int | Mapping[str, int], columns: int, layer: int | None = None, bias: bool = False,
@@ -96,9 +111,12 @@ class Rules:
     ) -> Matrix:  # fmt: skip
         """Returns a matrix of the description, with its names in the checkpoint. `rows`: of each part, if it has named parts."""
         module = module.replace("*", str(layer))
+        merged: tuple[int, ...] = ()
+        if not isinstance(rows, int) and self.find(module) is not None:  # one weight has all parts
+            merged, rows = tuple(rows.values()), sum(rows.values())
         counts: Iterable[tuple[str | None, int]] = [(None, rows)] if isinstance(rows, int) else rows.items()
         parts = {f"{self.checkpoint_module(module, part)}.weight": count for part, count in counts}
-        return Matrix(name, module, parts, columns, layer, bias, split, gated, vocabulary)
+        return Matrix(name, module, parts, columns, layer, bias, split, gated, vocabulary, merged)
 
 
 def of_expert(name: str, expert: int) -> str:
@@ -106,9 +124,9 @@ def of_expert(name: str, expert: int) -> str:
     return _filled(name, [str(expert)])
 
 
-def vector(name: str, module: str, size: int, layer: int | None = None, bias: bool = False) -> Vector:
+def vector(name: str, module: str, size: int, layer: int | None = None, bias: bool = False, wide: bool = False) -> Vector:
     """Returns a norm of the description."""
-    return Vector(name, module.replace("*", str(layer)), size, layer, bias)
+    return Vector(name, module.replace("*", str(layer)), size, layer, bias, wide)
 
 
 def _starred(name: str) -> tuple[str, list[str]]:
@@ -160,6 +178,7 @@ class Family:
     describe: Callable[[Any], ModelDescription]
     gguf: GGUFForm | None = None
     shared: Callable[[Any], dict[str, Shared]] | None = None  # by field of its config; None: its matrices cannot be split
+    unshared: str = "nobody has said how"  # why not, if they cannot
     cut: Callable[[Any, range], Any] | None = None  # (config, layers) -> config; None: its layers cannot be dealt out
     stacks: tuple[Stack, ...] = ()
     deal: Callable[[Any, int], Any] | None = None  # (config, ranks) -> config; None: it has no experts

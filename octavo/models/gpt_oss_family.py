@@ -7,7 +7,6 @@
 Folders have one tensor for all experts of a layer, in floats or in MXFP4 (`loading/stacked.py`).
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 

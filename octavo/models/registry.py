@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError, LoadError
 from octavo.model_config import ConfigReader, ModelConfig
-from octavo.models import dense_family
+from octavo.models import gpt_oss_family, llama_family, mixture_family, qwen_family
 from octavo.models.family import FAMILIES, Family, register
 from octavo.policy.cache_spec import LayerCacheSpec
 from octavo.policy.description import ModelDescription
-from octavo.policy.split import Part, check_split, parts_of_rank
+from octavo.policy.split import Part, check_split, part_of_vector, parts_of_rank
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from octavo.models.decoder import Decoder
     from octavo.quant.schemes import QuantScheme
 
-register(dense_family.FAMILY)
+register(llama_family.FAMILY)
+register(qwen_family.FAMILY)
+register(mixture_family.MIXTRAL_FAMILY)
+register(mixture_family.QWEN_FAMILY)
+register(gpt_oss_family.FAMILY)
 
 
 def families() -> list[Family]:
@@ -72,7 +76,8 @@ def rank_config(config: ModelConfig, size: int, context: int = 1, expert_ranks: 
         return config
     config = dealt_config(config, expert_ranks)
     if family.shared is None:
-        raise ConfigError(f"models of the family {family.name} cannot be split: set tensor_parallel_size to 1, not {size}")
+        why = family.unshared
+        raise ConfigError(f"models of the family {family.name} cannot be split ({why}): set tensor_parallel_size to 1, not {size}")
     shared = family.shared(config)
     check_split(shared.values(), config.vocab_size, size, context)
     own: dict[str, Any] = {field: one.of_rank(size, context) for field, one in shared.items()}
@@ -95,8 +100,11 @@ def rank_parts(config: ModelConfig, size: int, rank: int, context: int = 1, expe
 
     Where it has whole experts, they are numbered from 0.
     """
-    own = rank_config(config, size, context, expert_ranks)
-    return parts_of_rank(describe(dealt_config(config, expert_ranks)), describe(own), size, rank)
+    whole, own = describe(dealt_config(config, expert_ranks)), describe(rank_config(config, size, context, expert_ranks))
+    rules = family_of(config).rules
+    sizes = {rules.weight(vector.module): (vector.size, mine.size) for vector, mine in zip(whole.vectors, own.vectors, strict=True)}
+    vectors = {name: part_of_vector(*of_both, size, rank) for name, of_both in sizes.items() if of_both[0] != of_both[1]}
+    return parts_of_rank(whole, own, size, rank) | vectors
 
 
 def cache_specs(config: ModelConfig, dtype: str) -> list[LayerCacheSpec]:

@@ -26,10 +26,16 @@ class Matrix:
     split: Literal["rows", "columns"] | None = None  # along which several ranks may share it; of merged parts, each by itself
     gated: bool = False  # its two parts are a gate and what it multiplies
     vocabulary: bool = False  # its rows are the tokens of the vocabulary
+    merged: tuple[int, ...] = ()  # rows of each part, where one weight of the checkpoint has all of them
 
     @property
     def rows(self) -> int:
         return sum(self.parts.values())
+
+    @property
+    def part_rows(self) -> tuple[int, ...]:
+        """The rows of each part, however the checkpoint has them."""
+        return self.merged or tuple(self.parts.values())
 
     @property
     def numbers(self) -> int:
@@ -38,11 +44,12 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    name: str  # attention_norm, mlp_norm, q_norm, k_norm, norm
+    name: str  # attention_norm, mlp_norm, attention_after_norm, mlp_after_norm, q_norm, k_norm, sinks, norm
     module: str  # layers.3.attention_norm
     size: int
     layer: int | None = None
     bias: bool = False
+    wide: bool = False  # kept in float32, whatever the dtype of the run
 
     @property
     def numbers(self) -> int:
@@ -151,6 +158,19 @@ class LayerShape:
     norms: Literal["before", "after", "both"] = "before"  # where they stand: before a sub-layer, after it (what it adds is normed), or both
     residual_scale: float = 1.0  # of what a sub-layer adds to the stream
 
+    def unlike_the_plain_one(self) -> str | None:
+        """Returns what differs from an RMS norm, attention, an RMS norm and a SwiGLU MLP, or None."""
+        different = {
+            f"has a mixer of kind {self.mixer.kind}": self.mixer.kind != "attention",
+            "computes its mixer and its MLP in parallel": self.parallel,
+            "has a mixture of experts": self.mlp.experts is not None,
+            f"has an MLP of kind {self.mlp.activation}": self.mlp.activation != "swiglu",
+            f"has norms of kind {self.norm.kind}": self.norm.kind != "rms",
+            f"has norms {self.norms} its sub-layers": self.norms != "before",
+            f"scales what it adds by {self.residual_scale:g}": self.residual_scale != 1,
+        }
+        return next((difference for difference, there in different.items() if there), None)
+
 
 @dataclass(frozen=True)
 class ModelDescription:
@@ -195,6 +215,11 @@ class ModelDescription:
         return sum(vector.numbers for vector in self.vectors)
 
     @cached_property
+    def wide_numbers(self) -> int:
+        """Those of the vectors that are kept in float32."""
+        return sum(vector.numbers for vector in self.vectors if vector.wide)
+
+    @cached_property
     def position_numbers(self) -> int:
         """Numbers for each position in the tables that mixers look up."""
         tables = {layer.mixer.position_table for layer in self.kinds}
@@ -203,15 +228,17 @@ class ModelDescription:
     def unlike_the_plain_layer(self) -> str | None:
         """Fused kernels know one layer: RMS norm, attention, RMS norm, SwiGLU MLP. Returns what differs from it, or None."""
         for layer, index in self.kinds.items():
-            if layer.mixer.kind != "attention":
-                return f"layer {index} has a mixer of kind {layer.mixer.kind}"
-            if layer.parallel:
-                return f"layer {index} computes its mixer and its MLP in parallel"
-            if layer.mlp.activation != "swiglu":
-                return f"layer {index} has an MLP of kind {layer.mlp.activation}"
-            if layer.norm.kind != "rms":
-                return f"layer {index} has norms of kind {layer.norm.kind}"
-        return None if self.norm.kind == "rms" else f"the last norm is of kind {self.norm.kind}"
+            if (difference := layer.unlike_the_plain_one()) is not None:
+                return f"layer {index} {difference}"
+        wide = next((vector.name for vector in self.vectors if vector.wide), None)
+        different = {
+            f"the last norm is of kind {self.norm.kind}": self.norm.kind != "rms",
+            f"its {wide} is kept in float32": wide is not None,
+            f"its embedding is scaled by {self.embedding_scale:g}": self.embedding_scale != 1,
+            f"its logits are scaled by {self.logit_scale:g}": self.logit_scale != 1,
+            f"its logits are capped at {self.logit_cap}": self.logit_cap is not None,
+        }
+        return next((difference for difference, there in different.items() if there), None)
 
     def several_tables(self) -> str | None:
         """Some programs read one block table a sequence. Returns why this model may have several, or None."""

@@ -69,7 +69,7 @@ def _merged(parts: list[Codes | None]) -> Codes | None:
 
 def weight_bytes(model: ModelDescription, dtype: str) -> int:
     """Returns the bytes of all weights as torch holds them."""
-    return model.num_parameters * ITEM_BYTES[dtype]
+    return model.num_parameters * ITEM_BYTES[dtype] + model.wide_numbers * (ITEM_BYTES["float32"] - ITEM_BYTES[dtype])
 
 
 def largest_matrix(model: ModelDescription) -> int:

@@ -68,7 +68,7 @@ def native_step_bytes(model: ModelDescription, load: StepLoad, threads: int) -> 
 
 def _panel_bytes(matrix: Matrix, codes: Codes | None, item: int) -> int:
     # gate and up stand in turn, each filled up by itself
-    rows = sum(_up(part, PANEL) for part in matrix.parts.values()) if matrix.gated else _up(matrix.rows, PANEL)
+    rows = sum(_up(part, PANEL) for part in matrix.part_rows) if matrix.gated else _up(matrix.rows, PANEL)
     bias = rows * FLOAT32 if matrix.bias else 0
     if codes is None:
         return rows * _up(matrix.columns, COLUMNS) * item + bias

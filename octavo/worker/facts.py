@@ -133,7 +133,7 @@ def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug:
         all_needs=all_needs,
         kept=shape.kept(dtype, settled.quantization, "cuda" if on_device else "cpu") if library or on_device else [],
         shape=shape,
-        backend=over_context(choose_backend(settled, dtype, on_device), place.context),
+        backend=over_context(choose_backend(settled, dtype, on_device, _features(describe(own))), place.context),
     )
 
 
@@ -144,6 +144,11 @@ def _meets_natively(place: Place) -> bool:
     if place.comm.rank == 0:
         logger.warning("torch computes, not the native kernels: these meet the other ranks of a layer in the memory of one host")
     return False
+
+
+def _features(model: ModelDescription) -> frozenset[str]:
+    """Returns what all layers together ask of their mixers."""
+    return frozenset(name for layer in model.kinds for name in layer.mixer.features)
 
 
 def _captures(place: Place) -> bool:
@@ -172,7 +177,7 @@ def _open_native(config: ResolvedConfig) -> NativeLibrary | None:
     return library
 
 
-def _shape(config: ResolvedConfig, source: ModelSource, model: ModelConfig, ranks: tuple[int, int, int], computes_codes: bool) -> ModelShape:
+def _shape(config: ResolvedConfig, source: ModelSource, model: ModelConfig, ranks: tuple[int, ...], computes_codes: bool) -> ModelShape:
     """Returns the shape of the weights there are; random ones are floats.
 
     `ranks`: that share the model, that share a context, and that have whole experts each

@@ -215,6 +215,7 @@ def shadowed(
         paged: ClassVar[bool] = paged_backend.paged
         layouts: ClassVar[tuple[str, ...]] = paged_backend.layouts
         captured: ClassVar[bool] = paged_backend.captured
+        features: ClassVar[tuple[str, ...]] = paged_backend.features
 
         def __init__(self, spec: AttentionSpec) -> None:
             self.over_blocks, self.over_regions = paged_backend(spec), plain_backend(spec)
@@ -236,13 +237,13 @@ def shadowed(
             self.over_regions.write(qkv.clone(), norms, rope, shadow.regions.caches[self.layer], plain)
             return self.over_blocks.write(qkv, norms, rope, cache, paged)
 
-        def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor) -> Tensor:
+        def attend(self, q: Tensor, cache: dict[str, Tensor], batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
             if not shadow.watches:
-                return self.over_blocks.attend(q, cache, batch, out)
+                return self.over_blocks.attend(q, cache, batch, out, sinks)
             paged, plain = batch.attention
             shadow.compare_caches(self.layer, cache, batch.rows, batch.context_len, batch.tables)
-            reference = self.over_regions.attend(q, shadow.regions.caches[self.layer], plain, torch.empty_like(out))
-            out = self.over_blocks.attend(q, cache, paged, out)
+            reference = self.over_regions.attend(q, shadow.regions.caches[self.layer], plain, torch.empty_like(out), sinks)
+            out = self.over_blocks.attend(q, cache, paged, out, sinks)
             used = int(batch.query_start[-1])  # behind it, in a padded step, lies whatever was there
             shadow.compare_outputs(self.layer, out[:used], reference[:used])
             return out

@@ -1,0 +1,50 @@
+"""Llama, Mistral and Ministral: the plain decoder. No torch here.
+
+    Llama   no windows      Mistral   a window on every layer, where the config has one      Ministral   on the layers that the config names
+
+GGUF files of architecture `llama` are of all three, and say nothing of windows.
+"""
+
+from functools import partial
+
+from octavo.model_config import ConfigReader
+from octavo.models.dense_family import (
+    MODEL,
+    PLAIN_RULES,
+    DenseConfig,
+    check_activation,
+    cut,
+    describe,
+    gguf_fields,
+    interleaved_qk,
+    layer_windows,
+    read_fields,
+    read_window,
+    shared,
+)
+from octavo.models.family import Family, GGUFForm
+
+LLAMA, MISTRAL, MINISTRAL = "LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM"
+
+
+def read(reader: ConfigReader, architecture: str) -> DenseConfig:
+    check_activation(reader)
+    fields = read_fields(reader, architecture)
+    if architecture == MISTRAL:
+        fields |= {"windows": (read_window(reader),) * fields["num_layers"], "gives_back": True}
+    elif architecture == MINISTRAL:
+        fields |= {"windows": layer_windows(reader, fields["num_layers"], lambda _: True), "gives_back": True}
+    return DenseConfig(**fields, rope=reader.rope(fields["head_dim"]))
+
+
+FAMILY = Family(
+    name="llama",
+    architectures=(LLAMA, MISTRAL, MINISTRAL),
+    model=MODEL,
+    rules=PLAIN_RULES,
+    read=read,
+    describe=partial(describe, PLAIN_RULES, "llama"),
+    gguf=GGUFForm({"llama": LLAMA}, gguf_fields, interleaved_qk(["llama"])),
+    shared=shared,
+    cut=cut,
+)

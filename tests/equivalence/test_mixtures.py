@@ -1,0 +1,46 @@
+"""Mixtures of experts against transformers in float32: the same greedy tokens, family by family and form of file by form of file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from octavo import LLM, RequestOutput, SamplingParams
+from tests.equivalence.test_transformers import random_prompts
+from tests.support.greedy import compare_with_reference
+from tests.support.mixtures import MIXTURES, VOCAB, tiny_mixture, to_mxfp4
+
+HUB_NAMES = {
+    "MixtralForCausalLM": ["model.layers.1.block_sparse_moe.gate.weight", "model.layers.1.block_sparse_moe.experts.4.w3.weight"],
+    "Qwen2MoeForCausalLM": ["model.layers.1.mlp.experts.4.up_proj.weight", "model.layers.1.mlp.shared_expert_gate.weight"],
+    "Qwen3MoeForCausalLM": ["model.layers.2.mlp.experts.4.up_proj.weight", "model.layers.1.mlp.up_proj.weight"],
+    "GptOssForCausalLM": ["model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj_bias"],
+}
+
+
+def greedy(folder: Path, prompts: list[list[int]], tokens: int, **settings: Any) -> list[RequestOutput]:
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=4)
+    with LLM(str(folder), dtype="float32", skip_tokenizer_init=True, max_num_seqs=32, num_gpu_blocks_override=400, **settings) as llm:
+        return llm.generate(prompts, params, use_tqdm=False)
+
+
+def accepted(folder: Path, outputs: list[RequestOutput], tokens: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    comparison = compare_with_reference(outputs, reference)
+    assert comparison.tokens == tokens
+    comparison.accept()
+
+
+@pytest.mark.parametrize(("requests", "tokens"), [(6, 20), pytest.param(200, 64, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_mixtures_give_the_tokens_transformers_gives(architecture: str, requests: int, tokens: int, tmp_path: Path) -> None:
+    folder = tiny_mixture(tmp_path / "model", architecture, seed=1)
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        assert set(HUB_NAMES[architecture]) <= set(file.keys())  # the names of files on the hub
+    outputs = greedy(folder, random_prompts(requests, VOCAB, 60, seed=2), tokens)
+    accepted(folder, outputs, requests * tokens)
