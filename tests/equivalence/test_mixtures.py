@@ -1,6 +1,5 @@
 """Mixtures of experts against transformers in float32: the same greedy tokens, family by family and form of file by form of file."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from safetensors import safe_open
 from octavo import LLM, RequestOutput, SamplingParams
 from tests.equivalence.test_transformers import random_prompts
 from tests.support.greedy import compare_with_reference
-from tests.support.mixtures import MIXTURES, VOCAB, tiny_mixture, to_mxfp4
+from tests.support.mixtures import MIXTURES, VOCAB, tiny_mixture
 
 HUB_NAMES = {
     "MixtralForCausalLM": ["model.layers.1.block_sparse_moe.gate.weight", "model.layers.1.block_sparse_moe.experts.4.w3.weight"],
