@@ -27,6 +27,7 @@ class Codes:
     bits: int
     group: int
     order: str = ""  # tells orders of columns apart; empty: as they stand
+    table: str = ""  # tells tables of values apart, of codes of 4 bits; empty: codes stand for themselves
 
 
 def requantised(matrix: Matrix, quantization: str, device: str) -> Codes | None:
@@ -59,12 +60,14 @@ def kept_matrices(
 def _merged(parts: list[Codes | None]) -> Codes | None:
     """Returns the form of a matrix of several parts: the most bits and the smallest group of any.
 
-    It is None, for floats, if a part is stored as floats or has its columns in another order.
+    It is None, for floats, if a part is stored as floats or has its columns in another order. Where tables differ, codes have 8 bits.
     """
     codes = [part for part in parts if part is not None]
     if len(codes) < len(parts) or len({part.order for part in codes}) > 1:
         return None
-    return Codes(max(part.bits for part in codes), min(part.group for part in codes), codes[0].order)
+    table = codes[0].table if len({part.table for part in codes}) == 1 else None
+    bits = max(part.bits for part in codes) if table is not None else 8
+    return Codes(bits, min(part.group for part in codes), codes[0].order, table or "")
 
 
 def weight_bytes(model: ModelDescription, dtype: str) -> int:
