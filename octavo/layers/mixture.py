@@ -8,7 +8,8 @@
 Ranks either have a part of every expert, or some whole experts each. Both ways they sum what they give, once for the layer.
 """
 
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,8 @@ from octavo.layers.linear import Linear, MergedLinear
 from octavo.quant.schemes import Packed, QuantScheme
 
 
-class Routing(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Routing:
     count: int  # of all experts
     chosen: int  # for each token
     scores: str  # "all" or "chosen": over whose logits the softmax goes

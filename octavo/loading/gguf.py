@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from octavo.errors import LoadError
-from octavo.models.family import MAX_EXPERTS, Family, GGUFForm, of_expert
+from octavo.models.family import MAX_EXPERTS, Family, GGUFForm, Rules, of_expert
 from octavo.models.gguf_keys import GGUFKeys
 from octavo.models.registry import families
 
@@ -51,6 +51,7 @@ MAX_ARRAY_DEPTH = 4
 MAX_DIMS = 4
 DEFAULT_ALIGNMENT, MIN_ALIGNMENT, MAX_ALIGNMENT = 32, 8, 2**20
 
+MAX_LAYERS = 1024  # as in a config.json
 SINGLE_ROW = ".ffn_gate_inp_shexp.weight"  # a matrix of one row, which is stored as that row
 
 _U32 = struct.Struct("<I")
@@ -261,7 +262,7 @@ def weights_in(tensor: GGUFTensor, name: str, source: str) -> dict[str, GGUFTens
     if "*" not in name:
         row = tensor.name.endswith(SINGLE_ROW) and len(tensor.shape) == 1
         return {name: replace(tensor, shape=(1, *tensor.shape)) if row else tensor}
-    if len(tensor.shape) < 2 or tensor.shape[0] > MAX_EXPERTS:
+    if len(tensor.shape) < 2 or tensor.shape[0] > MAX_EXPERTS or (Rules.layer(name) or 0) >= MAX_LAYERS:
         raise LoadError(f"{source}: {_shown(tensor.name)} has shape {list(tensor.shape)}, which is not a weight of each expert")
     count, size = tensor.shape[0], tensor.num_bytes // tensor.shape[0]
     each = [replace(tensor, shape=tensor.shape[1:], offset=tensor.offset + expert * size, num_bytes=size) for expert in range(count)]

@@ -26,13 +26,13 @@ from octavo.loading.hub_client import Hub
 from octavo.loading.names import HubName
 from octavo.loading.resolve import ModelSource, in_cache, load_model_config, locate
 from octavo.model_config import ModelConfig
-from octavo.models.family import Rules, of_expert
+from octavo.models.family import MAX_EXPERTS, Rules, of_expert
 from octavo.models.registry import cache_specs, describe, family_of, rank_config, read_config, stage_config
 from octavo.policy.cache_spec import ITEM_BYTES, LayerCacheSpec
-from octavo.policy.description import ModelDescription
+from octavo.policy.description import EXPERT_STACKS, ModelDescription
 from octavo.policy.gpu_size import gpu_matrices, gpu_slab_bytes, gpu_weight_bytes
 from octavo.policy.memory_plan import ModelNeeds
-from octavo.policy.model_size import Codes, Kept, requantised, weight_bytes
+from octavo.policy.model_size import DECIDING, Codes, Kept, requantised, weight_bytes
 from octavo.policy.native_size import native_matrices, native_weight_bytes
 from octavo.policy.split import with_rows_of_rank
 from octavo.policy.stages import ONLY, Stage, deal_layers, of_stage
@@ -48,6 +48,7 @@ GGUF_CODES = {
     **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q8_0"), Codes(8, 32)),
     "Q6_K": Codes(8, 16),
 }
+MXFP4_CODES, BLOCKS = Codes(4, 32, table="FP4"), "_blocks"  # of all experts, in folders
 SOME_ORDER = "act-order"  # where the order was not read: one for all modules, since it is found from the same inputs
 
 
@@ -74,9 +75,7 @@ def stored_weights(
     for name, (kind, shape) in tensors.items():
         module, _, part = name.rpartition(".")
         if quantization is None or f"{module}.qweight" not in tensors or part == "bias":
-            named = rules.of_gguf(name) or name
-            names = [of_expert(named, expert) for expert in range(shape[0])] if "*" in named else [named]
-            found += [StoredWeight(one, kind, prod(shape) // len(names), GGUF_CODES.get(kind)) for one in names]
+            found += _unstacked(name, kind, shape, rules)
         elif part == "qweight" and len(shape) == 2:
             per_word = 32 // quantization.bits
             columns = shape[0] * (1 if quantization.method == "awq" else per_word)
@@ -85,9 +84,27 @@ def stored_weights(
     return tuple(found)
 
 
+def _unstacked(name: str, kind: str, shape: tuple[int, ...], rules: Rules) -> list[StoredWeight]:
+    """Returns the weights that a tensor holds: one, or one of every expert."""
+    named, size, codes = rules.of_gguf(name) or name, prod(shape), GGUF_CODES.get(kind)
+    modules = rules.stacked(name.removesuffix(BLOCKS))
+    if modules is not None and name.endswith(BLOCKS):
+        kind, size, codes = "MXFP4", 2 * size, MXFP4_CODES
+    if modules is not None:
+        named_by = [f"{module}.weight" for module in modules]
+    elif "*" in named:
+        named_by = [named]
+    else:
+        return [StoredWeight(named, kind, size, codes)]
+    count = min(shape[0], MAX_EXPERTS)
+    names = [of_expert(one, expert) for expert in range(count) for one in named_by]
+    return [StoredWeight(one, kind, size // len(names), codes) for one in names]
+
+
 def of_description(model: ModelDescription, source: str, quantization: QuantConfig) -> tuple[StoredWeight, ...]:
-    """Returns the weights as such a model is usually stored: its linear layers quantised, the vocabulary not."""
-    products = [matrix for matrix in model.matrices if not matrix.vocabulary]
+    """Returns the weights as such a model is usually stored: its linear layers quantised, the vocabulary and routers not."""
+    kinds = EXPERT_STACKS if quantization.method == "mxfp4" else {matrix.name for matrix in model.matrices} - set(DECIDING)
+    products = [matrix for matrix in model.matrices if not matrix.vocabulary and matrix.name in kinds]
     modules = [(part.removesuffix(".weight"), matrix.columns, rows) for matrix in products for part, rows in matrix.parts.items()]
     order = SOME_ORDER if quantization.desc_act else ""
     return tuple(_packed(source, name, rows * k, k, quantization, order) for name, k, rows in modules if quantization.converts(name))

@@ -14,29 +14,31 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.errors import LoadError
-from octavo.loading.checkpoint import WHOLE, FileCheckpoint
+from octavo.errors import ConfigError, LoadError
+from octavo.loading.checkpoint import STACKED_CODES, WHOLE, FileCheckpoint
 from octavo.loading.packed_modules import cut
 from octavo.model_config import ModelConfig
 from octavo.models.family import MAX_EXPERTS, of_expert
 from octavo.models.registry import family_of
 from octavo.policy.split import Part
-from octavo.quant.packed import PackedWeight
+from octavo.quant.packed import PackedWeight, pack
+from octavo.quant.quant_config import MXFP4_GROUP
 
-BIAS, BLOCKS, SCALES = "_bias", "_blocks", "_scales"
-GROUP = 32  # columns that share a scale
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0 to 7; from 8 on the same, negative
-MIDDLE = 127  # the exponent of a scale of one
+BIAS, (BLOCKS, SCALES) = "_bias", STACKED_CODES
+NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12)  # twice what codes 0 to 7 stand for; from 8 on the same, negative
+MIDDLE = 16  # a power of two, from which the table counts
+TABLE = torch.tensor([MIDDLE + sign * number for sign in (1, -1) for number in NUMBERS], dtype=torch.uint8)
+ONE_HALF = 128  # the exponent of a scale of one, for numbers that are doubled
 
 
 def unstacked(stored: FileCheckpoint, config: ModelConfig) -> FileCheckpoint:
     """Returns a checkpoint with a weight of each expert, whichever way the files have them."""
-    found: dict[str, tuple[str, ...]] = {}
+    rules, found = family_of(config).rules, {}
     for name in stored.names():
         tensor = next((name.removesuffix(end) for end in (BIAS, BLOCKS, SCALES) if name.endswith(end)), name)
-        for stack in family_of(config).stacks:
-            if (modules := stack.modules_of(tensor)) is not None:
-                found[tensor] = modules
+        modules = rules.stacked(tensor)
+        if modules is not None and (rules.layer(tensor) or 0) < config.num_layers:  # the loader refuses other layers
+            found[tensor] = modules
     return UnstackedCheckpoint(stored, found) if found else stored
 
 
@@ -66,7 +68,7 @@ class UnstackedCheckpoint:
     def _find(self, tensor: str, modules: tuple[str, ...]) -> dict[str, _Place]:
         """Returns where the weights and biases of all experts are."""
         self._check(tensor, len(modules))
-        found = {}
+        found: dict[str, _Place] = {}
         for leaf, ending in (("weight", ""), ("bias", BIAS)):
             count = self._count(tensor + ending)
             for turn, module in enumerate(modules):
@@ -87,7 +89,7 @@ class UnstackedCheckpoint:
             if len(shape) != dims[end] or shape[0] > MAX_EXPERTS or shape[rows[end]] % turns or not all(shape):
                 raise self._fail(tensor + end, f"has shape {list(shape)}, which is not a weight of each expert")
         blocks, scales = shapes.get(BLOCKS), shapes.get(SCALES)
-        if (blocks is None) != (scales is None) or (blocks is not None and blocks != (*(scales or ()), GROUP // 2)):
+        if (blocks is None) != (scales is None) or (blocks is not None and blocks != (*(scales or ()), MXFP4_GROUP // 2)):
             raise self._fail(tensor + BLOCKS, f"has shape {blocks}, and its scales have {scales}")
         if blocks is not None and "" in shapes:
             raise self._fail(tensor, f"is there twice, as floats and as {BLOCKS[1:]}")
@@ -108,7 +110,7 @@ class UnstackedCheckpoint:
             _, columns, rows = self._stored.shape(place.tensor)
         else:
             _, rows, groups = self._stored.shape(place.tensor + SCALES)
-            columns = groups * GROUP
+            columns = groups * MXFP4_GROUP
         return rows // place.turns, columns
 
     def read(self, name: str) -> Tensor:
@@ -118,9 +120,13 @@ class UnstackedCheckpoint:
         return self.packed_part(name, WHOLE)
 
     def check_part(self, name: str, part: Part) -> None:
-        """Any part of an expert can be read."""
-        if name not in self._places:
+        place = self._places.get(name)
+        if place is None:
             self._stored.check_part(name, part)
+        elif part.columns is not None and place.tensor not in self._there and len(part.columns) % MXFP4_GROUP:
+            size, count = part.whole // len(part.columns), len(part.columns)
+            why = f"{count} columns are no whole groups of {MXFP4_GROUP}; set enable_expert_parallel, or another size"
+            raise ConfigError(f"{self.source}: {place.tensor} cannot be split over tensor_parallel_size {size}: {why}")
 
     def read_part(self, name: str, part: Part) -> Tensor:
         place = self._places.get(name)
@@ -130,22 +136,28 @@ class UnstackedCheckpoint:
             return cut(self._rows(place, BIAS), part)
         if place.tensor in self._there:
             return cut(self._stored.read(place.tensor)[place.expert].T[place.turn :: place.turns], part)
-        rows = Part(rows=part.rows)
-        values = mxfp4_values(cut(self._rows(place, BLOCKS), rows), cut(self._rows(place, SCALES), rows))
-        return cut(values, Part(columns=part.columns))
+        return self._codes(place, part).dequantize()
 
     def _rows(self, place: _Place, end: str) -> Tensor:
         return self._stored.read(place.tensor + end)[place.expert][place.turn :: place.turns]
 
     def packed_part(self, name: str, part: Part) -> PackedWeight | None:
-        return None if name in self._places else self._stored.packed_part(name, part)
+        place = self._places.get(name)
+        if place is None:
+            return self._stored.packed_part(name, part)
+        return None if place.bias or place.tensor in self._there else self._codes(place, part)
+
+    def _codes(self, place: _Place, part: Part) -> PackedWeight:
+        groups = None if part.columns is None else range(part.columns.start // MXFP4_GROUP, part.columns.stop // MXFP4_GROUP)
+        blocks, scales = (cut(self._rows(place, end), Part(part.rows, groups)) for end in (BLOCKS, SCALES))
+        return mxfp4_weight(blocks, scales, f"{self.source}: {place.tensor}")
 
     def fingerprint(self) -> bytes:
         return self._stored.fingerprint()
 
 
-def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Returns the numbers [rows, columns] in float32. blocks: [rows, groups, 16] uint8; scales: [rows, groups] uint8"""
-    values = torch.tensor((*VALUES, *(-value for value in VALUES)))
-    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(2)  # [rows, groups, 32]
-    return torch.ldexp(values[codes.int()], (scales.int() - MIDDLE).unsqueeze(-1)).flatten(1)
+def mxfp4_weight(blocks: Tensor, scales: Tensor, name: str) -> PackedWeight:
+    """Returns the matrix of codes. blocks: [rows, groups, 16] uint8; scales: [rows, groups] uint8; `name`: for messages"""
+    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)  # [rows, columns]
+    scale = torch.ldexp(torch.ones(()), scales.int() - ONE_HALF)
+    return pack(name, 4, codes, scale, scale * -MIDDLE, table=TABLE)

@@ -7,7 +7,6 @@
     cut         its config with some of the layers, for the stages of pipeline parallel (`policy/stages.py`)
     model       the torch module that computes it, imported when a model is built
     gguf        how GGUF files spell it, for families that such files exist of
-    stacks      tensors of a Hugging Face folder that hold a weight of every expert
     deal        its config with some of the experts, for the ranks of expert parallel
 
 A `*` in a rule stands for a number, such as that of a layer. A rule may have several of them: experts have a number too, which is
@@ -25,7 +24,7 @@ from octavo.models.gguf_keys import GGUFKeys
 from octavo.policy.description import Matrix, ModelDescription, Vector
 from octavo.policy.split import Shared
 
-MAX_EXPERTS = 4096  # several times what any model has
+MAX_EXPERTS = 1024  # of a layer: twice what any model has
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +37,18 @@ class Rule:
     bare: bool = False  # a parameter by itself: its name here and in a checkpoint has no last word, such as weight
 
 
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A tensor of a Hugging Face folder that holds a weight of every expert (`loading/stacked.py`)."""
+
+    tensor: str  # model.layers.*.mlp.experts.gate_up_proj
+    modules: tuple[str, ...]  # whose rows take turns: model.layers.*.mlp.experts.*.gate_proj, model.layers.*.mlp.experts.*.up_proj
+
+
 class Rules:
-    def __init__(self, rules: Iterable[Rule]) -> None:
+    def __init__(self, rules: Iterable[Rule], stacks: Iterable[Stack] = ()) -> None:
         every = list(rules)
+        self._stacks = {stack.tensor: stack.modules for stack in stacks}
         self._by_place = {(rule.module, rule.part): rule.checkpoint for rule in every}
         self._by_gguf = {rule.gguf: rule.checkpoint for rule in every if rule.gguf is not None}
         self._bare = {rule.checkpoint for rule in every if rule.bare}
@@ -59,6 +67,12 @@ class Rules:
         part_pattern, part_numbers = (None, []) if part is None else _starred(part)
         found = self._by_place.get((pattern, part_pattern))
         return None if found is None else _filled(found, numbers + part_numbers)
+
+    def stacked(self, tensor: str) -> tuple[str, ...] | None:
+        """Returns the modules whose weights a tensor holds for every expert, with a `*` for the expert; None if it is no such tensor."""
+        pattern, numbers = _starred(tensor)
+        modules = self._stacks.get(pattern)
+        return None if modules is None else tuple(_filled(module, numbers) for module in modules)
 
     def weight(self, module: str) -> str:
         """Returns the name of a vector in a checkpoint."""
@@ -147,19 +161,6 @@ def _filled(pattern: str, numbers: list[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
-    """A tensor of a Hugging Face folder that holds a weight of every expert (`loading/stacked.py`)."""
-
-    tensor: str  # model.layers.*.mlp.experts.gate_up_proj
-    modules: tuple[str, ...]  # whose rows take turns: model.layers.*.mlp.experts.*.gate_proj, model.layers.*.mlp.experts.*.up_proj
-
-    def modules_of(self, tensor: str) -> tuple[str, ...] | None:
-        """Returns the modules with the layer of a tensor, and a `*` for the expert; None if it is no such tensor."""
-        pattern, numbers = _starred(tensor)
-        return tuple(_filled(module, numbers) for module in self.modules) if pattern == self.tensor else None
-
-
-@dataclass(frozen=True, slots=True)
 class GGUFForm:
     architectures: Mapping[str, str]  # general.architecture -> the name in a config.json
     config: Callable[[GGUFKeys], dict[str, Any]]  # the family's own keys of a config.json; those that all models share come on top
@@ -180,7 +181,6 @@ class Family:
     shared: Callable[[Any], dict[str, Shared]] | None = None  # by field of its config; None: its matrices cannot be split
     unshared: str = "nobody has said how"  # why not, if they cannot
     cut: Callable[[Any, range], Any] | None = None  # (config, layers) -> config; None: its layers cannot be dealt out
-    stacks: tuple[Stack, ...] = ()
     deal: Callable[[Any, int], Any] | None = None  # (config, ranks) -> config; None: it has no experts
 
 

@@ -28,6 +28,10 @@ from octavo.models.mixture_family import MixtureConfig, cut, deal, describe, exp
 ARCHITECTURE = "GptOssForCausalLM"
 MLP = "model.layers.*.mlp"
 EXPERT = f"{MLP}.experts.*"
+STACKS = (
+    Stack(f"{MLP}.experts.gate_up_proj", (f"{EXPERT}.gate_proj", f"{EXPERT}.up_proj")),
+    Stack(f"{MLP}.experts.down_proj", (f"{EXPERT}.down_proj",)),
+)
 RULES = Rules(
     [
         *EMBEDDING_RULES,
@@ -36,11 +40,8 @@ RULES = Rules(
         Rule("model.layers.*.post_attention_layernorm", "layers.*.mlp_norm", gguf="blk.*.post_attention_norm"),
         Rule("model.layers.*.self_attn.sinks", "layers.*.attention.sinks", gguf="blk.*.attn_sinks", bare=True),
         *expert_rules(f"{MLP}.router", f"{MLP}.experts", "gate_proj", "up_proj", "down_proj"),
-    ]
-)
-STACKS = (
-    Stack(f"{MLP}.experts.gate_up_proj", (f"{EXPERT}.gate_proj", f"{EXPERT}.up_proj")),
-    Stack(f"{MLP}.experts.down_proj", (f"{EXPERT}.down_proj",)),
+    ],
+    STACKS,
 )
 CLAMPED = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}  # the one clamped gate that there is
 
@@ -84,6 +85,5 @@ FAMILY = Family(
     gguf=GGUFForm({"gpt-oss": ARCHITECTURE}, _gguf, interleaved_qk([]), experts=True),
     shared=shared,
     cut=cut,
-    stacks=STACKS,
     deal=deal,
 )

@@ -10,7 +10,7 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from octavo.errors import ConfigError, LoadError
 from octavo.model_config import ConfigReader
@@ -36,6 +36,7 @@ from octavo.models.gguf_keys import GGUFKeys
 from octavo.policy.description import Experts, Matrix, MLPShape, ModelDescription, Scores
 from octavo.policy.split import Shared
 
+MOST_OF_ALL_LAYERS = 2**17  # experts: several times what any model has, and a bound on names
 MIXTRAL, QWEN2_MOE, QWEN3_MOE = "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"
 
 
@@ -94,12 +95,14 @@ class MixtureConfig(DenseConfig):
 def expert_fields(reader: ConfigReader, fields: dict[str, Any], size_key: str) -> dict[str, Any]:
     """Returns the fields that all mixtures have. `size_key`: of the size of an expert"""
     key = "num_local_experts" if reader.raw.get("num_experts") is None else "num_experts"
-    count = reader.integer(key, high=MAX_EXPERTS)
+    count, layers = reader.integer(key, high=MAX_EXPERTS), fields["num_layers"]
+    if count * layers > MOST_OF_ALL_LAYERS:
+        raise LoadError(f"{reader.source}: {layers} layers of {count} experts; all layers together may have {MOST_OF_ALL_LAYERS}")
     return {
         "num_experts": count,
         "chosen_experts": reader.integer("num_experts_per_tok", high=count),
         "expert_size": reader.integer(size_key, high=2**22),
-        "mixed": (True,) * fields["num_layers"],
+        "mixed": (True,) * layers,
     }
 
 
@@ -152,14 +155,13 @@ def mixture_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Matr
     shape, hidden, bias = config.mlp(layer), config.hidden_size, config.mlp_bias
     if (experts := shape.experts) is None:
         return mlp_matrices(rules, config, layer)
-    whole, inner = experts.ranks > 1, shape.inner
+    inner, dealt = shape.inner, experts.ranks > 1
     halves = {f"{expert}.{part}": inner for expert in range(experts.held) for part in ("gate", "up")}
     downs = {str(expert): hidden for expert in range(experts.held)}
-    rows, columns = (None, None) if whole else ("rows", "columns")
     found = [
         rules.matrix("router", "layers.*.mlp.router", experts.count, hidden, layer, bias),
-        rules.matrix("experts_gate_up", "layers.*.mlp.experts.gate_up", halves, hidden, layer, bias, rows, gated=True),
-        rules.matrix("experts_down", "layers.*.mlp.experts.down", downs, inner, layer, bias, columns),
+        rules.matrix("experts_gate_up", "layers.*.mlp.experts.gate_up", halves, hidden, layer, bias, None if dealt else "rows", gated=True),
+        rules.matrix("experts_down", "layers.*.mlp.experts.down", downs, inner, layer, bias, None if dealt else "columns"),
     ]
     if (shared_inner := experts.shared_inner) == 0:
         return found
@@ -195,8 +197,8 @@ def deal(config: MixtureConfig, ranks: int) -> MixtureConfig:
     return replace(config, expert_ranks=ranks)
 
 
-def cut(config: MixtureConfig, layers: range) -> DenseConfig:
-    return replace(dense_family.cut(config, layers), mixed=config.mixed[layers.start : layers.stop])
+def cut(config: MixtureConfig, layers: range) -> MixtureConfig:
+    return replace(cast(MixtureConfig, dense_family.cut(config, layers)), mixed=config.mixed[layers.start : layers.stop])
 
 
 # -- GGUF files

@@ -17,7 +17,9 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def token_by_token(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, biases: tuple[Tensor, Tensor], kind: str) -> Tensor:
+def token_by_token(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, biases: tuple[Tensor, Tensor], kind: str
+) -> Tensor:
     """By the formulas, without sorting: gate and up of an expert are rows of one stack."""
     gates, ups = gate_up.view(COUNT, 2, INNER, -1).unbind(1)
     gate_bias, up_bias = biases[0].view(COUNT, 2, INNER).unbind(1)
