@@ -90,6 +90,13 @@ class ConfigReader:
             raise self.fail(key, "true or false")
         return value
 
+    def object(self, key: str) -> dict[str, Any]:
+        """Returns a copy, empty if there is none."""
+        value = self.raw.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.fail(key, "an object")
+        return dict(value or {})
+
     def ids(self, key: str) -> tuple[int, ...]:
         value = self.raw.get(key)
         values = value if isinstance(value, list) else [] if value is None else [value]
@@ -124,9 +131,9 @@ class ConfigReader:
         `rotated`: how many numbers of a head are; `parameters`, `theta`: what to read instead, where a model has several rotations
         """
         if parameters is None:
-            parameters = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
+            parameters = self.object("rope_parameters") or self.object("rope_scaling")
         if not isinstance(parameters, dict):
-            raise self.fail("rope_scaling", "an object")
+            raise self.fail("rope_parameters", "objects")
         inner = ConfigReader(parameters, f"{self.source}: rope")
         kind = parameters.get("rope_type") or parameters.get("type") or "default"
         if kind not in ROPE_KINDS:

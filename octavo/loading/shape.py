@@ -72,9 +72,12 @@ def stored_weights(
     `source`: for messages; `orders`: of the columns of each module with act-order, if they are known
     """
     found = []
-    for name, (kind, shape) in tensors.items():
+    for stored, (kind, shape) in tensors.items():
+        name = rules.of_checkpoint(stored)
+        if name is None:
+            continue
         module, _, part = name.rpartition(".")
-        if quantization is None or f"{module}.qweight" not in tensors or part == "bias":
+        if quantization is None or f"{stored.rpartition('.')[0]}.qweight" not in tensors or part == "bias":
             found += _unstacked(name, kind, shape, rules)
         elif part == "qweight" and len(shape) == 2:
             per_word = 32 // quantization.bits

@@ -134,6 +134,11 @@ def read_fields(reader: ConfigReader, architecture: str) -> dict[str, Any]:
     }
 
 
+def with_defaults(reader: ConfigReader, defaults: Mapping[str, Any]) -> ConfigReader:
+    """Returns a reader that has a family's own values for keys that a file may leave out."""
+    return ConfigReader({**defaults, **reader.raw}, reader.source)
+
+
 def check_activation(reader: ConfigReader, name: str = "silu", key: str = "hidden_act") -> None:
     if reader.raw.get(key, name) != name:
         raise reader.fail(key, name)
@@ -147,13 +152,17 @@ def read_window(reader: ConfigReader) -> int | None:
     return window if window < reader.integer("max_position_embeddings", 2048) else None
 
 
-def layer_windows(reader: ConfigReader, layers: int, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
-    """Returns each layer's window. `layer_types` says which layers have one; in files without it, `slides`."""
+def read_layer_types(reader: ConfigReader, layers: int, slides: Callable[[int], bool]) -> list[str]:
+    """Returns the kind of each layer. `slides` says which have a window, in files without `layer_types`."""
     types = reader.raw.get("layer_types")
     if types is None:
         types = [SLIDING if slides(layer) else FULL for layer in range(layers)]
     if not isinstance(types, list) or len(types) != layers or not all(kind in (SLIDING, FULL) for kind in types):
         raise reader.fail("layer_types", f"{layers} of {FULL} or {SLIDING}")
+    return types
+
+
+def layer_windows(reader: ConfigReader, types: list[str]) -> tuple[int | None, ...]:
     window = read_window(reader)
     return tuple(window if kind == SLIDING else None for kind in types)
 
@@ -232,8 +241,11 @@ def cut(config: DenseConfig, layers: range) -> DenseConfig:
 # -- GGUF files
 
 
-def gguf_fields(keys: GGUFKeys, windowed: bool = False, experts: bool = False) -> dict[str, Any]:
-    """Returns the keys of a config.json that most families share. Windows and experts are refused, unless a family reads them."""
+def gguf_fields(keys: GGUFKeys, windowed: bool = False, head_dim: bool = True, experts: bool = False) -> dict[str, Any]:
+    """Returns the keys of a config.json that most families share.
+
+    `windowed`, `experts`: the family reads them itself, else they are refused; `head_dim`: whole heads are rotated, which tells their width
+    """
     if not experts and keys.integer("expert_count", 0, low=0):
         raise keys.fail(f"{keys.prefix}expert_count", "0 (a dense model)")
     context = keys.integer("context_length")
@@ -249,7 +261,8 @@ def gguf_fields(keys: GGUFKeys, windowed: bool = False, experts: bool = False) -
         "attention_bias": "blk.0.attn_q.bias" in keys.shapes,
         "mlp_bias": "blk.0.ffn_gate.bias" in keys.shapes,
     }
-    return config if (head_dim := keys.head_dim()) is None else {**config, "head_dim": head_dim}
+    width = keys.head_dim() if head_dim else None
+    return config if width is None else {**config, "head_dim": width}
 
 
 def interleaved_qk(architectures: Sequence[str]) -> Callable[[str, Mapping[str, Any]], dict[str, int]]:

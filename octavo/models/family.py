@@ -15,8 +15,9 @@ in the name of the part here. A tensor of a file may hold a weight of every expe
     model.layers.*.mlp.experts.*.up_proj   ->  layers.*.mlp.experts.gate_up, part *.up        GGUF: blk.*.ffn_up_exps
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from octavo.model_config import ConfigReader
@@ -46,8 +47,13 @@ class Stack:
 
 
 class Rules:
-    def __init__(self, rules: Iterable[Rule], stacks: Iterable[Stack] = ()) -> None:
+    def __init__(
+        self, rules: Iterable[Rule], prefixes: Mapping[str, str] = MappingProxyType({}), left_out: Sequence[str] = (),
+        stacks: Iterable[Stack] = (),
+    ) -> None:  # fmt: skip
+        """`prefixes`: that a checkpoint may have instead of those in the rules; `left_out`: of weights that are not for this engine"""
         every = list(rules)
+        self._prefixes, self._left_out = dict(prefixes), tuple(left_out)
         self._stacks = {stack.tensor: stack.modules for stack in stacks}
         self._by_place = {(rule.module, rule.part): rule.checkpoint for rule in every}
         self._by_gguf = {rule.gguf: rule.checkpoint for rule in every if rule.gguf is not None}
@@ -78,6 +84,17 @@ class Rules:
         """Returns the name of a vector in a checkpoint."""
         found = self.checkpoint_module(module)
         return found if _starred(found)[0] in self._bare else f"{found}.weight"
+
+    @property
+    def renames(self) -> bool:
+        return bool(self._prefixes or self._left_out)
+
+    def of_checkpoint(self, name: str) -> str | None:
+        """Returns the name in the rules of a weight in a checkpoint, or None if it is left out on purpose."""
+        if name.startswith(self._left_out):
+            return None
+        prefix = next((prefix for prefix in self._prefixes if name.startswith(prefix)), "")
+        return self._prefixes.get(prefix, "") + name.removeprefix(prefix)
 
     def plus(self, name: str) -> float:
         """Returns what has to be added to this weight of a checkpoint."""

@@ -18,6 +18,7 @@ from octavo.models.dense_family import (
     check_activation,
     gguf_fields,
     interleaved_qk,
+    layer_types,
     layer_windows,
     read_fields,
 )
@@ -41,7 +42,7 @@ RULES = Rules(
         Rule("model.layers.*.self_attn.sinks", "layers.*.attention.sinks", gguf="blk.*.attn_sinks", bare=True),
         *expert_rules(f"{MLP}.router", f"{MLP}.experts", "gate_proj", "up_proj", "down_proj"),
     ],
-    STACKS,
+    stacks=STACKS,
 )
 CLAMPED = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}  # the one clamped gate that there is
 
@@ -62,7 +63,7 @@ def read(reader: ConfigReader, architecture: str) -> MixtureConfig:
         "activation": "clamped",
         "scores": "chosen",
         "wide_norms": True,
-        "windows": layer_windows(reader, fields["num_layers"], lambda layer: layer % 2 == 0),
+        "windows": layer_windows(reader, layer_types(reader, fields["num_layers"], lambda layer: layer % 2 == 0)),
     }
     return MixtureConfig(**fields, rope=reader.rope(fields["head_dim"]))
 

@@ -11,6 +11,7 @@ from octavo.model_config import ConfigReader
 from octavo.models.dense_family import (
     MODEL,
     PLAIN_RULES,
+    SLIDING,
     DenseConfig,
     check_activation,
     cut,
@@ -19,8 +20,9 @@ from octavo.models.dense_family import (
     interleaved_qk,
     layer_windows,
     read_fields,
-    read_window,
+    read_layer_types,
     shared,
+    with_defaults,
 )
 from octavo.models.family import Family, GGUFForm
 
@@ -30,11 +32,12 @@ LLAMA, MISTRAL, MINISTRAL = "LlamaForCausalLM", "MistralForCausalLM", "Ministral
 def read(reader: ConfigReader, architecture: str) -> DenseConfig:
     check_activation(reader)
     fields = read_fields(reader, architecture)
-    if architecture == MISTRAL:
-        fields |= {"windows": (read_window(reader),) * fields["num_layers"], "gives_back": True}
-    elif architecture == MINISTRAL:
-        fields |= {"windows": layer_windows(reader, fields["num_layers"], lambda _: True), "gives_back": True}
-    return DenseConfig(**fields, rope=reader.rope(fields["head_dim"]))
+    rope = reader.rope(fields["head_dim"])
+    if architecture == LLAMA:
+        return DenseConfig(**fields, rope=rope)
+    layers, windowed = fields["num_layers"], with_defaults(reader, {"sliding_window": 4096})
+    types = [SLIDING] * layers if architecture == MISTRAL else read_layer_types(reader, layers, lambda _: True)
+    return DenseConfig(**fields | {"windows": layer_windows(windowed, types)}, rope=rope, gives_back=True)
 
 
 FAMILY = Family(

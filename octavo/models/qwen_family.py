@@ -17,6 +17,7 @@ from octavo.models.dense_family import (
     interleaved_qk,
     layer_windows,
     read_fields,
+    read_layer_types,
     shared,
 )
 from octavo.models.family import Family, GGUFForm
@@ -33,7 +34,8 @@ def read(reader: ConfigReader, architecture: str) -> DenseConfig:
         fields |= {"qk_norm": "heads"}
     if reader.flag("use_sliding_window", False) and reader.raw.get("sliding_window") is not None:
         first = reader.integer("max_window_layers", 28, low=0)  # in files without `layer_types`
-        fields |= {"windows": layer_windows(reader, fields["num_layers"], lambda layer: layer >= first)}
+        types = read_layer_types(reader, fields["num_layers"], lambda layer: layer >= first)
+        fields |= {"windows": layer_windows(reader, types)}
     return DenseConfig(**fields, rope=reader.rope(fields["head_dim"]))
 
 

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError, LoadError
 from octavo.model_config import ConfigReader, ModelConfig
-from octavo.models import gpt_oss_family, llama_family, mixture_family, qwen_family
+from octavo.models import (
+    gemma_family,
+    gpt_oss_family,
+    granite_family,
+    llama_family,
+    mixture_family,
+    olmo_family,
+    phi_family,
+    qwen_family,
+    smollm_family,
+)
 from octavo.models.family import FAMILIES, Family, register
 from octavo.policy.cache_spec import LayerCacheSpec
 from octavo.policy.description import ModelDescription
@@ -24,6 +34,11 @@ if TYPE_CHECKING:
 
 register(llama_family.FAMILY)
 register(qwen_family.FAMILY)
+register(phi_family.FAMILY)
+register(gemma_family.FAMILY)
+register(olmo_family.FAMILY)
+register(granite_family.FAMILY)
+register(smollm_family.FAMILY)
 register(mixture_family.MIXTRAL_FAMILY)
 register(mixture_family.QWEN_FAMILY)
 register(gpt_oss_family.FAMILY)
