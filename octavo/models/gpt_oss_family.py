@@ -18,9 +18,9 @@ from octavo.models.dense_family import (
     check_activation,
     gguf_fields,
     interleaved_qk,
-    layer_types,
     layer_windows,
     read_fields,
+    read_layer_types,
 )
 from octavo.models.family import Family, GGUFForm, Rule, Rules, Stack
 from octavo.models.gguf_keys import GGUFKeys
@@ -63,7 +63,7 @@ def read(reader: ConfigReader, architecture: str) -> MixtureConfig:
         "activation": "clamped",
         "scores": "chosen",
         "wide_norms": True,
-        "windows": layer_windows(reader, layer_types(reader, fields["num_layers"], lambda layer: layer % 2 == 0)),
+        "windows": layer_windows(reader, read_layer_types(reader, fields["num_layers"], lambda layer: layer % 2 == 0)),
     }
     return MixtureConfig(**fields, rope=reader.rope(fields["head_dim"]))
 

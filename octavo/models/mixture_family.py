@@ -26,10 +26,10 @@ from octavo.models.dense_family import (
     check_activation,
     gguf_fields,
     interleaved_qk,
-    layer_types,
     layer_windows,
     mlp_matrices,
     read_fields,
+    read_layer_types,
     read_window,
 )
 from octavo.models.family import MAX_EXPERTS, Family, GGUFForm, Rule, Rules
@@ -126,7 +126,7 @@ def read_qwen(reader: ConfigReader, architecture: str) -> MixtureConfig:
         shared = reader.integer("shared_expert_intermediate_size", high=2**22, low=0)
         fields |= {"qkv_bias": reader.flag("qkv_bias", True), "output_bias": False, "shared_size": shared}
         end = reader.integer("max_window_layers", 28, low=0)  # in files without `layer_types`
-        types = layer_types(reader, layers, lambda layer: layer % 2 == 0 and layer < end)
+        types = read_layer_types(reader, layers, lambda layer: layer % 2 == 0 and layer < end)
         fields |= {"windows": layer_windows(reader, types)} if slides else {}
     else:
         fields |= {"qk_norm": "heads", "windows": (read_window(reader) if slides else None,) * layers}
