@@ -211,7 +211,7 @@ def gguf_experts(keys: GGUFKeys) -> dict[str, Any]:
     count, layers = keys.integer("expert_count"), keys.integer("block_count")
     stacks = [layer for layer in range(layers) if len(keys.shapes.get(f"blk.{layer}.ffn_gate_exps.weight", ())) == 3]
     if not stacks:
-        raise LoadError(f"{keys.source}: has no tensor blk.*.ffn_gate_exps.weight, the stack of {count} experts")
+        raise keys.fail(f"{keys.prefix}expert_count", "0 in a file without blk.*.ffn_gate_exps.weight, the stack of experts")
     size = keys.shapes[f"blk.{stacks[0]}.ffn_gate_exps.weight"][1]
     return {
         "num_local_experts": count,

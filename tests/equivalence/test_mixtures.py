@@ -8,9 +8,12 @@ import torch
 from safetensors import safe_open
 
 from octavo import LLM, RequestOutput, SamplingParams
+from octavo.config import EngineConfig
+from octavo.engine.verify import verify
+from octavo.loading.resolve import load_model_config, source_of
 from tests.equivalence.test_transformers import random_prompts
 from tests.support.greedy import compare_with_reference
-from tests.support.mixtures import MIXTURES, VOCAB, tiny_mixture
+from tests.support.mixtures import MIXTURES, VOCAB, plain_folder, tiny_mixture, to_mxfp4
 
 HUB_NAMES = {
     "MixtralForCausalLM": ["model.layers.1.block_sparse_moe.gate.weight", "model.layers.1.block_sparse_moe.experts.4.w3.weight"],
@@ -29,7 +32,7 @@ def greedy(folder: Path, prompts: list[list[int]], tokens: int, **settings: Any)
 def accepted(folder: Path, outputs: list[RequestOutput], tokens: int) -> None:
     from transformers import AutoModelForCausalLM
 
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager")
     comparison = compare_with_reference(outputs, reference)
     assert comparison.tokens == tokens
     comparison.accept()
@@ -43,3 +46,18 @@ def test_mixtures_give_the_tokens_transformers_gives(architecture: str, requests
         assert set(HUB_NAMES[architecture]) <= set(file.keys())  # the names of files on the hub
     outputs = greedy(folder, random_prompts(requests, VOCAB, 60, seed=2), tokens)
     accepted(folder, outputs, requests * tokens)
+
+
+def test_gpt_oss_as_on_the_hub_gives_the_tokens_transformers_gives(tmp_path: Path) -> None:
+    """Experts in MXFP4; transformers reads the floats that they stand for."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    folder = tiny_mixture(tmp_path / "floats", "GptOssForCausalLM", seed=1, inner=32, hidden_size=64, **heads)
+    blocks = to_mxfp4(folder, tmp_path / "blocks")
+    accepted(folder, greedy(blocks, random_prompts(4, VOCAB, 60, seed=2), 12), 4 * 12)
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_paging_is_proved_for_a_mixture(architecture: str, tmp_path: Path) -> None:
+    config = EngineConfig(model=str(plain_folder(tmp_path, architecture)), dtype="float32")
+    source = source_of(config)
+    assert verify(config, source, load_model_config(source), depth=1, num_requests=24).compared.values > 0
