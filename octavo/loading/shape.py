@@ -93,14 +93,9 @@ def _unstacked(name: str, kind: str, shape: tuple[int, ...], rules: Rules) -> li
     modules = rules.stacked(name.removesuffix(BLOCKS))
     if modules is not None and name.endswith(BLOCKS):
         kind, size, codes = "MXFP4", 2 * size, MXFP4_CODES
-    if modules is not None:
-        named_by = [f"{module}.weight" for module in modules]
-    elif "*" in named:
-        named_by = [named]
-    else:
-        return [StoredWeight(named, kind, size, codes)]
-    count = min(shape[0], MAX_EXPERTS)
-    names = [of_expert(one, expert) for expert in range(count) for one in named_by]
+    stacked = [named] if "*" in named else [f"{module}.weight" for module in modules or ()]
+    count = shape[0] if len(shape) > 1 and shape[0] <= MAX_EXPERTS else 0  # else opening the file will raise the error
+    names = [of_expert(one, expert) for expert in range(count) for one in stacked] or [named]
     return [StoredWeight(one, kind, size // len(names), codes) for one in names]
 
 
