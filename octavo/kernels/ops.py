@@ -14,6 +14,7 @@ from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.logit_edits import LogitEdits
 from octavo.kernels.reference import attention as reference_attention
 from octavo.kernels.reference import layer as reference_layer
+from octavo.kernels.reference import mixture as reference_mixture
 from octavo.kernels.reference import partial_attention as reference_partial
 from octavo.kernels.reference import rows as reference_rows
 from octavo.kernels.reference import sampling as reference_sampling
@@ -277,3 +278,25 @@ def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) 
     """Returns all rows, or those of an index [count], as weights [count, in], with columns in their original order."""
     weights: Tensor = (_triton("packed.products") if weight.words.is_cuda else reference_layer).unpack(weight, dtype, rows)
     return weights
+
+
+def choose_experts(logits: Tensor, chosen: int, scores: str, normed: bool) -> tuple[Tensor, Tensor]:
+    """Returns the experts of each token [T, chosen] int64, the best first, and their weights [T, chosen] float32.
+
+    logits: [T, count]; scores: "all" takes the softmax over all experts, "chosen" over the chosen ones; normed: weights sum up to 1
+    """
+    return reference_mixture.choose_experts(logits, chosen, scores, normed)
+
+
+def mixture(
+    x: Tensor,  # [T, hidden]
+    ids: Tensor,  # [T, chosen]
+    weights: Tensor,  # [T, chosen] float32
+    gate_up: Tensor | DeviceCodes,  # [count * 2 * inner, hidden]: of each expert the rows of the gate, then those of up
+    down: Tensor | DeviceCodes,  # [count * hidden, inner]
+    biases: tuple[Tensor, Tensor] | None,  # [count * 2 * inner] and [count * hidden]
+    activation: str,
+    first: int = 0,  # the number of the first expert of the stacks; those that they do not have add nothing
+) -> Tensor:
+    """Returns the weighted sum of what the chosen experts give each token [T, hidden]."""
+    return reference_mixture.mixture(x, ids, weights, gate_up, down, biases, activation, first)

@@ -19,7 +19,7 @@ from torch import Tensor
 from octavo.errors import ConfigError, LoadError
 from octavo.kernels.reference.dequant import DENSE, QUANTISED, SUPPORTED_KINDS, dequantize
 from octavo.loading.files import INDEX, SINGLE, fingerprint, read_weight_map
-from octavo.loading.gguf import GGUFFile, GGUFTensor, read_gguf_model, rope_factors
+from octavo.loading.gguf import GGUFFile, GGUFTensor, read_gguf_model, rope_factors, weights_in
 from octavo.loading.packed_modules import WHOLE_NUMBERS, Header, PackedModule, cut, find_packed
 from octavo.models.gguf_keys import ROPE_FACTORS
 from octavo.policy.split import Part
@@ -27,6 +27,7 @@ from octavo.quant.packed import PackedWeight, fold_gguf
 from octavo.quant.quant_config import QuantConfig
 
 WHOLE = Part()
+STACKED_CODES = ("_blocks", "_scales")  # endings of tensors with the MXFP4 codes of all experts
 MAX_HEADER_BYTES = 32 * 2**20  # 250,000 weights in one file; the library would take 100 MB
 
 
@@ -87,7 +88,8 @@ class SafetensorsCheckpoint:
         else:
             raise LoadError(f"{folder}: has no {SINGLE} and no {INDEX}")
         self._file_of = {name: file for file in self._files for name in file.headers}
-        self._packed = {} if quantization is None else self._find_packed(quantization)
+        in_stacks = quantization is not None and quantization.method == "mxfp4"  # `loading/stacked.py` reads those
+        self._packed = {} if quantization is None or in_stacks else self._find_packed(quantization)
         of_modules = {tensor: name for name, module in self._packed.items() for tensor in module.tensors}
         self._names = list(dict.fromkeys(of_modules.get(name, name) for name in self._file_of))
 
@@ -204,6 +206,8 @@ class _SafetensorsFile:
         stored, shape = view.get_dtype(), tuple(view.get_shape())
         if stored == "I32" and quantised and name.endswith(WHOLE_NUMBERS):
             return Header(torch.int32, shape)
+        if stored == "U8" and quantised and name.endswith(STACKED_CODES):
+            return Header(torch.uint8, shape)
         if stored not in DENSE:
             raise LoadError(f"{self.path}: weight {name[:80]} is stored as {stored}; supported: {', '.join(DENSE)}")
         return Header(DENSE[stored], shape)
@@ -241,7 +245,7 @@ class GGUFCheckpoint:
                 raise LoadError(f"{self.source}: tensor {tensor.name[:80]!r} is of kind {tensor.kind}; supported: {supported}")
             name = self._model.family.rules.of_gguf(tensor.name)
             if name is not None:
-                found[name] = tensor
+                found |= weights_in(tensor, name, self.source)
             elif tensor.name not in ROPE_FACTORS:
                 unknown.add(repr(tensor.name[:80]))
         if unknown:

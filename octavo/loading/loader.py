@@ -72,6 +72,9 @@ def weight_targets(model: Decoder) -> dict[str, Target]:
     rules = family_of(model.config).rules
     targets = {}
     for parameter_name, parameter in model.named_parameters():  # a tied head is not listed: the embedding is
+        if (source := rules.find(parameter_name)) is not None:  # a parameter by itself
+            targets[source] = Target(parameter_name, parameter.data)
+            continue
         module_name, _, leaf = parameter_name.rpartition(".")
         merged = rules.find(module_name) is not None  # one weight has all parts
         for part, rows in [(None, slice(None))] if merged else _parts(model.get_submodule(module_name)):

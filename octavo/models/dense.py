@@ -20,6 +20,7 @@ from octavo.kernels.triton.gemv.tiles import MAX_HELD  # rules alone: no triton 
 from octavo.layers.attention import Attention, build_rope
 from octavo.layers.comm import Comm
 from octavo.layers.linear import MLP, Linear, RMSNorm
+from octavo.layers.mixture import Mixture, Routing
 from octavo.models.decoder import Decoder, Scales
 from octavo.models.dense_family import DenseConfig
 from octavo.policy.description import MLPShape
@@ -89,7 +90,10 @@ def _read(x: Tensor, residual: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Te
 
 
 def build_mlp(shape: MLPShape, hidden_size: int, bias: bool, scheme: QuantScheme, dtype: torch.dtype, comm: Comm) -> nn.Module:
-    """Returns the MLP that a layer of this shape has."""
+    """Returns the MLP that a layer of this shape has, or the mixture."""
+    if (experts := shape.experts) is not None:
+        routing = Routing(experts.count, experts.chosen, experts.scores, experts.normed, experts.held)
+        return Mixture(hidden_size, shape.inner, experts.shared_inner, routing, shape.activation, bias, scheme, dtype, comm)
     return MLP(hidden_size, shape.inner, bias, scheme, dtype, comm, shape.activation)
 
 

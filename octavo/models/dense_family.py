@@ -170,7 +170,18 @@ def layer_windows(reader: ConfigReader, types: list[str]) -> tuple[int | None, .
 # -- what it is made of
 
 
-def describe(rules: Rules, family: str, config: DenseConfig) -> ModelDescription:
+def mlp_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Matrix]:
+    hidden, inner, bias = config.hidden_size, config.mlp(layer).inner, config.mlp_bias
+    return [
+        rules.matrix("gate_up", "layers.*.mlp.gate_up", {"gate": inner, "up": inner}, hidden, layer, bias, "rows", gated=True),
+        rules.matrix("down", "layers.*.mlp.down", hidden, inner, layer, bias, split="columns"),
+    ]
+
+
+def describe(
+    rules: Rules, family: str, config: DenseConfig, mlp: Callable[[Rules, Any, int], list[Matrix]] = mlp_matrices
+) -> ModelDescription:
+    """`mlp`: returns the matrices of a layer's MLP, in families where it is not always a plain one"""
     numbers, tied, vocabulary = range(config.num_layers), config.tie_embeddings, (config.vocab_size, config.hidden_size)
     embedding = rules.matrix("embedding", "embed", *vocabulary, split="rows", vocabulary=True)
     head = rules.matrix("head", "embed" if tied else "head", *vocabulary, split="rows", vocabulary=True)
@@ -182,7 +193,7 @@ def describe(rules: Rules, family: str, config: DenseConfig) -> ModelDescription
         max_position=config.max_position,
         norm=NormShape(config.norm_eps),
         layers=tuple(config.layer(layer) for layer in numbers),
-        matrices=(*(one for layer in numbers for one in [*attention_matrices(rules, config, layer), *_mlp(rules, config, layer)]), head),
+        matrices=(*(one for layer in numbers for one in [*attention_matrices(rules, config, layer), *mlp(rules, config, layer)]), head),
         vectors=(*(one for layer in numbers for one in layer_vectors(config, layer)), last),
         lookup=None if tied else embedding,
         gives_back=config.gives_back,
@@ -198,14 +209,6 @@ def attention_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Ma
     return [
         rules.matrix("qkv", "layers.*.attention.qkv", spec.projections, hidden, layer, config.qkv_bias, split="rows"),
         rules.matrix("output", "layers.*.attention.output", hidden, spec.q_size, layer, config.output_bias, split="columns"),
-    ]
-
-
-def _mlp(rules: Rules, config: DenseConfig, layer: int) -> list[Matrix]:
-    hidden, inner, bias = config.hidden_size, config.mlp(layer).inner, config.mlp_bias
-    return [
-        rules.matrix("gate_up", "layers.*.mlp.gate_up", {"gate": inner, "up": inner}, hidden, layer, bias, "rows", gated=True),
-        rules.matrix("down", "layers.*.mlp.down", hidden, inner, layer, bias, split="columns"),
     ]
 
 
@@ -238,12 +241,12 @@ def cut(config: DenseConfig, layers: range) -> DenseConfig:
 # -- GGUF files
 
 
-def gguf_fields(keys: GGUFKeys, windowed: bool = False, head_dim: bool = True) -> dict[str, Any]:
-    """Returns the keys of a config.json that most families share. Experts are refused.
+def gguf_fields(keys: GGUFKeys, windowed: bool = False, head_dim: bool = True, experts: bool = False) -> dict[str, Any]:
+    """Returns the keys of a config.json that most families share.
 
-    `windowed`: the family reads windows itself, else they are refused; `head_dim`: whole heads are rotated, which tells their width
+    `windowed`, `experts`: the family reads them itself, else they are refused; `head_dim`: whole heads are rotated, which tells their width
     """
-    if keys.integer("expert_count", 0, low=0):
+    if not experts and keys.integer("expert_count", 0, low=0):
         raise keys.fail(f"{keys.prefix}expert_count", "0 (a dense model)")
     context = keys.integer("context_length")
     if not windowed and 0 < keys.integer("attention.sliding_window", 0, low=0) < context:

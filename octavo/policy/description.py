@@ -17,7 +17,7 @@ from octavo.policy.cache_spec import Buffer
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    name: str  # what plans call it: qkv, output, gate_up, down, head
+    name: str  # what plans call it: qkv, output, gate_up, down, head; of a mixture: router, experts_gate_up, shared_down, ...
     module: str  # where it lies in the model: layers.3.attention.qkv
     parts: dict[str, int]  # weight in the checkpoint -> rows
     columns: int
@@ -99,6 +99,7 @@ class MixerSpec(Protocol):
         """What the kernels of a GPU hold in a layer, beside the numbers of each token."""
 
 
+EXPERT_STACKS = ("experts_gate_up", "experts_down")  # matrices whose parts are those of all experts, one after the other
 Activation = Literal["swiglu", "geglu", "clamped"]  # silu(gate) * up, gelu(gate) * up by tanh, or as gpt-oss has it: both clamped
 Scores = Literal["all", "chosen"]  # softmax over the logits of all experts, or over those of the chosen ones
 
@@ -112,6 +113,12 @@ class Experts:
     scores: Scores = "all"
     normed: bool = True  # weights of the chosen ones are made to sum up to 1; of "chosen" scores they do so anyway
     shared_inner: int = 0  # of one more MLP that every token goes through, with a gate of its own; 0: there is none
+    ranks: int = 1  # that deal the experts out: each has whole ones, and the same number
+
+    @property
+    def held(self) -> int:
+        """By each rank."""
+        return self.count // self.ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +198,17 @@ class ModelDescription:
     def num_parameters(self) -> int:
         every = [*self.matrices, *([self.lookup] if self.lookup else [])]
         return sum(one.numbers + (one.rows if one.bias else 0) for one in every) + self.vector_numbers
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Those that one token is computed with: of experts, as many as are chosen."""
+        idle = 0
+        for matrix in self.matrices:
+            experts = None if matrix.layer is None else self.layers[matrix.layer].mlp.experts
+            if experts is not None and matrix.name in EXPERT_STACKS:
+                numbers = matrix.numbers + (matrix.rows if matrix.bias else 0)
+                idle += numbers - min(numbers * experts.chosen // experts.held, numbers)
+        return self.num_parameters - idle
 
     @cached_property
     def vector_numbers(self) -> int:

@@ -6,7 +6,7 @@ checkpoint that it reads:
     split by rows      q k v, gate up    a rank has its rows, and their biases
     split by columns   output, down      a rank has its columns; results are summed, so that one rank alone has the bias
     vocabulary         embedding, head   equal runs of rows; the last may be shorter
-    vectors            norms             every rank has all of them
+    vectors            norms, sinks      every rank has all of them, but of sinks those of its heads
 
 One weight of a checkpoint may have all parts of a matrix (`Matrix.merged`). Then a rank has a run of rows of each:
 
@@ -97,6 +97,11 @@ def parts_of_rank(whole: ModelDescription, own: ModelDescription, size: int, ran
     if whole.lookup is not None and own.lookup is not None:
         pairs.append((whole.lookup, own.lookup))
     return {name: part for matrix, mine in pairs for name, part in _matrix_parts(matrix, mine, size, rank).items()}
+
+
+def part_of_vector(whole: int, own: int, size: int, rank: int) -> Part:
+    """Returns what a rank has of a vector that has numbers of every head."""
+    return Part(rows=_share(whole, own, size, rank), whole=whole)
 
 
 def _matrix_parts(matrix: Matrix, own: Matrix, size: int, rank: int) -> dict[str, Part]:

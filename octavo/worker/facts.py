@@ -101,7 +101,7 @@ def settle(config: EngineConfig, source: ModelSource, whole: ModelConfig, debug:
 
     `place`: of a rank, where the model is split; the facts are then those of this rank.
     """
-    sizes = place.comm.size, place.context.size
+    sizes = place.comm.size, place.context.size, config.expert_ranks
     stage, own = place.stage, rank_config(whole, *sizes)  # before anything is looked at: it may not be possible
     device = _choose_device(config)
     settled = suited(resolved(debug.overrule(config), device), describe(own))
@@ -177,8 +177,11 @@ def _open_native(config: ResolvedConfig) -> NativeLibrary | None:
     return library
 
 
-def _shape(config: ResolvedConfig, source: ModelSource, model: ModelConfig, ranks: tuple[int, int], computes_codes: bool) -> ModelShape:
-    """Returns the shape of the weights there are; random ones are floats. `ranks`: that share the model, and that share a context"""
+def _shape(config: ResolvedConfig, source: ModelSource, model: ModelConfig, ranks: tuple[int, ...], computes_codes: bool) -> ModelShape:
+    """Returns the shape of the weights there are; random ones are floats.
+
+    `ranks`: that share the model, that share a context, and that have whole experts each
+    """
     if config.load_format == "dummy":
         return ModelShape(source.name, model).of_rank(*ranks)
     shape, asked = shape_of(source, model).of_rank(*ranks), config.quantization
