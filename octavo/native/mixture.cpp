@@ -16,7 +16,7 @@ namespace octavo {
 struct Chosen {
     int32_t expert;
     float weight;
-    int64_t place;  // of the token's row in the order of experts
+    int64_t place;  // of the token's row in the order of experts; -1: another rank has the expert
 };
 
 struct Job {  // a product with the weights of one expert
@@ -30,15 +30,16 @@ static RowBuffer routed_, weighed_, read_, sorted_, inner_;  // for router, shar
 static RowBuffer shared_read_, shared_inner_;
 static Buffer scores_, gates_, chosen_, source_, gated_, made_, shared_gated_, shared_made_;
 static std::vector<Job> ups_, downs_;  // each with one more behind the last, which says where it ends
+static int64_t used_;                  // places
 
 static int64_t bits_of(const Matrix &matrix) {
     return matrix.kind == OCTAVO_F32 ? 32 : matrix.kind == OCTAVO_Q8 ? 8 : matrix.kind == OCTAVO_Q4 ? 4 : 16;
 }
 
-// The rows of one of `count` experts; n: as many as it has, without those that fill its last panel
-static Matrix expert_of(const Matrix &all, int64_t expert, int64_t count, int64_t n) {
+// The rows of one of `held` experts; n: as many as it has, without those that fill its last panel
+static Matrix expert_of(const Matrix &all, int64_t expert, int64_t held, int64_t n) {
     Matrix one = all;
-    const int64_t rows = all.n / count, numbers = expert * rows * padded(all);
+    const int64_t rows = all.n / held, numbers = expert * rows * padded(all);
     one.n = n;
     one.data = static_cast<const char *>(all.data) + numbers * bits_of(all) / 8;
     if (has_codes(all)) one.scale = all.scale + numbers / all.group, one.offset = all.offset + numbers / all.group;
@@ -118,39 +119,49 @@ static void choose(const Mixture &mixture, const float *scores, Chosen *chosen) 
     for (int32_t i = 0; i < most; i++) chosen[i].weight /= mixture.over_all && !mixture.normed ? all : total;
 }
 
-// Gives every chosen one its place, and lists the products.
-static void sort(const Mixing &mixing) {
+// Gives every chosen one its place.
+static std::vector<int64_t> sort(const Mixing &mixing) {
     const Mixture &mixture = mixing.mixture;
-    const int64_t up = mixture.experts_gate_up.n / mixture.count, down = panels(mixing.hidden);
-    std::vector<int64_t> begin(size_t(mixture.count) + 1);
-    Chosen *chosen = mixing.chosen();
-    for (int64_t i = 0; i < mixing.places; i++) begin[chosen[i].expert + 1]++;
-    for (int32_t expert = 0; expert < mixture.count; expert++) begin[expert + 1] += begin[expert];
+    auto here = [&](const Chosen &one) { return one.expert >= mixture.first && one.expert < mixture.first + mixture.held; };
+    std::vector<int64_t> begin(size_t(mixture.held) + 1);  // of each expert, and of the end
+    Chosen *chosen = mixing.chosen(), *end = chosen + mixing.places;
+    for (Chosen *one = chosen; one < end; one++)
+        if (here(*one)) begin[size_t(one->expert - mixture.first) + 1]++;
+    for (int32_t expert = 0; expert < mixture.held; expert++) begin[expert + 1] += begin[expert];
+    std::vector<int64_t> next = begin;
+    for (Chosen *one = chosen; one < end; one++) {
+        one->place = here(*one) ? next[size_t(one->expert - mixture.first)]++ : -1;
+        if (one->place >= 0) mixing.source()[one->place] = (one - chosen) / mixture.chosen;
+    }
+    used_ = begin.back();
+    return begin;
+}
+
+// The products of all experts that somebody chose. begin: the first place of each expert
+static void list_jobs(const Mixing &mixing, const std::vector<int64_t> &begin) {
+    const Mixture &mixture = mixing.mixture;
+    const int64_t held = mixture.held, up = mixture.experts_gate_up.n / held;
     ups_.clear(), downs_.clear();
     int64_t pairs = 0, rows = 0;
-    auto add = [&](const Matrix &gate_up, const Rows &read, const Target &gated, const Matrix &to_stream, const Rows &inner, float *made) {
+    auto add = [&](const Matrix &gate_up, const Rows &read, const Target &gated, const Matrix &down, const Rows &inner, float *made) {
         ups_.push_back({gate_up, read, gated, pairs});
-        downs_.push_back({to_stream, inner, {made, nullptr, mixing.hidden}, rows});
-        pairs += panels(gate_up.n / 2), rows += down;
+        downs_.push_back({down, inner, {made, nullptr, mixing.hidden}, rows});
+        pairs += panels(gate_up.n / 2), rows += panels(mixing.hidden);
     };
     if (mixing.shared)
         add(mixture.shared_gate_up, mixing.shared_read(), mixing.shared_gated(), mixture.shared_down, mixing.shared_inner(), mixing.shared_made());
     const Rows sorted = mixing.tokens > 1 ? mixing.sorted() : mixing.read(), inner = mixing.inner();
     const Target gated = mixing.gated();
-    for (int64_t expert = 0; expert < mixture.count; expert++) {
+    for (int64_t expert = 0; expert < held; expert++) {
         const int64_t first = begin[expert], count = begin[expert + 1] - first, place = first * gated.stride;
         if (count == 0) continue;
-        add(expert_of(mixture.experts_gate_up, expert, mixture.count, up),
+        add(expert_of(mixture.experts_gate_up, expert, held, up),
             some_rows(mixture.experts_gate_up, sorted, mixing.tokens > 1 ? first : 0, count),
             {gated.values + place, gated.halves ? gated.halves + place : nullptr, gated.stride},
-            expert_of(mixture.experts_down, expert, mixture.count, mixing.hidden), some_rows(mixture.experts_down, inner, first, count),
+            expert_of(mixture.experts_down, expert, held, mixing.hidden), some_rows(mixture.experts_down, inner, first, count),
             mixing.made() + first * mixing.hidden);
     }
     ups_.push_back({{}, {}, {}, pairs}), downs_.push_back({{}, {}, {}, rows});
-    for (int64_t i = 0; i < mixing.places; i++) {
-        chosen[i].place = begin[chosen[i].expert]++;
-        mixing.source()[chosen[i].place] = i / mixture.chosen;
-    }
 }
 
 // run(job, panel, end): for pieces of all jobs' panels
@@ -173,7 +184,8 @@ static void weigh(const Mixing &mixing, float *y, int64_t token) {
     auto add = [&](const float *row, float weight) {
         for (int64_t i = 0; i < hidden; i++) sum[i] += weight * row[i];
     };
-    for (int32_t i = 0; i < mixing.mixture.chosen; i++) add(mixing.made() + chosen[i].place * hidden, chosen[i].weight);
+    for (int32_t i = 0; i < mixing.mixture.chosen; i++)
+        if (chosen[i].place >= 0) add(mixing.made() + chosen[i].place * hidden, chosen[i].weight);
     if (mixing.shared) add(mixing.shared_made() + token * hidden, mixing.weighed ? 1.0f / (1.0f + fast_exp(-mixing.gates()[token])) : 1.0f);
 }
 
@@ -203,16 +215,16 @@ void mix(const Mixture &mixture, int activation, int64_t tokens, float *y, Worke
     if (tokens > TOKENS) me.deal(tokens, TOKENS, choose_for);
     me.deal(1, 1, [&](int64_t, int64_t) {
         if (tokens <= TOKENS) choose_for(0, tokens);
-        sort(mixing);
+        list_jobs(mixing, sort(mixing));
     });
     if (tokens > 1)
-        me.deal(mixing.places, TOKENS, [&](int64_t place, int64_t end) {
+        me.deal(used_, TOKENS, [&](int64_t place, int64_t end) {
             for (; place < end; place++) copy_row(mixture.experts_gate_up, mixing.read(), mixing.source()[place], mixing.sorted(), place);
         });
     deal_jobs(ups_, PANELS / 2, me, [&](const Job &job, int64_t pair, int64_t end) {
         kernels().gate_up(job.matrix, activation, job.rows, pair, end, job.to, scratch(me.thread));
     });
-    prepare(mixture.experts_down, mixing.gated(), mixing.inner(), me);
+    prepare(mixture.experts_down, mixing.gated(), some_rows(mixture.experts_down, mixing.inner(), 0, used_), me);
     if (mixing.shared) prepare(mixture.shared_down, mixing.shared_gated(), mixing.shared_inner(), me);
     deal_jobs(downs_, PANELS, me, [&](const Job &job, int64_t panel, int64_t end) {
         kernels().product(job.matrix, job.rows, panel, end, job.to.values, job.to.stride, scratch(me.thread));

@@ -47,9 +47,10 @@ typedef struct {
 } Matrix;
 
 // A router picks some of many experts for each token, and weighs what they give. In `experts_gate_up` and `experts_down` the rows of
-// one expert follow those of the one before, in equally many whole panels.
+// one expert follow those of the one before, in equally many whole panels. A rank may have some of the experts: the others add nothing.
 typedef struct {
     int32_t count, chosen;                   // of all experts; for each token
+    int32_t first, held;                     // the first of those that are here, and how many are
     int32_t over_all;                        // softmax over the scores of all experts; 0: over those of the chosen ones
     int32_t normed;                          // weights of the chosen ones are made to sum up to 1
     Matrix router;                           // rows: a score for each expert

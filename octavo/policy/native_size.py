@@ -7,11 +7,10 @@ filled up to 64, or to a group.
 from collections.abc import Mapping
 
 from octavo.policy.activations import FLOAT32
-from octavo.policy.description import LayerShape, Matrix, ModelDescription, NormShape, StepLoad
+from octavo.policy.description import EXPERT_STACKS, LayerShape, Matrix, ModelDescription, NormShape, StepLoad
 from octavo.policy.model_size import SCALE_AND_OFFSET, Codes, Kept, kept_matrices
 
 PANEL, COLUMNS = 16, 64
-EXPERTS = ("experts_gate_up", "experts_down")  # matrices that have the weights of all experts of a layer, one after the other
 SCRATCH_BYTES = 4 * 2 * PANEL  # of each thread, for each column of the widest matrix: four panels unpacked for many rows
 # Bytes on the way, for each weight of a matrix: its code, with a share of the scales; or its float, with a share of what malloc
 # keeps back of those before it, and once more where it comes in parts.
@@ -92,7 +91,7 @@ def _token_numbers(model: ModelDescription, layer: LayerShape, index: int, wides
 
 def _panel_bytes(matrix: Matrix, codes: Codes | None, item: int) -> int:
     # gate and up stand in turn, each filled up by itself, and so do experts
-    apart = matrix.gated or matrix.name in EXPERTS
+    apart = matrix.gated or matrix.name in EXPERT_STACKS
     rows = sum(_up(part, PANEL) for part in matrix.part_rows) if apart else _up(matrix.rows, PANEL)
     bias = rows * FLOAT32 if matrix.bias else 0
     if codes is None:

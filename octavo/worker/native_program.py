@@ -39,8 +39,7 @@ from octavo.loading.loader import NativeWeights
 from octavo.model_config import RopeConfig
 from octavo.policy.block_pool import NULL_BLOCK
 from octavo.policy.cache_group import FULL, CacheGroup
-from octavo.policy.description import Experts, ModelDescription
-from octavo.policy.native_size import EXPERTS
+from octavo.policy.description import EXPERT_STACKS, Experts, ModelDescription
 from octavo.worker.kv_store import Caches
 from octavo.worker.program import ALONE, Forward, Place, Shape
 from octavo.worker.rank_sampling import RankSampling
@@ -204,15 +203,19 @@ class NativeProgram:
             if matrix.layer == index:
                 # what reads gated numbers reads them in whole panels, as they were written
                 columns = -(-matrix.columns // PANEL) * PANEL if matrix.name in ("down", "experts_down", "shared_down") else 0
-                count = experts.count if experts is not None and matrix.name in EXPERTS else 1
-                packed = self._matrix(weights.matrix(matrix.module, matrix.gated or matrix.name.endswith("gate_up"), columns, count))
+                held = experts.held if experts is not None and matrix.name in EXPERT_STACKS else 1
+                packed = self._matrix(weights.matrix(matrix.module, matrix.gated, columns, held))
                 setattr(layer if mixture is None or hasattr(layer, matrix.name) else mixture, matrix.name, packed)
         if mixture is not None:
             layer.mixture = ctypes.pointer(mixture)
         return layer
 
     def _mixture(self, experts: Experts) -> Mixture:
-        mixture = Mixture(count=experts.count, chosen=experts.chosen, over_all=experts.scores == "all", normed=experts.normed)
+        first = experts.held * self.place.comm.rank if experts.ranks > 1 else 0
+        mixture = Mixture(
+            count=experts.count, chosen=experts.chosen, first=first, held=experts.held, over_all=experts.scores == "all",
+            normed=experts.normed,
+        )  # fmt: skip
         self._kept.append(mixture)
         return mixture
 

@@ -1,4 +1,4 @@
-"""The native program gives the text of the torch program for every dense family, at every level, and under the shadow."""
+"""The native program gives the text of the torch program for every family, at every level, and under the shadow."""
 
 from pathlib import Path
 from typing import Any
@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 
 from octavo import LLM, SamplingParams
+from octavo.kernels.cpu.library import Q4
 from octavo.worker.native_program import NativeProgram
 from tests.models.test_family import count_given_back, verify_it
 from tests.support.families import FAMILIES, VOCAB, Tiny, family_model
 from tests.support.greedy import same_greedy_text
+from tests.support.mixtures import MIXTURES, tiny_mixture, to_mxfp4
 from tests.support.native import levels_here
 
 PROMPTS = [[(17 * i + j * j) % (VOCAB - 3) + 3 for j in range(1 + 19 * i)] for i in range(4)]
@@ -42,6 +44,33 @@ def test_a_family_gives_the_text_of_the_torch_program(name: str, tmp_path: Path)
             assert same_greedy_text(one, other)
             mine, theirs = one.prompt_logprobs[1:], other.prompt_logprobs[1:]
             assert all(abs(a[token].logprob - b[token].logprob) < 1e-3 for a, b in zip(mine, theirs) for token in set(a) & set(b))
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_a_mixture_gives_the_text_of_the_torch_program(architecture: str, tmp_path: Path) -> None:
+    tiny = Tiny(architecture, {})
+    folder = tiny_mixture(tmp_path, architecture, seed=23)
+    expected, _, _ = answers(folder, tiny, native=False)
+    for level in levels_here():
+        found, native, _ = answers(folder, tiny, cpu_isa=level)
+        assert native and all(same_greedy_text(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_experts_stay_codes_that_a_table_gives_the_numbers_of(tmp_path: Path) -> None:
+    """gpt-oss as on the hub: the native program multiplies MXFP4 as it is, and torch the floats that it stands for."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    floats = tiny_mixture(tmp_path / "floats", "GptOssForCausalLM", seed=1, inner=32, hidden_size=64, **heads)
+    folder, tiny = to_mxfp4(floats, tmp_path / "blocks"), Tiny("GptOssForCausalLM", {})
+    expected, _, _ = answers(folder, tiny, native=False)
+    with LLM(str(folder), **SETTINGS) as llm:
+        program = llm._core.executor.program
+        assert isinstance(program, NativeProgram)
+        stacks = [getattr(layer.mixture.contents, name) for layer in program.layers for name in ("experts_gate_up", "experts_down")]
+        assert all(stack.kind == Q4 and stack.table for stack in stacks)
+        found = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    pairs = [pair for one, other in zip(found, expected) for pair in zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:])]
+    apart = [abs(mine[token].logprob - theirs[token].logprob) for mine, theirs in pairs for token in set(mine) & set(theirs)]
+    assert len(apart) > 100 and sum(apart) / len(apart) < 0.05, "numbers that experts read are rounded to 8 bits, in steps of few tokens"
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo2", "granite"])

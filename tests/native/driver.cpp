@@ -141,6 +141,7 @@ struct Experts {
 
     Experts(Case &one, const std::string &prefix) {
         mixture.count = one.number(prefix + "count"), mixture.chosen = one.number(prefix + "chosen");
+        mixture.first = one.number(prefix + "first"), mixture.held = int32_t(one.real(prefix + "held", mixture.count));
         mixture.over_all = one.number(prefix + "over_all"), mixture.normed = one.number(prefix + "normed");
         for (auto [name, matrix] : std::initializer_list<std::pair<const char *, Matrix *>>{
                  {"router.", &mixture.router}, {"experts_gate_up.", &mixture.experts_gate_up}, {"experts_down.", &mixture.experts_down},

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo.kernels.cpu.levels import mix
-from octavo.kernels.cpu.library import ACTIVATIONS, BF16, F16, F32, Q4, Q8, Matrix, NativeLibrary, address
+from octavo.kernels.cpu.library import ACTIVATIONS, BF16, F16, F32, Q4, Q8, Matrix, Mixture, NativeLibrary, address
 from octavo.kernels.cpu.packing import Floats
 from tests.support.native import error, levels_here, running
 from tests.support.native_mixture import Choice, MixtureWeights, expert_of
@@ -78,6 +78,26 @@ def test_a_mixture_is_what_torch_makes_of_it(level: str) -> None:
     chosen, share = MixtureWeights(Choice(33, 4, normed=False), HIDDEN, INNER, {}).weigh(scores.numpy())
     best = scores.softmax(-1).topk(4)
     assert np.array_equal(chosen, best.indices.numpy()) and np.allclose(share, best.values.numpy())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_ranks_with_some_of_the_experts_give_parts_of_the_sum(level: str) -> None:
+    random, choice = np.random.default_rng(6), Choice(8, 3, normed=False)
+    with running(level, 2) as library:
+        for kind, group in KINDS:
+            weights = MixtureWeights.make(library, random, choice, HIDDEN, INNER, kind, group)
+            for tokens in (1, 40):
+                x = random.standard_normal((tokens, HIDDEN), np.float32)
+                whole, parts = mix(library, weights.struct, x), []
+                for first in (0, 4):
+                    some = Mixture.from_buffer_copy(weights.struct)
+                    some.first, some.held = first, 4
+                    for name, rows in (("experts_gate_up", 2 * INNER), ("experts_down", 80)):
+                        first_expert = expert_of(weights.parts[name], first, choice.count, 4 * rows)
+                        setattr(some, name, first_expert)
+                    parts.append(mix(library, some, x))
+                assert error(parts[0] + parts[1], whole) < (1e-5 if kind == F32 else 2e-2)
+                assert np.abs(parts[0]).max() > 0 or tokens == 1
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -55,7 +55,7 @@ class MixtureWeights:
     @cached_property
     def struct(self) -> Mixture:
         choice = self.choice
-        mixture = Mixture(count=choice.count, chosen=choice.chosen, over_all=choice.over_all, normed=choice.normed)
+        mixture = Mixture(count=choice.count, chosen=choice.chosen, held=choice.count, over_all=choice.over_all, normed=choice.normed)
         for name, part in self.parts.items():
             assert part.packed is not None
             setattr(mixture, name, part.packed.struct)

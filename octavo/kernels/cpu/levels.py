@@ -110,7 +110,7 @@ def _mixed(library: NativeLibrary, random: np.random.Generator) -> list[Sample]:
     packed = {name: _sample_matrix(library, random, *shape, Q4) for name, shape in parts.items()}
     packed["router"] = pack_float(library, np.eye(4, 96, dtype=np.float32))
     packed["shared_gate"] = pack_float(library, random.standard_normal((1, 96), np.float32) / np.float32(8))
-    mixture = Mixture(count=4, chosen=2, over_all=1, **{name: part.struct for name, part in packed.items()})
+    mixture = Mixture(count=4, chosen=2, held=4, over_all=1, **{name: part.struct for name, part in packed.items()})
     x = random.standard_normal((20, 96), np.float32)
     x[:, :4] = [random.permutation(4) for _ in x]
     return [Sample(f"mixture of {tokens} tokens", mix(library, mixture, x[:tokens].copy()), CODES) for tokens in (1, 20)]

@@ -31,8 +31,9 @@ class Matrix(ctypes.Structure):
 
 class Mixture(ctypes.Structure):
     _fields_ = [
-        ("count", c_int32), ("chosen", c_int32), ("over_all", c_int32), ("normed", c_int32), ("router", Matrix),
-        ("experts_gate_up", Matrix), ("experts_down", Matrix), ("shared_gate_up", Matrix), ("shared_down", Matrix), ("shared_gate", Matrix),
+        ("count", c_int32), ("chosen", c_int32), ("first", c_int32), ("held", c_int32), ("over_all", c_int32), ("normed", c_int32),
+        ("router", Matrix), ("experts_gate_up", Matrix), ("experts_down", Matrix), ("shared_gate_up", Matrix), ("shared_down", Matrix),
+        ("shared_gate", Matrix),
     ]  # fmt: skip
 
 
