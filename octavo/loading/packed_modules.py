@@ -19,7 +19,7 @@ from octavo.policy.split import Part
 from octavo.quant.compressed import check_compressed, unpack_compressed
 from octavo.quant.fp8 import Fp8Weight, check_fp8, unpack_fp8
 from octavo.quant.packed import PackedWeight
-from octavo.quant.quant_config import PARTS, WHOLE_NUMBERS, QuantConfig
+from octavo.quant.quant_config import PARTS, STACKED_CODES, WHOLE_NUMBERS, QuantConfig
 from octavo.quant.zero_point import Layout, ZeroPointWeight, check_awq, check_gptq, unpack_awq, unpack_gptq
 
 CHECKS = {"awq": check_awq, "gptq": check_gptq, "words": check_compressed, "bytes": check_compressed, "fp8": check_fp8}
@@ -33,6 +33,8 @@ class Header(NamedTuple):
 
 def part_dtype(name: str, stored: str, config: QuantConfig) -> torch.dtype | None:
     """Returns the dtype of a tensor that is no usual float, if a quantised module may have such a part; else None."""
+    if config.layout == "mxfp4":
+        return torch.uint8 if stored == "U8" and name.endswith(STACKED_CODES) else None
     allowed = WHOLE_NUMBERS[config.layout].get(stored, ())
     return DTYPES[stored] if name.rpartition(".")[2] in allowed else None
 

@@ -1,4 +1,4 @@
-"""Reads `quantization_config` of a config.json: AWQ, GPTQ, FP8 and compressed-tensors, each in the layouts that were published.
+"""Reads `quantization_config` of a config.json: AWQ, GPTQ, FP8, MXFP4 and compressed-tensors, in the layouts that were published.
 
 A number or layout that would be read wrongly is refused by name. Everything else, such as who made it or how activations would be
 rounded, is ignored. No torch here: plans use it.
@@ -10,7 +10,9 @@ from typing import Any
 
 from octavo.errors import LoadError
 
-METHODS = ("awq", "gptq", "fp8", "compressed-tensors")
+METHODS = ("awq", "gptq", "fp8", "mxfp4", "compressed-tensors")
+MXFP4_GROUP = 32
+STACKED_CODES = ("_blocks", "_scales")  # endings of tensors with the MXFP4 codes of all experts
 GROUPS = (128, 64, 32, 16)  # input columns that can share a scale in the packed form, largest first
 FP8_GROUP = 32  # the most columns that share a scale when floats of 8 bits become codes
 
@@ -21,6 +23,7 @@ PARTS = {
     "words": ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "input_scale", "input_zero_point"),
     "bytes": ("weight", "weight_scale", "weight_zero_point", "input_scale", "input_zero_point"),
     "fp8": ("weight", "weight_scale", "weight_scale_inv", "input_scale"),
+    "mxfp4": STACKED_CODES,
 }
 # By layout, kind of number in a file, and part of a module: the parts that are no floats of a usual kind
 WHOLE_NUMBERS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -33,6 +36,7 @@ WHOLE_NUMBERS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "bytes": {"I8": ("weight", "weight_zero_point", "input_zero_point")},
     "fp8": {"F8_E4M3": ("weight",)},
+    "mxfp4": {},
 }
 OF_CACHE = (".k_scale", ".v_scale")  # of a KV cache in FP8, which nobody keeps here
 
@@ -139,8 +143,12 @@ class _Table:
         return tuple(value)
 
     def read(self) -> QuantConfig:
-        readers = {"awq": self.awq, "gptq": self.gptq, "fp8": self.fp8, "compressed-tensors": self.compressed}
+        readers = {"awq": self.awq, "gptq": self.gptq, "fp8": self.fp8, "mxfp4": self.mxfp4, "compressed-tensors": self.compressed}
         return readers[self.choice("quant_method", METHODS, default="compressed-tensors" if self.path == "compression_config" else None)]()
+
+    def mxfp4(self) -> QuantConfig:
+        """Of experts alone, by the names of their tensors (`loading/stacked.py`)."""
+        return QuantConfig("mxfp4", bits=4, group_size=MXFP4_GROUP, modules_to_not_convert=self.names("modules_to_not_convert"))
 
     def awq(self) -> QuantConfig:
         self.choice("version", ("gemm",), default="gemm")

@@ -50,7 +50,6 @@ class RankRun:
 
     def _model(self, split_vocab: bool) -> Model:
         model, decoder = Model.from_buffer_copy(self._whole.model), self._whole.decoder
-        model.heads, model.kv_heads, model.intermediate = len(self.heads), len(self.kv_heads), len(self.panels) * PANEL
         model.group = ctypes.pointer(self._comm.group)
         if split_vocab:
             model.vocab_start, model.vocab_rows = self.ids.start, len(self.ids)
@@ -63,6 +62,7 @@ class RankRun:
         layer, parts = Layer.from_buffer_copy(self._whole.model.layers[index]), self._whole.decoder.layers[index]
         both = [HEADS + head for head in self.kv_heads] + [HEADS + KV_HEADS + head for head in self.kv_heads]
         columns = spread(self.panels, PANEL)
+        layer.heads, layer.kv_heads = len(self.heads), len(self.kv_heads)
         layer.qkv = self._matrix(parts["qkv"], spread([*self.heads, *both], HEAD_DIM), None)
         layer.output = self._matrix(parts["output"], None, spread(self.heads, HEAD_DIM))
         layer.gate_up = self._matrix(parts["gate_up"], spread(self.panels, 2 * PANEL), None)
