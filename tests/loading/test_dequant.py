@@ -39,6 +39,7 @@ def test_bits_equal_the_reference(kind: str, shape: tuple[int, ...]) -> None:
         assert_bits_equal_the_reference(raw, kind, shape)
 
 
+# promise: gguf-all-types
 @pytest.mark.parametrize("kind", [kind for kind in SUPPORTED_KINDS if kind not in DENSE])
 def test_bits_equal_the_reference_at_sane_and_odd_scales(kind: str) -> None:
     group, group_bytes = SIZES[kind]

@@ -22,6 +22,7 @@ def overridden(model: str, overrides: dict[str, Any] | None) -> ModelConfig:
     return load_model_config(source_of(EngineConfig(model=model, hf_overrides=overrides)))
 
 
+# promise: hf-overrides
 def test_values_replace_those_of_the_file(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, {**CONFIG, "rope_theta": 5000.0, "max_position_embeddings": 512})
     config = overridden(folder, {"rope_scaling": YARN, "max_position_embeddings": 2048})
@@ -42,6 +43,7 @@ def test_a_gguf_file_is_overridden_under_the_names_of_a_config_json() -> None:
     assert overridden(None, {"rope_theta": 5.0}).rope.theta == 5.0  # type: ignore[arg-type]
 
 
+# promise: hf-overrides
 def test_a_key_that_nobody_reads_is_refused_and_so_is_a_bad_value(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, {**CONFIG, "of_the_maker": 1})
     with pytest.raises(ConfigError, match=r"hf_overrides has 'rope_thetas', which .*config.json does not have .*; did you mean rope_theta"):

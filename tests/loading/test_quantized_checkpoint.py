@@ -66,6 +66,7 @@ def test_headers_tell_a_plan_what_is_stored(tmp_path: Path) -> None:
     assert all(weight.codes is None or weight.codes.order == "" for weight in model_shape(str(plain)).weights)
 
 
+# promise: model-folder-compressed
 def test_floats_of_8_bits_are_one_weight_in_codes_and_in_floats(tmp_path: Path) -> None:
     """The headers tell a plan what becomes of them. Scales of activations and of a cache in FP8 belong to nothing."""
     quantized, floats = write_both(tmp_path, Kind("fp8", 8, 64, sym=True))

@@ -18,6 +18,7 @@ BYTES = QuantConfig("compressed-tensors", 8, -1, sym=True, form="bytes")
 SHAPES = [(16, 96, 32), (24, 192, 64), (8, 256, 128), (40, 160, -1), (5, 96, 48)]  # the last: rows that fill no word, groups of 3 * 16
 
 
+# promise: model-folder-compressed
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("n", "k", "group_size"), SHAPES)

@@ -23,6 +23,7 @@ LISTS = {  # around a list, for each family; the text behind a tag that is none 
 }
 
 
+# promise: tool-call-forms
 @given(st.sampled_from(sorted(LISTS)), st.data(), st.lists(written("arguments"), min_size=1, max_size=3), SAID, GAPS, CUTS, st.booleans())
 def test_lists_of_calls_come_out_with_the_text_before_them(
     family: str, data: st.DataObject, calls: list[Written], said: str, gap: str, cuts: list[int], stream: bool
@@ -70,6 +71,7 @@ TOOLS = check_tools(
 )
 
 
+# promise: tool-call-forms
 @given(st.lists(st.tuples(KEYS, st.lists(VALUES, min_size=3, max_size=3)), min_size=1, max_size=2), CUTS, st.booleans())
 def test_parameters_in_tags_become_json(calls: list[tuple[list[str], list[str]]], cuts: list[int], stream: bool) -> None:
     text = "Let me look.\n"
@@ -111,6 +113,7 @@ ANSWER = (
 )
 
 
+# promise: harmony-channels
 @given(CUTS)
 def test_channels_are_thinking_calls_and_content(cuts: list[int]) -> None:
     splitter, parser = HarmonySplitter(), tool_call_parser("harmony", NAMES, stream=True)

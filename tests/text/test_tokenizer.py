@@ -237,6 +237,7 @@ def turns(*names: str, model: str = "gpt2") -> dict[str, object]:
     return base | ends | {"tokenizer.ggml.tokens": [*tokens, *names], "tokenizer.ggml.token_type": [*types, *[3] * len(names)]} | scores
 
 
+# promise: end-ids-gguf
 @pytest.mark.parametrize(
     ("names", "ends"),
     [
