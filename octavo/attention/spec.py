@@ -147,9 +147,13 @@ class AttentionSpec:
 
     @property
     def gpu_token_numbers(self) -> int:
-        """q, k and v; what was read of earlier context, and the result. Where ranks share a context: q of all, two results in float32."""
+        """q, k and v; what was read of earlier context, and the result. Where ranks share a context: q of all, two results in float32.
+
+        What the kernel that writes the cache lacks torch computes, with three copies of q in float32.
+        """
         of_group = 5 * self.context_ranks * self.q_size if self.context_ranks > 1 else self.q_size
-        return self.q_size + 2 * self.kv_size + of_group + self.q_size
+        of_torch = 6 * self.q_size if {"partial_rotation", "whole_norm"} & {*self.features} else 0
+        return self.q_size + 2 * self.kv_size + of_group + self.q_size + of_torch
 
     def gpu_step_bytes(self, rows: int) -> int:
         """The shares of decode attention, and what is left of contexts in several of them, in float32, with its sums."""

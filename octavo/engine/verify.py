@@ -4,6 +4,7 @@ A tiny pool forces preemption and eviction. Prompts share prefixes, are repeated
 edge, and are computed in chunks. A run in which one of these did not happen proves too little, so it fails.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -14,9 +15,12 @@ from octavo.engine.build import Started, assemble, open_ranks, started
 from octavo.engine.core import EngineCore
 from octavo.errors import ConfigError, EngineError, VerifyError
 from octavo.loading.resolve import ModelSource
+from octavo.loading.shape import ModelShape
 from octavo.messages import AddRequest
 from octavo.model_config import ModelConfig
 from octavo.policy.block_pool import PoolCounts
+from octavo.policy.cache_group import FULL, CacheGroup
+from octavo.policy.cache_spec import blocks_for
 from octavo.sampling_params import SamplingParams
 from octavo.worker.build import build_proven
 from octavo.worker.compilers import Compilers
@@ -44,15 +48,16 @@ class Verified:
     other_ranks: dict[int, int] = field(default_factory=dict)  # how many numbers each rank but the first has compared
 
 
-def stress_config(config: EngineConfig, depth: int) -> EngineConfig:
-    """Returns settings with the user's model, dtype and block size, and everything else made tight."""
+def stress_config(config: EngineConfig, depth: int, groups: Sequence[CacheGroup] = (FULL,)) -> EngineConfig:
+    """Returns settings with the user's model, dtype and block size, and everything else made tight: a pool of three long sequences."""
     size = config.block_tokens
+    tokens = max(2 * size, NUM_ROWS)
     return replace(
         config,
         max_model_len=BLOCKS_FOR_LONGEST * size + 1,
-        num_gpu_blocks_override=BLOCKS_FOR_LONGEST * 3 + 1,
+        num_gpu_blocks_override=3 * blocks_for(groups, size, BLOCKS_FOR_LONGEST * size, tokens) + 1,
         max_num_seqs=NUM_ROWS,
-        max_num_batched_tokens=max(2 * size, NUM_ROWS),
+        max_num_batched_tokens=tokens,
         enable_prefix_caching=True,
         pipeline_depth=depth,
     )
@@ -89,7 +94,7 @@ def verify(config: EngineConfig, source: ModelSource, model: ModelConfig, depth:
             f"octavo verify needs a context of {BLOCKS_FOR_LONGEST} blocks of {size} tokens ({longest} tokens), "
             f"but the model's maximum is {model.max_position}: lower --block-size"
         )
-    config = stress_config(config, depth)
+    config = stress_config(config, depth, ModelShape(source.name, model).needs("float32").groups)
     debug = replace(debug_from_environment(), check=True, preempt_every=11)
 
     with compilers_for(config.device) as compilers:

@@ -134,8 +134,8 @@ class MLPShape:
 
     @property
     def gpu_token_numbers(self) -> int:
-        """Gate and up, their product."""
-        return 3 * self.width
+        """Gate and up, their product. Torch makes a GELU, and holds it beside them."""
+        return (3 if self.activation == "swiglu" else 4) * self.width
 
     @property
     def width(self) -> int:

@@ -8,10 +8,6 @@ checkpoint that it reads:
     vocabulary         embedding, head   equal runs of rows; the last may be shorter
     vectors            norms, sinks      every rank has all of them, but of sinks those of its heads
 
-One weight of a checkpoint may have all parts of a matrix (`Matrix.merged`). Then a rank has a run of rows of each:
-
-    qkv of 2 ranks     [ q q | k | v ]   rank 0 has rows of q, of k and of v, which do not stand side by side
-
 Where there are more ranks than heads of k and v, neighbours have the same ones:
 
     rank      0    1    2    3
@@ -122,7 +118,10 @@ def _matrix_parts(matrix: Matrix, own: Matrix, size: int, rank: int) -> dict[str
 
 
 def _runs(matrix: Matrix, own: Matrix, size: int, rank: int) -> tuple[range, ...]:
-    """Returns the rows that a rank has of each part of a merged weight, counted from the weight's first."""
+    """Returns the rows that a rank has of each part of a merged weight, counted from the weight's first.
+
+    qkv, 2 ranks    [ q q q q | k k | v v ]    rank 0 has rows 0 1, 4 and 6: they do not stand side by side
+    """
     starts = accumulate(matrix.merged, initial=0)
     shares = [_share(whole, mine, size, rank) for whole, mine in zip(matrix.merged, own.merged, strict=True)]
     return tuple(range(start + share.start, start + share.stop) for start, share in zip(starts, shares))

@@ -225,10 +225,9 @@ def shadowed(
         def prepare(batch: ForwardBatch) -> Any:
             if not shadow.watches:
                 return paged_backend.prepare(batch)
-            paged = replace(batch, attention=paged_backend.prepare(batch))
             plain = replace(batch, caches=shadow.regions.caches)
             plain.attention = plain_backend.prepare(plain)
-            return paged, plain
+            return replace(batch, attention=paged_backend.prepare(batch)), plain
 
         def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: dict[str, Tensor], batch: ForwardBatch) -> Tensor:
             if not shadow.watches:

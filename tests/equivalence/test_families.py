@@ -11,6 +11,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from octavo import LLM, RequestOutput, SamplingParams
+from octavo.config import EngineConfig
+from octavo.engine.verify import verify
+from octavo.loading.resolve import load_model_config, resolve_model
 from tests.models.test_family import count_given_back
 from tests.support.families import FAMILIES, VOCAB, Tiny, family_model, for_a_gpu, gemma3_with_images, reference_model
 from tests.support.families_gguf import family_gguf
@@ -96,3 +99,12 @@ def test_ranks_that_share_a_family_give_its_text(name: str, tmp_path: Path) -> N
     alone, _ = greedy(folder, tiny, prompts, 8)
     shared, _ = greedy(folder, tiny, prompts, 8, tensor_parallel_size=2)
     assert all(same_greedy_text(one, other) for one, other in zip(alone, shared, strict=True))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "phi3, window", "olmo2", "smollm3, windows"])
+def test_paging_is_invisible_in_a_family(name: str, tmp_path: Path) -> None:
+    folder = family_model(tmp_path / "model", FAMILIES[name], seed=16)
+    source = resolve_model(str(folder))
+    config = EngineConfig(model=str(folder), device="cpu", native=False, block_size=4)
+    verified = verify(config, source, load_model_config(source), 1, 8)
+    assert verified.kernels == "torch" and verified.compared.cache_values and verified.compared.output_values

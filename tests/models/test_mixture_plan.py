@@ -65,8 +65,13 @@ def test_a_description_has_the_parameters_of_the_module(architecture: str, tmp_p
     for own in (config, rank_config(config, 2), rank_config(config, 2, 1, 2), stage_config(config, range(1, 2))):
         with torch.device("meta"):
             model = build_model(own, torch.float32, load_backend("cpu"), NullComm(), max_len=1)
-        assert describe(own).num_parameters == sum(one.numel() for one in model.parameters())
-        assert {one.module for one in describe(own).matrices} <= {name for name, _ in model.named_modules()}
+        described = describe(own)
+        matrices = [*described.matrices, *([described.lookup] if described.lookup else [])]
+        shapes: dict[str, tuple[int, ...]] = {f"{one.module}.weight": (one.rows, one.columns) for one in matrices}
+        shapes |= {f"{one.module}.bias": (one.rows,) for one in matrices if one.bias}
+        shapes |= {one.module if one.name == "sinks" else f"{one.module}.weight": (one.size,) for one in described.vectors}
+        assert {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} == shapes
+        assert described.num_parameters == sum(one.numel() for one in model.parameters())
 
 
 def test_matrices_of_a_mixture_are_named_after_what_they_are(tmp_path: Path) -> None:

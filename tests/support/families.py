@@ -4,6 +4,7 @@ Heads are not of the width that the hidden size would give them, windows are sho
 scaled or capped is so by enough to be noticed.
 """
 
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ class Tiny:
 
     @property
     def config_class(self) -> str:
-        return self.architecture.replace("ForCausalLM", "Config").replace("ForConditionalGeneration", "Config")
+        return "Gemma3TextConfig" if self.architecture == "Gemma3ForCausalLM" else self.architecture.replace("ForCausalLM", "Config")
 
 
 def _sizes(layers: int, hidden: int, heads: int, kv_heads: int, inner: int = 52, head_dim: int | None = None) -> dict[str, Any]:
@@ -110,7 +111,7 @@ def for_a_gpu(tiny: Tiny) -> Tiny:
 def family_model(folder: Path, tiny: Tiny, seed: int, dtype: torch.dtype = torch.float32) -> Path:
     import transformers
 
-    config = getattr(transformers, tiny.config_class)(**tiny.options)
+    config = getattr(transformers, tiny.config_class)(**deepcopy(tiny.options))  # which it would change
     model = getattr(transformers, tiny.architecture)(config)
     fill(model, seed, tiny, dtype)
     model.save_pretrained(folder)
@@ -136,11 +137,11 @@ def gemma3_with_images(folder: Path, seed: int) -> Tiny:
     """Writes a model of text and images. Returns its text part."""
     import transformers
 
-    text = FAMILIES["gemma3"]
+    text = replace(FAMILIES["gemma3"], options=FAMILIES["gemma3"].options | {"final_logit_softcapping": None})  # it would leave that out
     images = {
         "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
     }  # fmt: skip
-    config = transformers.Gemma3Config(text_config=text.options, vision_config=images, mm_tokens_per_image=4, eos_token_id=[2, 5])
+    config = transformers.Gemma3Config(text_config=deepcopy(text.options), vision_config=images, mm_tokens_per_image=4, eos_token_id=[2, 5])
     model = transformers.Gemma3ForConditionalGeneration(config)
     fill(model, seed, text)
     model.save_pretrained(folder)
@@ -153,6 +154,6 @@ def reference_model(folder: Path, tiny: Tiny) -> Any:
 
     config = transformers.AutoConfig.from_pretrained(folder)
     for name, value in tiny.reference.items():
-        setattr(config, name, value)
+        setattr(config, name, deepcopy(value))
     model_class = getattr(transformers, tiny.architecture)
     return model_class.from_pretrained(folder, config=config, dtype=torch.float32, attn_implementation="eager")
