@@ -57,7 +57,7 @@ def test_gpt_oss_as_on_the_hub_gives_the_tokens_transformers_gives(tmp_path: Pat
     accepted(folder, greedy(blocks, random_prompts(4, VOCAB, 60, seed=2), 12), 4 * 12)
 
 
-@pytest.mark.parametrize("architecture", MIXTURES)
+@pytest.mark.parametrize("architecture", [*(pytest.param(one, marks=pytest.mark.soak) for one in MIXTURES[:-1]), MIXTURES[-1]])
 def test_paging_is_proved_for_a_mixture(architecture: str, tmp_path: Path) -> None:
     config = EngineConfig(model=str(plain_folder(tmp_path, architecture)), dtype="float32")
     source = source_of(config)
