@@ -85,7 +85,7 @@ def test_matrices_of_a_mixture_are_named_after_what_they_are(tmp_path: Path) -> 
     ]
     assert list(layer["experts_down"].parts)[59] == "model.layers.3.mlp.experts.59.down_proj.weight"
     assert layer["experts_gate_up"].module == "layers.3.mlp.experts.gate_up" and layer["experts_gate_up"].rows == 60 * 2 * 1408
-    assert native_refusal(model) is not None
+    assert native_refusal(model) is None
 
 
 def test_some_layers_have_a_plain_mlp() -> None:
