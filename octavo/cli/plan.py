@@ -225,7 +225,7 @@ def plan_rows(shape: "ModelShape", needs: ModelNeeds, config: ResolvedConfig, pl
     held = f", {shown(memory.others)} of it held by other processes" if memory.others else ""
     active = needs.model.active_parameters
     return [
-        *([("active parameters", f"{active:,}", "of each token")] if active < needs.model.num_parameters else []),
+        *([("active parameters", f" {active:,}", "of each token")] if active < needs.model.num_parameters else []),
         ("weights", shown(use.weights), stored(shape, needs, config)),
         *(("", shown(form.nbytes), f"of it {form}") for form in matrix_forms(shape, needs, config)),
         ("KV cache", shown(use.kv_cache), blocks if on_gpu else f"{blocks}; allocated as it is used"),

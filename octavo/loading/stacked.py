@@ -159,5 +159,5 @@ class UnstackedCheckpoint:
 def mxfp4_weight(blocks: Tensor, scales: Tensor, name: str) -> PackedWeight:
     """Returns the matrix of codes. blocks: [rows, groups, 16] uint8; scales: [rows, groups] uint8; `name`: for messages"""
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(1)  # [rows, columns]
-    scale = torch.ldexp(torch.ones(()), scales.int() - ONE_HALF)
+    scale = torch.ldexp(torch.ones(scales.shape), scales.int() - ONE_HALF)
     return pack(name, 4, codes, scale, scale * -MIDDLE, table=TABLE)

@@ -15,7 +15,7 @@ from octavo.errors import LoadError
 from octavo.model_config import NORM_EPSILONS, ConfigReader, ModelConfig, RopeConfig
 from octavo.models.family import Rule, Rules, vector
 from octavo.models.gguf_keys import GGUFKeys
-from octavo.policy.description import Activation, LayerShape, Matrix, MLPShape, ModelDescription, NormShape, Vector
+from octavo.policy.description import Activation, Experts, LayerShape, Matrix, MLPShape, ModelDescription, NormShape, Scores, Vector
 from octavo.policy.split import Shared
 
 MODEL = "octavo.models.dense:DenseModel"
@@ -74,6 +74,14 @@ class DenseConfig(ModelConfig):
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
+    mixed: tuple[bool, ...] = ()  # of each layer: whether its MLP is a mixture of experts (`models/mixture_family.py`); none: no layer's is
+    num_experts: int = 0
+    chosen_experts: int = 0  # for each token
+    expert_size: int = 0  # of one of them
+    shared_size: int = 0  # of the one that all tokens go through; 0: there is none
+    scores: Scores = "all"
+    normed_scores: bool = True
+    expert_ranks: int = 1  # in the config of a rank: the ranks that have whole experts each
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         return self.ropes[layer] if self.ropes else self.rope
@@ -94,7 +102,10 @@ class DenseConfig(ModelConfig):
         )
 
     def mlp(self, layer: int) -> MLPShape:
-        return MLPShape(self.intermediate_size, self.activation)
+        if not self.mixed or not self.mixed[layer]:
+            return MLPShape(self.intermediate_size, self.activation)
+        experts = Experts(self.num_experts, self.chosen_experts, self.scores, self.normed_scores, self.shared_size, self.expert_ranks)
+        return MLPShape(self.expert_size, self.activation, experts)
 
     def layer(self, layer: int) -> LayerShape:
         return LayerShape(
@@ -235,7 +246,7 @@ def shared(config: DenseConfig) -> dict[str, Shared]:
 
 def cut(config: DenseConfig, layers: range) -> DenseConfig:
     own = slice(layers.start, layers.stop)
-    return replace(config, num_layers=len(layers), windows=config.windows[own], ropes=config.ropes[own])
+    return replace(config, num_layers=len(layers), windows=config.windows[own], ropes=config.ropes[own], mixed=config.mixed[own])
 
 
 # -- GGUF files

@@ -15,7 +15,9 @@ from octavo.models.dense_family import (
     ATTENTION_RULES,
     EMBEDDING_RULES,
     MODEL,
+    DenseConfig,
     check_activation,
+    cut,
     gguf_fields,
     interleaved_qk,
     layer_windows,
@@ -24,7 +26,7 @@ from octavo.models.dense_family import (
 )
 from octavo.models.family import Family, GGUFForm, Rule, Rules, Stack
 from octavo.models.gguf_keys import GGUFKeys
-from octavo.models.mixture_family import MixtureConfig, cut, deal, describe, expert_fields, expert_rules, gguf_experts, shared
+from octavo.models.mixture_family import deal, describe, expert_fields, expert_rules, gguf_experts, shared
 
 ARCHITECTURE = "GptOssForCausalLM"
 MLP = "model.layers.*.mlp"
@@ -47,7 +49,7 @@ RULES = Rules(
 CLAMPED = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}  # the one clamped gate that there is
 
 
-def read(reader: ConfigReader, architecture: str) -> MixtureConfig:
+def read(reader: ConfigReader, architecture: str) -> DenseConfig:
     check_activation(reader)
     for key, value in CLAMPED.items():
         if reader.number(key, value, 0, 1e6) != value:
@@ -65,7 +67,7 @@ def read(reader: ConfigReader, architecture: str) -> MixtureConfig:
         "wide_norms": True,
         "windows": layer_windows(reader, read_layer_types(reader, fields["num_layers"], lambda layer: layer % 2 == 0)),
     }
-    return MixtureConfig(**fields, rope=reader.rope(fields["head_dim"]))
+    return DenseConfig(**fields, rope=reader.rope(fields["head_dim"]))
 
 
 def _gguf(keys: GGUFKeys) -> dict[str, Any]:

@@ -5,12 +5,12 @@
 
     x -> norm -> router -> the best experts, each: gate, up -> silu(gate) * up -> down -> weighted sum -> +
 
-`MixtureConfig` is for any such family (`models/gpt_oss_family.py` is another one). The rest is as in `models/dense_family.py`.
+The rest is as in `models/dense_family.py`. `models/gpt_oss_family.py` is another such family, and uses what is here.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from octavo.errors import ConfigError, LoadError
 from octavo.model_config import ConfigReader
@@ -24,6 +24,7 @@ from octavo.models.dense_family import (
     QK_NORM_RULES,
     DenseConfig,
     check_activation,
+    cut,
     gguf_fields,
     interleaved_qk,
     layer_windows,
@@ -34,7 +35,7 @@ from octavo.models.dense_family import (
 )
 from octavo.models.family import MAX_EXPERTS, Family, GGUFForm, Rule, Rules
 from octavo.models.gguf_keys import GGUFKeys
-from octavo.policy.description import Experts, Matrix, MLPShape, ModelDescription, Scores
+from octavo.policy.description import Matrix, ModelDescription
 from octavo.policy.split import Shared
 
 MOST_OF_ALL_LAYERS = 2**17  # experts: several times what any model has, and a bound on names
@@ -72,24 +73,6 @@ QWEN_RULES = Rules(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixtureConfig(DenseConfig):
-    num_experts: int
-    chosen_experts: int  # for each token
-    expert_size: int  # of one of them
-    shared_size: int = 0  # of the one that all tokens share; 0: there is none
-    scores: Scores = "all"
-    normed_scores: bool = True
-    mixed: tuple[bool, ...]  # of each layer: whether it is a mixture; else it has a plain MLP
-    expert_ranks: int = 1  # in the config of a rank: the ranks that have whole experts each
-
-    def mlp(self, layer: int) -> MLPShape:
-        if not self.mixed[layer]:
-            return DenseConfig.mlp(self, layer)
-        experts = Experts(self.num_experts, self.chosen_experts, self.scores, self.normed_scores, self.shared_size, self.expert_ranks)
-        return MLPShape(self.expert_size, self.activation, experts)
-
-
 # -- reading a config.json
 
 
@@ -107,15 +90,15 @@ def expert_fields(reader: ConfigReader, fields: dict[str, Any], size_key: str) -
     }
 
 
-def read_mixtral(reader: ConfigReader, architecture: str) -> MixtureConfig:
+def read_mixtral(reader: ConfigReader, architecture: str) -> DenseConfig:
     check_activation(reader)
     fields = read_fields(reader, architecture)
     fields |= expert_fields(reader, fields, "intermediate_size")
     fields |= {"windows": (read_window(reader),) * fields["num_layers"], "gives_back": True}
-    return MixtureConfig(**fields, rope=reader.rope(fields["head_dim"]))
+    return DenseConfig(**fields, rope=reader.rope(fields["head_dim"]))
 
 
-def read_qwen(reader: ConfigReader, architecture: str) -> MixtureConfig:
+def read_qwen(reader: ConfigReader, architecture: str) -> DenseConfig:
     check_activation(reader)
     fields = read_fields(reader, architecture)
     layers = fields["num_layers"]
@@ -130,7 +113,7 @@ def read_qwen(reader: ConfigReader, architecture: str) -> MixtureConfig:
         fields |= {"windows": layer_windows(reader, types)} if slides else {}
     else:
         fields |= {"qk_norm": "heads", "windows": (read_window(reader) if slides else None,) * layers}
-    return MixtureConfig(**fields, rope=reader.rope(fields["head_dim"]))
+    return DenseConfig(**fields, rope=reader.rope(fields["head_dim"]))
 
 
 def _mixed(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
@@ -147,7 +130,7 @@ def _mixed(reader: ConfigReader, layers: int) -> tuple[bool, ...]:
 # -- what it is made of
 
 
-def describe(rules: Rules, family: str, config: MixtureConfig) -> ModelDescription:
+def describe(rules: Rules, family: str, config: DenseConfig) -> ModelDescription:
     whole = dense_family.describe(rules, family, config, mixture_matrices)
     return replace(whole, captured=False)  # the layer in torch asks the device how many tokens each expert has
 
@@ -179,7 +162,7 @@ def mixture_matrices(rules: Rules, config: DenseConfig, layer: int) -> list[Matr
 # -- ranks and stages
 
 
-def shared(config: MixtureConfig) -> dict[str, Shared]:
+def shared(config: DenseConfig) -> dict[str, Shared]:
     """Every expert is split, unless ranks have whole ones."""
     found = dense_family.shared(config)
     if all(config.mixed):
@@ -192,15 +175,11 @@ def shared(config: MixtureConfig) -> dict[str, Shared]:
     return found
 
 
-def deal(config: MixtureConfig, ranks: int) -> MixtureConfig:
+def deal(config: DenseConfig, ranks: int) -> DenseConfig:
     if config.num_experts % ranks:
         sizes = ", ".join(str(size) for size in range(1, config.num_experts + 1) if config.num_experts % size == 0)
         raise ConfigError(f"{config.num_experts} experts cannot be dealt out over tensor_parallel_size {ranks}: sizes that can: {sizes}")
     return replace(config, expert_ranks=ranks)
-
-
-def cut(config: MixtureConfig, layers: range) -> MixtureConfig:
-    return replace(cast(MixtureConfig, dense_family.cut(config, layers)), mixed=config.mixed[layers.start : layers.stop])
 
 
 # -- GGUF files

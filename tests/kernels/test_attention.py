@@ -7,13 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import AttentionBackend, QKNorm, Rope, load_backend
+from octavo.attention.backend import AttentionBackend, QKNorm, Rope, choose_backend, load_backend
 from octavo.attention.contiguous import ContiguousBackend
 from octavo.attention.cpu import CpuBackend
 from octavo.attention.row_groups import SLACK, group_rows
 from octavo.attention.spec import AttentionSpec
 from octavo.attention.triton import TritonBackend, TritonRegions
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+from octavo.model_config import RopeConfig
+from octavo.policy.auto import resolved
 from tests.support.batches import Pool
 
 HEADS, KV_HEADS, HEAD_DIM, MAX_LEN = 6, 2, 16, 128
@@ -148,14 +151,14 @@ def test_a_cache_of_another_dtype_costs_its_rounding_and_no_more(dtype: torch.dt
         torch.testing.assert_close(ours.double(), exact, atol=off, rtol=off)
 
 
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (5, None), (5, 0.5)])
 @pytest.mark.parametrize("size", [1, 2, 16])
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=["as the run", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_paged_and_contiguous_are_equal_bit_for_bit(
-    dtype: torch.dtype, cache_dtype: torch.dtype | None, size: int, window: int | None
+    dtype: torch.dtype, cache_dtype: torch.dtype | None, size: int, window: int | None, soft_cap: float | None
 ) -> None:
-    spec, steps = replace(SPEC, window=window), lengths_around_a_block(size)
+    spec, steps = replace(SPEC, window=window, soft_cap=soft_cap), lengths_around_a_block(size)
     paged = run(CpuBackend, new_pool(size, dtype, cache_dtype), steps, spec)
     contiguous = run(ContiguousBackend, new_pool(size, dtype, cache_dtype), steps, spec)
     for step, (ours, theirs) in enumerate(zip(paged, contiguous, strict=True)):
@@ -186,7 +189,7 @@ def test_groups_hold_each_row_once_and_pad_no_row_by_much_more_than_half() -> No
         assert group.length == group.context_len.max() <= group.context_len.min() * 1.5 + SLACK
 
 
-@pytest.mark.parametrize("field", [{"soft_cap": 30.0}, {"sinks": True}, {"alibi": True}, {"role": "encoder"}])
+@pytest.mark.parametrize("field", [{"alibi": True}, {"role": "encoder"}])
 @pytest.mark.parametrize("name", ["cpu", "contiguous"])
 def test_what_a_backend_lacks_is_refused_by_name(name: str, field: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{name}.*{next(iter(field))}"):
@@ -199,4 +202,15 @@ def test_what_kernels_of_a_gpu_lack_is_refused_and_capped_scores_have_none_for_a
     for field in ({"sinks": True}, {"alibi": True}, {"role": "encoder"}):
         with pytest.raises(ConfigError, match=f"{name}.*{next(iter(field))}"):
             backend(replace(SPEC, **field))
-    assert backend(SPEC).few_rows > 0 and backend(replace(SPEC, soft_cap=30.0)).few_rows == 0
+    lacking: list[dict[str, Any]] = [{"soft_cap": 30.0}, {"rotary_dim": 4}, {"rope": None}, {"qk_norm": "whole"}]
+    spec = replace(SPEC, rope=RopeConfig())
+    assert backend(spec).few_rows > 0 and not any(backend(replace(spec, **field)).few_rows for field in lacking)
+
+
+def test_a_backend_is_chosen_that_has_what_the_layers_ask_for() -> None:
+    asked = frozenset({"window", "sinks", "no_rotation"})
+    assert choose_backend(resolved(EngineConfig(), "cpu"), "float32", False, asked) is CpuBackend
+    with pytest.raises(ConfigError, match="backend triton does not support sinks: leave attention_backend at auto, and set device to cpu"):
+        choose_backend(resolved(EngineConfig(), "cuda"), "bfloat16", True, asked)
+    with pytest.raises(ConfigError, match=r"backend triton does not support sinks: leave attention_backend at auto$"):
+        choose_backend(resolved(EngineConfig(attention_backend="triton"), "cpu"), "float32", False, asked)

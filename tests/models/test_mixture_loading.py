@@ -32,7 +32,10 @@ from tests.support.ranks import on_ranks
 BACKEND = load_backend("cpu")
 TEXTS = [[(7 * row + 3 * i * i) % 97 for i in range(20)] for row in range(2)]
 STEPS = [{0: TEXTS[0][:18]}, {0: TEXTS[0][18:19], 1: TEXTS[1][:19]}, {0: TEXTS[0][19:], 1: TEXTS[1][19:]}]
-GGUF_ONLY = {"mlp_only_layers": []}  # no converter writes layers with plain MLPs
+IN_GGUF: dict[str, dict[str, Any]] = {
+    "Qwen2MoeForCausalLM": {"shared_expert_intermediate_size": 64},  # whole groups
+    "Qwen3MoeForCausalLM": {"mlp_only_layers": []},  # no converter writes layers with plain MLPs
+}
 Build = Callable[[ModelConfig, Checkpoint, Comm], Decoder]
 
 
@@ -62,9 +65,9 @@ def logits(model: Decoder) -> Tensor:
     return torch.cat([rows[0], rows[1]])
 
 
-def close(found: Tensor, expected: Tensor) -> bool:
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> bool:
     assert expected.std() > 0.1
-    return bool((found - expected).abs().max() <= 1e-5 * expected.abs().max())
+    return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["parts of experts", "whole experts"])
@@ -95,7 +98,7 @@ def test_experts_that_cannot_be_dealt_out_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "build"), [("F32", in_floats), ("Q8_0", in_codes)])
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_stacks_of_gguf_files_are_the_experts_of_the_folder(architecture: str, kind: str, build: Build, tmp_path: Path) -> None:
-    folder = plain_folder(tmp_path / "hf", architecture, **(GGUF_ONLY if "Qwen3" in architecture else {}))
+    folder = plain_folder(tmp_path / "hf", architecture, **IN_GGUF.get(architecture, {}))
     config, stored = opened(to_mixture_gguf(folder, tmp_path / "m.gguf", kind))
     weights = load_file(folder / "model.safetensors")
     assert set(stored.names()) == set(weights)
@@ -117,7 +120,7 @@ def test_quantised_experts_stay_codes_in_one_stack(tmp_path: Path) -> None:
         stored[name] = floats[name] = weight
         if "experts" in name:
             made = published(*weight.shape, 32, 4, seed=number)
-            stored |= made.gptq(name.removesuffix(".weight"), True)
+            stored |= {one: tensor.contiguous() for one, tensor in made.gptq(name.removesuffix(".weight"), True).items()}
             floats[name] = made.weight()
             del stored[name]
     save_file(floats, folder / "model.safetensors")
@@ -130,7 +133,7 @@ def test_quantised_experts_stay_codes_in_one_stack(tmp_path: Path) -> None:
     mlp: Any = model.layers[0].mlp
     assert isinstance(mlp.experts.gate_up.codes, DeviceCodes) and len(mlp.experts.gate_up.codes) == 4 * 2 * 32
     assert mlp.router.scheme is UNQUANTIZED
-    assert close(logits(model), expected)
+    assert close(logits(model), expected, tolerance=2e-3)  # offsets are rounded to float16
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

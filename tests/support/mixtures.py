@@ -12,10 +12,10 @@ from octavo.attention.backend import load_backend
 from octavo.layers.comm import NullComm
 from octavo.loading.loader import weight_targets
 from octavo.models.registry import build_model, read_config
-from tests.support import models as dense
+from tests.support.models import interleaved, write_keys, write_tensor
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, LAYERS = 320, 72, 6, 3, 3
-COUNT, CHOSEN, INNER, SHARED, PLAIN = 5, 3, 21, 37, 50  # experts, of which a token takes some; sizes that no tile divides
+COUNT, CHOSEN, INNER, SHARED, PLAIN = 5, 3, 21, 38, 50  # experts, of which a token takes some; sizes that no tile divides
 MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM")
 YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
 
@@ -66,7 +66,7 @@ def plain_folder(folder: Path, architecture: str, seed: int = 5, **fields: Any) 
     """Another one, with a weight of each expert, whatever the family's files have, and without `transformers`."""
     raw = {
         "architectures": [architecture], "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "dtype": "float32", "bos_token_id": 1,
+        "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "dtype": "float32", "bos_token_id": 1,
         "eos_token_id": 2, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
     }  # fmt: skip
     raw = raw | options_of(architecture, inner=32, count=4, chosen=2) | fields
@@ -96,7 +96,7 @@ def to_mixture_gguf(folder: Path, path: Path, kind: str) -> Path:
     word = GGUF_WORDS[config["architectures"][0]]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[word.replace("-", "_").upper()], config["num_hidden_layers"])
     writer = gguf.GGUFWriter(path, word)
-    dense._write_keys(writer, config)
+    write_keys(writer, config)
     writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
     if word == "gpt-oss":
@@ -108,14 +108,14 @@ def to_mixture_gguf(folder: Path, path: Path, kind: str) -> Path:
             stacks.setdefault(f"blk.{words[2]}.ffn_{GGUF_NAMES[words[-2]]}_exps.{words[-1]}", {})[int(words[-3])] = weight
             continue
         if word == "llama" and ("q_proj" in name or "k_proj" in name):
-            weight = dense._interleaved(weight, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
+            weight = interleaved(weight, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert target is not None, name
         routes = "ffn_gate_inp" in target
-        dense._write_tensor(writer, f"{target}.weight" if "sinks" in target else target, weight.squeeze(0), "F32" if routes else kind)
+        write_tensor(writer, f"{target}.weight" if "sinks" in target else target, weight.squeeze(0), "F32" if routes else kind)
     for target, experts in stacks.items():
         stack = torch.stack([experts[expert] for expert in range(len(experts))])
-        dense._write_tensor(writer, target, stack, "F32" if target.endswith("bias") else kind)
+        write_tensor(writer, target, stack, "F32" if target.endswith("bias") else kind)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         write()
     return path
