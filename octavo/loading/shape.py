@@ -21,6 +21,7 @@ import numpy as np
 
 from octavo.config import Quantization
 from octavo.errors import ConfigError
+from octavo.kernels.cpu.gguf_blocks import BLOCK_KINDS
 from octavo.loading.files import INDEX, SINGLE, Entry, read_header, read_json_object, read_weight_map
 from octavo.loading.hub import cached_model, fetch_headers
 from octavo.loading.hub_client import Hub
@@ -235,7 +236,8 @@ class ModelShape:
             return self._gpu_needs(dtype, cache_dtype, quantization, specs)
         if native_threads:
             unpacked = REQUANTISED_BYTES if self.packed and quantization in ("int8", "int4") else 0
-            weights, loading = native_weight_bytes(self.model, item, self._forms(quantization, "cpu"), unpacked)
+            straight = {weight.name for weight in self.weights if weight.kind in BLOCK_KINDS and quantization == "auto" and self.ranks == 1}
+            weights, loading = native_weight_bytes(self.model, item, self._forms(quantization, "cpu"), unpacked, straight)
         else:
             weights, loading = weight_bytes(self.model, dtype), self._loading_bytes(item, quantization in ("int8", "int4"))
         return ModelNeeds(self.model, dtype, weights, specs, cache_dtype, loading, native_threads)

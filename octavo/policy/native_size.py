@@ -4,7 +4,7 @@ Quantised matrices stay codes. Floats take the dtype of the run, norms and biase
 filled up to 64, or to a group.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from octavo.policy.activations import FLOAT32
 from octavo.policy.description import EXPERT_STACKS, LayerShape, Matrix, ModelDescription, NormShape, StepLoad
@@ -48,15 +48,16 @@ def native_matrices(model: ModelDescription, item: int, stored: Mapping[str, Cod
 
 
 def native_weight_bytes(
-    model: ModelDescription, item: int, stored: Mapping[str, Codes | None], unpacked: int = 0
+    model: ModelDescription, item: int, stored: Mapping[str, Codes | None], unpacked: int = 0, straight: Collection[str] = ()
 ) -> tuple[int, int]:
-    """Returns (bytes of the weights, most bytes held while they are packed). `unpacked`: of a weight while it is quantised again"""
+    """Returns (bytes of the weights, most bytes held while they are packed). `unpacked`: of a weight while it is quantised again;
+    `straight`: weights that are packed out of the file, without a copy in between"""
     kept = model.vector_numbers * FLOAT32
     if model.lookup is not None:
         kept += model.lookup.numbers * item
     most = 0
     for one in native_matrices(model, item, stored):
-        on_the_way = CODES_ON_THE_WAY
+        on_the_way = 0 if all(part in straight for part in one.matrix.parts) else CODES_ON_THE_WAY
         if one.codes is None:
             on_the_way = FLOATS_ON_THE_WAY + (PARTS_ON_THE_WAY if len(one.matrix.parts) > 1 else 0)
         size = one.matrix.numbers

@@ -94,25 +94,25 @@ def _found(exception: str, module: str) -> bool:
 
 def read_quant_config(raw: Mapping[str, Any], source: str) -> QuantConfig | None:
     """Reads a whole config.json. Returns None if the model is not quantised."""
-    key = "compression_config" if raw.get("compression_config") is not None else "quantization_config"
-    table = raw.get(key)
+    older = raw.get("compression_config")  # what compressed-tensors called it
+    table = raw.get("quantization_config") if older is None else older
     if table is None:
         return None
     if not isinstance(table, dict):
-        raise LoadError(f"{source}: {key} must be an object, got {repr(table)[:60]}")
-    return _Table(table, source, key).read()
+        raise LoadError(f"{source}: quantization_config must be an object, got {repr(table)[:60]}")
+    return _Table(table if older is None else table | {"quant_method": "compressed-tensors"}, source).read()
 
 
 class _Table:
-    def __init__(self, table: dict[str, Any], source: str, path: str) -> None:
-        """`path`: of the table in its file, for messages"""
+    def __init__(self, table: dict[str, Any], source: str, path: str = "") -> None:
+        """`path`: to the table in `quantization_config`, for messages"""
         self.table = table
         self.source = source
         self.path = path
 
     def fail(self, key: str, wanted: str) -> LoadError:
         shown = repr(self.table.get(key, "(missing)"))[:60]
-        return LoadError(f"{self.source}: {self.path}.{key} is {shown}, supported: {wanted}")
+        return LoadError(f"{self.source}: quantization_config.{self.path}{key} is {shown}, supported: {wanted}")
 
     def value(self, key: str, default: object) -> object:
         value = self.table.get(key)
@@ -144,7 +144,7 @@ class _Table:
 
     def read(self) -> QuantConfig:
         readers = {"awq": self.awq, "gptq": self.gptq, "fp8": self.fp8, "mxfp4": self.mxfp4, "compressed-tensors": self.compressed}
-        return readers[self.choice("quant_method", METHODS, default="compressed-tensors" if self.path == "compression_config" else None)]()
+        return readers[self.choice("quant_method", METHODS)]()
 
     def mxfp4(self) -> QuantConfig:
         """Of experts alone, by the names of their tensors (`loading/stacked.py`)."""
@@ -201,14 +201,14 @@ class _Table:
         if not isinstance(groups, dict) or len(groups) != 1 or not all(isinstance(group, dict) for group in groups.values()):
             raise self.fail("config_groups", "one group of settings")
         (name, group), form = next(iter(groups.items())), self.table.get("format")
-        settings = _Table({"format": form} | group, self.source, f"{self.path}.config_groups.{name[:40]}")
+        settings = _Table({"format": form} | group, self.source, f"config_groups.{name[:40]}.")
         return settings.compressed_group(self.names("ignore"))
 
     def compressed_group(self, exceptions: tuple[str, ...]) -> QuantConfig:
         form = self.choice("format", ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"))
         if not isinstance(self.table.get("weights"), dict):
             raise self.fail("weights", "an object")
-        weights = _Table(self.table["weights"], self.source, f"{self.path}.weights")
+        weights = _Table(self.table["weights"], self.source, f"{self.path}weights.")
         floats = weights.choice("type", ("int", "float"), default="int") == "float"
         if floats != (form == "float-quantized") and form != "naive-quantized":
             raise weights.fail("type", f"what its format {form} has")
