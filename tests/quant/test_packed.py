@@ -49,7 +49,8 @@ def test_each_weight_is_its_formula(packed: PackedWeight) -> None:
     n, k = packed.shape
     order = range(k) if packed.order is None else packed.order.tolist()
     scale, offset = packed.scale.tolist(), packed.offset.tolist()
-    codes = packed.codes.tolist() if packed.table is None else [[packed.table[code].item() for code in row] for row in packed.codes.tolist()]
+    values = list(range(256)) if packed.table is None else packed.table.tolist()
+    codes = [[values[code] for code in row] for row in packed.codes.tolist()]
     for row in range(n):
         for j in range(0, k, 7):
             group = j // packed.group
