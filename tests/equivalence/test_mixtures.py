@@ -40,12 +40,13 @@ def accepted(folder: Path, outputs: list[RequestOutput], tokens: int) -> None:
 
 
 @pytest.mark.parametrize(("requests", "tokens"), [(6, 20), pytest.param(200, 64, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("architecture", MIXTURES)
-def test_mixtures_give_the_tokens_transformers_gives(architecture: str, requests: int, tokens: int, tmp_path: Path) -> None:
+def test_mixtures_give_the_tokens_transformers_gives(architecture: str, native: bool, requests: int, tokens: int, tmp_path: Path) -> None:
     folder = tiny_mixture(tmp_path / "model", architecture, seed=1)
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert set(HUB_NAMES[architecture]) <= set(file.keys())  # the names of files on the hub
-    outputs = greedy(folder, random_prompts(requests, VOCAB, 60, seed=2), tokens)
+    outputs = greedy(folder, random_prompts(requests, VOCAB, 60, seed=2), tokens, native=native)
     accepted(folder, outputs, requests * tokens)
 
 
