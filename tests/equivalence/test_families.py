@@ -14,6 +14,8 @@ from octavo import LLM, RequestOutput, SamplingParams
 from octavo.config import EngineConfig
 from octavo.engine.verify import verify
 from octavo.loading.resolve import load_model_config, resolve_model
+from octavo.loading.shape import model_shape
+from octavo.policy.native_size import native_refusal
 from tests.models.test_family import count_given_back
 from tests.support.families import FAMILIES, VOCAB, Tiny, family_model, for_a_gpu, gemma3_with_images, reference_model
 from tests.support.families_gguf import family_gguf
@@ -102,6 +104,15 @@ def test_ranks_that_share_a_family_give_its_text(name: str, tmp_path: Path) -> N
     alone, _ = greedy(folder, tiny, prompts, 8)
     shared, _ = greedy(folder, tiny, prompts, 8, tensor_parallel_size=2)
     assert all(same_greedy_text(one, other) for one, other in zip(alone, shared, strict=True))
+
+
+def test_the_native_program_reads_weights_of_several_parts(tmp_path: Path) -> None:
+    tiny = FAMILIES["phi3, whole heads"]
+    folder = family_model(tmp_path / "model", tiny, seed=17)
+    assert native_refusal(model_shape(str(folder)).model) is None
+    prompts = prompts_for(tiny, 2, 12)
+    (native, _), (plain, _) = (greedy(folder, tiny, prompts, 12, native=native) for native in (True, False))
+    assert all(same_greedy_text(one, other) for one, other in zip(native, plain, strict=True))
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "phi3, window", "olmo2", "smollm3, windows"])
