@@ -100,6 +100,6 @@ def attend_group(
     queries = q.index_select(0, group.tokens).view(-1, group.num_query, *q.shape[1:])  # [rows, num_query, heads, head_dim]
     k = zero_tail(k, tail)[:, : group.length]
     v = zero_tail(v, tail)[:, : group.length]
-    mask, causal = group.mask(spec.window, q.dtype)
+    mask, causal = group.mask(spec.window, q.dtype, by_scores=spec.soft_cap is not None or sinks is not None)
     mixed = attend(queries, k, v, mask, causal, spec.scale, spec.soft_cap, sinks)
     out.index_copy_(0, group.tokens, mixed.flatten(0, 1))

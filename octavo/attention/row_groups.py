@@ -31,11 +31,14 @@ class RowGroup:
     even: bool  # all rows have `length` keys
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
-        """(mask, causal): a mask only where none of the quicker ways says the same. Layers share it."""
+    def mask(self, window: int | None, dtype: torch.dtype, by_scores: bool = False) -> tuple[Tensor | None, bool]:
+        """(mask, causal): a mask only where none of the quicker ways says the same. Layers share it.
+
+        `by_scores`: attention makes its scores one by one, and needs a mask for any row of several queries
+        """
         if window is not None and window >= self.length:
             window = None
-        if window is None and self.even and self.num_query in (1, self.length):
+        if window is None and self.even and self.num_query in (1, 1 if by_scores else self.length):
             return None, self.num_query > 1
         if window not in self._masks:
             self._masks[window] = causal_mask(self.context_len, self.num_query, self.length, window, dtype)

@@ -112,17 +112,17 @@ class AttentionSpec:
         scores = load.tokens * load.context  # places of a mask, which is made of flags of one byte
         gathered = self.gathered_bytes(dtype, cache_dtype) * load.gathered
         attend = load.tokens * queries + gathered + max(load.tokens * q * item, scores)
-        return max(load.tokens * rotate, attend + self._explicit_bytes(load, item))
+        return max(load.tokens * rotate, attend + self._scores_bytes(load))
 
-    def _explicit_bytes(self, load: StepLoad, item: int) -> int:
+    def _scores_bytes(self, load: StepLoad) -> int:
         """Of attention whose scores are made one by one (`kernels/reference/attention.py`), for a soft cap or sinks.
 
-        Some queries at a time, but at least one of each row: scores, what they become, and their sums; keys and values in float32.
+        Some queries at a time, but at least one of each row: scores, and on the way to their sums once more; keys and values in float32.
         """
         if self.soft_cap is None and not self.sinks:
             return 0
-        wide = 2 * self.kv_size * FLOAT32 * load.gathered if item < FLOAT32 else 0
-        return wide + 3 * max(EXPLICIT_SCORES, self.num_heads * load.gathered) * FLOAT32
+        scores = min(self.num_heads * load.tokens * load.context, max(EXPLICIT_SCORES, self.num_heads * load.gathered))
+        return (2 * self.kv_size * load.gathered + 2 * scores) * FLOAT32
 
     def _partial_bytes(self, load: StepLoad, item: int, cache_item: int) -> int:
         """Of attention over the keys of one rank: heads of the whole group, and in float32 what they see and its sum over ranks.

@@ -269,6 +269,7 @@ STEPS: dict[str, tuple[dict[str, Any], int, int, int, int, dict[str, Any]]] = {
     "a mask": ({}, 1, 4096, 1, 1024, {}),
     "gathered keys": ({"hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 8}, 16, 200, 4, 16, {}),
     "gathered codes": ({"hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 8}, 16, 200, 4, 16, {}),
+    "capped scores": ({"intermediate_size": 64, "architectures": ["Gemma2ForCausalLM"], "sliding_window": 8192}, 1, 1024, 1, 1024, {}),
     "the sampler": ({"vocab_size": 50_000}, 24, 8, 2, 256, {"temperature": 0.001, "top_p": 0.9}),
 }
 
@@ -320,6 +321,6 @@ def test_a_step_holds_what_was_counted(largest: str, dtype: str, tmp_path: Path,
         params = SamplingParams(**{"temperature": 0, **sampling}, max_tokens=tokens, ignore_eos=True)
         llm.generate([[(7 * i + j) % 500 for j in range(prompt)] for i in range(requests)], params, use_tqdm=False)
     shape = model_shape(str(tmp_path))
-    load = StepLoad(min(step, requests * prompt), requests, prompt if largest == "a mask" else 1, requests * length)
+    load = StepLoad(min(step, requests * prompt), requests, prompt if largest in ("a mask", "capped scores") else 1, requests * length)
     counted = step_bytes(shape.model, dtype, shape.needs(dtype, kv_cache_dtype=cache).kv_cache_dtype, load, is_arm())
     assert counted == pytest.approx(max(peaks), rel=0.05)

@@ -14,6 +14,8 @@ from octavo import LLM, RequestOutput, SamplingParams
 from octavo.config import EngineConfig
 from octavo.engine.verify import verify
 from octavo.loading.resolve import load_model_config, resolve_model
+from octavo.loading.shape import model_shape
+from octavo.policy.native_size import native_refusal
 from tests.models.test_family import count_given_back
 from tests.support.families import FAMILIES, VOCAB, Tiny, family_model, for_a_gpu, gemma3_with_images, reference_model
 from tests.support.families_gguf import family_gguf
@@ -21,7 +23,8 @@ from tests.support.greedy import compare_with_reference, same_greedy_text
 from tests.support.places import PLACES, Place, open_engine
 
 FEW, MANY = (5, 24), pytest.param((200, 64), marks=pytest.mark.soak)
-PREFIXES = ("model.language_model.", "language_model.model.")
+OF_TRANSFORMERS = ("model.language_model.", "model.vision_tower.", "model.multi_modal_projector.")  # prefixes of weights
+OF_THE_HUB = ("language_model.model.", "vision_tower.", "multi_modal_projector.")
 SETTINGS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "native": False, "skip_tokenizer_init": True, "max_num_batched_tokens": 32}
 
 
@@ -82,11 +85,13 @@ def test_the_text_part_of_a_model_of_images_is_found_under_its_prefixes(tmp_path
     outputs, _ = greedy(tmp_path / "model", tiny, prompts, 12)
     compare_with_reference(outputs, reference_model(tmp_path / "model", tiny)).accept()
     weights = load_file(tmp_path / "model" / "model.safetensors")
-    assert any("vision_tower" in name for name in weights)
-    found = {prefix for prefix in PREFIXES for name in weights if name.startswith(prefix)}
-    assert len(found) == 1, sorted(weights)[:3]
-    other = next(prefix for prefix in PREFIXES if prefix not in found)
-    save_file({name.replace(*found, other): weight for name, weight in weights.items()}, tmp_path / "model" / "model.safetensors")
+    there, other = OF_TRANSFORMERS, OF_THE_HUB
+    if not any(name.startswith(there) for name in weights):
+        there, other = other, there
+    pairs = [(name, old, new) for name in weights for old, new in zip(there, other) if name.startswith(old)]
+    renamed = {new + name.removeprefix(old): weights[name] for name, old, new in pairs}
+    assert len(renamed) == len(weights) and {old for _, old, _ in pairs} == {*there}, sorted(weights)[:5]
+    save_file(renamed, tmp_path / "model" / "model.safetensors")
     again, _ = greedy(tmp_path / "model", tiny, prompts, 12)
     assert [one.outputs[0].token_ids for one in again] == [one.outputs[0].token_ids for one in outputs]
 
@@ -99,6 +104,15 @@ def test_ranks_that_share_a_family_give_its_text(name: str, tmp_path: Path) -> N
     alone, _ = greedy(folder, tiny, prompts, 8)
     shared, _ = greedy(folder, tiny, prompts, 8, tensor_parallel_size=2)
     assert all(same_greedy_text(one, other) for one, other in zip(alone, shared, strict=True))
+
+
+def test_the_native_program_reads_weights_of_several_parts(tmp_path: Path) -> None:
+    tiny = FAMILIES["phi3, whole heads"]
+    folder = family_model(tmp_path / "model", tiny, seed=17)
+    assert native_refusal(model_shape(str(folder)).model) is None
+    prompts = prompts_for(tiny, 2, 12)
+    (native, _), (plain, _) = (greedy(folder, tiny, prompts, 12, native=native) for native in (True, False))
+    assert all(same_greedy_text(one, other) for one, other in zip(native, plain, strict=True))
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "phi3, window", "olmo2", "smollm3, windows"])

@@ -23,12 +23,11 @@ def test_it_gives_what_the_twin_gives(
     q, k, v = numbers(rows, num_query, heads, dim), numbers(rows, length, kv_heads, dim), numbers(rows, length, kv_heads, dim)
     sinks = numbers(heads) * 2 if with_sinks else None
     context = torch.full((rows,), length)
-    whole = window is None and num_query in (1, length)  # no mask is needed
-    mask = None if whole else causal_mask(context, num_query, length, window, torch.float32)
-    found = attend(q, k, v, mask, whole and num_query > 1, 0.8, soft_cap, sinks)
+    mask = None if window is None and num_query == 1 else causal_mask(context, num_query, length, window, torch.float32)
+    found = attend(q, k, v, mask, False, 0.8, soft_cap, sinks)
     starts, tables = torch.arange(rows + 1) * num_query, torch.arange(rows)[:, None]
     expected = torch.empty(rows * num_query, heads, dim)
     paged_attention(q.flatten(0, 1), k, v, tables, starts, context, 0.8, expected, window, soft_cap=soft_cap, sinks=sinks)
     assert torch.allclose(found.flatten(0, 1), expected, atol=1e-5)
-    plain = attend(q, k, v, mask, whole and num_query > 1, 0.8)
+    plain = attend(q, k, v, mask, False, 0.8)
     assert not torch.allclose(found, plain, atol=1e-2), "the cap or the sinks change something"

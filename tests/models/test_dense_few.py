@@ -86,3 +86,19 @@ def test_codes_are_multiplied_beside_floats() -> None:
 def test_what_the_kernels_cannot_compute_they_are_not_given() -> None:
     assert model_of("Llama", mlp_bias=True).layers[0].few_rows == 0
     assert model_of("Llama", head_dim=24).layers[0].few_rows == 0
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [
+        {"norms": "both"}, {"norms": "after"}, {"wide_norms": True}, {"residual_scale": 0.5}, {"activation": "geglu"}, {"mlp_bias": True},
+        {"soft_cap": 3.0}, {"rotary_dim": 8}, {"ropes": (None,) * 3}, {"qk_norm": "whole"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_layer_with_something_that_they_lack_is_not_theirs(difference: dict[str, object]) -> None:
+    plain = read_config({**RAW, "architectures": ["LlamaForCausalLM"]}, "test")
+    for config, theirs in ((plain, True), (replace(plain, **difference), False)):
+        with torch.device("meta"):
+            model = DenseModel(config, torch.bfloat16, load_backend("triton"), NullComm(), 96)  # type: ignore[arg-type]
+        assert [layer.few_rows > 0 for layer in model.layers] == [theirs] * 3

@@ -75,6 +75,7 @@ def test_what_published_files_leave_out_has_its_familys_meaning() -> None:
     assert (gemma.attention_scale, gemma.embedding_scale, gemma.soft_cap, gemma.logit_cap) == (256**-0.5, 2560**0.5, None, None)
     gemma2 = read("Gemma2ForCausalLM")
     assert (gemma2.soft_cap, gemma2.logit_cap, gemma2.head_dim, gemma2.tie_embeddings) == (50.0, 30.0, 256, True)
+    assert read("Gemma2ForCausalLM", sliding_window=64).windows == (64, None, 64, None)
     assert read("SmolLM3ForCausalLM").ropes[2:] == (read("SmolLM3ForCausalLM").rope, None)
     assert read("SmolLM3ForCausalLM").rope.theta == 2e6
     assert read("MistralForCausalLM", max_position_embeddings=32768).windows == (4096,) * 4

@@ -71,6 +71,7 @@ FAMILIES = {
         reference={"rope_parameters": dict(_LONGROPE, short_factor=_LONGROPE["long_factor"])},
     ),
     "phi3, window": Tiny("Phi3ForCausalLM", dict(_PHI, sliding_window=12), "phi3"),
+    "phi3, whole heads": Tiny("Phi3ForCausalLM", _sizes(2, 128, 4, 2), "phi3"),  # of 32 numbers
     "gemma2": Tiny("Gemma2ForCausalLM", dict(_sizes(3, 40, 4, 2, head_dim=16), **_GEMMA2, query_pre_attn_scalar=24), less=1.0),
     "gemma2, as in files": Tiny(  # which know neither another scale of scores, nor another order of layers
         "Gemma2ForCausalLM", dict(_sizes(3, 40, 4, 2, head_dim=16), **_GEMMA2, query_pre_attn_scalar=16), "gemma2", less=1.0,

@@ -200,7 +200,7 @@ def _configs() -> list[Case]:
         setting("rope_parameters.factor", 1e300),
         setting("rope_parameters.rope_theta", 1),
         setting("rope_parameters.rope_theta", 10**400, case="rope_theta of 400 digits"),
-        setting("rope_parameters.rope_type", "longrope", "supported: default"),
+        setting("rope_parameters.rope_type", "dynamic", "supported: default"),
         setting("rope_parameters", llama3, "high_freq_factor"),
         setting("rope_parameters", [1], "rope"),
         setting("eos_token_id", ["a"]),

@@ -65,8 +65,7 @@ def attend(
     rows, num_query, heads, head_dim = q.shape
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if soft_cap is not None or sinks is not None:
-        if causal:
-            mask = causal_mask(torch.tensor([num_query]), num_query, num_query, None, torch.float32)
+        assert not causal, "scores that are made one by one need a mask"
         return _attend_by_scores(q, k, v, mask, scale, soft_cap, sinks)
     if num_query == 1:
         # Heads that share a kv head become its queries: each key is then read once, not once a head.
@@ -83,14 +82,14 @@ def _attend_by_scores(
     """As `attend`, in float32 and for some queries at a time. k, v: [rows, kv_heads, length, head_dim]"""
     rows, num_query, heads = q.shape[:3]
     kv_heads, length = k.shape[1:3]
-    keys, values = k.float().transpose(2, 3), v.float()
+    keys, values = (one.to(torch.float32, memory_format=torch.contiguous_format) for one in (k, v))
     rests = None if sinks is None else sinks.float().view(kv_heads, -1, 1, 1)
     out = torch.empty_like(q)
     at_once = max(SCORES // (rows * heads * length), 1)
     for first in range(0, num_query, at_once):
         queries = slice(first, first + at_once)
         grouped = q[:, queries].float().unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [rows, kv_heads, group, n, head_dim]
-        scores = torch.matmul(grouped.flatten(2, 3), keys).mul_(scale).unflatten(2, grouped.shape[2:4])
+        scores = torch.matmul(grouped.flatten(2, 3), keys.transpose(2, 3)).mul_(scale).unflatten(2, grouped.shape[2:4])
         if soft_cap is not None:
             scores.div_(soft_cap).tanh_().mul_(soft_cap)
         if mask is not None:
