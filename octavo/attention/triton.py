@@ -49,18 +49,19 @@ class TritonBackend:
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
         return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], batch.slots, cache["k"], cache["v"])
 
-    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor) -> Tensor:
+    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
         return paged_attention(
             q, cache["k"], cache["v"], batch.tables, batch.query_start, batch.context_len, self.spec.scale, out, batch.max_query,
             batch.attention.of(self.spec.window, cache["k"]), self.spec.window, fresh=_fresh(q, self.spec), soft_cap=self.spec.soft_cap,
+            sinks=sinks,
         )  # fmt: skip
 
     def attend_few(
-        self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch
+        self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         return decode_attention_parts(
             qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], batch.slots, batch.tables, batch.context_len,
-            cache["k"], cache["v"], self.spec.scale, self.spec.window,
+            cache["k"], cache["v"], self.spec.scale, self.spec.window, self.spec.soft_cap, sinks,
         )  # fmt: skip
 
 
@@ -103,22 +104,22 @@ class TritonRegions:
         slots = batch.attention.slots
         return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], slots, cache["k"], cache["v"])
 
-    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor) -> Tensor:
+    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
         regions: Regions = batch.attention
         return paged_attention(
             q, cache["k"], cache["v"], regions.of_rows, batch.query_start, batch.context_len, self.spec.scale, out, batch.max_query,
             regions.shares.of(self.spec.window, cache["k"]), self.spec.window, paged=False, fresh=_fresh(q, self.spec),
-            soft_cap=self.spec.soft_cap,
+            soft_cap=self.spec.soft_cap, sinks=sinks,
         )  # fmt: skip
 
     def attend_few(
-        self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch
+        self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         k_cache, v_cache = (cache[name].view(-1, batch.block_size, *cache[name].shape[2:]) for name in "kv")
         regions: Regions = batch.attention
         return decode_attention_parts(
             qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], regions.slots, regions.blocks,
-            batch.context_len, k_cache, v_cache, self.spec.scale, self.spec.window,
+            batch.context_len, k_cache, v_cache, self.spec.scale, self.spec.window, self.spec.soft_cap, sinks,
         )  # fmt: skip
 
 
@@ -130,12 +131,12 @@ def region_places(batch: ForwardBatch, count: int) -> tuple[Tensor, Tensor]:
     return regions, torch.nn.functional.pad(regions, (0, 1), value=count - 1)[row_of_token]
 
 
-SUPPORTED = ("window", "soft_cap")
+SUPPORTED = ("window", "soft_cap", "sinks")
 
 
 def _few_rows(spec: AttentionSpec) -> int:
-    """Returns 0 where scores are capped: the kernel of a few rows cannot do that."""
-    return few_rows(spec.head_dim) if spec.soft_cap is None else 0
+    """Returns 0 where all heads are normed as one: a program of the kernel of a few rows sees those of one KV head."""
+    return 0 if spec.qk_norm == "whole" else few_rows(spec.head_dim)
 
 
 def _fresh(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.kernels.reference.layer import rms_norm, rotate
+from octavo.kernels.reference.layer import norm_heads, rotate
 from octavo.kernels.share_words import IN_ALL, LINE, most_shares
 
 
@@ -112,8 +112,8 @@ def paged_attention(
 
 def write_kv(
     qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]
-    norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k [head_dim], eps
-    cos: Tensor,  # [max_position, head_dim / 2] float32
+    norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k, [head_dim] or of all heads, eps
+    cos: Tensor,  # [max_position, rotated / 2] float32: of the first numbers of a head; without columns, nothing is rotated
     sin: Tensor,
     positions: Tensor,  # [T]
     slots: Tensor,  # [T]
@@ -127,8 +127,8 @@ def write_kv(
     q, k, v = parts[:, :heads], parts[:, heads:-kv_heads], parts[:, -kv_heads:]
     normed_q, normed_k = q, k
     if norms is not None:
-        normed_q, normed_k = rms_norm(q, norms[0], norms[2]), rms_norm(k, norms[1], norms[2])
-    turns = cos[positions], sin[positions]  # [T, head_dim / 2] each
+        normed_q, normed_k = norm_heads(q, norms[0], norms[2]), norm_heads(k, norms[1], norms[2])
+    turns = cos[positions], sin[positions]  # [T, rotated / 2] each
     q.copy_(rotate(normed_q, *turns))
     k.copy_(rotate(normed_k, *turns))
     places = slots // k_cache.shape[1], slots % k_cache.shape[1]  # a cache may be strided: there is no view of it by slots
@@ -139,7 +139,7 @@ def write_kv(
 def decode_attention_parts(
     qkv: Tensor,  # [rows, (heads + 2 * kv_heads) * head_dim]
     norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k [head_dim], eps
-    cos: Tensor,  # [max_position, head_dim / 2] float32
+    cos: Tensor,  # [max_position, rotated / 2] float32: of the first numbers of a head; without columns, nothing is rotated
     sin: Tensor,
     positions: Tensor,  # [rows]
     slots: Tensor,  # [rows]
@@ -149,6 +149,8 @@ def decode_attention_parts(
     v_cache: Tensor,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,  # [heads]
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Writes the cache, then attends. The first split holds all of it, the others are empty.
@@ -163,7 +165,7 @@ def decode_attention_parts(
     q = write_kv(qkv[rows], norms, cos, sin, positions[rows].long(), slots[rows].long(), k_cache, v_cache)
     out, lse = parts.new_empty(q.shape), parts.new_empty(q.shape[:2])
     starts = torch.arange(len(rows) + 1)
-    paged_attention(q, k_cache, v_cache, tables[rows], starts, context_len[rows], scale, out, window, lse)
+    paged_attention(q, k_cache, v_cache, tables[rows], starts, context_len[rows], scale, out, window, lse, soft_cap, sinks)
     parts[rows, 0], parts_lse[rows, 0] = out, lse / math.log(2)
     return parts, parts_lse
 
