@@ -43,6 +43,7 @@ class Vector:
     size: int
     layer: int | None = None
     bias: bool = False
+    wide: bool = False  # kept in float32, whatever the dtype of the run
 
     @property
     def numbers(self) -> int:

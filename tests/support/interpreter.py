@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton._utils import validate_block_shape
 from triton.language import core
@@ -30,6 +31,8 @@ def mend() -> None:
             return TensorHandle(_narrow(src.data), tl.bfloat16)
         if kinds == (tl.bfloat16, tl.float32):
             return TensorHandle(_widen(src.data), tl.float32)
+        if kinds == (tl.float32, tl.float8e4nv):
+            return TensorHandle(_narrow_to_8(src.data), tl.float8e4nv)
         return cast(self, src, dst_type)
 
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
@@ -89,6 +92,10 @@ def _describe_shapes_once() -> None:
     core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
     TritonSemantic.broadcast_impl_value, TritonSemantic.cast = broadcast_impl_value, cast_to
 
+
+
+def _narrow_to_8(numbers: Any) -> Any:
+    return torch.from_numpy(np.ascontiguousarray(numbers)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
 def _widen(bits: Any) -> Any:

@@ -71,7 +71,7 @@ def multiply_tiles_of_codes(
             for index in tl.static_range(run * RUN, run * RUN + RUN):
                 made = weights(codes, table, scale * factor, offset * factor, index, BITS, TABLE, kind)
                 spans = spans + (made,)  # type: ignore[assignment]
-        if SIZE % BLOCK == 0:
+        if BLOCKS * BLOCK == SIZE:
             rows = tl.load(line_of_x + block * BLOCK)
         else:
             rows = tl.load(line_of_x + block * BLOCK, mask=block * BLOCK + within < SIZE, other=0.0)

@@ -6,7 +6,7 @@
 A stack has one matrix of every expert, one below the other (`kernels/reference/mixture.py` draws it), as floats or as codes.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -28,7 +28,8 @@ Stack = Tensor | DeviceCodes
 SUM_TILE = 1024
 
 
-class Choices(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Choices:
     ids: Tensor  # [T, chosen]
     weights: Tensor  # [T, chosen] float32
     count: int  # experts of the stack

@@ -8,7 +8,7 @@ A program for each expert counts all choices for itself, which takes it no longe
 behind those of all experts before it. Nothing waits for the host: sizes are bounds, and the number of tiles is left on the device.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -21,7 +21,8 @@ AT_ONCE = 2048  # choices
 TILES = tl.constexpr(64)  # named at once
 
 
-class Sorted(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Sorted:
     order: Tensor  # [tiles * rows] int32
     experts: Tensor  # [tiles] int32
     count: Tensor  # [1] int32: of the tiles that there are; what lies behind them was never written
