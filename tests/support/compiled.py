@@ -2,7 +2,7 @@
 
     every       each kernel, as an engine calls it          largest     the one with the largest tiles, and one with assembly in it
     further     attention of other types and head sizes, with all that scores can have; caches without new tokens; one row
-    attention   prefill and decode of the commonest shape       mixtures    of experts, of floats and of codes
+    attention   prefill and decode of the commonest shape       mixture     of experts, of floats, for one token and for many
 
 The interpreter runs what the compiler may refuse. Kernels are asked for through their public functions, so with the very
 arguments they get; a driver that is none says what to compile for, and nothing is launched. A kernel that spills registers or
@@ -28,11 +28,13 @@ from triton.runtime.jit import JITFunction
 
 from octavo.kernels.cache_layout import Layout, empty_cache
 from octavo.kernels.device_codes import zero_codes
+from octavo.kernels.fp8_matrix import Fp8Matrix
 from octavo.kernels.gates import Gate
 from octavo.kernels.logit_edits import HEAD
 from octavo.kernels.reference.sampling import Draws
 from octavo.kernels.triton.attention.fused_decode import decode_attention_parts
 from octavo.kernels.triton.attention.paged_attention import paged_attention
+from octavo.kernels.triton.fp8 import fp8_linear
 from octavo.kernels.triton.gemv.products import gate_up, linear, merge_linear, merge_parts, norm_linear
 from octavo.kernels.triton.moe.products import mixture
 from octavo.kernels.triton.moe.route import choose_experts
@@ -46,6 +48,7 @@ from octavo.kernels.triton.step.copy_blocks import copy_blocks
 from octavo.kernels.triton.step.logits import scale_logits
 from octavo.kernels.triton.step.norm import add_rms_norm, norm_add_norm
 from octavo.kernels.triton.step.write_kv import write_kv
+from octavo.kernels.triton.target import capability
 from octavo.worker.compile_process import NoGPU
 
 PUT_ASIDE = 16  # bytes of a loop's invariants, stored before and loaded after it
@@ -72,10 +75,10 @@ def _help_of(ptxas: str) -> str:
     return subprocess.run([ptxas, "--help"], capture_output=True, text=True, check=True).stdout
 
 
-def compile_only(capability: int) -> list[str]:
+def compile_only(target: int) -> list[str]:
     """From here on kernels are compiled and not launched; returns the list of what they took, a line each."""
     run, taken = JITFunction.run, []
-    spills, shared = SPILLED.get(capability, {}), SHARED_MEMORY[capability]
+    spills, shared = SPILLED.get(target, {}), SHARED_MEMORY[target]
 
     def compiled(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         with redirect_stdout(io.StringIO()) as said:
@@ -84,11 +87,11 @@ def compile_only(capability: int) -> list[str]:
             return  # compiled before
         name, spilled = self.fn.__name__, sum(map(int, re.findall(r"(\d+) bytes spill", said.getvalue())))
         products = next((word for word, sign in PRODUCTS.items() if sign in kernel.asm["ptx"]), "-")
-        taken.append(f"{capability} {name} {products} spilled {spilled} shared {kernel.metadata.shared}")
+        taken.append(f"{target} {name} {products} spilled {spilled} shared {kernel.metadata.shared}")
         assert spilled <= spills.get(name, PUT_ASIDE) and kernel.metadata.shared <= shared, taken[-1]
 
     knobs.nvidia.dump_ptxas_log = True
-    driver.set_active(NoGPU(capability))
+    driver.set_active(NoGPU(target))
     JITFunction.run = compiled
     return taken
 
@@ -145,6 +148,7 @@ def compile_mixture(
 
 
 def compile_mixtures() -> None:
+    """Of floats and of codes, with tiles of every size."""
     for tokens in (1, 16, 64, 2048):
         compile_mixture(tokens, 2048, 768, 8)
     for tokens in (1, 64, 2048):
@@ -154,6 +158,13 @@ def compile_mixtures() -> None:
 
 def compile_packed(rows: int, group: int = 128, size: int = SIZE) -> None:
     packed_linear(torch.empty(rows, size, **BF16), zero_codes(1024, size, 4, group, "cpu"))
+
+
+def compile_fp8() -> None:
+    values = torch.empty(1024, SIZE, dtype=torch.float8_e4m3fn)
+    for rows in (1, 16, 256):
+        fp8_linear(torch.empty(rows, SIZE, **BF16), Fp8Matrix(values, torch.empty(1024, 1), (1, SIZE)))
+        fp8_linear(torch.empty(rows, SIZE, **BF16), Fp8Matrix(values, torch.empty(8, SIZE // 128), (128, 128)))
 
 
 def compile_sampling() -> None:
@@ -175,6 +186,8 @@ def compile_every() -> None:
     silu_and_mul(x), add_rms_norm(x, x, torch.empty(SIZE, **BF16), 1e-6)
     gate_and_mul(x, "geglu"), norm_add_norm(x, x, torch.empty(SIZE), torch.empty(SIZE), 1e-6), scale_logits(x, 0.5, 30.0)
     compile_mixtures()
+    if capability() >= 89:
+        compile_fp8()
     compile_sampling()
     for rows in (1, 4, 16, 64, 256):
         compile_packed(rows)
@@ -212,11 +225,11 @@ def compile_largest() -> None:
     compile_packed(256)
 
 
-LISTS: dict[str, Callable[[], None]] = {
+LISTS: dict[str, Callable[[], object]] = {
     "every": compile_every,
     "further": compile_further,
     "largest": compile_largest,
-    "mixtures": compile_mixtures,
+    "mixture": lambda: [compile_mixture(tokens, 2048, 768, 8) for tokens in (1, 64)],
     "attention": lambda: compile_attention(DIM, torch.bfloat16, HEADS),
 }
 
@@ -224,12 +237,12 @@ LISTS: dict[str, Callable[[], None]] = {
 def main(wanted: dict[int, list[str]]) -> int:
     """How many capabilities failed. A process for each: what kernels are compiled for, Triton asks once."""
     failed = 0
-    for capability in known(list(wanted)):
+    for target in known(list(wanted)):
         pid = os.fork()
         if not pid:
             try:
-                taken = compile_only(capability)
-                for one in wanted[capability]:
+                taken = compile_only(target)
+                for one in wanted[target]:
                     LISTS[one]()
                 print("\n".join(taken), flush=True)
             except BaseException:

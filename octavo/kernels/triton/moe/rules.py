@@ -55,12 +55,13 @@ def row_tiles(size: int, matrices: int) -> Row | None:
 def packed_row_tiles(weight: DeviceCodes, matrices: int) -> PackedRow:
     """For codes: `matrices` rows make a column, one after the other.
 
-    As few warps as leave no part of a row to idle threads, so that there are many small programs.
+    As many warps as leave the least of a row to idle threads, so that a row takes few steps: steps take registers.
     """
-    steps = {warps: -(-weight.blocks // (BLOCKS * warps)) for warps in (1, 2, 4)}
-    warps = min(steps, key=lambda warps: (steps[warps] * warps, -warps if steps[warps] > 4 else warps))
-    columns = 8 if matrices == 1 else 4
-    return PackedRow(columns, warps, steps[warps], ahead=min(steps[warps] * matrices, 2 if matrices == 1 else 8))
+    steps = {warps: -(-weight.blocks // (BLOCKS * warps)) for warps in (4, 2, 1)}
+    warps = min(steps, key=lambda warps: steps[warps] * warps)  # of equals the most
+    if matrices == 1:
+        return PackedRow(8 if steps[warps] == 1 else 4, warps, steps[warps], ahead=min(steps[warps], 2))
+    return PackedRow(2, warps, steps[warps], ahead=min(steps[warps] * matrices, 8 if steps[warps] == 1 else 4))
 
 
 def few_tokens(tokens: int) -> bool:
