@@ -28,6 +28,7 @@ from octavo.loading.resolve import ModelSource, in_cache, load_model_config, loc
 from octavo.model_config import ModelConfig
 from octavo.models.family import Rules
 from octavo.models.registry import cache_specs, describe, family_of, rank_config, read_config, stage_config
+from octavo.platforms import is_arm
 from octavo.policy.cache_spec import ITEM_BYTES, LayerCacheSpec
 from octavo.policy.description import ModelDescription
 from octavo.policy.gpu_size import gpu_matrices, gpu_slab_bytes, gpu_weight_bytes
@@ -197,7 +198,7 @@ class ModelShape:
             weights, loading = native_weight_bytes(self.model, item, self._forms(quantization, "cpu"), unpacked)
         else:
             weights, loading = weight_bytes(self.model, dtype), self._loading_bytes(item, quantization in ("int8", "int4"))
-        return ModelNeeds(self.model, dtype, weights, specs, cache_dtype, loading, native_threads)
+        return ModelNeeds(self.model, dtype, weights, specs, cache_dtype, loading, native_threads, arm=is_arm())
 
     def _gpu_needs(self, dtype: str, cache_dtype: str, quantization: Quantization, specs: list[LayerCacheSpec]) -> ModelNeeds:
         """Returns the needs of a GPU. Files are read on the host, a matrix at a time; floats become codes on the device."""
