@@ -11,10 +11,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from octavo.attention.backend import QKNorm, Rope, refuse_unsupported
+from octavo.attention.backend import BEFORE_THE_CACHE, QKNorm, Rope, refuse_unsupported
 from octavo.attention.forward_batch import Cache, ForwardBatch
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.ops import decode_attention_parts, decode_shares, few_rows, paged_attention, write_kv
+
+SUPPORTED = ("window", "soft_cap", *BEFORE_THE_CACHE)
 
 
 class Shares:
@@ -36,9 +38,10 @@ class TritonBackend:
     paged: ClassVar[bool] = True
     layouts: ClassVar[tuple[str, ...]] = ("nhd", "hnd")
     captured: ClassVar[bool] = True
+    features: ClassVar[tuple[str, ...]] = SUPPORTED
 
     def __init__(self, spec: AttentionSpec) -> None:
-        refuse_unsupported(self.name, spec, supported=SUPPORTED)
+        refuse_unsupported(self.name, spec, self.features)
         self.spec = spec
         self.few_rows = _few_rows(spec)
 
@@ -49,10 +52,11 @@ class TritonBackend:
     def write(self, qkv: Tensor, norms: QKNorm | None, rope: Rope, cache: Cache, batch: ForwardBatch) -> Tensor:
         return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], batch.slots, cache["k"], cache["v"])
 
-    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor) -> Tensor:
+    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
         return paged_attention(
             q, cache["k"], cache["v"], batch.tables, batch.query_start, batch.context_len, self.spec.scale, out, batch.max_query,
             batch.attention.of(self.spec.window, cache["k"]), self.spec.window, fresh=_fresh(q, self.spec), soft_cap=self.spec.soft_cap,
+            sinks=sinks,
         )  # fmt: skip
 
     def attend_few(
@@ -80,9 +84,10 @@ class TritonRegions:
     paged: ClassVar[bool] = False
     layouts: ClassVar[tuple[str, ...]] = ("nhd",)
     captured: ClassVar[bool] = True
+    features: ClassVar[tuple[str, ...]] = SUPPORTED
 
     def __init__(self, spec: AttentionSpec) -> None:
-        refuse_unsupported(self.name, spec, supported=SUPPORTED)
+        refuse_unsupported(self.name, spec, self.features)
         self.spec = spec
         self.few_rows = _few_rows(spec)
 
@@ -103,12 +108,12 @@ class TritonRegions:
         slots = batch.attention.slots
         return write_kv(qkv, norm_weights(norms), rope.cos, rope.sin, batch.positions[0], slots, cache["k"], cache["v"])
 
-    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor) -> Tensor:
+    def attend(self, q: Tensor, cache: Cache, batch: ForwardBatch, out: Tensor, sinks: Tensor | None = None) -> Tensor:
         regions: Regions = batch.attention
         return paged_attention(
             q, cache["k"], cache["v"], regions.of_rows, batch.query_start, batch.context_len, self.spec.scale, out, batch.max_query,
             regions.shares.of(self.spec.window, cache["k"]), self.spec.window, paged=False, fresh=_fresh(q, self.spec),
-            soft_cap=self.spec.soft_cap,
+            soft_cap=self.spec.soft_cap, sinks=sinks,
         )  # fmt: skip
 
     def attend_few(
@@ -130,12 +135,9 @@ def region_places(batch: ForwardBatch, count: int) -> tuple[Tensor, Tensor]:
     return regions, torch.nn.functional.pad(regions, (0, 1), value=count - 1)[row_of_token]
 
 
-SUPPORTED = ("window", "soft_cap")
-
-
 def _few_rows(spec: AttentionSpec) -> int:
-    """Returns 0 where scores are capped: the kernel of a few rows cannot do that."""
-    return few_rows(spec.head_dim) if spec.soft_cap is None else 0
+    """Returns 0 where the kernel of a few rows lacks something, such as capped scores or heads that are partly rotated."""
+    return few_rows(spec.head_dim) if set(spec.features) <= {"window"} else 0
 
 
 def _fresh(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:

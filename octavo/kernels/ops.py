@@ -14,6 +14,7 @@ from octavo.kernels.device_codes import DeviceCodes
 from octavo.kernels.logit_edits import LogitEdits
 from octavo.kernels.reference import attention as reference_attention
 from octavo.kernels.reference import layer as reference_layer
+from octavo.kernels.reference import mixture as reference_mixture
 from octavo.kernels.reference import partial_attention as reference_partial
 from octavo.kernels.reference import rows as reference_rows
 from octavo.kernels.reference import sampling as reference_sampling
@@ -31,10 +32,23 @@ def _triton(name: str) -> ModuleType:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Adds x to the residual stream and normalises the sum. Returns (normed, new residual), each [T, size]."""
-    kernels = _triton("step.norm") if x.is_cuda else reference_layer
+    """Adds x to the residual stream and normalises the sum. Returns (normed, new residual), each [T, size].
+
+    Where the weight is wider than x, torch computes on a GPU too.
+    """
+    kernels = _triton("step.norm") if x.is_cuda and weight.dtype == x.dtype else reference_layer
     normed, stream = kernels.add_rms_norm(x, residual, weight, eps)
     return normed, stream
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns x [T, size] normalised. Torch computes it everywhere."""
+    return reference_layer.rms_norm(x, weight, eps)
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """Returns gelu(gate) * up [T, size]. x: [T, 2 * size], gate then up. Torch computes it everywhere."""
+    return reference_layer.gelu_and_mul(x)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -45,16 +59,21 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 def write_kv(
     qkv: Tensor,  # [T, (heads + 2 * kv_heads) * head_dim]
-    norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k [head_dim], eps
-    cos: Tensor,  # [max_position, head_dim / 2] float32
+    norms: tuple[Tensor, Tensor, float] | None,  # weights of q and k: [head_dim], or [all heads * head_dim] for a norm over all; eps
+    cos: Tensor,  # [max_position, head_dim / 2] float32; narrower where the first dimensions alone are rotated
     sin: Tensor,
     positions: Tensor,  # [T]
     slots: Tensor,  # [T]
     k_cache: Tensor,  # [num_blocks, block_size, kv_heads, head_dim]
     v_cache: Tensor,
 ) -> Tensor:
-    """Norms and rotates q and k in place and stores k and v in the cache. Returns q [T, heads, head_dim], a view of qkv."""
-    kernels = _triton("step.write_kv") if qkv.is_cuda else reference_attention
+    """Norms and rotates q and k in place and stores k and v in the cache. Returns q [T, heads, head_dim], a view of qkv.
+
+    The kernel of a GPU rotates whole heads, and norms each by a weight of its own dtype; all else torch computes there too.
+    """
+    head_dim = k_cache.shape[-1]
+    plain = norms is None or (len(norms[0]) == head_dim and norms[0].dtype == qkv.dtype)
+    kernels = _triton("step.write_kv") if qkv.is_cuda and plain and 2 * cos.shape[-1] == head_dim else reference_attention
     q: Tensor = kernels.write_kv(qkv, norms, cos, sin, positions, slots, k_cache, v_cache)
     return q
 
@@ -74,11 +93,13 @@ def paged_attention(
     paged: bool = True,
     fresh: tuple[Tensor, Tensor] | None = None,  # k and v of q's tokens, as write_kv leaves them in qkv: the same as in the cache
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,  # [heads], on a CPU: a score that takes part in the softmax and has no value
 ) -> Tensor:
     """Fills and returns `out`: attention of each row's queries, the last of its context, over its keys and values."""
     if not q.is_cuda:
         rows = tables, query_start, context_len
-        return reference_attention.paged_attention(q, k_cache, v_cache, *rows, scale, out, window, soft_cap=soft_cap)
+        return reference_attention.paged_attention(q, k_cache, v_cache, *rows, scale, out, window, soft_cap=soft_cap, sinks=sinks)
+    assert sinks is None, "the kernel has none"
     kernels = _triton("attention.paged_attention")
     kernels.paged_attention(
         q, k_cache, v_cache, tables, query_start, context_len, scale, out, max_query, window, paged=paged, shares=shares, fresh=fresh,
@@ -257,3 +278,25 @@ def unpack(weight: DeviceCodes, dtype: torch.dtype, rows: Tensor | None = None) 
     """Returns all rows, or those of an index [count], as weights [count, in], with columns in their original order."""
     weights: Tensor = (_triton("packed.products") if weight.words.is_cuda else reference_layer).unpack(weight, dtype, rows)
     return weights
+
+
+def choose_experts(logits: Tensor, chosen: int, scores: str, normed: bool) -> tuple[Tensor, Tensor]:
+    """Returns the experts of each token [T, chosen] int64, the best first, and their weights [T, chosen] float32.
+
+    logits: [T, count]; scores: "all" takes the softmax over all experts, "chosen" over the chosen ones; normed: weights sum up to 1
+    """
+    return reference_mixture.choose_experts(logits, chosen, scores, normed)
+
+
+def mixture(
+    x: Tensor,  # [T, hidden]
+    ids: Tensor,  # [T, chosen]
+    weights: Tensor,  # [T, chosen] float32
+    gate_up: Tensor | DeviceCodes,  # [count * 2 * inner, hidden]: of each expert the rows of the gate, then those of up
+    down: Tensor | DeviceCodes,  # [count * hidden, inner]
+    biases: tuple[Tensor, Tensor] | None,  # [count * 2 * inner] and [count * hidden]
+    activation: str,
+    first: int = 0,  # the number of the first expert of the stacks; those that they do not have add nothing
+) -> Tensor:
+    """Returns the weighted sum of what the chosen experts give each token [T, hidden]."""
+    return reference_mixture.mixture(x, ids, weights, gate_up, down, biases, activation, first)

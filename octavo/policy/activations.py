@@ -40,11 +40,17 @@ def _forward_bytes(model: ModelDescription, dtype: str, cache_dtype: str, load: 
     stream = 4 * model.hidden_size * item  # input and sum, before and after the norm
     windows = {layer.mixer.window for layer in model.kinds if "context_parallel" not in layer.mixer.features}  # that makes none
     masks = {None if window is None or window >= load.context else window for window in windows}  # one for each, and they last
-    layers = max(_layer_bytes(layer, dtype, cache_dtype, load) for layer in model.kinds)
+    layers = max(_layer_bytes(layer, model.hidden_size, dtype, cache_dtype, load) for layer in model.kinds)
     return load.tokens * stream + len(masks) * load.tokens * load.context * item + layers
 
 
-def _layer_bytes(layer: LayerShape, dtype: str, cache_dtype: str, load: StepLoad) -> int:
+def _layer_bytes(layer: LayerShape, hidden: int, dtype: str, cache_dtype: str, load: StepLoad) -> int:
     mlp = load.tokens * layer.mlp.token_numbers * ITEM_BYTES[dtype]
     mixer = layer.mixer.step_bytes(load, dtype, cache_dtype)
-    return mixer + mlp if layer.parallel else max(mixer, mlp)
+    return mixer + mlp if layer.parallel else max(mixer, mlp, _after_bytes(layer, hidden, ITEM_BYTES[dtype], load))
+
+
+def _after_bytes(layer: LayerShape, hidden: int, item: int, load: StepLoad) -> int:
+    """Of what a sub-layer adds, while it is normed or scaled: as it was, and in float32 on the way, and as it becomes."""
+    plain = layer.norms == "before" and layer.residual_scale == 1
+    return 0 if plain else load.tokens * hidden * (2 * item + 2 * FLOAT32)

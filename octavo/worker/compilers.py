@@ -49,6 +49,8 @@ def kernel_shapes(model: ModelDescription, kept: list[Kept]) -> KernelShapes | N
     mixers = [layer.mixer for layer in model.kinds if isinstance(layer.mixer, AttentionSpec)]
     if model.unlike_the_plain_layer() is not None or len({replace(mixer, window=None) for mixer in mixers}) != 1:
         return None
+    if set(mixers[0].features) - {"window"}:
+        return None
     codes = [(one.matrix, one.codes) for one in kept if one.codes]
     packed = {PackedShape(one.rows, one.columns, form.bits, form.group, one.bias, one.gated) for one, form in codes}
     layer, spec = model.layers[0], mixers[0]
@@ -62,7 +64,7 @@ def kernel_shapes(model: ModelDescription, kept: list[Kept]) -> KernelShapes | N
         attention_scale=spec.scale,
         norm_eps=layer.norm.eps,
         qkv_bias=any(matrix.bias for matrix in model.matrices if matrix.name == "qkv"),
-        qk_norm=spec.qk_norm,
+        qk_norm=spec.qk_norm is not None,
         windows=tuple({mixer.window is not None: mixer.window for mixer in mixers}.values()),
         packed=tuple(sorted(packed)),
     )

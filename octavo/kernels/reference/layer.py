@@ -15,12 +15,19 @@ from octavo.kernels.device_codes import WORD_BITS, DeviceCodes
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
 
-    The mean is taken in float32 whatever x is, and x is rounded back to its own dtype before the weight multiplies it. Published
-    models were trained in this order.
+    The mean is taken in float32 whatever x is. x is rounded back to its own dtype before the weight multiplies it, or after, if the
+    weight is float32. Published models were trained in one of these orders.
     """
     wide = x.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * inverse).to(x.dtype) * weight
+    return ((wide * inverse).to(weight.dtype) * weight).to(x.dtype)
+
+
+def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns x [T, heads, head_dim] normed: each head by a weight [head_dim], or all as one by a weight [heads * head_dim]."""
+    if len(weight) == x.shape[-1]:
+        return rms_norm(x, weight, eps)
+    return rms_norm(x.flatten(1), weight, eps).view(x.shape)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -36,17 +43,26 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
         head   [ x0 x1 x2 x3 | y0 y1 y2 y3 ]        (xi, yi) -> (xi cos - yi sin, yi cos + xi sin)
 
-    cos and sin: [T, head_dim / 2] float32, of the positions of these tokens
+    cos and sin: [T, head_dim / 2] float32, of the positions of these tokens. Narrower ones turn the first dimensions alone.
     """
+    half = cos.shape[-1]
+    if half == 0:
+        return x
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    first, second, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """Returns silu(gate) * up [T, size], the gate of a SwiGLU MLP. x: [T, 2 * size], gate then up"""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """Returns gelu(gate) * up [T, size], with the GELU that is made of a tanh. x: [T, 2 * size], gate then up"""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 # -- products of a few rows, each with the step before or after it
